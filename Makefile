@@ -1,0 +1,46 @@
+# Everything runs inside $(VENV), which `make setup` fills with the versions of constraints.txt.
+# VENV=folder and PYTHON=interpreter choose another environment and another Python (3.11 or newer).
+
+VENV ?= .venv
+PYTHON ?= python3
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test lint bench gpu-check clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup: $(STAMP) ## make the environment; again only after a change of pyproject.toml or constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "foldray needs Python 3.11 or newer; name one with PYTHON=…")'
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "Installing foldray and what it needs into $(VENV): about 2 GB, several minutes the first time, seconds after that."
+	@$(PIP) "$$(grep '^torch==' constraints.txt)" # first and pinned: a range may choose another build of several GB
+	@$(PIP) -e '.[dev,hf]'
+	@touch $@
+
+quickstart: setup ## train a small MoE model on two workers of this machine
+	$(BIN)/python -m foldray train recipes/quickstart.yaml
+
+test: setup ## run the tests
+	$(BIN)/python -m pytest
+
+lint: setup ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy foldray trainers tuners
+
+bench: setup ## measure the MoE layer on this machine
+	$(BIN)/python recipes/benchmarks/moe_layer.py
+
+gpu-check: ## check the engine on a GPU with the Python at hand (needs torch there, no installation)
+	$(PYTHON) tests/gpu/check.py
+
+clean: ## remove caches and build leftovers; the environment and runs/ stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find foldray trainers tuners recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +

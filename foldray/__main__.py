@@ -1,0 +1,5 @@
+"""`python -m foldray`, from an installation or from a checkout."""
+
+from foldray.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,37 @@
+"""Which legal folds lie nearest to one that was refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from foldray.fold.fold import ATTENTION_AXES, MOE_AXES, Fold, divisors
+
+
+def nearest_folds(world_size: int, sizes: dict[str, int], count: int = 3) -> list[dict[str, int]]:
+    """Legal folds of `world_size` ranks with the least change of tp, cp, pp, ep and etp, counted in doublings.
+
+    The two views meet only in pp, so for each pp the nearest pairs of each view are found apart and then combined.
+    """
+    if world_size < 1:
+        return []
+
+    def distance(axis: str, size: int) -> float:
+        return abs(math.log2(size / max(1, sizes.get(axis, 1))))
+
+    def pairs(ranks: int, first: str, second: str) -> list[tuple[float, tuple[int, int]]]:
+        found = ((distance(first, a) + distance(second, b), (a, b)) for a, b in _pairs(ranks))
+        return sorted(found)[:count]
+
+    legal = sorted(
+        (attention[0] + moe[0] + distance("pp", pp), (*attention[1], pp, *moe[1]))
+        for pp in divisors(world_size)
+        for attention in pairs(world_size // pp, "tp", "cp")
+        for moe in pairs(world_size // pp, "ep", "etp")
+    )
+    folds = [Fold(world_size, *values) for _, values in legal[:count]]
+    return [{axis: getattr(fold, axis) for axis in dict.fromkeys(ATTENTION_AXES + MOE_AXES)} for fold in folds]
+
+
+def _pairs(ranks: int) -> Iterator[tuple[int, int]]:
+    return ((a, b) for a in divisors(ranks) for b in divisors(ranks // a))

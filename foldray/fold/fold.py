@@ -1,0 +1,113 @@
+"""A fold: one set of ranks, factorised once for attention and once for the experts.
+
+Source: MoE Parallel Folding, section 3.2. The one law: the pipeline groups have the same members in both views.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from foldray.errors import UserError
+from foldray.fold.grid import Grid
+
+ATTENTION_AXES = ("tp", "cp", "dp", "pp")
+MOE_AXES = ("etp", "ep", "edp", "pp")
+_FAMILIES = {
+    "attention": {"tp": ["tp"], "cp": ["cp"], "dp": ["dp"], "pp": ["pp"], "dp_cp": ["dp", "cp"]},
+    "moe": {"etp": ["etp"], "ep": ["ep"], "edp": ["edp"], "pp": ["pp"], "etp_ep": ["etp", "ep"]},
+}
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Sizes of both factorisations of the same `world_size` ranks; dp and edp follow from the rest.
+
+    Args:
+        world_size: ranks in the fold.
+        tp, cp, pp: tensor, context and pipeline parallel sizes of attention; dp = world_size / (tp·cp·pp).
+        ep, etp: expert and expert-tensor parallel sizes; edp = world_size / (etp·ep·pp). etp defaults to 1, whatever tp is.
+        order, moe_order: axes of each view, leftmost fastest.
+        offset: first rank of the fold in a larger cluster.
+
+    Raises:
+        UserError: a size does not divide, an order is not a permutation of its axes, or the two views disagree on the
+            pipeline groups.
+    """
+
+    world_size: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    order: str = "tp-cp-dp-pp"
+    moe_order: str = "etp-ep-edp-pp"
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "tp", "cp", "pp", "ep", "etp"):
+            if getattr(self, name) < 1:
+                raise UserError(name, getattr(self, name), "a size is at least 1")
+        for name, axes in (("order", ATTENTION_AXES), ("moe_order", MOE_AXES)):
+            if sorted(getattr(self, name).split("-")) != sorted(axes):
+                raise UserError(name, getattr(self, name), f"must name each of {'-'.join(axes)} once")
+        for product, sizes in (("tp·cp·pp", (self.tp, self.cp, self.pp)), ("etp·ep·pp", (self.etp, self.ep, self.pp))):
+            if self.world_size % math.prod(sizes):
+                values = "·".join(map(str, sizes))
+                raise UserError(
+                    "fold", values, f"{product} must divide the world size {self.world_size}", divisors(self.world_size)
+                )
+        if set(map(frozenset, self.attention.groups(["pp"]))) != set(map(frozenset, self.moe.groups(["pp"]))):
+            rule = "the pipeline groups must have the same members in both views; an order that ends in pp keeps this"
+            raise UserError("order", f"{self.order} | {self.moe_order}", rule)
+
+    @property
+    def dp(self) -> int:
+        return self.world_size // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        return self.world_size // (self.etp * self.ep * self.pp)
+
+    @cached_property
+    def attention(self) -> Grid:
+        return self._grid(self.order)
+
+    @cached_property
+    def moe(self) -> Grid:
+        return self._grid(self.moe_order)
+
+    def groups(self, family: str) -> tuple[tuple[int, ...], ...]:
+        """The rank table of a group family: tp, cp, dp, pp, dp_cp (attention's), etp, ep, edp, etp_ep (the experts')."""
+        for view, families in _FAMILIES.items():
+            if family in families:
+                return getattr(self, view).groups(families[family])
+        legal = [name for families in _FAMILIES.values() for name in families]
+        raise UserError("family", family, "is no group family", dict.fromkeys(legal))
+
+    def coordinate(self, rank: int) -> dict[str, dict[str, int]]:
+        """A rank's place in both views."""
+        return {"attention": self.attention.coordinate(rank), "moe": self.moe.coordinate(rank)}
+
+    def as_dict(self) -> dict:
+        """The document that `foldray explain --json` prints for a legal fold."""
+        views = {
+            view: {axis: getattr(self, axis) for axis in axes}
+            | {"groups": {family: [list(group) for group in self.groups(family)] for family in _FAMILIES[view]}}
+            for view, axes in (("attention", ATTENTION_AXES), ("moe", MOE_AXES))
+        }
+        return {"legal": True, "world_size": self.world_size, **views}
+
+    def __str__(self) -> str:
+        attention = " ".join(f"{axis.upper()}{getattr(self, axis)}" for axis in ATTENTION_AXES)
+        return f"{attention} | " + " ".join(f"{axis.upper()}{getattr(self, axis)}" for axis in MOE_AXES[:3])
+
+    def _grid(self, order: str) -> Grid:
+        axes = tuple(order.split("-"))
+        return Grid(axes, tuple(getattr(self, axis) for axis in axes), self.offset)
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,47 @@
+"""Rank tables: a grid of ranks and the groups that its axes make. Integers only.
+
+The enumeration is that of Megatron-Core's rank generator: axes are listed leftmost fastest, the stride of an axis is
+the product of the sizes to its left, and a group holds every value of its axes for one fixed value of all others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`math.prod(sizes)` consecutive ranks from `offset`, factorised into named axes, leftmost fastest."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.sizes)
+
+    def stride(self, axis: str) -> int:
+        return math.prod(self.sizes[: self.axes.index(axis)])
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Place of a rank on every axis."""
+        rest, place = rank - self.offset, {}
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            rest, place[axis] = divmod(rest, size)
+        return place
+
+    def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """All groups along these axes together; within a group, and among groups, the leftmost axis runs fastest."""
+        inside = self._offsets([axis for axis in self.axes if axis in axes])
+        across = self._offsets([axis for axis in self.axes if axis not in axes])
+        return tuple(tuple(self.offset + base + step for step in inside) for base in across)
+
+    def _offsets(self, axes: Sequence[str]) -> list[int]:
+        offsets = [0]
+        for axis in axes:
+            stride, size = self.stride(axis), self.sizes[self.axes.index(axis)]
+            offsets = [base + stride * i for i in range(size) for base in offsets]
+        return offsets

@@ -1,0 +1,79 @@
+"""A Mixture-of-Experts layer: router, dispatcher, experts, shared expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from foldray.comm import Groups
+from foldray.moe.dispatcher import Dispatcher, Permutation
+from foldray.moe.experts import expert_ffn
+from foldray.moe.torch_backend import TorchPermutation
+from foldray.moe.router import Gate, Router
+from foldray.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class MoeBackend:
+    """Which kernels gate, permute and multiply; the defaults are torch's."""
+
+    gate: Gate | None = None
+    permutation: Permutation | None = None
+    experts: Literal["grouped", "loop"] = "grouped"
+
+
+class MoeStats(NamedTuple):
+    """What one pass through one layer tells.
+
+    Shapes: balance_loss, z_loss scalars with a gradient; count_E int64, assignments per expert; dropped int64 scalar.
+    """
+
+    balance_loss: torch.Tensor
+    z_loss: torch.Tensor
+    count_E: torch.Tensor
+    dropped: torch.Tensor
+
+
+class Experts(nn.Module):
+    """This rank's experts, stacked: `up` [E_local, H, W] and `down` [E_local, F, H]."""
+
+    def __init__(self, model: ModelSpec, first: int, count: int, device: torch.device | None, dtype: torch.dtype | None):
+        super().__init__()
+        self.first, self.ffn = first, model.ffn
+        width = 2 * model.expert_hidden if model.ffn == "gated_silu" else model.expert_hidden
+        self.up = nn.Parameter(torch.empty(count, model.hidden, width, device=device, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(count, model.expert_hidden, model.hidden, device=device, dtype=dtype))
+
+    def forward(self, x_NH: torch.Tensor, counts: list[int], kind: Literal["grouped", "loop"]) -> torch.Tensor:
+        return expert_ffn(x_NH, counts, self.up, self.down, self.ffn, kind)
+
+
+class MoELayer(nn.Module):
+    """[B, S, H] → [B, S, H] through the experts of an EP group; `forward` runs the stages one after another."""
+
+    def __init__(self, model: ModelSpec, groups: Groups, backend: MoeBackend, shared: nn.Module | None, device=None, dtype=None):
+        super().__init__()
+        local = model.experts // groups.tokens.size
+        self.backend = backend
+        self.router = Router(model, backend.gate, device, dtype)
+        self.experts = Experts(model, groups.ep_rank * local, local, device, dtype)
+        self.shared = shared
+        self.dispatcher = Dispatcher(groups, backend.permutation or TorchPermutation())
+
+    def forward(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, MoeStats]:
+        x_TH = x_BSH.reshape(-1, x_BSH.shape[-1])
+        routing = self.router(x_TH, sequences=x_BSH.shape[0])
+        stages = self.dispatcher
+        rows_NH, plan = stages.dispatch_preprocess(x_TH, routing)
+        plan = stages.exchange_counts(plan)
+        rows_NH = stages.dispatch_postprocess(stages.dispatch(rows_NH, plan), plan)
+        y_NH = self.experts(rows_NH, plan.rows_per_expert, self.backend.experts)
+        y_NH = stages.combine(stages.combine_preprocess(y_NH, plan), plan)
+        y_TH = stages.combine_postprocess(y_NH, plan)
+        if self.shared is not None:
+            y_TH = y_TH + self.shared(x_TH)
+        stats = MoeStats(routing.balance_loss, routing.z_loss, routing.count_E, routing.dropped)
+        return y_TH.to(x_BSH.dtype).view_as(x_BSH), stats

@@ -1,0 +1,329 @@
+"""The recipe: the one description that train, plan, tune, verify, bench and submit read."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from foldray.errors import UserError, nearest
+from foldray.fold import Fold, divisors
+from foldray.spec import ModelSpec, Strict
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ValidationSplit(Strict):
+    """What is held back to measure the model on text it has not seen."""
+
+    fraction: float = Field(0.05, gt=0, lt=1, description="share of the files held back, chosen by name")
+    path: str | None = Field(None, description="file or glob of a validation set of its own, instead of a share")
+
+
+class DataSpec(Strict):
+    """Where text comes from and how it is cut into sequences."""
+
+    source: Literal["stdlib", "text", "jsonl", "parquet"] = Field("stdlib", description="stdlib is Python's own standard library")
+    path: str | None = Field(None, description="file or glob (text, jsonl, parquet)")
+    text_field: str = Field("text", description="key or column that holds a document (jsonl, parquet)")
+    tokenizer: str = Field("byte", description='"byte", or a folder with a Hugging Face tokenizer')
+    seq_len: int = Field(256, ge=1, description="tokens of a sequence")
+    mask_documents: bool = Field(False, description="attention stops at document boundaries")
+    validation: ValidationSplit = ValidationSplit()
+    cache: str | None = Field(None, description="folder of packed data; null is `data` in the run storage")
+
+
+class FoldSpec(Strict):
+    """Parallel sizes; dp and edp follow from the number of workers."""
+
+    tp: int = Field(1, ge=1, description="tensor parallel")
+    cp: int = Field(1, ge=1, description="context parallel")
+    pp: int = Field(1, ge=1, description="pipeline parallel")
+    ep: int = Field(1, ge=1, description="expert parallel")
+    etp: int = Field(1, ge=1, description="expert tensor parallel")
+
+
+class ScheduleSpec(Strict):
+    """In which order a step's pieces run."""
+
+    kind: Literal["sequential"] = Field("sequential", description="order of a block's pieces")
+
+
+class MoeSpec(Strict):
+    """Which kernels run the MoE layer."""
+
+    backend: Literal["torch", "tutel", "deepspeed"] = Field("torch", description="gating and permutation")
+    experts: Literal["grouped", "loop"] = Field("grouped", description="expert products; loop is the plain reference")
+
+
+class OptimizerSpec(Strict):
+    """The update rule and the learning rate's course."""
+
+    kind: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(1e-3, gt=0, description="peak learning rate")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="adamw only")
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0, description="on matrices; norms and biases have none")
+    momentum: float = Field(0.0, ge=0, lt=1, description="sgd only")
+    clip: float | None = Field(1.0, gt=0, description="largest gradient norm; null does not clip")
+    warmup_steps: int = Field(0, ge=0)
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    min_lr: float = Field(0.1, ge=0, le=1, description="last learning rate, as a share of lr")
+
+
+class TrainingSpec(Strict):
+    """How long, with how much data at once, and when to look."""
+
+    steps: int = Field(100, ge=1, description="optimizer steps of the whole training")
+    stop_after: int | None = Field(None, ge=1, description="stop after this step and leave the rest to --resume")
+    global_batch: int = Field(8, ge=1, description="sequences per optimizer step")
+    micro_batch: int = Field(1, ge=1, description="sequences per worker and pass")
+    eval_every: int | None = Field(None, ge=1, description="steps between validations; null is only at the end")
+    eval_sequences: int | None = Field(None, ge=1, description="validation sequences; null is all of them")
+    seed: int = Field(0, ge=0)
+
+
+class EngineSpec(Strict):
+    """Who holds the optimizer."""
+
+    kind: Literal["deepspeed", "torch"] = "deepspeed"
+    zero: Literal[0, 1, 2] = Field(1, description="ZeRO stage; the torch engine has stage 0")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _torch_has_stage_0(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("kind") == "torch":
+            return {"zero": 0, **given}
+        return given
+
+
+class CheckpointSpec(Strict):
+    """When state is saved, and how much of it is kept."""
+
+    every: int | None = Field(None, ge=1, description="steps between checkpoints; null is only at the end")
+    keep: int = Field(2, ge=1, description="newest checkpoints kept")
+    asynchronous: bool = Field(True, description="write while training goes on")
+
+
+class TrackingSpec(Strict):
+    """Where metrics go."""
+
+    experiment: str = "foldray"
+    uri: str | None = Field(None, description="MLflow tracking URI; null is SQLite in the run storage")
+
+
+class ClusterSpec(Strict):
+    """What the run takes of a Ray cluster."""
+
+    workers: int = Field(1, ge=1, description="ranks of the fold, one Ray actor each")
+    cpus_per_worker: int = Field(1, ge=1)
+    gpu: bool = Field(False, description="one GPU per worker, over NCCL; else CPU, over gloo")
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    address: str | None = Field(None, description="Ray cluster to join; null starts one on this machine")
+    storage: str | None = Field(None, description="folder (or URI) that every node sees, for runs; null is ./runs")
+    max_failures: int = Field(3, ge=0, description="worker losses survived by going on from the last checkpoint")
+
+
+class Recipe(Strict):
+    """One training, fully described.
+
+    Raises:
+        UserError: from `load` and `parse`, with the field, the value, the rule and the legal values.
+    """
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="first part of the run's id")
+    model: ModelSpec
+    data: DataSpec = DataSpec()
+    fold: FoldSpec = FoldSpec()
+    schedule: ScheduleSpec = ScheduleSpec()
+    moe: MoeSpec = MoeSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    training: TrainingSpec = TrainingSpec()
+    engine: EngineSpec = EngineSpec()
+    precision: Literal["float32", "bfloat16", "float64"] = "float32"
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    tracking: TrackingSpec = TrackingSpec()
+    cluster: ClusterSpec = ClusterSpec()
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+        """Read a YAML file, apply `key.sub=value` overrides (values are YAML) and validate."""
+        try:
+            given = yaml.safe_load(Path(path).read_text())
+        except OSError as error:
+            raise UserError("recipe", path, f"cannot be read ({error.strerror or error})") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UserError("recipe", path, f"is not YAML ({' '.join(str(error).split())})") from None
+        if not isinstance(given, dict):
+            raise UserError("recipe", path, "must be a mapping of sections", cls.model_fields)
+        for override in overrides:
+            _apply(given, override)
+        return cls.parse(given)
+
+    @classmethod
+    def parse(cls, given: dict[str, Any]) -> Recipe:
+        """Validate a mapping; the first mistake is raised as a UserError."""
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            raise _first_mistake(cls, error) from None
+
+    @property
+    def placed_fold(self) -> Fold:
+        """The fold on this recipe's workers."""
+        return Fold(self.cluster.workers, **self.fold.model_dump())
+
+    @property
+    def accumulation(self) -> int:
+        """Passes per optimizer step on every worker."""
+        return self.training.global_batch // (self.placed_fold.dp * self.training.micro_batch)
+
+    @model_validator(mode="after")
+    def _check(self) -> Recipe:
+        for check in (_check_fold, _check_batch, _check_data, _check_engine, _check_backend):
+            check(self)
+        return self
+
+
+def _check_fold(recipe: Recipe) -> None:
+    for axis in ("tp", "cp", "pp", "etp"):
+        if getattr(recipe.fold, axis) != 1:
+            raise UserError(f"fold.{axis}", getattr(recipe.fold, axis), "training folds data and expert parallelism only", [1])
+    workers, experts = recipe.cluster.workers, recipe.model.experts
+    legal = [d for d in divisors(experts) if workers % d == 0]
+    if workers % recipe.fold.ep:
+        raise UserError("fold.ep", recipe.fold.ep, f"must divide cluster.workers={workers}", legal)
+    if experts % recipe.fold.ep:
+        raise UserError("fold.ep", recipe.fold.ep, f"must divide model.experts={experts}", legal)
+
+
+def _check_batch(recipe: Recipe) -> None:
+    training, dp = recipe.training, recipe.placed_fold.dp
+    if training.global_batch % (dp * training.micro_batch):
+        rule = f"must be a multiple of dp × micro_batch = {dp} × {training.micro_batch}"
+        raise UserError("training.global_batch", training.global_batch, rule)
+    if training.stop_after is not None and training.stop_after > training.steps:
+        raise UserError("training.stop_after", training.stop_after, f"must be at most steps={training.steps}")
+    if recipe.optimizer.warmup_steps > training.steps:
+        raise UserError("optimizer.warmup_steps", recipe.optimizer.warmup_steps, f"must be at most steps={training.steps}")
+
+
+def _check_data(recipe: Recipe) -> None:
+    data, model = recipe.data, recipe.model
+    if data.source == "stdlib" and data.path is not None:
+        raise UserError(
+            "data.path", data.path, "has no meaning with source=stdlib; name the kind of file", ["text", "jsonl", "parquet"]
+        )
+    if data.source != "stdlib" and data.path is None:
+        raise UserError("data.path", "null", f"source={data.source} needs a file or a glob")
+    if model.positions == "learned" and data.seq_len > model.max_positions:
+        raise UserError("data.seq_len", data.seq_len, f"must be at most model.max_positions={model.max_positions}")
+
+
+def _check_engine(recipe: Recipe) -> None:
+    engine, optimizer = recipe.engine, recipe.optimizer
+    if engine.kind == "torch" and engine.zero:
+        raise UserError("engine.zero", engine.zero, "the torch engine does not shard its optimizer; use kind=deepspeed", [0])
+    if engine.kind == "deepspeed" and engine.zero == 0 and optimizer.clip is not None:
+        rule = (
+            "DeepSpeed's stage 0 clips by an average of local norms, which is wrong for experts; "
+            "use zero=1, kind=torch or optimizer.clip=null"
+        )
+        raise UserError("engine.zero", 0, rule, [1, 2])
+    if engine.kind == "deepspeed" and recipe.precision == "bfloat16":
+        if engine.zero == 0:
+            raise UserError("engine.zero", 0, "DeepSpeed's stage 0 keeps no sharded float32 state of a bfloat16 model", [1, 2])
+        if engine.zero == 1 and recipe.accumulation > 1:
+            raise UserError("engine.zero", 1, "DeepSpeed's stage 1 adds up bfloat16 gradients in bfloat16", [2])
+    if engine.kind == "deepspeed" and recipe.precision == "float64":
+        raise UserError(
+            "precision", "float64", "DeepSpeed keeps float32 master weights; use engine.kind=torch", ["float32", "bfloat16"]
+        )
+    if optimizer.kind == "adamw" and optimizer.momentum:
+        raise UserError("optimizer.momentum", optimizer.momentum, "has no meaning with kind=adamw", [0])
+
+
+def _check_backend(recipe: Recipe) -> None:
+    backend, router = recipe.moe.backend, recipe.model.router
+    if backend == "tutel" and recipe.precision != "float32":
+        raise UserError("moe.backend", backend, f"Tutel's kernels run in float32, not in {recipe.precision}", ["torch"])
+    if backend == "deepspeed":
+        same = router.score == "softmax" and (router.normalize or router.softmax == "after_topk") == (recipe.model.topk > 1)
+        if not same or router.scale != 1:
+            rule = "DeepSpeed's gates are a softmax over all experts, rescaled to one for topk > 1, with scale 1"
+            raise UserError("moe.backend", backend, rule, ["torch", "tutel"])
+
+
+def describe(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Rows (key, legal values, default, meaning) of every recipe key, for help texts."""
+    for name, field in model.model_fields.items():
+        section = _section(field.annotation)
+        if section is not None:
+            yield from describe(section, f"{prefix}{name}.")
+        else:
+            default = "required" if field.is_required() else yaml.safe_dump(_plain(field.default)).split("\n")[0]
+            yield f"{prefix}{name}", _legal(field), default, field.description or ""
+
+
+def _apply(given: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError("override", override, "must read key.sub=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(key, text, "is not a YAML value") from None
+    *parents, last = key.split(".")
+    for parent in parents:
+        given = given.setdefault(parent, {})
+        if not isinstance(given, dict):
+            raise UserError(key, value, f"{parent} is not a section")
+    given[last] = value
+
+
+def _first_mistake(model: type[BaseModel], error: ValidationError) -> UserError:
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    field = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        known = list(_lookup(model, path[:-1]))
+        return UserError(field, first["input"], f"is no known key{nearest(path[-1], known)}", known)
+    if first["type"] == "missing":
+        return UserError(field, "nothing", "is required")
+    if first["type"] == "literal_error":
+        return UserError(field, first["input"], "is none of the legal values", _choices(_lookup(model, path[:-1])[path[-1]]))
+    if first["type"] == "string_pattern_mismatch":
+        return UserError(field, first["input"], "may hold letters, digits, '.', '_' and '-', a letter or digit first")
+    return UserError(field, first["input"], first["msg"][0].lower() + first["msg"][1:])
+
+
+def _lookup(model: type[BaseModel], path: list[str]) -> dict[str, FieldInfo]:
+    for part in path:
+        model = _section(model.model_fields[part].annotation) or model
+    return model.model_fields
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _choices(field: FieldInfo) -> list[Any]:
+    return list(get_args(field.annotation))
+
+
+def _legal(field: FieldInfo) -> str:
+    annotation = field.annotation
+    if get_origin(annotation) is Literal:
+        return "|".join(map(str, get_args(annotation)))
+    parts = get_args(annotation) if get_origin(annotation) is types.UnionType else (annotation,)
+    names = ["null" if part is type(None) else getattr(part, "__name__", str(part)) for part in parts]
+    return "|".join(names)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

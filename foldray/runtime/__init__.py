@@ -1,0 +1,19 @@
+"""Runs a step: gradients, norm, optimizer."""
+
+from foldray.runtime.engine import Engine, State, TorchEngine, engine_state
+from foldray.runtime.gradients import GradientBuffer, Gradients, gradient_norm
+from foldray.runtime.optimizer import decay_groups, learning_rate, make_optimizer, state_keys
+
+__all__ = [
+    "Engine",
+    "GradientBuffer",
+    "Gradients",
+    "State",
+    "TorchEngine",
+    "decay_groups",
+    "engine_state",
+    "gradient_norm",
+    "learning_rate",
+    "make_optimizer",
+    "state_keys",
+]

@@ -1,0 +1,114 @@
+"""What trains: the engine contract, and the torch engine."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from foldray.comm import Groups
+from foldray.model import Losses, Transformer
+from foldray.recipe import OptimizerSpec
+from foldray.runtime.gradients import Gradients
+from foldray.runtime.optimizer import decay_groups, make_optimizer, state_keys
+
+State = dict[str, torch.Tensor]
+
+
+class Engine(Protocol):
+    """Holds the model and the optimizer; an optimizer step is `accumulation` passes and one update."""
+
+    model: Transformer
+
+    def train_pass(self, token_BS: torch.Tensor, target_BS: torch.Tensor, segment_BS: torch.Tensor | None) -> Losses:
+        """Forward and backward of one micro-batch."""
+
+    def update(self, lr: float) -> float:
+        """Reduce, clip and step; the gradient norm before clipping."""
+
+    def state(self) -> State:
+        """Weights and optimizer state by global name, in the optimizer's precision; what `load_state` takes."""
+
+    def load_state(self, state: State) -> None:
+        """Go on from a saved state."""
+
+
+class TorchEngine:
+    """Plain torch: our gradient buffers, our norm, an unsharded optimizer on weights in at least float32.
+
+    Args:
+        accumulation: passes per update; each pass's loss counts 1/accumulation.
+    """
+
+    def __init__(self, model: Transformer, groups: Groups, optimizer: OptimizerSpec, accumulation: int = 1):
+        self.model, self.spec, self.accumulation = model, optimizer, accumulation
+        self.gradients = Gradients(model.parameters(), model.expert_parameters(), groups)
+        self.masters: dict[nn.Parameter, torch.Tensor] = {}
+        for buffer in self.gradients.buffers:
+            for parameter, gradient in zip(buffer.parameters, buffer.views, strict=True):
+                wide = parameter.dtype == gradient.dtype
+                master = parameter if wide else nn.Parameter(parameter.detach().to(gradient.dtype))
+                master.grad = gradient
+                self.masters[parameter] = master
+        self.optimizer = make_optimizer(optimizer, decay_groups(optimizer, ((m, p) for p, m in self.masters.items())))
+
+    def train_pass(self, token_BS: torch.Tensor, target_BS: torch.Tensor, segment_BS: torch.Tensor | None = None) -> Losses:
+        losses = self.model(token_BS, target_BS, segment_BS)
+        (losses.total / self.accumulation).backward()
+        return losses
+
+    def update(self, lr: float) -> float:
+        self.gradients.reduce()
+        norm = self.gradients.clip(self.spec.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self._narrow()
+        self.gradients.zero()
+        return norm
+
+    def state(self) -> State:
+        return engine_state(self.model, self.spec, lambda p: self.masters[p].detach(), self._remembered)
+
+    def load_state(self, state: State) -> None:
+        with torch.no_grad():
+            for key, tensor in self.state().items():
+                tensor.copy_(state[key])
+        self._narrow()
+
+    def _remembered(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
+        """The optimizer's memory of a parameter, made (zero) if no step has been taken yet."""
+        master = self.masters[parameter]
+        memory = self.optimizer.state[master]
+        if key == "step":
+            return memory.setdefault("step", torch.zeros((), dtype=torch.float32))
+        return memory.setdefault(key, torch.zeros_like(master))
+
+    @torch.no_grad()
+    def _narrow(self) -> None:
+        for parameter, master in self.masters.items():
+            if parameter is not master:
+                parameter.copy_(master)
+
+
+def engine_state(model: Transformer, optimizer: OptimizerSpec, weight, remembered) -> State:
+    """The state of an engine by global name.
+
+    Args:
+        weight: parameter → its weights in the optimizer's precision.
+        remembered: (parameter, key) → what the optimizer remembers of it; key "step" is a scalar.
+
+    Keys: `model/NAME`, `optimizer/NAME/KEY`; experts by their global id, router biases among the weights.
+    """
+    parameters, state = dict(model.named_parameters()), {}
+    memory = (*state_keys(optimizer), "step") if optimizer.kind == "adamw" else state_keys(optimizer)
+    for local, parts in model.global_names().items():
+        parameter = parameters[local]
+        tensors = {"model/{}": weight(parameter)} | {f"optimizer/{{}}/{key}": remembered(parameter, key) for key in memory}
+        for name, index in parts:
+            for pattern, tensor in tensors.items():
+                state[pattern.format(name)] = tensor if index is None or tensor.dim() == 0 else tensor[index]
+    for name, router in model.routers():
+        state[f"model/{name}.bias"] = router.bias
+    return state

@@ -1,0 +1,229 @@
+"""Recipes: what loads, and what is refused with which line."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import yaml
+
+from foldray import MissingPackage, Recipe, UserError
+from foldray.recipe import describe
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted((ROOT / "recipes").rglob("*.yaml"))
+GOOD = {
+    "name": "good",
+    "model": {"preset": "tiny"},
+    "fold": {"ep": 2},
+    "training": {"steps": 10, "global_batch": 8, "micro_batch": 2},
+    "cluster": {"workers": 2},
+}
+
+
+@pytest.fixture
+def good(tmp_path):
+    path = tmp_path / "good.yaml"
+    path.write_text(yaml.safe_dump(GOOD))
+    return path
+
+
+def test_there_are_shipped_recipes():
+    assert ROOT / "recipes" / "quickstart.yaml" in SHIPPED
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_shipped_recipes_load(path):
+    recipe = Recipe.load(path)
+    assert recipe.accumulation >= 1
+    assert Recipe.parse(recipe.model_dump()) == recipe
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+def test_load(good):
+    recipe = Recipe.load(good)
+    assert (recipe.name, recipe.model.preset, recipe.fold.ep, recipe.cluster.workers) == ("good", "tiny", 2, 2)
+    assert (recipe.placed_fold.dp, recipe.placed_fold.ep, recipe.placed_fold.edp) == (2, 2, 1)
+    assert recipe.accumulation == 2
+
+
+def test_defaults():
+    recipe = Recipe.parse({"model": {"preset": "tiny"}})
+    assert (recipe.engine.kind, recipe.engine.zero, recipe.precision) == ("deepspeed", 1, "float32")
+    assert (recipe.data.source, recipe.data.tokenizer, recipe.schedule.kind) == ("stdlib", "byte", "sequential")
+    assert (recipe.cluster.workers, recipe.cluster.address, recipe.placed_fold.world_size) == (1, None, 1)
+    assert recipe.optimizer.betas == (0.9, 0.95)
+
+
+def test_overrides_are_yaml_and_come_last(good):
+    recipe = Recipe.load(
+        good,
+        [
+            "training.steps=20",
+            "training.steps=30",
+            "model.preset=Tiny-Fine",
+            "model.router.scale=2.5",
+            "optimizer.lr=3e-3",
+            "optimizer.betas=[0.8, 0.9]",
+            "optimizer.clip=null",
+            "data.mask_documents=true",
+            "data.validation.fraction=0.25",
+            "tracking.uri=http://host/?a=b",
+        ],
+    )
+    assert recipe.training.steps == 30
+    assert (recipe.model.preset, recipe.model.experts, recipe.model.router.scale) == ("tiny-fine", 32, 2.5)
+    assert (recipe.optimizer.lr, recipe.optimizer.betas, recipe.optimizer.clip) == (3e-3, (0.8, 0.9), None)
+    assert recipe.data.mask_documents is True
+    assert recipe.data.validation.fraction == 0.25
+    assert recipe.tracking.uri == "http://host/?a=b"
+
+
+def test_the_torch_engine_has_stage_0_by_default():
+    assert Recipe.parse({"model": {"preset": "tiny"}, "engine": {"kind": "torch"}}).engine.zero == 0
+
+
+def test_a_model_without_preset():
+    sizes = {
+        "layers": 2, "hidden": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "ffn_hidden": 16, "experts": 4, "topk": 2,
+        "expert_hidden": 8, "vocab": 300,
+    }  # fmt: skip
+    assert Recipe.parse({"model": sizes}).model.moe_layers == (0, 1)
+    with pytest.raises(UserError, match=r"^model\.vocab=nothing: is required"):
+        Recipe.parse({"model": {key: size for key, size in sizes.items() if key != "vocab"}})
+
+
+BAD = [
+    # keys and sections
+    ("trainig.steps=3", "trainig", "is no known key; did you mean 'training'?; legal: name, model"),
+    ("training.step=3", "training.step", "did you mean 'steps'?"),
+    ("data.validation.share=0.1", "data.validation.share", "is no known key; legal: fraction, path"),
+    ("model.router.temperature=1", "model.router.temperature", "is no known key"),
+    ("fold.dp=2", "fold.dp", "is no known key"),
+    ("training=3", "training", "valid dictionary"),
+    ("training.steps.first=3", "training.steps.first", "steps is not a section"),
+    ("training.steps", "override", "must read key.sub=value"),
+    ("=3", "override", "must read key.sub=value"),
+    ("training.steps=[1", "training.steps", "is not a YAML value"),
+    # types and ranges
+    ("training.steps=many", "training.steps", "valid integer"),
+    ("training.steps=0", "training.steps", "greater than or equal to 1"),
+    ("training.steps=1.5", "training.steps", "valid integer"),
+    ("training.steps=", "training.steps", "valid integer"),
+    ("training.seed=-1", "training.seed", "greater than or equal to 0"),
+    ("optimizer.lr=0", "optimizer.lr", "greater than 0"),
+    ("optimizer.lr=.inf", "optimizer.lr", "finite"),
+    ("optimizer.eps=.nan", "optimizer.eps", "finite"),
+    ("optimizer.clip=0", "optimizer.clip", "greater than 0"),
+    ("optimizer.min_lr=1.5", "optimizer.min_lr", "less than or equal to 1"),
+    ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1", "less than 1"),
+    ("optimizer.betas=[0.9]", "optimizer.betas.1", "is required"),
+    ("data.validation.fraction=1", "data.validation.fraction", "less than 1"),
+    ("data.seq_len=0", "data.seq_len", "greater than or equal to 1"),
+    ("checkpoint.keep=0", "checkpoint.keep", "greater than or equal to 1"),
+    ("cluster.workers=0", "cluster.workers", "greater than or equal to 1"),
+    ("cluster.gpu=perhaps", "cluster.gpu", "valid boolean"),
+    ("name=two words", "name", "letters, digits"),
+    ("name=../up", "name", "letters, digits"),
+    # choices
+    ("optimizer.kind=adam", "optimizer.kind", "legal: adamw, sgd"),
+    ("optimizer.decay=exponential", "optimizer.decay", "legal: cosine, linear, constant"),
+    ("precision=float16", "precision", "legal: float32, bfloat16, float64"),
+    ("engine.kind=megatron", "engine.kind", "legal: deepspeed, torch"),
+    ("engine.zero=3", "engine.zero", "legal: 0, 1, 2"),
+    ("schedule.kind=random", "schedule.kind", "is none of the legal values; legal: sequential"),
+    ("moe.backend=cuda", "moe.backend", "legal: torch, tutel, deepspeed"),
+    ("data.source=web", "data.source", "legal: stdlib, text, jsonl, parquet"),
+    ("cluster.placement=pack", "cluster.placement", "legal: PACK, SPREAD, STRICT_PACK, STRICT_SPREAD"),
+    ("model.norm=batchnorm", "model.norm", "legal: rmsnorm, layernorm"),
+    # the model
+    ("model.preset=tiney", "model.preset", "is no known model; did you mean 'tiny'?"),
+    ("model.kv_heads=3", "model.kv_heads", "must divide heads=4; legal: 1, 2, 4"),
+    ("model.head_dim=31", "model.head_dim", "must be even"),
+    ("model.topk=9", "model.topk", "must be at most experts=8"),
+    ("model.dense_first=5", "model.dense_first", "must be at most layers=4"),
+    ("model.router.bias_rate=0.001", "model.router.bias_rate", "needs score=sigmoid"),
+    ("model.router.normalize=true", "model.router.normalize", "sums to one already"),
+    ("model.router.pad=true", "model.router.pad", "needs a capacity_factor"),
+    ("model.router.capacity_factor=0", "model.router.capacity_factor", "greater than 0"),
+    ("model.router={score: sigmoid, softmax: before_topk}", "model.router.softmax", "has no meaning with score=sigmoid"),
+    # the fold and the batch
+    ("fold.ep=3", "fold.ep", "must divide cluster.workers=2; legal: 1, 2"),
+    ("fold.ep=0", "fold.ep", "greater than or equal to 1"),
+    ("fold.tp=2", "fold.tp", "legal: 1"),
+    ("fold.etp=2", "fold.etp", "legal: 1"),
+    ("model.experts=7", "fold.ep", "must divide model.experts=7; legal: 1"),
+    ("training.global_batch=6", "training.global_batch", "must be a multiple of dp × micro_batch = 2 × 2"),
+    ("training.stop_after=11", "training.stop_after", "must be at most steps=10"),
+    ("optimizer.warmup_steps=11", "optimizer.warmup_steps", "must be at most steps=10"),
+    # the data
+    ("data.path=a.txt", "data.path", "has no meaning with source=stdlib"),
+    ("data.source=jsonl", "data.path", "source=jsonl needs a file or a glob"),
+    ("model={preset: tiny-gpt, max_positions: 128}", "data.seq_len", "must be at most model.max_positions=128"),
+    # engines and backends
+    ("engine={kind: torch, zero: 1}", "engine.zero", "does not shard its optimizer"),
+    ("engine.zero=0", "engine.zero", "legal: 1, 2"),
+    ("precision=float64", "precision", "use engine.kind=torch; legal: float32, bfloat16"),
+    ("optimizer.momentum=0.9", "optimizer.momentum", "has no meaning with kind=adamw"),
+    ("moe.backend=deepspeed model.preset=tiny-fine", "moe.backend", "legal: torch, tutel"),
+    ("moe.backend=deepspeed model.topk=1", "moe.backend", "softmax over all experts"),
+    ("moe.backend=tutel precision=bfloat16", "moe.backend", "Tutel's kernels run in float32, not in bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "field", "fragment"), BAD, ids=[bad[0] for bad in BAD])
+def test_bad_recipes_are_refused_in_one_line(good, overrides, field, fragment):
+    several = overrides.split() if overrides.startswith("moe.") else [overrides]
+    with pytest.raises(UserError) as error:
+        Recipe.load(good, several)
+    line = str(error.value)
+    assert error.value.field == field
+    assert line.startswith(f"{field}=")
+    assert fragment in line
+    assert "\n" not in line
+    assert error.value.__suppress_context__ or error.value.__context__ is None
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ("model: [", "is not YAML"),
+        ("\tname: x", "is not YAML"),
+        ("- model", "must be a mapping of sections; legal: name, model"),
+        ("", "must be a mapping of sections"),
+        (b"\xff\xfe\x00", "is not YAML"),
+    ],
+)
+def test_files_that_are_no_recipe(tmp_path, text, fragment):
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError) as error:
+        Recipe.load(path)
+    assert error.value.field == "recipe"
+    assert fragment in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    for path in (tmp_path / "absent.yaml", tmp_path):
+        with pytest.raises(UserError, match="cannot be read"):
+            Recipe.load(path)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [UserError("a.b", 3, "is odd", [2, 4]), UserError("a", "", "is empty"), MissingPackage("a", "x", "p", "pip install p")],
+)
+def test_errors_travel_between_processes(error):
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), copy.field) == (type(error), str(error), error.field)
+
+
+def test_every_key_is_described_once_and_its_default_is_legal():
+    rows = list(describe())
+    keys = [key for key, *_ in rows]
+    assert len(set(keys)) == len(keys)
+    assert {"name", "training.steps", "model.router.drop", "data.validation.fraction", "cluster.workers"} <= set(keys)
+    for key, legal, default, _ in rows:
+        if "|" in legal and default != "required":
+            choices = legal.split("|")
+            assert default in choices or "null" in choices, key

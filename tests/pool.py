@@ -1,0 +1,90 @@
+"""A pool of ranks for a whole test session: starting processes is what costs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("spawn")
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not answer in time; the message holds its traceback."""
+
+
+class RankPool:
+    """`world` processes in one gloo group, one thread each, that run cases one after another."""
+
+    def __init__(self, world: int):
+        self.world = world
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def run(self, case: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+        """Call `case(rank, *arguments)` on every rank; the results, by rank. A failure ends the pool; the next case starts a new one."""
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((case, arguments))
+        deadline, answers = time.monotonic() + timeout, {}
+        while len(answers) < self.world:
+            for rank, connection in enumerate(self._connections):
+                if rank not in answers and connection.poll(0.001):
+                    answers[rank] = self._receive(rank, connection)
+            failed = [text for fine, text in answers.values() if not fine]
+            if failed or time.monotonic() > deadline:
+                self.close()
+                missing = sorted(set(range(self.world)) - set(answers))
+                raise RankFailure("\n".join(failed) or f"ranks {missing} did not answer within {timeout} s")
+        return [answers[rank][1] for rank in range(self.world)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._connections = [], []
+
+    def _start(self) -> None:
+        store = os.path.join(tempfile.mkdtemp(prefix="foldray-ranks-"), "store")
+        for rank in range(self.world):
+            ours, theirs = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(target=_serve, args=(rank, self.world, store, theirs), daemon=True)
+            process.start()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def _receive(self, rank: int, connection: Connection) -> tuple[bool, Any]:
+        try:
+            return connection.recv()
+        except EOFError:
+            return False, f"rank {rank} died"
+
+
+def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    while True:
+        try:
+            case, arguments = connection.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            connection.send((True, case(rank, *arguments)))
+        except BaseException:
+            connection.send((False, f"rank {rank} of {world}:\n{traceback.format_exc()}"))
+
+
+def repository() -> Path:
+    return Path(__file__).parent.parent

@@ -1,0 +1,251 @@
+"""Imports run one way: between the folders, between foldray's floors, and out of foldray to few packages only."""
+
+import ast
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("foldray", "trainers", "tuners", "recipes")  # ground first
+ENGINE_NEEDS = ("torch", "numpy", "scipy", "pydantic", "PyYAML")
+ENGINE_IMPORTS = {"torch", "numpy", "scipy", "pydantic", "yaml"}
+WITHOUT_TORCH = {"__init__", "__main__", "errors", "fold", "spec", "recipe", "schedule", "planner"}
+
+
+def floors() -> list[str]:
+    """Floors of foldray/, ground first, as the table of docs/architecture.md has them."""
+    table = (ROOT / "docs" / "architecture.md").read_text().split("| floor | one line |")[1].split("\n\n")[0]
+    return re.findall(r"^\| `(\w+)(?:\.py|/)` \|", table, re.MULTILINE)
+
+
+FLOORS = floors()
+
+
+def imports(path: PurePosixPath, source: str) -> Iterator[tuple[int, str, bool]]:
+    """(line, imported module, whether inside a function) of every import, also of `import_module("…")` and `__import__("…")`."""
+    package = path.parent.parts
+
+    def visit(node: ast.AST, inside: bool) -> Iterator[tuple[int, str, bool]]:
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) + 1 - node.level], *filter(None, [node.module])] if node.level else [node.module]
+            yield from ((node.lineno, ".".join([*base, alias.name]), inside) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            names = (argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant))
+            yield from ((node.lineno, str(name), inside) for name in names)
+        inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, inside)
+
+    yield from visit(ast.parse(source), False)
+
+
+def room(parts: tuple[str, ...]) -> str:
+    """The floor of a module inside foldray; `__init__` for what foldray itself offers."""
+    name = parts[1].removesuffix(".py") if len(parts) > 1 else "__init__"
+    return name if name in FLOORS or name == "__main__" else "__init__"
+
+
+def violations(path: str, source: str) -> list[str]:
+    where = PurePosixPath(path)
+    folder = where.parts[0]
+    found = []
+    for line, module, inside in imports(where, source):
+        parts = tuple(module.split("."))
+        rule = None
+        if parts[0] in (*FOLDERS, "tests"):
+            rule = _against_direction(where.parts, parts, inside)
+        elif folder == "foldray":
+            rule = _not_for_the_engine(where.parts, parts[0], inside)
+        elif folder == "trainers" and parts[0] == "optuna":
+            rule = "search lives in tuners/"
+        if rule:
+            found.append(f"{path}:{line}: {module}: {rule}")
+    return found
+
+
+def _against_direction(source: tuple[str, ...], target: tuple[str, ...], inside: bool) -> str | None:
+    if target[0] == "tests":
+        return "nothing imports tests"
+    if target[0] == "recipes":
+        return "recipes/ is no package"
+    if source[0] != "foldray" or target[0] != "foldray":
+        if source[:2] == ("foldray", "cli.py") and inside:
+            return None
+        return "against the direction" if FOLDERS.index(target[0]) > FOLDERS.index(source[0]) else None
+    here, there = room(source), room(target)
+    if here == "__main__":
+        return None
+    if here == "__init__":
+        return None if there in WITHOUT_TORCH else "`import foldray` brings no torch"
+    if there == "__init__":
+        return None if here == "cli" else "a floor imports from floors, not from what foldray offers to others"
+    return "against the direction" if FLOORS.index(there) > FLOORS.index(here) else None
+
+
+def _not_for_the_engine(source: tuple[str, ...], package: str, inside: bool) -> str | None:
+    here = room(source)
+    if package == "tutel" and here == "moe":
+        return None if inside else "an optional package is imported inside the function that uses it"
+    if package == "torch" and here in WITHOUT_TORCH:
+        return "this floor does without torch"
+    if package in ENGINE_IMPORTS or package in sys.stdlib_module_names:
+        return None
+    return "foldray/ needs nothing beyond torch, numpy, scipy, pydantic and PyYAML"
+
+
+def modules() -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_imports_follow_the_direction():
+    found = [line for path in modules() for line in violations(path, (ROOT / path).read_text())]
+    assert not found, "\n".join(found)
+
+
+def test_every_floor_is_in_the_architecture_page():
+    assert {"errors", "fold", "spec", "recipe"} <= set(FLOORS)
+    entries = {PurePosixPath(path).parts[1].removesuffix(".py") for path in modules() if path.startswith("foldray/")}
+    assert entries - {"__init__", "__main__"} <= set(FLOORS)
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "fragment"),
+    [
+        ("foldray/moe/layer.py", "import ray.train", "nothing beyond torch"),
+        ("foldray/moe/layer.py", "def f():\n    from deepspeed import comm", "nothing beyond torch"),
+        ("foldray/moe/layer.py", "import importlib\nimportlib.import_module('mlflow')", "nothing beyond torch"),
+        ("foldray/moe/layer.py", "if True:\n    import transformers", "nothing beyond torch"),
+        ("foldray/moe/layer.py", "import tutel", "inside the function"),
+        ("foldray/model/block.py", "def f():\n    import tutel", "nothing beyond torch"),
+        ("foldray/moe/layer.py", "import trainers.loop", "against the direction"),
+        ("foldray/moe/layer.py", "from foldray.model import Transformer", "against the direction"),
+        ("foldray/moe/layer.py", "from foldray import model", "against the direction"),
+        ("foldray/moe/layer.py", "from ..model import Transformer", "against the direction"),
+        ("foldray/moe/layer.py", "from foldray import Fold", "imports from floors"),
+        ("foldray/fold/fold.py", "from foldray.recipe import Recipe", "against the direction"),
+        ("foldray/fold/fold.py", "def f():\n    import torch", "without torch"),
+        ("foldray/recipe.py", "import torch.distributed", "without torch"),
+        ("foldray/__init__.py", "from foldray.moe import MoELayer", "brings no torch"),
+        ("foldray/__init__.py", "from .comm import Groups", "brings no torch"),
+        ("foldray/cli.py", "from trainers import FoldTrainer", "against the direction"),
+        ("foldray/cli.py", "def train():\n    import ray", "nothing beyond torch"),
+        ("trainers/loop.py", "import tuners", "against the direction"),
+        ("trainers/loop.py", "def f():\n    import optuna", "tuners/"),
+        ("tuners/study.py", "import recipes.quickstart", "no package"),
+        ("recipes/run.py", "from tests.lab import hosts", "nothing imports tests"),
+    ],
+)
+def test_a_violation_is_caught(path, source, fragment):
+    found = violations(path, source)
+    assert len(found) == 1
+    assert fragment in found[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("foldray/moe/layer.py", "import math\nimport torch\nfrom foldray.comm import Groups\nfrom .router import Router"),
+        ("foldray/moe/backends.py", "def f():\n    from tutel import moe"),
+        ("foldray/cli.py", "from foldray import Recipe\ndef train():\n    from trainers import FoldTrainer"),
+        ("foldray/__main__.py", "from foldray.cli import main"),
+        ("trainers/loop.py", "import ray\nimport deepspeed\nfrom foldray import Recipe\nfrom foldray.runtime import TorchEngine"),
+        ("tuners/study.py", "import optuna\nfrom trainers import FoldTrainer"),
+        ("recipes/run.py", "from tuners import FoldTuner\nfrom trainers import FoldTrainer\nimport foldray"),
+    ],
+)
+def test_what_is_allowed_passes(path, source):
+    assert violations(path, source) == []
+
+
+def closure(names: tuple[str, ...]) -> dict[str, importlib.metadata.Distribution]:
+    """These distributions and what they require, as far as installed (a build of torch brings what it needs)."""
+    found: dict[str, importlib.metadata.Distribution] = {}
+    todo = [(Requirement(name), False) for name in names]
+    while todo:
+        requirement, optional = todo.pop()
+        name = canonicalize_name(requirement.name)
+        if name in found:
+            continue
+        try:
+            found[name] = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            assert optional, f"{name} is not installed"
+            continue
+        for text in found[name].requires or ():
+            needed = Requirement(text)
+            if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+                todo.append((needed, True))
+    return found
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory) -> Path:
+    """A Python that sees foldray and what foldray needs, and nothing else."""
+    environment = tmp_path_factory.mktemp("bare") / "env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    site = next(environment.glob("lib/python*/site-packages"))
+    for distribution in closure(ENGINE_NEEDS).values():
+        files = distribution.files
+        assert files, f"{distribution.name} does not list its files"
+        for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+            if not (site / top).exists() and not top.endswith(".pth"):
+                (site / top).symlink_to(distribution.locate_file(top))
+    (site / "foldray").symlink_to(ROOT / "foldray")
+    return environment / "bin" / "python"
+
+
+def run(python: Path | str, source: str, *options: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    command = [str(python), *options, "-c", textwrap.dedent(source)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_foldray_runs_where_only_torch_and_its_like_are(bare_python):
+    dotted = (path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in modules())
+    names = [name for name in dotted if name.split(".")[0] == "foldray" and name != "foldray.__main__"]
+    source = f"""
+        import importlib, importlib.util
+        for name in {names}:
+            importlib.import_module(name)
+        others = ["ray", "deepspeed", "optuna", "mlflow", "transformers", "rich", "matplotlib", "trainers", "tuners"]
+        print("also there:", [name for name in others if importlib.util.find_spec(name)])
+        try:
+            import ray
+        except ModuleNotFoundError:
+            print("no ray")
+    """
+    assert {"foldray.fold.grid", "foldray.recipe"} <= set(names)
+    assert run(bare_python, source, "-I").splitlines() == ["also there: []", "no ray"]
+
+
+def test_fold_and_recipe_come_without_torch():
+    source = "import sys; from foldray import Fold, Recipe; print('foldray.recipe' in sys.modules, 'torch' in sys.modules)"
+    assert run(sys.executable, source).split() == ["True", "False"]
+
+
+def test_help_comes_without_torch():
+    if not (ROOT / "foldray" / "cli.py").exists():
+        pytest.skip("foldray/cli.py is not there yet")
+    source = """
+        import runpy, sys
+        sys.argv = ["foldray", "--help"]
+        try:
+            runpy.run_module("foldray", run_name="__main__", alter_sys=True)
+        except SystemExit as stop:
+            sys.exit(stop.code or ("torch came along" if "torch" in sys.modules else 0))
+        sys.exit("--help returned")
+    """
+    assert "train" in run(sys.executable, source)

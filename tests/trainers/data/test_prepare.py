@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from foldray.errors import UserError
+from foldray.recipe import DataSpec
+from trainers.data import PackedData, load_tokenizer, prepare
+from trainers.data import prepare as prepare_function
+from trainers.data.baselines import byte_pairs, count_pairs, fit
+from trainers.data.encode import Work, deal, encode_all
+from trainers.data.prepare import _publish
+from trainers.data.sources import cut, split_files
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+def corpus(folder: Path, sizes: list[int]) -> DataSpec:
+    """Text files of those sizes, each of its own letter, the first one for validation."""
+    folder.mkdir(exist_ok=True)
+    for index, size in enumerate(sizes):
+        (folder / f"{index:02d}.txt").write_text(chr(ord("a") + index) * size)
+    validation = {"path": str(folder / "00.txt")}
+    return DataSpec(source="text", path=str(folder / "*.txt"), seq_len=8, validation=validation)
+
+
+def stream(split) -> list[int]:
+    """The tokens of a split in the order of the text."""
+    order = np.arange(len(split)) if split._order is None else np.argsort(split._order)
+    rows = split.tokens(order)
+    return [int(rows[0, 0]), *rows[:, 1:].flatten().tolist()]
+
+
+def expected(texts: list[str], seq_len: int) -> list[int]:
+    tokens = [token for text in texts for token in (256, *text.encode())]
+    return tokens[: (len(tokens) - 1) // seq_len * seq_len + 1]
+
+
+def test_packs_files_in_order(tmp_path: Path):
+    data = corpus(tmp_path / "text", [30, 25, 0, 40])
+    packed = prepare(data, 257, tmp_path / "cache")
+    assert stream(packed.train) == expected(["b" * 25, "d" * 40], 8)  # an empty document leaves no trace
+    assert stream(packed.validation) == expected(["a" * 30], 8)
+    assert packed.meta["train"]["documents"] == 2
+    assert packed.meta["train"]["bytes"] == 65
+    assert packed.train.segments([0, 3]).tolist() == [[0] * 8, [0, 0] + [1] * 6]
+
+
+def test_order_of_results_is_that_of_the_works(tmp_path: Path):
+    # The first takes far longer than the rest, which overtake it unless the order is kept.
+    files = split_files(corpus(tmp_path / "text", [9, 6 << 20, *range(10, 18)]))[0]
+    works = [Work([part], validation=True) for part in cut(files)]
+    pieces = list(encode_all(works, load_tokenizer("byte"), "text"))
+    assert [int(piece.tokens[1]) for piece in pieces] == list(range(ord("b"), ord("b") + 9))
+
+
+@pytest.mark.parametrize(("least", "works"), [(1, 9), (25, 5), (1 << 20, 1)])
+def test_result_does_not_depend_on_how_work_is_dealt(tmp_path: Path, monkeypatch, least: int, works: int):
+    data = corpus(tmp_path / "text", [30, *range(10, 19)])
+    dealt = []
+
+    def recorded(parts, validation):
+        dealt.append(deal(parts, validation, least=least))
+        return dealt[-1]
+
+    monkeypatch.setitem(prepare_function.__globals__, "deal", recorded)
+    packed = prepare(data, 257, tmp_path / "cache")
+    assert len(dealt[0]) == works
+    texts = [chr(ord("b") + index) * size for index, size in enumerate(range(10, 19))]
+    assert stream(packed.train) == expected(texts, 8)
+    assert packed.baselines() == pytest.approx(by_hand(packed, texts, ["a" * 30]))
+
+
+def by_hand(packed: PackedData, train: list[str], validation: list[str]) -> list[float]:
+    pairs = byte_pairs([text.encode() for text in validation])[: packed.validation.bytes()]
+    return fit(count_pairs(byte_pairs([text.encode() for text in train])))[:, pairs].mean(axis=1).tolist()
+
+
+def test_baselines_of_the_first_sequences(tmp_path: Path):
+    data = corpus(tmp_path / "text", [50, 60])
+    (tmp_path / "text" / "00.txt").write_text("abbb" * 20 + "hello")
+    packed = prepare(data, 257, tmp_path / "cache")
+    table = fit(count_pairs(byte_pairs([b"b" * 60]))).reshape(2, 257, 256)
+    rows = packed.validation.tokens(range(len(packed.validation))).numpy()
+    for count in (1, 3, len(packed.validation)):
+        before, after = rows[:count, :-1], rows[:count, 1:]  # one document, so no target is a separator
+        assert packed.baselines(count) == pytest.approx(table[:, before, after].mean(axis=(1, 2)).tolist())
+
+
+def test_cache_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    data, told = corpus(tmp_path / "text", [30, 30, 30]), []
+    first = prepare(data, 257, tmp_path / "cache", lambda *state: told.append(state))
+    assert told[-1] == (3, 3, "tokenizing")
+    told.clear()
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    again = prepare(data, 300, tmp_path / "cache", lambda *state: told.append(state))
+    assert (again.folder, told) == (first.folder, [])
+    other = data.model_copy(update={"seq_len": 9})
+    with pytest.raises(RuntimeError, match=r"ray\.init"):
+        prepare(other, 257, tmp_path / "cache")
+    os.utime(tmp_path / "text" / "01.txt", ns=(1, 1))
+    with pytest.raises(RuntimeError, match=r"ray\.init"):
+        prepare(data, 257, tmp_path / "cache")
+
+
+def test_broken_cache_is_made_anew(tmp_path: Path):
+    data = corpus(tmp_path / "text", [30, 30])
+    folder = prepare(data, 257, tmp_path / "cache").folder
+    tokens = (folder / "train-00000.npy").read_bytes()
+    (folder / "train-00000.npy").write_bytes(tokens[:-1])
+    assert prepare(data, 257, tmp_path / "cache").folder == folder
+    assert (folder / "train-00000.npy").read_bytes() == tokens
+    assert os.listdir(tmp_path / "cache") == [folder.name]
+
+
+def test_interruption_leaves_nothing(tmp_path: Path):
+    data = corpus(tmp_path / "text", [30, 30])
+
+    def interrupt(done: int, total: int, what: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(data, 257, tmp_path / "cache", interrupt)
+    assert os.listdir(tmp_path / "cache") == []
+
+
+def test_whoever_is_first_publishes(tmp_path: Path):
+    data = corpus(tmp_path / "text", [30, 30])
+    folder = prepare(data, 257, tmp_path / "cache").folder
+    shutil.copytree(folder, draft := tmp_path / "draft")
+    (draft / "mine").touch()
+    _publish(draft, folder)
+    assert not (folder / "mine").exists()
+
+
+def test_jsonl_and_parquet_give_the_same(tmp_path: Path):
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    texts = ["漢字 and more", "second document", "", "third one, the last"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"id": 1, "body": text}) + "\n" for text in texts))
+    pyarrow.parquet.write_table(pyarrow.table({"id": [1] * 4, "body": texts}), tmp_path / "a.parquet", row_group_size=1)
+    for kind in ("jsonl", "parquet"):
+        shutil.copy(tmp_path / f"a.{kind}", tmp_path / f"v.{kind}")
+        validation = {"path": str(tmp_path / f"v.{kind}")}
+        path = str(tmp_path / f"a.{kind}")
+        data = DataSpec(source=kind, path=path, text_field="body", seq_len=4, validation=validation)
+        packed = prepare(data, 257, tmp_path / "cache")
+        assert stream(packed.train) == stream(packed.validation) == expected([text for text in texts if text], 4)
+
+
+def test_folder_tokenizer(tmp_path: Path, tokenizer_folder: Path):
+    data = corpus(tmp_path / "text", [0, 0, 0])
+    for index in range(3):
+        (tmp_path / "text" / f"{index:02d}.txt").write_text(f"def f{index}(x):\n    return 'é'\n" * 5)
+    data = data.model_copy(update={"tokenizer": str(tokenizer_folder), "seq_len": 4})
+    with pytest.raises(UserError, match=r"^model.vocab=257: must be at least 300"):
+        prepare(data, 257, tmp_path / "cache")
+    packed = prepare(data, 300, tmp_path / "cache")
+    tokenizer = load_tokenizer(str(tokenizer_folder))
+    ids = tokenizer.encode((tmp_path / "text" / "01.txt").read_text()).tolist()
+    assert stream(packed.train)[: len(ids) + 1] == [tokenizer.separator, *ids]
+    assert packed.train.segments(range(len(packed.train))).max() == 1
+    text = (tmp_path / "text" / "00.txt").read_bytes()
+    assert len(text) - 40 < packed.validation.bytes() <= len(text)
+    assert packed.validation.bytes() == len(tokenizer._inner.decode(stream(packed.validation)[1:]).encode())
+    assert 0 < packed.baselines().bigram < packed.baselines().unigram < 8
+
+
+def test_worker_meets_a_mistake(tmp_path: Path):
+    """It arrives as the UserError it was, nothing is left behind, and Ray goes on working."""
+    lines = ['{"text": "some text that is long enough"}', '{"other": 1}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "v.jsonl").write_text(lines[0])
+    data = DataSpec(source="jsonl", path=str(tmp_path / "a.jsonl"), seq_len=4, validation={"path": str(tmp_path / "v.jsonl")})
+    with pytest.raises(UserError, match=r"^data.text_field=text: is no field of line 2 .*legal: other$") as caught:
+        prepare(data, 257, tmp_path / "cache")
+    assert caught.value.__cause__ is None
+    assert os.listdir(tmp_path / "cache") == []
+    assert len(list(encode_all([Work([], False)], load_tokenizer("byte"), "text"))) == 1
+
+
+@pytest.mark.parametrize(("sizes", "name"), [([30, 7], "training"), ([7, 30], "validation"), ([0, 30], "validation")])
+def test_too_little_text(tmp_path: Path, sizes: list[int], name: str):
+    data = corpus(tmp_path / "text", sizes)
+    with pytest.raises(UserError, match=rf"^data.seq_len=8: one sequence needs 9 tokens, but the {name} documents have"):
+        prepare(data, 257, tmp_path / "cache")
+    assert os.listdir(tmp_path / "cache") == []
+
+
+def test_cheap_checks_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(prepare_function.__globals__, "encode_all", lambda *_: pytest.fail("went to work"))
+    (tmp_path / "a.jsonl").write_text('{"body": "b"}\n')
+    (tmp_path / "v.jsonl").write_text('{"text": "b"}\n')
+    data = DataSpec(source="jsonl", path=str(tmp_path / "a.jsonl"), validation={"path": str(tmp_path / "v.jsonl")})
+    for vocab, spec, message in [
+        (256, DataSpec(), r"^model.vocab=256: must be at least 257"),
+        (257, DataSpec(tokenizer="gpt2"), r"^data.tokenizer=gpt2"),
+        (257, DataSpec(source="text", path="nothing*"), r"^data.path=nothing\*: matches no file"),
+        (257, data, r"^data.text_field=text: is no field .*legal: body"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            prepare(spec, vocab, tmp_path / "cache")
+
+
+def test_cache_that_cannot_be_written(tmp_path: Path):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(UserError, match=r"^data.cache=.*cannot be written"):
+        prepare(corpus(tmp_path / "text", [30, 30]), 257, tmp_path / "cache")
+
+
+def test_library(tmp_path: Path):
+    packed = prepare(DataSpec(), 257, tmp_path)
+    sizes = [packed.meta[name]["bytes"] for name in ("train", "validation")]
+    assert sum(sizes) == sum(
+        len(Path(file.locate()).read_text("utf-8", "replace").encode()) for side in split_files(DataSpec()) for file in side
+    )
+    assert 3.2 < packed.baselines().bigram < 3.9
+    assert packed.train.bytes() == sizes[0] - (packed.meta["train"]["tokens"] - 1) % 256
+    assert len(pickle.dumps(packed.train.tokens([0]))) > 0

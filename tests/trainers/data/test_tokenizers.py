@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from foldray.errors import MissingPackage, UserError
+from trainers.data import load_tokenizer
+from trainers.data.tokenizers import FolderTokenizer
+
+TEXT = "def é():\n    return '漢字 🎉'  # <s> is text\n"
+
+
+def test_bytes_round_trip():
+    byte = load_tokenizer("byte")
+    ids, sizes = byte.measure(TEXT)
+    assert bytes(ids.tolist()).decode() == TEXT
+    assert ids.tolist() == byte.encode(TEXT).tolist()
+    assert sizes.tolist() == [1] * len(TEXT.encode())
+    assert (byte.vocab_size, byte.separator) == (257, 256)
+
+
+def test_folder(tokenizer_folder: Path):
+    tokenizer = pickle.loads(pickle.dumps(load_tokenizer(str(tokenizer_folder))))
+    ids, sizes = tokenizer.measure(TEXT)
+    assert tokenizer._inner.decode(ids.tolist()) == TEXT
+    assert len(ids) < len(TEXT.encode())  # it has merges
+    assert tokenizer.separator not in ids  # "<s>" in the text is text
+    assert ids.max() < tokenizer.vocab_size == len(tokenizer._inner)
+    assert ids.tolist() == tokenizer.encode(TEXT).tolist()
+
+
+def test_bytes_of_tokens_follow_the_text(tokenizer_folder: Path):
+    tokenizer = load_tokenizer(str(tokenizer_folder))
+    ids, sizes = tokenizer.measure(TEXT)
+    assert sizes.sum() == len(TEXT.encode())
+    for cut in range(1, len(ids)):
+        if not (head := tokenizer._inner.decode(ids[:cut].tolist())).endswith("�"):  # between two characters
+            assert sizes[:cut].sum() == len(head.encode())
+
+
+def test_tokenizer_without_offsets_spreads_bytes():
+    slow = FolderTokenizer("folder", Slow(), "hash")
+    ids, sizes = slow.measure("añb")
+    assert (ids.tolist(), sizes.tolist()) == ([0, 1, 2], [1, 1, 2])
+    assert slow.measure("")[1].tolist() == []
+    assert (slow.separator, slow.vocab_size) == (9, 10)
+
+
+class Slow:
+    is_fast, bos_token_id, eos_token_id = False, None, 9
+
+    def __len__(self) -> int:
+        return 4
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0, "</s>": 9}
+
+    def __call__(self, text: str, **options) -> dict[str, list[int]]:
+        return {"input_ids": list(range(len(text)))}
+
+
+def test_fingerprint_is_of_the_content(tokenizer_folder: Path):
+    before = load_tokenizer(str(tokenizer_folder)).fingerprint
+    (tokenizer_folder / "model.safetensors").write_bytes(b"weights do not matter")
+    assert load_tokenizer(str(tokenizer_folder)).fingerprint == before
+    (tokenizer_folder / "special_tokens_map.json").write_text("{}")
+    assert load_tokenizer(str(tokenizer_folder)).fingerprint != before
+
+
+def test_no_such_folder(tmp_path: Path):
+    with pytest.raises(UserError, match=r"^data.tokenizer=.*no such folder"):
+        load_tokenizer(str(tmp_path / "gpt2"))
+
+
+def test_folder_without_tokenizer(tmp_path: Path):
+    with pytest.raises(UserError, match=r"^data.tokenizer=.*holds no Hugging Face tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_tokenizer_without_separator(make_tokenizer):
+    with pytest.raises(UserError, match="neither a bos nor an eos"):
+        load_tokenizer(str(make_tokenizer(bos_token=None)))
+
+
+def test_transformers_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingPackage, match="pip install transformers"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_encode_is_unsigned(tokenizer_folder: Path):
+    for name in ("byte", str(tokenizer_folder)):
+        assert np.issubdtype(load_tokenizer(name).encode("a").dtype, np.unsignedinteger)

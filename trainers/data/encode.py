@@ -1,0 +1,142 @@
+"""The workers' part of preparing data: some parts of files become tokens, lengths and byte pairs."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import ray.data
+from ray.data import DataContext
+
+from foldray.errors import UserError
+from trainers.data.baselines import byte_pairs, count_pairs
+from trainers.data.sources import Part, read_documents
+from trainers.data.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Work:
+    """Consecutive parts of one split, which one task encodes."""
+
+    parts: list[Part]
+    validation: bool
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What one `Work` became: N tokens (each document behind a separator) of D documents, T bytes of text.
+
+    Args:
+        tokens: ids, uint16 or uint32 [N].
+        lengths: bytes of text that each token stands for, uint32 [N]; 0 for a separator.
+        starts: where the documents' separators stand, int64 [D].
+        pairs: of training text how often each byte pair occurs, int64 [PAIRS]; of validation text the pairs in order, uint32 [T].
+        validation: whether it is validation text.
+        files: files of which this holds the last part.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    starts: np.ndarray
+    pairs: np.ndarray
+    validation: bool
+    files: int
+
+
+def deal(parts: Iterable[Part], validation: bool, least: int = 1 << 20, most: int = 32 << 20) -> list[Work]:
+    """Group parts into work of about 1/256 of the text, between `least` and `most` bytes; a function of the parts alone."""
+    parts = list(parts)
+    target = min(max(sum(part.size for part in parts) // 256, least), most)
+    works, group, size = [], [], 0
+    for part in parts:
+        group.append(part)
+        size += part.size
+        if size >= target:
+            works.append(Work(group, validation))
+            group, size = [], 0
+    return works + ([Work(group, validation)] if group else [])
+
+
+def encode(work: Work, tokenizer: Tokenizer, text_field: str) -> Encoded:
+    """Read and tokenize; documents without a token are left out, also of the byte pairs.
+
+    Raises:
+        UserError: a file cannot be read or lacks the text field.
+    """
+    dtype = token_dtype(tokenizer.vocab_size)
+    separator, nothing = np.asarray([tokenizer.separator], dtype), np.zeros(1, np.uint32)
+    tokens, lengths, sizes, texts = [np.zeros(0, dtype)], [np.zeros(0, np.uint32)], [0], []
+    for part in work.parts:
+        for text in read_documents(part, text_field):
+            ids, id_bytes = tokenizer.measure(text)
+            if len(ids):
+                tokens += [separator, ids.astype(dtype)]
+                lengths += [nothing, id_bytes]
+                sizes.append(len(ids) + 1)
+                texts.append(text.encode())
+    pairs = byte_pairs(texts)
+    return Encoded(
+        tokens=np.concatenate(tokens),
+        lengths=np.concatenate(lengths),
+        starts=np.cumsum(sizes)[:-1],
+        pairs=pairs if work.validation else count_pairs(pairs),
+        validation=work.validation,
+        files=sum(part.last for part in work.parts),
+    )
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest type that the ids are stored in."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def encode_all(works: list[Work], tokenizer: Tokenizer, text_field: str) -> Generator[Encoded, None, None]:
+    """Encode with Ray Data, in parallel; results come in the order of `works`.
+
+    Raises:
+        UserError: the first one, in that order, that a worker met. It travels as a result, so that no Ray error wraps it.
+    """
+    context = DataContext.get_current().copy()
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = True
+    rows = [{"work": pickle.dumps(work)} for work in works]
+    with _quiet_console(), DataContext.current(context):
+        # One block per work is one task per work, however many CPUs there are.
+        dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map(_Encode(tokenizer, text_field))
+        for row in dataset.iter_rows():
+            result = pickle.loads(row["result"])
+            if isinstance(result, UserError):
+                raise result
+            yield result
+
+
+@dataclass(frozen=True)
+class _Encode:
+    tokenizer: Tokenizer
+    text_field: str
+
+    def __call__(self, row: dict[str, bytes]) -> dict[str, bytes]:
+        result: Encoded | UserError
+        try:
+            result = encode(pickle.loads(row["work"]), self.tokenizer, self.text_field)
+        except UserError as error:
+            result = error
+        return {"result": pickle.dumps(result)}
+
+
+@contextmanager
+def _quiet_console() -> Iterator[None]:
+    """Keep Ray Data's account of its own progress out of the terminal; its log file still gets it."""
+    consoles = [handler for handler in logging.getLogger("ray.data").handlers if isinstance(handler, logging.StreamHandler)]
+    levels = [handler.level for handler in consoles]
+    for handler in consoles:
+        handler.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for handler, level in zip(consoles, levels, strict=True):
+            handler.setLevel(level)

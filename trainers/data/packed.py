@@ -1,0 +1,174 @@
+"""Packed sequences on disk, read by index, and the order in which training takes them.
+
+A split is one stream of tokens, each document behind a separator. Sequence i is tokens [i·S, (i + 1)·S] of it, both ends included
+(S = seq_len), that is S inputs and, one further, S targets: neighbours share one token, and every token but the first of all is a
+target exactly once. What does not fill a sequence at the end is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+from foldray.errors import UserError
+from trainers.data.baselines import Baselines
+
+FORMAT = 1
+"""Version of what is on disk; it is part of the cache's digest."""
+
+
+class PackedData:
+    """A folder that `prepare` wrote.
+
+    Attributes:
+        folder: where it is.
+        meta: counts, tokenizer and inputs, as in `meta.json`.
+        train: sequences in the order of the files.
+        validation: sequences in a fixed random order, so that the first n are a sample of all files.
+    """
+
+    def __init__(self, folder: Path, meta: dict[str, Any]):
+        self.folder, self.meta = folder, meta
+        self.train = Split(folder, "train", meta)
+        self.validation = Split(folder, "validation", meta)
+        self._bits = np.load(folder / "validation-bits.npy", mmap_mode="r")
+
+    @classmethod
+    def open(cls, folder: str | Path) -> PackedData:
+        """Map the folder's files into memory.
+
+        Raises:
+            UserError: it holds no packed data, or some of it is missing.
+        """
+        if not is_intact(Path(folder)):
+            raise UserError("data.cache", folder, "holds no complete packed data; prepare it again")
+        return cls(Path(folder), json.loads((Path(folder) / "meta.json").read_text()))
+
+    def baselines(self, sequences: int | None = None) -> Baselines:
+        """Bits per byte of the byte models on the bytes that the first `sequences` validation sequences predict (all of them)."""
+        sequences = len(self.validation) if sequences is None else sequences
+        unigram, bigram = self._bits[:, sequences] / self.validation.bytes(sequences)
+        return Baselines(float(unigram), float(bigram))
+
+
+class Split:
+    """The sequences of one split, memory-mapped. `len()` is their number.
+
+    Args:
+        folder: the packed data's folder.
+        name: train or validation.
+        meta: content of `meta.json`.
+    """
+
+    def __init__(self, folder: Path, name: str, meta: dict[str, Any]):
+        self.seq_len: int = meta["seq_len"]
+        self._count: int = meta[name]["sequences"]
+        self._per_shard: int = meta[name]["shard_sequences"]
+        self._shards = [np.load(folder / shard, mmap_mode="r") for shard in meta[name]["shards"]]
+        self._starts = np.load(folder / f"{name}-starts.npy", mmap_mode="r")
+        self._bytes = np.load(folder / f"{name}-bytes.npy", mmap_mode="r")
+        self._order = np.load(folder / f"{name}-order.npy", mmap_mode="r") if meta[name]["shuffled"] else None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def tokens(self, indices: ArrayLike) -> torch.Tensor:
+        """Inputs and, shifted by one, targets of n sequences: int64 [n, seq_len + 1]."""
+        places = self._places(indices)
+        out = np.empty((len(places), self.seq_len + 1), np.int64)
+        for row, place in enumerate(places):
+            shard, within = divmod(int(place), self._per_shard)
+            out[row] = self._shards[shard][within * self.seq_len : (within + 1) * self.seq_len + 1]
+        return torch.from_numpy(out)
+
+    def segments(self, indices: ArrayLike) -> torch.Tensor:
+        """Number of the document that each input position is in (its separator included): int64 [n, seq_len]."""
+        positions = self._places(indices)[:, None] * self.seq_len + np.arange(self.seq_len)
+        return torch.from_numpy(np.searchsorted(self._starts, positions, side="right") - 1)
+
+    def bytes(self, sequences: int | None = None) -> int:
+        """Bytes of text that the targets of the first `sequences` stand for (of all); separators have none."""
+        return int(self._bytes[self._count if sequences is None else sequences])
+
+    def _places(self, indices: ArrayLike) -> np.ndarray:
+        places = np.asarray(indices, np.int64).reshape(-1)
+        if len(places) and not 0 <= places.min() <= places.max() < self._count:
+            raise IndexError(f"sequence {places.min()}…{places.max()} of {self._count}")
+        return places if self._order is None else self._order[places]
+
+
+class SampleOrder:
+    """Which sequence each global sample position takes: every epoch is its own permutation of all sequences.
+
+    The sequence at a position depends on (seed, position) alone. A permutation sorts raw Philox numbers, because NumPy promises
+    the same raw numbers in every version, but not the same shuffles.
+
+    Args:
+        seed: of the training.
+        count: sequences in an epoch.
+    """
+
+    def __init__(self, seed: int, count: int):
+        if count < 1:
+            raise ValueError(f"count={count} sequences cannot be ordered")
+        self._seed, self._count = seed, count
+        self._epoch, self._permutation = -1, np.empty(0, np.int64)
+
+    def __call__(self, start: int, stop: int) -> np.ndarray:
+        """Sequence indices of global sample positions [start, stop): int64 [stop - start]."""
+        pieces = [np.empty(0, np.int64)]
+        while start < stop:
+            epoch, within = divmod(start, self._count)
+            pieces.append(self._of_epoch(epoch)[within : within + stop - start])
+            start += len(pieces[-1])
+        return np.concatenate(pieces)
+
+    def _of_epoch(self, epoch: int) -> np.ndarray:
+        if epoch != self._epoch:
+            keys = np.random.Philox([self._seed, epoch]).random_raw(self._count)
+            self._epoch, self._permutation = epoch, np.argsort(keys, kind="stable")
+        return self._permutation
+
+
+def sample_order(seed: int, count: int, start: int, stop: int) -> np.ndarray:
+    """`SampleOrder(seed, count)(start, stop)`, for a single look."""
+    return SampleOrder(seed, count)(start, stop)
+
+
+class Batches:
+    """What each data-parallel rank trains on, in the seeded order.
+
+    Args:
+        split: usually `PackedData.train`.
+        seed: of the order.
+    """
+
+    def __init__(self, split: Split, seed: int):
+        self._split, self._order = split, SampleOrder(seed, len(split))
+
+    def indices(
+        self, step: int, accumulation_index: int, dp_rank: int, dp: int, micro_batch: int, global_batch: int
+    ) -> np.ndarray:
+        """Sequences of one pass: those at positions step·B + (m·dp + r)·b + [0, b), int64 [micro_batch]. Steps count from 0."""
+        start = step * global_batch + (accumulation_index * dp + dp_rank) * micro_batch
+        return self._order(start, start + micro_batch)
+
+    def micro_batch(
+        self, step: int, accumulation_index: int, dp_rank: int, dp: int, micro_batch: int, global_batch: int
+    ) -> torch.Tensor:
+        """Tokens of `indices(…)`: int64 [micro_batch, seq_len + 1]."""
+        return self._split.tokens(self.indices(step, accumulation_index, dp_rank, dp, micro_batch, global_batch))
+
+
+def is_intact(folder: Path) -> bool:
+    """Whether the folder holds packed data of this format, with every file at its full size."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        return meta["format"] == FORMAT and all((folder / name).stat().st_size == size for name, size in meta["sizes"].items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

@@ -1,0 +1,169 @@
+"""Documents → tokens → packed sequences on disk, once for the same inputs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from foldray.errors import UserError
+from foldray.recipe import DataSpec
+from trainers.data.baselines import PAIRS, SMOOTHING, fit
+from trainers.data.encode import deal, encode_all, token_dtype
+from trainers.data.packed import FORMAT, PackedData, is_intact
+from trainers.data.shards import SplitWriter
+from trainers.data.sources import SourceFile, check_field, cut, python_version, split_files
+from trainers.data.tokenizers import Tokenizer, load_tokenizer
+
+Progress = Callable[[int, int, str], None]
+"""Called with files done, files in all, and what is being done to them."""
+
+
+def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | None = None) -> PackedData:
+    """Tokenize and pack the recipe's documents into `<cache>/<digest>/`, unless that is there already.
+
+    Work runs on the Ray that the caller has initialised; every node must see the files, and the workers the cache. The result
+    does not depend on the number of CPUs. The folder appears whole or not at all.
+
+    Args:
+        data: what to read and how to cut it.
+        vocab: ids that the model knows.
+        cache: folder of packed data.
+        progress: told how many files are done.
+
+    Raises:
+        UserError: the data cannot be found, read, split or stored, or its tokenizer does not suit the model.
+        RuntimeError: Ray is needed and not initialised.
+    """
+    tokenizer = load_tokenizer(data.tokenizer)
+    if vocab < tokenizer.vocab_size:
+        rule = f"must be at least {tokenizer.vocab_size}, the ids of data.tokenizer={data.tokenizer}"
+        raise UserError("model.vocab", vocab, rule)
+    train, validation = split_files(data)
+    for files in (train, validation):
+        check_field(files[0], data.text_field)
+    inputs = _inputs(data, tokenizer, train, validation)
+    digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
+    folder = Path(cache).expanduser().absolute() / digest
+    if not is_intact(folder):
+        if not ray.is_initialized():
+            raise RuntimeError("prepare() needs an initialised Ray: call ray.init() first")
+        with _draft(folder) as draft:
+            _write(draft, data, tokenizer, inputs, train, validation, progress)
+    return PackedData.open(folder)
+
+
+def _inputs(data: DataSpec, tokenizer: Tokenizer, train: list[SourceFile], validation: list[SourceFile]) -> dict[str, Any]:
+    """All that the packed data depends on."""
+
+    def listed(file: SourceFile) -> list[Any]:
+        # A Python's own library is told by its version: installing it anew changes the times, and not the text.
+        return [file.name, file.size] if file.kind == "stdlib" else [file.path, file.size, file.mtime_ns]
+
+    return {
+        "format": FORMAT,
+        "source": data.source,
+        "python": python_version() if data.source == "stdlib" else None,
+        "text_field": data.text_field if data.source in ("jsonl", "parquet") else None,
+        "tokenizer": tokenizer.fingerprint,
+        "seq_len": data.seq_len,
+        "split": data.validation.model_dump(),
+        "train": [listed(file) for file in train],
+        "validation": [listed(file) for file in validation],
+    }
+
+
+def _write(
+    folder: Path,
+    data: DataSpec,
+    tokenizer: Tokenizer,
+    inputs: dict[str, Any],
+    train: list[SourceFile],
+    validation: list[SourceFile],
+    progress: Progress | None,
+) -> None:
+    dtype = token_dtype(tokenizer.vocab_size)
+    writers = [SplitWriter(folder, name, data.seq_len, dtype) for name in ("train", "validation")]
+    works = deal(cut(train), validation=False) + deal(cut(validation), validation=True)
+    pair_counts, costs = np.zeros(PAIRS, np.int64), None
+    done, total = 0, len(train) + len(validation)
+    with closing(encode_all(works, tokenizer, data.text_field)) as pieces:
+        for piece in pieces:
+            # All training text comes before the first validation text, so the byte models are complete by then.
+            if piece.validation:
+                costs = fit(pair_counts) if costs is None else costs
+            else:
+                pair_counts += piece.pairs
+            with _writing(folder):
+                writers[piece.validation].add(piece, None if costs is None else costs[:, piece.pairs])
+            done += piece.files
+            if progress is not None:
+                progress(done, total, "tokenizing")
+    for name, writer in zip(("training", "validation"), writers, strict=True):
+        if not writer.sequences:
+            rule = f"one sequence needs {data.seq_len + 1} tokens, but the {name} documents have {writer.tokens} in all"
+            raise UserError("data.seq_len", data.seq_len, rule)
+    with _writing(folder):
+        counts = [writer.finish(shuffled) for writer, shuffled in zip(writers, (False, True), strict=True)]
+        _write_meta(folder, data, tokenizer, inputs, counts)
+
+
+def _write_meta(folder: Path, data: DataSpec, tokenizer: Tokenizer, inputs: dict[str, Any], counts: list[dict[str, Any]]) -> None:
+    (folder / "inputs.json").write_text(json.dumps(inputs, indent=1))
+    train, validation = counts
+    meta = {
+        "format": FORMAT,
+        "source": data.source,
+        "tokenizer": data.tokenizer,
+        "fingerprint": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "separator": tokenizer.separator,
+        "seq_len": data.seq_len,
+        "baseline_smoothing": SMOOTHING,
+        "train": {"files": len(inputs["train"]), **train},
+        "validation": {"files": len(inputs["validation"]), **validation},
+        "sizes": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
+    }
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+@contextmanager
+def _draft(folder: Path) -> Iterator[Path]:
+    """A fresh sibling to write to, which becomes `folder` if all goes well, and vanishes otherwise."""
+    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
+    with _writing(folder):
+        draft.mkdir(parents=True)
+    try:
+        yield draft
+        with _writing(folder):
+            _publish(draft, folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _publish(draft: Path, folder: Path) -> None:
+    if folder.exists() and not is_intact(folder):
+        shutil.rmtree(folder)
+    try:
+        os.replace(draft, folder)
+    except OSError:
+        # Another driver prepared the same meanwhile; its folder is as good.
+        if not is_intact(folder):
+            raise
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError("data.cache", folder.parent, f"cannot be written ({error.strerror or error})") from None

@@ -1,0 +1,93 @@
+"""Writing a split: a stream of tokens into shards, and what is counted on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainers.data.encode import Encoded
+from trainers.data.packed import sample_order
+
+
+class SplitWriter:
+    """Takes a split's text piece by piece and holds at most one shard of tokens.
+
+    A shard has a whole number of sequences, and so repeats the first token of the next shard as its last target.
+
+    Args:
+        folder: where the files go.
+        name: train or validation, the first part of their names.
+        seq_len: targets of a sequence.
+        dtype: of the stored tokens.
+        shard_bytes: size of a shard, at most (but at least one sequence).
+    """
+
+    def __init__(self, folder: Path, name: str, seq_len: int, dtype: np.dtype, shard_bytes: int = 64 << 20):
+        self._folder, self._name, self._seq_len = folder, name, seq_len
+        self._per_shard = max((shard_bytes // dtype.itemsize - 1) // seq_len, 1)
+        self._buffer, self._buffered = [np.zeros(0, dtype)], 0
+        self._shards: list[str] = []
+        self._starts, self._byte_ends = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        self._bits, self._bit_ends = np.zeros((2, 1)), [np.zeros((2, 0))]
+        self.tokens = self.bytes = 0
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that the tokens so far fill."""
+        return max(self.tokens - 1, 0) // self._seq_len
+
+    def add(self, piece: Encoded, bits: np.ndarray | None = None) -> None:
+        """Append a piece; `bits` are what its T bytes cost under the two byte models, float64 [2, T]."""
+        # Sequence i ends with token (i + 1)·seq_len of the stream; token 0 is the separator in front of everything.
+        at_ends = np.cumsum(piece.lengths, dtype=np.int64)[-self.tokens % self._seq_len :: self._seq_len]
+        if bits is not None:
+            running = self._bits + np.concatenate([np.zeros((2, 1)), np.cumsum(bits, axis=1)], axis=1)
+            self._bit_ends.append(running[:, at_ends])
+            self._bits = running[:, -1:]
+        self._byte_ends.append(self.bytes + at_ends)
+        self._starts.append(self.tokens + piece.starts)
+        self.tokens += len(piece.tokens)
+        self.bytes += int(piece.lengths.sum(dtype=np.int64))
+        self._buffer.append(piece.tokens)
+        self._buffered += len(piece.tokens)
+        while self._buffered > self._per_shard * self._seq_len:
+            self._flush(self._per_shard)
+
+    def finish(self, shuffled: bool = False) -> dict[str, Any]:
+        """Write what is left and the indices; `shuffled` presents the sequences in a fixed random order. Returns the counts."""
+        rest = self.sequences - len(self._shards) * self._per_shard
+        if rest:
+            self._flush(rest)
+        starts = np.concatenate(self._starts)
+        np.save(self._folder / f"{self._name}-starts.npy", starts)
+        order = sample_order(0, self.sequences, 0, self.sequences) if shuffled else np.arange(self.sequences)
+        if shuffled:
+            np.save(self._folder / f"{self._name}-order.npy", order)
+        np.save(self._folder / f"{self._name}-bytes.npy", _reordered(np.concatenate(self._byte_ends), order))
+        bit_ends = np.concatenate(self._bit_ends, axis=1)
+        if bit_ends.size:
+            np.save(self._folder / f"{self._name}-bits.npy", _reordered(bit_ends, order))
+        return {
+            "documents": len(starts),
+            "bytes": self.bytes,
+            "tokens": self.tokens,
+            "sequences": self.sequences,
+            "shards": self._shards,
+            "shard_sequences": self._per_shard,
+            "shuffled": shuffled,
+        }
+
+    def _flush(self, sequences: int) -> None:
+        stream = np.concatenate(self._buffer)
+        used = sequences * self._seq_len
+        self._shards.append(f"{self._name}-{len(self._shards):05d}.npy")
+        np.save(self._folder / self._shards[-1], stream[: used + 1])
+        self._buffer, self._buffered = [stream[used:]], len(stream) - used
+
+
+def _reordered(ends: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Running sums [… , n + 1] at sequence ends in the order of the stream → the same in another order."""
+    each = np.diff(ends, axis=-1)[..., order]
+    return np.concatenate([np.zeros_like(ends[..., :1]), np.cumsum(each, axis=-1)], axis=-1)

@@ -1,0 +1,175 @@
+"""What a worker does: build its part, go on from a checkpoint if there is one, step, look, save, tell."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from typing import Any, NamedTuple
+
+import ray
+import ray.train
+import torch
+from numpy.typing import ArrayLike
+
+from foldray.comm import Groups
+from foldray.model import Losses
+from foldray.recipe import Recipe
+from foldray.runtime import Engine, learning_rate
+from foldray.runtime.peak import matmul_peak
+from foldray.spec import step_flops
+from trainers import checkpoints
+from trainers.data.packed import Batches, PackedData, Split
+from trainers.engines import DTYPES, make_engine
+from trainers.telemetry import Outbox
+
+
+def train_loop(config: dict[str, Any]) -> dict[str, Any]:
+    """Ray's entry: `config` holds the recipe (plain), the folder of packed data and the telemetry queue."""
+    recipe = Recipe.parse(config["recipe"])
+    torch.set_num_threads(recipe.cluster.cpus_per_worker)
+    worker = Worker(recipe, PackedData.open(config["data"]), Outbox(config["queue"]))
+    try:
+        return worker.run()
+    finally:
+        worker.outbox.flush()
+
+
+class Totals(NamedTuple):
+    """What an optimizer step adds up to over all ranks and passes."""
+
+    language: float
+    balance: float
+    z: float
+    dropped: float
+    count_LE: torch.Tensor
+
+
+class Worker:
+    """One rank of a training."""
+
+    def __init__(self, recipe: Recipe, data: PackedData, outbox: Outbox):
+        self.recipe, self.data, self.outbox = recipe, data, outbox
+        self.batches = Batches(data.train, recipe.training.seed)
+        self.rank = ray.train.get_context().get_world_rank()
+        self.device = ray.train.torch.get_device() if recipe.cluster.gpu else torch.device("cpu")
+        self.groups = Groups.create(recipe.placed_fold, self.rank)
+        self.outbox.send(_place(self.groups))
+        self.engine: Engine = make_engine(recipe, self.groups, self.device)
+        self.saver = checkpoints.Saver(self.rank, recipe.checkpoint.asynchronous)
+        self.peak = self._all_ranks(matmul_peak(self.device, DTYPES[recipe.precision]))
+        self.validation: dict[str, float] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end of the recipe; the summary that Ray returns for rank 0."""
+        training = self.recipe.training
+        first, last = self._restore(), training.stop_after or training.steps
+        loss = math.nan
+        for step in range(first, last):
+            loss = self._step(step)
+            done, final = step + 1, step + 1 == last
+            if final or (training.eval_every and done % training.eval_every == 0):
+                self._validate(done)
+            if final or (self.recipe.checkpoint.every and done % self.recipe.checkpoint.every == 0):
+                self._save(done, loss, final)
+        return {"steps": max(first, last), "final_loss": loss, "validation": self.validation}
+
+    def _step(self, step: int) -> float:
+        """One optimizer step, numbered from 0; the mean loss over all tokens."""
+        started, training, fold = time.perf_counter(), self.recipe.training, self.groups.fold
+        passes = []
+        for m in range(self.recipe.accumulation):
+            indices = self.batches.indices(step, m, self.groups.dp_rank, fold.dp, training.micro_batch, training.global_batch)
+            passes.append(_detached(self.engine.train_pass(*self._inputs(self.data.train, indices))))
+        rate = learning_rate(self.recipe.optimizer, step, training.steps)
+        norm = self.engine.update(rate)
+        totals = self._totals(passes)
+        for (_, router), count_E in zip(self.engine.model.routers(), totals.count_LE, strict=True):
+            router.update_bias(count_E)
+        if self.rank == 0:
+            self.outbox.send(self._record(step + 1, totals, rate, norm, time.perf_counter() - started))
+        return totals.language
+
+    def _record(self, done: int, totals: Totals, rate: float, norm: float, seconds: float) -> dict[str, Any]:
+        training, length = self.recipe.training, self.recipe.data.seq_len
+        flops, counts = step_flops(self.recipe.model, length, training.global_batch), totals.count_LE
+        moe = counts.numel() > 0
+        return {
+            "kind": "step", "step": done, "loss": totals.language, "lr": rate, "grad_norm": norm,
+            "balance_loss": totals.balance if moe else None, "z_loss": totals.z if moe else None,
+            "drop_rate": totals.dropped / float(counts.sum()) if moe else None,
+            "tokens_per_s": training.global_batch * length / seconds, "step_time_s": seconds,
+            "mfu": flops / seconds / self.peak,
+            "load": counts.tolist() if moe else None,
+            "load_max_over_mean": float((counts.amax(1) / counts.double().mean(1)).max()) if moe else None,
+            "dead_experts": int((counts == 0).sum()) if moe else None,
+        }  # fmt: skip
+
+    def _validate(self, done: int) -> None:
+        """Loss over the first validation sequences; every rank runs as many passes, for they meet in the all-to-all."""
+        size, fold, split = self.recipe.training.micro_batch, self.groups.fold, self.data.validation
+        count = min(len(split), self.recipe.training.eval_sequences or len(split))
+        model, nats = self.engine.model.eval(), 0.0
+        with torch.no_grad():
+            for start in range(0, count, fold.dp * size):
+                mine = range(start + self.groups.dp_rank * size, min(count, start + (self.groups.dp_rank + 1) * size))
+                indices = list(mine) or [0]  # nothing left for this rank: it takes part without counting
+                nats += float(model(*self._inputs(split, indices)).language) * len(mine)
+        model.train()
+        loss = self._all_ranks(nats) / count
+        bits = loss * count * self.recipe.data.seq_len / math.log(2) / split.bytes(count)
+        self.validation = {"step": done, "loss": loss, "bits_per_byte": bits, "sequences": count}
+        if self.rank == 0:
+            self.outbox.send({"kind": "validation", **self.validation})
+
+    def _save(self, done: int, loss: float, final: bool) -> None:
+        progress = {"step": done, "data": self.data.folder.name, "fold": self.recipe.fold.model_dump(), "validation": self.validation}
+        path = self.saver.save(self.engine.state(), progress, {"step": done, "loss": loss}, last=final)
+        if self.rank == 0:
+            self.outbox.send({"kind": "checkpoint", "step": done, "path": path})
+
+    def _restore(self) -> int:
+        """Steps that are done already."""
+        checkpoint = ray.train.get_checkpoint()
+        if checkpoint is None:
+            return 0
+        with checkpoints.opened(checkpoint) as (folder, progress):
+            if progress["data"] != self.data.folder.name:
+                raise RuntimeError(f"checkpoint {checkpoint.path} was trained on other data, or other sequence lengths, than this recipe")
+            state = {key: tensor.detach().to("cpu", copy=True) for key, tensor in self.engine.state().items()}
+            checkpoints.load(folder, state, self.saver.group)
+            self.engine.load_state(state)
+        self.validation = progress["validation"]
+        if self.rank == 0:
+            self.outbox.send({"kind": "resumed", "step": progress["step"]})
+        return progress["step"]
+
+    def _inputs(self, split: Split, indices: ArrayLike) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Inputs, targets and, if attention stops at documents, their numbers: [b, seq_len] each."""
+        tokens = split.tokens(indices).to(self.device)
+        segments = split.segments(indices).to(self.device) if self.recipe.data.mask_documents else None
+        return tokens[:, :-1], tokens[:, 1:], segments
+
+    def _totals(self, passes: list[Losses]) -> Totals:
+        """Means over ranks and passes of the losses, sums of the counts; in float64, where counts are exact."""
+        rows = [torch.cat([torch.stack([p.language, p.balance, p.z]).double(), p.dropped.double().view(1), p.count_LE.double().flatten()])
+                for p in passes]  # fmt: skip
+        total = self.groups.control.all_reduce(torch.stack(rows).sum(0))
+        language, balance, z = (total[:3] / (len(passes) * self.groups.control.size)).tolist()
+        return Totals(language, balance, z, float(total[3]), total[4:].view_as(passes[0].count_LE).long().cpu())
+
+    def _all_ranks(self, value: float) -> float:
+        return float(self.groups.control.all_reduce(torch.tensor(value, dtype=torch.float64, device=self.device)))
+
+
+def _detached(losses: Losses) -> Losses:
+    return Losses(*(tensor.detach() for tensor in losses))
+
+
+def _place(groups: Groups) -> dict[str, Any]:
+    context = ray.get_runtime_context()
+    return {
+        "kind": "place", "rank": groups.rank, "actor": context.get_actor_id(), "node": context.get_node_id(),
+        "node_ip": ray.util.get_node_ip_address(), "pid": os.getpid(), **groups.coordinate,
+    }  # fmt: skip
+

@@ -1,0 +1,64 @@
+"""One training as people see it: its folder, its MLflow run, its progress line, all fed by the workers' records."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from ray.util.queue import Queue
+from rich.console import Console
+
+from foldray.recipe import Recipe
+from trainers.data.packed import PackedData
+from trainers.recorder import RunFolder, Summary
+from trainers.report import Progress
+from trainers.telemetry import Inbox
+from trainers.tracking import Status, Tracker
+
+
+class Run:
+    """A context around the training; workers send to `queue`, and `summary` is there on leaving.
+
+    Args:
+        name: the run's id, and its folder's name.
+        root: local folder of runs.
+        data: what the baselines are taken from.
+        console: where progress is shown; None shows nothing.
+
+    Raises:
+        UserError: the tracking server does not answer, or refuses.
+    """
+
+    def __init__(self, recipe: Recipe, name: str, root: Path, data: PackedData, console: Console | None):
+        held_back = min(len(data.validation), recipe.training.eval_sequences or len(data.validation))
+        baselines = data.baselines(held_back)
+        length = data.validation.bytes(held_back) / (held_back * recipe.data.seq_len)
+        self.folder = RunFolder(root / name, recipe, {"unigram": baselines.unigram, "bigram": baselines.bigram}, length)
+        before = self.folder.previous or {}
+        self.tracker = Tracker(recipe, name, root, before.get("mlflow_run_id"))
+        self.folder.tracked_by(self.tracker.uri, self.tracker.run_id, self.tracker.view_command())
+        self.summary: Summary | None = None
+        last = recipe.training.stop_after or recipe.training.steps
+        self._progress = None if console is None else Progress(name, last, console)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Run:
+        subscribers = [self.folder.receive, self.tracker.receive]
+        if self._progress is not None:
+            subscribers.append(self._stack.enter_context(self._progress).receive)
+        self._inbox = self._stack.enter_context(Inbox(subscribers))
+        return self
+
+    @property
+    def queue(self) -> Queue:
+        return self._inbox.queue
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self._stack.__exit__(kind, error, trace)
+        finally:
+            status: Status = "FINISHED" if error is None else "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+            self.summary = self.folder.close(status.lower())
+            self.tracker.store(self.folder.artifacts)
+            self.tracker.close(status)

@@ -1,0 +1,131 @@
+"""FoldTrainer: Ray's TorchTrainer, made from a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from ray.train import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+from rich.console import Console
+
+from foldray.errors import UserError
+from foldray.recipe import Recipe
+from trainers import cluster
+from trainers.data.packed import PackedData
+from trainers.data.prepare import prepare
+from trainers.loop import train_loop
+from trainers.report import file_progress
+from trainers.run import Run
+
+_CONTROLLER_FAILURES = 2  # times that Ray may fail to place the workers; without a limit it tries for ever
+
+
+class FoldTrainer(TorchTrainer):
+    """Trains a recipe on Ray.
+
+    `fit()` joins or starts Ray, refuses what cannot be placed, prepares the data, trains, and returns Ray's `Result`; rank
+    0's summary is `Result.return_value`. The run's folder, MLflow run and closing figures are in `run` afterwards.
+
+    Args:
+        recipe: what to train.
+        scaling_config: Ray's; its num_workers, use_gpu and placement_strategy take the place of the recipe's `cluster`.
+        run_config: Ray's; a name or storage_path given here takes the place of the recipe's.
+        torch_config: Ray's; gloo on CPU and NCCL on GPU if not given.
+        resume: id of a run in the same storage to go on with, under this recipe (any legal fold).
+        console: where progress is shown; None shows nothing.
+        **ray_arguments: everything else that `TorchTrainer` takes.
+
+    Raises:
+        UserError: the recipe does not fit the scaling configuration, or the run to resume is not there.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        torch_config: TorchConfig | None = None,
+        resume: str | None = None,
+        console: Console | None = None,
+        **ray_arguments: Any,
+    ):
+        self.recipe = recipe if scaling_config is None else _scaled(recipe, scaling_config)
+        self.console, self.resume = console, resume
+        self.run: Run | None = None
+        config = _run_config(self.recipe, run_config, resume)
+        super().__init__(
+            train_loop,
+            train_loop_config={},
+            torch_config=torch_config,
+            scaling_config=scaling_config or _scaling(self.recipe),
+            run_config=config,
+            **ray_arguments,
+        )
+
+    def fit(self) -> Result:
+        """Train to the end of the recipe, or to `training.stop_after`.
+
+        Raises:
+            UserError: the recipe cannot run on this cluster, or its data cannot be read.
+            ray.train.TrainingFailedError: the workers failed more often than `cluster.max_failures` allows.
+        """
+        cluster.connect(self.recipe)
+        cluster.check_room(self.recipe)
+        data = self._prepare()
+        self.run = Run(self.recipe, str(self.run_config.name), self._root, data, self.console)
+        with self.run:
+            self.train_loop_config = {"recipe": self.recipe.model_dump(), "data": str(data.folder), "queue": self.run.queue}
+            return super().fit()
+
+    def _prepare(self) -> PackedData:
+        spec = self.recipe.data
+        cache = self._root / "data" if spec.cache is None else Path(spec.cache)
+        with file_progress("data", self.console) if self.console else nullcontext() as progress:
+            return prepare(spec, self.recipe.model.vocab, cache, progress and (lambda done, total, what: progress(done, total)))
+
+    @property
+    def _root(self) -> Path:
+        """Local folder of runs; with storage elsewhere, what the driver writes stays beside the caller."""
+        storage = str(self.run_config.storage_path)
+        return Path("runs" if "://" in storage else storage).absolute()
+
+
+def _scaled(recipe: Recipe, scaling: ScalingConfig) -> Recipe:
+    if not isinstance(scaling.num_workers, int):
+        raise UserError("scaling_config.num_workers", scaling.num_workers, "a fold needs a fixed number of workers")
+    changes = {"workers": scaling.num_workers, "gpu": bool(scaling.use_gpu), "placement": scaling.placement_strategy}
+    cpus = (scaling.resources_per_worker or {}).get("CPU")
+    if cpus:
+        changes["cpus_per_worker"] = int(cpus)
+    given = recipe.model_dump()
+    return Recipe.parse({**given, "cluster": {**given["cluster"], **changes}})
+
+
+def _scaling(recipe: Recipe) -> ScalingConfig:
+    cluster_spec = recipe.cluster
+    resources = {"CPU": cluster_spec.cpus_per_worker, **({"GPU": 1} if cluster_spec.gpu else {})}
+    return ScalingConfig(
+        num_workers=cluster_spec.workers,
+        use_gpu=cluster_spec.gpu,
+        resources_per_worker=resources,
+        placement_strategy=cluster_spec.placement,
+    )
+
+
+def _run_config(recipe: Recipe, given: RunConfig | None, resume: str | None) -> RunConfig:
+    storage = (given.storage_path if given else None) or cluster.storage_folder(recipe)
+    name = resume or (given.name if given else None) or f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    if resume is not None and "://" not in storage and not (Path(storage) / resume).is_dir():
+        runs = sorted(path.parent.name for path in Path(storage).glob("*/recipe.yaml"))
+        raise UserError("resume", resume, f"is no run in {storage}", runs)
+    config = given or RunConfig(
+        failure_config=FailureConfig(max_failures=recipe.cluster.max_failures, controller_failure_limit=_CONTROLLER_FAILURES),
+        checkpoint_config=CheckpointConfig(num_to_keep=recipe.checkpoint.keep),
+    )
+    return dataclasses.replace(config, name=name, storage_path=storage)
