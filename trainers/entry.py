@@ -9,7 +9,7 @@ from ray.train import TrainingFailedError
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from trainers.report import closing_table, terminal
+from trainers.report import Console
 from trainers.trainer import FoldTrainer
 
 
@@ -19,7 +19,7 @@ def train(recipe: Recipe, resume: str | None = None, as_json: bool = False) -> i
     Raises:
         UserError: the recipe cannot run here; nothing has been written.
     """
-    console = terminal(as_json)
+    console = Console(as_json)
     trainer = FoldTrainer(recipe, resume=resume, console=console)
     failure = None
     try:
@@ -34,7 +34,7 @@ def train(recipe: Recipe, resume: str | None = None, as_json: bool = False) -> i
     if as_json:
         print(json.dumps(summary.as_dict()))
     else:
-        console.print(closing_table(summary, trainer.run.tracker.view_url))
+        console.close(summary, trainer.run.tracker.view_url)
     if failure is not None:
         reason = " ".join(str(failure).split()) or type(failure).__name__
         print(f"foldray: training failed after step {summary.steps}: {reason}; details in {summary.run_dir}", file=sys.stderr)

@@ -167,6 +167,8 @@ def _plain(axes: Axes, ticks: int = 6) -> None:
 
 def _smooth(values: np.ndarray) -> np.ndarray:
     """A mean over neighbours, nearer ones counting more; values that are not finite are left out."""
+    if not len(values):
+        return values
     width = max(len(values) / 60, 1.0)
     reach = int(3 * width)
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / width) ** 2)

@@ -180,10 +180,7 @@ def read_run(path: Path) -> dict[str, Any] | None:
 
 def as_yaml(recipe: Recipe) -> str:
     """A recipe with every key, as a file that `Recipe.load` reads back."""
-    document = recipe.model_dump(mode="json")
-    if document["model"]["router"]["score"] == "sigmoid":
-        del document["model"]["router"]["softmax"]  # meaningless there, and refused
-    return yaml.safe_dump(document, sort_keys=False)
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
 
 
 def _median(values: Sequence[float | None]) -> float | None:

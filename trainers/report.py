@@ -30,12 +30,12 @@ class Console:
     """
 
     def __init__(self, json: bool = False, out: rich.console.Console | None = None):
-        self.out = out or rich.console.Console(stderr=json, highlight=False)
+        self.out = out or rich.console.Console(stderr=json)
         self._told = 0.0
 
     def say(self, text: str) -> None:
         """Print a line as it is."""
-        self.out.print(text, markup=False, soft_wrap=True)
+        self.out.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def files(self, done: int, total: int, what: str) -> None:
         """Progress of the data preparation: a bar that updates in place on a terminal, elsewhere a line now and then."""
@@ -50,7 +50,7 @@ class Console:
         filled = _BAR_WIDTH * done // max(total, 1)
         self.out.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
         bar = f"[bold]{escape(what)}[/] [green]{'━' * filled}[/][dim]{'━' * (_BAR_WIDTH - filled)}[/] {done}/{total} files"
-        self.out.print(bar, end="\n" if done >= total else "")
+        self.out.print(bar, highlight=False, end="\n" if done >= total else "")
 
     def progress(self, name: str, total: int) -> Progress:
         """The progress line of a run that ends at step `total`."""
@@ -88,7 +88,10 @@ class Progress:
     def __enter__(self) -> Progress:
         if self._console.out.is_interactive:
             name = TextColumn("[bold]{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=2))
-            bar, text = BarColumn(bar_width=None, table_column=Column(ratio=1)), TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True))
+            bar, text = (
+                BarColumn(bar_width=None, table_column=Column(ratio=1)),
+                TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True)),
+            )
             self._bar = Bar(name, bar, MofNCompleteColumn(), text, console=self._console.out, expand=True)
             self._task = self._bar.add_task(escape(self._name), total=self._total, text="starting workers")
             self._bar.start()

@@ -7,12 +7,11 @@ from pathlib import Path
 from types import TracebackType
 
 from ray.util.queue import Queue
-from rich.console import Console
 
 from foldray.recipe import Recipe
 from trainers.data.packed import PackedData
 from trainers.recorder import RunFolder, Summary
-from trainers.report import Progress
+from trainers.report import Console
 from trainers.telemetry import Inbox
 from trainers.tracking import Status, Tracker
 
@@ -40,7 +39,7 @@ class Run:
         self.folder.tracked_by(self.tracker.uri, self.tracker.run_id, self.tracker.view_command())
         self.summary: Summary | None = None
         last = recipe.training.stop_after or recipe.training.steps
-        self._progress = None if console is None else Progress(name, last, console)
+        self._progress = None if console is None else console.progress(name, last)
         self._stack = ExitStack()
 
     def __enter__(self) -> Run:

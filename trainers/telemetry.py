@@ -97,40 +97,44 @@ Subscriber = Callable[[Record], None]
 
 
 class Outbox:
-    """The workers' end: sends records and never waits for anybody, until `flush`.
+    """The workers' end: sends records in order and never waits for anybody, until `flush`.
 
-    A queue that is slow or gone costs records, never training: at most `limit` records are in flight, further ones are
-    dropped, and no failure is raised.
+    One batch travels at a time, for Ray may run the calls of an asynchronous actor in another order than they were made;
+    what is sent meanwhile goes with the next batch. A queue that is slow or gone costs records, never training: only the
+    newest `limit` wait, and no failure is raised.
     """
 
     def __init__(self, queue: Queue, limit: int = 10_000):
         self._actor: Any = queue.actor
-        self._limit = limit
-        self._in_flight: list[Any] = []
+        self._waiting: deque[dict[str, Any]] = deque(maxlen=limit)
+        self._travelling: Any = None
 
     def send(self, record: Record) -> None:
         """Send a record, stamped with the time of sending."""
-        self._forget_delivered(every=100)
-        if len(self._in_flight) >= self._limit:
-            return
-        try:
-            self._in_flight.append(self._actor.put_nowait.remote({"time": time.time(), **record}))
-        except Exception as error:  # whatever telemetry suffers, training goes on
-            _log.debug("record not sent: %s", error)
+        self._waiting.append({"time": time.time(), **record})
+        self._ship(patience=0.0)
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Wait until all that was sent has arrived, or for `timeout` seconds; whether nothing is left in flight."""
-        try:
-            if self._in_flight:
-                _, self._in_flight = ray.wait(self._in_flight, num_returns=len(self._in_flight), timeout=timeout)
-        except Exception as error:
-            _log.debug("records not flushed: %s", error)
-        return not self._in_flight
+        """Wait until all that was sent has arrived, or for `timeout` seconds; whether all has left."""
+        deadline = time.monotonic() + timeout
+        while self._travelling is not None or self._waiting:
+            if not self._ship(patience=max(deadline - time.monotonic(), 0.0)):
+                return False
+        return True
 
-    def _forget_delivered(self, every: int) -> None:
-        # A reference that is kept pins its result in this process.
-        if self._in_flight and len(self._in_flight) % every == 0:
-            self.flush(timeout=0)
+    def _ship(self, patience: float) -> bool:
+        """Send what waits, if the batch before has arrived."""
+        try:
+            if self._travelling is not None and not ray.wait([self._travelling], timeout=patience)[0]:
+                return False
+            batch, self._travelling = list(self._waiting), None
+            if batch:
+                self._travelling = self._actor.put_nowait_batch.remote(batch)
+                self._waiting.clear()
+        except Exception as error:  # whatever telemetry suffers, training goes on
+            _log.debug("records not sent: %s", error)
+            return False
+        return True
 
 
 class Inbox:

@@ -244,9 +244,10 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def _connect(uri: str) -> MlflowClient:
     _check_reachable(uri)
-    # Both are read from the environment alone. Telemetry has to be off before the import; the defaults for HTTP would
-    # try a dead server for many minutes, and the sender comes back by itself.
+    # MLflow reads these from the environment alone, the first one while it is imported. Standard output may be promised to
+    # one JSON document; the defaults for HTTP would try a dead server for many minutes, and the sender comes back by itself.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     if _is_http(uri):
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
@@ -315,6 +316,9 @@ def _mlflow() -> list[str]:
     return [str(beside)] if beside.exists() else [sys.executable, "-m", "mlflow"]
 
 
-def _line(error: Exception, limit: int = 160) -> str:
+def _line(error: BaseException, limit: int = 160) -> str:
+    """The innermost reason, which says more than what was wrapped around it."""
+    while (inner := error.__cause__ or error.__context__) and not isinstance(inner, KeyError):
+        error = inner
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 1] + "…"

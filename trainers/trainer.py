@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from ray.train import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
-from rich.console import Console
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
@@ -19,7 +17,7 @@ from trainers import cluster
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
 from trainers.loop import train_loop
-from trainers.report import file_progress
+from trainers.report import Console
 from trainers.run import Run
 
 _CONTROLLER_FAILURES = 2  # times that Ray may fail to place the workers; without a limit it tries for ever
@@ -86,8 +84,7 @@ class FoldTrainer(TorchTrainer):
     def _prepare(self) -> PackedData:
         spec = self.recipe.data
         cache = self._root / "data" if spec.cache is None else Path(spec.cache)
-        with file_progress("data", self.console) if self.console else nullcontext() as progress:
-            return prepare(spec, self.recipe.model.vocab, cache, progress and (lambda done, total, what: progress(done, total)))
+        return prepare(spec, self.recipe.model.vocab, cache, self.console and self.console.files)
 
     @property
     def _root(self) -> Path:

@@ -113,7 +113,7 @@ def _spans(x_NH: Tensor, counts: list[int], inner: int) -> list[tuple[int, slice
 
 
 def _padded(n: int) -> int:
-    step = max(16, 1 << (n.bit_length() - 6))
+    step = max(16, 1 << max(0, n.bit_length() - 6))
     return -(-n // step) * step
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +11,8 @@ import numpy as np
 
 from foldray.errors import MissingPackage, UserError
 
+# Tokenizers take some 250 bytes of memory per character, and a text file is one document, however long.
+_PIECE = 1 << 20
 # A tokenizer's folder may also hold a model's weights; only these decide what text becomes.
 _DEFINING = {".json", ".txt", ".model", ".tiktoken", ".jinja"}
 
@@ -65,7 +68,7 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """A Hugging Face tokenizer. Text that reads like a special token is ordinary text to it.
+    """A Hugging Face tokenizer. Text that reads like a special token is ordinary text to it; long text is taken in pieces.
 
     Args:
         name: the folder as the recipe gives it, for messages.
@@ -82,18 +85,35 @@ class FolderTokenizer:
         self.separator, self.fingerprint, self._inner = int(separator), fingerprint, inner
 
     def encode(self, text: str) -> np.ndarray:
-        return np.asarray(self._call(text)["input_ids"], np.uint32)
+        return np.concatenate([np.asarray(self._call(piece)["input_ids"], np.uint32) for piece in _pieces(text)])
 
     def measure(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         if not self._inner.is_fast:
             ids = self.encode(text)
             return ids, _spread(len(text.encode()), len(ids))
-        out = self._call(text, return_offsets_mapping=True)
-        return np.asarray(out["input_ids"], np.uint32), _bytes_of_offsets(text, out["offset_mapping"])
+        ids, sizes = map(np.concatenate, zip(*map(self._measure_piece, _pieces(text)), strict=True))
+        if len(sizes):
+            sizes[-1] += len(text.encode()) - sizes.sum()  # of pieces that became no token
+        return ids, sizes
+
+    def _measure_piece(self, piece: str) -> tuple[np.ndarray, np.ndarray]:
+        out = self._call(piece, return_offsets_mapping=True)
+        return np.asarray(out["input_ids"], np.uint32), _bytes_of_offsets(piece, out["offset_mapping"])
 
     def _call(self, text: str, **options: Any) -> Any:
         # verbose=False: documents are longer than a model's context, and are cut later.
         return self._inner(text, add_special_tokens=False, split_special_tokens=True, verbose=False, **options)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text in pieces of at most _PIECE characters, cut behind a line where there is one."""
+    start = 0
+    while len(text) - start > _PIECE:
+        # rfind gives -1 where there is no line end, so that 0 means: cut anywhere.
+        stop = text.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
 
 
 def _bytes_of_offsets(text: str, offsets: list[tuple[int, int]]) -> np.ndarray:

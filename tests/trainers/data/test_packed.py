@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from foldray.errors import UserError
-from trainers.data import Batches, PackedData, SampleOrder, Split, sample_order
 from trainers.data.encode import Encoded
+from trainers.data.packed import Batches, PackedData, SampleOrder, Split, sample_order
 from trainers.data.shards import SplitWriter
 
 SEP, SEQ_LEN = 256, 4

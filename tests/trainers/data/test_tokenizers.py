@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from foldray.errors import MissingPackage, UserError
-from trainers.data import load_tokenizer
-from trainers.data.tokenizers import FolderTokenizer
+from trainers.data import tokenizers
+from trainers.data.tokenizers import FolderTokenizer, load_tokenizer
 
 TEXT = "def é():\n    return '漢字 🎉'  # <s> is text\n"
 
@@ -25,12 +25,12 @@ def test_bytes_round_trip():
 
 def test_folder(tokenizer_folder: Path):
     tokenizer = pickle.loads(pickle.dumps(load_tokenizer(str(tokenizer_folder))))
-    ids, sizes = tokenizer.measure(TEXT)
+    ids = tokenizer.encode(TEXT)
     assert tokenizer._inner.decode(ids.tolist()) == TEXT
     assert len(ids) < len(TEXT.encode())  # it has merges
     assert tokenizer.separator not in ids  # "<s>" in the text is text
     assert ids.max() < tokenizer.vocab_size == len(tokenizer._inner)
-    assert ids.tolist() == tokenizer.encode(TEXT).tolist()
+    assert ids.tolist() == tokenizer.measure(TEXT)[0].tolist()
 
 
 def test_bytes_of_tokens_follow_the_text(tokenizer_folder: Path):
@@ -40,6 +40,23 @@ def test_bytes_of_tokens_follow_the_text(tokenizer_folder: Path):
     for cut in range(1, len(ids)):
         if not (head := tokenizer._inner.decode(ids[:cut].tolist())).endswith("�"):  # between two characters
             assert sizes[:cut].sum() == len(head.encode())
+
+
+@pytest.mark.parametrize("piece", [1, 9, 20])
+def test_long_text_is_taken_in_pieces(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch, piece: int):
+    monkeypatch.setattr(tokenizers, "_PIECE", piece)
+    tokenizer = load_tokenizer(str(tokenizer_folder))
+    assert all(0 < len(part) <= piece for part in tokenizers._pieces(TEXT * 3))
+    ids, sizes = tokenizer.measure(TEXT * 3)
+    assert tokenizer._inner.decode(ids.tolist()) == TEXT * 3
+    assert ids.tolist() == tokenizer.encode(TEXT * 3).tolist()
+    assert (sizes.sum(), len(sizes)) == (3 * len(TEXT.encode()), len(ids))
+
+
+def test_pieces_end_with_lines(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tokenizers, "_PIECE", 4)
+    assert list(tokenizers._pieces("a\nb\ncdefgh\ni")) == ["a\nb\n", "cdef", "gh\ni"]
+    assert list(tokenizers._pieces("")) == [""]
 
 
 def test_tokenizer_without_offsets_spreads_bytes():
