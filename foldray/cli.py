@@ -75,7 +75,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="foldray", description="Trains Mixture-of-Experts models on Ray clusters, and hides their communication.")
+    parser = _Parser(
+        prog="foldray", description="Trains Mixture-of-Experts models on Ray clusters, and hides their communication."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
 
     command = _add(commands, "train", train, "train a recipe", epilog=_recipe_keys())
@@ -113,7 +115,10 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
 def _recipe_keys() -> str:
     rows = [(key, legal, default, meaning) for key, legal, default, meaning in describe()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 2)]
-    lines = [f"  {key:{widths[0]}}  {default:{widths[1]}}  {meaning + ' ' if meaning else ''}({legal})" for key, legal, default, meaning in rows]
+    lines = [
+        f"  {key:{widths[0]}}  {default:{widths[1]}}  {meaning + ' ' if meaning else ''}({legal})"
+        for key, legal, default, meaning in rows
+    ]
     return "recipe keys, their defaults and their meaning:\n" + "\n".join(lines)
 
 

@@ -47,7 +47,9 @@ def connect(recipe: Recipe) -> None:
         ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
-        raise UserError("cluster.address", address or os.environ.get("RAY_ADDRESS"), f"no Ray cluster answers there ({reason})") from None
+        raise UserError(
+            "cluster.address", address or os.environ.get("RAY_ADDRESS"), f"no Ray cluster answers there ({reason})"
+        ) from None
 
 
 def check_room(recipe: Recipe) -> None:
@@ -78,7 +80,9 @@ def storage_folder(recipe: Recipe) -> str:
     if given is not None and "://" in given:
         return given
     if in_job() and given is not None and not Path(given).expanduser().is_absolute():
-        raise UserError("cluster.storage", given, "a Ray job's working folder is deleted with the job; give an absolute folder or a URI")
+        raise UserError(
+            "cluster.storage", given, "a Ray job's working folder is deleted with the job; give an absolute folder or a URI"
+        )
     folder = Path(given).expanduser() if given else (Path.home() / "foldray" / "runs" if in_job() else Path("runs"))
     folder = folder.absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 from ray.train import TrainingFailedError
@@ -10,6 +9,7 @@ from ray.train import TrainingFailedError
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers.report import Console
+from trainers.telemetry import as_json as as_json_text
 from trainers.trainer import FoldTrainer
 
 
@@ -32,7 +32,7 @@ def train(recipe: Recipe, resume: str | None = None, as_json: bool = False) -> i
     if isinstance(failure, UserError):
         raise failure
     if as_json:
-        print(json.dumps(summary.as_dict()))
+        print(as_json_text(summary.as_dict()))
     else:
         console.close(summary, trainer.run.tracker.view_url)
     if failure is not None:

@@ -21,7 +21,7 @@ from foldray.spec import step_flops
 from trainers import checkpoints
 from trainers.data.packed import Batches, PackedData, Split
 from trainers.engines import DTYPES, make_engine
-from trainers.telemetry import Outbox
+from trainers.telemetry import Outbox, Place, Step, Validation
 
 
 def train_loop(config: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Worker:
         self.engine: Engine = make_engine(recipe, self.groups, self.device)
         self.saver = checkpoints.Saver(self.rank, recipe.checkpoint.asynchronous)
         self.peak = self._all_ranks(matmul_peak(self.device, DTYPES[recipe.precision]))
-        self.validation: dict[str, float] = {}
+        self.validation: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
         """Train to the end of the recipe; the summary that Ray returns for rank 0."""
@@ -90,7 +90,7 @@ class Worker:
             self.outbox.send(self._record(step + 1, totals, rate, norm, time.perf_counter() - started))
         return totals.language
 
-    def _record(self, done: int, totals: Totals, rate: float, norm: float, seconds: float) -> dict[str, Any]:
+    def _record(self, done: int, totals: Totals, rate: float, norm: float, seconds: float) -> Step:
         training, length = self.recipe.training, self.recipe.data.seq_len
         flops, counts = step_flops(self.recipe.model, length, training.global_batch), totals.count_LE
         moe = counts.numel() > 0
@@ -118,12 +118,14 @@ class Worker:
         model.train()
         loss = self._all_ranks(nats) / count
         bits = loss * count * self.recipe.data.seq_len / math.log(2) / split.bytes(count)
-        self.validation = {"step": done, "loss": loss, "bits_per_byte": bits, "sequences": count}
+        record: Validation = {"kind": "validation", "step": done, "loss": loss, "bits_per_byte": bits, "sequences": count}
+        self.validation = dict(record)
         if self.rank == 0:
-            self.outbox.send({"kind": "validation", **self.validation})
+            self.outbox.send(record)
 
     def _save(self, done: int, loss: float, final: bool) -> None:
-        progress = {"step": done, "data": self.data.folder.name, "fold": self.recipe.fold.model_dump(), "validation": self.validation}
+        fold, data = self.recipe.fold.model_dump(), self.data.folder.name
+        progress = {"step": done, "data": data, "fold": fold, "validation": self.validation}
         path = self.saver.save(self.engine.state(), progress, {"step": done, "loss": loss}, last=final)
         if self.rank == 0:
             self.outbox.send({"kind": "checkpoint", "step": done, "path": path})
@@ -135,7 +137,9 @@ class Worker:
             return 0
         with checkpoints.opened(checkpoint) as (folder, progress):
             if progress["data"] != self.data.folder.name:
-                raise RuntimeError(f"checkpoint {checkpoint.path} was trained on other data, or other sequence lengths, than this recipe")
+                raise RuntimeError(
+                    f"checkpoint {checkpoint.path} was trained on other data, or in other lengths, than this recipe"
+                )
             state = {key: tensor.detach().to("cpu", copy=True) for key, tensor in self.engine.state().items()}
             checkpoints.load(folder, state, self.saver.group)
             self.engine.load_state(state)
@@ -152,8 +156,8 @@ class Worker:
 
     def _totals(self, passes: list[Losses]) -> Totals:
         """Means over ranks and passes of the losses, sums of the counts; in float64, where counts are exact."""
-        rows = [torch.cat([torch.stack([p.language, p.balance, p.z]).double(), p.dropped.double().view(1), p.count_LE.double().flatten()])
-                for p in passes]  # fmt: skip
+        scalars = [torch.stack([p.language.double(), p.balance.double(), p.z.double(), p.dropped.double()]) for p in passes]
+        rows = [torch.cat([four, p.count_LE.double().flatten()]) for four, p in zip(scalars, passes, strict=True)]
         total = self.groups.control.all_reduce(torch.stack(rows).sum(0))
         language, balance, z = (total[:3] / (len(passes) * self.groups.control.size)).tolist()
         return Totals(language, balance, z, float(total[3]), total[4:].view_as(passes[0].count_LE).long().cpu())
@@ -166,10 +170,9 @@ def _detached(losses: Losses) -> Losses:
     return Losses(*(tensor.detach() for tensor in losses))
 
 
-def _place(groups: Groups) -> dict[str, Any]:
-    context = ray.get_runtime_context()
+def _place(groups: Groups) -> Place:
+    context, coordinate = ray.get_runtime_context(), groups.coordinate
     return {
         "kind": "place", "rank": groups.rank, "actor": context.get_actor_id(), "node": context.get_node_id(),
-        "node_ip": ray.util.get_node_ip_address(), "pid": os.getpid(), **groups.coordinate,
+        "node_ip": ray.util.get_node_ip_address(), "pid": os.getpid(), "attention": coordinate["attention"], "moe": coordinate["moe"],
     }  # fmt: skip
-

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from foldray.recipe import Recipe
@@ -23,7 +24,8 @@ _PICTURE_PERIOD_S = 30.0  # drawing takes the driver half a second, and the work
 class Summary:
     """What came out of a run; the closing table shows it, `run.json` and `train --json` hold it.
 
-    Rates are medians over all steps. What concerns experts is taken over the newest steps (`LOAD_WINDOW`).
+    Rates are medians over all steps. What concerns experts is taken over the newest steps (`LOAD_WINDOW`): the busiest
+    expert's load over the mean is averaged over them and is the worst layer's; a dead expert got no token in any of them.
     """
 
     run_id: str
@@ -153,7 +155,9 @@ class RunFolder:
         load = self.history.load
         if load is None:
             return None, None, None
-        ratio = load.max(axis=1) / load.mean(axis=1).clip(1e-12)
+        # Step by step, not of the sum: a step waits for its busiest expert, even if it is another one in every step.
+        newest = list(self.history.imbalance.values())[-LOAD_WINDOW:]
+        ratio = np.mean(newest, axis=0)
         worst = int(ratio.argmax())
         return float(ratio[worst]), self._recipe.model.moe_layers[worst], int((load == 0).sum())
 

@@ -163,7 +163,7 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.mfu is not None:
         yield "MFU", f"{summary.mfu:.1%} of measured matmul peak (median)"
     if summary.load_max_over_mean is not None:
-        busiest = f"busiest expert has {summary.load_max_over_mean:.2f}× the even share (layer {summary.busiest_layer})"
+        busiest = f"a step's busiest expert has {summary.load_max_over_mean:.2f}× the even share (layer {summary.busiest_layer})"
         yield "expert balance", busiest
         yield "dead experts", f"[bold red]{summary.dead_experts}" if summary.dead_experts else "none"
     if summary.drop_rate is not None:

@@ -10,7 +10,7 @@ from ray.util.queue import Queue
 
 from foldray.recipe import Recipe
 from trainers.data.packed import PackedData
-from trainers.recorder import RunFolder, Summary
+from trainers.recorder import RunFolder, Summary, read_run
 from trainers.report import Console
 from trainers.telemetry import Inbox
 from trainers.tracking import Status, Tracker
@@ -33,9 +33,9 @@ class Run:
         held_back = min(len(data.validation), recipe.training.eval_sequences or len(data.validation))
         baselines = data.baselines(held_back)
         length = data.validation.bytes(held_back) / (held_back * recipe.data.seq_len)
+        # First what can be refused: a tracking server that does not answer leaves no folder behind.
+        self.tracker = Tracker(recipe, name, root, (read_run(root / name) or {}).get("mlflow_run_id"))
         self.folder = RunFolder(root / name, recipe, {"unigram": baselines.unigram, "bigram": baselines.bigram}, length)
-        before = self.folder.previous or {}
-        self.tracker = Tracker(recipe, name, root, before.get("mlflow_run_id"))
         self.folder.tracked_by(self.tracker.uri, self.tracker.run_id, self.tracker.view_command())
         self.summary: Summary | None = None
         last = recipe.training.stop_after or recipe.training.steps

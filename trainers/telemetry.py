@@ -23,7 +23,7 @@ import ray
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-LOAD_WINDOW = 50  # steps whose expert loads are summed: one step's load is mostly the chance of its batch
+LOAD_WINDOW = 20  # steps whose expert loads are summed: one step's load is mostly the chance of its batch
 
 _log = logging.getLogger(__name__)
 

@@ -84,7 +84,8 @@ class FoldTrainer(TorchTrainer):
     def _prepare(self) -> PackedData:
         spec = self.recipe.data
         cache = self._root / "data" if spec.cache is None else Path(spec.cache)
-        return prepare(spec, self.recipe.model.vocab, cache, self.console and self.console.files)
+        progress = None if self.console is None else self.console.files
+        return prepare(spec, self.recipe.model.vocab, cache, progress)
 
     @property
     def _root(self) -> Path:

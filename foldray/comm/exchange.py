@@ -19,7 +19,9 @@ def exchange(x_NH: torch.Tensor, communicator: Communicator, received: Sequence[
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_NH: torch.Tensor, communicator: Communicator, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+    def forward(
+        ctx: Any, x_NH: torch.Tensor, communicator: Communicator, received: Sequence[int], sent: Sequence[int]
+    ) -> torch.Tensor:
         ctx.way_back = communicator, sent, received
         return communicator.all_to_all(x_NH, received, sent)
 

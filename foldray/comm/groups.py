@@ -67,13 +67,13 @@ class Groups:
 
     @classmethod
     def create(cls, fold: Fold, rank: int = 0, timeout: timedelta | None = None) -> Groups:
-        """Make the process groups; every rank of the world calls this. Without a process group the world is one rank.
+        """Make the process groups; every rank of the world calls this. A fold of one rank needs none and talks to nobody.
 
         Raises:
             ValueError: the process group's world is not the fold's.
         """
         world = dist.get_world_size() if dist.is_initialized() else 1
-        if world != fold.world_size:
+        if fold.world_size not in (1, world):
             raise ValueError(f"the fold has {fold.world_size} ranks, the process group {world}")
         return cls(fold, rank, **{name: _communicator(fold, rank, name, family, timeout) for name, family in _TRAFFIC.items()})
 

@@ -40,7 +40,9 @@ class Losses(NamedTuple):
 class Block(nn.Module):
     """Pre-norm attention, then a pre-norm dense or MoE feed-forward."""
 
-    def __init__(self, model: ModelSpec, layer: int, groups: Groups, backend: MoeBackend, device=None, dtype=None):
+    def __init__(
+        self, model: ModelSpec, layer: int, groups: Groups, backend: MoeBackend, device: torch.device, dtype: torch.dtype
+    ):
         super().__init__()
         self.attention_norm = Norm(model, device, dtype)
         self.attention = Attention(model, device, dtype)
@@ -81,15 +83,14 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.spec = model
-        made = {"device": torch.device(device or "cpu"), "dtype": dtype}
-        self.embedding = nn.Embedding(model.vocab, model.hidden, _weight=torch.empty(model.vocab, model.hidden, **made))
+        device, backend = torch.device(device or "cpu"), backend or MoeBackend()
+        self.embedding = _table(model.vocab, model.hidden, device, dtype)
         if model.positions == "learned":
-            positions = torch.empty(model.max_positions, model.hidden, **made)
-            self.positions = nn.Embedding(model.max_positions, model.hidden, _weight=positions)
-        self.blocks = nn.ModuleList(Block(model, i, groups, backend or MoeBackend(), **made) for i in range(model.layers))
-        self.final_norm = Norm(model, **made)
+            self.positions = _table(model.max_positions, model.hidden, device, dtype)
+        self.blocks = nn.ModuleList(Block(model, i, groups, backend, device, dtype) for i in range(model.layers))
+        self.final_norm = Norm(model, device, dtype)
         if not model.tied_embeddings:
-            self.head = nn.Linear(model.hidden, model.vocab, bias=False, **made)
+            self.head = _table(model.vocab, model.hidden, device, dtype)
         self._initialise(seed)
 
     def forward(self, token_BS: torch.Tensor, target_BS: torch.Tensor, segment_BS: torch.Tensor | None = None) -> Losses:
@@ -136,7 +137,9 @@ class Transformer(nn.Module):
         for prefix, module in self.named_modules():
             if isinstance(module, Experts):
                 for kind in ("up", "down"):
-                    names[f"{prefix}.{kind}"] = [(f"{prefix}.{module.first + i}.{kind}", i) for i in range(len(getattr(module, kind)))]
+                    names[f"{prefix}.{kind}"] = [
+                        (f"{prefix}.{module.first + i}.{kind}", i) for i in range(len(getattr(module, kind)))
+                    ]
         return names
 
     @torch.no_grad()
@@ -149,6 +152,11 @@ class Transformer(nn.Module):
                 _draw(target, table[name].init, seed, name)
 
 
+def _table(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> nn.Embedding:
+    """An embedding whose weight is left to be drawn."""
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width, device=device, dtype=dtype))
+
+
 def _draw(target: torch.Tensor, std: float | None, seed: int, name: str) -> None:
     if std is None or std == 0:
         target.fill_(1.0 if std is None else 0.0)
@@ -156,4 +164,3 @@ def _draw(target: torch.Tensor, std: float | None, seed: int, name: str) -> None
     # A stream per name: the weights do not depend on which rank draws them, nor on the order.
     generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
     target.copy_(torch.empty(target.shape).normal_(0.0, std, generator=generator))
-

@@ -18,7 +18,12 @@ def capacity(tokens: int, topk: int, experts: int, factor: float) -> int:
 
 
 def keep_within(
-    limit: int, expert_TK: torch.Tensor, score_TK: torch.Tensor, sequences: int, experts: int, drop: Literal["probability", "position"]
+    limit: int,
+    expert_TK: torch.Tensor,
+    score_TK: torch.Tensor,
+    sequences: int,
+    experts: int,
+    drop: Literal["probability", "position"],
 ) -> torch.Tensor:
     """Bool [T, K]: assignments that stay when every expert takes at most `limit` tokens of each sequence.
 

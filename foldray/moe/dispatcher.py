@@ -64,7 +64,9 @@ class Dispatcher:
     def exchange_counts(self, plan: Plan) -> Plan:
         """Network, on a communicator of its own so that it never waits behind tokens: who sends me how many rows."""
         ranks = self.counts.size
-        received_E = self.counts.all_to_all(plan.sent_E, [plan.sent_E.numel() // ranks] * ranks, [plan.sent_E.numel() // ranks] * ranks)
+        received_E = self.counts.all_to_all(
+            plan.sent_E, [plan.sent_E.numel() // ranks] * ranks, [plan.sent_E.numel() // ranks] * ranks
+        )
         return replace(plan, sent_E=plan.sent_E.cpu(), received_RE=received_E.view(ranks, -1).cpu())
 
     def dispatch(self, rows_NH: torch.Tensor, plan: Plan) -> torch.Tensor:

@@ -54,7 +54,15 @@ class Experts(nn.Module):
 class MoELayer(nn.Module):
     """[B, S, H] → [B, S, H] through the experts of an EP group; `forward` runs the stages one after another."""
 
-    def __init__(self, model: ModelSpec, groups: Groups, backend: MoeBackend, shared: nn.Module | None, device=None, dtype=None):
+    def __init__(
+        self,
+        model: ModelSpec,
+        groups: Groups,
+        backend: MoeBackend,
+        shared: nn.Module | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         local = model.experts // groups.tokens.size
         self.backend = backend

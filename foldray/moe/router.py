@@ -53,7 +53,9 @@ class Router(nn.Module):
     and is moved by `update_bias` once per optimizer step.
     """
 
-    def __init__(self, model: ModelSpec, gate: Gate | None = None, device: torch.device | None = None, dtype: torch.dtype | None = None):
+    def __init__(
+        self, model: ModelSpec, gate: Gate | None = None, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ):
         super().__init__()
         self.model, self.spec = model, model.router
         self.gate: Gate = gate or TopKGate(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -92,7 +93,12 @@ class TorchEngine:
                 parameter.copy_(master)
 
 
-def engine_state(model: Transformer, optimizer: OptimizerSpec, weight, remembered) -> State:
+def engine_state(
+    model: Transformer,
+    optimizer: OptimizerSpec,
+    weight: Callable[[nn.Parameter], torch.Tensor],
+    remembered: Callable[[nn.Parameter, str], torch.Tensor],
+) -> State:
     """The state of an engine by global name.
 
     Args:

@@ -6,7 +6,7 @@ has brought an expert the tokens of its whole EP group already. The norm counts 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -42,10 +42,11 @@ class GradientBuffer:
         self.communicator.all_reduce(self.flat.mul_(scale))
 
 
-def _into(view: torch.Tensor):
+def _into(view: torch.Tensor) -> Callable[[torch.Tensor], None]:
     def accumulate(parameter: torch.Tensor) -> None:
-        view.add_(parameter.grad)
-        parameter.grad = None
+        if parameter.grad is not None:
+            view.add_(parameter.grad)
+            parameter.grad = None
 
     return accumulate
 

@@ -31,7 +31,9 @@ def make_recipe(workers: int, ep: int, **sections: Any) -> Recipe:
         "precision": "float64",
         "moe": {"experts": "loop"},
     }
-    return Recipe.parse({key: {**base.get(key, {}), **value} if isinstance(value, dict) else value for key, value in {**base, **sections}.items()})
+    return Recipe.parse(
+        {key: {**base.get(key, {}), **value} if isinstance(value, dict) else value for key, value in {**base, **sections}.items()}
+    )
 
 
 def train(rank: int, recipe: Recipe, steps: int = 1, sequences: int = 8, length: int = 9) -> dict[str, Any]:

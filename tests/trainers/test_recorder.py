@@ -40,7 +40,7 @@ def test_a_run_leaves_everything(recipe, tmp_path):
     assert (summary.run_id, summary.steps, summary.dead_experts, summary.mfu) == ("r-1", 30, 0, 0.4)
     assert summary.checkpoint == "/storage/run/checkpoint_30"
     assert summary.load_max_over_mean is not None
-    assert 1.0 <= summary.load_max_over_mean < 1.3
+    assert 1.2 < summary.load_max_over_mean < 1.5
     assert summary.drop_rate == pytest.approx(0.01)
     assert {"run_id", "run_dir", "steps", "final_loss", "val_bpb", "bigram_bpb", "mlflow_uri"} <= set(document(folder))
     assert [worker["rank"] for worker in document(folder)["workers"]] == [0, 1]

@@ -46,7 +46,9 @@ def recipe(storage: Path, **sections: Any) -> Recipe:
         "checkpoint": {"every": 4},
         "cluster": {"workers": 2, "storage": str(storage)},
     }
-    return Recipe.parse({key: {**base.get(key, {}), **sections.get(key, {})} if key != "name" else "test" for key in base | sections})
+    return Recipe.parse(
+        {key: {**base.get(key, {}), **sections.get(key, {})} if key != "name" else "test" for key in base | sections}
+    )
 
 
 def fit(recipe: Recipe, **options: Any) -> FoldTrainer:

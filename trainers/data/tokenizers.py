@@ -93,7 +93,7 @@ class FolderTokenizer:
             return ids, _spread(len(text.encode()), len(ids))
         ids, sizes = map(np.concatenate, zip(*map(self._measure_piece, _pieces(text)), strict=True))
         if len(sizes):
-            sizes[-1] += len(text.encode()) - sizes.sum()  # of pieces that became no token
+            sizes[-1] += len(text.encode()) - sizes.sum()  # what comes after the last token, or became none
         return ids, sizes
 
     def _measure_piece(self, piece: str) -> tuple[np.ndarray, np.ndarray]:
@@ -127,7 +127,6 @@ def _bytes_of_offsets(text: str, offsets: list[tuple[int, int]]) -> np.ndarray:
     utf8 = np.frombuffer(text.encode(), np.uint8)
     at_character = np.append(np.flatnonzero(utf8 & 0xC0 != 0x80), len(utf8))
     ends = at_character[np.maximum.accumulate(np.asarray(offsets)[:, 1])]
-    ends[-1] = len(utf8)
     return np.diff(ends, prepend=0).astype(np.uint32)
 
 

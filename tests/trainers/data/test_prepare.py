@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,17 +17,17 @@ from trainers.data.encode import Work, deal, encode_all
 from trainers.data.packed import PackedData
 from trainers.data.prepare import _publish, prepare
 from trainers.data.sources import cut, split_files
-from trainers.data.tokenizers import load_tokenizer
+from trainers.data.tokenizers import ByteTokenizer, load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 
-def corpus(folder: Path, sizes: list[int]) -> DataSpec:
-    """Text files of those sizes, each of its own letter, the first one for validation."""
+def corpus(folder: Path, sizes: list[int], held: str = "00") -> DataSpec:
+    """Text files of those sizes, each of its own letter, the first one (those matching `held`) for validation."""
     folder.mkdir(exist_ok=True)
     for index, size in enumerate(sizes):
         (folder / f"{index:02d}.txt").write_text(chr(ord("a") + index) * size)
-    validation = {"path": str(folder / "00.txt")}
+    validation = {"path": str(folder / f"{held}.txt")}
     return DataSpec(source="text", path=str(folder / "*.txt"), seq_len=8, validation=validation)
 
 
@@ -53,17 +54,21 @@ def test_packs_files_in_order(tmp_path: Path):
 
 
 def test_order_of_results_is_that_of_the_works(tmp_path: Path):
-    # The first takes far longer than the rest, which overtake it unless the order is kept.
-    files = split_files(corpus(tmp_path / "text", [9, 6 << 20, *range(10, 18)]))[0]
-    works = [Work([part], validation=True) for part in cut(files)]
-    pieces = list(encode_all(works, load_tokenizer("byte"), "text"))
+    class SlowFirst(ByteTokenizer):
+        def measure(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+            time.sleep(2 * text.startswith("b"))
+            return super().measure(text)
+
+    # The others overtake the first, unless the order is kept.
+    works = [Work([part], validation=True) for part in cut(split_files(corpus(tmp_path / "text", [9] * 10))[0])]
+    pieces = list(encode_all(works, SlowFirst(), "text"))
     assert [int(piece.tokens[1]) for piece in pieces] == list(range(ord("b"), ord("b") + 9))
 
 
 @pytest.mark.parametrize(("least", "works"), [(1, 9), (25, 4), (1 << 20, 1)])
 def test_result_does_not_depend_on_how_work_is_dealt(tmp_path: Path, monkeypatch, least: int, works: int):
-    data = corpus(tmp_path / "text", [30, *range(10, 19)])
-    dealt = []
+    sizes = range(8, 20)
+    data, dealt = corpus(tmp_path / "text", list(sizes), held="0[0-2]"), []
 
     def recorded(parts, validation):
         dealt.append(deal(parts, validation, least=least))
@@ -72,9 +77,10 @@ def test_result_does_not_depend_on_how_work_is_dealt(tmp_path: Path, monkeypatch
     monkeypatch.setitem(prepare.__globals__, "deal", recorded)
     packed = prepare(data, 257, tmp_path / "cache")
     assert len(dealt[0]) == works
-    texts = [chr(ord("b") + index) * size for index, size in enumerate(range(10, 19))]
-    assert stream(packed.train) == expected(texts, 8)
-    assert packed.baselines() == pytest.approx(by_hand(packed, texts, ["a" * 30]))
+    texts = [chr(ord("a") + index) * size for index, size in enumerate(sizes)]
+    assert stream(packed.train) == expected(texts[3:], 8)
+    assert stream(packed.validation) == expected(texts[:3], 8)
+    assert packed.baselines() == pytest.approx(by_hand(packed, texts[3:], texts[:3]))
 
 
 def by_hand(packed: PackedData, train: list[str], validation: list[str]) -> list[float]:

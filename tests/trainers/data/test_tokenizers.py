@@ -67,6 +67,16 @@ def test_tokenizer_without_offsets_spreads_bytes():
     assert (slow.separator, slow.vocab_size) == (9, 10)
 
 
+def test_text_that_no_token_covers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tokenizers, "_PIECE", 4)
+    fast = FolderTokenizer("folder", DropsSpaces(), "hash")
+    assert fast.measure("  é b        ")[1].tolist() == [
+        4,
+        10,
+    ]  # what is passed over goes to the next token, at the end to the last
+    assert fast.measure("     ")[1].tolist() == []
+
+
 class Slow:
     is_fast, bos_token_id, eos_token_id = False, None, 9
 
@@ -78,6 +88,14 @@ class Slow:
 
     def __call__(self, text: str, **options) -> dict[str, list[int]]:
         return {"input_ids": list(range(len(text)))}
+
+
+class DropsSpaces(Slow):
+    is_fast = True
+
+    def __call__(self, text: str, **options) -> dict[str, list]:
+        spans = [(place, place + 1) for place, character in enumerate(text) if character != " "]
+        return {"input_ids": [1] * len(spans), "offset_mapping": spans}
 
 
 def test_fingerprint_is_of_the_content(tokenizer_folder: Path):
