@@ -162,5 +162,6 @@ def _draw(target: torch.Tensor, std: float | None, seed: int, name: str) -> None
         target.fill_(1.0 if std is None else 0.0)
         return
     # A stream per name: the weights do not depend on which rank draws them, nor on the order.
-    generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+    # (Torch's generator heeds 32 bits of its seed.)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     target.copy_(torch.empty(target.shape).normal_(0.0, std, generator=generator))

@@ -124,7 +124,9 @@ def test_counts_must_be_exchanged_first() -> None:
         made.dispatcher.dispatch(rows, plan)
 
 
-@pytest.mark.parametrize(("tokens", "topk", "experts", "factor", "expected"), [(10, 2, 4, 1.0, 5), (10, 2, 4, 1.25, 7), (4, 2, 4, 9.0, 4)])
+@pytest.mark.parametrize(
+    ("tokens", "topk", "experts", "factor", "expected"), [(10, 2, 4, 1.0, 5), (10, 2, 4, 1.25, 7), (4, 2, 4, 9.0, 4)]
+)
 def test_capacity_is_the_papers(tokens: int, topk: int, experts: int, factor: float, expected: int) -> None:
     assert capacity(tokens, topk, experts, factor) == expected == min(tokens, math.ceil(tokens * topk / experts * factor))
 

@@ -1,0 +1,132 @@
+"""Checks of the engine on a GPU: a plain script, because a GPU machine may bring torch and nothing else of ours.
+
+    python tests/gpu/check.py [--json]
+
+Every check compares with the CPU; the last lines are measured figures. Without a GPU it says so and exits with 0.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from foldray.comm import Groups
+from foldray.fold import Fold
+from foldray.model import Transformer
+from foldray.moe import MoeBackend, MoELayer
+from foldray.recipe import OptimizerSpec
+from foldray.runtime import TorchEngine
+from foldray.runtime.peak import matmul_peak
+from foldray.spec import ModelSpec
+
+GROUPS = Groups.create(Fold(1))
+SPEC = ModelSpec(preset="tiny")
+
+
+def model_equals_the_cpus() -> float:
+    """Loss and every gradient in float64, loop experts; largest relative difference."""
+    tokens = torch.randint(0, 257, (2, 65), generator=torch.Generator().manual_seed(0))
+    results = []
+    for device in ("cpu", "cuda"):
+        model = Transformer(SPEC, GROUPS, MoeBackend(experts="loop"), device=device, dtype=torch.float64)
+        losses = model(tokens[:, :-1].to(device), tokens[:, 1:].to(device))
+        losses.total.backward()
+        results.append([losses.total.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters())])
+    return _worst(*results, limit=1e-9)
+
+
+def grouped_equals_loop(dtype: torch.dtype, limit: float) -> float:
+    """Output and gradients of one layer, fast experts against the plain loop."""
+    results = []
+    for kind in ("loop", "grouped"):
+        torch.manual_seed(0)
+        layer = MoELayer(SPEC, GROUPS, MoeBackend(experts=kind), device=torch.device("cuda"), dtype=dtype)
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        x = torch.randn(2, 33, SPEC.hidden, device="cuda", dtype=dtype).requires_grad_()
+        out, stats = layer(x)
+        (out.float().square().sum() + stats.balance_loss).backward()
+        results.append([out.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())])
+    return _worst(*results, limit=limit)
+
+
+def training_learns() -> float:
+    """Bits per token after 30 bfloat16 steps on one sequence, over those before."""
+    model = Transformer(SPEC, GROUPS, device="cuda", dtype=torch.bfloat16)
+    engine = TorchEngine(model, GROUPS, OptimizerSpec(lr=3e-3))
+    tokens = torch.randint(0, 257, (4, 129), device="cuda")
+    losses = []
+    for _ in range(30):
+        losses.append(float(engine.train_pass(tokens[:, :-1], tokens[:, 1:]).language))
+        engine.update(3e-3)
+    assert losses[-1] < 0.7 * losses[0], f"the loss went from {losses[0]:.3f} to {losses[-1]:.3f}"
+    return losses[-1] / losses[0]
+
+
+def layer_share_of_peak() -> dict[str, float]:
+    """One bfloat16 MoE layer, forward and backward: ms (min, median, max) and the experts' products as a share of the peak."""
+    spec = ModelSpec(preset="mixtral-8x22b", hidden=4096, expert_hidden=8192)
+    layer = MoELayer(spec, GROUPS, MoeBackend(), device=torch.device("cuda"), dtype=torch.bfloat16)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    x = torch.randn(1, 8192, spec.hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    seconds = []
+    for _ in range(23):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        layer(x)[0].backward(torch.ones_like(x))
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    timed = seconds[3:]
+    peak = matmul_peak(torch.device("cuda"), torch.bfloat16)
+    flops = 8192 * spec.topk * 3 * 2 * spec.hidden * spec.expert_hidden * 3
+    shown = {"min_ms": min(timed), "median_ms": statistics.median(timed), "max_ms": max(timed)}
+    return {key: value * 1e3 for key, value in shown.items()} | {
+        "share_of_peak": flops / statistics.median(timed) / peak,
+        "peak_tflops": peak / 1e12,
+    }
+
+
+def _worst(expected: list[torch.Tensor], found: list[torch.Tensor], limit: float) -> float:
+    worst = max(float((a - b).abs().max() / a.abs().max().clamp_min(1e-30)) for a, b in zip(expected, found, strict=True))
+    assert worst <= limit, f"differs by {worst:.2e}, more than {limit:.0e}"
+    return worst
+
+
+CHECKS: dict[str, Callable[[], object]] = {
+    "float64 model equals the CPU's": model_equals_the_cpus,
+    "grouped experts equal the loop, float32": lambda: grouped_equals_loop(torch.float32, 1e-4),
+    "grouped experts equal the loop, bfloat16": lambda: grouped_equals_loop(torch.bfloat16, 3e-2),
+    "bfloat16 training learns": training_learns,
+    "MoE layer T=8192 H=4096 F=8192 E=8 k=2, bfloat16": layer_share_of_peak,
+}
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("no GPU here: nothing checked")
+        return 0
+    torch.backends.cuda.matmul.allow_tf32 = False
+    found: dict[str, object] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    failed = 0
+    for name, check in CHECKS.items():
+        try:
+            found[name] = check()
+        except Exception as error:  # a failed check must not hide the others
+            found[name] = f"FAILED: {type(error).__name__}: {error}"
+            failed += 1
+        print(f"{name}: {found[name]}", file=sys.stderr)
+    print(json.dumps(found) if "--json" in sys.argv else f"{len(CHECKS) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
