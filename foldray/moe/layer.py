@@ -11,8 +11,8 @@ from torch import nn
 from foldray.comm import Groups
 from foldray.moe.dispatcher import Dispatcher, Permutation
 from foldray.moe.experts import expert_ffn
-from foldray.moe.torch_backend import TorchPermutation
 from foldray.moe.router import Gate, Router
+from foldray.moe.torch_backend import TorchPermutation
 from foldray.spec import ModelSpec
 
 

@@ -6,7 +6,7 @@ has brought an expert the tokens of its whole EP group already. The norm counts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -84,14 +84,14 @@ class Gradients:
         return norm
 
 
-def gradient_norm(dense: Iterable[torch.Tensor], expert: Iterable[torch.Tensor], groups: Groups) -> torch.Tensor:
+def gradient_norm(dense: Sequence[torch.Tensor], expert: Sequence[torch.Tensor], groups: Groups) -> torch.Tensor:
     """Euclidean norm over the whole model, float64 scalar, the same on every rank.
 
     Reduced dense gradients are whole on every rank; each EP rank adds its own experts' squares.
     """
 
-    def squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    def squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         parts = [torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in tensors]
-        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=dense[0].device)
 
     return (groups.tokens.all_reduce(squares(expert)) + squares(dense)).sqrt()

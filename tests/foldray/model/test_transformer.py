@@ -44,7 +44,8 @@ def _same_weights(ours: Transformer, theirs: torch.nn.Module):
     for i in range(ours.spec.layers):
         b, h = f"blocks.{i}", f"model.layers.{i}"
         names |= {
-            f"{b}.attention_norm.weight": f"{h}.input_layernorm.weight", f"{b}.ffn_norm.weight": f"{h}.post_attention_layernorm.weight",
+            f"{b}.attention_norm.weight": f"{h}.input_layernorm.weight",
+            f"{b}.ffn_norm.weight": f"{h}.post_attention_layernorm.weight",
             f"{b}.attention.out": f"{h}.self_attn.o_proj.weight", f"{b}.moe.router.weight": f"{h}.mlp.gate.weight",
             f"{b}.moe.experts.up": f"{h}.mlp.experts.gate_up_proj", f"{b}.moe.experts.down": f"{h}.mlp.experts.down_proj",
         }  # fmt: skip
