@@ -20,7 +20,7 @@ from tests.lab.ray_cluster import PACKAGES, Cluster, ray_cluster
 from tests.pool import repository
 
 _WHY_NOT = why_not()
-pytestmark = [pytest.mark.lab, pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(600), pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]
 
 _RECIPE = {
     "name": "lab",
@@ -35,6 +35,7 @@ _RECIPE = {
     "checkpoint": {"every": 4},
     "cluster": {"workers": 2},
 }  # fmt: skip
+_LIMIT = 200.0  # seconds for a command that takes twenty where nothing else runs
 _FOLDRAY = [sys.executable, "-m", "foldray"]
 Command = Callable[..., subprocess.CompletedProcess]
 
@@ -60,7 +61,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(lab: list[Host], recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of the same recipe on one node, with a Ray of its own."""
     storage = tmp_path_factory.mktemp("alone")
-    done = lab[2].run([*_FOLDRAY, "train", recipe, f"cluster.storage={storage}"], timeout=120, cwd=repository())
+    done = lab[2].run([*_FOLDRAY, "train", recipe, f"cluster.storage={storage}"], timeout=_LIMIT, cwd=repository())
     assert done.returncode == 0, done.stdout + done.stderr
     return _run_folder(storage)
 
@@ -76,8 +77,8 @@ def submit(lab: list[Host], cluster: Cluster, recipe: Path, tmp_path: Path) -> C
     """`foldray submit` from the third host, with some overrides and changes to the environment."""
 
     def command(*overrides: str, **env: str) -> subprocess.CompletedProcess[str]:
-        given = [*_FOLDRAY, "submit", recipe, "--address", cluster.address, f"cluster.storage={tmp_path / 'runs'}", *overrides]
-        return lab[2].run(given, timeout=120, env=cluster.env | env, cwd=tmp_path)
+        given = [*_FOLDRAY, "submit", recipe, f"cluster.storage={tmp_path / 'runs'}", *overrides, "--address", cluster.address]
+        return lab[2].run(given, timeout=_LIMIT, env=cluster.env | env, cwd=tmp_path)
 
     return command
 
@@ -95,7 +96,7 @@ def test_plain_ray_job_submit_trains_what_it_uploads(
     checkout = _checkout(tmp_path / "checkout", recipe)
     ray = [Path(sys.executable).parent / "ray", "job", "submit", "--address", cluster.address, "--working-dir", "."]
     train = ["python", "-m", "foldray", "train", "recipes/small.yaml", f"cluster.storage={tmp_path / 'runs'}"]
-    done = lab[2].run([*ray, "--", *train], timeout=120, env=cluster.env, cwd=checkout)
+    done = lab[2].run([*ray, "--", *train], timeout=_LIMIT, env=cluster.env, cwd=checkout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "/working_dir_files/_ray_pkg_" in done.stdout.partition("foldray is ")[2].partition("\n")[0], done.stdout
     _assert_one_expert_half_per_node(_run_folder(tmp_path / "runs"), lab)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -11,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.train import RunConfig, ScalingConfig
+from mlflow import MlflowClient
+from ray.train import RunConfig, ScalingConfig, TrainingFailedError
 
-from foldray.fold import Fold
+from foldray.cli import main
 from foldray.recipe import Recipe
 from trainers import FoldTrainer
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
+STEPS, STOP = 60, 25
 _MODEL = {
     "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_hidden": 64, "experts": 4, "topk": 2,
     "expert_hidden": 48, "vocab": 264, "moe_every": 1,
@@ -42,8 +45,8 @@ def recipe(storage: Path, **sections: Any) -> Recipe:
         "data": {"source": "text", "path": str(storage / "texts" / "*.txt"), "seq_len": 32, "validation": {"fraction": 0.3}},
         "fold": {"ep": 2},
         "optimizer": {"lr": 3e-3},
-        "training": {"steps": 12, "global_batch": 8, "micro_batch": 2, "eval_sequences": 24},
-        "checkpoint": {"every": 4},
+        "training": {"steps": STEPS, "global_batch": 8, "micro_batch": 2, "eval_sequences": 24},
+        "checkpoint": {"every": 10},
         "cluster": {"workers": 2, "storage": str(storage)},
     }
     return Recipe.parse(
@@ -65,71 +68,81 @@ def losses(trainer: FoldTrainer) -> list[float]:
 
 
 @pytest.fixture(scope="module", params=["deepspeed", "torch"])
-def whole(request: pytest.FixtureRequest, storage: Path, ray_session: None) -> tuple[dict, FoldTrainer]:
-    """An engine, and an uninterrupted run of it."""
-    sections = {"engine": {"kind": request.param}}
-    return sections, fit(recipe(storage, **sections))
+def engine(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {"engine": {"kind": request.param}}
 
 
-def test_a_run_leaves_what_people_look_at(whole: tuple[dict, FoldTrainer]) -> None:
-    _, trainer = whole
-    run = trainer.run
+@pytest.fixture(scope="module")
+def whole(engine: dict[str, Any], storage: Path, ray_session: None) -> FoldTrainer:
+    """An uninterrupted run."""
+    return fit(recipe(storage, **engine))
+
+
+@pytest.fixture(scope="module")
+def stopped(engine: dict[str, Any], storage: Path, ray_session: None) -> FoldTrainer:
+    """The same, stopped early."""
+    return fit(recipe(storage, **engine, training={"stop_after": STOP}))
+
+
+def copied(trainer: FoldTrainer, name: str) -> Path:
+    """A run's folder under another name, to go on with."""
+    assert trainer.run is not None
+    return Path(shutil.copytree(trainer.run.folder.path, trainer.run.folder.path.with_name(name), dirs_exist_ok=True))
+
+
+def test_a_run_leaves_what_people_look_at(whole: FoldTrainer) -> None:
+    run = whole.run
     assert run is not None
     assert run.summary is not None
-    assert run.summary.steps == 12
+    assert run.summary.steps == STEPS
     assert run.summary.val_bpb is not None
-    assert losses(trainer)[-1] < losses(trainer)[0]
+    assert losses(whole)[-1] < losses(whole)[0]
     folder = Path(run.summary.run_dir)
     assert {"recipe.yaml", "run.json", "metrics.jsonl", "loss.png", "expert_load.png"} <= {path.name for path in folder.iterdir()}
-    assert Recipe.load(folder / "recipe.yaml") == trainer.recipe
-    logged = run.tracker._client.get_metric_history(run.tracker.run_id, "loss")
-    assert [metric.value for metric in sorted(logged, key=lambda metric: metric.step)] == losses(trainer)
-    assert len(sorted(folder.glob("step_*"))) == trainer.recipe.checkpoint.keep
+    assert Recipe.load(folder / "recipe.yaml") == whole.recipe
+    logged = MlflowClient(run.tracker.uri).get_metric_history(run.tracker.run_id, "loss")
+    assert [metric.value for metric in sorted(logged, key=lambda metric: metric.step)] == losses(whole)
+    assert len(sorted(folder.glob("step_*"))) == whole.recipe.checkpoint.keep
 
 
-def test_the_run_record_agrees_with_the_fold_that_explain_shows(whole: tuple[dict, FoldTrainer]) -> None:
-    _, trainer = whole
-    assert trainer.run is not None
-    workers = json.loads((trainer.run.folder.path / "run.json").read_text())["workers"]
-    groups = Fold(2, ep=2).as_dict()
+def test_the_run_record_agrees_with_the_fold_that_explain_shows(whole: FoldTrainer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert whole.run is not None
+    workers = json.loads((whole.run.folder.path / "run.json").read_text())["workers"]
+    assert main(["explain", "--world-size", "2", "--ep", "2", "--json"]) == 0
+    explained = json.loads(capsys.readouterr().out)
     assert [worker["rank"] for worker in workers] == [0, 1]
     assert len({worker["actor"] for worker in workers}) == 2
     for view, families in (("attention", ("tp", "cp", "dp", "pp")), ("moe", ("etp", "ep", "edp", "pp"))):
         for family in families:
-            for group in groups[view]["groups"][family]:
+            for group in explained[view]["groups"][family]:
                 assert [workers[rank][view][family] for rank in group] == list(range(len(group)))
     assert all(worker["node"] and worker["pid"] for worker in workers)
 
 
-def test_the_same_seed_gives_identical_losses(whole: tuple[dict, FoldTrainer], storage: Path) -> None:
-    sections, trainer = whole
-    assert losses(fit(recipe(storage, **sections))) == losses(trainer)
+def test_the_same_seed_gives_identical_losses(whole: FoldTrainer, stopped: FoldTrainer) -> None:
+    assert losses(stopped) == losses(whole)[:STOP]
 
 
-def test_stopping_and_resuming_changes_no_bit(whole: tuple[dict, FoldTrainer], storage: Path) -> None:
-    sections, trainer = whole
-    first = fit(recipe(storage, **sections, training={"stop_after": 7}))
-    assert len(losses(first)) == 7
-    assert first.run is not None
-    second = fit(recipe(storage, **sections), resume=first.run.folder.path.name)
-    assert losses(second) == losses(trainer)
+def test_stopping_and_resuming_changes_no_bit(engine: dict, whole: FoldTrainer, stopped: FoldTrainer, storage: Path) -> None:
+    second = fit(recipe(storage, **engine), resume=copied(stopped, f"again-{engine['engine']['kind']}").name)
     assert second.run is not None
-    assert trainer.run is not None
-    assert second.run.summary.val_bpb == trainer.run.summary.val_bpb
+    assert second.run.folder.history.resumes == [STOP]
+    assert losses(second) == losses(whole)
+    assert second.run.summary is not None
+    assert whole.run is not None
+    assert second.run.summary.val_bpb == whole.run.summary.val_bpb  # type: ignore[union-attr]
 
 
-def test_a_killed_worker_costs_nothing_before_the_last_checkpoint(whole: tuple[dict, FoldTrainer], storage: Path) -> None:
-    sections, _ = whole
-    longer = recipe(storage, **sections, training={"steps": 120}, checkpoint={"every": 10})
-    undisturbed, trainer = fit(longer), FoldTrainer(longer)
-    killer = threading.Thread(target=_kill_rank_1_after, args=(trainer, 40), daemon=True)
+def test_a_killed_worker_costs_nothing_before_the_last_checkpoint(engine: dict, whole: FoldTrainer, storage: Path) -> None:
+    trainer = FoldTrainer(recipe(storage, **engine))
+    killer = threading.Thread(target=_kill_rank_1_after, args=(trainer, 30), daemon=True)
     killer.start()
     trainer.fit()
     killer.join(10)
     assert trainer.run is not None
-    assert len(trainer.run.folder.history.resumes) == 1
+    assert len(trainer.run.folder.history.resumes) == 1, "the worker must have been killed in mid-run"
     assert trainer.run.folder.history.resumes[0] >= 10
-    assert losses(trainer) == losses(undisturbed)
+    assert losses(trainer) == losses(whole)
 
 
 def _kill_rank_1_after(trainer: FoldTrainer, step: int) -> None:
@@ -142,13 +155,22 @@ def _kill_rank_1_after(trainer: FoldTrainer, step: int) -> None:
         time.sleep(0.01)
 
 
-def test_a_checkpoint_loads_under_another_fold_and_engine(storage: Path) -> None:
-    first = fit(recipe(storage, engine={"kind": "deepspeed"}, training={"stop_after": 7}))
-    assert first.run is not None
-    name = first.run.folder.path.name
-    changed = recipe(storage, engine={"kind": "torch"}, fold={"ep": 1}, cluster={"workers": 1})
-    second, reference = fit(changed, resume=name), fit(recipe(storage, engine={"kind": "torch"}))
-    assert losses(second) == pytest.approx(losses(reference), rel=1e-4)
+def test_a_checkpoint_loads_under_another_fold_and_engine(
+    engine: dict, whole: FoldTrainer, stopped: FoldTrainer, storage: Path
+) -> None:
+    """Saved by two ranks with two experts each; loaded by one rank with all, into the other engine."""
+    other = {"deepspeed": "torch", "torch": "deepspeed"}[engine["engine"]["kind"]]
+    changed = recipe(storage, engine={"kind": other}, fold={"ep": 1}, cluster={"workers": 1}, training={"stop_after": STOP + 15})
+    second = fit(changed, resume=copied(stopped, f"other-{other}").name)
+    assert losses(second) == pytest.approx(losses(whole)[: STOP + 15], rel=1e-4)
+
+
+def test_a_damaged_checkpoint_is_named(engine: dict, stopped: FoldTrainer, storage: Path) -> None:
+    folder = copied(stopped, f"damaged-{engine['engine']['kind']}")
+    victim = next((folder / f"step_{STOP:08d}").glob("*.distcp"))
+    victim.write_bytes(victim.read_bytes()[:-100])
+    with pytest.raises(TrainingFailedError, match=rf"step_{STOP:08d}: {victim.name} has \d+ bytes instead of \d+"):
+        fit(recipe(storage, **engine, cluster={"max_failures": 0}), resume=folder.name)
 
 
 def test_rays_own_configurations_are_taken(storage: Path) -> None:
@@ -161,13 +183,3 @@ def test_rays_own_configurations_are_taken(storage: Path) -> None:
     assert result.return_value["steps"] == 2
     assert Path(result.path) == storage / "other" / "mine"
     assert (storage / "other" / "mine" / "loss.png").exists()
-
-
-def test_a_damaged_checkpoint_is_named(storage: Path) -> None:
-    first = fit(recipe(storage, training={"stop_after": 4}))
-    assert first.run is not None
-    folder = first.run.folder.path
-    victim = next((folder / "step_00000004").glob("*.distcp"))
-    victim.write_bytes(victim.read_bytes()[:-100])
-    with pytest.raises(Exception, match=rf"step_00000004: {victim.name} has \d+ bytes instead of \d+"):
-        fit(recipe(storage, cluster={"max_failures": 0}), resume=folder.name)
