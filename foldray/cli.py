@@ -14,6 +14,8 @@ from foldray.recipe import Recipe, describe
 
 Command = Callable[[argparse.Namespace], int]
 
+_MOST_RANKS = 2**17  # that `explain` shows: beyond, its tables take minutes and gigabytes
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; 0 on success, 1 on a failure, 2 on a user's mistake (one line on stderr)."""
@@ -44,14 +46,19 @@ def submit(given: argparse.Namespace) -> int:
 
 def explain(given: argparse.Namespace) -> int:
     sizes = {axis: getattr(given, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
+    shown = given.world_size <= _MOST_RANKS
     try:
+        if not shown:
+            raise UserError("world_size", given.world_size, f"at most {_MOST_RANKS} ranks are shown")
         fold = Fold(given.world_size, **sizes, order=given.order, moe_order=given.moe_order)
     except UserError as error:
-        near = nearest_folds(given.world_size, sizes)
+        near = nearest_folds(given.world_size, sizes) if shown else []
         if given.json:
             _print({"legal": False, "rule": error.rule, "nearest": near})
+        if not near or error.field in ("order", "moe_order"):
+            raise
         listed = "; ".join(" ".join(f"{axis}={size}" for axis, size in option.items()) for option in near)
-        raise UserError(error.field, error.value, error.rule + (f"; nearest legal folds: {listed}" if listed else "")) from None
+        raise UserError(error.field, error.value, f"{error.rule}; nearest legal folds: {listed}") from None
     if given.json:
         _print(fold.as_dict())
         return 0
@@ -66,8 +73,28 @@ def explain(given: argparse.Namespace) -> int:
 class _Parser(argparse.ArgumentParser):
     """argparse whose mistakes are UserErrors: one line, with the legal values."""
 
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        self._given = args or ()
+        given, rest = super().parse_known_args(args, namespace)
+        if hasattr(given, "overrides"):
+            # argparse fills a "*" argument from one place only; what stands behind an option is left over.
+            given.overrides = given.overrides + [text for text in rest if not text.startswith("-")]
+            rest = [text for text in rest if text.startswith("-")]
+        if rest:
+            options = [option for option in self._option_string_actions if option.startswith("--")]
+            raise UserError("argument", rest[0], f"is not known to {self.prog}{nearest(rest[0], options)}", options)
+        return given, rest
+
     def error(self, message: str) -> NoReturn:
-        raise UserError(self.prog, " ".join(sys.argv[1:]) or "nothing", message)
+        raise UserError("arguments", " ".join(self._given) or "nothing", f"{message}; see {self.prog} --help")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            raise UserError(action.option_strings[0], arg_string, "must be a whole number") from None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -109,7 +136,7 @@ def _add(commands: Any, name: str, run: Command, meaning: str, epilog: str | Non
 
 def _add_recipe(command: argparse.ArgumentParser) -> None:
     command.add_argument("recipe", metavar="RECIPE", help="YAML file")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe, such as fold.ep=4")
+    command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="changes to the recipe, such as fold.ep=4")
 
 
 def _recipe_keys() -> str:

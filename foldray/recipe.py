@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,6 +15,17 @@ from pydantic.fields import FieldInfo
 from foldray.errors import UserError, nearest
 from foldray.fold import Fold, divisors
 from foldray.spec import ModelSpec, Strict
+
+_MOST_WORKERS = 2**17  # a fold's tables of many more ranks take minutes and gigabytes
+_PLAIN = {
+    "int": "is not a valid integer",
+    "float": "is not a valid number",
+    "bool": "is not a valid boolean",
+    "string_type": "is not a text; quotes make it one",
+    "tuple_type": "is not a list",
+    "model_type": "is a section and needs a valid dictionary of its keys",
+}
+"""Plain words for pydantic's error types, or for what they begin with."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -85,7 +97,7 @@ class TrainingSpec(Strict):
     micro_batch: int = Field(1, ge=1, description="sequences per worker and pass")
     eval_every: int | None = Field(None, ge=1, description="steps between validations; null is only at the end")
     eval_sequences: int | None = Field(None, ge=1, description="validation sequences; null is all of them")
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
 
 
 class EngineSpec(Strict):
@@ -113,14 +125,14 @@ class CheckpointSpec(Strict):
 class TrackingSpec(Strict):
     """Where metrics go."""
 
-    experiment: str = "foldray"
+    experiment: str = Field("foldray", min_length=1)
     uri: str | None = Field(None, description="MLflow tracking URI; null is SQLite in the run storage")
 
 
 class ClusterSpec(Strict):
     """What the run takes of a Ray cluster."""
 
-    workers: int = Field(1, ge=1, description="ranks of the fold, one Ray actor each")
+    workers: int = Field(1, ge=1, le=_MOST_WORKERS, description="ranks of the fold, one Ray actor each")
     cpus_per_worker: int = Field(1, ge=1)
     gpu: bool = Field(False, description="one GPU per worker, over NCCL; else CPU, over gloo")
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
@@ -136,7 +148,7 @@ class Recipe(Strict):
         UserError: from `load` and `parse`, with the field, the value, the rule and the legal values.
     """
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="first part of the run's id")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100, description="first part of the run's id")
     model: ModelSpec
     data: DataSpec = DataSpec()
     fold: FoldSpec = FoldSpec()
@@ -154,11 +166,11 @@ class Recipe(Strict):
     def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         """Read a YAML file, apply `key.sub=value` overrides (values are YAML) and validate."""
         try:
-            given = yaml.safe_load(Path(path).read_text())
+            given = _read_yaml(Path(path).read_text())
         except OSError as error:
             raise UserError("recipe", path, f"cannot be read ({error.strerror or error})") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UserError("recipe", path, f"is not YAML ({' '.join(str(error).split())})") from None
+        except Exception as error:  # PyYAML promises no type: ValueError (a date), KeyError (a tag), RecursionError were seen
+            raise UserError("recipe", path, f"is not YAML ({_one_line(error)})") from None
         if not isinstance(given, dict):
             raise UserError("recipe", path, "must be a mapping of sections", cls.model_fields)
         for override in overrides:
@@ -168,6 +180,7 @@ class Recipe(Strict):
     @classmethod
     def parse(cls, given: dict[str, Any]) -> Recipe:
         """Validate a mapping; the first mistake is raised as a UserError."""
+        _refuse_booleans(cls, given)
         try:
             return cls.model_validate(given)
         except ValidationError as error:
@@ -185,7 +198,7 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
-        for check in (_check_fold, _check_batch, _check_data, _check_engine, _check_backend):
+        for check in (_check_fold, _check_batch, _check_data, _check_backend, _check_engine):
             check(self)
         return self
 
@@ -195,7 +208,7 @@ def _check_fold(recipe: Recipe) -> None:
         if getattr(recipe.fold, axis) != 1:
             raise UserError(f"fold.{axis}", getattr(recipe.fold, axis), "training folds data and expert parallelism only", [1])
     workers, experts = recipe.cluster.workers, recipe.model.experts
-    legal = [d for d in divisors(experts) if workers % d == 0]
+    legal = divisors(math.gcd(workers, experts))
     if workers % recipe.fold.ep:
         raise UserError("fold.ep", recipe.fold.ep, f"must divide cluster.workers={workers}", legal)
     if experts % recipe.fold.ep:
@@ -266,17 +279,17 @@ def describe(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tupl
         if section is not None:
             yield from describe(section, f"{prefix}{name}.")
         else:
-            default = "required" if field.is_required() else yaml.safe_dump(_plain(field.default)).split("\n")[0]
+            default = "required" if field.is_required() else _as_yaml(field.default)
             yield f"{prefix}{name}", _legal(field), default, field.description or ""
 
 
 def _apply(given: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    if not equals or not key:
+    if not equals or not all(key.split(".")):
         raise UserError("override", override, "must read key.sub=value")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = _read_yaml(text)
+    except Exception:  # PyYAML promises no type
         raise UserError(key, text, "is not a YAML value") from None
     *parents, last = key.split(".")
     for parent in parents:
@@ -286,20 +299,65 @@ def _apply(given: dict[str, Any], override: str) -> None:
     given[last] = value
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML whose keys stand once each: PyYAML would take the last of several, and drop the others in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise ValueError(f"the key {key.value!r} stands twice, the second time in line {key.start_mark.line + 1}")
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        if "\0" in str(node.value):
+            raise ValueError(f"a zero byte in line {node.start_mark.line + 1}, which no name or path may hold")
+        return super().construct_scalar(node)
+
+
+def _read_yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)
+
+
+def _refuse_booleans(model: type[BaseModel], given: Any, prefix: str = "") -> None:
+    """Keep `true` (and `yes`, `on`) from passing for the number 1."""
+    for key, value in given.items() if isinstance(given, dict) else ():
+        field = model.model_fields.get(key)
+        if field is None:
+            continue
+        section = _section(field.annotation)
+        if section is not None:
+            _refuse_booleans(section, value, f"{prefix}{key}.")
+        elif isinstance(value, bool) and {int, float} & {field.annotation, *get_args(field.annotation)}:
+            raise UserError(f"{prefix}{key}", str(value).lower(), "is not a valid number")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).replace('"<unicode string>", ', "").split())
+
+
 def _first_mistake(model: type[BaseModel], error: ValidationError) -> UserError:
     first = error.errors()[0]
     path = [str(part) for part in first["loc"]]
-    field = ".".join(path)
-    if first["type"] == "extra_forbidden":
+    field, kind = ".".join(path), first["type"]
+    value = "null" if first["input"] is None else first["input"]
+    if kind in ("extra_forbidden", "invalid_key"):
         known = list(_lookup(model, path[:-1]))
-        return UserError(field, first["input"], f"is no known key{nearest(path[-1], known)}", known)
-    if first["type"] == "missing":
+        return UserError(field, value, f"is no known key{nearest(path[-1], known)}", known)
+    if kind == "missing":
         return UserError(field, "nothing", "is required")
-    if first["type"] == "literal_error":
-        return UserError(field, first["input"], "is none of the legal values", _choices(_lookup(model, path[:-1])[path[-1]]))
-    if first["type"] == "string_pattern_mismatch":
-        return UserError(field, first["input"], "may hold letters, digits, '.', '_' and '-', a letter or digit first")
-    return UserError(field, first["input"], first["msg"][0].lower() + first["msg"][1:])
+    if kind == "literal_error":
+        return UserError(field, value, "is none of the legal values", _choices(_lookup(model, path[:-1])[path[-1]]))
+    if kind == "string_pattern_mismatch":
+        return UserError(field, value, "may hold letters, digits, '.', '_' and '-', a letter or digit first")
+    return UserError(field, value, _rule(kind, first["msg"]), _lookup(model, path) if kind == "model_type" else None)
+
+
+def _rule(kind: str, message: str) -> str:
+    """What pydantic says, in plain words."""
+    plain = _PLAIN.get(kind) or _PLAIN.get(kind.split("_")[0])
+    return plain or f"must {message.split(' should ')[-1].replace(' after validation', '')}"
 
 
 def _lookup(model: type[BaseModel], path: list[str]) -> dict[str, FieldInfo]:
@@ -321,9 +379,10 @@ def _legal(field: FieldInfo) -> str:
     if get_origin(annotation) is Literal:
         return "|".join(map(str, get_args(annotation)))
     parts = get_args(annotation) if get_origin(annotation) is types.UnionType else (annotation,)
-    names = ["null" if part is type(None) else getattr(part, "__name__", str(part)) for part in parts]
+    plain = {type(None): "null", tuple: "list"}
+    names = [plain.get(get_origin(part) or part) or getattr(part, "__name__", str(part)) for part in parts]
     return "|".join(names)
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _as_yaml(value: Any) -> str:
+    return yaml.safe_dump(list(value) if isinstance(value, tuple) else value, default_flow_style=True).split("\n")[0]

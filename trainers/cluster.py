@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
+import grpc
+import pyarrow
+import pyarrow.fs
 import ray
+from ray._private.grpc_utils import init_grpc_channel
+from ray.exceptions import AuthenticationError
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
@@ -20,6 +26,7 @@ _QUIET = {
     # A worker group that cannot be placed, or a lost worker, is noticed in seconds.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
 }
+_ANSWER_S = 10.0  # seconds for a cluster to answer at its address
 _OBJECT_STORE = 512 * 2**20  # bytes; training data does not travel through Ray
 
 
@@ -32,7 +39,7 @@ def connect(recipe: Recipe) -> None:
     """Join the cluster that the recipe or the environment names, or start Ray on this machine; a joined one stays as it is.
 
     Raises:
-        UserError: no cluster answers at the address.
+        UserError: no cluster answers at the address, or it refuses the token.
     """
     for key, value in _QUIET.items():
         os.environ.setdefault(key, value)
@@ -43,13 +50,33 @@ def connect(recipe: Recipe) -> None:
     if address is None and not in_job() and "RAY_ADDRESS" not in os.environ:
         ray.init(address="local", include_dashboard=False, object_store_memory=_OBJECT_STORE, **quiet)
         return
+    named = address or os.environ.get("RAY_ADDRESS", "auto")
     try:
+        _knock(named)
         ray.init(address=address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except AuthenticationError:
+        places = "~/.ray/auth_token, or set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+        raise UserError("cluster.address", named, f"the cluster wants its token; put it into {places}") from None
+    except (OSError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
-        raise UserError(
-            "cluster.address", address or os.environ.get("RAY_ADDRESS"), f"no Ray cluster answers there ({reason})"
-        ) from None
+        raise UserError("cluster.address", named, f"no Ray cluster answers there, or not to this token ({reason})") from None
+
+
+def _knock(address: str) -> None:
+    """Fail in seconds where nobody listens, or somebody who is not Ray (its dashboard, say): Ray tries for a quarter of an hour.
+
+    Raises:
+        ConnectionError: nothing at the address speaks Ray's protocol.
+    """
+    if ":" not in address:
+        return  # a word, which Ray knows or refuses at once
+    channel = init_grpc_channel(address.removeprefix("ray://"))
+    try:
+        grpc.channel_ready_future(channel).result(timeout=_ANSWER_S)
+    except grpc.FutureTimeoutError:
+        raise ConnectionError(f"none in {_ANSWER_S:.0f} s; it should be the head node's HOST:PORT, port 6379 as a rule") from None
+    finally:
+        channel.close()
 
 
 def check_room(recipe: Recipe) -> None:
@@ -60,6 +87,8 @@ def check_room(recipe: Recipe) -> None:
     """
     cluster = recipe.cluster
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if cluster.gpu and not any(node.get("GPU") for node in nodes):
+        raise UserError("cluster.gpu", "true", f"none of the cluster's {len(nodes)} node(s) has a GPU", ["false"])
     places = [_places(node, cluster.cpus_per_worker, cluster.gpu) for node in nodes]
     if cluster.placement == "STRICT_SPREAD":
         places = [min(place, 1) for place in places]
@@ -74,21 +103,36 @@ def storage_folder(recipe: Recipe) -> str:
     """Where runs go: an absolute folder, or a URI that Ray's storage understands.
 
     Raises:
-        UserError: a relative folder inside a Ray job, whose working folder is deleted; a folder that cannot be written.
+        UserError: a relative folder inside a Ray job, whose working folder is deleted; a folder that cannot be written; a URI
+            that cannot be opened.
     """
     given = recipe.cluster.storage
     if given is not None and "://" in given:
-        return given
-    if in_job() and given is not None and not Path(given).expanduser().is_absolute():
+        return _reachable(given)
+    try:
+        folder = Path(given).expanduser() if given else (Path.home() / "foldray" / "runs" if in_job() else Path("runs"))
+    except RuntimeError:
+        raise UserError("cluster.storage", given, "names the home of a user who is not known here") from None
+    if in_job() and given is not None and not folder.is_absolute():
         raise UserError(
             "cluster.storage", given, "a Ray job's working folder is deleted with the job; give an absolute folder or a URI"
         )
-    folder = Path(given).expanduser() if given else (Path.home() / "foldray" / "runs" if in_job() else Path("runs"))
     folder = folder.absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError("cluster.storage", folder, f"{existing} is no folder that can be written to")
-    return str(folder)
+    try:
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        with tempfile.TemporaryFile(dir=existing):  # tried, because permissions do not tell of root, /proc and full disks
+            return str(folder)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError("cluster.storage", folder, f"is no folder that can be written to ({reason})") from None
+
+
+def _reachable(uri: str) -> str:
+    try:
+        pyarrow.fs.FileSystem.from_uri(uri)
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise UserError("cluster.storage", uri, f"is no storage that can be reached ({error})") from None
+    return uri
 
 
 def _places(node: dict[str, float], cpus: int, gpu: bool) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-
-from ray.train import TrainingFailedError
+import textwrap
+import traceback
+from pathlib import Path
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
@@ -24,28 +25,43 @@ def train(recipe: Recipe, resume: str | None = None, as_json: bool = False) -> i
     failure = None
     try:
         trainer.fit()
-    except TrainingFailedError as error:
-        failure = root_cause(error)
+    except Exception as error:
+        cause = root_cause(error)
+        if isinstance(cause, UserError):
+            raise cause from None
+        if trainer.run is None or trainer.run.summary is None:
+            raise  # nothing has been trained that could be reported on
+        failure = error
     if trainer.run is None or trainer.run.summary is None:
         raise RuntimeError("the trainer came back without a summary")
     summary = trainer.run.summary
-    if isinstance(failure, UserError):
-        raise failure
     if as_json:
         print(as_json_text(summary.as_dict()))
     else:
         console.close(summary, trainer.run.tracker.view_url)
     if failure is not None:
-        reason = " ".join(str(failure).split()) or type(failure).__name__
-        print(f"foldray: training failed after step {summary.steps}: {reason}; details in {summary.run_dir}", file=sys.stderr)
+        cause, file = root_cause(failure), _keep(failure, Path(summary.run_dir))
+        reason = textwrap.shorten(f"{type(cause).__name__}: {cause}", 300, placeholder=" …")
+        print(f"foldray: training failed after step {summary.steps}: {reason}; the traceback is in {file}", file=sys.stderr)
         return 1
     return 0
 
 
+def _keep(failure: Exception, folder: Path) -> Path:
+    """Write down the tracebacks of every worker that failed, and of the driver; the file."""
+    workers = {f"rank {rank}": error for rank, error in getattr(failure, "worker_failures", {}).items()}
+    texts = [f"{where}\n{''.join(traceback.format_exception(error))}" for where, error in {**workers, "driver": failure}.items()]
+    file = folder / "error.txt"
+    file.write_text("\n".join(texts))
+    return file
+
+
 def root_cause(error: BaseException) -> BaseException:
-    """The first worker's own exception inside what Ray wraps around it."""
-    failures = getattr(error, "worker_failures", None)
+    """The first worker's own exception inside what Ray wraps around it; a user's mistake goes before what came of it."""
+    if isinstance(error, UserError):
+        return error
+    failures = list((getattr(error, "worker_failures", None) or {}).values())
     if failures:
-        return root_cause(next(iter(failures.values())))
+        return root_cause(next((failure for failure in failures if isinstance(failure, UserError)), failures[0]))
     inner = getattr(error, "cause", None) or error.__cause__
     return root_cause(inner) if isinstance(inner, BaseException) else error

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -24,7 +25,8 @@ _PACKAGES = ("foldray", "trainers", "tuners")
 
 
 def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = True) -> int:
-    """Submit `foldray train` as a Ray job and follow its log; 0 if the job succeeded (or was accepted), else 1.
+    """Submit `foldray train` as a Ray job and follow its log; 0 if the job succeeded (or was accepted), else 2 if it says that
+    the user made a mistake, else 1.
 
     The packages and the resolved recipe travel: the cluster needs foldray's dependencies, not foldray, and the recipe may lie
     anywhere.
@@ -32,8 +34,9 @@ def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = Tru
     Raises:
         UserError: nothing answers at the address, or it refuses the token.
     """
-    # Ray's job client leaves the token out unless it is asked for, and clusters ask for it by default.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    _check_address(address)
+    _send_token()
+    from ray.exceptions import AuthenticationError
     from ray.job_submission import JobStatus, JobSubmissionClient
 
     with tempfile.TemporaryDirectory(prefix="foldray-job-") as folder:
@@ -43,18 +46,44 @@ def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = Tru
             client = JobSubmissionClient(address)
             environment = {"working_dir": folder, "env_vars": {"PYTHONUNBUFFERED": "1"}}
             job = client.submit_job(entrypoint=entrypoint, runtime_env=environment, metadata={"recipe": recipe.name})
+        except AuthenticationError as error:
+            places = "~/.ray/auth_token, or set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+            reason = error.message.split("\n")[0].split(". ")[0]
+            raise UserError("address", address, f"the cluster wants its token; put it into {places} ({reason})") from None
         except (ConnectionError, RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
+            # What is no JSON was sent by somebody else than Ray.
+            strange = isinstance(error, json.JSONDecodeError)
+            reason = "what answers there is no Ray dashboard" if strange else " ".join(str(error).split())[:200]
             raise UserError("address", address, f"the cluster does not take the job ({reason})") from None
     print(f"job {job} at {address}", file=sys.stderr)
     if not wait:
         if as_json:
             print(json.dumps({"job_id": job, "address": address}))
         return 0
-    asyncio.run(_follow(client, job))
-    status = client.get_job_status(job)
-    print(f"job {job}: {status.value.lower()}", file=sys.stderr)
-    return 0 if status == JobStatus.SUCCEEDED else 1
+    asyncio.run(_follow(client, job, as_json))
+    details = client.get_job_info(job)
+    print(f"job {job}: {details.status.value.lower()}", file=sys.stderr)
+    if details.status == JobStatus.SUCCEEDED:
+        return 0
+    return 2 if details.driver_exit_code == 2 else 1
+
+
+def _check_address(address: str) -> None:
+    """Ray's client also takes what is no dashboard's address, and tries some of it for minutes."""
+    try:
+        parts = urlsplit(address)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        known = False
+    if not known:
+        raise UserError("address", address, "must be the address of the cluster's dashboard, such as http://HOST:8265")
+
+
+def _send_token() -> None:
+    """Ray's job client leaves the token out unless it is asked for, and refuses to go without one if it is."""
+    named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if named or (Path.home() / ".ray" / "auth_token").exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def _pack(folder: Path, recipe: Recipe) -> None:
@@ -66,6 +95,12 @@ def _pack(folder: Path, recipe: Recipe) -> None:
     (folder / "recipe.yaml").write_text(yaml.safe_dump(plain, sort_keys=False))
 
 
-async def _follow(client: JobSubmissionClient, job: str) -> None:
+async def _follow(client: JobSubmissionClient, job: str, as_json: bool) -> None:
+    """Pass the job's log on as it grows: what it prints to both its outputs, or of that, as_json, its document alone."""
+    end = ""  # the last two lines, the newest perhaps unfinished
     async for text in client.tail_job_logs(job):
-        print(text, end="", flush=True)
+        print(text, end="", flush=True, file=sys.stderr if as_json else sys.stdout)
+        end = "\n".join((end + text).split("\n")[-2:])
+    document = end.strip().rpartition("\n")[2]
+    if as_json and document.startswith("{"):
+        print(document)

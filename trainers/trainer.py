@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import json
 import secrets
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 from ray.train import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from foldray.errors import UserError
+from foldray.errors import MissingPackage, UserError
 from foldray.recipe import Recipe
+from foldray.runtime import state_keys
+from foldray.spec import parameter_table
 from trainers import cluster
+from trainers.checkpoints import PROGRESS
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
+from trainers.engines import make_backend
 from trainers.loop import train_loop
 from trainers.report import Console
 from trainers.run import Run
@@ -58,7 +65,7 @@ class FoldTrainer(TorchTrainer):
         self.run: Run | None = None
         config = _run_config(self.recipe, run_config, resume)
         super().__init__(
-            train_loop,
+            _told_train_loop,
             train_loop_config={},
             torch_config=torch_config,
             scaling_config=scaling_config or _scaling(self.recipe),
@@ -70,12 +77,16 @@ class FoldTrainer(TorchTrainer):
         """Train to the end of the recipe, or to `training.stop_after`.
 
         Raises:
-            UserError: the recipe cannot run on this cluster, or its data cannot be read.
+            UserError: the recipe cannot run on this cluster, its data cannot be read, a package is missing, or the run to resume
+                has other data or another model.
             ray.train.TrainingFailedError: the workers failed more often than `cluster.max_failures` allows.
         """
+        _check_packages(self.recipe)
         cluster.connect(self.recipe)
         cluster.check_room(self.recipe)
         data = self._prepare()
+        if self.resume is not None:
+            _check_resumable(self._root / self.resume, self.recipe, data)
         self.run = Run(self.recipe, str(self.run_config.name), self._root, data, self.console)
         with self.run:
             self.train_loop_config = {"recipe": self.recipe.model_dump(), "data": str(data.folder), "queue": self.run.queue}
@@ -92,6 +103,46 @@ class FoldTrainer(TorchTrainer):
         """Local folder of runs; with storage elsewhere, what the driver writes stays beside the caller."""
         storage = str(self.run_config.storage_path)
         return Path("runs" if "://" in storage else storage).absolute()
+
+
+def _told_train_loop(config: dict[str, Any]) -> dict[str, Any]:
+    """`train_loop`, whose exceptions carry their traceback as a note: Ray hands on the exception alone."""
+    try:
+        return train_loop(config)
+    except Exception as error:
+        error.add_note(traceback.format_exc())
+        raise
+
+
+def _check_packages(recipe: Recipe) -> None:
+    """Refuse at once what every worker would fail on, attempt after attempt; DeepSpeed is slow to import, so only looked for."""
+    for field, kind in (("engine.kind", recipe.engine.kind), ("moe.backend", recipe.moe.backend)):
+        if kind == "deepspeed" and importlib.util.find_spec(kind) is None:
+            raise MissingPackage(field, kind, kind, "pip install deepspeed")
+    if recipe.moe.backend == "tutel":
+        make_backend(recipe)
+
+
+def _check_resumable(run: Path, recipe: Recipe, data: PackedData) -> None:
+    """Refuse at once a checkpoint that no worker could go on from; one that lies elsewhere is for the workers to look at."""
+    saved = sorted(run.glob(f"step_*/{PROGRESS}"))
+    if not saved:
+        return
+    if json.loads(saved[-1].read_text())["data"] != data.folder.name:
+        raise UserError("resume", run.name, "was trained on other data, or in other lengths, than this recipe's section data")
+    before = Recipe.load(run / "recipe.yaml")
+    was, now = ({row.name: row.shape for row in parameter_table(given.model)} for given in (before, recipe))
+    for name in [*now, *was]:
+        if was.get(name) != now.get(name):
+            rule = f"has another model: its {name} is {_size(was.get(name))}, this recipe's is {_size(now.get(name))}"
+            raise UserError("resume", run.name, rule)
+    if not set(state_keys(recipe.optimizer)) <= set(state_keys(before.optimizer)):
+        rule = f"run {run.name} has no optimizer state for it; keep its own"
+        raise UserError("optimizer.kind", recipe.optimizer.kind, rule, [before.optimizer.kind])
+
+
+def _size(shape: tuple[int, ...] | None) -> str:
+    return "not there" if shape is None else "×".join(map(str, shape))
 
 
 def _scaled(recipe: Recipe, scaling: ScalingConfig) -> Recipe:
@@ -119,9 +170,9 @@ def _scaling(recipe: Recipe) -> ScalingConfig:
 def _run_config(recipe: Recipe, given: RunConfig | None, resume: str | None) -> RunConfig:
     storage = (given.storage_path if given else None) or cluster.storage_folder(recipe)
     name = resume or (given.name if given else None) or f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    if resume is not None and "://" not in storage and not (Path(storage) / resume).is_dir():
-        runs = sorted(path.parent.name for path in Path(storage).glob("*/recipe.yaml"))
-        raise UserError("resume", resume, f"is no run in {storage}", runs)
+    runs = sorted(path.parent.name for path in Path(storage).glob("*/recipe.yaml"))
+    if resume is not None and "://" not in storage and resume not in runs:
+        raise UserError("resume", resume, f"is no run in {storage}", runs or None)
     config = given or RunConfig(
         failure_config=FailureConfig(max_failures=recipe.cluster.max_failures, controller_failure_limit=_CONTROLLER_FAILURES),
         checkpoint_config=CheckpointConfig(num_to_keep=recipe.checkpoint.keep),

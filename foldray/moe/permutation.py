@@ -133,19 +133,16 @@ def _select(value_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
 
 def _sum_rows(rows_NH: Tensor, row_M: Tensor, offset: Tensor, weight_M: Tensor | None) -> Tensor:
     """Σ over each bag of weight · row, in the rows' type, summed in at least float32."""
-    if row_M.numel() == 0:  # embedding_bag refuses an empty table
-        return rows_NH.new_zeros(offset.numel() - 1, rows_NH.shape[1])
     wide = _wider(rows_NH, weight_M)
     weight_M = None if weight_M is None else weight_M.to(wide)
-    rows = rows_NH.contiguous().to(wide)
-    return F.embedding_bag(row_M, rows, offset, mode="sum", per_sample_weights=weight_M, include_last_offset=True).to(rows_NH.dtype)
+    table_NH = rows_NH.contiguous().to(wide)
+    sum_TH = F.embedding_bag(row_M, table_NH, offset, mode="sum", per_sample_weights=weight_M, include_last_offset=True)
+    return sum_TH.to(rows_NH.dtype)
 
 
 def _dot_rows(dout_TH: Tensor, y_NH: Tensor, row_M: Tensor, offset: Tensor, token_M: Tensor) -> Tensor:
     """⟨dout of the assignment's token, y of its row⟩ for each assignment, in at least float32."""
     wide = _wider(y_NH, None)
-    if row_M.numel() == 0:
-        return y_NH.new_zeros(0, dtype=wide)
     # The kernel behind embedding_bag's own gradient by its weights (mode 0 is "sum"): reads both operands once, makes no copy.
     dot = torch.ops.aten._embedding_bag_per_sample_weights_backward
     return dot(dout_TH.contiguous().to(wide), y_NH.contiguous().to(wide), row_M, offset, token_M, 0)

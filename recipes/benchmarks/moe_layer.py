@@ -1,14 +1,15 @@
 """One MoE layer, forward and backward, on one core: foldray against its peers.
 
-All layers hold the same weights, see the same tokens (new ones each round) and must give the same result before anything is
-timed. The variants alternate within a round, under the same process settings, with as many threads (one) on the same core.
+    python recipes/benchmarks/moe_layer.py [--rounds 9] [--json result.json]
 
-    python recipes/benchmarks/moe_layer.py [--rounds 9] [--core 1] [--json result.json]
+All layers hold the same weights, see the same tokens (new ones each round) and must agree on the output and on the gradient
+of the tokens before anything is timed. They alternate within a round, in one process, with the same settings, one thread, on
+one core. Peers that are not installed are left out with a line that says so.
 
-Peers that are not installed are left out with a line that says so. Only the experts' matrix products count as work
-(T·K tokens × 3 matrices × 2·H·F operations × 3 for forward and backward), and there are two peaks to compare with, both the
-best median over the layer's own shapes and 2048³, measured in the same run: `torch.mm`, which is what the peers call, and the
-faster of `torch.mm` and oneDNN's float32 product, which is the most that this core gives through torch.
+Work is what the experts' products need and nothing else: T·K rows × 3 matrices × 2·H·F operations × 3 for forward and backward.
+There are two peaks to hold it against, each the best median over the layer's own shapes and 2048³, measured in the same run:
+`torch.mm`, which is what all peers call, and the faster of `torch.mm` and oneDNN's product, the most that a core gives through
+torch. "cpu ms" is the time that the process computed; on a busy machine it is steadier than the clock on the wall.
 
 Legend: T tokens, K experts per token, H hidden, F inner, E experts.
 """
@@ -24,13 +25,24 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Literal, Protocol
 
-# glibc gives large blocks back to the kernel when they are freed, so every step touches fresh pages, one fault per 4 KiB.
-# Keeping them helps every variant (foldray's trainer sets the same for its workers); read only when a process starts.
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foldray.comm import Groups
+from foldray.fold import Fold
+from foldray.moe import MoeBackend, MoELayer
+from foldray.spec import ModelSpec
+
+# glibc gives large blocks back to the kernel when they are freed, so every step touches fresh pages, one fault for each 4 KiB.
+# To keep them helps every variant; the trainer sets the same for its workers. It is read only when a process starts.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
-ROOT = Path(__file__).resolve().parents[2]
+WARM_UP = 2
 
 
 @dataclass(frozen=True)
@@ -42,134 +54,134 @@ class Sizes:
     topk: int
 
     @property
-    def flops(self) -> int:
-        """Operations of the experts' products, forward and backward."""
+    def operations(self) -> int:
+        """Floating-point operations of the experts' products, forward and backward."""
         return self.tokens * self.topk * 3 * 2 * self.hidden * self.inner * 3
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one variant measured: milliseconds of each round, in order."""
+@dataclass
+class Times:
+    """Milliseconds of each round, by the wall's clock and by the processor's."""
 
-    name: str
-    ms: list[float]
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
 
-    @property
-    def median(self) -> float:
-        return statistics.median(self.ms)
+
+class Layer(Protocol):
+    """What is measured: x_TH → out_TH."""
+
+    def __call__(self, x_TH: Tensor) -> Tensor: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
 def main() -> None:
     args = _arguments()
     if not args.plain_malloc and any(os.environ.get(key) != value for key, value in MALLOC.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **MALLOC})
-    sys.path.insert(0, str(ROOT))
-    import torch
-
-    if args.core is not None:
-        os.sched_setaffinity(0, {args.core})
+    os.sched_setaffinity(0, {args.core})
     torch.set_num_threads(1)
     torch.manual_seed(0)
     sizes = Sizes(args.tokens, args.hidden, args.inner, args.experts, args.topk)
     layers = build(sizes)
-    load = check(sizes, layers)
-    results, mm, best = measure(sizes, layers, args.rounds)
-    report(sizes, results, mm, best, load)
+    check(sizes, layers)
+    times, peaks = measure(sizes, layers, args.rounds)
+    report(sizes, times, peaks)
     if args.json:
-        document = {"sizes": asdict(sizes), "flops": sizes.flops, "load_max_over_mean": load, "peak_mm": mm, "peak_best": best}
-        document |= {"cpu": _cpu(), "torch": torch.__version__, "results": [asdict(result) for result in results]}
-        Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
+        measured: dict[str, Any] = {name: asdict(each) for name, each in times.items()}
+        document = {"cpu": _cpu(), "torch": torch.__version__, "sizes": asdict(sizes), "operations": sizes.operations}
+        Path(args.json).write_text(json.dumps({**document, "gflops_peak": peaks, "ms": measured}, indent=1) + "\n")
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     for name, default in (("tokens", 4096), ("hidden", 512), ("inner", 1024), ("experts", 8), ("topk", 2), ("rounds", 9)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="the core to stay on")
-    parser.add_argument("--plain-malloc", action="store_true", help="leave glibc's defaults")
+    parser.add_argument("--plain-malloc", action="store_true", help="leave glibc's defaults, for every variant")
     parser.add_argument("--json", help="write every measurement to this file")
     return parser.parse_args()
 
 
-# ---------------------------------------------------------------------------------------------------------------- variants
+# ---------------------------------------------------------------------------------------------------------------- layers
 
 
-def build(sizes: Sizes) -> dict[str, Callable]:
-    """The layers by name, each a function x_TH → out_TH whose parameters are all equal; ours first."""
-    ours = _foldray(sizes, "grouped")
-    layers: dict[str, Callable] = {"foldray": ours}
-    for name, make in (("foldray loop", _foldray_loop), ("huggingface grouped_mm", _hf_grouped), ("huggingface eager", _hf_eager),
-                       ("deepspeed", _deepspeed), ("tutel", _tutel)):  # fmt: skip
+def build(sizes: Sizes) -> dict[str, Layer]:
+    """The layers by name, all with the same weights; ours first."""
+    ours = Foldray(sizes, "grouped")
+    loop = Foldray(sizes, "loop")
+    loop.load_state_dict(ours.state_dict())
+    layers: dict[str, Layer] = {"foldray": ours, "foldray, torch.mm only": TorchMm(ours), "foldray loop": loop}
+    peers: dict[str, Callable[[], Layer]] = {
+        "huggingface grouped_mm": lambda: _huggingface(sizes, ours, "grouped_mm"),
+        "huggingface eager": lambda: _huggingface(sizes, ours, "eager"),
+        "deepspeed": lambda: _deepspeed(sizes, ours),
+        "tutel": lambda: _tutel(sizes, ours),
+    }
+    for name, make in peers.items():
         try:
-            layers[name] = make(sizes, ours)
+            layers[name] = make()
         except ImportError as error:
             print(f"left out: {name} ({error})")
     return layers
 
 
-def _foldray(sizes: Sizes, kind: str) -> Callable:
-    import torch
-    from torch import nn
+class Foldray(nn.Module):
+    """Our layer, on a fold of one rank."""
 
-    from foldray.comm import Groups
-    from foldray.fold import Fold
-    from foldray.moe import MoeBackend, MoELayer
-    from foldray.spec import ModelSpec
+    def __init__(self, sizes: Sizes, kind: Literal["grouped", "loop"]):
+        super().__init__()
+        spec = ModelSpec.model_validate(
+            {"layers": 1, "hidden": sizes.hidden, "heads": 1, "kv_heads": 1, "head_dim": sizes.hidden, "ffn_hidden": sizes.inner}
+            | {"experts": sizes.experts, "topk": sizes.topk, "expert_hidden": sizes.inner, "vocab": 1}
+        )
+        self.layer = MoELayer(spec, Groups.create(Fold(1)), MoeBackend(experts=kind), None)
+        for parameter in self.layer.parameters():
+            nn.init.normal_(parameter, std=0.02)
 
-    class Ours(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            spec = ModelSpec(layers=1, hidden=sizes.hidden, heads=1, kv_heads=1, head_dim=sizes.hidden, ffn_hidden=sizes.inner,
-                             experts=sizes.experts, topk=sizes.topk, expert_hidden=sizes.inner, vocab=1)  # fmt: skip
-            self.layer = MoELayer(spec, Groups.create(Fold(1)), MoeBackend(experts=kind), None)  # type: ignore[arg-type]
-            for parameter in self.layer.parameters():
-                nn.init.normal_(parameter, std=0.02)
+    def forward(self, x_TH: Tensor) -> Tensor:
+        return self.layer(x_TH[None])[0][0]
 
-        def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-            return self.layer(x_TH[None])[0][0]
-
-    return Ours()
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Router [E, H], up [E, H, 2F], down [E, F, H]."""
+        return self.layer.router.weight.detach().t(), self.layer.experts.up.detach(), self.layer.experts.down.detach()
 
 
-def _foldray_loop(sizes: Sizes, ours: Callable) -> Callable:
-    loop = _foldray(sizes, "loop")
-    loop.load_state_dict(ours.state_dict())
-    return loop
+class Wrapped:
+    """A module of a peer, and how to call it."""
+
+    def __init__(self, module: nn.Module, call: Callable[[Tensor], Tensor]):
+        self.parameters, self.call = module.parameters, call
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        return self.call(x_TH)
 
 
-def _weights(ours: Callable) -> tuple:
-    """Router [E, H], up [E, H, 2F], down [E, F, H]."""
-    layer = ours.layer
-    return layer.router.weight.detach().t(), layer.experts.up.detach(), layer.experts.down.detach()
+class TorchMm(Wrapped):
+    """Our layer without oneDNN: the same code on the product that all peers call."""
+
+    def __init__(self, ours: Foldray):
+        super().__init__(ours, ours)
 
 
-def _hf_grouped(sizes: Sizes, ours: Callable) -> Callable:
-    return _huggingface(sizes, ours, "grouped_mm")
-
-
-def _hf_eager(sizes: Sizes, ours: Callable) -> Callable:
-    return _huggingface(sizes, ours, "eager")
-
-
-def _huggingface(sizes: Sizes, ours: Callable, implementation: str) -> Callable:
+def _huggingface(sizes: Sizes, ours: Foldray, implementation: str) -> Layer:
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
     config = MixtralConfig(hidden_size=sizes.hidden, intermediate_size=sizes.inner, num_local_experts=sizes.experts,
-                           num_experts_per_tok=sizes.topk, experts_implementation=implementation)  # fmt: skip
+                           num_experts_per_tok=sizes.topk)  # fmt: skip
+    config._experts_implementation = implementation
     block = MixtralSparseMoeBlock(config).train()
-    router, up, down = _weights(ours)
+    router, up, down = ours.weights()
     block.gate.weight.data.copy_(router)
     block.experts.gate_up_proj.data.copy_(up.transpose(1, 2))
     block.experts.down_proj.data.copy_(down.transpose(1, 2))
-    return _Call(block, lambda x_TH: block(x_TH[None])[0])
+    return Wrapped(block, lambda x_TH: block(x_TH[None])[0])
 
 
-def _deepspeed(sizes: Sizes, ours: Callable) -> Callable:
+def _deepspeed(sizes: Sizes, ours: Foldray) -> Layer:
     import deepspeed
-    import torch
     from deepspeed.moe.layer import MoE
-    from torch import nn
 
     class Mlp(nn.Module):
         def __init__(self) -> None:
@@ -177,25 +189,26 @@ def _deepspeed(sizes: Sizes, ours: Callable) -> Callable:
             self.up = nn.Linear(sizes.hidden, 2 * sizes.inner, bias=False)
             self.down = nn.Linear(sizes.inner, sizes.hidden, bias=False)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: Tensor) -> Tensor:
             gate, value = self.up(x).chunk(2, -1)
-            return self.down(nn.functional.silu(gate) * value)
+            return self.down(F.silu(gate) * value)
 
     _one_process()
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # no compiling while we measure
     deepspeed.init_distributed("gloo", verbose=False)
     # drop_tokens=False is DeepSpeed's dropless: every expert is padded to the busiest one.
-    layer = MoE(sizes.hidden, Mlp(), sizes.experts, k=sizes.topk, drop_tokens=False, use_rts=False, top2_2nd_expert_sampling=False)
+    settings = {"drop_tokens": False, "use_rts": False, "top2_2nd_expert_sampling": False}
+    layer = MoE(sizes.hidden, Mlp(), sizes.experts, k=sizes.topk, **settings)
     layer.set_deepspeed_parallelism()
-    router, up, down = _weights(ours)
+    router, up, down = ours.weights()
     layer.deepspeed_moe.gate.wg.weight.data.copy_(router)
     for e, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
         expert.up.weight.data.copy_(up[e].t())
         expert.down.weight.data.copy_(down[e].t())
-    return _Call(layer, lambda x_TH: layer(x_TH)[0])
+    return Wrapped(layer, lambda x_TH: layer(x_TH)[0])
 
 
-def _tutel(sizes: Sizes, ours: Callable) -> Callable:
+def _tutel(sizes: Sizes, ours: Foldray) -> Layer:
     _one_process()
     from tutel import moe
 
@@ -205,31 +218,16 @@ def _tutel(sizes: Sizes, ours: Callable) -> Callable:
         experts={"type": "llama_ffn", "num_experts_per_device": sizes.experts, "hidden_size_per_expert": sizes.inner},
         model_dim=sizes.hidden,
     )
-    router, up, down = _weights(ours)
+    router, up, down = ours.weights()
     layer.gates[0].wg.weight.data.copy_(router)
     gate, value = up.chunk(2, -1)
-    for parameter, weight in zip((layer.experts.W_fc1, layer.experts.W_fc2, layer.experts.W_fc3), (gate, value, down), strict=True):
-        parameter.data.copy_(weight.reshape(-1))
-    return _Call(layer, layer)
-
-
-class _Call:
-    """A module whose output comes out of `call`."""
-
-    def __init__(self, module, call: Callable):
-        self.module, self.call = module, call
-
-    def __call__(self, x_TH):
-        return self.call(x_TH)
-
-    def parameters(self) -> Iterator:
-        return self.module.parameters()
+    for name, weight in {"W_fc1": gate, "W_fc2": value, "W_fc3": down}.items():
+        getattr(layer.experts, name).data.copy_(weight.reshape(-1))
+    return Wrapped(layer, layer)
 
 
 def _one_process() -> None:
     """A process group of this process alone, which DeepSpeed and Tutel want."""
-    import torch.distributed as dist
-
     if not dist.is_initialized():
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -238,98 +236,94 @@ def _one_process() -> None:
 # ------------------------------------------------------------------------------------------------------------ measurements
 
 
-def tokens(sizes: Sizes) -> tuple:
-    """Fresh x_TH and dout_TH."""
-    import torch
-
+def tokens(sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """New x_TH and dout_TH."""
     return torch.randn(sizes.tokens, sizes.hidden), torch.randn(sizes.tokens, sizes.hidden)
 
 
-def step(layer: Callable, x_TH, dout_TH) -> tuple:
-    """Forward and backward of one layer, from no gradients: out_TH, dx_TH."""
+def step(layer: Layer, x_TH: Tensor, dout_TH: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Forward and backward from no gradients: out_TH and dx_TH."""
     for parameter in layer.parameters():
         parameter.grad = None
     x_TH = x_TH.detach().requires_grad_()
+    # Not torch.backends.mkldnn.flags: that touches settings of Intel GPUs too, and warns.
+    torch._C._set_mkldnn_enabled(not isinstance(layer, TorchMm))
     out_TH = layer(x_TH)
     out_TH.backward(dout_TH)
+    torch._C._set_mkldnn_enabled(True)
     return out_TH.detach(), x_TH.grad
 
 
-def check(sizes: Sizes, layers: dict[str, Callable]) -> float:
-    """All layers agree on the output and on the gradient of the input. Returns the busiest expert's load over the mean."""
-    import torch
-
+def check(sizes: Sizes, layers: dict[str, Layer]) -> None:
+    """Every layer computes the same function, and its gradient: a benchmark of different computations means nothing."""
     x_TH, dout_TH = tokens(sizes)
-    reference = step(layers["foldray loop"], x_TH, dout_TH)
+    want = step(layers["foldray loop"], x_TH, dout_TH)
     for name, layer in layers.items():
-        for what, got, want in zip(("output", "gradient"), step(layer, x_TH, dout_TH), reference, strict=True):
-            error = ((got - want).norm() / want.norm()).item()
+        for what, got_TH, want_TH in zip(("output", "gradient"), step(layer, x_TH, dout_TH), want, strict=True):
+            assert got_TH is not None
+            assert want_TH is not None
+            error = ((got_TH - want_TH).norm() / want_TH.norm()).item()
             if error > 1e-5:
-                raise SystemExit(f"{name}: {what} is off by {error:.1e}; a benchmark of different computations means nothing")
-    router = _weights(layers["foldray"])[0]
-    counts = (x_TH @ router.t()).topk(sizes.topk).indices.flatten().bincount(minlength=sizes.experts)
-    return (counts.max() / counts.to(torch.float32).mean()).item()
+                raise SystemExit(f"{name}: the {what} is off by {error:.1e}")
 
 
-def measure(sizes: Sizes, layers: dict[str, Callable], rounds: int) -> tuple[list[Result], float, float]:
-    """Alternating rounds of every layer and of the peaks; the results and both peaks in GFLOP/s."""
-    ms: dict[str, list[float]] = {name: [] for name in layers}
-    products = [(kind, shape) for kind in ("mm", "onednn") for shape in _shapes(sizes)]
-    rates: dict[tuple, list[float]] = {product: [] for product in products}
+def measure(sizes: Sizes, layers: dict[str, Layer], rounds: int) -> tuple[dict[str, Times], dict[str, float]]:
+    """Alternating rounds of every layer and every product; the layers' times and the peaks in GFLOP/s."""
+    times = {name: Times() for name in layers}
+    products = [(kind, shape) for kind in ("torch.mm", "onednn") for shape in _shapes(sizes)]
+    rates: dict[Any, list[float]] = {product: [] for product in products}
     gc.disable()
-    for r in range(rounds + 2):  # two rounds to warm up
+    for r in range(WARM_UP + rounds):
         x_TH, dout_TH = tokens(sizes)
         for name, layer in layers.items():
             gc.collect()
-            start = time.perf_counter()
+            wall, cpu = time.perf_counter(), time.process_time()
             step(layer, x_TH, dout_TH)
-            if r >= 2:
-                ms[name].append((time.perf_counter() - start) * 1e3)
+            if r >= WARM_UP:
+                times[name].wall.append((time.perf_counter() - wall) * 1e3)
+                times[name].cpu.append((time.process_time() - cpu) * 1e3)
         for product in products:
             rates[product] += [_product(*product) for _ in range(3)]
     gc.enable()
-    peaks = {kind: max(statistics.median(rate) for (k, _), rate in rates.items() if k == kind) for kind in ("mm", "onednn")}
-    return [Result(name, times) for name, times in ms.items()], peaks["mm"], max(peaks.values())
+    medians = {product: statistics.median(each) for product, each in rates.items()}
+    peaks = {kind: max(rate for (k, _), rate in medians.items() if k == kind) for kind in ("torch.mm", "onednn")}
+    return times, peaks
 
 
 def _shapes(sizes: Sizes) -> list[tuple[int, int, int]]:
-    """(M, K, N) of every product of one expert at even load, and a big cube."""
-    n, H, F = sizes.tokens * sizes.topk // sizes.experts, sizes.hidden, sizes.inner
-    return [(n, H, 2 * F), (n, F, H), (n, H, F), (n, 2 * F, H), (H, n, 2 * F), (F, n, H), (2048, 2048, 2048)]
+    """(M, K, N) of every product of one expert under even load, and a big cube."""
+    n, H, W = sizes.tokens * sizes.topk // sizes.experts, sizes.hidden, 2 * sizes.inner
+    return [(n, H, W), (n, W // 2, H), (n, H, W // 2), (n, W, H), (H, n, W), (W // 2, n, H), (2048, 2048, 2048)]
 
 
 def _product(kind: str, shape: tuple[int, int, int]) -> float:
-    """GFLOP/s of one product."""
-    import torch
-
+    """GFLOP/s of one product, by the processor's clock."""
     M, K, N = shape
-    a, b = torch.randn(M, K), torch.randn(K, N)
-    out = torch.empty(M, N)
-    start = time.perf_counter()
-    if kind == "mm":
+    a, b, out = torch.randn(M, K), torch.randn(K, N), torch.zeros(M, N)
+    start = time.process_time()
+    if kind == "torch.mm":
         torch.mm(a, b, out=out)
     else:
         torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
-    return 2 * M * K * N / (time.perf_counter() - start) / 1e9
+    return 2 * M * K * N / (time.process_time() - start) / 1e9
 
 
-def report(sizes: Sizes, results: list[Result], mm: float, best: float, load: float) -> None:
+def report(sizes: Sizes, times: dict[str, Times], peaks: dict[str, float]) -> None:
     """The table."""
-    import torch
-
-    print(f"{_cpu()}, one core, torch {torch.__version__}, float32, {sizes}, busiest expert {load:.2f} × the mean")
-    print(f"peak {mm:.1f} GFLOP/s with torch.mm, {best:.1f} with the fastest product in torch; {len(results[0].ms)} rounds")
-    print(f"{'layer':<24}{'median ms':>10}{'min':>8}{'max':>8}{'tokens/s':>10}{'% of mm':>9}{'% of best':>11}{'× ours':>8}")
-    for result in results:
-        rate = sizes.flops / result.median / 1e6
-        print(
-            f"{result.name:<24}{result.median:>10.1f}{min(result.ms):>8.1f}{max(result.ms):>8.1f}"
-            f"{sizes.tokens / result.median * 1e3:>10.0f}{rate / mm:>9.1%}{rate / best:>11.1%}{result.median / results[0].median:>8.2f}"
-        )
+    print(f"{_cpu()}, one core, torch {torch.__version__}, float32, {sizes}")
+    print(f"peak: torch.mm {peaks['torch.mm']:.1f} GFLOP/s, oneDNN {peaks['onednn']:.1f}; {len(times['foldray'].wall)} rounds")
+    print(f"{'layer':<24}{'ms':>8}{'min':>8}{'max':>8}{'cpu ms':>8}{'tokens/s':>10}{'% of mm':>9}{'% of best':>11}{'× ours':>8}")
+    ours = statistics.median(times["foldray"].wall)
+    for name, each in times.items():
+        wall, cpu = statistics.median(each.wall), statistics.median(each.cpu)
+        columns = f"{wall:>8.1f}{min(each.wall):>8.1f}{max(each.wall):>8.1f}{cpu:>8.1f}{sizes.tokens / wall * 1e3:>10.0f}"
+        rate = sizes.operations / cpu / 1e6  # the peaks are by the same clock
+        print(f"{name:<24}{columns}{rate / peaks['torch.mm']:>9.1%}{rate / max(peaks.values()):>11.1%}{wall / ours:>8.2f}")
 
 
 def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 

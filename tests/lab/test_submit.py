@@ -1,9 +1,8 @@
-"""A recipe sent to a Ray cluster of two nodes: it runs over both, from what was uploaded, and changes no bit of the losses."""
+"""The quickstart recipe on a Ray cluster of two nodes: it runs over both, from what was uploaded, and no bit of it changes."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.lab.hosts import Host, hosts, why_not
 from tests.lab.ray_cluster import PACKAGES, Cluster, ray_cluster
@@ -22,21 +20,11 @@ from tests.pool import repository
 _WHY_NOT = why_not()
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(600), pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]
 
-_RECIPE = {
-    "name": "lab",
-    "model": {
-        "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_hidden": 64, "experts": 4, "topk": 2,
-        "expert_hidden": 48, "vocab": 264, "moe_every": 1,
-    },
-    "data": {"source": "text", "seq_len": 32, "validation": {"fraction": 0.3}},
-    "fold": {"ep": 2},
-    "optimizer": {"lr": 3e-3},
-    "training": {"steps": 8, "global_batch": 8, "micro_batch": 2, "eval_sequences": 24},
-    "checkpoint": {"every": 4},
-    "cluster": {"workers": 2},
-}  # fmt: skip
-_LIMIT = 200.0  # seconds for a command that takes twenty where nothing else runs
 _FOLDRAY = [sys.executable, "-m", "foldray"]
+_RECIPE = repository() / "recipes" / "quickstart.yaml"
+_SHORT = ["training.stop_after=8", "training.eval_every=4", "training.eval_sequences=32", "checkpoint.every=4"]
+_LIMIT = 200.0  # seconds for a command that takes twenty where nothing else runs
+
 Command = Callable[..., subprocess.CompletedProcess]
 
 
@@ -48,20 +36,10 @@ def lab() -> Iterator[list[Host]]:
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recipe")
-    for i in range(4):
-        (folder / f"{i}.txt").write_text("".join(f"{i} times {j} is {i * j}. " for j in range(2000)))
-    data = _RECIPE["data"] | {"path": str(folder / "*.txt")}
-    (folder / "small.yaml").write_text(yaml.safe_dump(_RECIPE | {"data": data}))
-    return folder / "small.yaml"
-
-
-@pytest.fixture(scope="module")
-def alone(lab: list[Host], recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of the same recipe on one node, with a Ray of its own."""
+def alone(lab: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of the same training on one node, with a Ray of its own."""
     storage = tmp_path_factory.mktemp("alone")
-    done = lab[2].run([*_FOLDRAY, "train", recipe, f"cluster.storage={storage}"], timeout=_LIMIT, cwd=repository())
+    done = lab[2].run([*_FOLDRAY, "train", _RECIPE, *_SHORT, f"cluster.storage={storage}"], timeout=_LIMIT, cwd=repository())
     assert done.returncode == 0, done.stdout + done.stderr
     return _run_folder(storage)
 
@@ -73,65 +51,75 @@ def cluster(lab: list[Host], alone: Path) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def submit(lab: list[Host], cluster: Cluster, recipe: Path, tmp_path: Path) -> Command:
-    """`foldray submit` from the third host, with some overrides and changes to the environment."""
+def submit(lab: list[Host], cluster: Cluster, tmp_path: Path) -> Command:
+    """`foldray submit` from the third host, with some more arguments and changes to the environment."""
 
-    def command(*overrides: str, **env: str) -> subprocess.CompletedProcess[str]:
-        given = [*_FOLDRAY, "submit", recipe, f"cluster.storage={tmp_path / 'runs'}", *overrides, "--address", cluster.address]
-        return lab[2].run(given, timeout=_LIMIT, env=cluster.env | env, cwd=tmp_path)
+    def command(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        overrides = [*_SHORT, f"cluster.storage={tmp_path / 'runs'}", *arguments]
+        given = [*_FOLDRAY, "submit", _RECIPE, *overrides, "--address", cluster.address]
+        return lab[2].run(given, timeout=_LIMIT, env={**cluster.env, **env}, cwd=repository())
 
     return command
 
 
 def test_foldray_submit_trains_over_both_nodes(submit: Command, lab: list[Host], alone: Path, tmp_path: Path) -> None:
-    done = submit()
+    done = submit("--json")
     assert done.returncode == 0, done.stdout + done.stderr
-    _assert_one_expert_half_per_node(_run_folder(tmp_path / "runs"), lab)
-    assert _losses(_run_folder(tmp_path / "runs")) == _losses(alone)
+    run = _run_folder(tmp_path / "runs")
+    assert json.loads(done.stdout)["run_dir"] == str(run), "standard output is one JSON document"
+    _assert_one_expert_half_per_node(run, lab)
+    assert _outcome(run) == _outcome(alone)
 
 
-def test_plain_ray_job_submit_trains_what_it_uploads(
-    lab: list[Host], cluster: Cluster, recipe: Path, alone: Path, tmp_path: Path
-) -> None:
-    checkout = _checkout(tmp_path / "checkout", recipe)
+def test_plain_ray_job_submit_trains_what_it_uploads(lab: list[Host], cluster: Cluster, alone: Path, tmp_path: Path) -> None:
+    checkout = _checkout(tmp_path / "checkout")
     ray = [Path(sys.executable).parent / "ray", "job", "submit", "--address", cluster.address, "--working-dir", "."]
-    train = ["python", "-m", "foldray", "train", "recipes/small.yaml", f"cluster.storage={tmp_path / 'runs'}"]
+    train = ["python", "-m", "foldray", "train", "recipes/quickstart.yaml", *_SHORT, f"cluster.storage={tmp_path / 'runs'}"]
     done = lab[2].run([*ray, "--", *train], timeout=_LIMIT, env=cluster.env, cwd=checkout)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "/working_dir_files/_ray_pkg_" in done.stdout.partition("foldray is ")[2].partition("\n")[0], done.stdout
+    used = done.stdout.partition("foldray is ")[2].partition("\n")[0]
+    assert "/working_dir_files/_ray_pkg_" in used, done.stdout
     _assert_one_expert_half_per_node(_run_folder(tmp_path / "runs"), lab)
-    assert _losses(_run_folder(tmp_path / "runs")) == _losses(alone)
-
-
-@pytest.mark.parametrize("token", [None, "0" * 64])
-def test_without_the_clusters_token_it_is_refused_in_one_line(submit: Command, token: str | None, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text(token or "")
-    env = {"RAY_AUTH_TOKEN_PATH": "" if token is None else str(tmp_path / "token"), "HOME": str(tmp_path)}
-    done = submit(**env)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("foldray: address=")
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert "token" in done.stderr
+    assert _outcome(_run_folder(tmp_path / "runs")) == _outcome(alone)
 
 
 def test_more_workers_than_the_cluster_has_room_for_are_refused_at_once(submit: Command, tmp_path: Path) -> None:
     started = time.monotonic()
-    done = submit("cluster.workers=3", "fold.ep=1", "training.global_batch=6")
+    done = submit("cluster.workers=4", "training.micro_batch=4")
     assert time.monotonic() - started < 45, "Ray alone would try to place them for a minute, and again"
-    assert done.returncode != 0
-    line = "foldray: cluster.workers=3: the cluster has room for 2 workers of 1 CPU each on 2 node(s), placed PACK"
+    line = "foldray: cluster.workers=4: the cluster has room for 2 workers of 1 CPU each on 2 node(s), placed PACK"
     assert [text.startswith(line) for text in done.stdout.splitlines()].count(True) == 1, done.stdout
-    assert not list(tmp_path.glob("runs/*"))
+    assert done.returncode == 2
+    assert not (tmp_path / "runs").exists()
 
 
-def _checkout(folder: Path, recipe: Path) -> Path:
+@pytest.mark.parametrize("env", [{"RAY_AUTH_MODE": ""}, {"RAY_AUTH_TOKEN": "0" * 64}], ids=["none", "another"])
+def test_a_job_without_the_clusters_token_is_refused_in_one_line(submit: Command, env: dict[str, str], tmp_path: Path) -> None:
+    done = submit(**env, RAY_AUTH_TOKEN_PATH="", HOME=str(tmp_path))
+    _assert_refused(done, "foldray: address=", "the cluster wants its token")
+
+
+@pytest.mark.parametrize(("port", "rule"), [(6379, "the cluster wants its token"), (6380, "no Ray cluster answers there")])
+def test_joining_is_refused_in_one_line(lab: list[Host], cluster: Cluster, port: int, rule: str, tmp_path: Path) -> None:
+    given = [*_FOLDRAY, "train", _RECIPE, f"cluster.storage={tmp_path / 'runs'}", "--address", f"{lab[0].address}:{port}"]
+    env = {**cluster.env, "RAY_AUTH_TOKEN_PATH": "", "HOME": str(tmp_path)}
+    done = lab[2].run(given, timeout=60, env=env, cwd=repository())
+    _assert_refused(done, f"foldray: cluster.address={lab[0].address}:{port}: ", rule)
+
+
+def _assert_refused(done: subprocess.CompletedProcess[str], start: str, rule: str) -> None:
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith(start)
+    assert rule in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+def _checkout(folder: Path) -> Path:
     """A copy of what the repository would upload, whose foldray says where it is imported from."""
-    for package in PACKAGES:
-        shutil.copytree(repository() / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in (".gitignore", ".rayignore"):
-        shutil.copy(repository() / file, folder)
-    (folder / "recipes").mkdir()
-    shutil.copy(recipe, folder / "recipes")
+    for name in (*PACKAGES, "recipes"):
+        shutil.copytree(repository() / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in (".gitignore", ".rayignore"):
+        shutil.copy(repository() / name, folder)
     with (folder / "foldray" / "__init__.py").open("a") as source:
         source.write('\nprint("foldray is", __file__)\n')
     return folder
@@ -144,15 +132,18 @@ def _run_folder(storage: Path) -> Path:
 
 def _assert_one_expert_half_per_node(run: Path, lab: list[Host]) -> None:
     workers: list[dict[str, Any]] = json.loads((run / "run.json").read_text())["workers"]
-    assert [worker["rank"] for worker in workers] == [0, 1]
-    assert [worker["moe"]["ep"] for worker in workers] == [0, 1]
+    assert [(worker["rank"], worker["moe"]["ep"]) for worker in workers] == [(0, 0), (1, 1)]
     assert len({worker["node"] for worker in workers}) == 2
     assert {worker["node_ip"] for worker in workers} == {lab[0].address, lab[1].address}
 
 
-def _losses(run: Path) -> list[float]:
-    """Of every step, and of the validation at the end."""
+def _outcome(run: Path) -> list[tuple[Any, ...]]:
+    """What every step and validation came to, to the last bit."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = [record["loss"] for record in records if record["kind"] in ("step", "validation")]
-    assert len(losses) == _RECIPE["training"]["steps"] + 1
-    return losses
+    outcome = [
+        (record["kind"], record["step"], record["loss"], record.get("grad_norm"), record.get("load"))
+        for record in records
+        if record["kind"] in ("step", "validation")
+    ]
+    assert len(outcome) == 8 + 2
+    return outcome

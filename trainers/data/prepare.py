@@ -53,7 +53,10 @@ def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | 
         check_field(files[0], data.text_field)
     inputs = _inputs(data, tokenizer, train, validation)
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
-    folder = Path(cache).expanduser().absolute() / digest
+    try:
+        folder = Path(cache).expanduser().absolute() / digest
+    except RuntimeError:
+        raise UserError("data.cache", cache, "names the home of a user who is not known here") from None
     if not is_intact(folder):
         if not ray.is_initialized():
             raise RuntimeError("prepare() needs an initialised Ray: call ray.init() first")

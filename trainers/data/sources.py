@@ -22,6 +22,7 @@ from foldray.recipe import DataSpec
 # one file of generated prose, and most of the validation set if the split picks it.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "pydoc_data"}
 _PART_BYTES = 8 << 20
+_HEAD_BYTES = 8 << 10  # in which a file shows whether it is text
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def python_version() -> str:
 
 
 def check_field(file: SourceFile, text_field: str) -> None:
-    """Look for the text field where that is cheap: in a file's schema or first line.
+    """Look for the text field where that is cheap: in a file's schema or first line; of a text file, whether its head is text.
 
     Raises:
         UserError: it is missing (with the fields there are), or the file is not of its kind.
@@ -103,6 +104,9 @@ def check_field(file: SourceFile, text_field: str) -> None:
             _check_schema(file, _open_parquet(file).schema_arrow, text_field)
         elif file.kind == "jsonl":
             next(_jsonl_documents(Part(file, 0, file.size, file.size, last=True), text_field), None)
+        else:
+            with open(file.locate(), "rb") as content:
+                _text(content.read(_HEAD_BYTES), file)
 
 
 def cut(files: Iterable[SourceFile]) -> Iterator[Part]:
@@ -140,7 +144,7 @@ def read_documents(part: Part, text_field: str) -> Iterator[str]:
         elif file.kind == "jsonl":
             yield from _jsonl_documents(part, text_field)
         else:
-            yield Path(file.locate()).read_bytes().decode("utf-8", "replace")
+            yield _text(Path(file.locate()).read_bytes(), file)
 
 
 @contextmanager
@@ -185,6 +189,12 @@ def _list_files(kind: str, pattern: str, field: str) -> list[SourceFile]:
 def _source_file(kind: str, name: str, path: str) -> SourceFile:
     stat = os.stat(path)
     return SourceFile(kind, name, "" if kind == "stdlib" else path, stat.st_size, stat.st_mtime_ns)
+
+
+def _text(content: bytes, file: SourceFile) -> str:
+    if b"\0" in content[:_HEAD_BYTES]:
+        raise UserError("data.path", file.locate(), "is no UTF-8 text but binary, or in another encoding: it has zero bytes")
+    return content.decode("utf-8", "replace")
 
 
 def _jsonl_documents(part: Part, text_field: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from foldray.errors import MissingPackage, UserError
 _PIECE = 1 << 20
 # A tokenizer's folder may also hold a model's weights; only these decide what text becomes.
 _DEFINING = {".json", ".txt", ".model", ".tiktoken", ".jinja"}
+_SIGNS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")  # one of these is in every tokenizer's folder
 
 
 class Tokenizer(Protocol):
@@ -45,8 +47,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "byte":
         return ByteTokenizer()
-    folder = Path(name).expanduser().absolute()
-    if not folder.is_dir():
+    folder = Path(os.path.expanduser(name)).absolute()
+    if not os.path.isdir(folder):  # unlike Path's, it takes names that no folder could have
         rule = 'must be "byte" or a folder with a Hugging Face tokenizer; there is no such folder'
         raise UserError("data.tokenizer", name, rule)
     return FolderTokenizer(name, _from_folder(name, folder), _content_hash(folder))
@@ -140,6 +142,8 @@ def _from_folder(name: str, folder: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError:
         raise MissingPackage("data.tokenizer", name, "transformers", "pip install transformers") from None
+    if not any(path for sign in _SIGNS for path in folder.glob(sign)):
+        raise UserError("data.tokenizer", name, "holds no Hugging Face tokenizer; there is no tokenizer.json or the like in it")
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # transformers promises no type: OSError, ValueError, JSONDecodeError, KeyError were seen

@@ -1,0 +1,369 @@
+"""The command line under an unkind user: every mistake is exit code 2 and one line, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from foldray.cli import main
+from foldray.recipe import Recipe, describe
+
+ROOT = Path(__file__).parents[1]
+GOOD = {
+    "name": "good",
+    "model": {"preset": "tiny"},
+    "fold": {"ep": 2},
+    "training": {"steps": 10, "global_batch": 8, "micro_batch": 2},
+    "cluster": {"workers": 2},
+}
+DIGITS = "9" * 5000  # more than Python reads as one integer
+Outcome = Callable[..., tuple[str, str]]
+Refused = Callable[..., str]
+
+
+class Trained:
+    """Stands where `trainers.entry` does: what passes the command line is taken down, not trained."""
+
+    def __init__(self) -> None:
+        self.recipes: list[Recipe] = []
+        self.options: list[dict] = []
+
+    def train(self, recipe: Recipe, **options: object) -> int:
+        self.recipes.append(recipe)
+        self.options.append(options)
+        return 0
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
+    recorder = Trained()
+    monkeypatch.setitem(sys.modules, "trainers.entry", SimpleNamespace(train=recorder.train))
+    return recorder
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: a good recipe, and things that are none."""
+    (tmp_path / "good.yaml").write_text(yaml.safe_dump(GOOD))
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def outcome(here: Path, trained: Trained, capsys: pytest.CaptureFixture[str]) -> Outcome:
+    """`outcome(*arguments)` runs a command that must be refused, and returns its standard output and its line."""
+
+    def run(*arguments: str) -> tuple[str, str]:
+        before = sorted(here.rglob("*"))
+        code = main(arguments)
+        out, line = capsys.readouterr()
+        assert code == 2
+        assert line.startswith("foldray: ")
+        assert line.endswith("\n")
+        assert line.count("\n") == 1
+        assert "Traceback" not in line
+        assert not trained.recipes
+        assert sorted(here.rglob("*")) == before
+        return out, line
+
+    return run
+
+
+@pytest.fixture
+def refused(outcome: Outcome) -> Refused:
+    """`refused(*arguments)` runs a command that must be refused without a word on standard output, and returns its line."""
+
+    def run(*arguments: str) -> str:
+        out, line = outcome(*arguments)
+        assert out == ""
+        return line
+
+    return run
+
+
+def said(line: str, *fragments: str) -> None:
+    for fragment in fragments:
+        assert fragment in line
+
+
+COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
+    ([], ("arguments=nothing", "required: COMMAND", "foldray --help")),
+    (["trian", "good.yaml"], ("command=trian", "did you mean 'train'?", "legal: train, submit, explain")),
+    (["help"], ("command=help", "is not known", "legal: train, submit, explain")),
+    (["--version"], ("arguments=--version", "required: COMMAND")),
+    (["--verbose", "train", "good.yaml"], ("argument=--verbose", "is not known to foldray", "legal: --help")),
+    (["train"], ("arguments=nothing", "required: RECIPE;", "foldray train --help")),
+    (["train", "good.yaml", "--stpes", "3"], ("argument=--stpes", "is not known to foldray train", "legal: --help, --json")),
+    (["train", "good.yaml", "--adress", "x:1"], ("argument=--adress", "did you mean '--address'?")),
+    (["train", "good.yaml", "--resume"], ("arguments=good.yaml --resume", "--resume: expected one argument")),
+    (["train", "good.yaml", "--json=3"], ("arguments=good.yaml --json=3", "ignored explicit argument '3'")),
+    (["train", "good.yaml", "good.yaml"], ("override=good.yaml", "must read key.sub=value")),
+    (["submit", "good.yaml"], ("arguments=good.yaml", "required: --address")),
+    (["submit", "good.yaml", "--address", "127.0.0.1:8265"], ("address=127.0.0.1:8265", "such as http://HOST:8265")),
+    (["submit", "good.yaml", "--address", "ray://127.0.0.1:10001"], ("address=ray://127.0.0.1:10001", "such as http://HOST")),
+    (["submit", "good.yaml", "--address", "http://[::1"], ("address=http://[::1", "such as http://HOST")),
+    (["submit", "good.yaml", "--address", ""], ("address=''", "such as http://HOST")),
+    (["submit", "absent.yaml", "--address", "http://127.0.0.1:9"], ("recipe=absent.yaml", "No such file")),
+]
+
+
+@pytest.mark.parametrize(("arguments", "fragments"), COMMANDS, ids=[" ".join(words) or "nothing" for words, _ in COMMANDS])
+def test_commands_and_options(refused: Refused, arguments: list[str], fragments: tuple[str, ...]) -> None:
+    said(refused(*arguments), *fragments)
+
+
+FILES: dict[str, tuple[bytes, tuple[str, ...]]] = {
+    "empty": (b"", ("recipe=empty", "must be a mapping of sections; legal: name, model")),
+    "comments": (b"# nothing\n", ("recipe=comments", "must be a mapping of sections")),
+    "list": (b"- model\n- data\n", ("recipe=list", "must be a mapping of sections")),
+    "word": (b"model\n", ("recipe=word", "must be a mapping of sections")),
+    "unclosed": (b"model: [\n", ("recipe=unclosed", "is not YAML", "line 2, column 1")),
+    "tab": (b"\tmodel: x\n", ("recipe=tab", "is not YAML", "line 1, column 1")),
+    "json": (b'{"model": {"preset": "tiny"}', ("recipe=json", "is not YAML", "line 1")),
+    "bytes": (bytes(range(128, 256)), ("recipe=bytes", "is not YAML", "can't decode byte 0x80")),
+    "utf-16": ("model: x\n".encode("utf-16"), ("recipe=utf-16", "is not YAML")),
+    "zero": (b'name: "a\\0b"\n', ("recipe=zero", "a zero byte in line 1")),
+    "deep": (b"[" * 2000, ("recipe=deep", "is not YAML", "recursion")),
+    "several": (b"model: {preset: tiny}\n---\nname: x\n", ("recipe=several", "is not YAML", "another document")),
+    "twice": (
+        b"model: {preset: tiny}\nmodel: {preset: tiny}\n",
+        ("recipe=twice", "'model' stands twice, the second time in line 2"),
+    ),
+    "code": (b"name: !!python/name:os.system\n", ("recipe=code", "is not YAML", "python/name:os.system")),
+    "no-date": (b"name: 2026-13-45\n", ("recipe=no-date", "is not YAML", "month must be in 1..12")),
+    "no-model": (b"name: x\n", ("model=nothing", "is required")),
+    "model-alone": (b"model:\n", ("model=null", "is a section", "legal: preset, layers")),
+    "model-word": (b"model: tiny\n", ("model=tiny", "is a section", "legal: preset, layers")),
+    "section-alone": (b"model: {preset: tiny}\ntraining:\n", ("training=null", "is a section", "legal: steps, stop_after")),
+    "number-key": (b"model: {preset: tiny, 3: 4}\n", ("model.3=3", "is no known key; legal: preset")),
+    "no-sizes": (b"model: {layers: 2}\n", ("model.hidden=nothing", "is required")),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_are_no_recipe(refused: Refused, here: Path, name: str) -> None:
+    content, fragments = FILES[name]
+    (here / name).write_bytes(content)
+    said(refused("train", name), *fragments)
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("absent.yaml", "No such file or directory"),
+        ("folder", "Is a directory"),
+        ("good.yaml/recipe.yaml", "Not a directory"),
+        ("x" * 300, "File name too long"),
+        ("", "Is a directory"),
+    ],
+)
+def test_recipes_that_cannot_be_read(refused: Refused, path: str, reason: str) -> None:
+    said(refused("train", path), f"recipe={path[:70]}", "cannot be read", reason)
+
+
+# Overrides, two spaces between them; how the line begins; what else is in it.
+OVERRIDES: list[tuple[str, str, tuple[str, ...]]] = [
+    # not an override at all, or none that leads anywhere
+    ("training.steps", "override=training.steps", ("must read key.sub=value",)),
+    ("=3", "override==3", ("must read key.sub=value",)),
+    ("training..steps=3", "override=training..steps=3", ("must read key.sub=value",)),
+    (".training=3", "override=.training=3", ("must read key.sub=value",)),
+    ("training.steps.first=3", "training.steps.first=3", ("steps is not a section",)),
+    ("name.first=x", "name.first=x", ("name is not a section",)),
+    ("trainig.steps=3", "trainig=", ("did you mean 'training'?", "legal: name, model")),
+    ("training.setps=3", "training.setps=3", ("did you mean 'steps'?", "legal: steps, stop_after")),
+    ("training=3", "training=3", ("is a section", "legal: steps, stop_after")),
+    # values that are no YAML
+    ("training.steps=[1", "training.steps=[1", ("is not a YAML value",)),
+    ("name='", "name='", ("is not a YAML value",)),
+    ("name=2026-13-45", "name=2026-13-45", ("is not a YAML value",)),
+    ("name=!!bool perhaps", "name=!!bool perhaps", ("is not a YAML value",)),
+    ("data={path: a, path: b}", "data={path: a, path: b}", ("is not a YAML value",)),
+    (f"training.steps={DIGITS}", "training.steps=99999", ("is not a YAML value",)),
+    # wrong types
+    ("training.steps=many", "training.steps=many", ("is not a valid integer",)),
+    ("training.steps=1.5", "training.steps=1.5", ("is not a valid integer",)),
+    ("training.steps=1e3", "training.steps=1e3", ("is not a valid integer",)),
+    ("training.steps=", "training.steps=null", ("is not a valid integer",)),
+    ("training.steps=true", "training.steps=true", ("is not a valid number",)),
+    ("optimizer.clip=yes", "optimizer.clip=true", ("is not a valid number",)),
+    ("optimizer.lr=fast", "optimizer.lr=fast", ("is not a valid number",)),
+    ("optimizer.betas=0.9", "optimizer.betas=0.9", ("is not a list",)),
+    ("optimizer.betas=[0.9, 0.9, 0.9]", "optimizer.betas=[0.9, 0.9, 0.9]", ("at most 2 items",)),
+    ("cluster.gpu=perhaps", "cluster.gpu=perhaps", ("is not a valid boolean",)),
+    ("name=3", "name=3", ("is not a text",)),
+    ("cluster.storage=[a]", "cluster.storage=['a']", ("is not a text",)),
+    # out of range
+    ("training.steps=0", "training.steps=0", ("must be greater than or equal to 1",)),
+    ("training.seed=4294967296", "training.seed=4294967296", ("must be less than 4294967296",)),
+    ("optimizer.lr=.inf", "optimizer.lr=inf", ("must be a finite number",)),
+    ("optimizer.betas=[0.9, 1]", "optimizer.betas.1=1", ("must be less than 1",)),
+    ("cluster.workers=999999999999", "cluster.workers=999999999999", ("must be less than or equal to 131072",)),
+    (f"name={'n' * 101}", f"name={'n' * 70}", ("at most 100 characters",)),
+    ("name=../up", "name=../up", ("may hold letters, digits",)),
+    ("tracking.experiment=''", "tracking.experiment=''", ("at least 1 character",)),
+    # choices
+    ("optimizer.kind=adam", "optimizer.kind=adam", ("legal: adamw, sgd",)),
+    ("moe.backend=megablocks", "moe.backend=megablocks", ("legal: torch, tutel, deepspeed",)),
+    ("model.preset=tiney", "model.preset=tiney", ("did you mean 'tiny'?", "legal: tiny, tiny-gpt")),
+    # what does not go together
+    ("fold.ep=3", "fold.ep=3", ("must divide cluster.workers=2; legal: 1, 2",)),
+    ("model.experts=7", "fold.ep=2", ("must divide model.experts=7; legal: 1",)),
+    ("model.experts=999999999989", "fold.ep=2", ("must divide model.experts=999999999989; legal: 1",)),
+    ("fold.tp=2", "fold.tp=2", ("legal: 1",)),
+    ("training.global_batch=7", "training.global_batch=7", ("must be a multiple of dp × micro_batch = 2 × 2",)),
+    ("training.stop_after=11", "training.stop_after=11", ("must be at most steps=10",)),
+    ("moe.backend=tutel  precision=bfloat16  engine.zero=2", "moe.backend=tutel", ("not in bfloat16; legal: torch",)),
+    (
+        "moe.backend=deepspeed  model.preset=tiny-fine",
+        "moe.backend=deepspeed",
+        ("softmax over all experts", "legal: torch, tutel"),
+    ),
+    ("moe.backend=deepspeed  model.router.scale=2", "moe.backend=deepspeed", ("with scale 1", "legal: torch, tutel")),
+    ("precision=float64", "precision=float64", ("use engine.kind=torch; legal: float32, bfloat16",)),
+    ("engine.zero=3", "engine.zero=3", ("legal: 0, 1, 2",)),
+    ("engine.zero=0", "engine.zero=0", ("clips by an average of local norms", "legal: 1, 2")),
+    ("engine.zero=0  optimizer.clip=null  precision=bfloat16", "engine.zero=0", ("bfloat16", "legal: 1, 2")),
+    ("engine.zero=1  precision=bfloat16", "engine.zero=1", ("adds up bfloat16 gradients in bfloat16; legal: 2",)),
+    ("engine.kind=torch  engine.zero=1", "engine.zero=1", ("use kind=deepspeed; legal: 0",)),
+    ("data.source=jsonl", "data.path=null", ("source=jsonl needs a file or a glob",)),
+]
+
+
+@pytest.mark.parametrize(("overrides", "given", "fragments"), OVERRIDES, ids=[overrides[:60] for overrides, *_ in OVERRIDES])
+def test_overrides(refused: Refused, overrides: str, given: str, fragments: tuple[str, ...]) -> None:
+    said(refused("train", "good.yaml", *overrides.split("  ")), f"foldray: {given}", *fragments)
+
+
+EXPLAIN: list[tuple[str, tuple[str, ...]]] = [
+    ("", ("arguments=nothing", "required: --world-size")),
+    ("--world-size eight", ("--world-size=eight", "must be a whole number")),
+    ("--world-size 8 --tp 1.5", ("--tp=1.5", "must be a whole number")),
+    ("--world-size 8 --dp 2", ("argument=--dp", "is not known to foldray explain", "legal: --help, --json, --world-size, --tp")),
+    ("--world-size 8 more", ("argument=more", "is not known to foldray explain")),
+]
+ILLEGAL: list[tuple[str, tuple[str, ...]]] = [
+    ("--world-size 0", ("world_size=0", "at least 1")),
+    ("--world-size -8", ("world_size=-8", "at least 1")),
+    ("--world-size 99999999999999", ("world_size=99999999999999", "at most 131072 ranks")),
+    ("--world-size 8 --tp 0", ("tp=0", "at least 1", "nearest legal folds: tp=1")),
+    ("--world-size 8 --ep 3", ("fold=1·3·1", "etp·ep·pp must divide the world size 8", "nearest legal folds:", "ep=4")),
+    ("--world-size 8 --tp 3 --pp 2", ("fold=3·1·2", "tp·cp·pp must divide the world size 8", "nearest legal folds:")),
+    ("--world-size 8 --order tp", ("order=tp:", "must name each of tp-cp-dp-pp once")),
+    ("--world-size 8 --order tp-cp-dp-pp-pp", ("order=tp-cp-dp-pp-pp", "must name each of tp-cp-dp-pp once")),
+    ("--world-size 8 --moe-order tp-cp-dp-pp", ("moe_order=tp-cp-dp-pp", "must name each of etp-ep-edp-pp once")),
+    ("--world-size 8 --pp 2 --order pp-tp-cp-dp", ("order=pp-tp-cp-dp", "same members in both views")),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"), EXPLAIN + ILLEGAL, ids=[words or "nothing" for words, _ in EXPLAIN + ILLEGAL]
+)
+def test_explain(refused: Refused, arguments: str, fragments: tuple[str, ...]) -> None:
+    said(refused("explain", *arguments.split()), *fragments)
+
+
+@pytest.mark.parametrize(("arguments", "fragments"), ILLEGAL, ids=[words for words, _ in ILLEGAL])
+def test_an_illegal_fold_is_one_json_document(outcome: Outcome, arguments: str, fragments: tuple[str, ...]) -> None:
+    out, line = outcome("explain", "--json", *arguments.split())
+    said(line, *fragments)
+    document = json.loads(out)
+    assert document["legal"] is False
+    assert document["rule"] in line
+    for fold in document["nearest"]:
+        assert fold["tp"] * fold["cp"] * fold["dp"] * fold["pp"] == 8
+        assert fold["etp"] * fold["ep"] * fold["edp"] * fold["pp"] == 8
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "explain --json",
+        "explain --json --world-size eight",
+        "train --json",
+        "train --json absent.yaml",
+        "train good.yaml --json fold.ep=3",
+        "train good.yaml training.steps=many --json",
+        "submit good.yaml --json",
+        "submit good.yaml --json --address nonsense",
+    ],
+)
+def test_json_leaves_standard_output_empty_when_refused(refused: Refused, arguments: str) -> None:
+    refused(*arguments.split())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "train good.yaml training.steps=20 training.steps=30 --resume r --json",
+        "train --resume r --json good.yaml training.steps=20 training.steps=30",
+        "train good.yaml training.steps=20 --resume r training.steps=30 --json",
+        "train good.yaml --json training.steps=20 --resume r training.steps=30",
+        "train --json good.yaml --resume=r training.steps=20 training.steps=30",
+    ],
+)
+def test_options_and_overrides_stand_in_any_order(here: Path, trained: Trained, arguments: str) -> None:
+    assert main(arguments.split()) == 0
+    assert [recipe.training.steps for recipe in trained.recipes] == [30]
+    assert trained.options == [{"resume": "r", "as_json": True}]
+
+
+def test_the_address_goes_into_the_recipe(here: Path, trained: Trained) -> None:
+    assert main(["train", "good.yaml", "--address", "head:6379"]) == 0
+    assert trained.recipes[0].cluster.address == "head:6379"
+
+
+def test_an_interrupt_is_no_traceback(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "trainers.entry", SimpleNamespace(train=interrupted))
+    assert main(["train", "good.yaml"]) == 130
+    assert capsys.readouterr() == ("", "foldray: interrupted\n")
+
+
+def test_a_legal_fold_is_one_json_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--world-size", "8", "--ep", "4", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert (json.loads(out)["legal"], err) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mentions"),
+    [
+        ("--help", ["train", "submit", "explain"]),
+        ("train --help", ["RECIPE", "key=value", "--resume", "--json", *(key for key, *_ in describe())]),
+        ("submit --help", ["--address", "http://HOST:8265"]),
+        ("explain --help", ["--world-size", "--moe-order", "etp-ep-edp-pp"]),
+    ],
+)
+def test_help_can_be_read(capsys: pytest.CaptureFixture[str], arguments: str, mentions: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments.split())
+    assert end.value.code == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    said(out, *mentions)
+    assert max(map(len, out.split("\n"))) <= 130
+    # No word of Python's: a list is a list, and nothing is None.
+    for word in ("typing", "<class", "NoneType", "tuple", "%("):
+        assert word not in out
+
+
+def test_from_the_shell(tmp_path: Path) -> None:
+    """Once as a process of its own: the exit code, and nothing that any module prints as it is imported."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "foldray", "train", "absent.yaml"]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    rule = "cannot be read (No such file or directory)"
+    assert (process.returncode, process.stdout, process.stderr) == (2, "", f"foldray: recipe=absent.yaml: {rule}\n")
+    assert not list(tmp_path.iterdir())
