@@ -136,7 +136,7 @@ class DeepSpeedEngine:
 
 
 class _ExpertMarker(MoE):
-    """DeepSpeed treats a model as sparse if it holds a module of its MoE class; this one has no parameters and no part in the model."""
+    """DeepSpeed treats a model as sparse if it holds a module of its MoE class; this one has no parameters and no work."""
 
     def __init__(self, experts: int):
         nn.Module.__init__(self)

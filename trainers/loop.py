@@ -174,5 +174,6 @@ def _place(groups: Groups) -> Place:
     context, coordinate = ray.get_runtime_context(), groups.coordinate
     return {
         "kind": "place", "rank": groups.rank, "actor": context.get_actor_id(), "node": context.get_node_id(),
-        "node_ip": ray.util.get_node_ip_address(), "pid": os.getpid(), "attention": coordinate["attention"], "moe": coordinate["moe"],
+        "node_ip": ray.util.get_node_ip_address(), "pid": os.getpid(),
+        "attention": coordinate["attention"], "moe": coordinate["moe"],
     }  # fmt: skip
