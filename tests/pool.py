@@ -28,7 +28,7 @@ class RankPool:
         self._processes: list[Any] = []
 
     def run(self, case: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
-        """Call `case(rank, *arguments)` on every rank; the results, by rank. After a failure the next case starts new processes."""
+        """Call `case(rank, *arguments)` on every rank; results by rank. After a failure the next case starts new processes."""
         if not self._processes:
             self._start()
         for connection in self._connections:
