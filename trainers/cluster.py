@@ -15,6 +15,7 @@ from ray.exceptions import AuthenticationError
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
+from trainers.jobs import WANTS_TOKEN
 
 # What Ray's own processes read; set before it starts, never over a user's value.
 _QUIET = {
@@ -55,8 +56,7 @@ def connect(recipe: Recipe) -> None:
         _knock(named)
         ray.init(address=address, **quiet)
     except AuthenticationError:
-        places = "~/.ray/auth_token, or set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
-        raise UserError("cluster.address", named, f"the cluster wants its token; put it into {places}") from None
+        raise UserError("cluster.address", named, WANTS_TOKEN) from None
     except (OSError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
         raise UserError("cluster.address", named, f"no Ray cluster answers there, or not to this token ({reason})") from None

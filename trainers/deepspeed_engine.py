@@ -13,7 +13,7 @@ import os
 import torch
 from torch import nn
 
-from foldray.comm import Groups, process_group
+from foldray.comm import Groups
 from foldray.model import Losses, Transformer
 from foldray.recipe import Recipe
 from foldray.runtime import State, decay_groups, engine_state, gradient_norm, make_optimizer, state_keys
@@ -160,7 +160,7 @@ def _register(groups: Groups) -> str:
     """Put the fold's EP and EDP groups into DeepSpeed's tables; the key they stand under."""
     name = f"ep_size_{groups.fold.ep}"  # DeepSpeed parses the number behind the last underscore
     for table, family in (("_EXPERT_PARALLEL_GROUP", "ep"), ("_EXPERT_DATA_PARALLEL_GROUP", "edp")):
-        group, ranks = process_group(groups.fold, groups.rank, family)
+        group, ranks = groups.process_group(family)
         getattr(deepspeed_groups, table)[name] = group
         getattr(deepspeed_groups, f"{table}_RANKS")[name] = list(ranks)
     return name

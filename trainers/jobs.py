@@ -21,12 +21,14 @@ from foldray.recipe import Recipe
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
+WANTS_TOKEN = "the cluster wants its token; put it into ~/.ray/auth_token, or set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
 _PACKAGES = ("foldray", "trainers", "tuners")
 
 
 def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = True) -> int:
-    """Submit `foldray train` as a Ray job and follow its log; 0 if the job succeeded (or was accepted), else 2 if it says that
-    the user made a mistake, else 1.
+    """Submit `foldray train` as a Ray job and follow its log.
+
+    Returns 0 if the job succeeded (or was accepted), 2 if it ended over a user's mistake, else 1.
 
     The packages and the resolved recipe travel: the cluster needs foldray's dependencies, not foldray, and the recipe may lie
     anywhere.
@@ -47,9 +49,8 @@ def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = Tru
             environment = {"working_dir": folder, "env_vars": {"PYTHONUNBUFFERED": "1"}}
             job = client.submit_job(entrypoint=entrypoint, runtime_env=environment, metadata={"recipe": recipe.name})
         except AuthenticationError as error:
-            places = "~/.ray/auth_token, or set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
             reason = error.message.split("\n")[0].split(". ")[0]
-            raise UserError("address", address, f"the cluster wants its token; put it into {places} ({reason})") from None
+            raise UserError("address", address, f"{WANTS_TOKEN} ({reason})") from None
         except (ConnectionError, RuntimeError, ValueError) as error:
             # What is no JSON was sent by somebody else than Ray.
             strange = isinstance(error, json.JSONDecodeError)
@@ -96,7 +97,7 @@ def _pack(folder: Path, recipe: Recipe) -> None:
 
 
 async def _follow(client: JobSubmissionClient, job: str, as_json: bool) -> None:
-    """Pass the job's log on as it grows: what it prints to both its outputs, or of that, as_json, its document alone."""
+    """Print the job's log as it grows. It mixes both outputs of the job: as_json, only the document at its end is for ours."""
     end = ""  # the last two lines, the newest perhaps unfinished
     async for text in client.tail_job_logs(job):
         print(text, end="", flush=True, file=sys.stderr if as_json else sys.stdout)

@@ -131,10 +131,14 @@ def _check_resumable(run: Path, recipe: Recipe, data: PackedData) -> None:
     if json.loads(saved[-1].read_text())["data"] != data.folder.name:
         raise UserError("resume", run.name, "was trained on other data, or in other lengths, than this recipe's section data")
     before = Recipe.load(run / "recipe.yaml")
-    was, now = ({row.name: row.shape for row in parameter_table(given.model)} for given in (before, recipe))
-    for name in [*now, *was]:
-        if was.get(name) != now.get(name):
-            rule = f"has another model: its {name} is {_size(was.get(name))}, this recipe's is {_size(now.get(name))}"
+    for key in ("seed", "global_batch"):  # with another one, some text would be trained on twice and some never
+        was, now = getattr(before.training, key), getattr(recipe.training, key)
+        if was != now:
+            raise UserError(f"training.{key}", now, f"run {run.name} takes its text in another order; keep its own", [was])
+    theirs, ours = ({row.name: row.shape for row in parameter_table(given.model)} for given in (before, recipe))
+    for name in [*ours, *theirs]:
+        if theirs.get(name) != ours.get(name):
+            rule = f"has another model: its {name} is {_size(theirs.get(name))}, this recipe's is {_size(ours.get(name))}"
             raise UserError("resume", run.name, rule)
     if not set(state_keys(recipe.optimizer)) <= set(state_keys(before.optimizer)):
         rule = f"run {run.name} has no optimizer state for it; keep its own"

@@ -55,7 +55,7 @@ class Communicator:
 
 @dataclass(frozen=True)
 class Groups:
-    """All communicators of one rank of a fold."""
+    """All communicators of one rank of a fold; `close` gives up their connections and threads."""
 
     fold: Fold
     rank: int
@@ -64,6 +64,7 @@ class Groups:
     expert_gradients: Communicator
     dense_gradients: Communicator
     control: Communicator
+    _made: list[dist.ProcessGroup]
 
     @classmethod
     def create(cls, fold: Fold, rank: int = 0, timeout: timedelta | None = None) -> Groups:
@@ -75,7 +76,23 @@ class Groups:
         world = dist.get_world_size() if dist.is_initialized() else 1
         if fold.world_size not in (1, world):
             raise ValueError(f"the fold has {fold.world_size} ranks, the process group {world}")
-        return cls(fold, rank, **{name: _communicator(fold, rank, name, family, timeout) for name, family in _TRAFFIC.items()})
+        made: dict[str, Communicator] = {}
+        for name, family in _TRAFFIC.items():
+            group, ranks = _process_group(fold, rank, family, timeout, singles=False)
+            made[name] = Communicator(name, ranks, ranks.index(rank), group)
+        return cls(fold, rank, **made, _made=[communicator.group for communicator in made.values() if communicator.group])
+
+    def process_group(self, family: str) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+        """One more group of a family, and its members, for those who must have a group even of one; every rank calls this."""
+        group, ranks = _process_group(self.fold, self.rank, family, None, singles=True)
+        assert group is not None
+        self._made.append(group)
+        return group, ranks
+
+    def close(self) -> None:
+        """Destroy the process groups: each keeps threads and sockets, which a process that goes on would gather."""
+        while self._made:
+            dist.destroy_process_group(self._made.pop())
 
     @property
     def coordinate(self) -> dict[str, dict[str, int]]:
@@ -90,14 +107,14 @@ class Groups:
         return self.coordinate["moe"]["ep"]
 
 
-def process_group(
-    fold: Fold, rank: int, family: str, timeout: timedelta | None = None, singles: bool = True
-) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
-    """This rank's group of a family, and its members; every rank of the world calls this.
+def host_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+    """A gloo group of the whole world, for objects and files; safe to use from another thread. None without a process group."""
+    return dist.new_group(backend="gloo", timeout=timeout, group_desc="host") if dist.is_initialized() else None
 
-    Args:
-        singles: make a real group of a single member too, for those who cannot do without one.
-    """
+
+def _process_group(
+    fold: Fold, rank: int, family: str, timeout: timedelta | None, singles: bool
+) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
     mine = None
     for ranks in fold.groups(family):
         # Every rank takes part in making every group, in one order.
@@ -106,13 +123,3 @@ def process_group(
             mine = group, ranks
     assert mine is not None, f"rank {rank} is in no {family} group of {fold}"
     return mine
-
-
-def host_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
-    """A gloo group of the whole world, for objects and files; safe to use from another thread. None without a process group."""
-    return dist.new_group(backend="gloo", timeout=timeout, group_desc="host") if dist.is_initialized() else None
-
-
-def _communicator(fold: Fold, rank: int, name: str, family: str, timeout: timedelta | None) -> Communicator:
-    group, ranks = process_group(fold, rank, family, timeout, singles=False)
-    return Communicator(name, ranks, ranks.index(rank), group)

@@ -67,11 +67,12 @@ def _implementation(x_NH: Tensor, experts: int, inner: int) -> type[torch.autogr
     Measured on one core (Zen 5): with large products an expert at a time is fastest; with small ones, starting them from
     Python costs more than computing them (64 experts of 64 × 128 with 4 rows each: 2.7 ms grouped, 4.8 ms one at a time).
     """
-    hidden = x_NH.shape[1]
+    rows, hidden = x_NH.shape
     if x_NH.device.type == "cuda":
         # The CUDA kernel is for bfloat16 and wants rows of a multiple of 16 bytes.
-        return _Grouped if x_NH.dtype == torch.bfloat16 and hidden % 8 == 0 and inner % 8 == 0 else _PerExpert
-    small = 0 < x_NH.shape[0] * hidden * inner < SMALL_PRODUCT * experts
+        fits = rows > 0 and x_NH.dtype == torch.bfloat16 and hidden % 8 == 0 and inner % 8 == 0
+        return _Grouped if fits else _PerExpert
+    small = 0 < rows * hidden * inner < SMALL_PRODUCT * experts
     aligned = hidden * x_NH.element_size() % 16 == 0 and inner * x_NH.element_size() % 16 == 0
     return _Grouped if small and aligned and x_NH.dtype in (torch.float32, torch.bfloat16) else _PerExpert
 

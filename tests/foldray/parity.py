@@ -55,7 +55,9 @@ def train(rank: int, recipe: Recipe, steps: int = 1, sequences: int = 8, length:
         losses.append((groups.control.all_reduce(totals) / groups.control.size).tolist())
         for (_, router), count_E in zip(engine.model.routers(), groups.control.all_reduce(counts), strict=True):
             router.update_bias(count_E)
-    return {"weights": weights(engine), "losses": losses, "norms": norms}
+    found = {"weights": weights(engine), "losses": losses, "norms": norms}
+    groups.close()
+    return found
 
 
 def sample(step: int, sequences: int, length: int, vocab: int) -> torch.Tensor:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 _labs = count()
@@ -26,7 +25,7 @@ class Host:
     interface: str
 
     def popen(
-        self, command: Sequence[str | Path], *, env: Mapping[str, str] | None = None, cpu: int | None = None, **options: Any
+        self, command: Sequence[object], *, env: Mapping[str, str] | None = None, cpu: int | None = None, **options: Any
     ) -> subprocess.Popen:
         """Start a command here, in a session of its own; it is told to end if the thread that started it does.
 
@@ -41,7 +40,7 @@ class Host:
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": self.interface, **(env or {})}
         return subprocess.Popen([*prefix, *map(str, command)], env=environment, start_new_session=True, **options)
 
-    def run(self, command: Sequence[str | Path], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    def run(self, command: Sequence[object], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run a command here to its end and take its output; the exit status is the caller's to look at.
 
         Raises:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.lab.hosts import Host
 
@@ -103,7 +104,7 @@ def _start(host: Host, head: Host, folder: Path, env: Mapping[str, str]) -> subp
     hide = ["sh", "-ec", _HIDE, "hide", folder / "empty", *_checkout(), "--"]
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
     with (folder / f"{host.interface}.log").open("w") as log:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
         return host.popen([*hide, *ray, *arguments], env=env, cwd=folder, **streams)
 
 

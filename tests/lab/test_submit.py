@@ -18,7 +18,12 @@ from tests.lab.ray_cluster import PACKAGES, Cluster, ray_cluster
 from tests.pool import repository
 
 _WHY_NOT = why_not()
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(600), pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT)),
+]
 
 _FOLDRAY = [sys.executable, "-m", "foldray"]
 _RECIPE = repository() / "recipes" / "quickstart.yaml"
@@ -56,7 +61,7 @@ def submit(lab: list[Host], cluster: Cluster, tmp_path: Path) -> Command:
 
     def command(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         overrides = [*_SHORT, f"cluster.storage={tmp_path / 'runs'}", *arguments]
-        given = [*_FOLDRAY, "submit", _RECIPE, *overrides, "--address", cluster.address]
+        given = [*_FOLDRAY, "submit", _RECIPE, "--address", cluster.address, *overrides]
         return lab[2].run(given, timeout=_LIMIT, env={**cluster.env, **env}, cwd=repository())
 
     return command

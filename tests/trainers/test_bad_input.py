@@ -299,6 +299,8 @@ RESUME: list[tuple[str, tuple[str, ...]]] = [
     ("model.hidden=64", ("resume=RUN", "embedding.weight is 264×32, this recipe's is 264×64")),
     ("model.layers=3", ("resume=RUN", "blocks.2.attention_norm.weight is not there, this recipe's is 32")),
     ("model.layers=1", ("resume=RUN", "blocks.1.attention_norm.weight is 32, this recipe's is not there")),
+    ("training.seed=1", ("training.seed=1", "RUN takes its text in another order", "legal: 0")),
+    ("training.global_batch=16", ("training.global_batch=16", "RUN takes its text in another order", "legal: ")),
     ("optimizer.kind=sgd  optimizer.momentum=0.9", ("optimizer.kind=sgd", "RUN has no optimizer state for it", "legal: adamw")),
 ]
 

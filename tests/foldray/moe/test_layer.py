@@ -113,6 +113,7 @@ def _round_trip(rank: int) -> None:
             assert block[:, -1].tolist() == sorted(block[:, -1].tolist())
         back = stages.combine_postprocess(stages.combine(stages.combine_preprocess(rows, plan), plan), plan)
         torch.testing.assert_close(back, tagged * weight_TK.sum(1, keepdim=True))
+        groups.close()
         assert model.experts == 8
 
 

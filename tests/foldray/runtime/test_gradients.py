@@ -24,6 +24,7 @@ def _reduced(rank: int, ep: int) -> tuple[float, float]:
     for buffer in gradients.buffers:
         buffer.flat.fill_(2.0**rank)
     gradients.reduce()
+    groups.close()
     return tuple(float(buffer.flat.unique()) for buffer in gradients.buffers)
 
 
@@ -42,7 +43,9 @@ def _norm_of_ones(rank: int, ep: int) -> float:
     gradients = Gradients(model.parameters(), model.expert_parameters(), groups)
     for buffer in gradients.buffers:
         buffer.flat.fill_(1.0)
-    return gradients.clip(1.0)
+    norm = gradients.clip(1.0)
+    groups.close()
+    return norm
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
