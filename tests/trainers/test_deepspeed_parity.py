@@ -55,5 +55,5 @@ def test_bfloat16_stays_near_float32(ranks, zero: int, micro_batch: int) -> None
     )  # fmt: skip
     reference = one_process(make_recipe(2, 2, precision="float32", optimizer=_ADAMW), steps=4)
     found = ranks(2).run(train, recipe, 4)
-    assert found[0]["losses"][-1] == pytest.approx(reference["losses"][-1], rel=0.05)
-    assert found[0]["losses"][-1][1] < found[0]["losses"][0][1]
+    assert np.array(found[0]["losses"]) == pytest.approx(np.array(reference["losses"]), rel=0.01)
+    assert found[0]["norms"] == pytest.approx(reference["norms"], rel=0.05)
