@@ -104,12 +104,11 @@ def test_a_job_without_the_clusters_token_is_refused_in_one_line(submit: Command
     _assert_refused(done, "foldray: address=", "the cluster wants its token")
 
 
-@pytest.mark.parametrize(("port", "rule"), [(6379, "the cluster wants its token"), (6380, "no Ray cluster answers there")])
-def test_joining_is_refused_in_one_line(lab: list[Host], cluster: Cluster, port: int, rule: str, tmp_path: Path) -> None:
-    given = [*_FOLDRAY, "train", _RECIPE, f"cluster.storage={tmp_path / 'runs'}", "--address", f"{lab[0].address}:{port}"]
+def test_joining_without_the_clusters_token_is_refused_in_one_line(lab: list[Host], cluster: Cluster, tmp_path: Path) -> None:
+    given = [*_FOLDRAY, "train", _RECIPE, f"cluster.storage={tmp_path / 'runs'}", "--address", f"{lab[0].address}:6379"]
     env = {**cluster.env, "RAY_AUTH_TOKEN_PATH": "", "HOME": str(tmp_path)}
     done = lab[2].run(given, timeout=60, env=env, cwd=repository())
-    _assert_refused(done, f"foldray: cluster.address={lab[0].address}:{port}: ", rule)
+    _assert_refused(done, "foldray: cluster.address=", "the cluster wants its token")
 
 
 def _assert_refused(done: subprocess.CompletedProcess[str], start: str, rule: str) -> None:
