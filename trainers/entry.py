@@ -9,8 +9,8 @@ from pathlib import Path
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
+from trainers import telemetry
 from trainers.report import Console
-from trainers.telemetry import as_json as as_json_text
 from trainers.trainer import FoldTrainer
 
 
@@ -36,7 +36,7 @@ def train(recipe: Recipe, resume: str | None = None, as_json: bool = False) -> i
         raise RuntimeError("the trainer came back without a summary")
     summary = trainer.run.summary
     if as_json:
-        print(as_json_text(summary.as_dict()))
+        print(telemetry.as_json(summary.as_dict()))
     else:
         console.close(summary, trainer.run.tracker.view_url)
     if failure is not None:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from foldray.errors import UserError, nearest
+from foldray.fold import divisors
 from foldray.spec.presets import PRESETS
 
 
@@ -86,7 +87,7 @@ class ModelSpec(Strict):
     @model_validator(mode="after")
     def _check(self) -> ModelSpec:
         if self.heads % self.kv_heads:
-            raise UserError("model.kv_heads", self.kv_heads, f"must divide heads={self.heads}", _divisors(self.heads))
+            raise UserError("model.kv_heads", self.kv_heads, f"must divide heads={self.heads}", divisors(self.heads))
         if self.positions == "rope" and self.head_dim % 2:
             raise UserError("model.head_dim", self.head_dim, "must be even with rotary positions")
         if self.topk > self.experts:
@@ -110,7 +111,3 @@ class ModelSpec(Strict):
     @property
     def moe_layers(self) -> tuple[int, ...]:
         return tuple(layer for layer in range(self.layers) if self.is_moe(layer))
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

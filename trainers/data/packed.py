@@ -149,7 +149,7 @@ class Batches:
     """
 
     def __init__(self, split: Split, seed: int):
-        self._split, self._order = split, SampleOrder(seed, len(split))
+        self._order = SampleOrder(seed, len(split))
 
     def indices(
         self, step: int, accumulation_index: int, dp_rank: int, dp: int, micro_batch: int, global_batch: int
@@ -157,12 +157,6 @@ class Batches:
         """Sequences of one pass: those at positions step·B + (m·dp + r)·b + [0, b), int64 [micro_batch]. Steps count from 0."""
         start = step * global_batch + (accumulation_index * dp + dp_rank) * micro_batch
         return self._order(start, start + micro_batch)
-
-    def micro_batch(
-        self, step: int, accumulation_index: int, dp_rank: int, dp: int, micro_batch: int, global_batch: int
-    ) -> torch.Tensor:
-        """Tokens of `indices(…)`: int64 [micro_batch, seq_len + 1]."""
-        return self._split.tokens(self.indices(step, accumulation_index, dp_rank, dp, micro_batch, global_batch))
 
 
 def is_intact(folder: Path) -> bool:

@@ -115,9 +115,9 @@ def test_every_dp_takes_the_same_samples(tmp_path: Path, dp: int, micro_batch: i
 def test_resume_by_step(tmp_path: Path):
     split = write(tmp_path, [])
     through, resumed = Batches(split, seed=1), Batches(split, seed=1)
-    seen = [through.micro_batch(step, 0, 0, 1, 4, 4) for step in range(9)]
-    assert all(resumed.micro_batch(step, 0, 0, 1, 4, 4).equal(seen[step]) for step in (6, 7, 8))
-    assert not seen[0].equal(seen[1])
+    seen = [through.indices(step, 0, 0, 1, 4, 4).tolist() for step in range(9)]
+    assert [resumed.indices(step, 0, 0, 1, 4, 4).tolist() for step in (6, 7, 8)] == seen[6:]
+    assert seen[0] != seen[1]
 
 
 def test_open_refuses_what_is_not_whole(tmp_path: Path):
