@@ -15,9 +15,12 @@ from foldray.fold.grid import Grid
 ATTENTION_AXES = ("tp", "cp", "dp", "pp")
 MOE_AXES = ("etp", "ep", "edp", "pp")
 _FAMILIES = {
-    "attention": {"tp": ["tp"], "cp": ["cp"], "dp": ["dp"], "pp": ["pp"], "dp_cp": ["dp", "cp"]},
-    "moe": {"etp": ["etp"], "ep": ["ep"], "edp": ["edp"], "pp": ["pp"], "etp_ep": ["etp", "ep"]},
-}
+    "attention": {
+        "tp": ("tp",), "cp": ("cp",), "dp": ("dp",), "pp": ("pp",),
+        "dp_cp": ("dp", "cp"), "tp_cp": ("tp", "cp"), "tp_dp_cp": ("tp", "dp", "cp"), "world": ATTENTION_AXES,
+    },
+    "moe": {"etp": ("etp",), "ep": ("ep",), "edp": ("edp",), "pp": ("pp",), "etp_ep": ("etp", "ep")},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,22 @@ class Fold:
         return self._grid(self.moe_order)
 
     def groups(self, family: str) -> tuple[tuple[int, ...], ...]:
-        """The rank table of a group family: tp, cp, dp, pp, dp_cp (attention's), etp, ep, edp, etp_ep (the experts')."""
+        """The rank table of a group family.
+
+        Attention's: tp, cp, dp, pp; dp_cp (ranks that hold the same weights), tp_cp (ranks that share a sequence), tp_dp_cp (a
+        pipeline stage), world, and embedding (first and last stage, which share a tied embedding). The experts': etp, ep, edp, pp
+        and etp_ep (ranks that exchange tokens).
+
+        Raises:
+            UserError: no such family.
+        """
+        if family == "embedding":
+            return tuple(tuple(dict.fromkeys((group[0], group[-1]))) for group in self.groups("pp"))
         for view, families in _FAMILIES.items():
             if family in families:
                 return getattr(self, view).groups(families[family])
         legal = [name for families in _FAMILIES.values() for name in families]
-        raise UserError("family", family, "is no group family", dict.fromkeys(legal))
+        raise UserError("family", family, "is no group family", dict.fromkeys([*legal, "embedding"]))
 
     def coordinate(self, rank: int) -> dict[str, dict[str, int]]:
         """A rank's place in both views."""
