@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from foldray.errors import UserError, nearest
-from foldray.fold import Fold, nearest_folds
+from foldray.errors import MissingPackage, UserError, nearest
+from foldray.fold import FAMILIES, Fold, Placement, best_order, draw, listed, nearest_folds
 from foldray.recipe import Recipe, describe
 
 Command = Callable[[argparse.Namespace], int]
 
 _MOST_RANKS = 2**17  # that `explain` shows: beyond, its tables take minutes and gigabytes
+
+_ORDERS = ("tp-cp-dp-pp", "etp-ep-edp-pp")  # legal whatever the sizes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,29 +49,79 @@ def submit(given: argparse.Namespace) -> int:
 
 
 def explain(given: argparse.Namespace) -> int:
+    fold = _legal_fold(given)
+    if given.best_order and given.ranks_per_node is None:
+        raise UserError("best_order", "asked for", "needs --ranks-per-node: which groups fit into a node depends on it")
+    nodes = None if given.ranks_per_node is None else Placement(fold, given.ranks_per_node)
+    best = Placement(best_order(fold, nodes.ranks_per_node), nodes.ranks_per_node) if nodes and given.best_order else None
+    if given.picture:
+        _picture(given.picture, fold, given.ranks_per_node)
+    if given.json:
+        document = fold.as_dict() | ({"placement": nodes.as_dict()} if nodes else {})
+        if best:
+            document["best"] = {"order": best.fold.order, "moe_order": best.fold.moe_order, "score": best.score()}
+        _print(document)
+        return 0
+    print(f"{fold.world_size} ranks{f', {nodes.ranks_per_node} per node' if nodes else ''}: {fold}\n")
+    print(draw(fold, given.ranks_per_node))
+    for view, families in FAMILIES.items():
+        print("", "experts" if view == "moe" else view, *(_family(fold, family, nodes) for family in families), sep="\n")
+    if nodes:
+        print(f"\nscore: {nodes.score():g} (traffic between nodes: lower is better, 0 when every group stays inside a node)")
+    if best and best.fold == fold:
+        print("best order: this one")
+    elif best:
+        print(f"best order: --order {best.fold.order} --moe-order {best.fold.moe_order}, score {best.score():g}")
+    return 0
+
+
+def _legal_fold(given: argparse.Namespace) -> Fold:
+    """The fold that was asked for; a refused one is told together with its neighbours that are legal."""
     sizes = {axis: getattr(given, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
     shown = given.world_size <= _MOST_RANKS
     try:
         if not shown:
             raise UserError("world_size", given.world_size, f"at most {_MOST_RANKS} ranks are shown")
-        fold = Fold(given.world_size, **sizes, order=given.order, moe_order=given.moe_order)
+        return Fold(given.world_size, **sizes, order=given.order, moe_order=given.moe_order)
     except UserError as error:
         near = nearest_folds(given.world_size, sizes) if shown else []
+        ordered = error.field in ("order", "moe_order")
         if given.json:
-            _print({"legal": False, "rule": error.rule, "nearest": near})
-        if not near or error.field in ("order", "moe_order"):
+            orders = {"order": _ORDERS[0], "moe_order": _ORDERS[1]} if ordered else {}
+            _print({"legal": False, "rule": error.rule, "nearest": [{**option, **orders} for option in near]})
+        if not near or ordered:
             raise
         listed = "; ".join(" ".join(f"{axis}={size}" for axis, size in option.items()) for option in near)
         raise UserError(error.field, error.value, f"{error.rule}; nearest legal folds: {listed}") from None
-    if given.json:
-        _print(fold.as_dict())
-        return 0
-    print(f"{fold.world_size} ranks: {fold}")
-    for view in ("attention", "moe"):
-        print(f"\n{view}")
-        for family, groups in fold.as_dict()[view]["groups"].items():
-            print(f"  {family:7}" + " ".join("[" + " ".join(map(str, group)) + "]" for group in groups))
-    return 0
+
+
+def _family(fold: Fold, family: str, nodes: Placement | None) -> str:
+    """A family in one line: its groups' number and size, whether they leave a node, and the first of them."""
+    groups = fold.groups(family)
+    size = len(groups[0])
+    line = f"  {family:10}{len(groups):>6} group{'s' if len(groups) > 1 else ' '} of {size:<6}"
+    if size == 1:
+        return line.rstrip()
+    if nodes:
+        inside, share = nodes.inside(family), nodes.crossing(family)
+        line += f" {'inside a node' if inside else f'crosses {nodes.spans(family)} nodes ({share:.0%} of pairs)':36}"
+    shown = list(itertools.takewhile(lambda end: end <= 40, itertools.accumulate(len(listed(group)) + 1 for group in groups)))
+    return f"{line} {' '.join(map(listed, groups[: max(1, len(shown))]))}{' …' if len(shown) < len(groups) else ''}"
+
+
+def _picture(path: str, fold: Fold, ranks_per_node: int | None) -> None:
+    if Path(path).suffix.lower() != ".png":
+        raise UserError("picture", path, "is written as PNG: the name must end in .png")
+    try:
+        from trainers.fold_picture import draw_fold
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "matplotlib":
+            raise
+        raise MissingPackage("picture", path, "matplotlib", "pip install matplotlib") from None
+    try:
+        draw_fold(fold, Path(path), ranks_per_node)
+    except OSError as error:
+        raise UserError("picture", path, f"cannot be written ({error.strerror})") from None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -121,8 +175,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--world-size", type=int, required=True, metavar="W", help="ranks")
     for axis, meaning in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
         command.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{meaning} parallel size (default 1)")
-    command.add_argument("--order", default="tp-cp-dp-pp", help="attention axes, fastest first (default %(default)s)")
-    command.add_argument("--moe-order", default="etp-ep-edp-pp", help="expert axes, fastest first (default %(default)s)")
+    command.add_argument("--order", default=_ORDERS[0], help="attention axes, fastest first (default %(default)s)")
+    command.add_argument("--moe-order", default=_ORDERS[1], help="expert axes, fastest first (default %(default)s)")
+    command.add_argument("--ranks-per-node", type=int, metavar="N", help="also tell which groups stay inside nodes of N ranks")
+    command.add_argument(
+        "--best-order", action="store_true", help="also find the axis orders that keep the busiest groups inside"
+    )
+    command.add_argument("--picture", metavar="FILE.png", help="also draw both grids into a PNG")
     return parser
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,8 +12,8 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from foldray.errors import UserError, nearest
-from foldray.fold import Fold, divisors
-from foldray.spec import ModelSpec, Strict
+from foldray.fold import Fold, nearest_folds
+from foldray.spec import ModelSpec, Ownership, Strict, check_length
 
 _MOST_WORKERS = 2**17  # a fold's tables of many more ranks take minutes and gigabytes
 _PLAIN = {
@@ -57,13 +56,20 @@ class FoldSpec(Strict):
     cp: int = Field(1, ge=1, description="context parallel")
     pp: int = Field(1, ge=1, description="pipeline parallel")
     ep: int = Field(1, ge=1, description="expert parallel")
-    etp: int = Field(1, ge=1, description="expert tensor parallel")
+    etp: int = Field(1, ge=1, description="expert tensor parallel; 1 whatever tp is")
+    order: str = Field("tp-cp-dp-pp", description="attention's axes, those of neighbouring ranks first")
+    moe_order: str = Field("etp-ep-edp-pp", description="the experts' axes, those of neighbouring ranks first")
 
 
 class ScheduleSpec(Strict):
     """In which order a step's pieces run."""
 
     kind: Literal["sequential"] = Field("sequential", description="order of a block's pieces")
+    virtual_stages: int = Field(1, ge=1, description="stages per pipeline position: 1 is 1F1B, more are interleaved")
+    stage_layers: tuple[int, ...] | None = Field(None, description="blocks of every stage; null shares them out evenly")
+    context: Literal["ring", "all_gather"] = Field(
+        "ring", description="how keys and values travel between context-parallel ranks"
+    )
 
 
 class MoeSpec(Strict):
@@ -192,27 +198,46 @@ class Recipe(Strict):
         return Fold(self.cluster.workers, **self.fold.model_dump())
 
     @property
+    def ownership(self) -> Ownership:
+        """Which worker holds what of the model."""
+        return Ownership(self.model, self.placed_fold, self.schedule.virtual_stages, self.schedule.stage_layers)
+
+    @property
     def accumulation(self) -> int:
-        """Passes per optimizer step on every worker."""
+        """Micro-batches per optimizer step on every data-parallel place."""
         return self.training.global_batch // (self.placed_fold.dp * self.training.micro_batch)
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
-        for check in (_check_fold, _check_batch, _check_data, _check_backend, _check_engine):
+        for check in (_check_fold, _check_batch, _check_schedule, _check_data, _check_backend, _check_engine):
             check(self)
         return self
 
 
 def _check_fold(recipe: Recipe) -> None:
-    for axis in ("tp", "cp", "pp", "etp"):
-        if getattr(recipe.fold, axis) != 1:
-            raise UserError(f"fold.{axis}", getattr(recipe.fold, axis), "training folds data and expert parallelism only", [1])
-    workers, experts = recipe.cluster.workers, recipe.model.experts
-    legal = divisors(math.gcd(workers, experts))
-    if workers % recipe.fold.ep:
-        raise UserError("fold.ep", recipe.fold.ep, f"must divide cluster.workers={workers}", legal)
-    if experts % recipe.fold.ep:
-        raise UserError("fold.ep", recipe.fold.ep, f"must divide model.experts={experts}", legal)
+    workers, sizes = recipe.cluster.workers, recipe.fold
+    try:
+        fold = recipe.placed_fold
+    except UserError as error:
+        if error.field in ("order", "moe_order"):
+            raise UserError(f"fold.{error.field}", error.value, error.rule, error.legal) from None
+        near = nearest_folds(workers, sizes.model_dump(include={"tp", "cp", "pp", "ep", "etp"}))
+        options = "; ".join(" ".join(f"{axis}={size}" for axis, size in option.items()) for option in near)
+        rule = f"{error.rule} (cluster.workers); nearest legal folds: {options}"
+        raise UserError("fold", error.value, rule, error.legal) from None
+    assert recipe.ownership
+    check_length(recipe.data.seq_len, fold.cp, fold.tp)
+
+
+def _check_schedule(recipe: Recipe) -> None:
+    pp, virtual, passes = recipe.fold.pp, recipe.schedule.virtual_stages, recipe.accumulation
+    if virtual > 1 and pp == 1:
+        raise UserError("schedule.virtual_stages", virtual, "interleaving needs a pipeline, fold.pp above 1", [1])
+    if virtual > 1 and passes % pp:
+        rule = (
+            f"interleaving needs the micro-batches of a step ({passes} on each data-parallel place) to be a multiple of pp={pp}"
+        )
+        raise UserError("schedule.virtual_stages", virtual, rule, [1])
 
 
 def _check_batch(recipe: Recipe) -> None:
@@ -248,11 +273,8 @@ def _check_engine(recipe: Recipe) -> None:
             "use zero=1, kind=torch or optimizer.clip=null"
         )
         raise UserError("engine.zero", 0, rule, [1, 2])
-    if engine.kind == "deepspeed" and recipe.precision == "bfloat16":
-        if engine.zero == 0:
-            raise UserError("engine.zero", 0, "DeepSpeed's stage 0 keeps no sharded float32 state of a bfloat16 model", [1, 2])
-        if engine.zero == 1 and recipe.accumulation > 1:
-            raise UserError("engine.zero", 1, "DeepSpeed's stage 1 adds up bfloat16 gradients in bfloat16", [2])
+    if engine.kind == "deepspeed" and recipe.precision == "bfloat16" and engine.zero == 0:
+        raise UserError("engine.zero", 0, "DeepSpeed's stage 0 keeps no sharded float32 state of a bfloat16 model", [1, 2])
     if engine.kind == "deepspeed" and recipe.precision == "float64":
         raise UserError(
             "precision", "float64", "DeepSpeed keeps float32 master weights; use engine.kind=torch", ["float32", "bfloat16"]

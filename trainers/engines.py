@@ -20,9 +20,10 @@ def make_engine(recipe: Recipe, groups: Groups, device: torch.device) -> Engine:
     Raises:
         MissingPackage: the recipe asks for a package that is not installed.
     """
-    model = Transformer(recipe.model, groups, make_backend(recipe), recipe.training.seed, device, DTYPES[recipe.precision])
+    seed, dtype, context = recipe.training.seed, DTYPES[recipe.precision], recipe.schedule.context
+    model = Transformer(recipe.ownership, groups, make_backend(recipe), context, seed, device, dtype)
     if recipe.engine.kind == "torch":
-        return TorchEngine(model, groups, recipe.optimizer, recipe.accumulation)
+        return TorchEngine(model, groups, recipe.optimizer)
     try:
         from trainers.deepspeed_engine import DeepSpeedEngine
     except ModuleNotFoundError as error:

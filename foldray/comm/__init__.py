@@ -1,6 +1,19 @@
 """The only floor that makes process groups and talks."""
 
-from foldray.comm.exchange import exchange
-from foldray.comm.groups import Communicator, Groups, host_group
+from foldray.comm.communicator import Communicator, Count, Pending, Traffic
+from foldray.comm.exchange import exchange, gather_rows, gather_sequence, scatter_rows, scatter_sequence
+from foldray.comm.groups import Groups, host_group
 
-__all__ = ["Communicator", "Groups", "exchange", "host_group"]
+__all__ = [
+    "Communicator",
+    "Count",
+    "Groups",
+    "Pending",
+    "Traffic",
+    "exchange",
+    "gather_rows",
+    "gather_sequence",
+    "host_group",
+    "scatter_rows",
+    "scatter_sequence",
+]

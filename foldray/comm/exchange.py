@@ -1,31 +1,96 @@
-"""The all-to-all as a differentiable step: its gradient is the all-to-all back."""
+"""Collectives as differentiable steps: the gradient of each is the collective that brings it back.
+
+| step | forward | gradient |
+|---|---|---|
+| `exchange` | all-to-all-v | all-to-all-v back |
+| `gather_rows` | all-gather-v | reduce-scatter-v |
+| `scatter_rows` | reduce-scatter-v | all-gather-v |
+| `gather_sequence` | all-gather along the sequence | reduce-scatter |
+| `scatter_sequence` | reduce-scatter along the sequence | all-gather |
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from foldray.comm.groups import Communicator
+from foldray.comm.communicator import Communicator
 
 
-def exchange(x_NH: torch.Tensor, communicator: Communicator, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+def exchange(x_NH: Tensor, communicator: Communicator, received: Sequence[int], sent: Sequence[int]) -> Tensor:
     """Rows to their members and rows from them, as `Communicator.all_to_all`, with a gradient."""
     if communicator.size == 1:
         return x_NH
-    return _Exchange.apply(x_NH, communicator, received, sent)
+    return _Mirrored.apply(
+        x_NH,
+        lambda x: communicator.all_to_all(x, received, sent),
+        lambda grad: communicator.all_to_all(grad, sent, received),
+    )
 
 
-class _Exchange(torch.autograd.Function):
+def gather_rows(x_NH: Tensor, communicator: Communicator, rows: Sequence[int]) -> Tensor:
+    """All members' rows, member by member; member i has `rows[i]` of them (all-gather-v): [rows[index], H] → [Σ rows, H]."""
+    if communicator.size == 1:
+        return x_NH
+    return _Mirrored.apply(x_NH, lambda x: _gather_v(x, communicator, rows), lambda grad: _scatter_v(grad, communicator, rows))
+
+
+def scatter_rows(x_NH: Tensor, communicator: Communicator, rows: Sequence[int]) -> Tensor:
+    """The sum over members of this member's `rows[index]` rows (reduce-scatter-v): [Σ rows, H] → [rows[index], H]."""
+    if communicator.size == 1:
+        return x_NH
+    return _Mirrored.apply(x_NH, lambda x: _scatter_v(x, communicator, rows), lambda grad: _gather_v(grad, communicator, rows))
+
+
+def gather_sequence(x_BSH: Tensor, communicator: Communicator) -> Tensor:
+    """The members' pieces of a sequence behind each other: [B, S, H] → [B, size · S, H]."""
+    if communicator.size == 1:
+        return x_BSH
+    return _Mirrored.apply(x_BSH, lambda x: _gather_s(x, communicator), lambda grad: _scatter_s(grad, communicator))
+
+
+def scatter_sequence(x_BSH: Tensor, communicator: Communicator) -> Tensor:
+    """This member's piece of the sum over members: [B, size · S, H] → [B, S, H]."""
+    if communicator.size == 1:
+        return x_BSH
+    return _Mirrored.apply(x_BSH, lambda x: _scatter_s(x, communicator), lambda grad: _gather_s(grad, communicator))
+
+
+class _Mirrored(torch.autograd.Function):
+    """A collective and the collective that is its gradient."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x_NH: torch.Tensor, communicator: Communicator, received: Sequence[int], sent: Sequence[int]
-    ) -> torch.Tensor:
-        ctx.way_back = communicator, sent, received
-        return communicator.all_to_all(x_NH, received, sent)
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        communicator, received, sent = ctx.way_back
-        return communicator.all_to_all(grads[0], received, sent), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grads[0]), None, None
+
+
+def _gather_v(x_NH: Tensor, communicator: Communicator, rows: Sequence[int]) -> Tensor:
+    # gloo has no uneven all-gather; an all-to-all that sends the same rows to everyone moves the same bytes.
+    size = communicator.size
+    return communicator.all_to_all(x_NH.repeat(size, 1), rows, [x_NH.shape[0]] * size)
+
+
+def _scatter_v(x_NH: Tensor, communicator: Communicator, rows: Sequence[int]) -> Tensor:
+    # Summed here, in one order and in at least float32, so that the result does not depend on a library's ring.
+    size, own = communicator.size, rows[communicator.index]
+    parts_RNH = communicator.all_to_all(x_NH, [own] * size, rows).view(size, own, *x_NH.shape[1:])
+    return parts_RNH.sum(0, dtype=torch.promote_types(x_NH.dtype, torch.float32)).to(x_NH.dtype)
+
+
+def _gather_s(x_BSH: Tensor, communicator: Communicator) -> Tensor:
+    pieces_RBSH = communicator.all_gather(x_BSH).view(communicator.size, *x_BSH.shape)
+    return pieces_RBSH.movedim(0, 1).reshape(x_BSH.shape[0], -1, *x_BSH.shape[2:])
+
+
+def _scatter_s(x_BSH: Tensor, communicator: Communicator) -> Tensor:
+    B, S, size = x_BSH.shape[0], x_BSH.shape[1], communicator.size
+    pieces_RBSH = x_BSH.view(B, size, S // size, *x_BSH.shape[2:]).movedim(1, 0)
+    return communicator.reduce_scatter(pieces_RBSH.reshape(size * B, S // size, *x_BSH.shape[2:]))

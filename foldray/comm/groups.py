@@ -2,85 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
-import torch
 import torch.distributed as dist
 
+from foldray.comm.communicator import Communicator, Traffic
 from foldray.fold import Fold
 
 # One communicator per class of traffic: a process group is one queue, so a small message behind a large reduction waits.
-_TRAFFIC = {"tokens": "ep", "counts": "ep", "expert_gradients": "edp", "dense_gradients": "dp_cp", "control": "dp_cp"}
-
-
-@dataclass(frozen=True)
-class Communicator:
-    """Ranks that exchange one class of traffic.
-
-    Args:
-        name: what travels.
-        ranks: members, in the order of the fold's table.
-        index: this process's place among them.
-        group: None for a single member, which needs no network.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    index: int
-    group: dist.ProcessGroup | None
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over the members, in place."""
-        if self.group is not None:
-            dist.all_reduce(x, group=self.group)
-        return x
-
-    def all_to_all(self, x: torch.Tensor, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
-        """Send `sent[i]` leading rows of x to member i and return the rows that came, member by member.
-
-        Shapes: x [Σ sent, …] → [Σ received, …].
-        """
-        if self.group is None:
-            return x
-        out = x.new_empty((sum(received), *x.shape[1:]))
-        dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=self.group)
-        return out
+_TRAFFIC = {
+    "tokens": "ep",
+    "counts": "etp_ep",
+    "expert_slices": "etp",
+    "tensor": "tp",
+    "context": "cp",
+    "sequence": "tp_cp",
+    "activations": "pp",
+    "output_gradients": "pp",
+    "dense_gradients": "dp_cp",
+    "replicated_gradients": "tp_dp_cp",
+    "expert_gradients": "edp",
+    "tied_gradients": "embedding",
+    "control": "world",
+}
 
 
 @dataclass(frozen=True)
 class Groups:
-    """All communicators of one rank of a fold; `close` gives up their connections and threads."""
+    """All communicators of one rank of a fold; `close` gives up their connections and threads.
+
+    Attributes:
+        tokens, counts, expert_slices: the MoE layer's: all-to-all over EP, row counts over ETP×EP, activations over ETP.
+        tensor, context, sequence: attention's: activations over TP, keys and values over CP, statistics of whole sequences.
+        activations, output_gradients: between pipeline stages, forward and backward.
+        dense_gradients, replicated_gradients, expert_gradients, tied_gradients: one for each gradient class, and for the
+            embedding that first and last stage share.
+        control: losses, norms and counts over all ranks.
+        traffic: what this rank has sent over all of them.
+    """
 
     fold: Fold
     rank: int
     tokens: Communicator
     counts: Communicator
-    expert_gradients: Communicator
+    expert_slices: Communicator
+    tensor: Communicator
+    context: Communicator
+    sequence: Communicator
+    activations: Communicator
+    output_gradients: Communicator
     dense_gradients: Communicator
+    replicated_gradients: Communicator
+    expert_gradients: Communicator
+    tied_gradients: Communicator
     control: Communicator
+    traffic: Traffic
     _made: list[dist.ProcessGroup]
 
     @classmethod
-    def create(cls, fold: Fold, rank: int = 0, timeout: timedelta | None = None) -> Groups:
-        """Make the process groups; every rank of the world calls this. A fold of one rank needs none and talks to nobody.
+    def create(
+        cls, fold: Fold, rank: int = 0, timeout: timedelta | None = None, node: Callable[[int], int] | None = None
+    ) -> Groups:
+        """Make the process groups; every rank of the fold calls this. A fold of one rank needs none and talks to nobody.
+
+        Args:
+            timeout: of every collective; None is the process group's default.
+            node: rank → its node, to tell traffic inside a node from traffic between nodes; None counts all as inside.
 
         Raises:
-            ValueError: the process group's world is not the fold's.
+            ValueError: the process group's world is too small for the fold, or the rank lies outside of it.
         """
         world = dist.get_world_size() if dist.is_initialized() else 1
-        if fold.world_size not in (1, world):
-            raise ValueError(f"the fold has {fold.world_size} ranks, the process group {world}")
+        if fold.world_size > 1 and fold.offset + fold.world_size > world:
+            raise ValueError(f"the fold has ranks {fold.offset}…{fold.offset + fold.world_size - 1}, the process group {world}")
+        if rank not in range(fold.offset, fold.offset + fold.world_size):
+            raise ValueError(f"rank {rank} is not in the fold's {fold.offset}…{fold.offset + fold.world_size - 1}")
         made: dict[str, Communicator] = {}
+        traffic = Traffic()
         for name, family in _TRAFFIC.items():
             group, ranks = _process_group(fold, rank, family, timeout, singles=False)
-            made[name] = Communicator(name, ranks, ranks.index(rank), group)
-        return cls(fold, rank, **made, _made=[communicator.group for communicator in made.values() if communicator.group])
+            nodes = tuple(map(node, ranks)) if node else ()
+            made[name] = Communicator(name, ranks, ranks.index(rank), group, nodes, traffic)
+        own = [communicator.group for communicator in made.values() if communicator.group]
+        return cls(fold, rank, **made, traffic=traffic, _made=own)
 
     def process_group(self, family: str) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
         """One more group of a family, and its members, for those who must have a group even of one; every rank calls this."""
@@ -94,8 +101,9 @@ class Groups:
         while self._made:
             dist.destroy_process_group(self._made.pop())
 
-    @property
+    @cached_property
     def coordinate(self) -> dict[str, dict[str, int]]:
+        """This rank's place in both views: {"attention": {"tp", …}, "moe": {"etp", …}}."""
         return self.fold.coordinate(self.rank)
 
     @property
@@ -115,11 +123,13 @@ def host_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
 def _process_group(
     fold: Fold, rank: int, family: str, timeout: timedelta | None, singles: bool
 ) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
-    mine = None
+    mine: tuple[dist.ProcessGroup | None, tuple[int, ...]] = (
+        None,
+        (rank,),
+    )  # a family may leave ranks out: a middle stage shares no embedding
     for ranks in fold.groups(family):
-        # Every rank takes part in making every group, in one order.
+        # Every rank names every group, in one order; those outside of it return at once.
         group = dist.new_group(list(ranks), timeout=timeout, group_desc=family) if singles or len(ranks) > 1 else None
         if rank in ranks:
             mine = group, ranks
-    assert mine is not None, f"rank {rank} is in no {family} group of {fold}"
     return mine

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from foldray.errors import UserError
-from foldray.fold.grid import Grid
+from foldray.fold.grid import Grid, listed
 
 ATTENTION_AXES = ("tp", "cp", "dp", "pp")
 MOE_AXES = ("etp", "ep", "edp", "pp")
-_FAMILIES = {
+FAMILIES = {
     "attention": {
-        "tp": ("tp",), "cp": ("cp",), "dp": ("dp",), "pp": ("pp",),
-        "dp_cp": ("dp", "cp"), "tp_cp": ("tp", "cp"), "tp_dp_cp": ("tp", "dp", "cp"), "world": ATTENTION_AXES,
+        "tp": ("tp",), "cp": ("cp",), "dp": ("dp",), "pp": ("pp",), "dp_cp": ("dp", "cp"), "tp_cp": ("tp", "cp"),
+        "tp_dp_cp": ("tp", "dp", "cp"), "world": ATTENTION_AXES, "embedding": ("pp",),  # of which it has the two ends
     },
     "moe": {"etp": ("etp",), "ep": ("ep",), "edp": ("edp",), "pp": ("pp",), "etp_ep": ("etp", "ep")},
 }  # fmt: skip
@@ -62,9 +62,13 @@ class Fold:
                 raise UserError(
                     "fold", values, f"{product} must divide the world size {self.world_size}", divisors(self.world_size)
                 )
-        if set(map(frozenset, self.attention.groups(["pp"]))) != set(map(frozenset, self.moe.groups(["pp"]))):
-            rule = "the pipeline groups must have the same members in both views; an order that ends in pp keeps this"
-            raise UserError("order", f"{self.order} | {self.moe_order}", rule)
+        # Groups along one axis are equal when its stride is: the one that begins at the first rank already tells.
+        strides = [grid.stride("pp") for grid in (self.attention, self.moe)]
+        if self.pp > 1 and strides[0] != strides[1]:
+            ours, theirs = (listed(range(self.offset, self.offset + self.pp * stride, stride)) for stride in strides)
+            rule = f"the pipeline groups must have the same members in both views, but attention has {ours}, the experts {theirs}"
+            legal = " | ".join(order.replace("-pp", "").replace("pp-", "") + "-pp" for order in (self.order, self.moe_order))
+            raise UserError("order", f"{self.order} | {self.moe_order}", rule, [legal])
 
     @property
     def dp(self) -> int:
@@ -92,13 +96,21 @@ class Fold:
         Raises:
             UserError: no such family.
         """
-        if family == "embedding":
-            return tuple(tuple(dict.fromkeys((group[0], group[-1]))) for group in self.groups("pp"))
-        for view, families in _FAMILIES.items():
+        grid, axes = self.axes(family)
+        groups = grid.groups(axes)
+        return tuple(tuple(dict.fromkeys((group[0], group[-1]))) for group in groups) if family == "embedding" else groups
+
+    def axes(self, family: str) -> tuple[Grid, tuple[str, ...]]:
+        """The view that a group family belongs to, and the axes along which its groups lie.
+
+        Raises:
+            UserError: no such family.
+        """
+        for view, families in FAMILIES.items():
             if family in families:
-                return getattr(self, view).groups(families[family])
-        legal = [name for families in _FAMILIES.values() for name in families]
-        raise UserError("family", family, "is no group family", dict.fromkeys([*legal, "embedding"]))
+                return getattr(self, view), families[family]
+        legal = [name for families in FAMILIES.values() for name in families]
+        raise UserError("family", family, "is no group family", dict.fromkeys(legal))
 
     def coordinate(self, rank: int) -> dict[str, dict[str, int]]:
         """A rank's place in both views."""
@@ -108,7 +120,7 @@ class Fold:
         """The document that `foldray explain --json` prints for a legal fold."""
         views = {
             view: {axis: getattr(self, axis) for axis in axes}
-            | {"groups": {family: [list(group) for group in self.groups(family)] for family in _FAMILIES[view]}}
+            | {"groups": {family: [list(group) for group in self.groups(family)] for family in FAMILIES[view]}}
             for view, axes in (("attention", ATTENTION_AXES), ("moe", MOE_AXES))
         }
         return {"legal": True, "world_size": self.world_size, **views}
@@ -123,4 +135,5 @@ class Fold:
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]

@@ -45,3 +45,9 @@ class Grid:
             stride, size = self.stride(axis), self.sizes[self.axes.index(axis)]
             offsets = [base + stride * i for i in range(size) for base in offsets]
         return offsets
+
+
+def listed(group: Sequence[int], most: int = 8) -> str:
+    """A group as text: `[0 2 4]`; of a long one, both ends."""
+    shown = [*group[: most - 1], "…", group[-1]] if len(group) > most else group
+    return "[" + " ".join(map(str, shown)) + "]"

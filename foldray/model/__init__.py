@@ -1,5 +1,5 @@
 """The Transformer around the MoE layer."""
 
-from foldray.model.transformer import Losses, Transformer
+from foldray.model.transformer import Batch, Losses, Segment, Transformer, add_losses
 
-__all__ = ["Losses", "Transformer"]
+__all__ = ["Batch", "Losses", "Segment", "Transformer", "add_losses"]

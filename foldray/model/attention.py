@@ -1,42 +1,84 @@
-"""Causal self-attention with grouped key/value heads and rotary positions.
+"""Causal self-attention with grouped key/value heads and rotary positions, cut over heads (TP) and positions (CP).
 
-B sequences, S positions, H hidden, N query heads, G key/value heads, D head size.
+B sequences, s positions of this rank's piece, S positions of its context-parallel shard (s · tp), L of the whole sequence,
+H hidden, N query heads, G key/value heads (those of this rank), D head size.
 """
 
 from __future__ import annotations
+
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from foldray.comm import Groups, gather_sequence, scatter_sequence
+from foldray.model.context import context_attention
 from foldray.spec import ModelSpec
+from foldray.spec.parts import Parts, columns
+
+ContextMode = Literal["ring", "all_gather"]
+
+
+class Place(NamedTuple):
+    """Where the tokens at hand stand in their sequences.
+
+    Shapes: position_S, the positions of the context-parallel shard; segment_BL, document numbers of the whole sequences, or None
+    for attention that passes over document boundaries.
+    """
+
+    position_S: torch.Tensor
+    segment_BL: torch.Tensor | None
 
 
 class Attention(nn.Module):
-    """[B, S, H] → [B, S, H]; queries, keys and values come from one product, `qkv` [H, (N + 2G)·D]."""
+    """[B, s, H] → [B, s, H]; queries, keys and values of this rank's heads come from one product, `qkv` [H, (N + 2G)·D].
 
-    def __init__(self, model: ModelSpec, device: torch.device | None = None, dtype: torch.dtype | None = None):
+    Args:
+        context: how keys and values reach the other context-parallel ranks: around a ring, or gathered at once.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        groups: Groups,
+        context: ContextMode = "ring",
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = model.heads, model.kv_heads, model.head_dim
+        self.tensor, self.ring, self.context = groups.tensor, groups.context, context
+        self.heads, self.kv_heads = model.heads // self.tensor.size, model.kv_heads // self.tensor.size
+        self.head_dim = model.head_dim
         self.theta = model.rope_theta if model.positions == "rope" else None
-        width = (model.heads + 2 * model.kv_heads) * model.head_dim
+        width = (self.heads + 2 * self.kv_heads) * model.head_dim
         self.qkv = nn.Parameter(torch.empty(model.hidden, width, device=device, dtype=dtype))
-        self.out = nn.Parameter(torch.empty(model.heads * model.head_dim, model.hidden, device=device, dtype=dtype))
+        self.out = nn.Parameter(torch.empty(self.heads * model.head_dim, model.hidden, device=device, dtype=dtype))
 
-    def forward(self, x_BSH: torch.Tensor, segment_BS: torch.Tensor | None = None) -> torch.Tensor:
-        """With `segment_BS` (document numbers) a position sees its own document only."""
+    def forward(self, x_BsH: torch.Tensor, place: Place) -> torch.Tensor:
+        x_BSH = gather_sequence(x_BsH, self.tensor)
         B, S, _ = x_BSH.shape
         heads = (self.heads, self.kv_heads, self.kv_heads)
         q_BSND, k_BSGD, v_BSGD = (x_BSH @ self.qkv).view(B, S, -1, self.head_dim).split(heads, dim=2)
         if self.theta is not None:
-            angle_SD = rotary_angles(torch.arange(S, device=x_BSH.device), self.head_dim, self.theta)
+            angle_SD = rotary_angles(place.position_S, self.head_dim, self.theta)
             q_BSND, k_BSGD = rotate(q_BSND, angle_SD), rotate(k_BSGD, angle_SD)
-        mask = None if segment_BS is None else document_mask(segment_BS)
-        y_BNSD = F.scaled_dot_product_attention(
-            q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2),
-            attn_mask=mask, is_causal=mask is None, enable_gqa=self.heads != self.kv_heads,
-        )  # fmt: skip
-        return y_BNSD.transpose(1, 2).reshape(B, S, -1) @ self.out
+        y_BNSD = self._attend(q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2), place.segment_BL)
+        return scatter_sequence(y_BNSD.transpose(1, 2).reshape(B, S, -1) @ self.out, self.tensor)
+
+    def parts(self) -> Parts:
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {"qkv": columns({"query": query, "key": key, "value": key}), "out": [("out", ())]}
+
+    def _attend(
+        self, q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, segment_BL: torch.Tensor | None
+    ) -> torch.Tensor:
+        if self.ring.size > 1:
+            return context_attention(q_BNSD, k_BGSD, v_BGSD, self.ring, self.context, segment_BL)
+        mask = None if segment_BL is None else document_mask(segment_BL)
+        return F.scaled_dot_product_attention(
+            q_BNSD, k_BGSD, v_BGSD, attn_mask=mask, is_causal=mask is None, enable_gqa=self.heads != self.kv_heads
+        )
 
 
 def rotary_angles(position_S: torch.Tensor, head_dim: int, theta: float) -> torch.Tensor:

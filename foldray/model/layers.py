@@ -1,13 +1,21 @@
-"""Norms and dense feed-forward layers."""
+"""Norms, dense feed-forward layers, and the vocabulary's two ends: embedding and loss.
+
+B sequences, s positions of this rank's piece, S of its context-parallel shard (s · tp), H hidden, V rows of the vocabulary
+that this rank holds.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from foldray.comm import Communicator, gather_sequence, scatter_sequence
 from foldray.moe.experts import reference_ffn
 from foldray.spec import ModelSpec
+from foldray.spec.parts import Parts, ffn_columns
 
 
 class Norm(nn.Module):
@@ -19,7 +27,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(model.hidden, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty_like(self.weight)) if model.norm == "layernorm" else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         shape, weight = self.weight.shape, self.weight.to(dtype)
         if self.bias is None:
@@ -28,14 +36,87 @@ class Norm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """A dense feed-forward layer of any inner width: [..., H] → [..., H]."""
+    """A dense feed-forward layer, its inner width cut over TP: [B, s, H] → [B, s, H]."""
 
-    def __init__(self, model: ModelSpec, inner: int, device: torch.device | None = None, dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        model: ModelSpec,
+        inner: int,
+        tensor: Communicator,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
-        self.ffn = model.ffn
-        width = 2 * inner if model.ffn == "gated_silu" else inner
+        self.ffn, self.tensor, self.inner = model.ffn, tensor, inner // tensor.size
+        width = 2 * self.inner if self.ffn == "gated_silu" else self.inner
         self.up = nn.Parameter(torch.empty(model.hidden, width, device=device, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(inner, model.hidden, device=device, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(self.inner, model.hidden, device=device, dtype=dtype))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return reference_ffn(x, self.up, self.down, self.ffn)
+    def forward(self, x_BsH: Tensor) -> Tensor:
+        y_BSH = reference_ffn(gather_sequence(x_BsH, self.tensor), self.up, self.down, self.ffn)
+        return scatter_sequence(y_BSH, self.tensor)
+
+    def parts(self) -> Parts:
+        return {"up": ffn_columns(self.ffn == "gated_silu", self.inner), "down": [("down", ())]}
+
+
+class Vocabulary(nn.Module):
+    """The rows of an embedding (or head) that this rank holds: an equal share of the vocabulary for each TP rank."""
+
+    def __init__(self, model: ModelSpec, tensor: Communicator, device: torch.device | None, dtype: torch.dtype | None):
+        super().__init__()
+        self.tensor, rows = tensor, model.vocab // tensor.size
+        self.first = tensor.index * rows
+        self.weight = nn.Parameter(torch.empty(rows, model.hidden, device=device, dtype=dtype))
+
+    def embed(self, token_BS: Tensor) -> Tensor:
+        """Tokens of the shard → embeddings of this rank's piece: [B, S] → [B, s, H]."""
+        if self.tensor.size == 1:
+            return F.embedding(token_BS, self.weight)
+        row_BS = token_BS - self.first
+        held_BS = (row_BS >= 0) & (row_BS < self.weight.shape[0])
+        # Every token's row is on one rank, the others add zero: the sum is exact.
+        rows_BSH = F.embedding(row_BS.where(held_BS, 0), self.weight) * held_BS.unsqueeze(-1)
+        return scatter_sequence(rows_BSH, self.tensor)
+
+    def logits(self, x_BsH: Tensor) -> Tensor:
+        """Logits of this rank's rows for every position of the shard: [B, s, H] → [B, S, V]."""
+        return F.linear(gather_sequence(x_BsH, self.tensor), self.weight)
+
+    def loss(self, x_BsH: Tensor, target_BS: Tensor) -> Tensor:
+        """Mean cross-entropy over the shard's positions, the same on all TP ranks, in at least float32."""
+        logits_BSV = self.logits(x_BsH)
+        logits_TV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32)).flatten(0, 1)
+        if self.tensor.size == 1:
+            return F.cross_entropy(logits_TV, target_BS.flatten())
+        return vocabulary_cross_entropy(logits_TV, target_BS.flatten(), self.first, self.tensor).mean()
+
+
+def vocabulary_cross_entropy(logits_TV: Tensor, target_T: Tensor, first: int, tensor: Communicator) -> Tensor:
+    """Cross-entropy of each token when every rank holds the logits of its own rows only, from row `first` on.
+
+    Logits never leave their rank: what travels is each token's maximum, sum and target logit (Megatron-LM, section 3).
+    """
+    return _VocabularyCrossEntropy.apply(logits_TV, target_T, first, tensor)
+
+
+class _VocabularyCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, target_T: Tensor, first: int, tensor: Communicator) -> Tensor:
+        largest_T = tensor.all_reduce(logits_TV.amax(-1), "max")
+        shifted_TV = logits_TV - largest_T.unsqueeze(-1)
+        row_T = target_T - first
+        held_T = (row_T >= 0) & (row_T < logits_TV.shape[1])
+        row_T = row_T.where(held_T, 0)
+        target_logit_T = shifted_TV.gather(-1, row_T.unsqueeze(-1)).squeeze(-1) * held_T
+        exp_TV = shifted_TV.exp_()
+        total_T, target_logit_T = tensor.all_reduce(torch.stack((exp_TV.sum(-1), target_logit_T)))
+        ctx.save_for_backward(exp_TV.div_(total_T.unsqueeze(-1)), row_T, held_T)
+        return total_T.log() - target_logit_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax_TV, row_T, held_T = ctx.saved_tensors
+        grad_TV = softmax_TV.clone()
+        grad_TV.scatter_add_(-1, row_T.unsqueeze(-1), -held_T.to(grad_TV.dtype).unsqueeze(-1))
+        return grad_TV.mul_(grads[0].unsqueeze(-1)), None, None, None

@@ -1,167 +1,279 @@
-"""The decoder-only Transformer with Mixture-of-Experts blocks.
+"""The decoder-only Transformer with Mixture-of-Experts blocks, in segments that a schedule runs one by one.
 
-B sequences, S positions, H hidden, V vocabulary, L MoE layers, E experts.
+B sequences, s positions of this rank's piece, S of its context-parallel shard (s · tp), L of the whole sequence; H hidden,
+E experts, M MoE blocks.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from foldray.comm import Groups
-from foldray.model.attention import Attention
-from foldray.model.layers import FeedForward, Norm
-from foldray.moe.layer import Experts, MoeBackend, MoELayer, MoeStats
+from foldray.model.attention import Attention, ContextMode, Place
+from foldray.model.layers import FeedForward, Norm, Vocabulary
+from foldray.model.parts import parts_below
+from foldray.moe.layer import MoeBackend, MoELayer, MoeStats
 from foldray.moe.router import Router
-from foldray.spec import ModelSpec, parameter_table
+from foldray.spec import Layout, ModelSpec, Ownership, ParameterSpec, Stage
+from foldray.spec.parameters import GradientClass
+
+
+class Batch(NamedTuple):
+    """Whole sequences of one micro-batch; all ranks of a data-parallel place get the same, and each takes its piece.
+
+    Shapes: token_BL, target_BL int64; segment_BL document numbers that attention does not cross, or None.
+    """
+
+    token_BL: torch.Tensor
+    target_BL: torch.Tensor
+    segment_BL: torch.Tensor | None = None
 
 
 class Losses(NamedTuple):
-    """What one pass over B sequences gives.
+    """What a rank adds to the losses of a micro-batch, or of several: summed over all ranks, over DP·CP, they are means.
 
-    Shapes: total, language, balance, z scalars, each a mean over the pass's tokens (balance and z also over MoE layers;
-    `total` carries the gradient: language + weighted balance and z summed over layers); count_LE int64 assignments per MoE
-    layer and expert; dropped int64 scalar.
+    Shapes: language, balance, z scalars, means over tokens; balance and z also over MoE blocks. count_ME int64, assignments per
+    MoE block and expert; dropped int64 scalar: sums.
     """
 
-    total: torch.Tensor
     language: torch.Tensor
     balance: torch.Tensor
     z: torch.Tensor
-    count_LE: torch.Tensor
+    count_ME: torch.Tensor
     dropped: torch.Tensor
+
+
+class Output(NamedTuple):
+    """What a segment gives.
+
+    Args:
+        x_BsH: activations for the next segment; None behind the head.
+        objective: this rank's share of the loss that is differentiated, with its weights; None if the segment adds nothing.
+        losses: what it adds to the reported losses; None if nothing.
+    """
+
+    x_BsH: torch.Tensor | None
+    objective: torch.Tensor | None = None
+    losses: Losses | None = None
+
+
+class Segment(NamedTuple):
+    """A run of computation between two cuts of the autograd graph: embedding, one block, or head with loss."""
+
+    run: Callable[[torch.Tensor | None, Batch], Output]
+    parameters: list[nn.Parameter]
 
 
 class Block(nn.Module):
     """Pre-norm attention, then a pre-norm dense or MoE feed-forward."""
 
     def __init__(
-        self, model: ModelSpec, layer: int, groups: Groups, backend: MoeBackend, device: torch.device, dtype: torch.dtype
+        self,
+        model: ModelSpec,
+        layer: int,
+        groups: Groups,
+        backend: MoeBackend,
+        context: ContextMode,
+        device: torch.device,
+        dtype: torch.dtype,
     ):
         super().__init__()
         self.attention_norm = Norm(model, device, dtype)
-        self.attention = Attention(model, device, dtype)
+        self.attention = Attention(model, groups, context, device, dtype)
         self.ffn_norm = Norm(model, device, dtype)
         if model.is_moe(layer):
-            shared = FeedForward(model, model.shared_hidden, device, dtype) if model.shared_hidden else None
+            shared = FeedForward(model, model.shared_hidden, groups.tensor, device, dtype) if model.shared_hidden else None
             self.moe = MoELayer(model, groups, backend, shared, device, dtype)
         else:
-            self.ffn = FeedForward(model, model.ffn_hidden, device, dtype)
+            self.ffn = FeedForward(model, model.ffn_hidden, groups.tensor, device, dtype)
 
-    def forward(self, x_BSH: torch.Tensor, segment_BS: torch.Tensor | None) -> tuple[torch.Tensor, MoeStats | None]:
-        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), segment_BS)
-        h_BSH = self.ffn_norm(x_BSH)
+    def forward(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, MoeStats | None]:
+        x_BsH = x_BsH + self.attention(self.attention_norm(x_BsH), place)
+        h_BsH = self.ffn_norm(x_BsH)
         if hasattr(self, "moe"):
-            y_BSH, stats = self.moe(h_BSH)
-            return x_BSH + y_BSH, stats
-        return x_BSH + self.ffn(h_BSH), None
+            y_BsH, stats = self.moe(h_BsH)
+            return x_BsH + y_BsH, stats
+        return x_BsH + self.ffn(h_BsH), None
 
 
 class Transformer(nn.Module):
-    """This rank's part of the model.
+    """This rank's part of the model: its pipeline stages, and its share of everything in them.
 
     Args:
-        model: what to build.
-        groups: the fold's communicators; this rank holds its own share of every MoE block's experts.
+        ownership: the model, the fold, and who owns what.
+        groups: the fold's communicators.
         backend: kernels of the MoE layers.
+        context: how keys and values travel under context parallelism.
         seed: every parameter is drawn from its own stream (seed, global name): all folds start equal.
     """
 
     def __init__(
         self,
-        model: ModelSpec,
+        ownership: Ownership,
         groups: Groups,
         backend: MoeBackend | None = None,
+        context: ContextMode = "ring",
         seed: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ):
         super().__init__()
-        self.spec = model
-        device, backend = torch.device(device or "cpu"), backend or MoeBackend()
-        self.embedding = _table(model.vocab, model.hidden, device, dtype)
-        if model.positions == "learned":
-            self.positions = _table(model.max_positions, model.hidden, device, dtype)
-        self.blocks = nn.ModuleList(Block(model, i, groups, backend, device, dtype) for i in range(model.layers))
-        self.final_norm = Norm(model, device, dtype)
-        if not model.tied_embeddings:
-            self.head = _table(model.vocab, model.hidden, device, dtype)
+        model, device, backend = ownership.model, torch.device(device or "cpu"), backend or MoeBackend()
+        self.spec, self.ownership, self.groups = model, ownership, groups
+        self.stages = ownership.held_stages(groups.rank)
+        self.pieces = ownership.pieces(groups.rank)
+        place = groups.coordinate["attention"]
+        self.layout = Layout(groups.fold.cp, groups.fold.tp, place["cp"], place["tp"])
+        last = any(stage.last for stage in self.stages)
+        if "embedding.weight" in self.pieces:
+            self.embedding = Vocabulary(model, groups.tensor, device, dtype)
+        if "positions.weight" in self.pieces:
+            shape = (model.max_positions, model.hidden)
+            self.positions = nn.Embedding(*shape, _weight=torch.empty(shape, device=device, dtype=dtype))
+        layers = [layer for stage in self.stages for layer in stage.layers]
+        self.blocks = nn.ModuleDict({str(i): Block(model, i, groups, backend, context, device, dtype) for i in layers})
+        if last:
+            self.final_norm = Norm(model, device, dtype)
+        if "head.weight" in self.pieces:
+            self.head = Vocabulary(model, groups.tensor, device, dtype)
+        self.global_parts = parts_below(self.named_modules())
         self._initialise(seed)
 
-    def forward(self, token_BS: torch.Tensor, target_BS: torch.Tensor, segment_BS: torch.Tensor | None = None) -> Losses:
-        """Losses of next-token prediction; `segment_BS` (document numbers) keeps attention inside documents."""
-        logits_BSV, stats = self.logits(token_BS, segment_BS)
-        logits_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
-        language = F.cross_entropy(logits_BSV.flatten(0, 1), target_BS.flatten())
-        if not stats:
-            zero = language.detach().new_zeros(())
-            none_LE = target_BS.new_zeros(0, self.spec.experts)
-            return Losses(language, language.detach(), zero, zero, none_LE, target_BS.new_zeros(()))
-        balance_L, z_L = (torch.stack([getattr(layer, name) for layer in stats]) for name in ("balance_loss", "z_loss"))
-        router = self.spec.router
-        total = language + router.balance_loss * balance_L.sum() + router.z_loss * z_L.sum()
-        return Losses(
-            total, language.detach(), balance_L.detach().mean(), z_L.detach().mean(),
-            torch.stack([layer.count_E for layer in stats]), torch.stack([layer.dropped for layer in stats]).sum(),
-        )  # fmt: skip
-
-    def logits(self, token_BS: torch.Tensor, segment_BS: torch.Tensor | None = None) -> tuple[torch.Tensor, list[MoeStats]]:
-        """Logits [B, S, V] and what each MoE block tells."""
-        x_BSH = self.embedding(token_BS)
-        if self.spec.positions == "learned":
-            x_BSH = x_BSH + self.positions.weight[: token_BS.shape[1]]
+    def segments(self, stage: Stage) -> list[Segment]:
+        """The segments of one of this rank's stages, in order."""
         found = []
-        for block in self.blocks:
-            x_BSH, stats = block(x_BSH, segment_BS)
-            if stats is not None:
-                found.append(stats)
-        head = self.embedding if self.spec.tied_embeddings else self.head
-        return F.linear(self.final_norm(x_BSH), head.weight), found
+        if stage.first:
+            modules = [self.embedding, *([self.positions] if self.spec.positions == "learned" else [])]
+            found.append(Segment(lambda _, batch: Output(self._embed(batch)), _parameters(*modules)))
+        for layer in stage.layers:
+            found.append(Segment(self._block(layer), _parameters(self.blocks[str(layer)])))
+        if stage.last:
+            found.append(Segment(self._head_and_loss, _parameters(self.final_norm, self._head)))
+        return found
 
-    def routers(self) -> Iterator[tuple[str, Router]]:
-        """Global name and router of every MoE block."""
-        return ((name, module) for name, module in self.named_modules() if isinstance(module, Router))
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, Losses]:
+        """Objective and losses in one graph, for a rank that holds all stages: what every schedule must equal."""
+        objective, losses, x_BsH = torch.zeros(()), self.no_losses(), None
+        for stage in self.stages:
+            for segment in self.segments(stage):
+                output = segment.run(x_BsH, batch)
+                x_BsH = output.x_BsH
+                objective = objective if output.objective is None else objective + output.objective
+                losses = add_losses(losses, output.losses)
+        return objective, losses
 
-    def expert_parameters(self) -> list[nn.Parameter]:
-        """Parameters whose gradients are summed over EDP; all others are summed over DP×CP."""
-        return [parameter for module in self.modules() if isinstance(module, Experts) for parameter in module.parameters()]
+    def logits(self, token_BL: torch.Tensor, segment_BL: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of this rank's shard and vocabulary [B, S, V], for a rank that holds all stages."""
+        batch = Batch(token_BL, token_BL, segment_BL)
+        x_BsH = self._embed(batch)
+        for layer in self.blocks:
+            x_BsH, _ = self.blocks[layer](x_BsH, self._place(batch))
+        return self._head.logits(self.final_norm(x_BsH))
 
-    def global_names(self) -> dict[str, list[tuple[str, int | None]]]:
-        """For each parameter of this rank, its parts by global name: (name, index into the first axis, or None for all of it)."""
-        names: dict[str, list[tuple[str, int | None]]] = {name: [(name, None)] for name, _ in self.named_parameters()}
-        for prefix, module in self.named_modules():
-            if isinstance(module, Experts):
-                for kind in ("up", "down"):
-                    names[f"{prefix}.{kind}"] = [
-                        (f"{prefix}.{module.first + i}.{kind}", i) for i in range(len(getattr(module, kind)))
-                    ]
-        return names
+    def no_losses(self) -> Losses:
+        """Losses of nothing yet."""
+        device = next(self.parameters()).device
+        zero, none = (torch.zeros((), dtype=dtype, device=device) for dtype in (torch.float64, torch.int64))
+        blocks = len(self.spec.moe_layers)
+        return Losses(zero, zero, zero, none.new_zeros(blocks, self.spec.experts if blocks else 0), none)
+
+    def update_biases(self, count_ME: torch.Tensor) -> None:
+        """Move the routers' selection biases, from the assignments of a whole optimizer step over all ranks."""
+        for layer, router in self._routers():
+            router.update_bias(count_ME[self.spec.moe_layers.index(layer)])
+
+    def biases(self) -> dict[str, torch.Tensor]:
+        """The routers' selection biases by global name."""
+        return {f"blocks.{layer}.moe.router.bias": router.bias for layer, router in self._routers()}
+
+    def by_class(self, kind: GradientClass) -> list[nn.Parameter]:
+        """This rank's parameters of a gradient class."""
+        return [parameter for name, parameter in self.named_parameters() if self._spec(name).gradient_class == kind]
+
+    def counted(self) -> list[nn.Parameter]:
+        """Parameters whose pieces this rank counts in a norm over the whole model."""
+        names = set(self.ownership.counted(self.groups.rank))
+        return [parameter for name, parameter in self.named_parameters() if self.global_parts[name][0][0] in names]
+
+    def tied(self) -> list[nn.Parameter]:
+        """Parameters that the first and the last stage share."""
+        return [self.embedding.weight] if self.spec.tied_embeddings and self.groups.tied_gradients.size > 1 else []
+
+    @property
+    def _head(self) -> Vocabulary:
+        return self.embedding if self.spec.tied_embeddings else self.head
+
+    def _embed(self, batch: Batch) -> torch.Tensor:
+        place = self._place(batch)
+        x_BsH = self.embedding.embed(batch.token_BL[:, place.position_S])
+        if self.spec.positions == "learned":
+            s = x_BsH.shape[1]
+            x_BsH = x_BsH + self.positions.weight[place.position_S[self.layout.tp_rank * s :][:s]]
+        return x_BsH
+
+    def _block(self, layer: int) -> Callable[[torch.Tensor | None, Batch], Output]:
+        block, weights, blocks = self.blocks[str(layer)], self.spec.router, self.spec.moe_layers
+
+        def run(x_BsH: torch.Tensor | None, batch: Batch) -> Output:
+            y_BsH, stats = block(x_BsH, self._place(batch))
+            if stats is None:
+                return Output(y_BsH)
+            objective = weights.balance_loss * stats.balance_loss + weights.z_loss * stats.z_loss
+            nothing = self.no_losses()
+            count_ME = nothing.count_ME.clone()
+            count_ME[blocks.index(layer)] = stats.count_E
+            balance, z = (value.detach().double() / len(blocks) for value in (stats.balance_loss, stats.z_loss))
+            return Output(y_BsH, objective, Losses(nothing.language, balance, z, count_ME, stats.dropped))
+
+        return run
+
+    def _head_and_loss(self, x_BsH: torch.Tensor | None, batch: Batch) -> Output:
+        target_BS = batch.target_BL[:, self._place(batch).position_S]
+        language = self._head.loss(self.final_norm(x_BsH), target_BS)
+        # All tensor-parallel ranks differentiate the same loss, each its own part of it; one of them reports it.
+        reported = language.detach().double() * (self.layout.tp_rank == 0)
+        return Output(None, language, self.no_losses()._replace(language=reported))
+
+    def _place(self, batch: Batch) -> Place:
+        device = batch.token_BL.device
+        chunks = self.layout.chunks(batch.token_BL.shape[1])
+        position_S = torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
+        return Place(position_S, batch.segment_BL)
+
+    def _routers(self) -> Iterator[tuple[int, Router]]:
+        for layer, block in self.blocks.items():
+            if isinstance(moe := getattr(block, "moe", None), MoELayer):
+                yield int(layer), moe.router
+
+    def _spec(self, name: str) -> ParameterSpec:
+        return self.pieces[self.global_parts[name][0][0]].spec
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
-        table = {parameter.name: parameter for parameter in parameter_table(self.spec)}
-        parameters = dict(self.named_parameters())
-        for local, parts in self.global_names().items():
-            for name, index in parts:
-                target = parameters[local] if index is None else parameters[local][index]
-                _draw(target, table[name].init, seed, name)
+        for local, parameter in self.named_parameters():
+            for name, index in self.global_parts[local]:
+                piece = self.pieces[name]
+                parameter[index].copy_(_drawn(piece.spec.shape, piece.spec.init, seed, name)[piece.box])
 
 
-def _table(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> nn.Embedding:
-    """An embedding whose weight is left to be drawn."""
-    return nn.Embedding(rows, width, _weight=torch.empty(rows, width, device=device, dtype=dtype))
+def add_losses(total: Losses, more: Losses | None) -> Losses:
+    return total if more is None else Losses(*(a + b for a, b in zip(total, more, strict=True)))
 
 
-def _draw(target: torch.Tensor, std: float | None, seed: int, name: str) -> None:
+def _parameters(*modules: nn.Module) -> list[nn.Parameter]:
+    return [parameter for module in modules for parameter in module.parameters()]
+
+
+def _drawn(shape: tuple[int, ...], std: float | None, seed: int, name: str) -> torch.Tensor:
+    """The whole parameter as it is initialised."""
     if std is None or std == 0:
-        target.fill_(1.0 if std is None else 0.0)
-        return
+        return torch.full(shape, 1.0 if std is None else 0.0)
     # A stream per name: the weights do not depend on which rank draws them, nor on the order.
     # (Torch's generator heeds 32 bits of its seed.)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    target.copy_(torch.empty(target.shape).normal_(0.0, std, generator=generator))
+    return torch.empty(shape).normal_(0.0, std, generator=generator)

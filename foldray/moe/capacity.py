@@ -1,7 +1,7 @@
 """How many tokens an expert takes, and which ones it drops beyond that.
 
-The scope is the sequence (sub-sequence dropping, MoE Parallel Folding section 3.3): who is dropped does not depend on the
-micro-batch. T = B·S tokens, K assignments per token, E experts.
+The scope is a sequence, or the piece of it that a rank holds (full- and sub-sequence dropping, MoE Parallel Folding section 3.3):
+who is dropped does not depend on the micro-batch. T = B·S tokens, K assignments per token, E experts.
 """
 
 from __future__ import annotations

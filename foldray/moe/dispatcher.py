@@ -1,7 +1,8 @@
 """Tokens to their experts and back, in six stages, the network apart from the arithmetic.
 
 The stages are those of Megatron-Core's token dispatcher (MoE Parallel Folding, section 3.3). Schedules, tests, backends and
-the cost model attach between them. T tokens, H hidden, K experts per token, N rows = assignments that travel, E experts.
+the cost model attach between them. T tokens, H hidden, K experts per token, N rows = assignments that travel, E experts,
+X expert-tensor-parallel ranks (ETP), R expert-parallel ranks (EP).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from foldray.comm import Groups, exchange
+from foldray.comm import Groups, exchange, gather_rows, scatter_rows
 from foldray.moe.router import Routing
 
 
@@ -32,29 +33,34 @@ class Plan:
     Args:
         memory: the permutation's own.
         sent_E: rows per global expert that leave this rank, int64.
-        received_RE: rows per (source rank, local expert) that arrive, int64 on the host; None until counts are exchanged.
+        received_XRE: rows per (ETP rank, EP rank that they come from, local expert) that arrive at this rank's ETP group, int64
+            on the host; None until counts are exchanged.
     """
 
     memory: Any
     sent_E: torch.Tensor
-    received_RE: torch.Tensor | None = None
+    received_XRE: torch.Tensor | None = None
 
     def arrivals(self) -> torch.Tensor:
-        if self.received_RE is None:
+        if self.received_XRE is None:
             raise RuntimeError("counts must be exchanged before tokens are")
-        return self.received_RE
+        return self.received_XRE
 
     @property
     def rows_per_expert(self) -> list[int]:
         """Rows of each local expert."""
-        return self.arrivals().sum(0).tolist()
+        return self.arrivals().sum((0, 1)).tolist()
 
 
 class Dispatcher:
-    """The stages between the router and the sum, for experts split over an EP group."""
+    """The stages between the router and the sum, for experts split over an EP group, and each of them over an ETP group."""
 
     def __init__(self, groups: Groups, permutation: Permutation):
-        self.tokens, self.counts, self.permutation = groups.tokens, groups.counts, permutation
+        self.tokens, self.slices, self.counts = groups.tokens, groups.expert_slices, groups.counts
+        self.permutation = permutation
+        places = [groups.fold.moe.coordinate(rank) for rank in self.counts.ranks]
+        order = sorted(range(len(places)), key=lambda member: (places[member]["etp"], places[member]["ep"]))
+        self._etp_then_ep = torch.tensor(order)
 
     def dispatch_preprocess(self, x_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Plan]:
         """Local: copy each token's row once per chosen expert, sorted by expert."""
@@ -62,37 +68,41 @@ class Dispatcher:
         return rows_NH, Plan(memory, sent_E)
 
     def exchange_counts(self, plan: Plan) -> Plan:
-        """Network, on a communicator of its own so that it never waits behind tokens: who sends me how many rows."""
-        ranks = self.counts.size
-        received_E = self.counts.all_to_all(
-            plan.sent_E, [plan.sent_E.numel() // ranks] * ranks, [plan.sent_E.numel() // ranks] * ranks
-        )
-        return replace(plan, sent_E=plan.sent_E.cpu(), received_RE=received_E.view(ranks, -1).cpu())
+        """Network, on a communicator of its own so that it never waits behind tokens: who sends how many rows where."""
+        shape = (self.slices.size, self.tokens.size, self.tokens.size, -1)
+        sent_XRRE = self.counts.all_gather(plan.sent_E).cpu().view(self.counts.size, -1)[self._etp_then_ep].view(shape)
+        return replace(plan, sent_E=plan.sent_E.cpu(), received_XRE=sent_XRRE[:, :, self.tokens.index])
 
     def dispatch(self, rows_NH: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """Network only: rows to the ranks that own their experts."""
-        return exchange(rows_NH, self.tokens, *self._splits(plan))
+        """Network only: rows to the ranks that own their experts (all-to-all-v), then to all that own a slice (all-gather-v)."""
+        rows_NH = exchange(rows_NH, self.tokens, *self._splits(plan))
+        return gather_rows(rows_NH, self.slices, self._slices(plan))
 
     def dispatch_postprocess(self, rows_NH: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """Local: from (source rank, local expert) order to (local expert, source rank)."""
-        return _regroup(rows_NH, plan.arrivals())
+        """Local: from (ETP rank, source rank, local expert) order to (local expert, ETP rank, source rank)."""
+        return _regroup(rows_NH, plan.arrivals().flatten(0, 1))
 
     def combine_preprocess(self, y_NH: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """Local: back to (source rank, local expert) order."""
-        return _regroup(y_NH, plan.arrivals().T)
+        """Local: back to (ETP rank, source rank, local expert) order."""
+        return _regroup(y_NH, plan.arrivals().flatten(0, 1).T)
 
     def combine(self, y_NH: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """Network only: results to the ranks that own their tokens."""
+        """Network only: slices' results summed (reduce-scatter-v), then to the ranks that own their tokens (all-to-all-v)."""
         received, sent = self._splits(plan)
-        return exchange(y_NH, self.tokens, sent, received)
+        return exchange(scatter_rows(y_NH, self.slices, self._slices(plan)), self.tokens, sent, received)
 
     def combine_postprocess(self, y_NH: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Local: weighted sum of each token's rows."""
         return self.permutation.decode(y_NH, plan.memory)
 
     def _splits(self, plan: Plan) -> tuple[list[int], list[int]]:
-        arrivals_RE = plan.arrivals()
+        """Rows received from and sent to each EP rank."""
+        arrivals_RE = plan.arrivals()[self.slices.index]
         return arrivals_RE.sum(1).tolist(), plan.sent_E.view(arrivals_RE.shape).sum(1).tolist()
+
+    def _slices(self, plan: Plan) -> list[int]:
+        """Rows that each ETP rank has received."""
+        return plan.arrivals().sum((1, 2)).tolist()
 
 
 def _regroup(rows_NH: torch.Tensor, counts_AB: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from foldray.moe.experts import expert_ffn
 from foldray.moe.router import Gate, Router
 from foldray.moe.torch_backend import TorchPermutation
 from foldray.spec import ModelSpec
+from foldray.spec.parts import Parts, ffn_columns
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class MoeBackend:
 class MoeStats(NamedTuple):
     """What one pass through one layer tells.
 
-    Shapes: balance_loss, z_loss scalars with a gradient; count_E int64, assignments per expert; dropped int64 scalar.
+    Shapes: balance_loss, z_loss scalars with a gradient, this rank's contributions as in `Routing`;
+    count_E int64, assignments per expert; dropped int64 scalar.
     """
 
     balance_loss: torch.Tensor
@@ -38,21 +40,31 @@ class MoeStats(NamedTuple):
 
 
 class Experts(nn.Module):
-    """This rank's experts, stacked: `up` [E_local, H, W] and `down` [E_local, F, H]."""
+    """This rank's slices of its experts, stacked: `up` [E_local, H, W] and `down` [E_local, F, H], F the width over ETP."""
 
-    def __init__(self, model: ModelSpec, first: int, count: int, device: torch.device | None, dtype: torch.dtype | None):
+    def __init__(self, model: ModelSpec, groups: Groups, device: torch.device | None, dtype: torch.dtype | None):
         super().__init__()
-        self.first, self.ffn = first, model.ffn
-        width = 2 * model.expert_hidden if model.ffn == "gated_silu" else model.expert_hidden
+        count = model.experts // groups.tokens.size
+        first = groups.tokens.index * count
+        self.ids, self.ffn, self.inner = range(first, first + count), model.ffn, model.expert_hidden // groups.expert_slices.size
+        width = 2 * self.inner if model.ffn == "gated_silu" else self.inner
         self.up = nn.Parameter(torch.empty(count, model.hidden, width, device=device, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(count, model.expert_hidden, model.hidden, device=device, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(count, self.inner, model.hidden, device=device, dtype=dtype))
 
     def forward(self, x_NH: torch.Tensor, counts: list[int], kind: Literal["grouped", "loop"]) -> torch.Tensor:
         return expert_ffn(x_NH, counts, self.up, self.down, self.ffn, kind)
 
+    def parts(self) -> Parts:
+        inwards = [
+            (f"{expert}.{part}", index)
+            for i, expert in enumerate(self.ids)
+            for part, index in ffn_columns(self.ffn == "gated_silu", self.inner, (i, slice(None)))
+        ]
+        return {"up": inwards, "down": [(f"{expert}.down", (i,)) for i, expert in enumerate(self.ids)]}
+
 
 class MoELayer(nn.Module):
-    """[B, S, H] → [B, S, H] through the experts of an EP group; `forward` runs the stages one after another."""
+    """[B, s, H] → [B, s, H] through the experts of an EP×ETP group; `forward` runs the stages one after another."""
 
     def __init__(
         self,
@@ -64,10 +76,9 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        local = model.experts // groups.tokens.size
         self.backend = backend
-        self.router = Router(model, backend.gate, device, dtype)
-        self.experts = Experts(model, groups.ep_rank * local, local, device, dtype)
+        self.router = Router(model, groups, backend.gate, device, dtype)
+        self.experts = Experts(model, groups, device, dtype)
         self.shared = shared
         self.dispatcher = Dispatcher(groups, backend.permutation or TorchPermutation())
 
@@ -81,7 +92,7 @@ class MoELayer(nn.Module):
         y_NH = self.experts(rows_NH, plan.rows_per_expert, self.backend.experts)
         y_NH = stages.combine(stages.combine_preprocess(y_NH, plan), plan)
         y_TH = stages.combine_postprocess(y_NH, plan)
+        y_BSH = y_TH.to(x_BSH.dtype).view_as(x_BSH)
         if self.shared is not None:
-            y_TH = y_TH + self.shared(x_TH)
-        stats = MoeStats(routing.balance_loss, routing.z_loss, routing.count_E, routing.dropped)
-        return y_TH.to(x_BSH.dtype).view_as(x_BSH), stats
+            y_BSH = y_BSH + self.shared(x_BSH)
+        return y_BSH, MoeStats(routing.balance_loss, routing.z_loss, routing.count_E, routing.dropped)

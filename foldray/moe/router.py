@@ -1,7 +1,7 @@
 """The router: which experts a token goes to, with which weights, and what it costs to be uneven.
 
 Everything here runs in at least float32, and never below the precision of the model.
-T = B·S tokens of B sequences, H hidden, E experts, K experts per token.
+T = B·s tokens: this rank's pieces, s positions each, of B sequences. H hidden, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from foldray.comm import Groups
 from foldray.moe.capacity import capacity, keep_within
+from foldray.moe.sequence import Sequences
 from foldray.spec import ModelSpec, RouterSpec
 
 # Chooses experts from logits: (logits_TE, bias_E) -> (expert_TK, weight_TK).
@@ -29,7 +31,7 @@ class Routing:
         keep_TK: assignments within capacity, bool; None when nothing can be dropped.
         capacity: rows that every expert is padded to; None for ragged rows.
         count_E: assignments per expert before dropping, int64.
-        balance_loss, z_loss: scalars, not yet weighted.
+        balance_loss, z_loss: this rank's contributions, not yet weighted; the sum over all ranks, over DP·CP, is the mean.
     """
 
     expert_TK: torch.Tensor
@@ -54,10 +56,15 @@ class Router(nn.Module):
     """
 
     def __init__(
-        self, model: ModelSpec, gate: Gate | None = None, device: torch.device | None = None, dtype: torch.dtype | None = None
+        self,
+        model: ModelSpec,
+        groups: Groups,
+        gate: Gate | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.model, self.spec = model, model.router
+        self.model, self.spec, self.sequences = model, model.router, Sequences(groups)
         self.gate: Gate = gate or TopKGate(model)
         self.weight = nn.Parameter(torch.empty(model.hidden, model.experts, device=device, dtype=dtype))
         self.bias: torch.Tensor
@@ -68,17 +75,30 @@ class Router(nn.Module):
         logits_TE = x_TH.to(dtype) @ self.weight.to(dtype)
         expert_TK, weight_TK = self.gate(logits_TE, self.bias)
         count_BE = _count(expert_TK, sequences, self.model.experts)
-        keep_TK, limit = None, None
-        if self.spec.capacity_factor is not None:
-            limit = capacity(x_TH.shape[0] // sequences, self.model.topk, self.model.experts, self.spec.capacity_factor)
-            keep_TK = keep_within(limit, expert_TK, weight_TK, sequences, self.model.experts, self.spec.drop)
+        keep_TK, limit = self._keep(expert_TK, weight_TK, sequences)
+        tokens = x_TH.shape[0] * self.sequences.tp  # of this rank's data- and context-parallel place
         return Routing(
             expert_TK, weight_TK, keep_TK,
-            capacity=limit * sequences if self.spec.pad and limit is not None else None,
+            capacity=limit if self.spec.pad else None,
             count_E=count_BE.sum(0),
-            balance_loss=balance_loss(scores(logits_TE, self.spec), count_BE),
-            z_loss=logits_TE.logsumexp(-1).square().mean(),
+            balance_loss=balance_loss(scores(logits_TE, self.spec), self.sequences.sum(count_BE), tokens // sequences),
+            z_loss=logits_TE.logsumexp(-1).square().sum() / tokens,
         )  # fmt: skip
+
+    def _keep(self, expert_TK: torch.Tensor, weight_TK: torch.Tensor, sequences: int) -> tuple[torch.Tensor | None, int | None]:
+        """Who stays within capacity, and the most rows an expert can then get from this rank."""
+        factor, experts, drop = self.spec.capacity_factor, self.model.experts, self.spec.drop
+        if factor is None:
+            return None, None
+        (tokens, topk), score_TK = expert_TK.shape, weight_TK.detach()
+        own = tokens // sequences
+        if self.spec.drop_scope == "sub_sequence" or self.sequences.ranks == 1:
+            limit = capacity(own, topk, experts, factor)
+            return keep_within(limit, expert_TK, score_TK, sequences, experts, drop), limit * sequences
+        expert_BLK, score_BLK = (self.sequences.whole(x_TK.view(sequences, own, topk)) for x_TK in (expert_TK, score_TK))
+        limit = capacity(expert_BLK.shape[1], topk, experts, factor)
+        keep_NK = keep_within(limit, expert_BLK.flatten(0, 1), score_BLK.flatten(0, 1), sequences, experts, drop)
+        return self.sequences.own(keep_NK.view_as(expert_BLK)).flatten(0, 1), min(limit, own) * sequences
 
     @torch.no_grad()
     def update_bias(self, count_E: torch.Tensor) -> None:
@@ -115,14 +135,20 @@ def scores(logits_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
     return score_TE / score_TE.sum(-1, keepdim=True).clamp_min(1e-20)
 
 
-def balance_loss(score_TE: torch.Tensor, count_BE: torch.Tensor) -> torch.Tensor:
-    """Switch/GShard balance loss per sequence, averaged over sequences; 1 when every expert is used evenly.
+def balance_loss(score_TE: torch.Tensor, count_BE: torch.Tensor, tokens: int) -> torch.Tensor:
+    """This rank's part of the Switch/GShard balance loss per sequence, averaged over sequences; evenly used experts make it 1.
 
-    E · Σ_e f_e · P_e with f_e the share of a sequence's assignments and P_e its mean score (Switch Transformer, equation 4).
+    E · Σ_e f_e · P_e with f_e the share of a sequence's assignments and P_e its mean score (Switch Transformer, equation 4). The
+    shares are those of whole sequences, so the loss depends neither on the fold nor on the micro-batch.
+
+    Args:
+        score_TE: scores of this rank's tokens.
+        count_BE: assignments of whole sequences.
+        tokens: of one sequence, on all tensor-parallel ranks of this context-parallel place.
     """
     B, E = count_BE.shape
     share_BE = count_BE.to(score_TE.dtype) / count_BE.sum(-1, keepdim=True)
-    mean_BE = score_TE.view(B, -1, E).mean(1)
+    mean_BE = score_TE.view(B, -1, E).sum(1) / tokens
     return E * (share_BE * mean_BE).sum(-1).mean()
 
 

@@ -1,11 +1,13 @@
 """Runs a step: gradients, norm, optimizer."""
 
 from foldray.runtime.engine import Engine, State, TorchEngine, engine_state
+from foldray.runtime.execution import Execution
 from foldray.runtime.gradients import GradientBuffer, Gradients, gradient_norm
 from foldray.runtime.optimizer import decay_groups, learning_rate, make_optimizer, state_keys
 
 __all__ = [
     "Engine",
+    "Execution",
     "GradientBuffer",
     "Gradients",
     "State",

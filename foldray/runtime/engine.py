@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from foldray.comm import Groups
-from foldray.model import Losses, Transformer
+from foldray.model import Batch, Losses, Transformer
 from foldray.recipe import OptimizerSpec
+from foldray.runtime.execution import Execution
 from foldray.runtime.gradients import Gradients
 from foldray.runtime.optimizer import decay_groups, make_optimizer, state_keys
 
@@ -18,46 +19,44 @@ State = dict[str, torch.Tensor]
 
 
 class Engine(Protocol):
-    """Holds the model and the optimizer; an optimizer step is `accumulation` passes and one update."""
+    """Holds the model and the optimizer; an optimizer step is one call of `train` and one of `update`."""
 
     model: Transformer
+    execution: Execution
 
-    def train_pass(self, token_BS: torch.Tensor, target_BS: torch.Tensor, segment_BS: torch.Tensor | None) -> Losses:
-        """Forward and backward of one micro-batch."""
+    def train(self, batches: Sequence[Batch]) -> list[Losses]:
+        """Forward and backward of a step's micro-batches; what this rank adds to the losses of each."""
 
     def update(self, lr: float) -> float:
         """Reduce, clip and step; the gradient norm before clipping."""
 
     def state(self) -> State:
-        """Weights and optimizer state by global name, in the optimizer's precision; what `load_state` takes."""
+        """This rank's weights and optimizer state by global name, in the optimizer's precision; what `load_state` takes.
+
+        A tensor is the rank's box (`Transformer.pieces`) of the parameter.
+        """
 
     def load_state(self, state: State) -> None:
         """Go on from a saved state."""
 
 
 class TorchEngine:
-    """Plain torch: our gradient buffers, our norm, an unsharded optimizer on weights in at least float32.
+    """Plain torch: our gradient buffers, our norm, an unsharded optimizer on weights in at least float32."""
 
-    Args:
-        accumulation: passes per update; each pass's loss counts 1/accumulation.
-    """
-
-    def __init__(self, model: Transformer, groups: Groups, optimizer: OptimizerSpec, accumulation: int = 1):
-        self.model, self.spec, self.accumulation = model, optimizer, accumulation
-        self.gradients = Gradients(model.parameters(), model.expert_parameters(), groups)
+    def __init__(self, model: Transformer, groups: Groups, optimizer: OptimizerSpec):
+        self.model, self.spec = model, optimizer
+        self.gradients = Gradients(model, groups)
+        self.execution = Execution(model, groups, self.gradients.add)
         self.masters: dict[nn.Parameter, torch.Tensor] = {}
-        for buffer in self.gradients.buffers:
-            for parameter, gradient in zip(buffer.parameters, buffer.views, strict=True):
-                wide = parameter.dtype == gradient.dtype
-                master = parameter if wide else nn.Parameter(parameter.detach().to(gradient.dtype))
-                master.grad = gradient
-                self.masters[parameter] = master
+        for parameter, gradient in self.gradients.views.items():
+            wide = parameter.dtype == gradient.dtype
+            master = parameter if wide else nn.Parameter(parameter.detach().to(gradient.dtype))
+            master.grad = gradient
+            self.masters[parameter] = master
         self.optimizer = make_optimizer(optimizer, decay_groups(optimizer, ((m, p) for p, m in self.masters.items())))
 
-    def train_pass(self, token_BS: torch.Tensor, target_BS: torch.Tensor, segment_BS: torch.Tensor | None = None) -> Losses:
-        losses = self.model(token_BS, target_BS, segment_BS)
-        (losses.total / self.accumulation).backward()
-        return losses
+    def train(self, batches: Sequence[Batch]) -> list[Losses]:
+        return self.execution.train(batches)
 
     def update(self, lr: float) -> float:
         self.gradients.reduce()
@@ -109,12 +108,10 @@ def engine_state(
     """
     parameters, state = dict(model.named_parameters()), {}
     memory = (*state_keys(optimizer), "step") if optimizer.kind == "adamw" else state_keys(optimizer)
-    for local, parts in model.global_names().items():
+    for local, parts in model.global_parts.items():
         parameter = parameters[local]
         tensors = {"model/{}": weight(parameter)} | {f"optimizer/{{}}/{key}": remembered(parameter, key) for key in memory}
         for name, index in parts:
             for pattern, tensor in tensors.items():
-                state[pattern.format(name)] = tensor if index is None or tensor.dim() == 0 else tensor[index]
-    for name, router in model.routers():
-        state[f"model/{name}.bias"] = router.bias
-    return state
+                state[pattern.format(name)] = tensor if tensor.dim() == 0 else tensor[index]
+    return state | {f"model/{name}": bias for name, bias in model.biases().items()}

@@ -1,79 +1,74 @@
 """One gradient rule and one norm rule.
 
-Every gradient is scaled by 1/(DP·CP). Dense gradients are summed over DP×CP; expert gradients over EDP, for the all-to-all
-has brought an expert the tokens of its whole EP group already. The norm counts each logical parameter once.
+Every gradient is scaled by 1/(DP·CP) and summed over the ranks that have seen other data with the same weights:
+
+| class | who holds it | summed over |
+|---|---|---|
+| dense | cut over TP | DP×CP |
+| replicated | whole on every TP rank, which sees only its piece of the sequence | TP×DP×CP |
+| expert | its EP×ETP place; the all-to-all has brought it that whole group's tokens | EDP |
+
+An embedding that the first and the last stage share is then summed over the two. The norm counts every element of the model once:
+each is counted by the first rank that holds it, and the counts are summed over all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from foldray.comm import Communicator, Groups
+from foldray.model import Transformer
 
 
 class GradientBuffer:
-    """The gradients of one class, flat, in at least float32.
+    """The gradients of one class, flat, in at least float32."""
 
-    Where a parameter has the buffer's precision, autograd accumulates straight into its slice; a narrower parameter's
-    gradient is added as soon as it is complete and then freed.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], communicator: Communicator):
+    def __init__(self, parameters: Sequence[nn.Parameter], communicator: Communicator):
         self.parameters, self.communicator = list(parameters), communicator
         example = self.parameters[0] if self.parameters else torch.empty(0)
         dtype = torch.promote_types(example.dtype, torch.float32)
         self.flat = torch.zeros(sum(p.numel() for p in self.parameters), dtype=dtype, device=example.device)
         pieces = self.flat.split([p.numel() for p in self.parameters])
         self.views = [piece.view_as(p) for piece, p in zip(pieces, self.parameters, strict=True)]
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.dtype == dtype:
-                parameter.grad = view
-            else:
-                parameter.register_post_accumulate_grad_hook(_into(view))
-
-    def zero(self) -> None:
-        self.flat.zero_()
 
     def reduce(self, scale: float) -> None:
         """Scale, then sum over the class's communicator."""
         self.communicator.all_reduce(self.flat.mul_(scale))
 
 
-def _into(view: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    def accumulate(parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            view.add_(parameter.grad)
-            parameter.grad = None
-
-    return accumulate
-
-
 class Gradients:
     """The gradient buffers of a rank, their reduction and their norm."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], expert_parameters: Iterable[nn.Parameter], groups: Groups):
-        expert = set(expert_parameters)
-        everything = list(parameters)
+    def __init__(self, model: Transformer, groups: Groups):
         self.groups = groups
-        self.dense = GradientBuffer([p for p in everything if p not in expert], groups.dense_gradients)
-        self.expert = GradientBuffer([p for p in everything if p in expert], groups.expert_gradients)
-        self.buffers = (self.dense, self.expert)
+        self.dense = GradientBuffer(model.by_class("dense"), groups.dense_gradients)
+        self.replicated = GradientBuffer(model.by_class("replicated"), groups.replicated_gradients)
+        self.expert = GradientBuffer(model.by_class("expert"), groups.expert_gradients)
+        self.buffers = (self.dense, self.replicated, self.expert)
+        self.views = {p: view for buffer in self.buffers for p, view in zip(buffer.parameters, buffer.views, strict=True)}
+        self._tied, self._counted = model.tied(), model.counted()
+
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        self.views[parameter].add_(gradient)
 
     def zero(self) -> None:
         for buffer in self.buffers:
-            buffer.zero()
+            buffer.flat.zero_()
 
     def reduce(self) -> None:
         """Make every buffer hold the gradient of the mean loss over all data."""
         for buffer in self.buffers:
             buffer.reduce(1.0 / self.groups.dense_gradients.size)
+        for parameter in self._tied:
+            # Last of all, as a sum of two numbers: it has the same bits on both stages, which therefore never drift apart.
+            self.groups.tied_gradients.all_reduce(self.views[parameter])
 
     def norm(self) -> torch.Tensor:
         """Euclidean norm of the reduced gradients over the whole model, float64 scalar."""
-        return gradient_norm([self.dense.flat], [self.expert.flat], self.groups)
+        return gradient_norm([self.views[parameter] for parameter in self._counted], self.dense.flat.device, self.groups)
 
     def clip(self, limit: float | None) -> float:
         """Scale all gradients so that their norm is at most `limit`; the norm before."""
@@ -84,14 +79,12 @@ class Gradients:
         return norm
 
 
-def gradient_norm(dense: Sequence[torch.Tensor], expert: Sequence[torch.Tensor], groups: Groups) -> torch.Tensor:
+def gradient_norm(counted: Iterable[torch.Tensor], device: torch.device, groups: Groups) -> torch.Tensor:
     """Euclidean norm over the whole model, float64 scalar, the same on every rank.
 
-    Reduced dense gradients are whole on every rank; each EP rank adds its own experts' squares.
+    Args:
+        counted: the reduced gradients that this rank counts (`Transformer.counted`).
     """
-
-    def squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        parts = [torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in tensors]
-        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=dense[0].device)
-
-    return (groups.tokens.all_reduce(squares(expert)) + squares(dense)).sqrt()
+    parts = [torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in counted]
+    total = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
+    return groups.control.all_reduce(total).sqrt()

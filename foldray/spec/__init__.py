@@ -1,18 +1,26 @@
 """What a model is: configuration, presets, parameter table, FLOPs. Pure."""
 
 from foldray.spec.flops import forward_flops_per_token, step_flops
+from foldray.spec.layout import Layout, check_length
 from foldray.spec.model import ModelSpec, RouterSpec, Strict
 from foldray.spec.parameters import ParameterSpec, count_parameters, parameter_table
+from foldray.spec.placement import Ownership, Piece, Stage, make_stages
 from foldray.spec.presets import PRESETS
 
 __all__ = [
     "PRESETS",
+    "Layout",
     "ModelSpec",
+    "Ownership",
     "ParameterSpec",
+    "Piece",
     "RouterSpec",
+    "Stage",
     "Strict",
+    "check_length",
     "count_parameters",
     "forward_flops_per_token",
+    "make_stages",
     "parameter_table",
     "step_flops",
 ]

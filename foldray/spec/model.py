@@ -35,6 +35,9 @@ class RouterSpec(Strict):
     drop: Literal["probability", "position"] = Field(
         "probability", description="who is dropped beyond capacity: least probable, or latest"
     )
+    drop_scope: Literal["sub_sequence", "sequence"] = Field(
+        "sub_sequence", description="tokens that compete: those of a sequence on one worker, or all of the sequence"
+    )
     pad: bool = Field(False, description="pad every expert to its capacity (static shapes)")
 
 
@@ -101,6 +104,8 @@ class ModelSpec(Strict):
             raise UserError("model.router.bias_rate", router.bias_rate, "needs score=sigmoid", [0])
         if router.normalize and router.score == "softmax" and router.softmax == "after_topk":
             raise UserError("model.router.normalize", True, "a softmax after top-k sums to one already", [False])
+        if router.drop_scope == "sequence" and router.capacity_factor is None:
+            raise UserError("model.router.drop_scope", router.drop_scope, "needs a capacity_factor", ["sub_sequence"])
         if router.pad and router.capacity_factor is None:
             raise UserError("model.router.pad", True, "needs a capacity_factor to pad to", [False])
         return self

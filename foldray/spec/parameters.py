@@ -1,6 +1,7 @@
 """The parameter table: every parameter's global name, shape, layer and gradient class. No torch.
 
-The table is what the model builds from, what a checkpoint is keyed by and what counts are taken from.
+The table is what the model builds from, what a checkpoint is keyed by and what counts are taken from. Every matrix that
+tensor parallelism cuts is cut along one axis into equal pieces: queries, keys and values are three matrices for that reason.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Literal
 
 from foldray.spec.model import ModelSpec
 
-GradientClass = Literal["dense", "expert"]
+GradientClass = Literal["dense", "replicated", "expert"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,9 @@ class ParameterSpec:
         name: global name; an expert's carries the expert's global id.
         shape: shape in the whole model, matrices as [in, out].
         layer: block index; -1 for the embeddings, `layers` for the final norm and the head.
-        gradient_class: "dense" is summed over DP×CP, "expert" over EDP; both are scaled by 1/(DP·CP).
+        gradient_class: "dense" is summed over DP×CP; "replicated", whole on every tensor-parallel rank but seeing only that
+            rank's piece of the sequence, over TP×DP×CP; "expert" over EDP. All are scaled by 1/(DP·CP).
+        cut: the axis along which tp ("dense") or etp ("expert") cuts it; None leaves it whole.
         init: standard deviation of the normal initialisation; None initialises to one (norm weights), 0 to zero.
     """
 
@@ -30,24 +33,30 @@ class ParameterSpec:
     shape: tuple[int, ...]
     layer: int
     gradient_class: GradientClass = "dense"
+    cut: int | None = None
     init: float | None = None
 
     @property
     def count(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def expert(self) -> int | None:
+        """Global id of the expert it belongs to."""
+        return int(self.name.split(".experts.")[1].split(".")[0]) if self.gradient_class == "expert" else None
+
 
 def parameter_table(model: ModelSpec) -> tuple[ParameterSpec, ...]:
     """All parameters of the model, in order of use."""
-    std = model.init_std
-    table = [ParameterSpec("embedding.weight", (model.vocab, model.hidden), -1, init=std)]
+    std, vocabulary = model.init_std, (model.vocab, model.hidden)
+    table = [ParameterSpec("embedding.weight", vocabulary, -1, cut=0, init=std)]
     if model.positions == "learned":
-        table.append(ParameterSpec("positions.weight", (model.max_positions, model.hidden), -1, init=std))
+        table.append(ParameterSpec("positions.weight", (model.max_positions, model.hidden), -1, "replicated", init=std))
     for layer in range(model.layers):
         table += _block(model, layer)
     table += _norm(model, "final_norm", model.layers)
     if not model.tied_embeddings:
-        table.append(ParameterSpec("head.weight", (model.vocab, model.hidden), model.layers, init=std))
+        table.append(ParameterSpec("head.weight", vocabulary, model.layers, cut=0, init=std))
     return tuple(table)
 
 
@@ -56,17 +65,17 @@ def count_parameters(model: ModelSpec) -> int:
 
 
 def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
-    name, std = f"blocks.{layer}", model.init_std
+    name, std, hidden = f"blocks.{layer}", model.init_std, model.hidden
     out_std = std / math.sqrt(2 * model.layers)  # residual branches add up: GPT-2's scaled initialisation
-    heads, hidden = model.heads * model.head_dim, model.hidden
-    qkv = heads + 2 * model.kv_heads * model.head_dim
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     rows = _norm(model, f"{name}.attention_norm", layer)
-    rows.append(ParameterSpec(f"{name}.attention.qkv", (hidden, qkv), layer, init=std))
-    rows.append(ParameterSpec(f"{name}.attention.out", (heads, hidden), layer, init=out_std))
+    for part, width in (("query", queries), ("key", keys), ("value", keys)):
+        rows.append(ParameterSpec(f"{name}.attention.{part}", (hidden, width), layer, cut=1, init=std))
+    rows.append(ParameterSpec(f"{name}.attention.out", (queries, hidden), layer, cut=0, init=out_std))
     rows += _norm(model, f"{name}.ffn_norm", layer)
     if not model.is_moe(layer):
         return rows + _ffn(model, f"{name}.ffn", model.ffn_hidden, layer, out_std)
-    rows.append(ParameterSpec(f"{name}.moe.router.weight", (hidden, model.experts), layer, init=std))
+    rows.append(ParameterSpec(f"{name}.moe.router.weight", (hidden, model.experts), layer, "replicated", init=std))
     for expert in range(model.experts):
         rows += _ffn(model, f"{name}.moe.experts.{expert}", model.expert_hidden, layer, out_std, "expert")
     if model.shared_hidden:
@@ -77,15 +86,15 @@ def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
 def _ffn(
     model: ModelSpec, name: str, inner: int, layer: int, out_std: float, kind: GradientClass = "dense"
 ) -> list[ParameterSpec]:
-    width = 2 * inner if model.ffn == "gated_silu" else inner  # gate and up side by side
+    inwards = ("gate", "up") if model.ffn == "gated_silu" else ("up",)
     return [
-        ParameterSpec(f"{name}.up", (model.hidden, width), layer, kind, model.init_std),
-        ParameterSpec(f"{name}.down", (inner, model.hidden), layer, kind, out_std),
+        *(ParameterSpec(f"{name}.{part}", (model.hidden, inner), layer, kind, 1, model.init_std) for part in inwards),
+        ParameterSpec(f"{name}.down", (inner, model.hidden), layer, kind, 0, out_std),
     ]
 
 
 def _norm(model: ModelSpec, name: str, layer: int) -> list[ParameterSpec]:
-    rows = [ParameterSpec(f"{name}.weight", (model.hidden,), layer)]
+    rows = [ParameterSpec(f"{name}.weight", (model.hidden,), layer, "replicated")]
     if model.norm == "layernorm":
-        rows.append(ParameterSpec(f"{name}.bias", (model.hidden,), layer, init=0.0))
+        rows.append(ParameterSpec(f"{name}.bias", (model.hidden,), layer, "replicated", init=0.0))
     return rows

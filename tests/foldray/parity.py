@@ -1,31 +1,43 @@
-"""One training step (or several) on the ranks of a fold, and the same in one process, by global parameter name."""
+"""Training steps on the ranks of a fold, and the same in one process, by global parameter name."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from foldray.comm import Groups
 from foldray.fold import Fold
-from foldray.model import Transformer
+from foldray.model import Batch, Transformer
 from foldray.recipe import Recipe
 from foldray.runtime import Engine
+from foldray.spec import ModelSpec, Ownership
 
 MODEL: dict[str, Any] = {
-    "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "head_dim": 6, "ffn_hidden": 24, "experts": 4, "topk": 2,
-    "expert_hidden": 12, "shared_hidden": 8, "vocab": 29, "moe_every": 1, "init_std": 0.3,
+    "layers": 2, "hidden": 16, "heads": 8, "kv_heads": 4, "head_dim": 6, "ffn_hidden": 24, "experts": 8, "topk": 2,
+    "expert_hidden": 16, "shared_hidden": 8, "vocab": 32, "moe_every": 1, "init_std": 0.3,
     "router": {"balance_loss": 0.1, "z_loss": 0.01},
 }  # fmt: skip
+BATCH, LENGTH = 8, 16
 
 
-def make_recipe(workers: int, ep: int, **sections: Any) -> Recipe:
-    """A small recipe whose global batch is 8 sequences, whatever the fold."""
+class Held(NamedTuple):
+    """A rank's box of a tensor of the whole model."""
+
+    tensor: torch.Tensor
+    box: tuple[slice, ...]
+
+
+def make_recipe(workers: int, fold: dict[str, Any] | int = 1, **sections: Any) -> Recipe:
+    """A small recipe whose global batch is 8 sequences of 16 tokens, whatever the fold (a number is ep alone)."""
+    fold = {"ep": fold} if isinstance(fold, int) else fold
+    layers = max(MODEL["layers"], fold.get("pp", 1) * sections.get("schedule", {}).get("virtual_stages", 1))
     base: dict[str, Any] = {
-        "model": MODEL,
-        "fold": {"ep": ep},
+        "model": {**MODEL, "layers": layers},
+        "data": {"seq_len": LENGTH},
+        "fold": fold,
         "cluster": {"workers": workers},
-        "training": {"steps": 4, "global_batch": 8, "micro_batch": 8 // workers},
+        "training": {"steps": 4, "global_batch": BATCH, "micro_batch": 1},
         "optimizer": {"kind": "sgd", "lr": 1.0, "decay": "constant", "weight_decay": 0.0, "clip": None},
         "engine": {"kind": "torch"},
         "precision": "float64",
@@ -36,27 +48,35 @@ def make_recipe(workers: int, ep: int, **sections: Any) -> Recipe:
     )
 
 
-def train(rank: int, recipe: Recipe, steps: int = 1, sequences: int = 8, length: int = 9) -> dict[str, Any]:
+def train(rank: int, recipe: Recipe, steps: int = 1, documents: bool = False) -> dict[str, Any]:
     """Post-step weights, losses and norms of this rank; every global sample is its own random text."""
     from trainers.engines import make_engine
 
-    groups = Groups.create(Fold(recipe.cluster.workers, ep=recipe.fold.ep), rank)
+    groups = Groups.create(recipe.placed_fold, rank)
     engine = make_engine(recipe, groups, torch.device("cpu"))
     losses, norms = [], []
     for step in range(steps):
-        passes = []
-        for m in range(recipe.accumulation):
-            first = (m * groups.fold.dp + groups.dp_rank) * recipe.training.micro_batch
-            tokens = sample(step, sequences, length, recipe.model.vocab)[first : first + recipe.training.micro_batch]
-            passes.append(engine.train_pass(tokens[:, :-1], tokens[:, 1:], None))
+        passes = engine.train(batches(recipe, groups.dp_rank, step, documents))
         norms.append(engine.update(recipe.optimizer.lr))
-        totals = torch.stack([torch.stack([p.total.detach(), p.language]).double() for p in passes]).mean(0)
-        counts = torch.stack([p.count_LE for p in passes]).sum(0).double()
-        losses.append((groups.control.all_reduce(totals) / groups.control.size).tolist())
-        for (_, router), count_E in zip(engine.model.routers(), groups.control.all_reduce(counts), strict=True):
-            router.update_bias(count_E)
-    found = {"weights": weights(engine), "losses": losses, "norms": norms}
+        means = torch.stack([torch.stack([p.language, p.balance, p.z]) for p in passes]).mean(0)
+        total = groups.control.all_reduce(means) / groups.dense_gradients.size
+        losses.append(total.tolist())
+        counts = groups.control.all_reduce(torch.stack([p.count_ME for p in passes]).sum(0))
+        engine.model.update_biases(counts)
+    found = {"weights": weights(engine), "losses": losses, "norms": norms, "counts": counts}
     groups.close()
+    return found
+
+
+def batches(recipe: Recipe, dp_rank: int, step: int, documents: bool = False) -> list[Batch]:
+    """The micro-batches of a step for a data-parallel place."""
+    dp, size, length = recipe.placed_fold.dp, recipe.training.micro_batch, recipe.data.seq_len
+    tokens = sample(step, BATCH, length + 1, recipe.model.vocab)
+    segments = (tokens[:, :-1] % 5 == 0).cumsum(1) if documents else None
+    found = []
+    for m in range(recipe.accumulation):
+        mine = slice((m * dp + dp_rank) * size, (m * dp + dp_rank + 1) * size)
+        found.append(Batch(tokens[mine, :-1], tokens[mine, 1:], None if segments is None else segments[mine]))
     return found
 
 
@@ -64,16 +84,22 @@ def sample(step: int, sequences: int, length: int, vocab: int) -> torch.Tensor:
     return torch.randint(0, vocab, (sequences, length), generator=torch.Generator().manual_seed(1000 + step))
 
 
-def weights(engine: Engine) -> dict[str, torch.Tensor]:
-    return {key: tensor.detach().clone() for key, tensor in engine.state().items() if key.startswith("model/")}
+def weights(engine: Engine) -> dict[str, Held]:
+    """What a rank holds of every weight."""
+    pieces = engine.model.pieces
+    return {
+        key: Held(tensor.detach().clone(), pieces[name].box if (name := key.removeprefix("model/")) in pieces else ())
+        for key, tensor in engine.state().items()
+        if key.startswith("model/")
+    }
 
 
 def one_process(recipe: Recipe, **options: Any) -> dict[str, Any]:
-    """The same recipe on one rank, with the torch engine."""
+    """The same recipe on one rank, with the torch engine and plain experts."""
     single = make_recipe(
-        1, 1,
+        1,
         **{section: recipe.model_dump()[section] for section in ("model", "optimizer", "precision")},
-        training={"micro_batch": 8, **({"steps": recipe.training.steps})},
+        training={"micro_batch": BATCH, "steps": recipe.training.steps},
         moe={"experts": "loop"},
     )  # fmt: skip
     return train(0, single, **options)
@@ -84,12 +110,16 @@ def worst(found: list[dict[str, Any]], reference: dict[str, Any], relative: bool
     assert set().union(*(part["weights"] for part in found)) == set(reference["weights"]), "a parameter is missing, or unknown"
     differences = []
     for rank, part in enumerate(found):
-        for name, tensor in part["weights"].items():
-            expected = reference["weights"][name].to(tensor.dtype)
-            scale = expected.abs().max().clamp_min(1e-30) if relative else 1.0
-            differences.append((float((tensor - expected).abs().max() / scale), f"{name} on rank {rank}"))
+        for name, (tensor, box) in part["weights"].items():
+            whole = reference["weights"][name].tensor.to(tensor.dtype)
+            scale = whole.abs().max().clamp_min(1e-30) if relative else 1.0
+            assert whole[box].shape == tensor.shape, f"{name} on rank {rank}"
+            differences.append((float((tensor - whole[box]).abs().max() / scale), f"{name} on rank {rank}"))
     return max(differences)
 
 
-def fresh_model(**model: Any) -> Transformer:
-    return Transformer(make_recipe(1, 1, model=model).model, Groups.create(Fold(1)), dtype=torch.float64)
+def model_of(fold: Fold | None = None, groups: Groups | None = None, dtype: torch.dtype = torch.float32, **model: Any) -> Transformer:
+    """A small model on a fold, or whole in one process."""
+    fold = fold or Fold(1)
+    spec = ModelSpec(**{**MODEL, "layers": max(MODEL["layers"], fold.pp), **model})
+    return Transformer(Ownership(spec, fold), groups or Groups.create(fold), dtype=dtype)

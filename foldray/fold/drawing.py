@@ -1,0 +1,94 @@
+"""Both grids of a fold side by side, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from foldray.fold.fold import Fold
+from foldray.fold.grid import Grid
+from foldray.fold.placement import Placement
+
+_WHOLE, _ROWS = 64, 8  # ranks up to which all are drawn; of more, so many rows of the first stage
+
+
+@dataclass(frozen=True)
+class Table:
+    """One pipeline stage of one view, on paper: labelled rows of boxes of ranks, and names over boxes and over the cells in each.
+
+    A box is a group of the fastest axis that has more than one rank, boxes side by side differ in the next axis, and rows in
+    the others. What is too long for a row goes on in the next; columns have names where they mean the same in every row.
+    """
+
+    box_names: tuple[str, ...]
+    cell_names: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
+
+    @classmethod
+    def of(cls, grid: Grid, stage: int, across: int = 8) -> Table:
+        """The table of a stage, with at most `across` ranks in a row."""
+        axes = [(axis, size) for axis, size in zip(grid.axes, grid.sizes, strict=True) if axis != "pp" and size > 1]
+        (inner, cells), (outer, boxes), *_ = [*axes, ("", 1), ("", 1)]
+        wide = min(cells, across)
+        abreast = min(boxes, across // wide) if len(axes) > 2 or boxes > across else 1
+        named = [axis for axis, shown, size in ((inner, wide, cells), (outer, abreast, boxes)) if shown == size > 1]
+        lines = _chunks(
+            grid.groups([axis for axis in grid.axes if axis != "pp"])[stage], cells * boxes if wide == cells else cells
+        )
+        rows = [tuple(_chunks(row, wide)) for line in lines for row in _chunks(line, wide * abreast)]
+        unnamed = [axis for axis, _ in reversed(axes) if axis not in named]
+        ends = [(grid.coordinate(row[0][0]), grid.coordinate(row[-1][-1])) for row in rows]
+        labels = [" ".join(axis + "–".join(dict.fromkeys(str(end[axis]) for end in both)) for axis in unnamed) for both in ends]
+        names = {axis: tuple(f"{axis}{i}" for i in range(size)) for axis, size in axes if axis in named}
+        return cls(names.get(outer, ()), names.get(inner, ()), tuple(zip(labels, rows, strict=True)))
+
+
+def draw(fold: Fold, ranks_per_node: int | None = None) -> str:
+    """Attention's grid on the left, the experts' on the right, a block per pipeline stage; `┃` where a row enters another node.
+
+    Of more than 64 ranks the first rows of the first stage are drawn, and it is said how the rest goes on.
+    """
+    nodes = None if ranks_per_node is None else Placement(fold, ranks_per_node)
+    whole = fold.world_size <= _WHOLE
+    sides = [[name] for name in ("attention", "experts")]
+    for stage in range(fold.pp if whole else 1):
+        tables = [Table.of(grid, stage) for grid in (fold.attention, fold.moe)]
+        name = f"pp{stage}" if fold.pp > 1 else ""
+        blocks = [_block(table, name, nodes, stage == 0, len(table.rows) if whole else _ROWS) for table in tables]
+        for side, block in zip(sides, blocks, strict=True):
+            side += block + [""] * (max(map(len, blocks)) - len(block))
+    width = max(map(len, sides[0])) + 3
+    lines = [f"{left:{width}}{right}".rstrip() for left, right in zip_longest(*sides)]
+    if not whole and fold.pp > 1:
+        lines.append(f"… {fold.pp - 1} more stages like this one, each {fold.attention.stride('pp')} ranks further")
+    return "\n".join(filter(None, lines))
+
+
+def _block(table: Table, name: str, nodes: Placement | None, headed: bool, most: int) -> list[str]:
+    shown, rest = table.rows[:most], len(table.rows[most:])
+    boxes, wide = len(shown[0][1]), len(shown[0][1][0])
+    cell = max(map(len, [*table.cell_names, *(str(rank) for _, row in shown for box in row for rank in box)]))
+    margin, width = max(map(len, [name, *(label for label, _ in shown)])) + 1, wide * (cell + 1) + 1
+    over_boxes = "".join(f"{name:{width + 1}}" for name in table.box_names)
+    over_cells = ("".join(f"{name:>{cell}} " for name in table.cell_names) + "  ") * boxes
+    head = [f"{'':{margin + 2}}{text}".rstrip() for text in (over_boxes, over_cells) if headed]
+    top, bottom = (left + joint.join(["─" * width] * boxes) + right for left, joint, right in ("┌┬┐", "└┴┘"))
+    rows = [f"{label:{margin}}{_row(row, cell, boxes * (width + 1) - 3, nodes)}" for label, row in shown]
+    tail = [f"{'':{margin}}… {rest} more rows; the last rank is {table.rows[-1][1][-1][-1]}"] if rest else []
+    return [*head, f"{name:{margin}}{top}", *rows, f"{'':{margin}}{bottom}", *tail]
+
+
+def _row(row: Sequence[Sequence[int]], cell: int, width: int, nodes: Placement | None) -> str:
+    text, before = "", row[0][0]
+    for box in row:
+        for column, rank in enumerate(box):
+            bar = "┃" if nodes and nodes.node(rank) != nodes.node(before) else " " if column else "│"
+            text += (bar if column else f" {bar} ") * bool(text) + f"{rank:>{cell}}"
+            before = rank
+    on = sorted({nodes.node(rank) for box in row for rank in box}) if nodes else []
+    return f"│ {text:{width}} │" + f" node{'s' * (len(on) > 1)} {' '.join(map(str, on))}" * bool(on)
+
+
+def _chunks(ranks: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    return [tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)]

@@ -1,0 +1,146 @@
+"""Attention of one block of queries to one block of keys, and how such parts become the whole.
+
+A part's softmax is normalised over its own keys; its log-sum-exp tells how much it weighs against other parts (Ring Attention,
+Liu et al. 2023; FlashAttention, Dao et al. 2022). `merge` joins two parts. None of these is to be differentiated: kernels give
+no gradient to the log-sum-exp, so autograd would go wrong silently. The gradient of the whole is the sum of `attend_backward`
+over its parts, each given the output and the log-sum-exp of the *whole*.
+
+B sequences, N query heads, G key/value heads (G divides N; query head n reads key/value head n // (N / G)), S queries, T keys,
+D head size. A mask is None (all keys), "causal" (S = T, query i sees keys 0…i) or bool [B, 1, S, T], true where a key is seen.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+Mask: TypeAlias = Tensor | Literal["causal"] | None
+
+_aten = torch.ops.aten
+
+
+def attend(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Mask = None) -> tuple[Tensor, Tensor]:
+    """Output [B, N, S, D] and log-sum-exp [B, N, S], in at least float32, of one part.
+
+    Where a query sees no key, the output is 0 and the log-sum-exp −inf. The output may have a wider type than the inputs.
+    """
+    q_BNSD, k_BGTD, v_BGTD = _rows(q_BNSD), _rows(k_BGTD), _rows(v_BGTD)
+    if q_BNSD.device.type == "cpu":
+        return _attend_cpu(q_BNSD, k_BGTD, v_BGTD, mask)
+    if _takes_flash(q_BNSD, mask):
+        # Only the first two of nine results matter: the others serve dropout and sequences of several lengths.
+        out_BNSD, lse_BNS = _aten._scaled_dot_product_flash_attention(q_BNSD, k_BGTD, v_BGTD, 0.0, mask == "causal")[:2]
+        return out_BNSD, lse_BNS
+    return _attend_plain(q_BNSD, k_BGTD, v_BGTD, mask)
+
+
+def attend_backward(
+    dout_BNSD: Tensor, q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, out_BNSD: Tensor, lse_BNS: Tensor, mask: Mask = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One part's share of the gradients of queries, keys and values, which may have wider types than these.
+
+    Args:
+        out_BNSD, lse_BNS: merged over *all* parts that these queries attend to.
+    """
+    q_BNSD, k_BGTD, v_BGTD = _rows(q_BNSD), _rows(k_BGTD), _rows(v_BGTD)
+    dout_BNSD, out_BNSD, lse_BNS = _rows(dout_BNSD), _rows(out_BNSD), lse_BNS.contiguous()
+    if q_BNSD.device.type == "cpu":
+        causal, bias = mask == "causal", _bias(mask, q_BNSD.dtype)
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout_BNSD, q_BNSD, k_BGTD, v_BGTD, out_BNSD, lse_BNS, 0.0, causal, attn_mask=bias
+        )
+    if _takes_flash(q_BNSD, mask):
+        # No cumulative lengths means one length for all; the generator's state is read for dropout only.
+        unused = torch.empty(2, dtype=torch.uint64, device=q_BNSD.device)
+        return _aten._scaled_dot_product_flash_attention_backward(
+            dout_BNSD, q_BNSD, k_BGTD, v_BGTD, out_BNSD, lse_BNS,
+            None, None, q_BNSD.shape[2], k_BGTD.shape[2], 0.0, mask == "causal", unused, unused,
+        )  # fmt: skip
+    return _attend_plain_backward(dout_BNSD, q_BNSD, k_BGTD, v_BGTD, out_BNSD, lse_BNS, mask)
+
+
+def merge(out_a_BNSD: Tensor, lse_a_BNS: Tensor, out_b_BNSD: Tensor, lse_b_BNS: Tensor) -> tuple[Tensor, Tensor]:
+    """The same queries over the keys of both parts, in at least float32."""
+    dtype = torch.promote_types(out_a_BNSD.dtype, torch.float32)
+    lse_BNS = torch.logaddexp(lse_a_BNS, lse_b_BNS)
+    base_BNS = _finite(lse_BNS)
+    weight_a_BNS1, weight_b_BNS1 = ((lse - base_BNS).exp().unsqueeze(-1).to(dtype) for lse in (lse_a_BNS, lse_b_BNS))
+    return out_a_BNSD.to(dtype) * weight_a_BNS1 + out_b_BNSD.to(dtype) * weight_b_BNS1, lse_BNS
+
+
+def _attend_cpu(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    out_BNSD, lse_BNS = _aten._scaled_dot_product_flash_attention_for_cpu(
+        q_BNSD, k_BGTD, v_BGTD, 0.0, mask == "causal", attn_mask=_bias(mask, q_BNSD.dtype)
+    )
+    if isinstance(mask, Tensor):
+        # The kernel calls the log-sum-exp over no keys 0, which would count as a key with weight 1.
+        blind_B1S = ~mask.any(-1)
+        out_BNSD = out_BNSD.masked_fill(blind_B1S.unsqueeze(-1), 0.0)
+        lse_BNS = lse_BNS.masked_fill(blind_B1S, -math.inf)
+    return out_BNSD, lse_BNS
+
+
+def _attend_plain(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    """`attend` by plain products in at least float32, on any device; holds all scores [B, N, S, T] at once."""
+    score_BGRST, v_BG1TD = _scores(q_BNSD, k_BGTD, mask), _wide(v_BGTD).unsqueeze(2)
+    lse_BGRS = score_BGRST.logsumexp(-1)
+    out_BGRSD = (score_BGRST - _finite(lse_BGRS).unsqueeze(-1)).exp() @ v_BG1TD
+    return out_BGRSD.flatten(1, 2), lse_BGRS.flatten(1, 2)
+
+
+def _attend_plain_backward(
+    dout_BNSD: Tensor, q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, out_BNSD: Tensor, lse_BNS: Tensor, mask: Mask
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = k_BGTD.shape[1]
+    q_BGRSD, dout_BGRSD, out_BGRSD = (_wide(x).unflatten(1, (groups, -1)) for x in (q_BNSD, dout_BNSD, out_BNSD))
+    k_BG1TD, v_BG1TD = _wide(k_BGTD).unsqueeze(2), _wide(v_BGTD).unsqueeze(2)
+    lse_BGRS1 = _finite(lse_BNS).unflatten(1, (groups, -1)).unsqueeze(-1)
+    p_BGRST = (_scores(q_BNSD, k_BGTD, mask) - lse_BGRS1).exp()
+    delta_BGRS1 = (dout_BGRSD * out_BGRSD).sum(-1, keepdim=True)
+    dscore_BGRST = p_BGRST * (dout_BGRSD @ v_BG1TD.mT - delta_BGRS1) * q_BNSD.shape[-1] ** -0.5
+    # The query heads of a group share a key/value head, so its gradient is their sum.
+    dk_BGTD, dv_BGTD = (dscore_BGRST.mT @ q_BGRSD).sum(2), (p_BGRST.mT @ dout_BGRSD).sum(2)
+    return (dscore_BGRST @ k_BG1TD).flatten(1, 2), dk_BGTD, dv_BGTD
+
+
+def _scores(q_BNSD: Tensor, k_BGTD: Tensor, mask: Mask) -> Tensor:
+    """Scaled products [B, G, N / G, S, T], −inf where a key is not seen."""
+    q_BGRSD = _wide(q_BNSD).unflatten(1, (k_BGTD.shape[1], -1))
+    score_BGRST = q_BGRSD @ _wide(k_BGTD).unsqueeze(2).mT * q_BNSD.shape[-1] ** -0.5
+    if mask is None:
+        return score_BGRST
+    if isinstance(mask, Tensor):
+        return score_BGRST.masked_fill(~mask.unsqueeze(2), -math.inf)
+    seen_ST = torch.ones(score_BGRST.shape[-2:], dtype=torch.bool, device=q_BNSD.device).tril()
+    return score_BGRST.masked_fill(~seen_ST, -math.inf)
+
+
+def _takes_flash(q_BNSD: Tensor, mask: Mask) -> bool:
+    """Whether CUDA's flash kernels take such queries: they know no masks, and heads in steps of 8 up to 256."""
+    if q_BNSD.device.type != "cuda" or isinstance(mask, Tensor) or q_BNSD.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return q_BNSD.shape[-1] % 8 == 0 and q_BNSD.shape[-1] <= 256 and torch.cuda.get_device_capability(q_BNSD.device) >= (8, 0)
+
+
+def _bias(mask: Mask, dtype: torch.dtype) -> Tensor | None:
+    """A bool mask as what is added to the scores, which is the form that the CPU's kernels take."""
+    if not isinstance(mask, Tensor):
+        return None
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """0 instead of −inf: subtracted from scores that are −inf themselves, it leaves weights of 0 where −inf would leave NaN."""
+    return lse.masked_fill(lse == -math.inf, 0.0)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The kernels read rows of adjacent numbers, whatever the other strides; an expanded gradient has none."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,30 @@
+"""From a module's parameters to the whole model's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from foldray.spec.parts import Parts
+
+
+@runtime_checkable
+class Packed(Protocol):
+    """A module that keeps several of the model's parameters in one tensor, for one product instead of several."""
+
+    def parts(self) -> Parts:
+        """Its parameters' parts, by names relative to the module."""
+
+
+def parts_below(modules: Iterable[tuple[str, nn.Module]]) -> Parts:
+    """The parts of every parameter below a module, by full names, from its `named_modules()`."""
+    found: Parts = {}
+    for prefix, module in modules:
+        dot = f"{prefix}." if prefix else ""
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        parts = module.parts() if isinstance(module, Packed) else {name: [(name, ())] for name in own}
+        for name in own:
+            found[dot + name] = [(dot + part, index) for part, index in parts[name]]
+    return found

@@ -1,0 +1,46 @@
+"""Whole sequences, where each rank holds a piece: what the balance loss and full-sequence dropping need.
+
+B sequences, s positions of this rank's piece, L of the whole sequence, R ranks that share it (TP×CP).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from foldray.comm import Groups
+from foldray.spec import Layout
+
+
+class Sequences:
+    """The ranks that share a rank's sequences, and how their pieces make up the whole."""
+
+    def __init__(self, groups: Groups):
+        fold = groups.fold
+        self.communicator, self.tp = groups.sequence, fold.tp
+        places = (fold.attention.coordinate(rank) for rank in self.communicator.ranks)
+        self._layouts = [Layout(fold.cp, fold.tp, place["cp"], place["tp"]) for place in places]
+
+    @property
+    def ranks(self) -> int:
+        return self.communicator.size
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum of every rank's x."""
+        return self.communicator.all_reduce(x.clone()) if self.ranks > 1 else x
+
+    def whole(self, x_BsK: torch.Tensor) -> torch.Tensor:
+        """The whole sequences in their natural order, from every rank's piece: [B, s, K] → [B, L, K]."""
+        if self.ranks == 1:
+            return x_BsK
+        pieces_RBsK = self.communicator.all_gather(x_BsK).view(self.ranks, *x_BsK.shape)
+        held_BLK = pieces_RBsK.movedim(0, 1).flatten(1, 2)
+        return held_BLK[:, torch.argsort(self._positions(held_BLK).flatten())]
+
+    def own(self, x_BLK: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of whole sequences: [B, L, K] → [B, s, K]."""
+        return x_BLK if self.ranks == 1 else x_BLK[:, self._positions(x_BLK)[self.communicator.index]]
+
+    def _positions(self, x_BLK: torch.Tensor) -> torch.Tensor:
+        """Natural position of everything that each rank holds, int64 [R, s]."""
+        length = x_BLK.shape[1]
+        return torch.tensor([layout.piece(length) for layout in self._layouts], device=x_BLK.device)

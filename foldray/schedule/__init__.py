@@ -1,0 +1,31 @@
+"""Schedules as data: ops, the graph that binds them, generators, the checker, the drawing. Pure Python."""
+
+from foldray.schedule.check import check, peak
+from foldray.schedule.clock import ScheduleError, Span, unit_times
+from foldray.schedule.graph import Channel, Graph, PipelineGraph
+from foldray.schedule.op import Direction, Op, Schedule, handover, stage
+from foldray.schedule.pipeline import forward_only, interleaved, one_f_one_b, pipeline
+from foldray.schedule.text import show
+from foldray.schedule.weave import weave
+
+__all__ = [
+    "Channel",
+    "Direction",
+    "Graph",
+    "Op",
+    "PipelineGraph",
+    "Schedule",
+    "ScheduleError",
+    "Span",
+    "check",
+    "forward_only",
+    "handover",
+    "interleaved",
+    "one_f_one_b",
+    "peak",
+    "pipeline",
+    "show",
+    "stage",
+    "unit_times",
+    "weave",
+]

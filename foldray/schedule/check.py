@@ -1,0 +1,103 @@
+"""Proves that a schedule is one that its graph allows, and counts what it keeps alive."""
+
+from __future__ import annotations
+
+from foldray.schedule.clock import ScheduleError, unit_times
+from foldray.schedule.graph import Channel, Graph
+from foldray.schedule.op import Op, Schedule
+
+_Places = tuple[dict[Op, int], ...]  # for every position: op → its place in the list
+
+
+def check(graph: Graph, schedule: Schedule) -> None:
+    """Accept a schedule that runs to its end, or name its first fault.
+
+    Every op stands once at every position that takes part in it; on a position none stands before one that it needs, or after
+    one that frees what it needs; a channel has the same order at both of its ends; a run in which every position follows its
+    list finishes.
+
+    Raises:
+        ScheduleError: one line that names the fault, its position and its ops.
+    """
+    if len(schedule) != graph.positions:
+        raise ScheduleError(f"{len(schedule)} lists for {graph.positions} positions")
+    _check_places(graph, schedule)
+    places = tuple({op: place for place, op in enumerate(ops)} for ops in schedule)
+    for position in range(graph.positions):
+        _check_needs(graph, position, places)
+        _check_frees(graph, position, places)
+    _check_channels(graph, schedule)
+    unit_times(graph, schedule)
+
+
+def peak(graph: Graph, schedule: Schedule) -> tuple[int, ...]:
+    """For every position the most ops whose saved state is alive at once: done, and yet to be freed by another op.
+
+    What no op frees counts nothing: a forward that is not followed by a backward saves nothing.
+    """
+    kept = {op for freeing in graph.ops() for op in graph.frees(freeing)}
+    return tuple(_peak(graph, ops, kept) for ops in schedule)
+
+
+def _peak(graph: Graph, ops: tuple[Op, ...], kept: set[Op]) -> int:
+    alive: set[Op] = set()
+    most = 0
+    for op in ops:
+        if op in kept:
+            alive.add(op)
+        most = max(most, len(alive))
+        alive.difference_update(graph.frees(op))
+    return most
+
+
+def _check_places(graph: Graph, schedule: Schedule) -> None:
+    belongs = {op: graph.where(op) for op in graph.ops()}
+    expected: list[list[Op]] = [[] for _ in schedule]
+    for op, positions in belongs.items():
+        for position in positions:
+            expected[position].append(op)
+    for position, ops in enumerate(schedule):
+        seen: set[Op] = set()
+        for op in ops:
+            if op not in belongs:
+                raise ScheduleError(f"position {position} has {op}, which the graph does not know")
+            if position not in belongs[op]:
+                places = " and ".join(map(str, belongs[op]))
+                raise ScheduleError(f"position {position} has {op}, which belongs at position {places}")
+            if op in seen:
+                raise ScheduleError(f"position {position} has {op} twice")
+            seen.add(op)
+        for op in expected[position]:
+            if op not in seen:
+                raise ScheduleError(f"position {position} lacks {op}")
+
+
+def _check_needs(graph: Graph, position: int, places: _Places) -> None:
+    here = places[position]
+    for op in here:
+        for need in graph.needs(op):
+            if here.get(need, -1) > here[op]:
+                raise ScheduleError(f"position {position} has {op} before {need}, which it needs")
+
+
+def _check_frees(graph: Graph, position: int, places: _Places) -> None:
+    freed_by: dict[Op, Op] = {}
+    for op in places[position]:  # in the order of the list
+        for need in graph.needs(op):
+            if need in freed_by:
+                raise ScheduleError(f"position {position} has {op} after {freed_by[need]}, which frees {need} that it uses")
+        freed_by.update(dict.fromkeys(graph.frees(op), op))
+
+
+def _check_channels(graph: Graph, schedule: Schedule) -> None:
+    queues: dict[Channel, dict[int, list[Op]]] = {}
+    for position, ops in enumerate(schedule):
+        for op in ops:
+            channel = graph.channel(op)
+            if channel is not None:
+                queues.setdefault(channel, {}).setdefault(position, []).append(op)
+    for (name, low, high), ends in queues.items():
+        for ops_at_ends in zip(*ends.values(), strict=True):
+            if len(set(ops_at_ends)) > 1:
+                rule = " where ".join(f"position {end} has {op}" for end, op in zip(ends, ops_at_ends, strict=True))
+                raise ScheduleError(f"the channel of {name} between positions {low} and {high} has two orders: {rule}")

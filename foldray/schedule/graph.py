@@ -1,0 +1,112 @@
+"""What the ops of a step need, where they run and how they talk: all that executor, checker and clock know of an op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from foldray.errors import UserError
+from foldray.schedule.op import Op, handover, stage
+
+Channel = tuple[str, int, int]
+"""Class of what travels, and the two pipeline positions, the lower one first. A channel is one queue."""
+
+
+class Graph(Protocol):
+    """All ops of one optimizer step and what binds their order. A schedule is an order that keeps to it."""
+
+    @property
+    def positions(self) -> int:
+        """Pipeline positions, each with a list of its own."""
+
+    def ops(self) -> Iterator[Op]:
+        """Every op once, none before one that it needs."""
+
+    def needs(self, op: Op) -> tuple[Op, ...]:
+        """Ops that must be complete before this one; whoever consumes what was handed over needs the handover."""
+
+    def where(self, op: Op) -> tuple[int, ...]:
+        """Positions that take part: one for an op that computes; of a handover the sender, then the receiver."""
+
+    def channel(self, op: Op) -> Channel | None:
+        """The queue that the op travels on; None for one that computes."""
+
+    def frees(self, op: Op) -> tuple[Op, ...]:
+        """Ops whose saved state nobody may use once this op is done."""
+
+
+@dataclass(frozen=True)
+class PipelineGraph:
+    """A pipeline whose virtual stage s lives at position s mod pp, as Megatron-LM interleaves them.
+
+    Args:
+        pp: pipeline positions.
+        micro_batches: micro-batches of one optimizer step.
+        virtual_stages: stages per position.
+        backward: False for evaluation: no op goes backward and no state is kept.
+
+    Raises:
+        UserError: virtual_stages < 1, or more than one where there is no pipeline.
+        ValueError: pp or micro_batches < 1.
+    """
+
+    pp: int
+    micro_batches: int
+    virtual_stages: int = 1
+    backward: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("pp", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: a pipeline has at least one")
+        if self.virtual_stages < 1:
+            raise UserError("schedule.virtual_stages", self.virtual_stages, "a position holds at least one stage")
+        if self.pp == 1 and self.virtual_stages > 1:
+            rule = "virtual stages need a pipeline to interleave in, and pp=1 is none"
+            raise UserError("schedule.virtual_stages", self.virtual_stages, rule, [1])
+
+    @property
+    def positions(self) -> int:
+        return self.pp
+
+    @property
+    def stages(self) -> int:
+        """Virtual stages of the whole pipeline."""
+        return self.pp * self.virtual_stages
+
+    def ops(self) -> Iterator[Op]:
+        for micro_batch in range(self.micro_batches):
+            for layer in range(self.stages):
+                yield stage("F", layer, micro_batch)
+                if layer < self.stages - 1:
+                    yield handover("F", layer, micro_batch)
+            for layer in reversed(range(self.stages if self.backward else 0)):
+                yield stage("B", layer, micro_batch)
+                if layer > 0:
+                    yield handover("B", layer, micro_batch)
+
+    def needs(self, op: Op) -> tuple[Op, ...]:
+        if op.kind == "handover":
+            return (op._replace(kind="stage"),)
+        if op.direction == "F":
+            return (handover("F", op.layer - 1, op.micro_batch),) if op.layer > 0 else ()
+        own = stage("F", op.layer, op.micro_batch)
+        return (own, handover("B", op.layer + 1, op.micro_batch)) if op.layer < self.stages - 1 else (own,)
+
+    def where(self, op: Op) -> tuple[int, ...]:
+        if op.kind == "stage":
+            return (op.layer % self.pp,)
+        return op.layer % self.pp, self._receiver(op) % self.pp
+
+    def channel(self, op: Op) -> Channel | None:
+        if op.kind == "stage":
+            return None
+        low, high = sorted(self.where(op))
+        return "activations" if op.direction == "F" else "gradients", low, high
+
+    def frees(self, op: Op) -> tuple[Op, ...]:
+        return (op._replace(direction="F"),) if (op.kind, op.direction) == ("stage", "B") else ()
+
+    def _receiver(self, op: Op) -> int:
+        return op.layer + (1 if op.direction == "F" else -1)

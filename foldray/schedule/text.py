@@ -1,0 +1,38 @@
+"""A schedule as text, drawn like the pipeline figures of the papers."""
+
+from __future__ import annotations
+
+from foldray.schedule.clock import unit_times
+from foldray.schedule.graph import Graph
+from foldray.schedule.op import Schedule
+
+
+def show(graph: Graph, schedule: Schedule) -> str:
+    """One line per position on a clock on which a forward takes 1 and a backward 2; a dot is a unit of waiting.
+
+    Handovers are not drawn. Two positions, two micro-batches:
+
+        0 | F0.0 F0.1 .    .    B0.0----- .    B0.1-----
+        1 | .    F1.0 B1.0----- F1.1 B1.1-----
+
+    Raises:
+        ScheduleError: the schedule cannot finish.
+    """
+    times = unit_times(graph, schedule)
+    width = max((len(str(op)) for op in times if graph.channel(op) is None), default=0) + 1
+    lines = []
+    for position, ops in enumerate(schedule):
+        cells, now = [], 0
+        for op in ops:
+            if graph.channel(op) is None:
+                start, end = times[op]
+                cells += [".".ljust(width)] * (start - now)
+                cells.append(_cell(str(op), (end - start) * width))
+                now = end
+        lines.append(f"{position:>{len(str(len(schedule) - 1))}} | {''.join(cells)}".rstrip())
+    return "\n".join(lines)
+
+
+def _cell(name: str, width: int) -> str:
+    """The name, drawn out over all of its time but the last column."""
+    return name + "-" * (width - 1 - len(name)) + " "

@@ -1,0 +1,73 @@
+"""From orders of computation to a schedule: where the handovers go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from foldray.schedule.check import check
+from foldray.schedule.clock import unit_times
+from foldray.schedule.graph import Graph
+from foldray.schedule.op import Op, Schedule
+
+
+def weave(graph: Graph, orders: Schedule) -> Schedule:
+    """Insert the handovers into the orders in which the positions compute.
+
+    The ops of all positions are put into one order, that in which they end on a clock of unit times; ties go to the lower
+    position. A handover follows the last op that it needs, and a position's list is its share of that one order. So both ends of
+    every channel agree, and nobody can wait in a circle. A receive stands before the receiver's first op that ends later than
+    the sender's: on that clock no transfer waits for its receiver, and no buffer is held for longer than this takes.
+
+    Args:
+        graph: what has to be done.
+        orders: for every position its ops that compute, and no handover.
+
+    Raises:
+        ScheduleError: the orders are not those of this graph, or they make the positions wait for each other.
+    """
+    computing = _Computing(graph)
+    check(computing, orders)
+    position_of = {op: position for position, ops in enumerate(orders) for op in ops}
+    times = unit_times(computing, orders)
+    one_order = sorted(times, key=lambda op: (times[op].end, position_of[op]))
+    rank = {op: place for place, op in enumerate(one_order)}
+    followers: dict[Op, list[Op]] = {op: [] for op in one_order}
+    for op in graph.ops():
+        if graph.channel(op) is not None:
+            followers[max(computing.needs(op), key=rank.__getitem__)].append(op)
+    lists: list[list[Op]] = [[] for _ in orders]
+    for computed in one_order:
+        for op in (computed, *followers[computed]):
+            for position in graph.where(op):
+                lists[position].append(op)
+    return tuple(map(tuple, lists))
+
+
+@dataclass(frozen=True)
+class _Computing:
+    """A graph without its handovers: who needs one needs what the handover needs."""
+
+    graph: Graph
+
+    @property
+    def positions(self) -> int:
+        return self.graph.positions
+
+    def ops(self) -> Iterator[Op]:
+        return (op for op in self.graph.ops() if self.graph.channel(op) is None)
+
+    def needs(self, op: Op) -> tuple[Op, ...]:
+        return tuple(source for need in self.graph.needs(op) for source in self._sources(need))
+
+    def where(self, op: Op) -> tuple[int, ...]:
+        return self.graph.where(op)
+
+    def channel(self, op: Op) -> None:
+        return None
+
+    def frees(self, op: Op) -> tuple[Op, ...]:
+        return self.graph.frees(op)
+
+    def _sources(self, need: Op) -> tuple[Op, ...]:
+        return (need,) if self.graph.channel(need) is None else self.needs(need)

@@ -1,0 +1,154 @@
+"""Who owns which piece of which layer: the pipeline's stages, and each rank's box of each parameter. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from foldray.errors import UserError
+from foldray.fold import Fold, divisors
+from foldray.spec.model import ModelSpec
+from foldray.spec.parameters import ParameterSpec, parameter_table
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of blocks that one pipeline position computes in one go.
+
+    Args:
+        number: among all virtual stages, from 0; it stands at pipeline position number mod pp.
+        layers: its blocks.
+        first, last: whether it begins with the embedding, ends with the head and the loss.
+    """
+
+    number: int
+    layers: range
+    first: bool
+    last: bool
+
+
+def make_stages(layers: int, pp: int, virtual_stages: int = 1, sizes: Sequence[int] | None = None) -> tuple[Stage, ...]:
+    """Cut `layers` blocks into pp · virtual_stages stages, in order; `sizes` says how, else evenly, longer ones first.
+
+    Raises:
+        UserError: too few blocks, or sizes that do not fit.
+    """
+    count = pp * virtual_stages
+    if count > layers:
+        rule = f"makes {count} stages (pp={pp} × {virtual_stages}) of {layers} blocks; every stage needs one at least"
+        raise UserError("fold.pp" if virtual_stages == 1 else "schedule.virtual_stages", count // virtual_stages, rule)
+    if sizes is None:
+        sizes = [layers // count + (number < layers % count) for number in range(count)]
+    elif len(sizes) != count or sum(sizes) != layers or min(sizes) < 1:
+        rule = f"must be {count} numbers of blocks (pp={pp} × {virtual_stages} virtual stages), each at least 1, {layers} in sum"
+        raise UserError("schedule.stage_layers", list(sizes), rule)
+    ends = list(accumulate(sizes))
+    return tuple(
+        Stage(number, range(end - size, end), number == 0, number == count - 1)
+        for number, (end, size) in enumerate(zip(ends, sizes, strict=True))
+    )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rank's box of one parameter of the whole model: from `offset`, of `shape`, in `spec.shape`."""
+
+    spec: ParameterSpec
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """The one owner map: which stages and which pieces of parameters a rank holds.
+
+    A tied embedding stands on the first and on the last stage; the first one counts as its owner.
+
+    Raises:
+        UserError: the fold does not divide the model.
+    """
+
+    model: ModelSpec
+    fold: Fold
+    virtual_stages: int = 1
+    stage_layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check_divides(self.model, self.fold)
+        assert self.stages
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        return make_stages(self.model.layers, self.fold.pp, self.virtual_stages, self.stage_layers)
+
+    def held_stages(self, rank: int) -> tuple[Stage, ...]:
+        position = self.fold.attention.coordinate(rank)["pp"]
+        return tuple(stage for stage in self.stages if stage.number % self.fold.pp == position)
+
+    def experts(self, rank: int) -> range:
+        """Global ids of the experts that a rank holds, of every MoE block of its stages."""
+        local = self.model.experts // self.fold.ep
+        first = self.fold.moe.coordinate(rank)["ep"] * local
+        return range(first, first + local)
+
+    def pieces(self, rank: int) -> dict[str, Piece]:
+        """A rank's share of the model, by global name."""
+        tp, etp = self.fold.attention.coordinate(rank)["tp"], self.fold.moe.coordinate(rank)["etp"]
+        held, experts = self.held_stages(rank), self.experts(rank)
+        found = {}
+        for spec in parameter_table(self.model):
+            if self._is_held(spec, held) and (spec.expert is None or spec.expert in experts):
+                expert = spec.gradient_class == "expert"
+                found[spec.name] = _cut(spec, *((etp, self.fold.etp) if expert else (tp, self.fold.tp)))
+        return found
+
+    def counted(self, rank: int) -> Iterator[str]:
+        """Names of the pieces that this rank counts in a norm: every element of the model is counted by one rank."""
+        attention, moe = self.fold.attention.coordinate(rank), self.fold.moe.coordinate(rank)
+        first_copy = {
+            "dense": attention["dp"] == attention["cp"] == 0,
+            "replicated": attention["dp"] == attention["cp"] == attention["tp"] == 0,
+            "expert": moe["edp"] == 0,
+        }
+        for name, piece in self.pieces(rank).items():
+            tied_copy = name == "embedding.weight" and attention["pp"] > 0
+            if first_copy[piece.spec.gradient_class] and not tied_copy:
+                yield name
+
+    def _is_held(self, spec: ParameterSpec, held: tuple[Stage, ...]) -> bool:
+        tied = self.model.tied_embeddings and spec.name == "embedding.weight"
+        if spec.layer < 0:
+            return any(stage.first or (tied and stage.last) for stage in held)
+        return any(spec.layer in stage.layers or (stage.last and spec.layer == self.model.layers) for stage in held)
+
+
+def _cut(spec: ParameterSpec, index: int, parts: int) -> Piece:
+    offset, shape = [0] * len(spec.shape), list(spec.shape)
+    if spec.cut is not None:
+        shape[spec.cut] //= parts
+        offset[spec.cut] = index * shape[spec.cut]
+    return Piece(spec, tuple(offset), tuple(shape))
+
+
+def _check_divides(model: ModelSpec, fold: Fold) -> None:
+    dense = len(model.moe_layers) < model.layers
+    rules = [
+        ("tp", "heads", True),
+        ("tp", "kv_heads", True),
+        ("tp", "ffn_hidden", dense),
+        ("tp", "shared_hidden", model.shared_hidden > 0),
+        ("tp", "vocab", True),
+        ("ep", "experts", bool(model.moe_layers)),
+        ("etp", "expert_hidden", bool(model.moe_layers)),
+    ]
+    for axis, field, applies in rules:
+        size, whole = getattr(fold, axis), getattr(model, field)
+        if applies and whole % size:
+            legal = [d for d in divisors(fold.world_size) if whole % d == 0]
+            raise UserError(f"fold.{axis}", size, f"must divide model.{field}={whole}", legal)

@@ -1,0 +1,72 @@
+"""Ops, the pipeline's graph, and weaving orders of computation into schedules."""
+
+import pytest
+
+from foldray.schedule import Direction, Op, PipelineGraph, ScheduleError, check, handover, peak, stage, weave
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [PipelineGraph(1, 3), PipelineGraph(2, 3), PipelineGraph(3, 2, 2), PipelineGraph(2, 4, 4, backward=False)],
+    ids=str,
+)
+def test_the_graph_names_each_op_once_after_what_it_needs(graph):
+    seen: set[Op] = set()
+    for op in graph.ops():
+        assert op not in seen
+        assert seen.issuperset(graph.needs(op))
+        assert seen.issuperset(graph.frees(op))
+        seen.add(op)
+    passes = 2 if graph.backward else 1
+    assert len(seen) == passes * graph.micro_batches * (2 * graph.stages - 1)
+
+
+def test_what_the_graph_says_of_handovers():
+    graph = PipelineGraph(3, 1, 2)
+    assert graph.where(handover("F", 2, 0)) == (2, 0)
+    assert graph.where(handover("B", 3, 0)) == (0, 2)
+    assert graph.channel(handover("F", 2, 0)) == ("activations", 0, 2)
+    assert graph.channel(handover("B", 3, 0)) == ("gradients", 0, 2)
+    assert graph.needs(handover("B", 3, 0)) == (stage("B", 3, 0),)
+    assert graph.needs(stage("B", 2, 0)) == (stage("F", 2, 0), handover("B", 3, 0))
+    assert graph.needs(stage("B", 5, 0)) == (stage("F", 5, 0),)
+    assert graph.channel(stage("F", 2, 0)) is None
+
+
+@pytest.mark.parametrize(
+    ("op", "text"),
+    [
+        (stage("F", 3, 1), "F3.1"),
+        (handover("B", 3, 1), "handover B3.1"),
+        (Op("dispatch", "R", 2, part=3, micro_batch=4), "dispatch R2.4/3"),
+    ],
+)
+def test_ops_read_well(op, text):
+    assert str(op) == text
+
+
+DIRECTIONS: tuple[Direction, ...] = ("F", "B")
+F0, F1, B0, B1 = ([stage(direction, layer, m) for m in range(2)] for direction in DIRECTIONS for layer in range(2))
+
+
+@pytest.mark.parametrize(
+    ("orders", "words"),
+    [
+        (
+            ((F0[0], B0[0], F0[1], B0[1]), (F1[1], B1[1], F1[0], B1[0])),
+            "wait for each other: position 0 in B0.0 for B1.0; position 1 in F1.1 for F0.1$",
+        ),
+        (((*F0, *B0), (*F1, B1[0])), "position 1 lacks B1.1"),
+        (((*F0, *B0), (*F1, *B1, handover("F", 0, 0))), "position 1 has handover F0.0, which the graph does not know"),
+    ],
+)
+def test_orders_that_cannot_be_woven(orders, words):
+    with pytest.raises(ScheduleError, match=words):
+        weave(PipelineGraph(2, 2), orders)
+
+
+def test_other_orders_can_be_woven():
+    graph = PipelineGraph(2, 2)
+    gpipe = weave(graph, ((*F0, *B0), (*F1, *B1)))
+    check(graph, gpipe)
+    assert peak(graph, gpipe) == (2, 2)

@@ -1,0 +1,193 @@
+"""A picture of a fold: both grids side by side, and the nodes that the ranks lie on.
+
+A rank has one colour in both grids, so that the eye finds it again on the other side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+from foldray.fold import Fold, Placement, Table
+
+Color = tuple[float, float, float]
+
+INK, GREY, PALE = "#1f2937", "#6b7280", "#e8eaee"
+HUES = ("#2364aa", "#d9630b", "#2f855a", "#7c3aed", "#b91c1c", "#0e7490", "#be185d", "#8a6d00")
+_DPI = 144
+_WHOLE, _ROWS = 1024, 32  # ranks up to which all are drawn; of more, so many rows of the first stage
+_TOP = 1.72  # inches above the first row: title, names of the views and of the columns
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One view of a fold: its tables, stage by stage, and the sizes in inches in which they are drawn."""
+
+    name: str
+    tables: Sequence[Table]
+    across: int
+
+    @property
+    def cell(self) -> float:
+        return 0.5 if self.across == 8 else 0.34 if self.across == 16 else 0.18
+
+    @property
+    def gap(self) -> float:
+        """Between rows, and between the boxes of a row."""
+        return 0.3 * self.cell
+
+    @property
+    def margin(self) -> float:
+        """For the rows' labels, and the stages' names before them."""
+        return 0.15 + 0.085 * max(len(label) for table in self.tables for label, _ in table.rows) + 0.4 * (len(self.tables) > 1)
+
+    @property
+    def columns(self) -> list[float]:
+        """Left edges of a full row's cells."""
+        sizes = [len(box) for box in self.tables[0].rows[0][1]]
+        return [i * self.cell + box * self.gap for box, size in enumerate(sizes) for i in range(box * size, box * size + size)]
+
+    @property
+    def width(self) -> float:
+        return self.margin + self.columns[-1] + self.cell + 1.0
+
+    def height(self, stage: int) -> float:
+        return len(self.tables[stage].rows) * (self.cell + self.gap) + 0.25
+
+
+def draw_fold(fold: Fold, path: Path, ranks_per_node: int | None = None) -> None:
+    """Draw attention's grid and the experts' grid of a fold into a PNG.
+
+    Args:
+        fold: of more than 1024 ranks, the first rows of the first pipeline stage are drawn.
+        path: the file to write.
+        ranks_per_node: puts a border around the ranks of each node.
+
+    Raises:
+        UserError: `ranks_per_node` is less than 1.
+    """
+    nodes = None if ranks_per_node is None else Placement(fold, ranks_per_node)
+    panels = _panels(fold)
+    heights = [max(panel.height(stage) for panel in panels) for stage in range(len(panels[0].tables))]
+    width, height = max(sum(panel.width for panel in panels) + 0.6, 7.0), _TOP + sum(heights) + 0.1
+    figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))  # inches from the upper left corner
+    axes.set_axis_off()
+    axes.text(0.3, 0.22, str(fold), fontsize=15, weight="bold", color=INK, va="top")
+    axes.text(0.3, 0.56, _subtitle(fold, nodes), fontsize=10.5, color=GREY, va="top")
+    colors = _colors(fold)
+    for panel, left in zip(panels, (0.3, 0.5 + panels[0].width), strict=True):
+        _draw_names(axes, panel, left + panel.margin)
+        top = _TOP
+        for stage, stage_height in enumerate(heights):
+            _draw_stage(axes, panel, panel.tables[stage], left + panel.margin, top, colors, nodes)
+            if len(heights) > 1:
+                axes.text(left, top + panel.cell / 2, f"pp{stage}", fontsize=10, weight="bold", color=INK, va="center")
+            top += stage_height
+    half = path.with_name(f".{path.name}")  # in one move, so that nobody sees half a picture
+    figure.savefig(half, format="png")
+    half.replace(path)
+
+
+def _panels(fold: Fold) -> list[_Panel]:
+    across = 8 if fold.world_size <= 128 else 16 if fold.world_size <= 256 else 32
+    whole = fold.world_size <= _WHOLE
+    views = (("Attention", fold.attention), ("Experts", fold.moe))
+    tables = [[Table.of(grid, stage, across) for stage in range(fold.pp if whole else 1)] for _, grid in views]
+    if not whole:
+        tables = [[replace(table, rows=table.rows[:_ROWS]) for table in view] for view in tables]
+    return [_Panel(name, view, across) for (name, _), view in zip(views, tables, strict=True)]
+
+
+def _subtitle(fold: Fold, nodes: Placement | None) -> str:
+    parts = [f"{fold.world_size} ranks" + (f", {nodes.ranks_per_node} per node" if nodes else "")]
+    if fold.tp * fold.cp > 1:
+        parts.append("a hue: ranks that share a sequence" + ("; a shade: a TP group" if min(fold.tp, fold.cp) > 1 else ""))
+    elif fold.ep > 1:
+        parts.append("a hue: an EP group")
+    return " · ".join([*parts, *(["the first rows of the first stage"] if fold.world_size > _WHOLE else [])])
+
+
+def _colors(fold: Fold) -> dict[int, Color]:
+    """Hue by sequence and shade by the part of it; where every rank has sequences of its own, hue by EP group."""
+    family = "tp_cp" if fold.tp * fold.cp > 1 else "ep" if fold.ep > 1 else "world"
+    colors = {}
+    for index, group in enumerate(fold.groups(family)):
+        red, green, blue = to_rgb(HUES[index % len(HUES)])
+        for rank in group:
+            white = 0.45 + 0.4 * fold.coordinate(rank)["attention"]["cp"] / fold.cp
+            colors[rank] = tuple(white + (1 - white) * channel for channel in (red, green, blue))
+    return colors
+
+
+def _draw_names(axes: Axes, panel: _Panel, left: float) -> None:
+    """The view's name, and the columns'."""
+    axes.text(left, 1.08, panel.name, fontsize=12.5, weight="bold", color=INK, va="center")
+    table, boxes = panel.tables[0], len(panel.tables[0].rows[0][1])
+    starts = [left + start for start in panel.columns]
+    wide = len(starts) // boxes
+    for box, name in enumerate(table.box_names):
+        middle = (starts[box * wide] + starts[box * wide + wide - 1] + panel.cell) / 2
+        axes.text(middle, 1.36, name, fontsize=9.5, color=GREY, ha="center", va="center")
+    for start, name in zip(starts, table.cell_names * boxes if panel.across == 8 else (), strict=False):
+        axes.text(start + panel.cell / 2, _TOP - 0.15, name, fontsize=9, color=GREY, ha="center", va="center")
+
+
+def _draw_stage(
+    axes: Axes, panel: _Panel, table: Table, left: float, top: float, colors: Mapping[int, Color], nodes: Placement | None
+) -> None:
+    starts, cell, pad = [left + start for start in panel.columns], panel.cell, panel.gap / 4
+    for number, (label, boxes) in enumerate(table.rows):
+        y, column = top + number * (cell + panel.gap), 0
+        axes.text(left - 0.16, y + cell / 2, label, fontsize=9, color=GREY, ha="right", va="center")
+        for box in boxes:
+            width = len(box) * cell
+            axes.add_patch(_rounded(starts[column] - pad / 2, y - pad / 2, width + pad, cell + pad, pad, PALE))
+            for rank in box:
+                x = starts[column]
+                axes.add_patch(_rounded(x + pad / 2, y + pad / 2, cell - pad, cell - pad, pad, colors[rank]))
+                if panel.across < 32:
+                    size = 11 if panel.across == 8 else 7.5
+                    axes.text(x + cell / 2, y + cell / 2, str(rank), fontsize=size, color=INK, ha="center", va="center")
+                column += 1
+    if nodes:
+        _draw_nodes(axes, panel, table, left, top, nodes)
+
+
+def _draw_nodes(axes: Axes, panel: _Panel, table: Table, left: float, top: float, nodes: Placement) -> None:
+    """Borders around the cells of each node, and the nodes' numbers on the right."""
+    half = panel.gap / 2
+    ends = [left + start + panel.cell for start in panel.columns]
+    across = [
+        left - half,
+        *((end + left + start) / 2 for end, start in zip(ends, panel.columns[1:], strict=False)),
+        ends[-1] + half,
+    ]
+    down = [top - half + number * (panel.cell + panel.gap) for number in range(len(table.rows) + 1)]
+    on = [[nodes.node(rank) for box in boxes for rank in box] for _, boxes in table.rows]
+    place = {(row, column): node for row, line in enumerate(on) for column, node in enumerate(line)}
+    lines = []
+    for (row, column), node in place.items():
+        (x, right), (y, bottom) = across[column : column + 2], down[row : row + 2]
+        sides = {(-1, 0): ((x, y), (right, y)), (0, -1): ((x, y), (x, bottom))}
+        sides |= {(1, 0): ((x, bottom), (right, bottom)), (0, 1): ((right, y), (right, bottom))}
+        lines += [line for (up, over), line in sides.items() if place.get((row + up, column + over)) != node]
+    axes.add_collection(LineCollection(lines, colors=INK, linewidths=1.6, capstyle="round"))
+    for names, rows in groupby(range(len(on)), key=lambda row: sorted(set(on[row]))):
+        number = list(rows)
+        text = f"node{'s' * (len(names) > 1)} {' '.join(map(str, names))}"
+        axes.text(across[-1] + 0.1, (down[number[0]] + down[number[-1] + 1]) / 2, text, fontsize=9, color=INK, va="center")
+
+
+def _rounded(x: float, y: float, width: float, height: float, radius: float, color: Color | str) -> FancyBboxPatch:
+    return FancyBboxPatch((x, y), width, height, f"round,pad=0,rounding_size={radius}", facecolor=color, edgecolor="none")
