@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,13 +26,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; 0 on success, 1 on a failure, 2 on a user's mistake (one line on stderr)."""
     try:
         given = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-        return given.run(given)
+        code = given.run(given)
+        sys.stdout.flush()  # here, where a reader that has gone can still be answered
+        return code
     except UserError as error:
         print(f"foldray: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("foldray: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # as of `foldray explain … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def train(given: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Checkpoints: `torch.distributed.checkpoint` files under Ray's `Checkpoint`, keyed by global names.
+"""Checkpoints: `torch.distributed.checkpoint` files under Ray's `Checkpoint`, keyed by global names, in boxes of whole tensors.
 
 A rank copies its state to host memory, and a background thread writes it and hands it to Ray's storage while training goes
 on. Ray registers a checkpoint only when every rank's files have arrived, so a half-written one is never resumed from; sizes
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from foldray.comm import host_group
 from foldray.runtime import State
+from trainers.boxes import LoadBoxes, Pieces, SaveBoxes
 
 PROGRESS = "progress.json"
 _TIMEOUT = timedelta(minutes=30)
@@ -48,11 +49,12 @@ class Saver:
         self._written = threading.Event()
         self._written.set()
 
-    def save(self, state: State, progress: dict[str, Any], metrics: dict[str, float], last: bool = False) -> str:
+    def save(self, state: State, pieces: Pieces, progress: dict[str, Any], metrics: dict[str, float], last: bool = False) -> str:
         """Report a checkpoint to Ray; the path where it will be.
 
         Args:
             state: tensors by global name; copied before this returns.
+            pieces: the box of the whole that each tensor is.
             progress: what else is needed to go on; `progress["step"]` names the checkpoint.
             last: wait until it is written.
         """
@@ -62,9 +64,9 @@ class Saver:
         storage = ray.train.get_context().get_storage()
         folder = Path(tempfile.mkdtemp(prefix="foldray-checkpoint-"))
 
-        def write(checkpoint: Checkpoint, name: str) -> Checkpoint:
+        def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
             try:
-                self._write(folder, copy, progress)
+                self._write(folder, copy, pieces, progress)
                 return storage.persist_current_checkpoint(checkpoint, name)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -77,12 +79,12 @@ class Saver:
             checkpoint_dir_name=name,
             checkpoint_upload_mode=CheckpointUploadMode.ASYNC if self.asynchronous and not last else CheckpointUploadMode.SYNC,
             delete_local_checkpoint_after_upload=False,
-            checkpoint_upload_fn=write,
+            checkpoint_upload_fn=upload,
         )
         return storage.build_checkpoint_path_from_name(name)
 
-    def _write(self, folder: Path, state: State, progress: dict[str, Any]) -> None:
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), process_group=self.group, no_dist=self.group is None)
+    def _write(self, folder: Path, state: State, pieces: Pieces, progress: dict[str, Any]) -> None:
+        write(folder, state, pieces, self.group)
         if self.rank == 0:
             (folder / PROGRESS).write_text(json.dumps(progress))
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
@@ -109,14 +111,21 @@ def opened(checkpoint: Checkpoint) -> Iterator[tuple[Path, dict[str, Any]]]:
         yield path, _read(checkpoint, path / PROGRESS)
 
 
-def load(folder: Path, state: State, group: torch.distributed.ProcessGroup | None) -> None:
-    """Fill the tensors of `state` from a checkpoint that any fold wrote.
+def write(folder: Path, state: State, pieces: Pieces, group: torch.distributed.ProcessGroup | None) -> None:
+    """Write this rank's share of a checkpoint; every rank of the group calls this."""
+    writer, planner = dcp.FileSystemWriter(folder), SaveBoxes(pieces)
+    dcp.save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+
+
+def load(folder: Path, state: State, pieces: Pieces, group: torch.distributed.ProcessGroup | None) -> None:
+    """Fill the tensors of `state`, each a box of the whole, from a checkpoint that any fold wrote.
 
     Raises:
         DamagedCheckpoint: a tensor is missing or has another shape.
     """
     try:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), process_group=group, no_dist=group is None)
+        reader, planner = dcp.FileSystemReader(folder), LoadBoxes(pieces)
+        dcp.load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:  # derives from BaseException: nothing above would catch it
         reasons = "; ".join(str(failure[0] if isinstance(failure, tuple) else failure) for failure in error.failures.values())
         raise DamagedCheckpoint(f"checkpoint {folder} does not fit this model: {' '.join(reasons.split())[:300]}") from None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -22,9 +22,9 @@ from foldray.fold import Fold, Placement, Table
 Color = tuple[float, float, float]
 
 INK, GREY, PALE = "#1f2937", "#6b7280", "#e8eaee"
-HUES = ("#2364aa", "#d9630b", "#2f855a", "#7c3aed", "#b91c1c", "#0e7490", "#be185d", "#8a6d00")
+HUES = ("#2364aa", "#d9630b", "#2f855a", "#6b4fbb", "#b91c1c", "#0e7490", "#be185d", "#8a6d00")
 _DPI = 144
-_WHOLE, _ROWS = 1024, 32  # ranks up to which all are drawn; of more, so many rows of the first stage
+_RANKS, _STAGES, _ROWS = 1024, 16, 32  # of more ranks, only the first stage is drawn; of a stage, at most so many rows
 _TOP = 1.72  # inches above the first row: title, names of the views and of the columns
 
 
@@ -35,6 +35,7 @@ class _Panel:
     name: str
     tables: Sequence[Table]
     across: int
+    nodes: Placement | None
 
     @property
     def cell(self) -> float:
@@ -58,7 +59,12 @@ class _Panel:
 
     @property
     def width(self) -> float:
-        return self.margin + self.columns[-1] + self.cell + 1.0
+        on = [len(text) for table in self.tables for text in self.beside(table)]
+        return self.margin + self.columns[-1] + self.cell + 0.25 + 0.085 * max(on, default=0)
+
+    def beside(self, table: Table) -> list[str]:
+        """Each row's nodes."""
+        return [self.nodes.named(chain(*boxes)) for _, boxes in table.rows] if self.nodes else []
 
     def height(self, stage: int) -> float:
         return len(self.tables[stage].rows) * (self.cell + self.gap) + 0.25
@@ -68,7 +74,7 @@ def draw_fold(fold: Fold, path: Path, ranks_per_node: int | None = None) -> None
     """Draw attention's grid and the experts' grid of a fold into a PNG.
 
     Args:
-        fold: of more than 1024 ranks, the first rows of the first pipeline stage are drawn.
+        fold: of a large one the first rows of the first pipeline stages are drawn, and the picture says so.
         path: the file to write.
         ranks_per_node: puts a border around the ranks of each node.
 
@@ -76,7 +82,7 @@ def draw_fold(fold: Fold, path: Path, ranks_per_node: int | None = None) -> None
         UserError: `ranks_per_node` is less than 1.
     """
     nodes = None if ranks_per_node is None else Placement(fold, ranks_per_node)
-    panels = _panels(fold)
+    panels = _panels(fold, nodes)
     heights = [max(panel.height(stage) for panel in panels) for stage in range(len(panels[0].tables))]
     width, height = max(sum(panel.width for panel in panels) + 0.6, 7.0), _TOP + sum(heights) + 0.1
     figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white")
@@ -84,13 +90,13 @@ def draw_fold(fold: Fold, path: Path, ranks_per_node: int | None = None) -> None
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))  # inches from the upper left corner
     axes.set_axis_off()
     axes.text(0.3, 0.22, str(fold), fontsize=15, weight="bold", color=INK, va="top")
-    axes.text(0.3, 0.56, _subtitle(fold, nodes), fontsize=10.5, color=GREY, va="top")
+    axes.text(0.3, 0.56, _subtitle(fold, panels), fontsize=10.5, color=GREY, va="top")
     colors = _colors(fold)
     for panel, left in zip(panels, (0.3, 0.5 + panels[0].width), strict=True):
         _draw_names(axes, panel, left + panel.margin)
         top = _TOP
         for stage, stage_height in enumerate(heights):
-            _draw_stage(axes, panel, panel.tables[stage], left + panel.margin, top, colors, nodes)
+            _draw_stage(axes, panel, panel.tables[stage], left + panel.margin, top, colors)
             if len(heights) > 1:
                 axes.text(left, top + panel.cell / 2, f"pp{stage}", fontsize=10, weight="bold", color=INK, va="center")
             top += stage_height
@@ -99,34 +105,36 @@ def draw_fold(fold: Fold, path: Path, ranks_per_node: int | None = None) -> None
     half.replace(path)
 
 
-def _panels(fold: Fold) -> list[_Panel]:
+def _panels(fold: Fold, nodes: Placement | None) -> list[_Panel]:
     across = 8 if fold.world_size <= 128 else 16 if fold.world_size <= 256 else 32
-    whole = fold.world_size <= _WHOLE
-    views = (("Attention", fold.attention), ("Experts", fold.moe))
-    tables = [[Table.of(grid, stage, across) for stage in range(fold.pp if whole else 1)] for _, grid in views]
-    if not whole:
-        tables = [[replace(table, rows=table.rows[:_ROWS]) for table in view] for view in tables]
-    return [_Panel(name, view, across) for (name, _), view in zip(views, tables, strict=True)]
+    stages = range(min(fold.pp, _STAGES) if fold.world_size <= _RANKS else 1)
+    panels = []
+    for name, grid in (("Attention", fold.attention), ("Experts", fold.moe)):
+        tables = [Table.of(grid, stage, across) for stage in stages]
+        panels.append(_Panel(name, [replace(table, rows=table.rows[:_ROWS]) for table in tables], across, nodes))
+    return panels
 
 
-def _subtitle(fold: Fold, nodes: Placement | None) -> str:
-    parts = [f"{fold.world_size} ranks" + (f", {nodes.ranks_per_node} per node" if nodes else "")]
+def _subtitle(fold: Fold, panels: Sequence[_Panel]) -> str:
+    nodes = panels[0].nodes
+    parts = [f"{fold.world_size} rank{'s' * (fold.world_size > 1)}" + (f", {nodes.ranks_per_node} per node" if nodes else "")]
     if fold.tp * fold.cp > 1:
-        parts.append("a hue: ranks that share a sequence" + ("; a shade: a TP group" if min(fold.tp, fold.cp) > 1 else ""))
+        parts.append("same hue: same sequences" + ("; same shade: same part of them" if fold.cp > 1 else ""))
     elif fold.ep > 1:
-        parts.append("a hue: an EP group")
-    return " · ".join([*parts, *(["the first rows of the first stage"] if fold.world_size > _WHOLE else [])])
+        parts.append("same hue: same EP group")
+    drawn = min(sum(len(box) for table in panel.tables for _, row in table.rows for box in row) for panel in panels)
+    return " · ".join([*parts, *(["the rest goes on like this"] if drawn < fold.world_size else [])])
 
 
 def _colors(fold: Fold) -> dict[int, Color]:
-    """Hue by sequence and shade by the part of it; where every rank has sequences of its own, hue by EP group."""
-    family = "tp_cp" if fold.tp * fold.cp > 1 else "ep" if fold.ep > 1 else "world"
+    """Hue by sequence, the same in every stage, and shade by part of it; without TP and CP, hue by EP group."""
     colors = {}
-    for index, group in enumerate(fold.groups(family)):
+    for rank in fold.groups("world")[0]:
+        attention, moe = fold.coordinate(rank).values()
+        index = attention["dp"] if fold.tp * fold.cp > 1 else moe["edp"] * fold.etp + moe["etp"] if fold.ep > 1 else 0
+        white = 0.45 + 0.4 * attention["cp"] / fold.cp
         red, green, blue = to_rgb(HUES[index % len(HUES)])
-        for rank in group:
-            white = 0.45 + 0.4 * fold.coordinate(rank)["attention"]["cp"] / fold.cp
-            colors[rank] = tuple(white + (1 - white) * channel for channel in (red, green, blue))
+        colors[rank] = (white + (1 - white) * red, white + (1 - white) * green, white + (1 - white) * blue)
     return colors
 
 
@@ -143,9 +151,7 @@ def _draw_names(axes: Axes, panel: _Panel, left: float) -> None:
         axes.text(start + panel.cell / 2, _TOP - 0.15, name, fontsize=9, color=GREY, ha="center", va="center")
 
 
-def _draw_stage(
-    axes: Axes, panel: _Panel, table: Table, left: float, top: float, colors: Mapping[int, Color], nodes: Placement | None
-) -> None:
+def _draw_stage(axes: Axes, panel: _Panel, table: Table, left: float, top: float, colors: Mapping[int, Color]) -> None:
     starts, cell, pad = [left + start for start in panel.columns], panel.cell, panel.gap / 4
     for number, (label, boxes) in enumerate(table.rows):
         y, column = top + number * (cell + panel.gap), 0
@@ -155,13 +161,13 @@ def _draw_stage(
             axes.add_patch(_rounded(starts[column] - pad / 2, y - pad / 2, width + pad, cell + pad, pad, PALE))
             for rank in box:
                 x = starts[column]
-                axes.add_patch(_rounded(x + pad / 2, y + pad / 2, cell - pad, cell - pad, pad, colors[rank]))
+                axes.add_patch(_rounded(x + 0.75 * pad, y + 0.75 * pad, cell - 1.5 * pad, cell - 1.5 * pad, pad, colors[rank]))
                 if panel.across < 32:
                     size = 11 if panel.across == 8 else 7.5
                     axes.text(x + cell / 2, y + cell / 2, str(rank), fontsize=size, color=INK, ha="center", va="center")
                 column += 1
-    if nodes:
-        _draw_nodes(axes, panel, table, left, top, nodes)
+    if panel.nodes:
+        _draw_nodes(axes, panel, table, left, top, panel.nodes)
 
 
 def _draw_nodes(axes: Axes, panel: _Panel, table: Table, left: float, top: float, nodes: Placement) -> None:
@@ -183,9 +189,8 @@ def _draw_nodes(axes: Axes, panel: _Panel, table: Table, left: float, top: float
         sides |= {(1, 0): ((x, bottom), (right, bottom)), (0, 1): ((right, y), (right, bottom))}
         lines += [line for (up, over), line in sides.items() if place.get((row + up, column + over)) != node]
     axes.add_collection(LineCollection(lines, colors=INK, linewidths=1.6, capstyle="round"))
-    for names, rows in groupby(range(len(on)), key=lambda row: sorted(set(on[row]))):
-        number = list(rows)
-        text = f"node{'s' * (len(names) > 1)} {' '.join(map(str, names))}"
+    for text, rows in groupby(enumerate(panel.beside(table)), key=lambda row: row[1]):
+        number = [row for row, _ in rows]
         axes.text(across[-1] + 0.1, (down[number[0]] + down[number[-1] + 1]) / 2, text, fontsize=9, color=INK, va="center")
 
 

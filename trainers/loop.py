@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import ray
@@ -12,16 +13,18 @@ import ray.train
 import torch
 from numpy.typing import ArrayLike
 
-from foldray.comm import Groups
-from foldray.model import Losses
+from foldray.comm import TRAFFIC, Count, Groups
+from foldray.model import Batch, Losses
 from foldray.recipe import Recipe
-from foldray.runtime import Engine, learning_rate
+from foldray.runtime import Engine, learning_rate, state_pieces
 from foldray.runtime.peak import matmul_peak
 from foldray.spec import step_flops
 from trainers import checkpoints
 from trainers.data.packed import Batches, PackedData, Split
 from trainers.engines import DTYPES, make_engine
 from trainers.telemetry import Outbox, Place, Step, Validation
+
+_EVALUATED = 8  # micro-batches on their way through the pipeline at once, for each of its positions
 
 
 def train_loop(config: dict[str, Any]) -> dict[str, Any]:
@@ -36,13 +39,14 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Totals(NamedTuple):
-    """What an optimizer step adds up to over all ranks and passes."""
+    """What an optimizer step adds up to over all ranks and micro-batches."""
 
     language: float
     balance: float
     z: float
     dropped: float
-    count_LE: torch.Tensor
+    count_ME: torch.Tensor
+    traffic: dict[str, Count]
 
 
 class Worker:
@@ -53,7 +57,7 @@ class Worker:
         self.batches = Batches(data.train, recipe.training.seed)
         self.rank = ray.train.get_context().get_world_rank()
         self.device = ray.train.torch.get_device() if recipe.cluster.gpu else torch.device("cpu")
-        self.groups = Groups.create(recipe.placed_fold, self.rank)
+        self.groups = Groups.create(recipe.placed_fold, self.rank, node=_nodes().__getitem__)
         self.outbox.send(_place(self.groups))
         self.engine: Engine = make_engine(recipe, self.groups, self.device)
         self.saver = checkpoints.Saver(self.rank, recipe.checkpoint.asynchronous)
@@ -76,23 +80,27 @@ class Worker:
 
     def _step(self, step: int) -> float:
         """One optimizer step, numbered from 0; the mean loss over all tokens."""
-        started, training, fold = time.perf_counter(), self.recipe.training, self.groups.fold
-        passes = []
-        for m in range(self.recipe.accumulation):
-            indices = self.batches.indices(step, m, self.groups.dp_rank, fold.dp, training.micro_batch, training.global_batch)
-            passes.append(_detached(self.engine.train_pass(*self._inputs(self.data.train, indices))))
+        started, training = time.perf_counter(), self.recipe.training
+        self.groups.traffic.clear()
+        losses = self.engine.train(
+            [self._batch(self.data.train, self._indices(step, m)) for m in range(self.recipe.accumulation)]
+        )
         rate = learning_rate(self.recipe.optimizer, step, training.steps)
         norm = self.engine.update(rate)
-        totals = self._totals(passes)
-        for (_, router), count_E in zip(self.engine.model.routers(), totals.count_LE, strict=True):
-            router.update_bias(count_E)
+        totals = self._totals(losses)
+        self.engine.model.update_biases(totals.count_ME)
         if self.rank == 0:
             self.outbox.send(self._record(step + 1, totals, rate, norm, time.perf_counter() - started))
         return totals.language
 
+    def _indices(self, step: int, m: int) -> ArrayLike:
+        """Sequences of a step's micro-batch m; the same on all ranks of a data-parallel place."""
+        training, dp = self.recipe.training, self.groups.fold.dp
+        return self.batches.indices(step, m, self.groups.dp_rank, dp, training.micro_batch, training.global_batch)
+
     def _record(self, done: int, totals: Totals, rate: float, norm: float, seconds: float) -> Step:
         training, length = self.recipe.training, self.recipe.data.seq_len
-        flops, counts = step_flops(self.recipe.model, length, training.global_batch), totals.count_LE
+        flops, counts = step_flops(self.recipe.model, length, training.global_batch), totals.count_ME
         moe = counts.numel() > 0
         return {
             "kind": "step", "step": done, "loss": totals.language, "lr": rate, "grad_norm": norm,
@@ -103,20 +111,21 @@ class Worker:
             "load": counts.tolist() if moe else None,
             "load_max_over_mean": float((counts.amax(1) / counts.double().mean(1)).max()) if moe else None,
             "dead_experts": int((counts == 0).sum()) if moe else None,
+            "traffic": {name: asdict(count) for name, count in totals.traffic.items() if count.calls},
         }  # fmt: skip
 
     def _validate(self, done: int) -> None:
-        """Loss over the first validation sequences; every rank runs as many passes, for they meet in the all-to-all."""
+        """Loss over the first validation sequences; every rank runs as many micro-batches, for they meet in the all-to-all."""
         size, fold, split = self.recipe.training.micro_batch, self.groups.fold, self.data.validation
         count = min(len(split), self.recipe.training.eval_sequences or len(split))
-        model, nats = self.engine.model.eval(), 0.0
-        with torch.no_grad():
-            for start in range(0, count, fold.dp * size):
-                mine = range(start + self.groups.dp_rank * size, min(count, start + (self.groups.dp_rank + 1) * size))
-                indices = list(mine) or [0]  # nothing left for this rank: it takes part without counting
-                nats += float(model(*self._inputs(split, indices)).language) * len(mine)
-        model.train()
-        loss = self._all_ranks(nats) / count
+        starts, nats = range(self.groups.dp_rank * size, count + fold.dp * size, fold.dp * size), 0.0
+        starts = starts[: math.ceil(count / (fold.dp * size))]
+        for first in range(0, len(starts), _EVALUATED * fold.pp):
+            # Nothing left for this rank: it takes part without counting.
+            mine = [range(start, min(count, start + size)) for start in starts[first : first + _EVALUATED * fold.pp]]
+            losses = self.engine.execution.evaluate([self._batch(split, list(indices) or [0]) for indices in mine])
+            nats += sum(float(part.language) * len(indices) for part, indices in zip(losses, mine, strict=True))
+        loss = self._all_ranks(nats) / fold.cp / count
         bits = loss * count * self.recipe.data.seq_len / math.log(2) / split.bytes(count)
         record: Validation = {"kind": "validation", "step": done, "loss": loss, "bits_per_byte": bits, "sequences": count}
         self.validation = dict(record)
@@ -126,7 +135,9 @@ class Worker:
     def _save(self, done: int, loss: float, final: bool) -> None:
         fold, data = self.recipe.fold.model_dump(), self.data.folder.name
         progress = {"step": done, "data": data, "fold": fold, "validation": self.validation}
-        path = self.saver.save(self.engine.state(), progress, {"step": done, "loss": loss}, last=final)
+        state = self.engine.state()
+        pieces = state_pieces(self.engine.model, state)
+        path = self.saver.save(state, pieces, progress, {"step": done, "loss": loss}, last=final)
         if self.rank == 0:
             self.outbox.send({"kind": "checkpoint", "step": done, "path": path})
 
@@ -141,33 +152,48 @@ class Worker:
                     f"checkpoint {checkpoint.path} was trained on other data, or in other lengths, than this recipe"
                 )
             state = {key: tensor.detach().to("cpu", copy=True) for key, tensor in self.engine.state().items()}
-            checkpoints.load(folder, state, self.saver.group)
+            checkpoints.load(folder, state, state_pieces(self.engine.model, state), self.saver.group)
             self.engine.load_state(state)
         self.validation = progress["validation"]
         if self.rank == 0:
             self.outbox.send({"kind": "resumed", "step": progress["step"]})
         return progress["step"]
 
-    def _inputs(self, split: Split, indices: ArrayLike) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Inputs, targets and, if attention stops at documents, their numbers: [b, seq_len] each."""
+    def _batch(self, split: Split, indices: ArrayLike) -> Batch:
+        """Inputs, targets and, if attention stops at documents, their numbers."""
         tokens = split.tokens(indices).to(self.device)
         segments = split.segments(indices).to(self.device) if self.recipe.data.mask_documents else None
-        return tokens[:, :-1], tokens[:, 1:], segments
+        return Batch(tokens[:, :-1], tokens[:, 1:], segments)
 
-    def _totals(self, passes: list[Losses]) -> Totals:
-        """Means over ranks and passes of the losses, sums of the counts; in float64, where counts are exact."""
-        scalars = [torch.stack([p.language.double(), p.balance.double(), p.z.double(), p.dropped.double()]) for p in passes]
-        rows = [torch.cat([four, p.count_LE.double().flatten()]) for four, p in zip(scalars, passes, strict=True)]
-        total = self.groups.control.all_reduce(torch.stack(rows).sum(0))
-        language, balance, z = (total[:3] / (len(passes) * self.groups.control.size)).tolist()
-        return Totals(language, balance, z, float(total[3]), total[4:].view_as(passes[0].count_LE).long().cpu())
+    def _totals(self, losses: list[Losses]) -> Totals:
+        """Means and sums over ranks and micro-batches; added up in float64, where counts are exact."""
+        own = self.groups.traffic.by_name()
+        sent = [own.get(name, Count()) for name in TRAFFIC]
+        traffic = torch.tensor([(count.calls, count.inside_bytes, count.across_bytes) for count in sent], dtype=torch.float64)
+        sums = torch.stack([_flat(part) for part in losses]).sum(0)
+        total = self.groups.control.all_reduce(torch.cat([sums, traffic.flatten().to(self.device)])).cpu()
+        language, balance, z = (total[:3] / (len(losses) * self.groups.dense_gradients.size)).tolist()
+        counts, calls = total[4:].split([losses[0].count_ME.numel(), traffic.numel()])
+        everything = {name: Count(*map(int, row)) for name, row in zip(TRAFFIC, calls.view_as(traffic).tolist(), strict=True)}
+        return Totals(language, balance, z, float(total[3]), counts.view_as(losses[0].count_ME).long(), everything)
 
     def _all_ranks(self, value: float) -> float:
         return float(self.groups.control.all_reduce(torch.tensor(value, dtype=torch.float64, device=self.device)))
 
 
-def _detached(losses: Losses) -> Losses:
-    return Losses(*(tensor.detach() for tensor in losses))
+def _flat(losses: Losses) -> torch.Tensor:
+    parts = (losses.language, losses.balance, losses.z, losses.dropped, losses.count_ME)
+    return torch.cat([part.double().flatten() for part in parts])
+
+
+def _nodes() -> list[int]:
+    """The node of every rank, numbered in order of rank."""
+    node = ray.get_runtime_context().get_node_id()
+    nodes = [node]
+    if torch.distributed.is_initialized():
+        nodes = [node] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(nodes, node)
+    return [list(dict.fromkeys(nodes)).index(each) for each in nodes]
 
 
 def _place(groups: Groups) -> Place:

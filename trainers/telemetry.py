@@ -61,6 +61,8 @@ class Step(TypedDict):
     """Tokens per MoE layer and global expert; None on steps that do not carry it (a large model may send it now and then)."""
     load_max_over_mean: float | None
     dead_experts: int | None
+    traffic: NotRequired[dict[str, dict[str, int]]]
+    """By class of traffic (`foldray.comm.Groups`) what all ranks together sent: calls, inside_bytes and across_bytes."""
     time: NotRequired[float]
 
 

@@ -87,7 +87,7 @@ class Tracker:
         """Log what a record holds."""
         if record["kind"] == "step":
             values = {name: record[key] for name, key in _STEP_METRICS.items()}  # type: ignore[literal-required]
-            self._send("loss", record["step"], values | self._per_layer(record))
+            self._send("loss", record["step"], values | self._per_layer(record) | _traffic(record))
         elif record["kind"] == "validation":
             name = "validation/bits_per_byte"
             self._send(name, record["step"], {name: record["bits_per_byte"], "validation/loss": record["loss"]})
@@ -224,6 +224,12 @@ class _Sender(threading.Thread):
                 self._warn(error)
                 return False
         return True
+
+
+def _traffic(record: Step) -> dict[str, int]:
+    """Bytes that a step's collectives sent inside of nodes and across, by class of traffic."""
+    sides = ("inside_bytes", "across_bytes")
+    return {f"traffic/{name}/{side}": count[side] for name, count in record.get("traffic", {}).items() for side in sides}
 
 
 def default_uri(storage: Path) -> str:

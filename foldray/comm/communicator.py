@@ -40,6 +40,16 @@ class Traffic:
         count.inside_bytes += inside
         count.across_bytes += across
 
+    def by_name(self) -> dict[str, Count]:
+        """All operations of a class of traffic together."""
+        found: dict[str, Count] = {}
+        for (name, _), count in self.counts.items():
+            total = found.setdefault(name, Count())
+            total.calls += count.calls
+            total.inside_bytes += count.inside_bytes
+            total.across_bytes += count.across_bytes
+        return found
+
     def clear(self) -> None:
         self.counts.clear()
 

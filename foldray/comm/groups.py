@@ -13,7 +13,7 @@ from foldray.comm.communicator import Communicator, Traffic
 from foldray.fold import Fold
 
 # One communicator per class of traffic: a process group is one queue, so a small message behind a large reduction waits.
-_TRAFFIC = {
+TRAFFIC = {
     "tokens": "ep",
     "counts": "etp_ep",
     "expert_slices": "etp",
@@ -82,7 +82,7 @@ class Groups:
             raise ValueError(f"rank {rank} is not in the fold's {fold.offset}…{fold.offset + fold.world_size - 1}")
         made: dict[str, Communicator] = {}
         traffic = Traffic()
-        for name, family in _TRAFFIC.items():
+        for name, family in TRAFFIC.items():
             group, ranks = _process_group(fold, rank, family, timeout, singles=False)
             nodes = tuple(map(node, ranks)) if node else ()
             made[name] = Communicator(name, ranks, ranks.index(rank), group, nodes, traffic)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 from foldray.fold.fold import Fold
 from foldray.fold.grid import Grid
@@ -86,8 +86,7 @@ def _row(row: Sequence[Sequence[int]], cell: int, width: int, nodes: Placement |
             bar = "┃" if nodes and nodes.node(rank) != nodes.node(before) else " " if column else "│"
             text += (bar if column else f" {bar} ") * bool(text) + f"{rank:>{cell}}"
             before = rank
-    on = sorted({nodes.node(rank) for box in row for rank in box}) if nodes else []
-    return f"│ {text:{width}} │" + f" node{'s' * (len(on) > 1)} {' '.join(map(str, on))}" * bool(on)
+    return f"│ {text:{width}} │" + (f" {nodes.named(chain(*row))}" if nodes else "")
 
 
 def _chunks(ranks: Sequence[int], size: int) -> list[tuple[int, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,6 +50,15 @@ class Placement:
 
     def node(self, rank: int) -> int:
         return rank // self.ranks_per_node
+
+    def named(self, ranks: Iterable[int]) -> str:
+        """The nodes that hold these ranks, as text: "node 0", "nodes 0–3", "nodes 0 2", or their number if they are many."""
+        on = sorted({self.node(rank) for rank in ranks})
+        if len(on) < 2:
+            return f"node {on[0]}"
+        if on[-1] - on[0] == len(on) - 1:
+            return f"nodes {on[0]}–{on[-1]}"
+        return f"nodes {' '.join(map(str, on))}" if len(on) < 5 else f"{len(on)} nodes"
 
     def crossing(self, family: str) -> float:
         """Share of the pairs within a family's groups whose two ranks lie on different nodes; 0 for groups of one rank."""

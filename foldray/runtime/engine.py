@@ -14,6 +14,7 @@ from foldray.recipe import OptimizerSpec
 from foldray.runtime.execution import Execution
 from foldray.runtime.gradients import Gradients
 from foldray.runtime.optimizer import decay_groups, make_optimizer, state_keys
+from foldray.spec import Piece
 
 State = dict[str, torch.Tensor]
 
@@ -33,7 +34,7 @@ class Engine(Protocol):
     def state(self) -> State:
         """This rank's weights and optimizer state by global name, in the optimizer's precision; what `load_state` takes.
 
-        A tensor is the rank's box (`Transformer.pieces`) of the parameter.
+        A tensor is this rank's box of the whole (`state_pieces`).
         """
 
     def load_state(self, state: State) -> None:
@@ -90,6 +91,12 @@ class TorchEngine:
         for parameter, master in self.masters.items():
             if parameter is not master:
                 parameter.copy_(master)
+
+
+def state_pieces(model: Transformer, state: State) -> dict[str, Piece]:
+    """Which box of the whole model each tensor of a state is; scalars and what is no parameter are left out: they are whole."""
+    names = {key: key.split("/")[1] for key, tensor in state.items() if tensor.dim() > 0}
+    return {key: model.pieces[name] for key, name in names.items() if name in model.pieces}
 
 
 def engine_state(

@@ -3,20 +3,23 @@
 import itertools
 import math
 import pickle
+import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from foldray import Fold, UserError
 from foldray.fold import Grid, divisors, nearest_folds
 
 FAMILIES = {
-    "tp": ["tp"], "cp": ["cp"], "dp": ["dp"], "pp": ["pp"], "dp_cp": ["dp", "cp"],
+    "tp": ["tp"], "cp": ["cp"], "dp": ["dp"], "pp": ["pp"], "dp_cp": ["dp", "cp"], "tp_cp": ["tp", "cp"],
+    "tp_dp_cp": ["tp", "dp", "cp"], "world": ["tp", "cp", "dp", "pp"],
     "etp": ["etp"], "ep": ["ep"], "edp": ["edp"], "etp_ep": ["etp", "ep"],
 }  # fmt: skip
-ATTENTION = ("tp", "cp", "dp", "pp", "dp_cp")
+ATTENTION = ("tp", "cp", "dp", "pp", "dp_cp", "tp_cp", "tp_dp_cp", "world")
 
 
 def pairs(ranks: int, step: int) -> list[list[int]]:
@@ -80,6 +83,29 @@ GOLDEN = {
         {"dp": 8, "edp": 1},
         {"etp": [[0, 1], [2, 3], [4, 5], [6, 7]], "ep": [[0, 2, 4, 6], [1, 3, 5, 7]]},
     ),
+    "every family": (
+        Fold(8, tp=2, cp=2, pp=2, ep=4),
+        {"dp": 1, "edp": 1},
+        {
+            "tp": [[0, 1], [2, 3], [4, 5], [6, 7]], "cp": [[0, 2], [1, 3], [4, 6], [5, 7]],
+            "dp": [[0], [1], [2], [3], [4], [5], [6], [7]], "pp": [[0, 4], [1, 5], [2, 6], [3, 7]],
+            "dp_cp": [[0, 2], [1, 3], [4, 6], [5, 7]], "tp_cp": [[0, 1, 2, 3], [4, 5, 6, 7]],
+            "tp_dp_cp": [[0, 1, 2, 3], [4, 5, 6, 7]], "world": [[0, 1, 2, 3, 4, 5, 6, 7]],
+            "embedding": [[0, 4], [1, 5], [2, 6], [3, 7]],
+            "etp": [[0], [1], [2], [3], [4], [5], [6], [7]], "ep": [[0, 1, 2, 3], [4, 5, 6, 7]],
+            "edp": [[0], [1], [2], [3], [4], [5], [6], [7]], "etp_ep": [[0, 1, 2, 3], [4, 5, 6, 7]],
+        },
+    ),
+    "a stage with several sequences": (
+        Fold(12, tp=2, pp=3, etp=2),
+        {"dp": 2, "edp": 2},
+        {
+            "tp_cp": pairs(12, 1), "tp_dp_cp": runs(12, 4), "world": runs(12, 12),
+            "pp": [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]],
+            "embedding": [[0, 8], [1, 9], [2, 10], [3, 11]],  # the ends of the pipeline, not its middle
+        },
+    ),
+    "one stage": (Fold(2, tp=2, offset=6), {"pp": 1}, {"embedding": [[6], [7]], "world": [[6, 7]]}),
 }  # fmt: skip
 
 
@@ -118,6 +144,10 @@ def test_views_that_disagree_on_the_pipeline_are_refused(fold, attention_pp, moe
     with pytest.raises(UserError, match="pipeline groups") as error:
         Fold(8, **fold)
     assert error.value.field == "order"
+    # It names groups that differ, and what would be legal.
+    texts = ["[" + " ".join(map(str, group)) + "]" for group in (attention_pp[0], moe_pp[0])]
+    assert f"attention has {texts[0]}, the experts {texts[1]}; legal: " in str(error.value)
+    Fold(8, **(fold | dict(zip(("order", "moe_order"), error.value.legal[0].split(" | "), strict=True))))
     size = {"tp": 2, "cp": 1, "dp": 2, "pp": 2, "ep": 4, "edp": 1, "etp": 1}
     if "tp" not in fold:
         size |= {"tp": 1, "dp": 4}
@@ -127,6 +157,87 @@ def test_views_that_disagree_on_the_pipeline_are_refused(fold, attention_pp, moe
     ):  # the tables themselves, to show that they do differ
         axes = order.split("-")
         assert list(map(list, Grid(tuple(axes), tuple(size[axis] for axis in axes)).groups(["pp"]))) == table
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order", "moe_order", "pp"),
+    [
+        # pp inside dp is legal as long as both views have as many ranks inside of it.
+        ({"tp": 2, "cp": 2, "ep": 4}, "tp-cp-pp-dp", "etp-ep-pp-edp", pairs(16, 4)),
+        ({"tp": 2, "etp": 2}, "tp-pp-dp-cp", "etp-pp-ep-edp", pairs(16, 2)),
+        ({"tp": 2, "ep": 8}, "pp-tp-cp-dp", "pp-etp-ep-edp", pairs(16, 1)),
+    ],
+)  # fmt: skip
+def test_a_pipeline_inside_is_legal_where_the_views_agree(sizes, order, moe_order, pp):
+    fold = Fold(16, pp=2, **sizes, order=order, moe_order=moe_order)
+    assert list(map(list, fold.attention.groups(["pp"]))) == list(map(list, fold.moe.groups(["pp"]))) == pp
+    with pytest.raises(UserError, match="pipeline groups"):
+        Fold(16, pp=2, **sizes, order=order)
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.tuples(*[st.sampled_from([1, 2, 3])] * 4),
+    splits=st.tuples(st.sampled_from([1, 2, 3, 6]), st.sampled_from([1, 2, 3])),
+    order=st.permutations(["tp", "cp", "dp", "pp"]),
+    moe_order=st.permutations(["etp", "ep", "edp", "pp"]),
+    offset=st.sampled_from([0, 3]),
+)
+def test_a_fold_is_refused_exactly_if_its_pipeline_groups_differ(sizes, splits, order, moe_order, offset):
+    tp, cp, dp, pp = sizes
+    ep, etp = splits
+    assume(tp * cp * dp % (ep * etp) == 0)
+    size = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "etp": etp, "edp": tp * cp * dp // (ep * etp)}
+    tables = [by_coordinates(axes, [size[axis] for axis in axes], offset, ["pp"]) for axes in (order, moe_order)]
+    same = sorted(tables[0]) == sorted(tables[1])
+    with nullcontext() if same else pytest.raises(UserError) as error:
+        Fold(math.prod(sizes), tp, cp, pp, ep, etp, "-".join(order), "-".join(moe_order), offset)
+    if error:
+        examples = [f"[{' '.join(map(str, table[0]))}]" for table in tables]
+        assert f"attention has {examples[0]}, the experts {examples[1]};" in str(error.value)
+
+
+def by_coordinates(axes: list[str], sizes: list[int], offset: int, inside: list[str]) -> list[list[int]]:
+    """Megatron's rule, from the ranks' side: a rank's digits are its places on the axes, the leftmost the lowest.
+
+    A group is all who agree in the digits outside of it; groups and members come in the order of the numbers that they spell.
+    """
+    groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
+    for rank in range(math.prod(sizes)):
+        digits, rest = [], rank
+        for size in sizes:
+            digits.append(rest % size)
+            rest //= size
+        spelled = list(zip(axes, digits, strict=True))[::-1]
+        outer = tuple(digit for axis, digit in spelled if axis not in inside)
+        groups.setdefault(outer, []).append((tuple(digit for axis, digit in spelled if axis in inside), offset + rank))
+    return [[rank for _, rank in sorted(members)] for _, members in sorted(groups.items())]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    inside=st.sets(st.sampled_from("abcd")),
+    offset=st.integers(0, 9),
+    names=st.permutations("abcd"),
+)
+def test_a_grid_is_megatrons(sizes, inside, offset, names):
+    axes = names[: len(sizes)]
+    grid = Grid(tuple(axes), tuple(sizes), offset)
+    assert list(map(list, grid.groups(sorted(inside)))) == by_coordinates(axes, sizes, offset, sorted(inside))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 500))
+def test_divisors(n):
+    assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
+
+
+def test_the_tables_of_ten_thousand_ranks_take_less_than_a_second():
+    start = time.perf_counter()
+    document = Fold(10_240, tp=8, cp=4, pp=8, ep=8, etp=2).as_dict()
+    assert time.perf_counter() - start < 1
+    assert [len(group) for group in document["attention"]["groups"]["dp_cp"]] == [160] * 64
+    assert document["moe"]["groups"]["ep"][-1] == list(range(10_225, 10_240, 2))
 
 
 @st.composite
@@ -210,7 +321,9 @@ def test_illegal_folds_are_refused_in_one_line(given, field, fragment):
 
 
 def test_unknown_family_lists_the_legal_ones():
-    with pytest.raises(UserError, match="legal: tp, cp, dp, pp, dp_cp, etp, ep, edp, etp_ep"):
+    with pytest.raises(
+        UserError, match=r"legal: tp, cp, dp, pp, dp_cp, tp_cp, tp_dp_cp, world, embedding, etp, ep, edp, etp_ep$"
+    ):
         Fold(4).groups("tp_ep")
 
 
@@ -222,7 +335,8 @@ def test_document_of_a_fold():
     assert {axis: document["moe"][axis] for axis in ("etp", "ep", "edp", "pp")} == {"etp": 1, "ep": 4, "edp": 1, "pp": 1}
     assert document["attention"]["groups"] == {
         "tp": [[0, 1], [2, 3]], "cp": [[0], [1], [2], [3]], "dp": [[0, 2], [1, 3]], "pp": [[0], [1], [2], [3]],
-        "dp_cp": [[0, 2], [1, 3]],
+        "dp_cp": [[0, 2], [1, 3]], "tp_cp": [[0, 1], [2, 3]], "tp_dp_cp": [[0, 1, 2, 3]], "world": [[0, 1, 2, 3]],
+        "embedding": [[0], [1], [2], [3]],
     }  # fmt: skip
     assert document["moe"]["groups"] == {
         "etp": [[0], [1], [2], [3]], "ep": [[0, 1, 2, 3]], "edp": [[0], [1], [2], [3]], "pp": [[0], [1], [2], [3]],
