@@ -9,7 +9,7 @@ STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint bench gpu-check clean
+.PHONY: help setup quickstart test nightly lint bench gpu-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -29,6 +29,9 @@ quickstart: setup ## train a small MoE model on two workers of this machine
 
 test: setup ## run the tests
 	$(BIN)/python -m pytest
+
+nightly: setup ## run the tests that a normal run leaves out
+	$(BIN)/python -m pytest -m nightly
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check

@@ -18,7 +18,6 @@ from foldray.recipe import Recipe, describe
 Command = Callable[[argparse.Namespace], int]
 
 _MOST_RANKS = 2**17  # that `explain` shows: beyond, its tables take minutes and gigabytes
-
 _ORDERS = ("tp-cp-dp-pp", "etp-ep-edp-pp")  # legal whatever the sizes
 
 
@@ -26,18 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; 0 on success, 1 on a failure, 2 on a user's mistake (one line on stderr)."""
     try:
         given = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-        code = given.run(given)
-        sys.stdout.flush()  # here, where a reader that has gone can still be answered
-        return code
+        return given.run(given)
     except UserError as error:
         print(f"foldray: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("foldray: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # as of `foldray explain … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 def train(given: argparse.Namespace) -> int:
@@ -54,6 +48,13 @@ def submit(given: argparse.Namespace) -> int:
     return run(recipe, given.address, as_json=given.json, wait=not given.no_wait)
 
 
+def verify(given: argparse.Namespace) -> int:
+    recipe = _recipe(given)
+    from trainers.verify import verify as run
+
+    return run(recipe, shrink=given.shrink, as_json=given.json)
+
+
 def explain(given: argparse.Namespace) -> int:
     fold = _legal_fold(given)
     if given.best_order and given.ranks_per_node is None:
@@ -67,18 +68,26 @@ def explain(given: argparse.Namespace) -> int:
         if best:
             document["best"] = {"order": best.fold.order, "moe_order": best.fold.moe_order, "score": best.score()}
         _print(document)
-        return 0
-    print(f"{fold.world_size} ranks{f', {nodes.ranks_per_node} per node' if nodes else ''}: {fold}\n")
-    print(draw(fold, given.ranks_per_node))
-    for view, families in FAMILIES.items():
-        print("", "experts" if view == "moe" else view, *(_family(fold, family, nodes) for family in families), sep="\n")
-    if nodes:
-        print(f"\nscore: {nodes.score():g} (traffic between nodes: lower is better, 0 when every group stays inside a node)")
-    if best and best.fold == fold:
-        print("best order: this one")
-    elif best:
-        print(f"best order: --order {best.fold.order} --moe-order {best.fold.moe_order}, score {best.score():g}")
+    else:
+        _say(_explanation(fold, nodes, best))
     return 0
+
+
+def _explanation(fold: Fold, nodes: Placement | None, best: Placement | None) -> str:
+    ranks = f"{fold.world_size} rank{'s' * (fold.world_size > 1)}" + (f", {nodes.ranks_per_node} per node" if nodes else "")
+    lines = [f"{ranks}: {fold}", "", draw(fold, nodes.ranks_per_node if nodes else None)]
+    for view, families in FAMILIES.items():
+        lines += ["", "experts" if view == "moe" else view, *(_family(fold, family, nodes) for family in families)]
+    if nodes:
+        lines += [
+            "",
+            f"score: {nodes.score():g} (traffic between nodes: lower is better, 0 when every group stays inside a node)",
+        ]
+    if best and best.fold == fold:
+        lines += ["best order: this one"]
+    elif best:
+        lines += [f"best order: --order {best.fold.order} --moe-order {best.fold.moe_order}, score {best.score():g}"]
+    return "\n".join(lines)
 
 
 def _legal_fold(given: argparse.Namespace) -> Fold:
@@ -97,8 +106,8 @@ def _legal_fold(given: argparse.Namespace) -> Fold:
             _print({"legal": False, "rule": error.rule, "nearest": [{**option, **orders} for option in near]})
         if not near or ordered:
             raise
-        listed = "; ".join(" ".join(f"{axis}={size}" for axis, size in option.items()) for option in near)
-        raise UserError(error.field, error.value, f"{error.rule}; nearest legal folds: {listed}") from None
+        legal = "; ".join(" ".join(f"{axis}={size}" for axis, size in option.items()) for option in near)
+        raise UserError(error.field, error.value, f"{error.rule}; nearest legal folds: {legal}") from None
 
 
 def _family(fold: Fold, family: str, nodes: Placement | None) -> str:
@@ -127,7 +136,7 @@ def _picture(path: str, fold: Fold, ranks_per_node: int | None) -> None:
     try:
         draw_fold(fold, Path(path), ranks_per_node)
     except OSError as error:
-        raise UserError("picture", path, f"cannot be written ({error.strerror})") from None
+        raise UserError("picture", path, f"cannot be written ({error.strerror or error})") from None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -177,6 +186,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--address", required=True, help="the cluster's dashboard, as http://HOST:8265")
     command.add_argument("--no-wait", action="store_true", help="return once the job is accepted")
 
+    command = _add(commands, "verify", verify, "compare a recipe's fold with one process: loss, every gradient")
+    _add_recipe(command)
+    command.add_argument("--shrink", action="store_true", help="make the model as small as the fold allows")
+    command.add_argument("--address", help="Ray cluster to join (cluster.address); else one is started on this machine")
+
     command = _add(commands, "explain", explain, "show the groups of a fold, or why it is illegal and what is near")
     command.add_argument("--world-size", type=int, required=True, metavar="W", help="ranks")
     for axis, meaning in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
@@ -215,12 +229,19 @@ def _recipe_keys() -> str:
 
 
 def _recipe(given: argparse.Namespace) -> Recipe:
-    address = [f"cluster.address={given.address}"] if given.command == "train" and given.address else []
+    address = [f"cluster.address={given.address}"] if given.command in ("train", "verify") and given.address else []
     return Recipe.load(given.recipe, [*given.overrides, *address])
 
 
 def _print(document: Any) -> None:
-    print(json.dumps(document))
+    _say(json.dumps(document))
+
+
+def _say(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader has seen enough, as `| head` does; Python would complain once more as it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -267,12 +267,6 @@ def _check_engine(recipe: Recipe) -> None:
     engine, optimizer = recipe.engine, recipe.optimizer
     if engine.kind == "torch" and engine.zero:
         raise UserError("engine.zero", engine.zero, "the torch engine does not shard its optimizer; use kind=deepspeed", [0])
-    if engine.kind == "deepspeed" and engine.zero == 0 and optimizer.clip is not None:
-        rule = (
-            "DeepSpeed's stage 0 clips by an average of local norms, which is wrong for experts; "
-            "use zero=1, kind=torch or optimizer.clip=null"
-        )
-        raise UserError("engine.zero", 0, rule, [1, 2])
     if engine.kind == "deepspeed" and recipe.precision == "bfloat16" and engine.zero == 0:
         raise UserError("engine.zero", 0, "DeepSpeed's stage 0 keeps no sharded float32 state of a bfloat16 model", [1, 2])
     if engine.kind == "deepspeed" and recipe.precision == "float64":

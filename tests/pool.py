@@ -15,6 +15,10 @@ from typing import Any
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
+# A rank with more threads than this is started anew: some libraries keep process groups, and each of those its threads.
+_MOST_THREADS = 150
+
+
 class RankFailure(AssertionError):
     """A rank raised, died or did not answer in time; the message holds its traceback."""
 
@@ -33,16 +37,18 @@ class RankPool:
             self._start()
         for connection in self._connections:
             connection.send((case, arguments))
-        deadline, answers = time.monotonic() + timeout, {}
+        deadline, answers = time.monotonic() + timeout, {}  # by rank: (fine or not, result or traceback, threads)
         while len(answers) < self.world:
             for rank, connection in enumerate(self._connections):
                 if rank not in answers and connection.poll(0.001):
                     answers[rank] = self._receive(rank, connection)
-            failed = [text for fine, text in answers.values() if not fine]
+            failed = [text for fine, text, _ in answers.values() if not fine]
             if failed or time.monotonic() > deadline:
                 self.close()
                 missing = sorted(set(range(self.world)) - set(answers))
                 raise RankFailure("\n".join(failed) or f"ranks {missing} did not answer within {timeout} s")
+        if max(threads for _, _, threads in answers.values()) > _MOST_THREADS:
+            self.close()
         return [answers[rank][1] for rank in range(self.world)]
 
     def close(self) -> None:
@@ -61,11 +67,11 @@ class RankPool:
             self._connections.append(ours)
             self._processes.append(process)
 
-    def _receive(self, rank: int, connection: Connection) -> tuple[bool, Any]:
+    def _receive(self, rank: int, connection: Connection) -> tuple[bool, Any, int]:
         try:
             return connection.recv()
         except EOFError:
-            return False, f"rank {rank} died"
+            return False, f"rank {rank} died", 0
 
 
 def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
@@ -81,9 +87,9 @@ def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
         except (EOFError, KeyboardInterrupt):
             return
         try:
-            connection.send((True, case(rank, *arguments)))
+            connection.send((True, case(rank, *arguments), len(os.listdir("/proc/self/task"))))
         except BaseException:
-            connection.send((False, f"rank {rank} of {world}:\n{traceback.format_exc()}"))
+            connection.send((False, f"rank {rank} of {world}:\n{traceback.format_exc()}", 0))
 
 
 def repository() -> Path:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from foldray import Fold
 from foldray.cli import main
 from foldray.recipe import Recipe, describe
 
@@ -250,6 +252,13 @@ EXPLAIN: list[tuple[str, tuple[str, ...]]] = [
     ("--world-size 8 --tp 1.5", ("--tp=1.5", "must be a whole number")),
     ("--world-size 8 --dp 2", ("argument=--dp", "is not known to foldray explain", "legal: --help, --json, --world-size, --tp")),
     ("--world-size 8 more", ("argument=more", "is not known to foldray explain")),
+    ("--world-size 8 --ranks-per-node 0", ("ranks_per_node=0", "a node holds at least 1 rank")),
+    ("--world-size 8 --ranks-per-node four", ("--ranks-per-node=four", "must be a whole number")),
+    ("--world-size 8 --best-order", ("best_order=asked for", "needs --ranks-per-node")),
+    ("--world-size 8 --json --best-order", ("best_order=asked for", "needs --ranks-per-node")),
+    ("--world-size 8 --picture fold.pdf", ("picture=fold.pdf", "must end in .png")),
+    ("--world-size 8 --picture absent/fold.png", ("picture=absent/fold.png", "cannot be written (No such file or directory)")),
+    ("--world-size 8 --ranks-per-node 0 --picture fold.png", ("ranks_per_node=0",)),
 ]
 ILLEGAL: list[tuple[str, tuple[str, ...]]] = [
     ("--world-size 0", ("world_size=0", "at least 1")),
@@ -261,7 +270,23 @@ ILLEGAL: list[tuple[str, tuple[str, ...]]] = [
     ("--world-size 8 --order tp", ("order=tp:", "must name each of tp-cp-dp-pp once")),
     ("--world-size 8 --order tp-cp-dp-pp-pp", ("order=tp-cp-dp-pp-pp", "must name each of tp-cp-dp-pp once")),
     ("--world-size 8 --moe-order tp-cp-dp-pp", ("moe_order=tp-cp-dp-pp", "must name each of etp-ep-edp-pp once")),
-    ("--world-size 8 --pp 2 --order pp-tp-cp-dp", ("order=pp-tp-cp-dp", "same members in both views")),
+    (
+        "--world-size 8 --pp 2 --order pp-tp-cp-dp",
+        (
+            "order=pp-tp-cp-dp | etp-ep-edp-pp: the pipeline groups must have the same members in both views",
+            "attention has [0 1], the experts [0 4]; legal: tp-cp-dp-pp | etp-ep-edp-pp",
+        ),
+    ),
+    (
+        "--world-size 8 --tp 2 --pp 2 --ep 4 --order tp-cp-pp-dp",
+        ("order=tp-cp-pp-dp | etp-ep-edp-pp:", "attention has [0 2], the experts [0 4]"),
+    ),
+    (
+        "--world-size 8 --tp 2 --pp 2 --ep 4 --order tp-cp-pp-dp --moe-order etp-ep-pp-edp",
+        ("order=tp-cp-pp-dp | etp-ep-pp-edp:", "attention has [0 2], the experts [0 4]; legal: tp-cp-dp-pp | etp-ep-edp-pp"),
+    ),
+    ("--world-size 8 --pp 2 --ep 4 --moe-order pp-etp-ep-edp", ("attention has [0 4], the experts [0 1]",)),
+    ("--world-size 8 --tp 3 --ep 3 --ranks-per-node 4 --best-order --picture fold.png", ("fold=3·1·1", "nearest legal folds:")),
 ]
 
 
@@ -280,6 +305,9 @@ def test_an_illegal_fold_is_one_json_document(outcome: Outcome, arguments: str, 
     assert document["legal"] is False
     assert document["rule"] in line
     for fold in document["nearest"]:
+        sizes = {key: size for key, size in fold.items() if key not in ("dp", "edp")}
+        assert str(Fold(8, **sizes)).startswith(f"TP{fold['tp']} CP{fold['cp']} DP{fold['dp']} PP{fold['pp']} | ")
+        assert ("order" in fold) == line.startswith(("foldray: order=", "foldray: moe_order="))
         assert fold["tp"] * fold["cp"] * fold["dp"] * fold["pp"] == 8
         assert fold["etp"] * fold["ep"] * fold["edp"] * fold["pp"] == 8
 
@@ -335,6 +363,114 @@ def test_a_legal_fold_is_one_json_document(capsys: pytest.CaptureFixture[str]) -
     assert main(["explain", "--world-size", "8", "--ep", "4", "--json"]) == 0
     out, err = capsys.readouterr()
     assert (json.loads(out)["legal"], err) == (True, "")
+    assert not {"placement", "best"} & set(json.loads(out))
+
+
+def explained(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
+    assert main(["explain", *arguments.split()]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def test_explain_draws_both_grids_and_lists_the_families(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = explained(capsys, "--world-size 8 --tp 2 --cp 2 --ep 8 --ranks-per-node 4").splitlines()
+    assert lines[0] == "8 ranks, 4 per node: TP2 CP2 DP2 PP1 | ETP1 EP8 EDP1"
+    assert "dp0 │   0   1 │   2   3 │ node 0    │   0   1   2   3┃  4   5   6   7 │ nodes 0–1" in lines
+    families = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line.startswith("  ") and " of " in line}
+    assert families["tp"] == "4 groups of 2 inside a node [0 1] [2 3] [4 5] [6 7]"
+    assert families["dp"] == "4 groups of 2 crosses 2 nodes (100% of pairs) [0 4] [1 5] [2 6] [3 7]"
+    assert families["ep"] == "1 group of 8 crosses 2 nodes (57% of pairs) [0 1 2 3 4 5 6 7]"
+    assert families["edp"] == "8 groups of 1"
+    assert list(families) == [
+        "tp",
+        "cp",
+        "dp",
+        "pp",
+        "dp_cp",
+        "tp_cp",
+        "tp_dp_cp",
+        "world",
+        "embedding",
+        "etp",
+        "ep",
+        "edp",
+        "etp_ep",
+    ]
+    assert lines[-1].startswith("score: 5.90476")
+
+
+def test_explain_without_nodes_speaks_of_none(capsys: pytest.CaptureFixture[str]) -> None:
+    out = explained(capsys, "--world-size 8 --tp 4 --etp 2 --ep 4")
+    said(out, "8 ranks: TP4 CP1 DP2 PP1 | ETP2 EP4 EDP1", "dp1 │   4   5   6   7 │   ep1 │    2    3 │")
+    assert "node" not in out
+    assert "score" not in out
+
+
+def test_explain_finds_the_best_order(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--world-size 8 --tp 2 --ep 2 --ranks-per-node 2 --best-order"
+    said(
+        explained(capsys, f"{asked} --order dp-cp-tp-pp"),
+        "score: 19.3333",
+        "--order tp-cp-dp-pp --moe-order etp-ep-edp-pp, score 4\n",
+    )
+    said(explained(capsys, asked), "score: 4 ", "best order: this one")
+
+
+def test_placement_and_best_order_are_in_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "--world-size 8 --tp 2 --ep 2 --order dp-cp-tp-pp --ranks-per-node 2 --json"
+    placement = json.loads(explained(capsys, arguments))["placement"]
+    assert placement.keys() == {"ranks_per_node", "nodes", "score", "families"}
+    assert (placement["ranks_per_node"], placement["nodes"]) == (2, 4)
+    assert placement["families"]["tp"] == {"crossing": 1.0, "spans": 2, "inside": False}
+    assert placement["families"]["ep"] == {"crossing": 0.0, "spans": 1, "inside": True}
+    document = json.loads(explained(capsys, f"{arguments} --best-order"))
+    assert document["placement"] == placement
+    assert document["best"] == {"order": "tp-cp-dp-pp", "moe_order": "etp-ep-edp-pp", "score": 4}
+    assert set(document["attention"]["groups"]) | set(document["moe"]["groups"]) == set(placement["families"])
+
+
+def test_explain_draws_a_picture(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    explained(capsys, "--world-size 8 --tp 2 --ep 8 --ranks-per-node 4 --picture fold.png")
+    assert (here / "fold.png").read_bytes().startswith(b"\x89PNG")
+    json.loads(explained(capsys, "--world-size 8 --json --picture other.PNG"))
+    assert (here / "other.PNG").exists()
+
+
+def test_a_picture_needs_matplotlib(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "trainers.fold_picture", raising=False)
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [_NoMatplotlib(), *sys.meta_path])
+    line = refused("explain", "--world-size", "8", "--picture", "fold.png")
+    said(line, "picture=fold.png: needs the package 'matplotlib'", "pip install matplotlib")
+
+
+class _NoMatplotlib:
+    """A finder that makes matplotlib look as if it were not installed."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.split(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_explain_needs_no_torch_and_survives_a_reader_that_goes(tmp_path: Path) -> None:
+    source = """
+        import os, sys
+        from foldray.cli import main
+        code = main(["explain", "--world-size", "64", "--ep", "8", "--ranks-per-node", "8", "--best-order", "--picture", "f.png"])
+        print(code, "torch" in sys.modules, "ray" in sys.modules)
+        sys.stdout.flush()
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 1)
+        os.close(writer)
+        print(main(["explain", "--world-size", "64"]), file=sys.stderr)
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", textwrap.dedent(source)]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert (process.returncode, process.stdout.splitlines()[-1], process.stderr) == (0, "0 False False", "0\n")
 
 
 @pytest.mark.parametrize(
@@ -343,7 +479,10 @@ def test_a_legal_fold_is_one_json_document(capsys: pytest.CaptureFixture[str]) -
         ("--help", ["train", "submit", "explain"]),
         ("train --help", ["RECIPE", "key=value", "--resume", "--json", *(key for key, *_ in describe())]),
         ("submit --help", ["--address", "http://HOST:8265"]),
-        ("explain --help", ["--world-size", "--moe-order", "etp-ep-edp-pp"]),
+        (
+            "explain --help",
+            ["--world-size", "--moe-order", "etp-ep-edp-pp", "--ranks-per-node", "--best-order", "--picture FILE.png"],
+        ),
     ],
 )
 def test_help_can_be_read(capsys: pytest.CaptureFixture[str], arguments: str, mentions: list[str]) -> None:

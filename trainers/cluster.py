@@ -12,6 +12,7 @@ import pyarrow.fs
 import ray
 from ray._private.grpc_utils import init_grpc_channel
 from ray.exceptions import AuthenticationError
+from ray.train import ScalingConfig
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
@@ -36,8 +37,11 @@ def in_job() -> bool:
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
-def connect(recipe: Recipe) -> None:
+def connect(recipe: Recipe, crowded: bool = False) -> None:
     """Join the cluster that the recipe or the environment names, or start Ray on this machine; a joined one stays as it is.
+
+    Args:
+        crowded: a Ray started here takes as many workers as the recipe has, whatever the number of cores.
 
     Raises:
         UserError: no cluster answers at the address, or it refuses the token.
@@ -49,7 +53,8 @@ def connect(recipe: Recipe) -> None:
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     address = recipe.cluster.address
     if address is None and not in_job() and "RAY_ADDRESS" not in os.environ:
-        ray.init(address="local", include_dashboard=False, object_store_memory=_OBJECT_STORE, **quiet)
+        cpus = max(os.cpu_count() or 1, recipe.cluster.workers * recipe.cluster.cpus_per_worker) if crowded else None
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=_OBJECT_STORE, **quiet)
         return
     named = address or os.environ.get("RAY_ADDRESS", "auto")
     try:
@@ -97,6 +102,15 @@ def check_room(recipe: Recipe) -> None:
         each = f"{cluster.cpus_per_worker} CPU" + (" and 1 GPU" if cluster.gpu else "")
         rule = f"the cluster has room for {room} workers of {each} each on {len(nodes)} node(s), placed {cluster.placement}"
         raise UserError("cluster.workers", cluster.workers, rule, [f"1 to {room}"] if room else None)
+
+
+def scaling(recipe: Recipe) -> ScalingConfig:
+    """The workers that a recipe asks Ray Train for."""
+    spec = recipe.cluster
+    resources = {"CPU": spec.cpus_per_worker, **({"GPU": 1} if spec.gpu else {})}
+    return ScalingConfig(
+        num_workers=spec.workers, use_gpu=spec.gpu, resources_per_worker=resources, placement_strategy=spec.placement
+    )
 
 
 def storage_folder(recipe: Recipe) -> str:

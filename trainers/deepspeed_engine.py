@@ -1,22 +1,28 @@
-"""DeepSpeed as the engine: it owns reduction, clipping and the sharded optimizer; the groups are ours.
+"""DeepSpeed as the engine: it reduces over data parallel ranks and holds the sharded optimizer; the groups are ours.
 
-DeepSpeed learns of expert parallelism from its own MoE layer class and from module-level tables. Here the tables are filled
-from the fold before `deepspeed.initialize`, expert parameters carry the table's key, and an empty layer of DeepSpeed's class
-stands beside the model as the marker that it looks for. These are private names: the dependency's range is narrow.
+A step's list runs in our executor, inside the forward of one `torch.autograd.Function`, whose backward returns what the list has
+added up: to DeepSpeed a step is one node with one gradient per parameter, and micro-batches, pipeline, tensor and context
+parallelism are none of its business. It learns of our groups from an `mpu` object and, of the experts', from its module-level
+tables, filled before `deepspeed.initialize`; expert parameters carry the table's key, and an empty layer of DeepSpeed's MoE
+class stands beside the model as the marker that it looks for. These are private names: the dependency's range is narrow.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from foldray.comm import Groups
-from foldray.model import Losses, Transformer
+from foldray.model import Batch, Losses, Transformer
 from foldray.recipe import Recipe
-from foldray.runtime import State, decay_groups, engine_state, gradient_norm, make_optimizer, state_keys
+from foldray.runtime import Execution, Gradients, State, decay_groups, engine_state, gradient_norm, make_optimizer, state_keys
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -34,60 +40,57 @@ from deepspeed.utils import (  # noqa: E402
 
 
 class DeepSpeedEngine:
-    """`deepspeed.initialize` around a foldray model, ZeRO stage 0, 1 or 2.
-
-    Stage 0 keeps float32 parameters without clipping only (the recipe refuses the rest): there DeepSpeed is wrong for experts.
-    """
+    """`deepspeed.initialize` around a foldray model, ZeRO stage 0 (of float32 parameters), 1 or 2."""
 
     def __init__(self, model: Transformer, groups: Groups, recipe: Recipe):
         self.model, self.groups, self.spec, self.zero = model, groups, recipe.optimizer, recipe.engine.zero
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else a C++ build of half a minute starts
         deepspeed.init_distributed(dist_backend="nccl" if recipe.cluster.gpu else "gloo", verbose=False)
         name = _register(groups)
-        for parameter in model.expert_parameters():
+        for parameter in model.by_class("expert"):
             parameter.allreduce, parameter.group_name = False, name  # type: ignore[attr-defined]
-        wanted = [{**group, "name": f"decay_{group['weight_decay']}"} for group in decay_groups(self.spec, _pairs(model))]
+        self.step = _Step(model, groups)
+        self.execution = self.step.execution
+        decays = decay_groups(self.spec, ((parameter, parameter) for parameter in model.parameters()))
+        wanted = [{**group, "name": f"decay_{group['weight_decay']}"} for group in decays]
         parted = [group for group in split_params_into_different_moe_groups_for_optimizer(wanted) if group["params"]]
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=_Marked(model, recipe.model.experts), optimizer=make_optimizer(self.spec, parted), config=_config(recipe)
+            model=self.step, optimizer=make_optimizer(self.spec, parted), config=_config(recipe), mpu=_mpu(groups)
         )
-        for _, router in model.routers():
-            router.bias = router.bias.to(torch.promote_types(router.bias.dtype, torch.float32))  # DeepSpeed narrows buffers too
         if self.zero:
+            # DeepSpeed's own norm takes for granted that experts lie inside a data parallel group, and that every stage has some.
+            self.optimizer.scaled_global_norm = self._partitioned_norm
             self._make_optimizer_state()
 
-    def train_pass(self, token_BS: torch.Tensor, target_BS: torch.Tensor, segment_BS: torch.Tensor | None = None) -> Losses:
-        losses = self.engine(token_BS, target_BS, segment_BS)
-        self.engine.backward(losses.total)
-        if not self.engine.is_gradient_accumulation_boundary():
-            self.engine.step()  # counts the pass; `update` takes the one at the boundary
-        return losses
+    def train(self, batches: Sequence[Batch]) -> list[Losses]:
+        self.engine.backward(self.engine(batches))
+        return self.step.losses
 
     def update(self, lr: float) -> float:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
-        norm = None if self.zero else self._stage_0_norm()
+        norm = None if self.zero else self._clip()
         self.engine.step()
         return float(self.engine.get_global_grad_norm() if norm is None else norm)
 
     def state(self) -> State:
-        """Every rank gathers whole tensors; a collective call."""
+        """Ranks of the same data parallel place put their tensors together; a collective call."""
         return engine_state(self.model, self.spec, self._weight, self._remembered)
 
     def load_state(self, state: State) -> None:
-        parameters = dict(self.model.named_parameters())
-        keys = state_keys(self.spec)
-        for local, parts in self.model.global_names().items():
-            parameter = parameters[local]
-            self._set_weight(parameter, _whole(state, "model/{}", parts))
-            for key in keys:
-                self._set_remembered(parameter, _whole(state, f"optimizer/{{}}/{key}", parts), key)
-        for name, router in self.model.routers():
-            router.bias.copy_(state[f"model/{name}.bias"])
+        patterns = {None: "model/{}"} | {key: f"optimizer/{{}}/{key}" for key in state_keys(self.spec)}
+        for local, parameter in self.model.named_parameters():
+            for key, pattern in patterns.items():
+                whole = torch.empty_like(parameter, dtype=torch.float32)
+                for name, index in self.model.global_parts[local]:
+                    whole[index] = state[pattern.format(name)]
+                self._set(parameter, whole, key)
+        for name, bias in self.model.biases().items():
+            bias.copy_(state[f"model/{name}"])
         if self.spec.kind == "adamw":
             step = next(tensor for key, tensor in state.items() if key.endswith("/step"))
             for memory in self._memories():
-                memory["step"].copy_(step)
+                memory["step"] = step.clone()
 
     def _make_optimizer_state(self) -> None:
         """Make (zero) what the optimizer makes at its first step, and link it, so that state can be read and set before."""
@@ -107,32 +110,97 @@ class DeepSpeedEngine:
         return safe_get_full_fp32_param(parameter) if self.zero else parameter.detach()
 
     def _remembered(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
-        if key == "step":
-            return self._memories()[0].get("step", torch.zeros(()))
+        """What the optimizer remembers of a parameter, made (zero) if no step has been taken yet."""
         if self.zero:
-            return safe_get_full_optimizer_state(parameter, key)
-        return self.optimizer.state[parameter].setdefault(key, torch.zeros_like(parameter))
+            return self._memories()[0]["step"] if key == "step" else safe_get_full_optimizer_state(parameter, key)
+        nothing = torch.zeros((), dtype=torch.float32) if key == "step" else torch.zeros_like(parameter)
+        return self.optimizer.state[parameter].setdefault(key, nothing)
 
     @torch.no_grad()
-    def _set_weight(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        parameter.copy_(value)
-        if self.zero:
-            safe_set_full_fp32_param(parameter, value)
-
-    @torch.no_grad()
-    def _set_remembered(self, parameter: nn.Parameter, value: torch.Tensor, key: str) -> None:
-        if self.zero:
+    def _set(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None) -> None:
+        """Set what the optimizer remembers of a parameter, or without a key the parameter itself."""
+        if key is None:
+            parameter.copy_(value)
+            if self.zero:
+                safe_set_full_fp32_param(parameter, value)
+        elif self.zero:
             safe_set_full_optimizer_state(parameter, value, key)
         else:
             self._remembered(parameter, key).copy_(value)
 
-    def _stage_0_norm(self) -> torch.Tensor:
-        expert = set(self.model.expert_parameters())
-        parts: tuple[list, list] = ([], [])
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parts[parameter in expert].append(parameter.grad)
-        return gradient_norm(*parts, self.groups)
+    def _partitioned_norm(self, norm_type: float = 2) -> torch.Tensor:
+        """What DeepSpeed reports and clips by: the norm of the reduced gradients, of which this rank has its partition."""
+        place, counted = self.groups.coordinate["attention"], []
+        # What other ranks of the same data parallel place hold too, and count.
+        copies = {*(self.model.by_class("replicated") if place["tp"] else ()), *(self.model.tied() if place["pp"] else ())}
+        for index, parameters in enumerate(self.optimizer.params_in_partition):
+            # Behind the gradients of a partition's parameters there may be padding, which zip leaves out.
+            for gradient, parameter in zip(self.optimizer.averaged_gradients[index], parameters, strict=False):
+                if parameter not in copies:
+                    counted.append(gradient)
+        return gradient_norm(counted, self.engine.device, self.groups)
+
+    def _clip(self) -> torch.Tensor:
+        """Clip at stage 0, where every rank has whole gradients; the norm before."""
+        gradients = {parameter: parameter.grad for parameter in self.model.parameters() if parameter.grad is not None}
+        norm = gradient_norm([gradients[parameter] for parameter in self.model.counted()], self.engine.device, self.groups)
+        if self.spec.clip is not None and norm > self.spec.clip:
+            for gradient in gradients.values():
+                gradient.mul_(self.spec.clip / (norm + 1e-6))
+        return norm
+
+
+class _Step(nn.Module):
+    """What DeepSpeed takes for the model: forward runs a whole step's list, micro-batches and both directions.
+
+    Attributes:
+        losses: of the last list, by micro-batch.
+    """
+
+    def __init__(self, model: Transformer, groups: Groups):
+        super().__init__()
+        self.model, self.groups = model, groups
+        self.gradients = Gradients(model, groups)
+        self.execution = Execution(model, groups, self.gradients.add)
+        self.losses: list[Losses] = []
+        if model.by_class("expert"):
+            self.marker = _ExpertMarker(model.spec.experts)
+
+    def forward(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """What this rank adds to the step's language loss, with the gradients of the step behind it."""
+        return _Shell.apply(self, batches, *self.model.parameters())
+
+    def run(self, batches: Sequence[Batch]) -> torch.Tensor:
+        with torch.enable_grad():
+            self.losses = self.execution.train(batches)
+        return torch.stack([losses.language for losses in self.losses]).mean().float()
+
+    def hand_over(self, scale: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's gradients in the parameters' precision, summed over ranks that DeepSpeed knows not; sums start anew."""
+        data_parallel, views = self.groups.dense_gradients, self.gradients.views
+        self.groups.tensor.all_reduce(self.gradients.replicated.flat)
+        for parameter in self.model.tied():
+            # Reduced here, for DeepSpeed's mean of equal values has the same bits on both stages: they never drift apart.
+            data_parallel.all_reduce(views[parameter].div_(data_parallel.size))
+            self.groups.tied_gradients.all_reduce(views[parameter])
+        # New tensors: DeepSpeed lets those that it is given point into its own buffers.
+        found = [(views[parameter] * scale).to(parameter.dtype) for parameter in self.model.parameters()]
+        self.gradients.zero()
+        return found
+
+
+class _Shell(torch.autograd.Function):
+    """A step's list as one node of autograd's graph, behind which each parameter gets one gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, step: _Step, batches: Sequence[Batch], *_: nn.Parameter) -> torch.Tensor:
+        ctx.step = step
+        return step.run(batches)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *ctx.step.hand_over(scale)
 
 
 class _ExpertMarker(MoE):
@@ -146,45 +214,46 @@ class _ExpertMarker(MoE):
         """DeepSpeed would make its own groups here; ours are registered already."""
 
 
-class _Marked(nn.Module):
-    def __init__(self, model: Transformer, experts: int):
-        super().__init__()
-        self.model = model
-        self.marker = _ExpertMarker(experts)
-
-    def forward(self, *inputs: torch.Tensor | None) -> Losses:
-        return self.model(*inputs)
-
-
 def _register(groups: Groups) -> str:
-    """Put the fold's EP and EDP groups into DeepSpeed's tables; the key they stand under."""
+    """Put the fold's EP and EDP groups into DeepSpeed's tables, alone; the key they stand under."""
     name = f"ep_size_{groups.fold.ep}"  # DeepSpeed parses the number behind the last underscore
     for table, family in (("_EXPERT_PARALLEL_GROUP", "ep"), ("_EXPERT_DATA_PARALLEL_GROUP", "edp")):
         group, ranks = groups.process_group(family)
-        getattr(deepspeed_groups, table)[name] = group
-        getattr(deepspeed_groups, f"{table}_RANKS")[name] = list(ranks)
+        for key, value in ((table, group), (f"{table}_RANKS", list(ranks))):
+            getattr(deepspeed_groups, key).clear()
+            getattr(deepspeed_groups, key)[name] = value
     return name
+
+
+def _mpu(groups: Groups) -> SimpleNamespace:
+    """The fold as DeepSpeed asks for it.
+
+    Data parallel are the ranks that hold the same dense weights: it shards over them, and divides every gradient by their number.
+    Of the model parallel group it asks whether any member has met a gradient that is no number, which concerns all ranks.
+    """
+    (data, ranks), everybody = groups.process_group("dp_cp"), groups.control
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: data,
+        get_data_parallel_group_ranks=lambda: list(ranks),
+        get_data_parallel_world_size=lambda: len(ranks),
+        get_data_parallel_rank=data.rank,
+        get_model_parallel_group=lambda: everybody.group,
+        get_model_parallel_world_size=lambda: everybody.size,
+        get_model_parallel_rank=lambda: everybody.index,
+    )
 
 
 def _config(recipe: Recipe) -> dict:
     return {
-        "train_micro_batch_size_per_gpu": recipe.training.micro_batch,
-        "gradient_accumulation_steps": recipe.accumulation,
-        "gradient_clipping": recipe.optimizer.clip or 0.0,  # unset, DeepSpeed clips at 1.0
+        # Micro-batches are ours: to DeepSpeed, a step is one pass.
+        "train_micro_batch_size_per_gpu": recipe.training.micro_batch * recipe.accumulation,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": (recipe.optimizer.clip if recipe.engine.zero else None) or 0.0,  # unset, DeepSpeed clips at 1.0
         "bf16": {"enabled": recipe.precision == "bfloat16"},
+        "communication_data_type": "fp32",
         # At stage 1 this would select an optimizer of another kind, without the links to whole tensors that `state` needs.
         **({"data_types": {"grad_accum_dtype": "fp32"}} if recipe.engine.zero == 2 else {}),
         "zero_optimization": {"stage": recipe.engine.zero, "overlap_comm": False},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**31,
     }
-
-
-def _pairs(model: Transformer) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    return [(parameter, parameter) for parameter in model.parameters()]
-
-
-def _whole(state: State, pattern: str, parts: list[tuple[str, int | None]]) -> torch.Tensor:
-    """A parameter's tensor from its parts by global name."""
-    tensors = [state[pattern.format(name)] for name, _ in parts]
-    return tensors[0] if parts[0][1] is None else torch.stack(tensors)

@@ -100,9 +100,7 @@ def draw_fold(fold: Fold, path: Path, ranks_per_node: int | None = None) -> None
             if len(heights) > 1:
                 axes.text(left, top + panel.cell / 2, f"pp{stage}", fontsize=10, weight="bold", color=INK, va="center")
             top += stage_height
-    half = path.with_name(f".{path.name}")  # in one move, so that nobody sees half a picture
-    figure.savefig(half, format="png")
-    half.replace(path)
+    figure.savefig(path, format="png")
 
 
 def _panels(fold: Fold, nodes: Placement | None) -> list[_Panel]:

@@ -70,7 +70,7 @@ class FoldTrainer(TorchTrainer):
             _told_train_loop,
             train_loop_config={},
             torch_config=torch_config,
-            scaling_config=scaling_config or _scaling(self.recipe),
+            scaling_config=scaling_config or cluster.scaling(self.recipe),
             run_config=config,
             **ray_arguments,
         )
@@ -160,17 +160,6 @@ def _scaled(recipe: Recipe, scaling: ScalingConfig) -> Recipe:
         changes["cpus_per_worker"] = int(cpus)
     given = recipe.model_dump()
     return Recipe.parse({**given, "cluster": {**given["cluster"], **changes}})
-
-
-def _scaling(recipe: Recipe) -> ScalingConfig:
-    cluster_spec = recipe.cluster
-    resources = {"CPU": cluster_spec.cpus_per_worker, **({"GPU": 1} if cluster_spec.gpu else {})}
-    return ScalingConfig(
-        num_workers=cluster_spec.workers,
-        use_gpu=cluster_spec.gpu,
-        resources_per_worker=resources,
-        placement_strategy=cluster_spec.placement,
-    )
 
 
 def _run_config(recipe: Recipe, given: RunConfig | None, resume: str | None) -> RunConfig:

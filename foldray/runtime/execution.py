@@ -30,6 +30,8 @@ class Execution:
     def __init__(self, model: Transformer, groups: Groups, add: AddGradient):
         self.model, self.groups, self.add = model, groups, add
         self.segments = {stage.number: model.segments(stage) for stage in model.stages}
+        self._position = groups.coordinate["attention"]["pp"]
+        self._orders: dict[PipelineGraph, tuple[Op, ...]] = {}
 
     def train(self, batches: Sequence[Batch]) -> list[Losses]:
         """Forward and backward of one optimizer step; what this rank adds to each micro-batch's losses.
@@ -45,6 +47,12 @@ class Execution:
 
     def graph(self, micro_batches: int, backward: bool = True) -> PipelineGraph:
         return PipelineGraph(self.groups.fold.pp, micro_batches, self.model.ownership.virtual_stages, backward)
+
+    def order(self, graph: PipelineGraph) -> tuple[Op, ...]:
+        """This rank's list; made once, for every step has the same."""
+        if graph not in self._orders:
+            self._orders[graph] = pipeline(graph)[self._position]
+        return self._orders[graph]
 
 
 class _Saved(NamedTuple):
@@ -62,7 +70,6 @@ class _Run:
     def __init__(self, execution: Execution, batches: Sequence[Batch], training: bool):
         self.execution, self.batches, self.training = execution, batches, training
         self.graph = execution.graph(len(batches), training)
-        self.position = execution.groups.coordinate["attention"]["pp"]
         self.losses = [execution.model.no_losses() for _ in batches]
         self.saved: dict[tuple[int, int], list[_Saved]] = {}
         self.leaving: dict[Op, torch.Tensor] = {}  # by the handover that takes it
@@ -71,7 +78,7 @@ class _Run:
 
     def run(self) -> list[Losses]:
         steps = {("stage", "F"): self._forward, ("stage", "B"): self._backward}
-        for op in pipeline(self.graph)[self.position]:
+        for op in self.execution.order(self.graph):
             steps.get((op.kind, op.direction), self._hand_over)(op)
         for pending in self.sending.values():
             pending.wait()
@@ -119,7 +126,7 @@ class _Run:
         sender, receiver = self.graph.where(op)
         groups = self.execution.groups
         communicator = groups.activations if op.direction == "F" else groups.output_gradients
-        if self.position == receiver:
+        if communicator.index == receiver:
             self.arriving[op] = communicator.receive(self._empty(op.micro_batch), sender)
             return
         channel = (op.direction, receiver)

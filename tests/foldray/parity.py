@@ -50,22 +50,30 @@ def make_recipe(workers: int, fold: dict[str, Any] | int = 1, **sections: Any) -
 
 def train(rank: int, recipe: Recipe, steps: int = 1, documents: bool = False) -> dict[str, Any]:
     """Post-step weights, losses and norms of this rank; every global sample is its own random text."""
+    groups = Groups.create(recipe.placed_fold, rank)
+    engine = engine_of(recipe, groups)
+    found = go_on(engine, groups, recipe, range(steps), documents)
+    groups.close()
+    return found
+
+
+def engine_of(recipe: Recipe, groups: Groups) -> Engine:
     from trainers.engines import make_engine
 
-    groups = Groups.create(recipe.placed_fold, rank)
-    engine = make_engine(recipe, groups, torch.device("cpu"))
-    losses, norms = [], []
-    for step in range(steps):
+    return make_engine(recipe, groups, torch.device("cpu"))
+
+
+def go_on(engine: Engine, groups: Groups, recipe: Recipe, steps: range, documents: bool = False) -> dict[str, Any]:
+    """Train the given steps: weights behind the last, losses and norms of each, counts of the last."""
+    losses, norms, counts = [], [], torch.empty(0)
+    for step in steps:
         passes = engine.train(batches(recipe, groups.dp_rank, step, documents))
         norms.append(engine.update(recipe.optimizer.lr))
         means = torch.stack([torch.stack([p.language, p.balance, p.z]) for p in passes]).mean(0)
-        total = groups.control.all_reduce(means) / groups.dense_gradients.size
-        losses.append(total.tolist())
+        losses.append((groups.control.all_reduce(means) / groups.dense_gradients.size).tolist())
         counts = groups.control.all_reduce(torch.stack([p.count_ME for p in passes]).sum(0))
         engine.model.update_biases(counts)
-    found = {"weights": weights(engine), "losses": losses, "norms": norms, "counts": counts}
-    groups.close()
-    return found
+    return {"weights": weights(engine), "losses": losses, "norms": norms, "counts": counts}
 
 
 def batches(recipe: Recipe, dp_rank: int, step: int, documents: bool = False) -> list[Batch]:

@@ -233,9 +233,10 @@ def test_divisors(n):
 
 
 def test_the_tables_of_ten_thousand_ranks_take_less_than_a_second():
-    start = time.perf_counter()
+    """Of the processor: others may be busy here at the same time."""
+    start = time.process_time()
     document = Fold(10_240, tp=8, cp=4, pp=8, ep=8, etp=2).as_dict()
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert [len(group) for group in document["attention"]["groups"]["dp_cp"]] == [160] * 64
     assert document["moe"]["groups"]["ep"][-1] == list(range(10_225, 10_240, 2))
 

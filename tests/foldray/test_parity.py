@@ -1,58 +1,152 @@
-"""Every fold gives the numbers of one process: SGD with lr 1 and post-step weights, for Adam hides scale errors."""
+"""Every fold gives the numbers of one process: float64, no drops, SGD with lr 1 and post-step weights, for Adam hides scale errors."""
 
 from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.foldray.parity import make_recipe, one_process, train, worst
+from foldray.recipe import Recipe
+from tests.foldray.folds import legal_folds, name
+from tests.foldray.parity import MODEL, make_recipe, one_process, train, worst
 
-_FOLDS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+_STEPS = 2
+# What is asked of a fold besides plain training goes round among them; each has its own reference.
+_VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"documents": True, "schedule": {"context": "all_gather"}},
+    {"model": {"tied_embeddings": True, "moe_every": 2, "shared_hidden": 0}},
+    {"model": {"norm": "layernorm", "ffn": "gelu", "positions": "learned", "dense_first": 1}, "schedule": {"context": "all_gather"}},
+    {"documents": True, "model": {"tied_embeddings": True}},
+]  # fmt: skip
+_WANTED_8 = [  # folds that must be among those of 8 ranks
+    {"tp": 2, "cp": 2, "ep": 8},
+    {"tp": 4, "ep": 4, "etp": 2},
+    {"cp": 2, "pp": 2, "ep": 2, "etp": 2},
+    {"tp": 2, "cp": 2, "pp": 2, "ep": 4},
+    {"cp": 4, "ep": 2},
+    {"pp": 4, "ep": 2},
+    {"tp": 8, "ep": 8},
+    {"cp": 8, "etp": 8},
+    {"pp": 8},
+]
+_EVERY_NTH = 2  # of the other folds of 8 ranks in a normal run; all of them nightly
 
 
-@pytest.mark.parametrize(("workers", "ep"), _FOLDS)
-@pytest.mark.parametrize("micro_batch", [1, 2])
-def test_float64_equals_one_process(ranks, workers: int, ep: int, micro_batch: int) -> None:
-    recipe = make_recipe(workers, ep, training={"micro_batch": micro_batch})
-    found, reference = ranks(workers).run(train, recipe, 3), one_process(recipe, steps=3)
-    difference, where = worst(found, reference, relative=False)
-    assert difference <= 1e-10, where
-    for part in found:
-        assert np.array(part["losses"]) == pytest.approx(np.array(reference["losses"]), abs=1e-10)
-        assert part["norms"] == pytest.approx(reference["norms"], abs=1e-10)
+def _folds_of_8() -> list[Any]:
+    others = [fold for fold in legal_folds(8) if fold not in _WANTED_8]
+    marked = [pytest.param(8, f, marks=() if i % _EVERY_NTH == 0 else pytest.mark.nightly) for i, f in enumerate(others)]
+    return [pytest.param(8, fold) for fold in _WANTED_8] + marked
+
+
+_ALL = [pytest.param(world, fold) for world in (1, 2, 4) for fold in legal_folds(world)] + _folds_of_8()
+
+
+@pytest.mark.parametrize(("world", "fold", "variant"), [
+    pytest.param(*given.values, number % len(_VARIANTS), marks=given.marks, id=f"{given.values[0]}:{name(given.values[1])}")
+    for number, given in enumerate(_ALL)
+])  # fmt: skip
+def test_a_fold_equals_one_process(ranks, world: int, fold: dict[str, int], variant: int) -> None:
+    options = dict(_VARIANTS[variant])
+    documents = options.pop("documents", False)
+    model = {**options.pop("model", {}), **({"kv_heads": 8} if fold.get("tp", 1) == 8 else {})}
+    _check(ranks, make_recipe(world, fold, model=_layers(fold, model), **options), documents)
+
+
+@pytest.mark.parametrize(
+    ("world", "fold", "schedule", "layers"),
+    [
+        (2, {"pp": 2}, {"stage_layers": [2, 1]}, 3),
+        (2, {"pp": 2}, {"stage_layers": [1, 2]}, 3),
+        (4, {"pp": 2, "tp": 2, "ep": 2}, {"stage_layers": [3, 1]}, 4),
+        (4, {"pp": 4}, {"stage_layers": [1, 2, 1, 1]}, 5),
+        (2, {"pp": 2}, {"virtual_stages": 2}, 4),
+        (2, {"pp": 2}, {"virtual_stages": 3, "stage_layers": [1, 1, 2, 1, 1, 1]}, 7),
+        (4, {"pp": 2, "cp": 2, "etp": 2}, {"virtual_stages": 2}, 4),
+        (4, {"pp": 4}, {"virtual_stages": 2}, 8),
+        (8, {"pp": 2, "cp": 2, "ep": 2, "etp": 2}, {"stage_layers": [1, 2]}, 3),
+        (8, {"pp": 4, "tp": 2, "ep": 2}, {"virtual_stages": 2, "stage_layers": [1, 1, 1, 1, 1, 1, 1, 2]}, 9),
+    ],
+    ids=lambda value: name(value) if isinstance(value, dict) and "pp" in value else None,
+)  # fmt: skip
+def test_stages_of_any_length_equal_one_process(ranks, world: int, fold: dict, schedule: dict, layers: int) -> None:
+    _check(ranks, make_recipe(world, fold, model={"layers": layers, "tied_embeddings": True}, schedule=schedule), False)
+
+
+@pytest.mark.parametrize(
+    ("order", "moe_order"),
+    [("cp-tp-dp-pp", "ep-etp-edp-pp"), ("dp-cp-tp-pp", "edp-etp-ep-pp"), ("pp-tp-cp-dp", "pp-etp-ep-edp")],
+)
+def test_any_legal_order_of_axes_equals_one_process(ranks, order: str, moe_order: str) -> None:
+    fold = {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 2, "order": order, "moe_order": moe_order}
+    _check(ranks, make_recipe(8, fold), False)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("micro_batch", [2, 4])
+def test_the_micro_batch_does_not_matter(ranks, world: int, micro_batch: int) -> None:
+    _check(ranks, make_recipe(world, {"ep": world}, training={"micro_batch": micro_batch}), False)
 
 
 @pytest.mark.parametrize(
     "model",
     [
         {"router": {"score": "sigmoid", "normalize": True, "bias_rate": 0.01, "scale": 2.5}},
-        {"router": {"softmax": "before_topk"}, "topk": 1, "ffn": "gelu", "norm": "layernorm", "positions": "learned"},
-        {"router": {"softmax": "before_topk", "normalize": True}, "moe_every": 2, "tied_embeddings": True, "shared_hidden": 0},
+        {"router": {"softmax": "before_topk"}, "topk": 1},
+        {"router": {"softmax": "before_topk", "normalize": True}, "moe_every": 2},
         {"router": {"capacity_factor": 1.0, "drop": "probability"}},
         {"router": {"capacity_factor": 1.0, "drop": "position"}},
         {"router": {"capacity_factor": 1.25, "pad": True}},
-        {"experts": 8, "topk": 1, "dense_first": 1},
+        {"experts": 8, "topk": 8, "dense_first": 1},
     ],
 )
-def test_every_kind_of_model_equals_one_process(ranks, model: dict) -> None:
-    recipe = make_recipe(4, 2, model=model, training={"micro_batch": 2}, optimizer={"clip": 0.5})
-    found, reference = ranks(4).run(train, recipe, 2), one_process(recipe, steps=2)
-    difference, where = worst(found, reference, relative=False)
-    assert difference <= 1e-10, where
+def test_every_kind_of_router_equals_one_process(ranks, model: dict) -> None:
+    recipe = make_recipe(4, {"ep": 2, "etp": 2}, model=model, training={"micro_batch": 2}, optimizer={"clip": 0.5})
+    _check(ranks, recipe, False)
 
 
-@pytest.mark.parametrize(("workers", "ep"), [(1, 1), (2, 2), (4, 2), (4, 4)])
-def test_grouped_experts_equal_one_process_with_idle_experts(ranks, workers: int, ep: int) -> None:
-    # 16 experts and 64 tokens: some experts have no token in some passes.
-    recipe = make_recipe(workers, ep, precision="float32", model={"experts": 16, "topk": 1}, moe={"experts": "grouped"})
-    found, reference = ranks(workers).run(train, recipe, 2), one_process(recipe, steps=2)
+def test_clipping_decay_and_momentum_do_not_depend_on_the_fold(ranks) -> None:
+    optimizer = {"clip": 0.05, "weight_decay": 0.1, "momentum": 0.9}
+    recipe = make_recipe(8, {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 2}, optimizer=optimizer)
+    assert one_process(recipe, steps=1)["norms"][0] > 0.05, "the test needs a norm above the limit"
+    _check(ranks, recipe, False)
+
+
+_GROUPED = [
+    (1, {}), (2, {"ep": 2}), (2, {"tp": 2, "etp": 2}), (2, {"cp": 2, "ep": 2}), (2, {"pp": 2}), (4, {"ep": 4}), (4, {"etp": 4}),
+    (4, {"tp": 2, "cp": 2, "ep": 4}), (4, {"tp": 4, "ep": 2, "etp": 2}), (4, {"pp": 2, "cp": 2, "etp": 2}), (4, {"cp": 4, "ep": 2}),
+    (8, {"tp": 2, "cp": 2, "ep": 8}), (8, {"tp": 4, "etp": 2, "ep": 4}), (8, {"tp": 2, "cp": 2, "pp": 2, "ep": 4}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "fold"), _GROUPED, ids=[f"{world}:{name(fold)}" for world, fold in _GROUPED])
+def test_grouped_experts_equal_one_process_with_idle_experts(ranks, world: int, fold: dict[str, int]) -> None:
+    # 16 experts of one token each: some have none in some passes.
+    model = _layers(fold, {"experts": 16, "topk": 1})
+    recipe = make_recipe(world, fold, precision="float32", model=model, moe={"experts": "grouped"})
+    found, reference = ranks(world).run(train, recipe, _STEPS), one_process(recipe, steps=_STEPS)
     difference, where = worst(found, reference, relative=True)
     assert difference <= 1e-5, where
 
 
-def test_gradient_clipping_and_accumulation_do_not_depend_on_the_fold(ranks) -> None:
-    recipe = make_recipe(2, 2, training={"micro_batch": 1}, optimizer={"clip": 0.05, "weight_decay": 0.1, "momentum": 0.9})
-    found, reference = ranks(2).run(train, recipe, 3), one_process(recipe, steps=3)
-    assert reference["norms"][0] > 0.05, "the test needs a norm above the limit"
+def _layers(fold: dict[str, int], model: dict[str, Any]) -> dict[str, Any]:
+    return {"layers": max(MODEL["layers"], fold.get("pp", 1)), **model}
+
+
+def _check(ranks, recipe: Recipe, documents: bool) -> None:
+    found = ranks(recipe.cluster.workers).run(train, recipe, _STEPS, documents)
+    reference = _reference(recipe.model_dump_json(include={"model", "optimizer"}), documents)
     difference, where = worst(found, reference, relative=False)
     assert difference <= 1e-10, where
+    for part in found:
+        assert np.array(part["losses"]) == pytest.approx(np.array(reference["losses"]), abs=1e-10)
+        assert part["norms"] == pytest.approx(reference["norms"], abs=1e-10)
+        assert part["counts"].tolist() == reference["counts"].tolist()
+
+
+@cache
+def _reference(sections: str, documents: bool) -> dict[str, Any]:
+    return one_process(make_recipe(1, **json.loads(sections)), steps=_STEPS, documents=documents)

@@ -2,58 +2,196 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
-from tests.foldray.parity import make_recipe, one_process, train, worst
+from foldray.comm import Groups
+from foldray.recipe import Recipe
+from foldray.spec import parameter_table
+from tests.foldray.parity import batches, engine_of, go_on, make_recipe, one_process, train, worst
 
 _SGD = {"kind": "sgd", "lr": 1.0}
 _ADAMW = {"kind": "adamw", "lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
+_FOLDS: list[tuple[int, dict[str, int]]] = [
+    (1, {}),
+    (2, {}),
+    (2, {"ep": 2}),
+    (2, {"tp": 2}),
+    (2, {"cp": 2}),
+    (2, {"pp": 2}),
+    (2, {"etp": 2}),
+    (4, {"ep": 2}),
+    (4, {"tp": 2, "cp": 2, "ep": 4}),
+    (4, {"tp": 2, "pp": 2, "etp": 2}),
+    (4, {"pp": 4}),
+    (8, {"tp": 2, "cp": 2, "pp": 2, "ep": 4}),
+    (8, {"tp": 2, "cp": 2, "ep": 8}),
+    (8, {"tp": 4, "ep": 4, "etp": 2}),
+]
 
 
-def _recipe(workers: int, ep: int, zero: int, optimizer: dict, **sections):
-    return make_recipe(
-        workers, ep, engine={"kind": "deepspeed", "zero": zero}, precision="float32", optimizer=optimizer, **sections
-    )
+def _name(value: Any) -> str:
+    return "-".join(f"{axis}{size}" for axis, size in value.items()) or "dp" if isinstance(value, dict) else str(value)
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-@pytest.mark.parametrize(("workers", "ep"), [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)])
-def test_zero_equals_one_process(ranks, workers: int, ep: int, zero: int) -> None:
-    recipe = _recipe(workers, ep, zero, {**_SGD, "clip": 0.5}, training={"micro_batch": 1})
-    found, reference = ranks(workers).run(train, recipe, 2), one_process(recipe, steps=2)
+def _recipe(
+    workers: int, fold: dict[str, int], zero: int, optimizer: dict, precision: str = "float32", **sections: Any
+) -> Recipe:
+    engine = {"kind": "deepspeed", "zero": zero}
+    return make_recipe(workers, fold, engine=engine, precision=precision, optimizer=optimizer, **sections)
+
+
+def _equals_one_process(ranks, recipe: Recipe) -> None:
+    """Two steps, each of several micro-batches: what one step leaves behind in a gradient shows in the next."""
+    found, reference = ranks(recipe.cluster.workers).run(train, recipe, 2), one_process(recipe, steps=2)
+    if recipe.optimizer.clip is not None:
+        assert min(reference["norms"]) > recipe.optimizer.clip, "the test needs norms above the limit"
     difference, where = worst(found, reference, relative=True)
     assert difference <= 1e-6, where
     for part in found:
         assert part["norms"] == pytest.approx(reference["norms"], rel=1e-5)
-
-
-@pytest.mark.parametrize(("workers", "ep"), [(2, 2), (4, 2)])
-def test_stage_0_without_clipping_equals_one_process(ranks, workers: int, ep: int) -> None:
-    recipe = _recipe(workers, ep, 0, _SGD)
-    found, reference = ranks(workers).run(train, recipe, 2), one_process(recipe, steps=2)
-    difference, where = worst(found, reference, relative=True)
-    assert difference <= 1e-6, where
-    assert found[0]["norms"] == pytest.approx(reference["norms"], rel=1e-5)
+        assert np.array(part["losses"]) == pytest.approx(np.array(reference["losses"]), rel=1e-5)
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-def test_engines_agree_after_20_steps(ranks, zero: int) -> None:
-    deepspeed = _recipe(4, 2, zero, {**_ADAMW, "clip": 1.0}, training={"steps": 20})
-    torch = make_recipe(4, 2, precision="float32", optimizer={**_ADAMW, "clip": 1.0}, training={"steps": 20})
-    ours, theirs = ranks(4).run(train, torch, 20), ranks(4).run(train, deepspeed, 20)
-    difference, where = worst(theirs, {"weights": {k: v for part in ours for k, v in part["weights"].items()}}, relative=True)
-    assert difference <= 1e-4, where
-    assert np.array(theirs[0]["losses"]) == pytest.approx(np.array(ours[0]["losses"]), rel=1e-5)
+@pytest.mark.parametrize(("workers", "fold"), _FOLDS, ids=_name)
+def test_every_fold_equals_one_process(ranks, workers: int, fold: dict[str, int], zero: int) -> None:
+    _equals_one_process(ranks, _recipe(workers, fold, zero, {**_SGD, "clip": 0.5}))
 
 
-@pytest.mark.parametrize(("zero", "micro_batch"), [(1, 4), (2, 1)])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(
+    ("workers", "fold"), [(2, {"ep": 2}), (4, {"tp": 2, "cp": 2, "ep": 4}), (4, {"tp": 2, "pp": 2})], ids=_name
+)
+def test_stage_0_equals_one_process(ranks, workers: int, fold: dict[str, int], clip: float | None) -> None:
+    _equals_one_process(ranks, _recipe(workers, fold, 0, {**_SGD, "clip": clip}))
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize(
+    ("workers", "fold", "sections"),
+    [
+        (4, {"pp": 2, "cp": 2, "ep": 2}, {"model": {"tied_embeddings": True}}),
+        (8, {"tp": 2, "pp": 2, "ep": 4}, {"model": {"tied_embeddings": True, "positions": "learned", "norm": "layernorm"}}),
+        (2, {"pp": 2}, {"model": {"dense_first": 1}}),  # the first stage has no experts, and one parameter group less
+        (4, {"pp": 2, "ep": 2}, {"schedule": {"virtual_stages": 2}}),
+        (4, {"tp": 2, "ep": 2}, {"moe": {"experts": "grouped"}, "model": {"experts": 16, "topk": 1}}),  # some experts idle
+    ],
+    ids=["tied", "tied-tp", "stage-without-experts", "interleaved", "idle-experts"],
+)
+def test_kinds_of_models_and_schedules_equal_one_process(
+    ranks, workers: int, fold: dict[str, int], sections: dict[str, Any], zero: int
+) -> None:
+    _equals_one_process(ranks, _recipe(workers, fold, zero, {**_SGD, "clip": 0.5}, **sections))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_tied_embeddings_have_the_same_bits_on_both_stages(ranks, zero: int) -> None:
+    recipe = _recipe(8, {"cp": 4, "pp": 2}, zero, _ADAMW, model={"tied_embeddings": True}, training={"steps": 6})
+    found = ranks(8).run(train, recipe, 6)
+    first, *others = [part["weights"]["model/embedding.weight"].tensor for part in found]
+    assert all(torch.equal(other, first) for other in others)
+
+
+def _norm_of_ones(rank: int, recipe: Recipe) -> float:
+    """The norm that the engine reports when every reduced gradient is to be made of ones."""
+    groups = Groups.create(recipe.placed_fold, rank)
+    engine, fold = engine_of(recipe, groups), recipe.placed_fold
+    gradients = engine.step.gradients  # type: ignore[attr-defined]
+
+    def fill(given: list) -> list:
+        gradients.dense.flat.fill_(1.0)
+        gradients.replicated.flat.fill_(1 / fold.tp)
+        gradients.expert.flat.fill_(fold.dp * fold.cp / fold.edp)
+        for parameter in engine.model.tied():
+            gradients.views[parameter].fill_(0.5)
+        return [engine.model.no_losses() for _ in given]
+
+    engine.execution.train = fill  # type: ignore[assignment, method-assign]
+    engine.train(batches(recipe, groups.dp_rank, 0))
+    norm = engine.update(0.0)
+    groups.close()
+    return norm
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize(("workers", "fold"), _FOLDS[2:], ids=_name)
+def test_the_norm_counts_every_parameter_once(ranks, workers: int, fold: dict[str, int], zero: int) -> None:
+    recipe = _recipe(workers, fold, zero, _SGD, model={"tied_embeddings": True})
+    expected = math.sqrt(sum(spec.count for spec in parameter_table(recipe.model)))
+    assert ranks(workers).run(_norm_of_ones, recipe) == pytest.approx([expected] * workers, rel=1e-12)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("fold", [{"ep": 2}, {"tp": 2, "pp": 2, "ep": 2}], ids=_name)
+def test_engines_agree_after_20_steps(ranks, fold: dict[str, int], zero: int) -> None:
+    optimizer, training = {**_ADAMW, "clip": 1.0}, {"steps": 20}
+    torch_engine = make_recipe(4, fold, precision="float32", optimizer=optimizer, training=training)
+    ours = ranks(4).run(train, torch_engine, 20)
+    theirs = ranks(4).run(train, _recipe(4, fold, zero, optimizer, training=training), 20)
+    for mine, other in zip(ours, theirs, strict=True):
+        for name, (tensor, _) in mine["weights"].items():
+            scale = float(tensor.abs().max())
+            torch.testing.assert_close(other["weights"][name].tensor, tensor, rtol=0, atol=1e-4 * scale, msg=name)
+        assert np.array(other["losses"]) == pytest.approx(np.array(mine["losses"]), rel=1e-5)
+
+
+@pytest.mark.parametrize(("zero", "micro_batch"), [(1, 1), (1, 4), (2, 1)])
 def test_bfloat16_stays_near_float32(ranks, zero: int, micro_batch: int) -> None:
-    recipe = make_recipe(
-        2, 2, engine={"kind": "deepspeed", "zero": zero}, precision="bfloat16", optimizer=_ADAMW,
-        moe={"experts": "grouped"}, training={"micro_batch": micro_batch},
-    )  # fmt: skip
+    recipe = _recipe(2, {"ep": 2}, zero, _ADAMW, "bfloat16", moe={"experts": "grouped"}, training={"micro_batch": micro_batch})
     reference = one_process(make_recipe(2, 2, precision="float32", optimizer=_ADAMW), steps=4)
     found = ranks(2).run(train, recipe, 4)
     assert np.array(found[0]["losses"]) == pytest.approx(np.array(reference["losses"]), rel=0.01)
     assert found[0]["norms"] == pytest.approx(reference["norms"], rel=0.05)
+
+
+def _interrupted(rank: int, recipe: Recipe) -> list[dict[str, Any]]:
+    """Two steps after two: straight on, by a new engine from the state between, and by a torch engine from it."""
+    groups = Groups.create(recipe.placed_fold, rank)
+    engine = engine_of(recipe, groups)
+    engine.state()  # looking is allowed before the first step
+    go_on(engine, groups, recipe, range(2))
+    state = {key: tensor.clone() for key, tensor in engine.state().items()}
+    found = [go_on(engine, groups, recipe, range(2, 4))]
+    groups.close()
+    for other in ({}, {"engine": {"kind": "torch", "zero": 0}}):
+        groups = Groups.create(recipe.placed_fold, rank)
+        fresh = engine_of(
+            Recipe.parse({**recipe.model_dump(), **other, "training": {**recipe.training.model_dump(), "seed": 1}}), groups
+        )
+        assert {key: tensor.shape for key, tensor in fresh.state().items()} == {
+            key: tensor.shape for key, tensor in state.items()
+        }
+        fresh.load_state(state)
+        found.append(go_on(fresh, groups, recipe, range(2, 4)))
+        groups.close()
+    return found
+
+
+@pytest.mark.parametrize("optimizer", [_ADAMW, {**_SGD, "lr": 0.1, "momentum": 0.9}], ids=["adamw", "momentum"])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("fold", [{"tp": 2, "cp": 2, "ep": 2, "etp": 2}, {"tp": 2, "pp": 2, "ep": 2}], ids=_name)
+def test_training_goes_on_from_saved_state(ranks, fold: dict[str, int], zero: int, optimizer: dict) -> None:
+    model = {"router": {"score": "sigmoid", "normalize": True, "bias_rate": 0.01}}
+    recipe = _recipe(4, fold, zero, {**optimizer, "clip": 0.5}, model=model)
+    for straight, resumed, torch_engine in ranks(4).run(_interrupted, recipe):
+        for name, (tensor, _) in straight["weights"].items():
+            assert torch.equal(resumed["weights"][name].tensor, tensor), name
+            near = 1e-5 * float(tensor.abs().max())
+            torch.testing.assert_close(torch_engine["weights"][name].tensor, tensor, rtol=0, atol=near, msg=name)
+        assert resumed["norms"] == straight["norms"]
+
+
+def _dtypes(rank: int, recipe: Recipe) -> set[torch.dtype]:
+    groups = Groups.create(recipe.placed_fold, rank)
+    model = engine_of(recipe, groups).model
+    groups.close()
+    return {bias.dtype for bias in model.biases().values()}
+
+
+def test_selection_biases_of_a_bfloat16_model_stay_float32(ranks) -> None:
+    assert ranks(2).run(_dtypes, _recipe(2, {"ep": 2}, 1, _ADAMW, "bfloat16")) == [{torch.float32}] * 2

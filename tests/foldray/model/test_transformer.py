@@ -1,21 +1,49 @@
-"""The model against other people's code and against itself."""
+"""The model against other people's code, against its parameter table and against itself."""
 
 from __future__ import annotations
+
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from foldray.comm import Groups
 from foldray.fold import Fold
-from foldray.model import Transformer
+from foldray.model import Batch, Transformer
 from foldray.model.attention import document_mask, rotary_angles, rotate
-from foldray.spec import PRESETS, ModelSpec, parameter_table
-from tests.foldray.parity import MODEL, fresh_model
+from foldray.spec import PRESETS, ModelSpec, Ownership, parameter_table
+from tests.foldray.parity import MODEL, model_of
+
+FOLDS = [
+    Fold(8, ep=8),
+    Fold(8, tp=2, cp=2, ep=2, etp=4),
+    Fold(8, tp=4, pp=2, ep=4),
+    Fold(8, tp=2, pp=4, etp=2),
+    Fold(8, cp=2, pp=2, ep=2, order="cp-tp-dp-pp", moe_order="ep-etp-edp-pp"),
+]
+
+
+def alone(fold: Fold, rank: int) -> Groups:
+    """The groups of a rank whose others are not there: for what talks to nobody."""
+    with mock.patch.multiple("torch.distributed", is_initialized=lambda: True, get_world_size=lambda: 8, new_group=mock.Mock()):
+        return Groups.create(fold, rank)
+
+
+def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, MODEL["vocab"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+def by_name(model: Transformer, of: Any = lambda parameter: parameter) -> dict[str, torch.Tensor]:
+    """What belongs to each parameter of the whole model, of what belongs to each of this rank's."""
+    parameters = dict(model.named_parameters())
+    return {name: of(parameters[local])[index] for local, parts in model.global_parts.items() for name, index in parts}
 
 
 def test_logits_and_gradients_equal_hugging_faces_mixtral() -> None:
     transformers = pytest.importorskip("transformers")
-    model = fresh_model(shared_hidden=0, head_dim=4, norm_eps=1e-6, router={"balance_loss": 0.0, "z_loss": 0.0})
+    router = {"balance_loss": 0.0, "z_loss": 0.0}
+    model = model_of(dtype=torch.float64, shared_hidden=0, head_dim=4, norm_eps=1e-6, router=router)
     spec = model.spec
     config = transformers.MixtralConfig(
         vocab_size=spec.vocab, hidden_size=spec.hidden, intermediate_size=spec.expert_hidden, num_hidden_layers=spec.layers,
@@ -24,85 +52,98 @@ def test_logits_and_gradients_equal_hugging_faces_mixtral() -> None:
         attn_implementation="eager", experts_implementation="eager", tie_word_embeddings=False,
     )  # fmt: skip
     theirs = transformers.MixtralForCausalLM(config).double()
-    pairs = _same_weights(model, theirs)
-    tokens = torch.randint(0, spec.vocab, (2, 9), generator=torch.Generator().manual_seed(0))
-    logits = theirs(tokens[:, :-1]).logits
-    torch.testing.assert_close(model.logits(tokens[:, :-1])[0], logits, atol=1e-6, rtol=1e-5)  # their rotary table is float32
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    model(tokens[:, :-1], tokens[:, 1:]).total.backward()
-    for name, ours, gradient in pairs():
-        torch.testing.assert_close(ours, gradient, atol=1e-6, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def _same_weights(ours: Transformer, theirs: torch.nn.Module):
-    """Copy our weights into theirs; a function that pairs gradients afterwards."""
-    names = {
-        "embedding.weight": "model.embed_tokens.weight",
-        "final_norm.weight": "model.norm.weight",
-        "head.weight": "lm_head.weight",
-    }
-    for i in range(ours.spec.layers):
-        b, h = f"blocks.{i}", f"model.layers.{i}"
-        names |= {
-            f"{b}.attention_norm.weight": f"{h}.input_layernorm.weight",
-            f"{b}.ffn_norm.weight": f"{h}.post_attention_layernorm.weight",
-            f"{b}.attention.out": f"{h}.self_attn.o_proj.weight", f"{b}.moe.router.weight": f"{h}.mlp.gate.weight",
-            f"{b}.moe.experts.up": f"{h}.mlp.experts.gate_up_proj", f"{b}.moe.experts.down": f"{h}.mlp.experts.down_proj",
-        }  # fmt: skip
-    parameters, other = dict(ours.named_parameters()), dict(theirs.named_parameters())
-
-    def turned(tensor: torch.Tensor, name: str) -> torch.Tensor:
-        return tensor.mT if not name.endswith("weight") or "router" in name else tensor
-
-    spec = ours.spec
-    widths = [spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim]
+    weights = _mixtral(spec, dict(theirs.named_parameters()))
     with torch.no_grad():
-        for mine, theirs_name in names.items():
-            other[theirs_name].copy_(turned(parameters[mine], mine))
-        for i in range(spec.layers):
-            for part, weight in zip("qkv", parameters[f"blocks.{i}.attention.qkv"].split(widths, 1), strict=True):
-                other[f"model.layers.{i}.self_attn.{part}_proj.weight"].copy_(weight.T)
+        for name, weight in by_name(model).items():
+            weights.pop(name).copy_(weight)
+    assert not weights
+    text = tokens(2, 9)
+    logits = theirs(text[:, :-1]).logits
+    torch.testing.assert_close(model.logits(text[:, :-1]), logits, atol=1e-6, rtol=1e-5)  # their rotary table is float32
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
+    model(Batch(text[:, :-1], text[:, 1:]))[0].backward()
+    gradients = _mixtral(spec, {name: parameter.grad for name, parameter in theirs.named_parameters()})
+    for name, gradient in by_name(model, lambda parameter: parameter.grad).items():
+        message = lambda text, name=name: f"{name}: {text}"  # noqa: E731
+        torch.testing.assert_close(gradient, gradients[name], atol=1e-6, rtol=1e-4, msg=message)
 
-    def pairs():
-        for mine, theirs_name in names.items():
-            yield mine, turned(parameters[mine].grad, mine), other[theirs_name].grad
-        for i in range(spec.layers):
-            for part, gradient in zip("qkv", parameters[f"blocks.{i}.attention.qkv"].grad.split(widths, 1), strict=True):
-                yield f"{part} of block {i}", gradient.T, other[f"model.layers.{i}.self_attn.{part}_proj.weight"].grad
 
-    return pairs
+def _mixtral(spec: ModelSpec, theirs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Hugging Face's tensors under our names and in our layout, as views."""
+    found = {
+        "embedding.weight": theirs["model.embed_tokens.weight"],
+        "final_norm.weight": theirs["model.norm.weight"],
+        "head.weight": theirs["lm_head.weight"],
+    }
+    for i in range(spec.layers):
+        b, h = f"blocks.{i}", f"model.layers.{i}"
+        found[f"{b}.attention_norm.weight"] = theirs[f"{h}.input_layernorm.weight"]
+        found[f"{b}.ffn_norm.weight"] = theirs[f"{h}.post_attention_layernorm.weight"]
+        for ours, part in (("query", "q"), ("key", "k"), ("value", "v"), ("out", "o")):
+            found[f"{b}.attention.{ours}"] = theirs[f"{h}.self_attn.{part}_proj.weight"].mT
+        found[f"{b}.moe.router.weight"] = theirs[f"{h}.mlp.gate.weight"].mT
+        for expert in range(spec.experts):
+            gate, up = theirs[f"{h}.mlp.experts.gate_up_proj"][expert].mT.split(spec.expert_hidden, 1)
+            down = theirs[f"{h}.mlp.experts.down_proj"][expert].mT
+            found |= {f"{b}.moe.experts.{expert}.{part}": tensor for part, tensor in (("gate", gate), ("up", up), ("down", down))}
+    return found
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_every_preset_builds_exactly_its_parameter_table(preset: str) -> None:
     spec = ModelSpec(preset=preset, layers=3)
-    with torch.device("meta"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Transformer, "_initialise", lambda self, seed: None)
-        model = Transformer(spec, Groups.create(Fold(1)), device="meta")
-    parameters, built = dict(model.named_parameters()), {}
-    for local, parts in model.global_names().items():
-        for name, index in parts:
-            built[name] = tuple(parameters[local].shape if index is None else parameters[local][index].shape)
+    with torch.device("meta"), mock.patch.object(Transformer, "_initialise"):
+        model = Transformer(Ownership(spec, Fold(1)), Groups.create(Fold(1)), device="meta")
+    built = {name: tuple(tensor.shape) for name, tensor in by_name(model).items()}
     assert built == {parameter.name: parameter.shape for parameter in parameter_table(spec)}
 
 
+@pytest.mark.parametrize("fold", FOLDS, ids=str)
+@pytest.mark.parametrize(
+    "model", [{"tied_embeddings": True, "positions": "learned", "norm": "layernorm"}, {"dense_first": 1, "ffn": "gelu"}]
+)
+def test_every_rank_holds_its_boxes_of_the_one_process_model(fold: Fold, model: dict) -> None:
+    whole = by_name(model_of(**{"layers": 4, **model}))
+    for rank in range(8):
+        part = model_of(fold, alone(fold, rank), **{"layers": 4, **model})
+        held = by_name(part)
+        assert held.keys() == part.pieces.keys()
+        for name, tensor in held.items():
+            assert torch.equal(tensor, whole[name][part.pieces[name].box]), f"{name} on rank {rank}"
+
+
+def test_the_segments_hold_every_parameter_and_compute_the_whole_loss() -> None:
+    model = model_of(dtype=torch.float64, positions="learned", tied_embeddings=True, dense_first=1)
+    segments = [segment for stage in model.stages for segment in model.segments(stage)]
+    assert {id(p) for segment in segments for p in segment.parameters} == {id(p) for p in model.parameters()}
+    text = tokens(2, 9)
+    batch, x, objective = Batch(text[:, :-1], text[:, 1:]), None, 0.0
+    for segment in segments:
+        output = segment.run(x, batch)
+        x, objective = output.x_BsH, objective + (0.0 if output.objective is None else output.objective)
+    torch.testing.assert_close(objective, model(batch)[0])
+    logits = model.logits(batch.token_BL)
+    language = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.target_BL.flatten())
+    torch.testing.assert_close(model(batch)[1].language, language.detach())
+
+
 def test_no_position_sees_a_later_one() -> None:
-    model = fresh_model(router={"capacity_factor": None})
-    tokens = torch.randint(0, 29, (1, 8))
-    changed = tokens.clone()
+    model = model_of(router={"capacity_factor": None})
+    text = tokens(1, 8)
+    changed = text.clone()
     changed[0, 5] = (changed[0, 5] + 1) % 29
-    before, after = model.logits(tokens)[0], model.logits(changed)[0]
+    before, after = model.logits(text), model.logits(changed)
     torch.testing.assert_close(after[:, :5], before[:, :5])
     assert not torch.allclose(after[:, 5:], before[:, 5:])
 
 
 def test_masked_documents_do_not_see_each_other() -> None:
-    model = fresh_model()
-    tokens = torch.randint(0, 29, (1, 8))
+    model = model_of()
+    text = tokens(1, 8)
     segments = torch.tensor([[4, 4, 4, 5, 5, 5, 5, 5]])
-    changed = tokens.clone()
+    changed = text.clone()
     changed[0, 1] = (changed[0, 1] + 1) % 29
-    before, after = (model.logits(t, segments)[0] for t in (tokens, changed))
+    before, after = (model.logits(t, segments) for t in (text, changed))
     torch.testing.assert_close(after[:, 3:], before[:, 3:])
     assert not torch.allclose(after[:, 1:3], before[:, 1:3])
     assert document_mask(segments)[0, 0].sum().item() == 6 + 15
@@ -120,18 +161,18 @@ def test_rotary_positions_are_relative() -> None:
 
 
 def test_weights_depend_on_seed_and_name_alone() -> None:
-    spec = ModelSpec(**MODEL)
-    one, same = (Transformer(spec, Groups.create(Fold(1)), seed=3) for _ in range(2))
-    other = Transformer(spec, Groups.create(Fold(1)), seed=4)
-    for (name, a), b, c in zip(one.named_parameters(), same.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
-        assert "norm" in name or not torch.equal(a, c)
-    experts = one.blocks[0].moe.experts.up
-    assert not torch.equal(experts[0], experts[1])
+    ownership = Ownership(ModelSpec(**MODEL), Fold(1))
+    one, same, other = (by_name(Transformer(ownership, Groups.create(Fold(1)), seed=seed)) for seed in (3, 3, 4))
+    for name, weight in one.items():
+        assert torch.equal(weight, same[name])
+        assert "norm" in name or not torch.equal(weight, other[name])
+    assert len({float(weight.flatten()[0]) for name, weight in one.items() if "norm" not in name}) == len(
+        [name for name in one if "norm" not in name]
+    )
 
 
 def test_a_dense_model_has_no_balance_terms() -> None:
-    model = fresh_model(dense_first=2)
-    losses = model(torch.randint(0, 29, (2, 5)), torch.randint(0, 29, (2, 5)))
-    assert losses.count_LE.shape == (0, 4)
-    assert float(losses.balance) == 0
+    objective, losses = model_of(dense_first=2)(Batch(tokens(2, 5), tokens(2, 5, seed=1)))
+    assert losses.count_ME.shape == (0, 8)
+    assert float(losses.balance) == float(losses.z) == 0
+    assert float(objective) == pytest.approx(float(losses.language))

@@ -120,9 +120,10 @@ def test_the_clock_alone_finds_a_handover_with_one_end():
 
 
 def test_a_handover_waits_for_its_later_end():
-    sent_late, received_late = change(0, move(SEND_F[0], 2)), change(0, move(SEND_F[0], 2))
-    assert unit_times(GRAPH, GOOD)[SEND_F[0]] == (1, 1)
-    assert unit_times(GRAPH, sent_late)[SEND_F[0]] == (2, 2)
+    sent_late, received_late = change(0, move(SEND_F[0], 2)), change(1, move(SEND_F[1], 3))
+    for schedule, times in ((GOOD, (1, 2)), (sent_late, (2, 2)), (received_late, (1, 4))):
+        check(GRAPH, schedule)
+        assert tuple(unit_times(GRAPH, schedule)[op].end for op in SEND_F) == times
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from foldray.schedule import Direction, Op, PipelineGraph, ScheduleError, check, handover, peak, stage, weave
+from foldray.schedule import Direction, Op, PipelineGraph, ScheduleError, check, handover, peak, pipeline, show, stage, weave
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,12 @@ def test_what_the_graph_says_of_handovers():
     assert graph.needs(stage("B", 2, 0)) == (stage("F", 2, 0), handover("B", 3, 0))
     assert graph.needs(stage("B", 5, 0)) == (stage("F", 5, 0),)
     assert graph.channel(stage("F", 2, 0)) is None
+
+
+def test_one_position_hands_nothing_over():
+    graph = PipelineGraph(1, 2)
+    assert show(graph, pipeline(graph)) == "0 | F0.0 B0.0----- F0.1 B0.1-----"
+    assert {op.kind for op in graph.ops()} == {"stage"}
 
 
 @pytest.mark.parametrize(

@@ -213,12 +213,6 @@ def test_drawings():
     ]
 
 
-def test_one_position_hands_nothing_over():
-    graph = PipelineGraph(1, 2)
-    assert show(graph, pipeline(graph)) == "0 | F0.0 B0.0----- F0.1 B0.1-----"
-    assert {op.kind for op in graph.ops()} == {"stage"}
-
-
 def test_generation_does_not_depend_on_hash_seeds():
     code = "from foldray.schedule import *; print(pipeline(PipelineGraph(4, 8, 2)))"
     for seed in ("1", "2"):
