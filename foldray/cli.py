@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from foldray.drawing import draw
 from foldray.errors import MissingPackage, UserError, nearest
-from foldray.fold import FAMILIES, Fold, Placement, best_order, draw, listed, nearest_folds
+from foldray.fold import FAMILIES, Fold, Placement, best_order, listed, nearest_folds
 from foldray.recipe import Recipe, describe
 
 Command = Callable[[argparse.Namespace], int]

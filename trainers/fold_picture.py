@@ -17,7 +17,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from foldray.fold import Fold, Placement, Table
+from foldray.drawing import Table
+from foldray.fold import Fold, Placement
 
 Color = tuple[float, float, float]
 

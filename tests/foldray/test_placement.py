@@ -4,13 +4,15 @@ import itertools
 import time
 from collections.abc import MutableMapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foldray import Fold, UserError
-from foldray.fold import FAMILIES, HEAT, Placement, Table, best_order, divisors, draw
+from foldray.drawing import Table, draw
+from foldray.fold import FAMILIES, HEAT, Placement, best_order, divisors
 
 EVERY = list(dict.fromkeys(family for families in FAMILIES.values() for family in families))
 
@@ -242,6 +244,15 @@ pp1 ┌─────────┐             pp1 ┌───────�
 @pytest.mark.parametrize(("fold", "ranks_per_node", "picture"), DRAWN, ids=[str(fold) for fold, *_ in DRAWN])
 def test_drawings(fold, ranks_per_node, picture):
     assert draw(fold, ranks_per_node) == picture.strip("\n")
+
+
+def test_the_page_on_folding_shows_what_is_drawn():
+    page = (Path(__file__).parents[2] / "docs" / "folding.md").read_text()
+    assert draw(Fold(8, tp=2, cp=2, ep=8), 4) in page
+    fold = Fold(16, tp=2, cp=2, ep=8, order="dp-cp-tp-pp")
+    best = best_order(fold, 8)
+    assert f"score: {Placement(fold, 8).score():g} (" in page
+    assert f"--order {best.order} --moe-order {best.moe_order}, score {Placement(best, 8).score():g}" in page
 
 
 @settings(deadline=None, max_examples=40)

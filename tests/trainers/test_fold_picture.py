@@ -22,7 +22,6 @@ FOLDS = [
     (Fold(16, 2, 2, 2, 8, order="pp-tp-cp-dp", moe_order="pp-etp-ep-edp", offset=5), 8),
     (Fold(192, tp=4, ep=16), 8),
     (Fold(1024, pp=512), 8),
-    (Fold(10_240, tp=8, cp=4, pp=8, ep=8, etp=2), 8),
 ]
 
 

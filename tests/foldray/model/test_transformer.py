@@ -166,13 +166,12 @@ def test_weights_depend_on_seed_and_name_alone() -> None:
     for name, weight in one.items():
         assert torch.equal(weight, same[name])
         assert "norm" in name or not torch.equal(weight, other[name])
-    assert len({float(weight.flatten()[0]) for name, weight in one.items() if "norm" not in name}) == len(
-        [name for name in one if "norm" not in name]
-    )
+    first = [float(weight.detach().flatten()[0]) for name, weight in one.items() if "norm" not in name]
+    assert len(set(first)) == len(first)
 
 
 def test_a_dense_model_has_no_balance_terms() -> None:
     objective, losses = model_of(dense_first=2)(Batch(tokens(2, 5), tokens(2, 5, seed=1)))
-    assert losses.count_ME.shape == (0, 8)
+    assert losses.count_ME.numel() == 0
     assert float(losses.balance) == float(losses.z) == 0
-    assert float(objective) == pytest.approx(float(losses.language))
+    assert float(objective.detach()) == pytest.approx(float(losses.language))
