@@ -143,10 +143,12 @@ def _check_divides(model: ModelSpec, fold: Fold) -> None:
         ("tp", "kv_heads", True),
         ("tp", "ffn_hidden", dense),
         ("tp", "shared_hidden", model.shared_hidden > 0),
-        ("tp", "vocab", True),
         ("ep", "experts", bool(model.moe_layers)),
         ("etp", "expert_hidden", bool(model.moe_layers)),
     ]
+    if model.vocab % fold.tp:
+        rule = f"must be a multiple of fold.tp={fold.tp}; rows beyond the tokenizer's are padding"
+        raise UserError("model.vocab", model.vocab, rule, [model.vocab + -model.vocab % fold.tp])
     for axis, field, applies in rules:
         size, whole = getattr(fold, axis), getattr(model, field)
         if applies and whole % size:

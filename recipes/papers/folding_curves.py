@@ -29,12 +29,12 @@ def recipe(steps: int, workers: int, fold: dict[str, int], storage: Path) -> Rec
     return Recipe.parse(
         {
             "name": f"curves-{workers}",
-            "model": {"preset": "tiny"},
+            "model": {"preset": "tiny", "layers": 2},
             "data": {"source": "stdlib", "seq_len": 256},
             "fold": fold,
             "engine": {"kind": "torch"},
             "optimizer": {"lr": 1e-3, "warmup_steps": 30},
-            "training": {"steps": steps, "global_batch": 8, "micro_batch": 2, "eval_every": 25, "eval_sequences": 32},
+            "training": {"steps": steps, "global_batch": 8, "micro_batch": 4, "eval_every": 25, "eval_sequences": 32},
             "cluster": {"workers": workers, "max_failures": 0, "storage": str(storage)},
         }
     )

@@ -226,13 +226,13 @@ def _formula(rank: int, fold: Fold) -> list[tuple[int, int, int]]:
     plan = stages.exchange_counts(plan)
     stages.combine(stages.dispatch(rows_NH, plan), plan)
     received = plan.arrivals().sum((1, 2)).tolist()
+    from_self = int(plan.arrivals()[groups.expert_slices.index, groups.ep_rank].sum())
     own = received.pop(groups.expert_slices.index)
     leaving_R = plan.sent_E.view(fold.ep, -1).sum(1)
     leaving = int(leaving_R.sum() - leaving_R[groups.ep_rank])
     counts = groups.traffic.by_name()
-    came = int(plan.arrivals()[groups.expert_slices.index].sum() - plan.arrivals()[groups.expert_slices.index, groups.ep_rank].sum())
     pairs = [
-        (counts["tokens"].inside_bytes, (leaving + came) * BYTES),
+        (counts["tokens"].inside_bytes, (leaving + own - from_self) * BYTES),
         (counts["expert_slices"].inside_bytes, (own * (fold.etp - 1) + sum(received)) * BYTES),
     ]
     groups.close()

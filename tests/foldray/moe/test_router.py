@@ -114,53 +114,64 @@ def route(groups: Groups, micro_batch: int, **router: Any) -> Routed:
     return Routed(keep_BsK, count_E, float(summed[0]), float(summed[1]), summed[2:], passes[0].capacity)
 
 
-def routes(rank: int, scope: str, micro_batch: int) -> list[list[Routed]]:
+# (scope, micro-batch, which of DROPS): every fold goes through all of them with one set of groups.
+ASKED = [("sequence", micro, d) for micro in (1, 2) for d in range(len(DROPS))]
+ASKED += [("sub_sequence", 2, d) for d in range(len(DROPS))] + [("sub_sequence", micro, 0) for micro in (1, 8)]
+
+
+def routes(rank: int) -> list[dict[tuple[str, int, int], Routed]]:
     found = []
     for sizes in CUT:
         groups = Groups.create(Fold(8, **sizes), rank)
-        found.append([route(groups, micro_batch, drop_scope=scope, **drop) for drop in DROPS])
+        found.append({(scope, micro, d): route(groups, micro, drop_scope=scope, **DROPS[d]) for scope, micro, d in ASKED})
         groups.close()
     return found
 
 
-def _kept(found: list[Any], f: int, d: int) -> Tensor:
+@pytest.fixture(scope="module")
+def routed(ranks: Any) -> Any:
+    """By fold, then by rank."""
+    return list(zip(*ranks(8).run(routes, timeout=300), strict=True))
+
+
+def kept(sizes: dict, found: Any, asked: tuple[str, int, int]) -> Tensor:
     """Who stays, of all sequences, put together from the ranks' pieces."""
-    fold = Fold(8, **CUT[f])
+    fold = Fold(8, **sizes)
     keep_BLK = torch.zeros(BATCH, LENGTH, 3, dtype=torch.int64)
     for rank in range(8):
         place = fold.attention.coordinate(rank)
         piece = Layout(fold.cp, fold.tp, place["cp"], place["tp"]).piece(LENGTH)
-        keep_BLK[place["dp"] :: fold.dp, piece] += found[rank][f][d].keep_BsK
+        keep_BLK[place["dp"] :: fold.dp, piece] += found[rank][asked].keep_BsK
     assert set(keep_BLK.unique().tolist()) <= {0, fold.pp}
     return keep_BLK > 0
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
-def test_who_is_dropped_of_a_whole_sequence_depends_on_no_fold(ranks, micro_batch: int) -> None:
-    found = ranks(8).run(routes, "sequence", micro_batch)
+def test_who_is_dropped_of_a_whole_sequence_depends_on_no_fold(routed, micro_batch: int) -> None:
     for d, drop in enumerate(DROPS):
         one = route(GROUPS, 4, drop_scope="sequence", **drop)
         assert not one.keep_BsK.all()
-        for f, sizes in enumerate(CUT):
-            assert torch.equal(_kept(found, f, d), one.keep_BsK), f"{sizes}, {drop}"
-            fold = Fold(8, **sizes)
+        for sizes, found in zip(CUT, routed, strict=True):
+            asked, fold = ("sequence", micro_batch, d), Fold(8, **sizes)
+            assert torch.equal(kept(sizes, found, asked), one.keep_BsK), f"{sizes}, {drop}"
             own = LENGTH // (fold.cp * fold.tp)  # an expert gets no more of a piece than it has tokens
-            assert found[0][f][d].capacity == (min(own, 12) * min(micro_batch, BATCH // fold.dp) if drop["pad"] else None)
+            rows = min(own, 12) * min(micro_batch, BATCH // fold.dp)
+            assert found[0][asked].capacity == (rows if drop["pad"] else None)
 
 
-def test_who_is_dropped_of_a_sub_sequence_depends_on_the_fold(ranks) -> None:
-    found = ranks(8).run(routes, "sub_sequence", 2)
+def test_who_is_dropped_of_a_sub_sequence_depends_on_the_fold(routed) -> None:
     for d, drop in enumerate(DROPS):
         one = route(GROUPS, 2, drop_scope="sub_sequence", **drop)
-        for f, sizes in enumerate(CUT):
-            assert not torch.equal(_kept(found, f, d), one.keep_BsK), f"{sizes}, {drop}"
+        for sizes, found in zip(CUT, routed, strict=True):
+            assert not torch.equal(kept(sizes, found, ("sub_sequence", 2, d)), one.keep_BsK), f"{sizes}, {drop}"
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 8])
-def test_balance_terms_and_their_gradients_depend_neither_on_the_fold_nor_on_the_micro_batch(ranks, micro_batch: int) -> None:
+def test_balance_terms_and_their_gradients_depend_neither_on_the_fold_nor_on_the_micro_batch(routed, micro_batch: int) -> None:
     one = route(GROUPS, 8)
-    for rank in ranks(8).run(routes, "sub_sequence", micro_batch):
-        for sizes, (part, *_) in zip(CUT, rank, strict=True):
+    for sizes, found in zip(CUT, routed, strict=True):
+        for rank in found:
+            part = rank["sub_sequence", micro_batch, 0]
             assert part.count_E.tolist() == one.count_E.tolist(), sizes
             assert (part.balance, part.z) == pytest.approx((one.balance, one.z), rel=1e-12), sizes
             torch.testing.assert_close(part.gradient, one.gradient, rtol=0, atol=1e-12)

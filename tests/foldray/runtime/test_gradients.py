@@ -3,74 +3,204 @@
 from __future__ import annotations
 
 import math
+import zlib
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from foldray.comm import Groups
 from foldray.fold import Fold
-from foldray.model import Transformer
+from foldray.model import Batch, Transformer
 from foldray.recipe import OptimizerSpec
 from foldray.runtime import Gradients, TorchEngine, learning_rate
 from foldray.runtime.peak import matmul_peak
-from foldray.spec import ModelSpec, count_parameters
-from tests.foldray.parity import MODEL
+from foldray.spec import ModelSpec, Ownership, count_parameters, parameter_table
+from tests.foldray.parity import MODEL, model_of
+
+ORDERS = {"order": "cp-tp-dp-pp", "moe_order": "edp-ep-etp-pp"}
+FOLDS = [
+    Fold(8, **sizes)
+    for sizes in (
+        {},
+        {"ep": 8},
+        {"ep": 4, "etp": 2},
+        {"tp": 8, "ep": 2},
+        {"cp": 8, "etp": 4},
+        {"pp": 8},
+        {"tp": 2, "cp": 2, "ep": 4},
+        {"tp": 4, "ep": 2, "etp": 2},
+        {"cp": 4, "ep": 2, "etp": 4},
+        {"tp": 2, "pp": 2, "ep": 2},
+        {"cp": 2, "pp": 2, "ep": 4},
+        {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 2},
+        {"pp": 4, "ep": 2},
+        {"tp": 2, "pp": 4, "etp": 2},
+        {"tp": 2, "cp": 2, "ep": 2, "etp": 2, **ORDERS},
+        {"tp": 2, "cp": 2, "pp": 2, "ep": 2, **ORDERS},
+        {"tp": 2, "pp": 2, "etp": 2, "order": "pp-tp-cp-dp", "moe_order": "pp-ep-etp-edp"},
+    )
+]
+SIZES: dict[str, Any] = {
+    **MODEL, "layers": 8, "kv_heads": 8, "dense_first": 1, "moe_every": 2, "tied_embeddings": True, "positions": "learned",
+    "max_positions": 8, "norm": "layernorm",
+}  # fmt: skip
+UNTIED = {**SIZES, "tied_embeddings": False, "norm": "rmsnorm"}
+LIMIT = 0.5
 
 
-def _reduced(rank: int, ep: int) -> tuple[float, float]:
-    groups = Groups.create(Fold(4, ep=ep), rank)
-    model = Transformer(ModelSpec(**MODEL), groups)
-    gradients = Gradients(model.parameters(), model.expert_parameters(), groups)
-    for buffer in gradients.buffers:
-        buffer.flat.fill_(2.0**rank)
+class Found(NamedTuple):
+    """What a rank found on a fold.
+
+    Args:
+        sums: by global parameter, what reducing 2^rank gave.
+        norms: of ones, with and without tied embeddings.
+        clipped: norm before clipping, and the largest error of any clipped gradient against one process's.
+    """
+
+    sums: dict[str, float]
+    norms: tuple[float, float]
+    clipped: tuple[float, float]
+
+
+def gradient_of(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())), dtype=torch.float64)
+
+
+def measure(rank: int) -> list[Found]:
+    found = []
+    for fold in FOLDS:
+        groups = Groups.create(fold, rank)
+        owned = [Ownership(ModelSpec(**sizes), fold) for sizes in (SIZES, UNTIED)]
+        tied, untied = (Transformer(ownership, groups, dtype=torch.float64) for ownership in owned)
+        found.append(Found(_sums(tied, groups), (_norm(tied, groups), _norm(untied, groups)), _clipped(tied, groups)))
+        groups.close()
+    return found
+
+
+def _sums(model: Transformer, groups: Groups) -> dict[str, float]:
+    gradients = Gradients(model, groups)
+    for parameter in model.parameters():
+        gradients.add(parameter, torch.full_like(parameter, 2.0**groups.rank))
     gradients.reduce()
-    groups.close()
-    return tuple(float(buffer.flat.unique()) for buffer in gradients.buffers)
+    parameters, sums = dict(model.named_parameters()), {}
+    for local, parts in model.global_parts.items():
+        values = gradients.views[parameters[local]].unique().tolist()
+        assert len(values) == 1, f"{local} has several values"
+        sums |= {name: values[0] for name, _ in parts}
+    return sums
 
 
-@pytest.mark.parametrize("ep", [1, 2, 4])
-def test_the_sum_of_2_to_the_rank_names_who_took_part(ranks, ep: int) -> None:
-    fold = Fold(4, ep=ep)
-    for rank, (dense, expert) in enumerate(ranks(4).run(_reduced, ep)):
-        (edp,) = [group for group in fold.groups("edp") if rank in group]
-        assert dense == sum(2.0**r for r in range(4)) / 4
-        assert expert == sum(2.0**r for r in edp) / 4  # scaled by 1/(DP·CP), whatever EDP is
-
-
-def _norm_of_ones(rank: int, ep: int) -> float:
-    groups = Groups.create(Fold(4, ep=ep), rank)
-    model = Transformer(ModelSpec(**MODEL), groups)
-    gradients = Gradients(model.parameters(), model.expert_parameters(), groups)
+def _norm(model: Transformer, groups: Groups) -> float:
+    gradients = Gradients(model, groups)
     for buffer in gradients.buffers:
         buffer.flat.fill_(1.0)
-    norm = gradients.clip(1.0)
-    groups.close()
-    return norm
+    return float(gradients.norm())
 
 
-@pytest.mark.parametrize("ep", [1, 2, 4])
-def test_the_norm_of_ones_is_the_root_of_the_number_of_parameters(ranks, ep: int) -> None:
-    expected = math.sqrt(count_parameters(ModelSpec(**MODEL)))
-    assert ranks(4).run(_norm_of_ones, ep) == pytest.approx([expected] * 4, rel=1e-12)
+def _clipped(model: Transformer, groups: Groups) -> tuple[float, float]:
+    gradients, parameters = Gradients(model, groups), dict(model.named_parameters())
+    whole = {spec.name: gradient_of(spec.name, spec.shape) for spec in parameter_table(model.spec)}
+    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in whole.values()))
+    placed = {
+        name: (gradients.views[parameters[local]][index], whole[name][model.pieces[name].box])
+        for local, parts in model.global_parts.items()
+        for name, index in parts
+    }
+    for view, gradient in placed.values():
+        view.copy_(gradient)
+    before = gradients.clip(LIMIT)
+    scale = LIMIT / (norm + 1e-6)
+    return before, max(float((view - gradient * scale).abs().max()) for view, gradient in placed.values())
+
+
+@pytest.fixture(scope="module")
+def measured(ranks: Any) -> list[list[Found]]:
+    """By fold, then by rank."""
+    return [list(found) for found in zip(*ranks(8).run(measure, timeout=300), strict=True)]
+
+
+# The axes of which a gradient class's ranks may differ: those that saw other data with the same weights.
+SUMMED = {"dense": ("attention", {"dp", "cp"}), "replicated": ("attention", {"tp", "dp", "cp"}), "expert": ("moe", {"edp"})}
+
+
+def took_part(fold: Fold, rank: int, kind: str) -> set[int]:
+    """Ranks whose coordinates differ from this one's in the class's axes alone."""
+    view, free = SUMMED[kind]
+    mine = fold.coordinate(rank)[view]
+    places = {other: fold.coordinate(other)[view] for other in range(8)}
+    return {other for other, place in places.items() if all(place[a] == mine[a] for a in mine if a not in free)}
+
+
+@pytest.mark.parametrize("fold", FOLDS, ids=str)
+def test_the_sum_of_2_to_the_rank_names_who_took_part(measured, fold: Fold) -> None:
+    kinds = {spec.name: spec.gradient_class for spec in parameter_table(ModelSpec(**SIZES))}
+    seen = set()
+    for rank, found in enumerate(measured[FOLDS.index(fold)]):
+        place = fold.attention.coordinate(rank)
+        for name, value in found.sums.items():
+            members = took_part(fold, rank, kinds[name])
+            if name == "embedding.weight" and fold.pp > 1:
+                assert place["pp"] in (0, fold.pp - 1), "a middle stage holds the embedding"
+                ends = fold.groups("embedding")
+                (mine,) = [pair for pair in ends if rank in pair]
+                assert [fold.attention.coordinate(end)["pp"] for end in mine] == [0, fold.pp - 1]
+                assert len({fold.attention.coordinate(end)["tp"] for end in mine}) == 1
+                members = set().union(*(took_part(fold, end, "dense") for end in mine))
+                assert len(members) == 2 * fold.dp * fold.cp
+            # Scaled by 1/(DP·CP) in every class, whoever is summed over.
+            assert value == sum(2.0**member for member in members) / (fold.dp * fold.cp), f"{name} on rank {rank}"
+            seen.add(name)
+    assert seen == kinds.keys()
+
+
+@pytest.mark.parametrize("fold", FOLDS, ids=str)
+def test_the_norm_of_ones_is_the_root_of_the_number_of_parameters(measured, fold: Fold) -> None:
+    expected = [math.sqrt(count_parameters(ModelSpec(**sizes))) for sizes in (SIZES, UNTIED)]
+    for found in measured[FOLDS.index(fold)]:
+        assert found.norms == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("fold", FOLDS, ids=str)
+def test_the_clip_coefficient_is_that_of_one_process(measured, fold: Fold) -> None:
+    table = parameter_table(ModelSpec(**SIZES))
+    norm = math.sqrt(sum(float(gradient_of(spec.name, spec.shape).square().sum()) for spec in table))
+    for before, error in (found.clipped for found in measured[FOLDS.index(fold)]):
+        assert before == pytest.approx(norm, rel=1e-12)
+        assert error < 1e-15
 
 
 def test_clipping_scales_to_the_limit_and_leaves_small_gradients() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(4))
-    gradients = Gradients([parameter], [], Groups.create(Fold(1)))
-    gradients.dense.flat.fill_(1.0)
-    assert gradients.clip(3.0) == 2.0
-    assert parameter.grad.tolist() == [1.0] * 4
-    assert gradients.clip(1.0) == 2.0
-    torch.testing.assert_close(parameter.grad, torch.full((4,), 0.5))
+    model = model_of(dtype=torch.float64)
+    gradients = Gradients(model, Groups.create(Fold(1)))
+    for buffer in gradients.buffers:
+        buffer.flat.fill_(1.0)
+    norm = math.sqrt(count_parameters(model.spec))
+    assert gradients.clip(2 * norm) == pytest.approx(norm)
+    assert all(buffer.flat.unique().tolist() == [1.0] for buffer in gradients.buffers)
+    assert gradients.clip(None) == gradients.clip(norm / 2) == pytest.approx(norm)
+    for buffer in gradients.buffers:
+        torch.testing.assert_close(buffer.flat, torch.full_like(buffer.flat, 0.5))
+
+
+def test_gradients_of_micro_batches_add_up() -> None:
+    model = model_of()
+    gradients, parameter = Gradients(model, Groups.create(Fold(1))), model.final_norm.weight
+    for value in (1.0, 2.0):
+        gradients.add(parameter, torch.full_like(parameter, value))
+    assert gradients.views[parameter].unique().tolist() == [3.0]
+    assert parameter.grad is None
+    gradients.zero()
+    assert not any(buffer.flat.any() for buffer in gradients.buffers)
 
 
 def test_bfloat16_weights_have_float32_masters_and_gradients() -> None:
-    model = Transformer(ModelSpec(**MODEL), Groups.create(Fold(1)), dtype=torch.bfloat16)
-    engine = TorchEngine(model, Groups.create(Fold(1)), OptimizerSpec(lr=1e-5, clip=None), accumulation=2)
+    model = model_of(dtype=torch.bfloat16)
+    engine = TorchEngine(model, Groups.create(Fold(1)), OptimizerSpec(lr=1e-5, clip=None))
     before = {key: tensor.clone() for key, tensor in engine.state().items()}
-    tokens = torch.randint(0, 29, (2, 9))
-    for _ in range(2):
-        engine.train_pass(tokens[:, :-1], tokens[:, 1:])
+    text = torch.randint(0, 29, (2, 2, 9))
+    losses = engine.train([Batch(tokens[:, :-1], tokens[:, 1:]) for tokens in text])
+    assert len(losses) == 2
     assert {buffer.flat.dtype for buffer in engine.gradients.buffers} == {torch.float32}
     assert engine.update(1e-5) > 0
     after = engine.state()
