@@ -36,7 +36,7 @@ class RouterSpec(Strict):
         "probability", description="who is dropped beyond capacity: least probable, or latest"
     )
     drop_scope: Literal["sub_sequence", "sequence"] = Field(
-        "sub_sequence", description="tokens that compete: those of a sequence on one worker, or all of the sequence"
+        "sub_sequence", description="who competes: a worker's part of a sequence, or all of it"
     )
     pad: bool = Field(False, description="pad every expert to its capacity (static shapes)")
 

@@ -1,10 +1,29 @@
-"""Model sizes against what was published; the parameter table and the FLOPs against counts by hand."""
+"""Model sizes against what was published; parameter table and FLOPs against counts by hand; who holds what under a fold."""
 
+from collections import Counter
+
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from foldray import UserError
-from foldray.spec import PRESETS, ModelSpec, RouterSpec, count_parameters, forward_flops_per_token, parameter_table, step_flops
+from foldray import Fold, UserError
+from foldray.fold import divisors
+from foldray.spec import (
+    PRESETS,
+    Layout,
+    ModelSpec,
+    Ownership,
+    RouterSpec,
+    Stage,
+    check_length,
+    count_parameters,
+    forward_flops_per_token,
+    make_stages,
+    parameter_table,
+    step_flops,
+)
 
 
 # Totals as their makers state them; DeepSeek's is that of deepseek-moe-16b-base.
@@ -105,8 +124,12 @@ def test_parameter_table(preset):
     assert ("head.weight" in names) is not model.tied_embeddings
     experts = [parameter for parameter in table if parameter.gradient_class == "expert"]
     assert {parameter.name for parameter in experts} == {name for name in names if ".experts." in name}
-    assert len(experts) == 2 * model.experts * len(model.moe_layers)
+    assert len(experts) == (3 if model.ffn == "gated_silu" else 2) * model.experts * len(model.moe_layers)
     assert {parameter.layer for parameter in experts} == set(model.moe_layers)
+    assert {parameter.expert for parameter in table} == {None, *range(model.experts)}
+    replicated = {parameter.name for parameter in table if parameter.gradient_class == "replicated"}
+    assert replicated == {name for name in names if "norm" in name or "router" in name or name.startswith("positions")}
+    assert all((parameter.cut is None) == (parameter.name in replicated) for parameter in table)
     ones = {parameter.name for parameter in table if parameter.init is None}
     assert ones == {name for name in names if name.endswith("norm.weight")}
 
@@ -169,3 +192,213 @@ def test_specs_are_frozen_and_strict():
         ModelSpec(preset="tiny").layers = 3
     with pytest.raises(ValidationError, match="colour"):
         RouterSpec(colour="red")
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "virtual", "expected"),
+    [
+        (4, 1, 1, [4]),
+        (4, 4, 1, [1, 1, 1, 1]),
+        (7, 3, 1, [3, 2, 2]),
+        (7, 2, 2, [2, 2, 2, 1]),
+        (6, 2, 3, [1] * 6),
+    ],
+)
+def test_stages_are_even_and_the_longer_ones_come_first(layers, pp, virtual, expected):
+    stages = make_stages(layers, pp, virtual)
+    assert [len(stage.layers) for stage in stages] == expected
+    assert [layer for stage in stages for layer in stage.layers] == list(range(layers))
+    assert [stage.number for stage in stages] == list(range(pp * virtual))
+    assert [(stage.first, stage.last) for stage in stages] == [(i == 0, i == pp * virtual - 1) for i in range(pp * virtual)]
+
+
+def test_stages_of_given_sizes():
+    first, second, third, fourth = make_stages(9, 2, 2, (1, 3, 4, 1))
+    assert first == Stage(0, range(0, 1), True, False)
+    assert (second.layers, third.layers) == (range(1, 4), range(4, 8))
+    assert fourth == Stage(3, range(8, 9), False, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "value", "rule"),
+    [
+        ((4, 5), "fold.pp", 5, "makes 5 stages (pp=5 × 1) of 4 blocks; every stage needs one at least"),
+        ((4, 2, 3), "schedule.virtual_stages", 3, "makes 6 stages (pp=2 × 3) of 4 blocks; every stage needs one at least"),
+        ((4, 2, 1, [4]), "schedule.stage_layers", [4], "must be 2 numbers of blocks"),
+        ((4, 2, 1, [1, 2]), "schedule.stage_layers", [1, 2], "each at least 1, 4 in sum"),
+        ((4, 2, 1, [0, 4]), "schedule.stage_layers", [0, 4], "each at least 1, 4 in sum"),
+        ((4, 1, 1, [2, 2]), "schedule.stage_layers", [2, 2], "must be 1 numbers of blocks (pp=1 × 1 virtual stages)"),
+    ],
+)
+def test_stages_that_cannot_be_cut_are_refused(given, field, value, rule):
+    with pytest.raises(UserError) as error:
+        make_stages(*given)
+    assert (error.value.field, error.value.value) == (field, value)
+    assert rule in error.value.rule
+
+
+# Everything a fold of up to eight on each axis cuts is a multiple of eight.
+WIDE = {
+    "layers": 6, "hidden": 4, "heads": 8, "kv_heads": 8, "head_dim": 2, "ffn_hidden": 16, "experts": 8, "topk": 2,
+    "expert_hidden": 8, "shared_hidden": 8, "vocab": 16, "dense_first": 1, "moe_every": 2, "max_positions": 3,
+}  # fmt: skip
+
+
+@st.composite
+def ownerships(draw) -> Ownership:
+    """Any way to share a small model out among up to sixteen ranks."""
+    stage, pp = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([1, 2, 3]))
+    tp, ep = draw(st.sampled_from(divisors(stage))), draw(st.sampled_from(divisors(stage)))
+    cp, etp = draw(st.sampled_from(divisors(stage // tp))), draw(st.sampled_from(divisors(stage // ep)))
+    order, moe_order = ("-".join([*draw(st.permutations(axes)), "pp"]) for axes in (["tp", "cp", "dp"], ["etp", "ep", "edp"]))
+    fold = Fold(stage * pp, tp, cp, pp, ep, etp, order, moe_order, offset=draw(st.sampled_from([0, 5])))
+    changes = {
+        "tied_embeddings": draw(st.booleans()),
+        "norm": draw(st.sampled_from(["rmsnorm", "layernorm"])),
+        "positions": draw(st.sampled_from(["rope", "learned"])),
+        "ffn": draw(st.sampled_from(["gated_silu", "gelu"])),
+    }
+    virtual = draw(st.sampled_from([1, 2])) if pp > 1 else 1
+    cuts = sorted(draw(st.permutations(range(1, 6)))[: pp * virtual - 1])
+    sizes = tuple(b - a for a, b in zip([0, *cuts], [*cuts, 6], strict=True))
+    return Ownership(ModelSpec(**WIDE, **changes), fold, virtual, draw(st.sampled_from([None, sizes])))
+
+
+def ranks_of(ownership: Ownership) -> range:
+    fold = ownership.fold
+    return range(fold.offset, fold.offset + fold.world_size)
+
+
+@given(ownerships())
+@settings(max_examples=60, deadline=None)
+def test_ranks_boxes_cover_the_model_and_each_element_is_counted_once(ownership):
+    table = {spec.name: spec for spec in parameter_table(ownership.model)}
+    held, counted = ({name: np.zeros(spec.shape, int) for name, spec in table.items()} for _ in range(2))
+    for rank in ranks_of(ownership):
+        pieces = ownership.pieces(rank)
+        for name, piece in pieces.items():
+            assert held[name][piece.box].shape == piece.shape
+            held[name][piece.box] += 1
+        for name in ownership.counted(rank):
+            counted[name][pieces[name].box] += 1
+    fold = ownership.fold
+    copies = {"dense": fold.dp * fold.cp, "replicated": fold.tp * fold.dp * fold.cp, "expert": fold.edp}
+    for name, spec in table.items():
+        twice = 2 if name == "embedding.weight" and ownership.model.tied_embeddings and fold.pp > 1 else 1
+        assert (held[name] == twice * copies[spec.gradient_class]).all(), name
+        assert (counted[name] == 1).all(), name
+
+
+@given(ownerships())
+@settings(max_examples=60, deadline=None)
+def test_every_block_has_one_pipeline_position_and_every_expert_its_ranks(ownership):
+    fold = ownership.fold
+    blocks, experts = Counter(), Counter()
+    for rank in ranks_of(ownership):
+        position = fold.attention.coordinate(rank)["pp"]
+        stages = ownership.held_stages(rank)
+        assert [stage.number % fold.pp for stage in stages] == [position] * ownership.virtual_stages
+        blocks.update(layer for stage in stages for layer in stage.layers)
+        experts.update(ownership.experts(rank))
+        layers = {spec.layer for spec in (piece.spec for piece in ownership.pieces(rank).values())}
+        assert layers - {-1, 6} == {layer for stage in stages for layer in stage.layers}
+    stage_ranks = fold.world_size // fold.pp
+    assert blocks == {layer: stage_ranks for layer in range(6)}
+    assert experts == {expert: fold.pp * fold.etp * fold.edp for expert in range(8)}
+
+
+def test_a_tied_embedding_stands_at_both_ends_and_the_first_one_counts():
+    ownership = Ownership(ModelSpec(**WIDE, tied_embeddings=True), Fold(3, pp=3))
+    assert ["embedding.weight" in ownership.pieces(rank) for rank in range(3)] == [True, False, True]
+    assert ["embedding.weight" in ownership.counted(rank) for rank in range(3)] == [True, False, False]
+    assert "head.weight" not in ownership.pieces(2)
+
+
+def test_the_pieces_of_a_rank_by_hand():
+    ownership = Ownership(ModelSpec(**WIDE), Fold(8, tp=2, cp=2, ep=2, etp=4))
+    # Rank 5: tp 1, cp 0, dp 1; etp 1, ep 1.
+    pieces = ownership.pieces(5)
+    assert (pieces["embedding.weight"].offset, pieces["embedding.weight"].shape) == ((8, 0), (8, 4))
+    assert (pieces["blocks.1.attention.query"].offset, pieces["blocks.1.attention.query"].shape) == ((0, 8), (4, 8))
+    assert (pieces["blocks.1.attention.out"].offset, pieces["blocks.1.attention.out"].shape) == ((8, 0), (8, 4))
+    assert pieces["blocks.0.ffn.down"].box == (slice(8, 16), slice(0, 4))
+    assert pieces["blocks.2.moe.experts.4.gate"].box == (slice(0, 4), slice(2, 4))
+    assert pieces["blocks.2.moe.experts.7.down"].box == (slice(2, 4), slice(0, 4))
+    assert "blocks.2.moe.experts.3.gate" not in pieces
+    assert pieces["blocks.2.moe.router.weight"].box == (slice(0, 4), slice(0, 8))
+    assert list(ownership.counted(5)) == []  # dp 1 holds copies only, and so does ETP×EP's second set, ranks 8 and more: none
+    assert set(ownership.counted(4)) == set()
+
+
+@st.composite
+def layouts(draw) -> tuple[int, int, int]:
+    """(length, cp, tp) that can be cut."""
+    cp, tp = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    unit = tp if cp == 1 else np.lcm(2 * cp, tp * cp)
+    return int(unit) * draw(st.integers(1, 4)), cp, tp
+
+
+@given(layouts())
+def test_shards_partition_the_sequence_and_pieces_the_shards(sizes):
+    length, cp, tp = sizes
+    shards = [Layout(cp, tp, i).shard(length) for i in range(cp)]
+    assert sorted(position for shard in shards for position in shard) == list(range(length))
+    for i, shard in enumerate(shards):
+        assert shard == sorted(shard), "in natural order"
+        assert [position for chunk in Layout(cp, tp, i).chunks(length) for position in chunk] == shard
+        pieces = [Layout(cp, tp, i, j).piece(length) for j in range(tp)]
+        assert [position for piece in pieces for position in piece] == shard
+        assert {len(piece) for piece in pieces} == {length // (cp * tp)}
+
+
+@given(layouts())
+def test_context_parallel_ranks_have_the_same_causal_work(sizes):
+    length, cp, tp = sizes
+    seen = {sum(position + 1 for position in Layout(cp, tp, i).shard(length)) for i in range(cp)}
+    assert seen == {length * (length + 1) // (2 * cp)}
+
+
+def test_the_zigzag_by_hand():
+    assert [Layout(2, 1, i).shard(8) for i in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [Layout(2, 2, 1, j).piece(8) for j in range(2)] == [[2, 3], [4, 5]]
+    assert Layout(1, 2, 0, 1).piece(8) == [4, 5, 6, 7]
+    assert Layout(3, 1, 1).chunks(12) == (range(2, 4), range(8, 10))
+
+
+@pytest.mark.parametrize(
+    ("length", "cp", "tp", "legal"),
+    [(7, 1, 2, [6, 8]), (10, 2, 1, [8, 12]), (12, 2, 4, [8, 16]), (3, 4, 1, [8]), (3, 1, 4, [4]), (20, 2, 3, [12, 24])],
+)
+def test_lengths_that_cannot_be_cut_are_refused_with_the_nearest_that_can(length, cp, tp, legal):
+    for refused in (lambda: check_length(length, cp, tp), lambda: Layout(cp, tp).piece(length)):
+        with pytest.raises(UserError, match=f"cp={cp} .* tp={tp}") as error:
+            refused()
+        assert (error.value.field, error.value.value, error.value.legal) == ("data.seq_len", length, legal)
+    for good in legal:
+        check_length(good, cp, tp)
+
+
+@pytest.mark.parametrize(
+    ("fold", "model", "field", "rule", "legal"),
+    [
+        ({"tp": 8}, {"heads": 12, "kv_heads": 12}, "fold.tp", "must divide model.heads=12", [1, 2, 4]),
+        ({"tp": 8}, {"kv_heads": 4}, "fold.tp", "must divide model.kv_heads=4", [1, 2, 4]),
+        ({"tp": 4}, {"ffn_hidden": 18}, "fold.tp", "must divide model.ffn_hidden=18", [1, 2]),
+        ({"tp": 8}, {"shared_hidden": 12}, "fold.tp", "must divide model.shared_hidden=12", [1, 2, 4]),
+        ({"tp": 2}, {"vocab": 257}, "fold.tp", "must divide model.vocab=257", [1]),
+        ({"ep": 8}, {"experts": 12}, "fold.ep", "must divide model.experts=12", [1, 2, 4]),
+        ({"etp": 4}, {"expert_hidden": 6}, "fold.etp", "must divide model.expert_hidden=6", [1, 2]),
+    ],
+)
+def test_folds_that_do_not_divide_the_model_are_refused(fold, model, field, rule, legal):
+    with pytest.raises(UserError) as error:
+        Ownership(ModelSpec(**{**WIDE, **model}), Fold(8, **fold))
+    assert (error.value.field, error.value.value, error.value.rule, error.value.legal) == (
+        field, *fold.values(), rule, legal
+    )  # fmt: skip
+
+
+def test_sizes_that_a_model_does_not_use_bind_nobody():
+    assert Ownership(ModelSpec(**{**WIDE, "ffn_hidden": 3, "dense_first": 0, "moe_every": 1}), Fold(8, tp=8))
+    assert Ownership(ModelSpec(**{**WIDE, "shared_hidden": 0}), Fold(8, tp=8))
+    assert Ownership(ModelSpec(**{**WIDE, "experts": 3, "expert_hidden": 3, "dense_first": 6}), Fold(8, ep=4, etp=2))

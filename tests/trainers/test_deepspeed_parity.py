@@ -14,6 +14,7 @@ from foldray.recipe import Recipe
 from foldray.spec import parameter_table
 from tests.foldray.parity import batches, engine_of, go_on, make_recipe, one_process, train, worst
 
+_SECONDS = 300  # many ranks that import DeepSpeed at once take their time
 _SGD = {"kind": "sgd", "lr": 1.0}
 _ADAMW = {"kind": "adamw", "lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
 _FOLDS: list[tuple[int, dict[str, int]]] = [
@@ -47,7 +48,7 @@ def _recipe(
 
 def _equals_one_process(ranks, recipe: Recipe) -> None:
     """Two steps, each of several micro-batches: what one step leaves behind in a gradient shows in the next."""
-    found, reference = ranks(recipe.cluster.workers).run(train, recipe, 2), one_process(recipe, steps=2)
+    found, reference = ranks(recipe.cluster.workers).run(train, recipe, 2, timeout=_SECONDS), one_process(recipe, steps=2)
     if recipe.optimizer.clip is not None:
         assert min(reference["norms"]) > recipe.optimizer.clip, "the test needs norms above the limit"
     difference, where = worst(found, reference, relative=True)
@@ -92,7 +93,7 @@ def test_kinds_of_models_and_schedules_equal_one_process(
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_tied_embeddings_have_the_same_bits_on_both_stages(ranks, zero: int) -> None:
     recipe = _recipe(8, {"cp": 4, "pp": 2}, zero, _ADAMW, model={"tied_embeddings": True}, training={"micro_batch": 8})
-    found = ranks(8).run(train, recipe, 4)
+    found = ranks(8).run(train, recipe, 4, timeout=_SECONDS)
     first, *others = [part["weights"]["model/embedding.weight"].tensor for part in found]
     assert all(torch.equal(other, first) for other in others)
 
@@ -123,7 +124,7 @@ def _norm_of_ones(rank: int, recipe: Recipe) -> float:
 def test_the_norm_counts_every_parameter_once(ranks, workers: int, fold: dict[str, int], zero: int) -> None:
     recipe = _recipe(workers, fold, zero, _SGD, model={"tied_embeddings": True})
     expected = math.sqrt(sum(spec.count for spec in parameter_table(recipe.model)))
-    assert ranks(workers).run(_norm_of_ones, recipe) == pytest.approx([expected] * workers, rel=1e-12)
+    assert ranks(workers).run(_norm_of_ones, recipe, timeout=_SECONDS) == pytest.approx([expected] * workers, rel=1e-12)
 
 
 @pytest.mark.parametrize("zero", [1, 2])
@@ -131,8 +132,8 @@ def test_the_norm_counts_every_parameter_once(ranks, workers: int, fold: dict[st
 def test_engines_agree_after_20_steps(ranks, fold: dict[str, int], zero: int) -> None:
     optimizer, training = {**_ADAMW, "clip": 1.0}, {"steps": 20, "micro_batch": 2}
     torch_engine = make_recipe(4, fold, precision="float32", optimizer=optimizer, training=training)
-    ours = ranks(4).run(train, torch_engine, 20)
-    theirs = ranks(4).run(train, _recipe(4, fold, zero, optimizer, training=training), 20)
+    ours = ranks(4).run(train, torch_engine, 20, timeout=_SECONDS)
+    theirs = ranks(4).run(train, _recipe(4, fold, zero, optimizer, training=training), 20, timeout=_SECONDS)
     for mine, other in zip(ours, theirs, strict=True):
         for name, (tensor, _) in mine["weights"].items():
             scale = float(tensor.abs().max())
@@ -144,7 +145,7 @@ def test_engines_agree_after_20_steps(ranks, fold: dict[str, int], zero: int) ->
 def test_bfloat16_stays_near_float32(ranks, zero: int, micro_batch: int) -> None:
     recipe = _recipe(2, {"ep": 2}, zero, _ADAMW, "bfloat16", moe={"experts": "grouped"}, training={"micro_batch": micro_batch})
     reference = one_process(make_recipe(2, 2, precision="float32", optimizer=_ADAMW), steps=4)
-    found = ranks(2).run(train, recipe, 4)
+    found = ranks(2).run(train, recipe, 4, timeout=_SECONDS)
     losses, expected = np.array(found[0]["losses"]), np.array(reference["losses"])
     assert losses[:, 0] == pytest.approx(expected[:, 0], rel=0.01)
     assert losses == pytest.approx(expected, rel=0.03)  # of the balance loss, the torch engine in bfloat16 is as far away
@@ -187,7 +188,7 @@ def _interrupted(rank: int, recipe: Recipe) -> list[dict[str, Any]]:
 def test_training_goes_on_from_saved_state(ranks, fold: dict[str, int], zero: int, optimizer: dict) -> None:
     model = {"router": {"score": "sigmoid", "normalize": True, "bias_rate": 0.01}}
     recipe = _recipe(4, fold, zero, {**optimizer, "clip": 0.5}, model=model)
-    for straight, resumed, torch_engine in ranks(4).run(_interrupted, recipe):
+    for straight, resumed, torch_engine in ranks(4).run(_interrupted, recipe, timeout=_SECONDS):
         for name, (tensor, _) in straight["weights"].items():
             assert torch.equal(resumed["weights"][name].tensor, tensor), name
             near = 1e-5 * float(tensor.abs().max())
@@ -203,4 +204,4 @@ def _dtypes(rank: int, recipe: Recipe) -> set[torch.dtype]:
 
 
 def test_selection_biases_of_a_bfloat16_model_stay_float32(ranks) -> None:
-    assert ranks(2).run(_dtypes, _recipe(2, {"ep": 2}, 1, _ADAMW, "bfloat16")) == [{torch.float32}] * 2
+    assert ranks(2).run(_dtypes, _recipe(2, {"ep": 2}, 1, _ADAMW, "bfloat16"), timeout=_SECONDS) == [{torch.float32}] * 2
