@@ -13,7 +13,7 @@ import ray.train
 import torch
 from numpy.typing import ArrayLike
 
-from foldray.comm import TRAFFIC, Count, Groups
+from foldray.comm import TRAFFIC, Count, Groups, probe
 from foldray.model import Batch, Losses
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, learning_rate, state_pieces
@@ -59,6 +59,7 @@ class Worker:
         self.device = ray.train.torch.get_device() if recipe.cluster.gpu else torch.device("cpu")
         self.groups = Groups.create(recipe.placed_fold, self.rank, node=_nodes().__getitem__)
         self.outbox.send(_place(self.groups))
+        probe(self.groups, self.device, DTYPES[recipe.precision])
         self.engine: Engine = make_engine(recipe, self.groups, self.device)
         self.saver = checkpoints.Saver(self.rank, recipe.checkpoint.asynchronous)
         self.peak = self._all_ranks(matmul_peak(self.device, DTYPES[recipe.precision]))

@@ -38,7 +38,8 @@ def make_stages(layers: int, pp: int, virtual_stages: int = 1, sizes: Sequence[i
     count = pp * virtual_stages
     if count > layers:
         rule = f"makes {count} stages (pp={pp} × {virtual_stages}) of {layers} blocks; every stage needs one at least"
-        raise UserError("fold.pp" if virtual_stages == 1 else "schedule.virtual_stages", count // virtual_stages, rule)
+        field, value = ("fold.pp", pp) if virtual_stages == 1 else ("schedule.virtual_stages", virtual_stages)
+        raise UserError(field, value, rule)
     if sizes is None:
         sizes = [layers // count + (number < layers % count) for number in range(count)]
     elif len(sizes) != count or sum(sizes) != layers or min(sizes) < 1:

@@ -147,10 +147,9 @@ BAD = [
     ("model.router.capacity_factor=0", "model.router.capacity_factor", "greater than 0"),
     ("model.router={score: sigmoid, softmax: before_topk}", "model.router.softmax", "has no meaning with score=sigmoid"),
     # the fold and the batch
-    ("fold.ep=3", "fold.ep", "must divide cluster.workers=2; legal: 1, 2"),
+    ("fold.ep=3", "fold", "etp·ep·pp must divide the world size 2 (cluster.workers); nearest legal folds: tp=1"),
     ("fold.ep=0", "fold.ep", "greater than or equal to 1"),
-    ("fold.tp=2", "fold.tp", "legal: 1"),
-    ("fold.etp=2", "fold.etp", "legal: 1"),
+    ("fold.etp=2", "fold", "etp·ep·pp must divide the world size 2 (cluster.workers); nearest legal folds: tp=1"),
     ("model.experts=7", "fold.ep", "must divide model.experts=7; legal: 1"),
     ("training.global_batch=6", "training.global_batch", "must be a multiple of dp × micro_batch = 2 × 2"),
     ("training.stop_after=11", "training.stop_after", "must be at most steps=10"),
@@ -161,7 +160,7 @@ BAD = [
     ("model={preset: tiny-gpt, max_positions: 128}", "data.seq_len", "must be at most model.max_positions=128"),
     # engines and backends
     ("engine={kind: torch, zero: 1}", "engine.zero", "does not shard its optimizer"),
-    ("engine.zero=0", "engine.zero", "legal: 1, 2"),
+    ("engine.zero=0 precision=bfloat16", "engine.zero", "legal: 1, 2"),
     ("precision=float64", "precision", "use engine.kind=torch; legal: float32, bfloat16"),
     ("optimizer.momentum=0.9", "optimizer.momentum", "has no meaning with kind=adamw"),
     ("moe.backend=deepspeed model.preset=tiny-fine", "moe.backend", "legal: torch, tutel"),
@@ -172,7 +171,7 @@ BAD = [
 
 @pytest.mark.parametrize(("overrides", "field", "fragment"), BAD, ids=[bad[0] for bad in BAD])
 def test_bad_recipes_are_refused_in_one_line(good, overrides, field, fragment):
-    several = overrides.split() if overrides.startswith("moe.") else [overrides]
+    several = overrides.split() if overrides.startswith(("moe.", "engine.zero=0 ")) else [overrides]
     with pytest.raises(UserError) as error:
         Recipe.load(good, several)
     line = str(error.value)
@@ -181,6 +180,109 @@ def test_bad_recipes_are_refused_in_one_line(good, overrides, field, fragment):
     assert fragment in line
     assert "\n" not in line
     assert error.value.__suppress_context__ or error.value.__context__ is None
+
+
+# A recipe that any fold of 8 workers may train, and what a fold then breaks.
+FOLDED = {
+    "model": {
+        "layers": 8, "hidden": 16, "heads": 8, "kv_heads": 8, "head_dim": 4, "ffn_hidden": 16, "experts": 8, "topk": 2,
+        "expert_hidden": 16, "shared_hidden": 16, "vocab": 64, "dense_first": 1,
+    },
+    "data": {"seq_len": 64},
+    "training": {"global_batch": 16},
+    "cluster": {"workers": 8},
+}  # fmt: skip
+
+
+def folded(**sections):
+    return {key: {**FOLDED.get(key, {}), **sections.get(key, {})} for key in {**FOLDED, **sections}}
+
+
+@pytest.mark.parametrize(
+    "fold",
+    [
+        {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 2},
+        {"tp": 8, "ep": 8},
+        {"cp": 8, "etp": 8},
+        {"pp": 8},
+        {"tp": 2, "cp": 2, "ep": 4, "order": "cp-dp-tp-pp", "moe_order": "edp-ep-etp-pp"},
+        {"tp": 2, "pp": 2, "ep": 4, "order": "pp-tp-cp-dp", "moe_order": "pp-etp-ep-edp"},
+    ],
+)
+def test_a_legal_fold_is_taken_as_it_is(fold):
+    recipe = Recipe.parse(folded(fold=fold))
+    assert {axis: getattr(recipe.placed_fold, axis) for axis in fold} == fold
+    assert recipe.ownership.fold == recipe.placed_fold
+    assert recipe.accumulation == 16 // recipe.placed_fold.dp
+    assert Recipe.parse(recipe.model_dump()) == recipe
+
+
+def test_a_pipeline_of_given_and_of_virtual_stages_is_taken_as_it_is():
+    given = folded(fold={"pp": 2}, schedule={"virtual_stages": 2, "stage_layers": [1, 3, 3, 1]})
+    assert [len(stage.layers) for stage in Recipe.parse(given).ownership.stages] == [1, 3, 3, 1]
+    assert [len(stage.layers) for stage in Recipe.parse(folded(fold={"pp": 4})).ownership.stages] == [2, 2, 2, 2]
+
+
+# sections; field, value, part of the rule, legal values
+BAD_FOLDS = [
+    ({"fold": {"tp": 3}}, "fold", "3·1·1", "tp·cp·pp must divide the world size 8 (cluster.workers)", [1, 2, 4, 8]),
+    ({"fold": {"tp": 4, "cp": 2, "pp": 2}}, "fold", "4·2·2", "tp·cp·pp must divide the world size 8", [1, 2, 4, 8]),
+    ({"fold": {"ep": 3, "etp": 2}}, "fold", "2·3·1", "etp·ep·pp must divide the world size 8", [1, 2, 4, 8]),
+    ({"fold": {"pp": 16}}, "fold", "1·1·16", "tp·cp·pp must divide the world size 8", [1, 2, 4, 8]),
+    ({"fold": {"order": "pp-tp-cp-dp", "pp": 2}}, "fold.order", "pp-tp-cp-dp | etp-ep-edp-pp",
+     "the pipeline groups must have the same members in both views, but attention has [0 1], the experts [0 4]",
+     ["tp-cp-dp-pp | etp-ep-edp-pp"]),
+    ({"fold": {"moe_order": "etp-pp-ep-edp", "pp": 2, "etp": 2}}, "fold.order", "tp-cp-dp-pp | etp-pp-ep-edp",
+     "attention has [0 4], the experts [0 2]", ["tp-cp-dp-pp | etp-ep-edp-pp"]),
+    ({"fold": {"order": "tp-cp-dp"}}, "fold.order", "tp-cp-dp", "must name each of tp-cp-dp-pp once", None),
+    ({"fold": {"moe_order": "tp-ep-edp-pp"}}, "fold.moe_order", "tp-ep-edp-pp", "must name each of etp-ep-edp-pp once", None),
+    ({"fold": {"tp": 8}, "model": {"heads": 4, "kv_heads": 4}}, "fold.tp", 8, "must divide model.heads=4", [1, 2, 4]),
+    ({"fold": {"tp": 4}, "model": {"kv_heads": 2}}, "fold.tp", 4, "must divide model.kv_heads=2", [1, 2]),
+    ({"fold": {"tp": 4}, "model": {"ffn_hidden": 18}}, "fold.tp", 4, "must divide model.ffn_hidden=18", [1, 2]),
+    ({"fold": {"tp": 2}, "model": {"shared_hidden": 7}}, "fold.tp", 2, "must divide model.shared_hidden=7", [1]),
+    ({"fold": {"tp": 4}, "model": {"vocab": 257}}, "model.vocab", 257, "must be a multiple of fold.tp=4", [260]),
+    ({"fold": {"ep": 8}, "model": {"experts": 12}}, "fold.ep", 8, "must divide model.experts=12", [1, 2, 4]),
+    ({"fold": {"etp": 8}, "model": {"expert_hidden": 20}}, "fold.etp", 8, "must divide model.expert_hidden=20", [1, 2, 4]),
+    ({"fold": {"cp": 4}, "data": {"seq_len": 60}}, "data.seq_len", 60, "must be a multiple of 8", [56, 64]),
+    ({"fold": {"tp": 8}, "data": {"seq_len": 63}}, "data.seq_len", 63, "must be a multiple of 8", [56, 64]),
+    ({"fold": {"cp": 2, "tp": 4}, "data": {"seq_len": 4}}, "data.seq_len", 4, "for cp=2 (2·cp chunks) and tp=4", [8]),
+    ({"fold": {"pp": 8}, "model": {"layers": 7}}, "fold.pp", 8, "makes 8 stages (pp=8 × 1) of 7 blocks", None),
+    ({"fold": {"pp": 2}, "schedule": {"stage_layers": [3, 4]}}, "schedule.stage_layers", [3, 4],
+     "must be 2 numbers of blocks (pp=2 × 1 virtual stages), each at least 1, 8 in sum", None),
+    ({"fold": {"pp": 2}, "schedule": {"stage_layers": [3, 3, 2]}}, "schedule.stage_layers", [3, 3, 2], "must be 2 numbers", None),
+    ({"schedule": {"stage_layers": [4, 4]}}, "schedule.stage_layers", [4, 4], "must be 1 numbers of blocks (pp=1", None),
+    ({"fold": {"pp": 4}, "schedule": {"virtual_stages": 3}}, "schedule.virtual_stages", 3,
+     "makes 12 stages (pp=4 × 3) of 8 blocks", None),
+    ({"schedule": {"virtual_stages": 2}}, "schedule.virtual_stages", 2, "needs a pipeline, fold.pp above 1", [1]),
+    ({"fold": {"pp": 4}, "schedule": {"virtual_stages": 2}, "training": {"global_batch": 12}}, "schedule.virtual_stages", 2,
+     "the micro-batches of a step (6 on each data-parallel place) to be a multiple of pp=4", [1]),
+    ({"fold": {"tp": 2}, "training": {"global_batch": 10}}, "training.global_batch", 10,
+     "must be a multiple of dp × micro_batch = 4 × 1", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sections", "field", "value", "rule", "legal"), BAD_FOLDS, ids=[str(bad[0]) for bad in BAD_FOLDS])
+def test_folds_that_do_not_fit_are_refused_with_what_would(sections, field, value, rule, legal):
+    with pytest.raises(UserError) as error:
+        Recipe.parse(folded(**sections))
+    found = error.value
+    given = list(found.value) if isinstance(found.value, tuple) else found.value
+    assert (found.field, given, found.legal) == (field, value, legal)
+    assert rule in found.rule
+    assert str(found).startswith(f"{field}=")
+    assert "\n" not in str(found)
+
+
+@pytest.mark.parametrize("fold", [{"tp": 3}, {"tp": 4, "cp": 2, "pp": 2}, {"ep": 3, "etp": 2}, {"pp": 16}, {"tp": 5, "ep": 7}])
+def test_the_nearest_legal_folds_that_a_refusal_names_are_legal(fold):
+    with pytest.raises(UserError) as error:
+        Recipe.parse(folded(fold=fold))
+    options = error.value.rule.split("nearest legal folds: ")[1].split("; ")
+    assert len(options) == 3
+    for option in options:
+        sizes = {axis: int(size) for axis, size in (part.split("=") for part in option.split())}
+        recipe = Recipe.parse(folded(fold={axis: sizes[axis] for axis in ("tp", "cp", "pp", "ep", "etp")}))
+        assert (recipe.placed_fold.dp, recipe.placed_fold.edp) == (sizes["dp"], sizes["edp"])
 
 
 @pytest.mark.parametrize(

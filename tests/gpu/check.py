@@ -20,27 +20,40 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from foldray.comm import Groups
 from foldray.fold import Fold
-from foldray.model import Transformer
+from foldray.model import Batch, Transformer
 from foldray.moe import MoeBackend, MoELayer
 from foldray.recipe import OptimizerSpec
 from foldray.runtime import TorchEngine
 from foldray.runtime.peak import matmul_peak
-from foldray.spec import ModelSpec
+from foldray.spec import ModelSpec, Ownership
 
 GROUPS = Groups.create(Fold(1))
 SPEC = ModelSpec(preset="tiny")
+OWNERSHIP = Ownership(SPEC, Fold(1))
 
 
 def model_equals_the_cpus() -> float:
     """Loss and every gradient in float64, loop experts; largest relative difference."""
-    tokens = torch.randint(0, 257, (2, 65), generator=torch.Generator().manual_seed(0))
+    text = _text(2, 65, "cpu")
     results = []
     for device in ("cpu", "cuda"):
-        model = Transformer(SPEC, GROUPS, MoeBackend(experts="loop"), device=device, dtype=torch.float64)
-        losses = model(tokens[:, :-1].to(device), tokens[:, 1:].to(device))
-        losses.total.backward()
-        results.append([losses.total.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters())])
+        model = Transformer(OWNERSHIP, GROUPS, MoeBackend(experts="loop"), device=device, dtype=torch.float64)
+        objective, _ = model(_batch(text.to(device)))
+        gradients = torch.autograd.grad(objective, list(model.parameters()))
+        results.append([tensor.cpu() for tensor in (objective.detach(), *gradients)])
     return _worst(*results, limit=1e-9)
+
+
+def executor_equals_one_graph() -> float:
+    """Gradients of two micro-batches by the executor, float64, against those of the whole in one graph on the CPU."""
+    text, found = _text(4, 65, "cpu"), []
+    whole = Transformer(OWNERSHIP, GROUPS, MoeBackend(experts="loop"), dtype=torch.float64)
+    found.append(list(torch.autograd.grad(whole(_batch(text))[0], list(whole.parameters()))))
+    model = Transformer(OWNERSHIP, GROUPS, MoeBackend(experts="loop"), device="cuda", dtype=torch.float64)
+    engine = TorchEngine(model, GROUPS, OptimizerSpec(clip=None))
+    engine.train([_batch(part) for part in text.cuda().split(2)])
+    found.append([engine.gradients.views[parameter].cpu() for parameter in model.parameters()])
+    return _worst(*found, limit=1e-9)
 
 
 def grouped_equals_loop(dtype: torch.dtype, limit: float) -> float:
@@ -59,13 +72,13 @@ def grouped_equals_loop(dtype: torch.dtype, limit: float) -> float:
 
 
 def training_learns() -> float:
-    """Bits per token after 30 bfloat16 steps on one sequence, over those before."""
-    model = Transformer(SPEC, GROUPS, device="cuda", dtype=torch.bfloat16)
+    """Bits per token after 30 bfloat16 steps on one batch, over those before."""
+    model = Transformer(OWNERSHIP, GROUPS, device="cuda", dtype=torch.bfloat16)
     engine = TorchEngine(model, GROUPS, OptimizerSpec(lr=3e-3))
-    tokens = torch.randint(0, 257, (4, 129), device="cuda")
+    batches = [_batch(part) for part in _text(4, 129, "cuda").split(2)]
     losses = []
     for _ in range(30):
-        losses.append(float(engine.train_pass(tokens[:, :-1], tokens[:, 1:]).language))
+        losses.append(float(sum(micro.language for micro in engine.train(batches)) / len(batches)))
         engine.update(3e-3)
     assert losses[-1] < 0.7 * losses[0], f"the loss went from {losses[0]:.3f} to {losses[-1]:.3f}"
     return losses[-1] / losses[0]
@@ -95,6 +108,14 @@ def layer_share_of_peak() -> dict[str, float]:
     }
 
 
+def _text(sequences: int, length: int, device: str) -> torch.Tensor:
+    return torch.randint(0, 257, (sequences, length), generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def _batch(text_BL: torch.Tensor) -> Batch:
+    return Batch(text_BL[:, :-1], text_BL[:, 1:])
+
+
 def _worst(expected: list[torch.Tensor], found: list[torch.Tensor], limit: float) -> float:
     worst = max(float((a - b).abs().max() / a.abs().max().clamp_min(1e-30)) for a, b in zip(expected, found, strict=True))
     assert worst <= limit, f"differs by {worst:.2e}, more than {limit:.0e}"
@@ -103,6 +124,7 @@ def _worst(expected: list[torch.Tensor], found: list[torch.Tensor], limit: float
 
 CHECKS: dict[str, Callable[[], object]] = {
     "float64 model equals the CPU's": model_equals_the_cpus,
+    "float64 executor equals one graph on the CPU": executor_equals_one_graph,
     "grouped experts equal the loop, float32": lambda: grouped_equals_loop(torch.float32, 1e-4),
     "grouped experts equal the loop, bfloat16": lambda: grouped_equals_loop(torch.bfloat16, 3e-2),
     "bfloat16 training learns": training_learns,

@@ -14,7 +14,7 @@ from foldray.recipe import Recipe
 from foldray.spec import parameter_table
 from tests.foldray.parity import batches, engine_of, go_on, make_recipe, one_process, train, worst
 
-_SECONDS = 300  # many ranks that import DeepSpeed at once take their time
+_SECONDS = 240  # many ranks that import DeepSpeed at once take their time
 _SGD = {"kind": "sgd", "lr": 1.0}
 _ADAMW = {"kind": "adamw", "lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
 _FOLDS: list[tuple[int, dict[str, int]]] = [

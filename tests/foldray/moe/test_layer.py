@@ -83,8 +83,6 @@ def test_padding_beyond_the_tokens_is_clamped() -> None:
     assert rows.shape == (10, 16)
 
 
-
-
 def test_the_router_computes_in_float32_at_least() -> None:
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
         made = layer(spec(), dtype)

@@ -1,0 +1,71 @@
+"""A try of every collective before training starts: what the backend cannot do is named then, not met in the middle of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from foldray.comm.communicator import Communicator
+from foldray.comm.groups import Groups
+
+Operation = Callable[[Communicator, torch.Tensor], object]
+
+
+class UnsupportedBackend(RuntimeError):
+    """The backend cannot do what this fold needs; the message names backend, operation, type and class of traffic."""
+
+
+def probe(groups: Groups, device: torch.device, dtype: torch.dtype) -> None:
+    """Run each operation that this fold will use, on a few numbers of the type that will travel; every rank calls this.
+
+    Raises:
+        UnsupportedBackend: one of them fails.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    plan: list[tuple[Communicator, torch.dtype, dict[str, Operation]]] = [
+        (groups.tokens, dtype, {"uneven all-to-all": _all_to_all}),
+        (groups.expert_slices, dtype, {"uneven all-to-all": _all_to_all}),
+        (groups.counts, torch.int64, {"all-gather": Communicator.all_gather}),
+        (groups.tensor, dtype, {"all-gather": Communicator.all_gather, "reduce-scatter": _reduce_scatter}),
+        (groups.tensor, wide, {"all-reduce": Communicator.all_reduce, "maximum": _maximum}),
+        (groups.context, dtype, {"send and receive": _shift, "all-gather": Communicator.all_gather}),
+        (groups.context, wide, {"send and receive": _shift, "reduce-scatter": _reduce_scatter}),
+        (groups.sequence, torch.int64, {"all-reduce": Communicator.all_reduce, "all-gather": Communicator.all_gather}),
+        (groups.activations, dtype, {"send and receive": _shift}),
+        (groups.output_gradients, dtype, {"send and receive": _shift}),
+        (groups.dense_gradients, wide, {"all-reduce": Communicator.all_reduce}),
+        (groups.replicated_gradients, wide, {"all-reduce": Communicator.all_reduce}),
+        (groups.expert_gradients, wide, {"all-reduce": Communicator.all_reduce}),
+        (groups.tied_gradients, wide, {"all-reduce": Communicator.all_reduce}),
+        (groups.control, torch.float64, {"all-reduce": Communicator.all_reduce}),
+    ]
+    for communicator, kind, operations in plan:
+        for name, operation in operations.items() if communicator.group is not None else ():
+            try:
+                operation(communicator, torch.ones(2, device=device).to(kind))
+            except Exception as error:  # backends raise what they like
+                backend, reason = dist.get_backend(communicator.group), " ".join(str(error).split())[:160]
+                what = f"the {backend} backend cannot do the {name} of {kind}"
+                raise UnsupportedBackend(f"{what} that {communicator.name} needs under {groups.fold}: {reason}") from error
+    groups.traffic.clear()
+
+
+def _all_to_all(communicator: Communicator, x: torch.Tensor) -> torch.Tensor:
+    """Member i gets i rows from everyone, so that rows differ and the first gets none."""
+    return communicator.all_to_all(
+        x[:1].repeat(sum(range(communicator.size))), [communicator.index] * communicator.size, range(communicator.size)
+    )
+
+
+def _reduce_scatter(communicator: Communicator, x: torch.Tensor) -> torch.Tensor:
+    return communicator.reduce_scatter(x.repeat(communicator.size))
+
+
+def _maximum(communicator: Communicator, x: torch.Tensor) -> torch.Tensor:
+    return communicator.all_reduce(x, "max")
+
+
+def _shift(communicator: Communicator, x: torch.Tensor) -> object:
+    return communicator.shift([x]).wait()
