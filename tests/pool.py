@@ -31,7 +31,7 @@ class RankPool:
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
 
-    def run(self, case: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+    def run(self, case: Callable[..., Any], *arguments: Any, timeout: float = 240) -> list[Any]:
         """Call `case(rank, *arguments)` on every rank; results by rank. After a failure the next case starts new processes."""
         if not self._processes:
             self._start()

@@ -112,9 +112,11 @@ def test_every_rank_holds_its_boxes_of_the_one_process_model(fold: Fold, model: 
             assert torch.equal(tensor, whole[name][part.pieces[name].box]), f"{name} on rank {rank}"
 
 
-def test_the_segments_hold_every_parameter_and_compute_the_whole_loss() -> None:
-    model = model_of(dtype=torch.float64, positions="learned", tied_embeddings=True, dense_first=1)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_segments_hold_every_parameter_and_compute_the_whole_loss(tied: bool) -> None:
+    model = model_of(dtype=torch.float64, positions="learned", tied_embeddings=tied, dense_first=1)
     segments = [segment for stage in model.stages for segment in model.segments(stage)]
+    assert segments[-1].parameters[-1] is (model.embedding if tied else model.head).weight
     assert {id(p) for segment in segments for p in segment.parameters} == {id(p) for p in model.parameters()}
     text = tokens(2, 9)
     batch, x, objective = Batch(text[:, :-1], text[:, 1:]), None, 0.0

@@ -58,8 +58,9 @@ def tokens(rank: int, case: str) -> Tokens:
         expert_TK, weight_TK = torch.full((count, 1), 5), weight_TK[:, :1].clone()
     keep_TK, capacity = None, None
     if case in ("drops", "pad"):
+        expert_TK = torch.rand(count, 6, generator=generator).argsort(1)[:, :K] + 5  # few experts, so many drops
         keep_TK = keep_within(1, expert_TK, weight_TK, 2, E, "probability")
-        assert not keep_TK.all()
+        assert (~keep_TK).sum() > count // 2
         capacity = 2 if case == "pad" else None
     count_E = torch.bincount(expert_TK.flatten(), minlength=E)
     return Tokens(x_TH, grad_TH, Routing(expert_TK, weight_TK, keep_TK, capacity, count_E, torch.zeros(()), torch.zeros(())))
@@ -208,6 +209,7 @@ def test_round_trips_over_folds_in_other_orders(ranks) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_round_trips_over_sixteen_ranks() -> None:
     folds = [Fold(16, ep=4, etp=4), Fold(16, tp=4, ep=4, etp=4, moe_order="ep-etp-edp-pp")]
     pool = RankPool(16)

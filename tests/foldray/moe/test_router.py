@@ -211,7 +211,9 @@ def test_training_that_drops_of_sub_sequences_depends_on_the_fold(ranks) -> None
         assert worst(found, reference, relative=False)[0] > 1e-6, recipe.fold
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "micro_batch", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 4, 8]
+)
 def test_balanced_training_depends_neither_on_the_fold_nor_on_the_micro_batch(ranks, micro_batch: int) -> None:
     model = {"router": {"balance_loss": 1.0, "z_loss": 0.1}}
     folds = [{"tp": 2, "cp": 2, "ep": 4}, {"cp": 4, "etp": 4}, {"pp": 2, "tp": 2, "ep": 2}]
