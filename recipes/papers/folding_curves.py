@@ -100,10 +100,8 @@ def main() -> None:
         folded, alone = (curves(train(given.steps, Path(folder), **setting)) for setting in (FOLDED, ALONE))
     for name in folded:
         distance = apart(folded[name], alone[name])
-        at = max(distance, key=distance.__getitem__)
-        print(
-            f"{name}: {len(distance)} points, at most {distance[at]:.1e} apart (step {at}), last {folded[name][max(distance)]:.6f}"
-        )
+        at, last = max(distance, key=distance.__getitem__), folded[name][max(distance)]
+        print(f"{name}: {len(distance)} points, at most {distance[at]:.1e} apart (step {at}); the last is {last:.6f}")
     if given.json:
         given.json.write_text(json.dumps({"folded": folded, "one process": alone}))
     if given.picture:

@@ -126,7 +126,9 @@ def worst(found: list[dict[str, Any]], reference: dict[str, Any], relative: bool
     return max(differences)
 
 
-def model_of(fold: Fold | None = None, groups: Groups | None = None, dtype: torch.dtype = torch.float32, **model: Any) -> Transformer:
+def model_of(
+    fold: Fold | None = None, groups: Groups | None = None, dtype: torch.dtype = torch.float32, **model: Any
+) -> Transformer:
     """A small model on a fold, or whole in one process."""
     fold = fold or Fold(1)
     spec = ModelSpec(**{**MODEL, "layers": max(MODEL["layers"], fold.pp), **model})

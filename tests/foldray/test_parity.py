@@ -1,4 +1,4 @@
-"""Every fold gives the numbers of one process: float64, no drops, SGD with lr 1 and post-step weights, for Adam hides scale errors."""
+"""Every fold gives the numbers of one process: float64, no drops, SGD with lr 1, post-step weights (Adam hides scale errors)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _VARIANTS: list[dict[str, Any]] = [
     {},
     {"documents": True, "schedule": {"context": "all_gather"}},
     {"model": {"tied_embeddings": True, "moe_every": 2, "shared_hidden": 0}},
-    {"model": {"norm": "layernorm", "ffn": "gelu", "positions": "learned", "dense_first": 1}, "schedule": {"context": "all_gather"}},
+    {
+        "model": {"norm": "layernorm", "ffn": "gelu", "positions": "learned", "dense_first": 1},
+        "schedule": {"context": "all_gather"},
+    },
     {"documents": True, "model": {"tied_embeddings": True}},
 ]  # fmt: skip
 _WANTED_8 = [  # folds that must be among those of 8 ranks
@@ -117,7 +120,8 @@ def test_clipping_decay_and_momentum_do_not_depend_on_the_fold(ranks) -> None:
 
 _GROUPED = [
     (1, {}), (2, {"ep": 2}), (2, {"tp": 2, "etp": 2}), (2, {"cp": 2, "ep": 2}), (2, {"pp": 2}), (4, {"ep": 4}), (4, {"etp": 4}),
-    (4, {"tp": 2, "cp": 2, "ep": 4}), (4, {"tp": 4, "ep": 2, "etp": 2}), (4, {"pp": 2, "cp": 2, "etp": 2}), (4, {"cp": 4, "ep": 2}),
+    (4, {"tp": 2, "cp": 2, "ep": 4}), (4, {"tp": 4, "ep": 2, "etp": 2}), (4, {"pp": 2, "cp": 2, "etp": 2}),
+    (4, {"cp": 4, "ep": 2}),
     (8, {"tp": 2, "cp": 2, "ep": 8}), (8, {"tp": 4, "etp": 2, "ep": 4}), (8, {"tp": 2, "cp": 2, "pp": 2, "ep": 4}),
 ]  # fmt: skip
 

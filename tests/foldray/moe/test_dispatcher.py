@@ -201,11 +201,11 @@ def test_one_rank_alone_sends_nothing() -> None:
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_round_trips_restore_tokens_and_gradients_and_send_what_the_formula_says(ranks, world: int) -> None:
-    check(ranks(world).run(round_trips, FOLDS[world]), FOLDS[world])
+    check(ranks(world).run(round_trips, FOLDS[world], timeout=240), FOLDS[world])
 
 
 def test_round_trips_over_folds_in_other_orders(ranks) -> None:
-    check(ranks(8).run(round_trips, MIXED), MIXED)
+    check(ranks(8).run(round_trips, MIXED, timeout=240), MIXED)
 
 
 @pytest.mark.slow
@@ -214,7 +214,7 @@ def test_round_trips_over_sixteen_ranks() -> None:
     folds = [Fold(16, ep=4, etp=4), Fold(16, tp=4, ep=4, etp=4, moe_order="ep-etp-edp-pp")]
     pool = RankPool(16)
     try:
-        check(pool.run(round_trips, folds), folds)
+        check(pool.run(round_trips, folds, timeout=240), folds)
     finally:
         pool.close()
 
