@@ -147,11 +147,11 @@ def _check_divides(model: ModelSpec, fold: Fold) -> None:
         ("ep", "experts", bool(model.moe_layers)),
         ("etp", "expert_hidden", bool(model.moe_layers)),
     ]
-    if model.vocab % fold.tp:
-        rule = f"must be a multiple of fold.tp={fold.tp}; rows beyond the tokenizer's are padding"
-        raise UserError("model.vocab", model.vocab, rule, [model.vocab + -model.vocab % fold.tp])
     for axis, field, applies in rules:
         size, whole = getattr(fold, axis), getattr(model, field)
         if applies and whole % size:
             legal = [d for d in divisors(fold.world_size) if whole % d == 0]
             raise UserError(f"fold.{axis}", size, f"must divide model.{field}={whole}", legal)
+    if model.vocab % fold.tp:
+        rule = f"must be a multiple of fold.tp={fold.tp}; rows beyond the tokenizer's are padding"
+        raise UserError("model.vocab", model.vocab, rule, [model.vocab + -model.vocab % fold.tp])
