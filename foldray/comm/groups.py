@@ -110,10 +110,6 @@ class Groups:
     def dp_rank(self) -> int:
         return self.coordinate["attention"]["dp"]
 
-    @property
-    def ep_rank(self) -> int:
-        return self.coordinate["moe"]["ep"]
-
 
 def host_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
     """A gloo group of the whole world, for objects and files; safe to use from another thread. None without a process group."""

@@ -90,14 +90,6 @@ def test_kinds_of_models_and_schedules_equal_one_process(
     _equals_one_process(ranks, _recipe(workers, fold, zero, {**_SGD, "clip": 0.5}, **sections))
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
-def test_tied_embeddings_have_the_same_bits_on_both_stages(ranks, zero: int) -> None:
-    recipe = _recipe(8, {"cp": 4, "pp": 2}, zero, _ADAMW, model={"tied_embeddings": True}, training={"micro_batch": 8})
-    found = ranks(8).run(train, recipe, 4, timeout=_SECONDS)
-    first, *others = [part["weights"]["model/embedding.weight"].tensor for part in found]
-    assert all(torch.equal(other, first) for other in others)
-
-
 def _norm_of_ones(rank: int, recipe: Recipe) -> float:
     """The norm that the engine reports when every reduced gradient is to be made of ones."""
     groups = Groups.create(recipe.placed_fold, rank)

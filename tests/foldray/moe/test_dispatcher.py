@@ -131,7 +131,7 @@ def _check_arrivals(rows_NH: Tensor, counts: list[int], groups: Groups, case: st
     local = E // groups.fold.ep
     place = {rank: groups.fold.moe.coordinate(rank) for rank in groups.counts.ranks}
     sources = sorted(place, key=lambda rank: (place[rank]["etp"], place[rank]["ep"]))
-    for expert, block in enumerate(rows_NH.detach().split(counts), start=groups.ep_rank * local):
+    for expert, block in enumerate(rows_NH.detach().split(counts), start=groups.tokens.index * local):
         expected = []
         for source in sources:
             x_TH, _, routing = tokens(source, case)
@@ -228,10 +228,10 @@ def _formula(rank: int, fold: Fold) -> list[tuple[int, int, int]]:
     plan = stages.exchange_counts(plan)
     stages.combine(stages.dispatch(rows_NH, plan), plan)
     received = plan.arrivals().sum((1, 2)).tolist()
-    from_self = int(plan.arrivals()[groups.expert_slices.index, groups.ep_rank].sum())
+    from_self = int(plan.arrivals()[groups.expert_slices.index, groups.tokens.index].sum())
     own = received.pop(groups.expert_slices.index)
     leaving_R = plan.sent_E.view(fold.ep, -1).sum(1)
-    leaving = int(leaving_R.sum() - leaving_R[groups.ep_rank])
+    leaving = int(leaving_R.sum() - leaving_R[groups.tokens.index])
     counts = groups.traffic.by_name()
     pairs = [
         (counts["tokens"].inside_bytes, (leaving + own - from_self) * BYTES),
