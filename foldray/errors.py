@@ -51,6 +51,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
+def multiples_near(value: int, unit: int) -> list[int]:
+    """The positive multiples of a unit next to a value, below and above it."""
+    below = value - value % unit
+    return [below, below + unit] if below > 0 else [unit]
+
+
 def _short(value: Any, limit: int = 80) -> str:
     text = repr(value) if value == "" or (isinstance(value, str) and value != value.strip()) else str(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -11,8 +11,9 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from foldray.errors import UserError, nearest
+from foldray.errors import UserError, multiples_near, nearest
 from foldray.fold import Fold, nearest_folds
+from foldray.schedule import PipelineGraph, check_pipeline
 from foldray.spec import ModelSpec, Ownership, Strict, check_length
 
 _MOST_WORKERS = 2**17  # a fold's tables of many more ranks take minutes and gigabytes
@@ -230,21 +231,15 @@ def _check_fold(recipe: Recipe) -> None:
 
 
 def _check_schedule(recipe: Recipe) -> None:
-    pp, virtual, passes = recipe.fold.pp, recipe.schedule.virtual_stages, recipe.accumulation
-    if virtual > 1 and pp == 1:
-        raise UserError("schedule.virtual_stages", virtual, "interleaving needs a pipeline, fold.pp above 1", [1])
-    if virtual > 1 and passes % pp:
-        rule = (
-            f"interleaving needs the micro-batches of a step ({passes} on each data-parallel place) to be a multiple of pp={pp}"
-        )
-        raise UserError("schedule.virtual_stages", virtual, rule, [1])
+    check_pipeline(PipelineGraph(recipe.fold.pp, recipe.accumulation, recipe.schedule.virtual_stages))
 
 
 def _check_batch(recipe: Recipe) -> None:
     training, dp = recipe.training, recipe.placed_fold.dp
-    if training.global_batch % (dp * training.micro_batch):
+    unit, batch = dp * training.micro_batch, training.global_batch
+    if batch % unit:
         rule = f"must be a multiple of dp × micro_batch = {dp} × {training.micro_batch}"
-        raise UserError("training.global_batch", training.global_batch, rule)
+        raise UserError("training.global_batch", batch, rule, multiples_near(batch, unit))
     if training.stop_after is not None and training.stop_after > training.steps:
         raise UserError("training.stop_after", training.stop_after, f"must be at most steps={training.steps}")
     if recipe.optimizer.warmup_steps > training.steps:

@@ -4,7 +4,7 @@ from foldray.schedule.check import check, peak
 from foldray.schedule.clock import ScheduleError, Span, unit_times
 from foldray.schedule.graph import Channel, Graph, PipelineGraph
 from foldray.schedule.op import Direction, Op, Schedule, handover, stage
-from foldray.schedule.pipeline import forward_only, interleaved, one_f_one_b, pipeline
+from foldray.schedule.pipeline import check_pipeline, forward_only, interleaved, one_f_one_b, pipeline
 from foldray.schedule.text import show
 from foldray.schedule.weave import weave
 
@@ -18,6 +18,7 @@ __all__ = [
     "ScheduleError",
     "Span",
     "check",
+    "check_pipeline",
     "forward_only",
     "handover",
     "interleaved",

@@ -63,8 +63,7 @@ class PipelineGraph:
         if self.virtual_stages < 1:
             raise UserError("schedule.virtual_stages", self.virtual_stages, "a position holds at least one stage")
         if self.pp == 1 and self.virtual_stages > 1:
-            rule = "virtual stages need a pipeline to interleave in, and pp=1 is none"
-            raise UserError("schedule.virtual_stages", self.virtual_stages, rule, [1])
+            raise UserError("schedule.virtual_stages", self.virtual_stages, "interleaving needs a pipeline, fold.pp above 1", [1])
 
     @property
     def positions(self) -> int:

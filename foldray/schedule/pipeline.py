@@ -15,6 +15,17 @@ def pipeline(graph: PipelineGraph) -> Schedule:
     return interleaved(graph) if graph.virtual_stages > 1 else one_f_one_b(graph)
 
 
+def check_pipeline(graph: PipelineGraph) -> None:
+    """Refuse a graph for which `pipeline` knows no schedule.
+
+    Raises:
+        UserError: virtual stages, and micro_batches is no multiple of pp.
+    """
+    if graph.backward and graph.virtual_stages > 1 and graph.micro_batches % graph.pp:
+        rule = f"interleaving needs the micro-batches of a step ({graph.micro_batches}) to be a multiple of pp={graph.pp}"
+        raise UserError("schedule.virtual_stages", graph.virtual_stages, rule, [1])
+
+
 def one_f_one_b(graph: PipelineGraph) -> Schedule:
     """1F1B with a flush at the end of the step.
 
@@ -42,9 +53,7 @@ def interleaved(graph: PipelineGraph) -> Schedule:
     """
     if graph.virtual_stages < 2 or not graph.backward:
         raise ValueError("interleaving is for several stages per position, with a backward")
-    if graph.micro_batches % graph.pp:
-        rule = f"interleaving needs the number of micro-batches ({graph.micro_batches}) to be a multiple of pp={graph.pp}"
-        raise UserError("schedule.virtual_stages", graph.virtual_stages, rule, [1])
+    check_pipeline(graph)
     to_last_stage = (graph.virtual_stages - 1) * graph.pp
     return weave(graph, tuple(_order(graph, p, to_last_stage + 2 * (graph.pp - 1 - p)) for p in range(graph.pp)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from foldray.errors import UserError
+from foldray.errors import UserError, multiples_near
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,5 @@ def check_length(length: int, cp: int, tp: int) -> None:
     """Raise a UserError unless sequences of this length can be shared out evenly."""
     unit = tp if cp == 1 else math.lcm(2 * cp, tp * cp)
     if length % unit:
-        legal = [length - length % unit or unit, length - length % unit + unit]
         rule = f"must be a multiple of {unit} to be cut for cp={cp} (2·cp chunks) and tp={tp}"
-        raise UserError("data.seq_len", length, rule, dict.fromkeys(legal))
+        raise UserError("data.seq_len", length, rule, multiples_near(length, unit))

@@ -38,13 +38,14 @@ def make_stages(layers: int, pp: int, virtual_stages: int = 1, sizes: Sequence[i
     count = pp * virtual_stages
     if count > layers:
         rule = f"makes {count} stages (pp={pp} × {virtual_stages}) of {layers} blocks; every stage needs one at least"
-        field, value = ("fold.pp", pp) if virtual_stages == 1 else ("schedule.virtual_stages", virtual_stages)
-        raise UserError(field, value, rule)
-    if sizes is None:
-        sizes = [layers // count + (number < layers % count) for number in range(count)]
-    elif len(sizes) != count or sum(sizes) != layers or min(sizes) < 1:
+        if virtual_stages == 1:
+            raise UserError("fold.pp", pp, rule, [f"1…{layers}"])
+        raise UserError("schedule.virtual_stages", virtual_stages, rule, [f"1…{max(1, layers // pp)}"])
+    even = [layers // count + (number < layers % count) for number in range(count)]
+    sizes = even if sizes is None else sizes
+    if len(sizes) != count or sum(sizes) != layers or min(sizes) < 1:
         rule = f"must be {count} numbers of blocks (pp={pp} × {virtual_stages} virtual stages), each at least 1, {layers} in sum"
-        raise UserError("schedule.stage_layers", list(sizes), rule)
+        raise UserError("schedule.stage_layers", list(sizes), rule, ["null", even])
     ends = list(accumulate(sizes))
     return tuple(
         Stage(number, range(end - size, end), number == 0, number == count - 1)

@@ -227,11 +227,15 @@ def test_generation_does_not_depend_on_hash_seeds():
         (lambda: PipelineGraph(0, 1), ValueError, "pp=0: a pipeline has at least one"),
         (lambda: PipelineGraph(2, 0), ValueError, "micro_batches=0: a pipeline has at least one"),
         (lambda: PipelineGraph(2, 1, 0), UserError, "schedule.virtual_stages=0: a position holds at least one stage"),
-        (lambda: PipelineGraph(1, 4, 2), UserError, "schedule.virtual_stages=2: .*pp=1 is none; legal: 1"),
+        (
+            lambda: PipelineGraph(1, 4, 2),
+            UserError,
+            "needs a pipeline, fold.pp above 1; legal: 1",
+        ),
         (
             lambda: interleaved(PipelineGraph(4, 6, 2)),
             UserError,
-            r"schedule.virtual_stages=2: interleaving needs the number of micro-batches \(6\) to be a multiple of pp=4; legal: 1",
+            r"schedule.virtual_stages=2: .* micro-batches of a step \(6\) to be a multiple of pp=4; legal: 1",
         ),
         (lambda: interleaved(PipelineGraph(4, 8)), ValueError, "several stages per position"),
         (lambda: interleaved(PipelineGraph(4, 8, 2, backward=False)), ValueError, "with a backward"),
