@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from tests.pool import RankPool
+from tests.pool import RankPools
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], RankPool]]:
+def ranks() -> Iterator[RankPools]:
     """`ranks(world)` is a pool of that many processes, shared by the session."""
-    pools: dict[int, RankPool] = {}
-    yield lambda world: pools.setdefault(world, RankPool(world))
-    for pool in pools.values():
-        pool.close()
+    pools = RankPools()
+    yield pools
+    pools.close()

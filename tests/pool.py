@@ -74,6 +74,21 @@ class RankPool:
             return False, f"rank {rank} died", 0
 
 
+class RankPools:
+    """Pools by their number of ranks, each started when it is first used."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def __call__(self, world: int) -> RankPool:
+        return self._pools.setdefault(world, RankPool(world))
+
+    def close(self) -> None:
+        """End all processes; pools that are used again start new ones."""
+        for pool in self._pools.values():
+            pool.close()
+
+
 def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
     import torch
     import torch.distributed as dist

@@ -126,6 +126,17 @@ def worst(found: list[dict[str, Any]], reference: dict[str, Any], relative: bool
     return max(differences)
 
 
+def drifted(found: list[dict[str, Any]]) -> list[str]:
+    """Weights of which two ranks hold the same box with other bits."""
+    first: dict[tuple, torch.Tensor] = {}
+    apart = set()
+    for part in found:
+        for name, (tensor, box) in part["weights"].items():
+            if not torch.equal(first.setdefault((name, *((cut.start, cut.stop) for cut in box)), tensor), tensor):
+                apart.add(name)
+    return sorted(apart)
+
+
 def model_of(
     fold: Fold | None = None, groups: Groups | None = None, dtype: torch.dtype = torch.float32, **model: Any
 ) -> Transformer:

@@ -11,7 +11,7 @@ import pytest
 
 from foldray.recipe import Recipe
 from tests.foldray.folds import legal_folds, name
-from tests.foldray.parity import MODEL, make_recipe, one_process, train, worst
+from tests.foldray.parity import MODEL, drifted, make_recipe, one_process, train, worst
 
 _STEPS = 2
 # What is asked of a fold besides plain training goes round among them; each has its own reference.
@@ -145,6 +145,7 @@ def _check(ranks, recipe: Recipe, documents: bool) -> None:
     reference = _reference(recipe.model_dump_json(include={"model", "optimizer"}), documents)
     difference, where = worst(found, reference, relative=False)
     assert difference <= 1e-10, where
+    assert drifted(found) == [], "copies of the same weights part"
     for part in found:
         assert np.array(part["losses"]) == pytest.approx(np.array(reference["losses"]), abs=1e-10)
         assert part["norms"] == pytest.approx(reference["norms"], abs=1e-10)
