@@ -39,7 +39,7 @@ _FOLDS: list[tuple[int, dict[str, int]]] = [
 
 @pytest.fixture(scope="module", autouse=True)
 def ranks_end_here(ranks: RankPools) -> Iterator[None]:
-    """DeepSpeed keeps process groups for good, and their threads wake all the time: other tests would take several times as long."""
+    """DeepSpeed keeps process groups for good, and their threads wake all the time: other tests would crawl."""
     yield
     ranks.close()
 
