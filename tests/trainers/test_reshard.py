@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from foldray.comm import Groups
+from foldray.fold import Fold
 from foldray.recipe import Recipe
 from foldray.runtime import state_pieces
 from tests.foldray.parity import engine_of, go_on, make_recipe, train
@@ -59,7 +60,9 @@ def _resume(rank: int, recipe: Recipe, folder: Path) -> dict[str, Any]:
 def _recipe(workers: int, fold: dict[str, int], seed: int = 0) -> Recipe:
     fold = dict(fold)
     schedule = {"virtual_stages": fold.pop("virtual_stages", 1)}
-    return make_recipe(workers, fold, model=_MODEL, optimizer=_ADAMW, schedule=schedule, training={"seed": seed})
+    few = max(1, 4 // Fold(workers, **fold).dp)  # few passes: what takes time is the number of collectives
+    training = {"seed": seed, "micro_batch": few}
+    return make_recipe(workers, fold, model=_MODEL, optimizer=_ADAMW, schedule=schedule, training=training)
 
 
 @pytest.fixture(scope="module")
