@@ -5,10 +5,12 @@ from foldray.schedule.clock import ScheduleError, Span, unit_times
 from foldray.schedule.graph import Channel, Graph, PipelineGraph
 from foldray.schedule.op import Direction, Op, Schedule, handover, stage
 from foldray.schedule.pipeline import check_pipeline, forward_only, interleaved, one_f_one_b, pipeline
+from foldray.schedule.slicing import SLICINGS, SliceCost, Slicing, slice_sequence
 from foldray.schedule.text import show
 from foldray.schedule.weave import weave
 
 __all__ = [
+    "SLICINGS",
     "Channel",
     "Direction",
     "Graph",
@@ -16,6 +18,8 @@ __all__ = [
     "PipelineGraph",
     "Schedule",
     "ScheduleError",
+    "SliceCost",
+    "Slicing",
     "Span",
     "check",
     "check_pipeline",
@@ -26,6 +30,7 @@ __all__ = [
     "peak",
     "pipeline",
     "show",
+    "slice_sequence",
     "stage",
     "unit_times",
     "weave",
