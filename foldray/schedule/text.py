@@ -26,9 +26,9 @@ def show(graph: Graph, schedule: Schedule) -> str:
         for op in ops:
             if graph.channel(op) is None:
                 start, end = times[op]
-                cells += [".".ljust(width)] * (start - now)
-                cells.append(_cell(str(op), (end - start) * width))
-                now = end
+                cells += [".".ljust(width)] * round(start - now)
+                cells.append(_cell(str(op), round(end - start) * width))
+                now = round(end)
         lines.append(f"{position:>{len(str(len(schedule) - 1))}} | {''.join(cells)}".rstrip())
     return "\n".join(lines)
 
