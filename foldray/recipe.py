@@ -13,8 +13,8 @@ from pydantic.fields import FieldInfo
 
 from foldray.errors import UserError, multiples_near, nearest
 from foldray.fold import Fold, nearest_folds
-from foldray.schedule import PipelineGraph, check_pipeline
-from foldray.spec import ModelSpec, Ownership, Strict, check_length
+from foldray.schedule import Ordering, Overlap, PipelineGraph, SliceCost, Slicing, check_pipeline, slice_sequence
+from foldray.spec import ModelSpec, Ownership, Strict, check_length, smallest_slice
 
 _MOST_WORKERS = 2**17  # a fold's tables of many more ranks take minutes and gigabytes
 _PLAIN = {
@@ -65,7 +65,20 @@ class FoldSpec(Strict):
 class ScheduleSpec(Strict):
     """In which order a step's pieces run."""
 
-    kind: Literal["sequential"] = Field("sequential", description="order of a block's pieces")
+    kind: Literal["sequential", "moe_only", "aaam", "one_a_one_m", "stream"] = Field(
+        "sequential", description="what of a block runs while its all-to-alls travel"
+    )
+    backward: Literal["moe_only", "aaam", "one_a_one_m", "stream"] | None = Field(
+        None, description="the same going backward; null is as kind"
+    )
+    degree: int = Field(1, ge=1, description="pieces that a sequence is cut into")
+    slicing: Literal["token_uniform", "algorithm1", "time_uniform"] = Field("time_uniform", description="how attention is cut")
+    slices: tuple[int, ...] | None = Field(None, description="lengths of attention's slices; null is as slicing finds them")
+    lag: int = Field(2, ge=1, description="stream: attention steps between a piece's router and its experts")
+    backward_lag: int = Field(2, ge=1, description="stream: the same going backward")
+    recompute: tuple[Literal["attention", "ffn", "expert"], ...] = Field(
+        (), description="forwards that are computed again before their backward, to save memory"
+    )
     virtual_stages: int = Field(1, ge=1, description="stages per pipeline position: 1 is 1F1B, more are interleaved")
     stage_layers: tuple[int, ...] | None = Field(None, description="blocks of every stage; null shares them out evenly")
     context: Literal["ring", "all_gather"] = Field(
@@ -202,6 +215,27 @@ class Recipe(Strict):
     def ownership(self) -> Ownership:
         """Which worker holds what of the model."""
         return Ownership(self.model, self.placed_fold, self.schedule.virtual_stages, self.schedule.stage_layers)
+
+    @property
+    def slicing(self) -> Slicing | None:
+        """How a sequence is cut; None where it is not."""
+        schedule, length = self.schedule, self.data.seq_len
+        if schedule.degree == 1:
+            return None
+        cost, unit = SliceCost.of_model(self.model.hidden, self.model.heads), smallest_slice(self.fold.cp, self.fold.tp)
+        found = slice_sequence(schedule.slicing, length, schedule.degree, cost, unit)
+        return found._replace(attention=(length,) if schedule.kind == "moe_only" else schedule.slices or found.attention)
+
+    @property
+    def ordering(self) -> Ordering:
+        """How sequences are cut, and in which order their pieces go."""
+        schedule = self.schedule
+        return Ordering(
+            Overlap(schedule.kind, schedule.lag),
+            Overlap(schedule.backward or schedule.kind, schedule.backward_lag),
+            self.slicing,
+            schedule.recompute,
+        )
 
     @property
     def accumulation(self) -> int:

@@ -23,6 +23,7 @@ from foldray.comm import Groups
 from foldray.model import Batch, Losses, Transformer
 from foldray.recipe import Recipe
 from foldray.runtime import Execution, Gradients, State, decay_groups, engine_state, gradient_norm, make_optimizer, state_keys
+from foldray.schedule import Ordering
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -49,7 +50,7 @@ class DeepSpeedEngine:
         name = _register(groups)
         for parameter in model.by_class("expert"):
             parameter.allreduce, parameter.group_name = False, name  # type: ignore[attr-defined]
-        self.step = _Step(model, groups)
+        self.step = _Step(model, groups, recipe.ordering)
         self.execution = self.step.execution
         decays = decay_groups(self.spec, ((parameter, parameter) for parameter in model.parameters()))
         wanted = [{**group, "name": f"decay_{group['weight_decay']}"} for group in decays]
@@ -157,11 +158,11 @@ class _Step(nn.Module):
         losses: of the last list, by micro-batch.
     """
 
-    def __init__(self, model: Transformer, groups: Groups):
+    def __init__(self, model: Transformer, groups: Groups, ordering: Ordering):
         super().__init__()
         self.model, self.groups = model, groups
         self.gradients = Gradients(model, groups)
-        self.execution = Execution(model, groups, self.gradients.add)
+        self.execution = Execution(model, groups, self.gradients.add, ordering)
         self.losses: list[Losses] = []
         if model.by_class("expert"):
             self.marker = _ExpertMarker(model.spec.experts)

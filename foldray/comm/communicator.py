@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -55,10 +55,25 @@ class Traffic:
 
 
 class Pending:
-    """Rows on their way; `wait` returns them."""
+    """Tensors on their way; `wait` returns them."""
 
     def __init__(self, works: Iterable[dist.Work], tensors: Sequence[torch.Tensor], kept: Sequence[torch.Tensor] = ()):
         self._works, self._tensors, self._kept = list(works), tuple(tensors), tuple(kept)
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call once everything has arrived, from whichever thread finds out; at once if nothing is on its way."""
+        left = len(self._works)
+        if left == 0:
+            call()
+
+        def one_done(_: object) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                call()
+
+        for work in self._works:
+            work.get_future().then(one_done)
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         for work in self._works:
@@ -101,12 +116,15 @@ class Communicator:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every member's x, one after another along the first axis: [n, …] → [size · n, …]."""
+        return self.start_all_gather(x).wait()[0]
+
+    def start_all_gather(self, x: torch.Tensor) -> Pending:
+        """`all_gather` on its way."""
         if self.group is None:
-            return x
+            return Pending([], (x,))
         self._count_ring("all_gather", _bytes(x) * (self.size - 1))
-        out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        _all_gather(out, x.contiguous(), group=self.group)
-        return out
+        out, x = x.new_empty((self.size * x.shape[0], *x.shape[1:])), x.contiguous()
+        return Pending([_all_gather(out, x, group=self.group, async_op=True)], (out,), (x,))
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """This member's part of the sum over all, parts along the first axis: [size · n, …] → [n, …]."""
@@ -122,13 +140,17 @@ class Communicator:
 
         Shapes: x [Σ sent, …] → [Σ received, …].
         """
+        return self.start_all_to_all(x, received, sent).wait()[0]
+
+    def start_all_to_all(self, x: torch.Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
+        """`all_to_all` on its way."""
         if self.group is None:
-            return x
+            return Pending([], (x,))
         row = _bytes(x) // max(1, x.shape[0])
         self._count("all_to_all", {member: rows * row for member, rows in enumerate(sent)})
-        out = x.new_empty((sum(received), *x.shape[1:]))
-        dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=self.group)
-        return out
+        out, x = x.new_empty((sum(received), *x.shape[1:])), x.contiguous()
+        work = dist.all_to_all_single(out, x, list(received), list(sent), group=self.group, async_op=True)
+        return Pending([work], (out,), (x,))
 
     def shift(self, tensors: Sequence[torch.Tensor]) -> Pending:
         """Start to send tensors to the ring's next member and to receive as many, of the same shapes, from the one before."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from foldray.comm import Groups, gather_sequence, scatter_sequence
 from foldray.model.context import context_attention
+from foldray.model.slices import KeysAndValues, Sight, slice_attention
 from foldray.spec import ModelSpec
 from foldray.spec.parts import Parts, columns
 
@@ -24,11 +25,12 @@ class Place(NamedTuple):
     """Where the tokens at hand stand in their sequences.
 
     Shapes: position_S, the positions of the context-parallel shard; segment_BL, document numbers of the whole sequences, or None
-    for attention that passes over document boundaries.
+    for attention that passes over document boundaries. sight: of a slice, what its queries see; None for whole sequences.
     """
 
     position_S: torch.Tensor
     segment_BL: torch.Tensor | None
+    sight: Sight | None = None
 
 
 class Attention(nn.Module):
@@ -55,7 +57,8 @@ class Attention(nn.Module):
         self.qkv = nn.Parameter(torch.empty(model.hidden, width, device=device, dtype=dtype))
         self.out = nn.Parameter(torch.empty(self.heads * model.head_dim, model.hidden, device=device, dtype=dtype))
 
-    def forward(self, x_BsH: torch.Tensor, place: Place) -> torch.Tensor:
+    def forward(self, x_BsH: torch.Tensor, place: Place, memory: KeysAndValues | None = None) -> torch.Tensor:
+        """Attend within whole sequences, or from a slice of them to all of `memory`, which then holds the slice too."""
         x_BSH = gather_sequence(x_BsH, self.tensor)
         B, S, _ = x_BSH.shape
         heads = (self.heads, self.kv_heads, self.kv_heads)
@@ -63,7 +66,11 @@ class Attention(nn.Module):
         if self.theta is not None:
             angle_SD = rotary_angles(place.position_S, self.head_dim, self.theta)
             q_BSND, k_BSGD = rotate(q_BSND, angle_SD), rotate(k_BSGD, angle_SD)
-        y_BNSD = self._attend(q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2), place.segment_BL)
+        q_BNSD, k_BGSD, v_BGSD = q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2)
+        if memory is None or place.sight is None:
+            y_BNSD = self._attend(q_BNSD, k_BGSD, v_BGSD, place.segment_BL)
+        else:
+            y_BNSD = slice_attention(q_BNSD, k_BGSD, v_BGSD, memory, place.sight, self.ring)
         return scatter_sequence(y_BNSD.transpose(1, 2).reshape(B, S, -1) @ self.out, self.tensor)
 
     def parts(self) -> Parts:

@@ -96,7 +96,9 @@ class _Sight:
     @classmethod
     def of(cls, communicator: Communicator, length: int, segment_BL: Tensor | None) -> _Sight:
         size = communicator.size
-        sight = cls(tuple(Layout(cp=size, cp_rank=i).chunks(length) for i in range(size)), communicator.index, segment_BL, {})
+        sight = cls(
+            tuple(Layout(cp=size, cp_rank=i).chunks(range(length)) for i in range(size)), communicator.index, segment_BL, {}
+        )
         if segment_BL is not None:
             chunk = len(sight.shards[0][0])
             low_BC, high_BC = segment_BL.unflatten(1, (-1, chunk)).aminmax(dim=-1)

@@ -1,4 +1,4 @@
-"""The decoder-only Transformer with Mixture-of-Experts blocks, in segments that a schedule runs one by one.
+"""The decoder-only Transformer with Mixture-of-Experts blocks, in pieces that a schedule runs one by one.
 
 B sequences, s positions of this rank's piece, S of its context-parallel shard (s · tp), L of the whole sequence; H hidden,
 E experts, M MoE blocks.
@@ -7,8 +7,9 @@ E experts, M MoE blocks.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -17,9 +18,9 @@ from foldray.comm import Groups
 from foldray.model.attention import Attention, ContextMode, Place
 from foldray.model.layers import FeedForward, Norm, Vocabulary
 from foldray.model.parts import parts_below
-from foldray.moe.layer import MoeBackend, MoELayer, MoeStats
-from foldray.moe.router import Router
-from foldray.spec import Layout, ModelSpec, Ownership, ParameterSpec, Stage
+from foldray.model.slices import KeysAndValues, Sight
+from foldray.moe import MoeBackend, MoELayer, Router, Tally
+from foldray.spec import Layout, ModelSpec, Ownership, ParameterSpec
 from foldray.spec.parameters import GradientClass
 
 
@@ -48,29 +49,11 @@ class Losses(NamedTuple):
     dropped: torch.Tensor
 
 
-class Output(NamedTuple):
-    """What a segment gives.
-
-    Args:
-        x_BsH: activations for the next segment; None behind the head.
-        objective: this rank's share of the loss that is differentiated, with its weights; None if the segment adds nothing.
-        losses: what it adds to the reported losses; None if nothing.
-    """
-
-    x_BsH: torch.Tensor | None
-    objective: torch.Tensor | None = None
-    losses: Losses | None = None
-
-
-class Segment(NamedTuple):
-    """A run of computation between two cuts of the autograd graph: embedding, one block, or head with loss."""
-
-    run: Callable[[torch.Tensor | None, Batch], Output]
-    parameters: list[nn.Parameter]
-
-
 class Block(nn.Module):
-    """Pre-norm attention, then a pre-norm dense or MoE feed-forward."""
+    """Pre-norm attention, then a pre-norm dense (`ffn`) or MoE (`moe`) feed-forward."""
+
+    moe: MoELayer
+    ffn: FeedForward
 
     def __init__(
         self,
@@ -92,13 +75,33 @@ class Block(nn.Module):
         else:
             self.ffn = FeedForward(model, model.ffn_hidden, groups.tensor, device, dtype)
 
-    def forward(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, MoeStats | None]:
-        x_BsH = x_BsH + self.attention(self.attention_norm(x_BsH), place)
-        h_BsH = self.ffn_norm(x_BsH)
-        if hasattr(self, "moe"):
-            y_BsH, stats = self.moe(h_BsH)
-            return x_BsH + y_BsH, stats
-        return x_BsH + self.ffn(h_BsH), None
+    def forward(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, Tally | None]:
+        """The whole block in one autograd graph: what every schedule must equal."""
+        x_BsH = self.attend(x_BsH, place)
+        if not self.is_moe:
+            return self.feed(x_BsH), None
+        y_BsH, tally = self.moe(self.ffn_norm(x_BsH))
+        return x_BsH + y_BsH, tally
+
+    def attend(self, x_BsH: torch.Tensor, place: Place, memory: KeysAndValues | None = None) -> torch.Tensor:
+        return x_BsH + self.attention(self.attention_norm(x_BsH), place, memory)
+
+    def feed(self, x_BsH: torch.Tensor) -> torch.Tensor:
+        return x_BsH + self.ffn(self.ffn_norm(x_BsH))
+
+    @property
+    def is_moe(self) -> bool:
+        return hasattr(self, "moe")
+
+    def parameters_of(self, kind: str) -> list[nn.Parameter]:
+        """The parameters that an op of a schedule has a gradient for."""
+        if kind == "attention":
+            return _parameters(self.attention_norm, self.attention)
+        if kind == "ffn":
+            return _parameters(self.ffn_norm, self.ffn)
+        if kind == "route":
+            return _parameters(self.ffn_norm, self.moe.router, *([self.moe.shared] if self.moe.shared is not None else []))
+        return _parameters(self.moe.experts) if kind == "expert" else []
 
 
 class Transformer(nn.Module):
@@ -141,38 +144,34 @@ class Transformer(nn.Module):
             self.final_norm = Norm(model, device, dtype)
         if "head.weight" in self.pieces:
             self.head = Vocabulary(model, groups.tensor, device, dtype)
+        self._positions: dict[int, torch.Tensor] = {}  # by length of a sequence: made once
         self.global_parts = parts_below(self.named_modules())
         self._initialise(seed)
 
-    def segments(self, stage: Stage) -> list[Segment]:
-        """The segments of one of this rank's stages, in order."""
-        found = []
-        if stage.first:
-            modules = [self.embedding, *([self.positions] if self.spec.positions == "learned" else [])]
-            found.append(Segment(lambda _, batch: Output(self._embed(batch)), _parameters(*modules)))
-        for layer in stage.layers:
-            found.append(Segment(self._block(layer), _parameters(self.blocks[str(layer)])))
-        if stage.last:
-            found.append(Segment(self._head_and_loss, _parameters(self.final_norm, self._head)))
-        return found
+    def slice(self, lengths: tuple[int, ...] | None) -> None:
+        """From now on, sequences are cut into slices of these lengths; None is whole sequences, of any length."""
+        self.layout = replace(self.layout, slices=lengths)
+        self._positions.clear()
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, Losses]:
-        """Objective and losses in one graph, for a rank that holds all stages: what every schedule must equal."""
-        objective, losses, x_BsH = torch.zeros(()), self.no_losses(), None
-        for stage in self.stages:
-            for segment in self.segments(stage):
-                output = segment.run(x_BsH, batch)
-                x_BsH = output.x_BsH
-                objective = objective if output.objective is None else objective + output.objective
-                losses = add_losses(losses, output.losses)
-        return objective, losses
+        """Objective and losses in one autograd graph, for a rank that holds all stages: what every schedule must equal."""
+        (place,) = self.places(batch)
+        x_BsH, objective, losses = self.embed(batch, place), torch.zeros(()), self.no_losses()
+        for layer, block in self.blocks.items():
+            x_BsH, tally = block(x_BsH, place)
+            if tally is not None:
+                objective = objective + tally.objective(self.spec.router)
+                losses = add_losses(losses, self.router_losses(int(layer), tally))
+        language, reported = self.head_loss(x_BsH, batch, range(x_BsH.shape[1]))
+        return objective + language, add_losses(losses, reported)
 
     def logits(self, token_BL: torch.Tensor, segment_BL: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of this rank's shard and vocabulary [B, S, V], for a rank that holds all stages."""
         batch = Batch(token_BL, token_BL, segment_BL)
-        x_BsH = self._embed(batch)
-        for layer in self.blocks:
-            x_BsH, _ = self.blocks[layer](x_BsH, self._place(batch))
+        (place,) = self.places(batch)
+        x_BsH = self.embed(batch, place)
+        for block in self.blocks.values():
+            x_BsH, _ = block(x_BsH, place)
         return self._head.logits(self.final_norm(x_BsH))
 
     def no_losses(self) -> Losses:
@@ -208,42 +207,63 @@ class Transformer(nn.Module):
     def _head(self) -> Vocabulary:
         return self.embedding if self.spec.tied_embeddings else self.head
 
-    def _embed(self, batch: Batch) -> torch.Tensor:
-        place = self._place(batch)
+    def block(self, layer: int) -> Block:
+        return cast(Block, self.blocks[str(layer)])
+
+    def places(self, batch: Batch) -> list[Place]:
+        """Where this rank's tokens stand, slice by slice."""
+        length, layout, segment_BL = batch.token_BL.shape[1], self.layout, batch.segment_BL
+        slices, found = layout.cut(length), []
+        for part in slices:
+            chunks = layout.chunks(part)
+            position_S = torch.cat([torch.arange(c.start, c.stop, device=batch.token_BL.device) for c in chunks])
+            shards = [replace(layout, cp_rank=member).chunks(part) for member in range(layout.cp)]
+            sight = Sight.of(part, length, shards, layout.cp_rank, segment_BL) if len(slices) > 1 else None
+            found.append(Place(position_S, segment_BL, sight))
+        return found
+
+    def embed(self, batch: Batch, place: Place) -> torch.Tensor:
+        """Embeddings of this rank's piece of a slice."""
         x_BsH = self.embedding.embed(batch.token_BL[:, place.position_S])
         if self.spec.positions == "learned":
             s = x_BsH.shape[1]
             x_BsH = x_BsH + self.positions.weight[place.position_S[self.layout.tp_rank * s :][:s]]
         return x_BsH
 
-    def _block(self, layer: int) -> Callable[[torch.Tensor | None, Batch], Output]:
-        block, weights, blocks = self.blocks[str(layer)], self.spec.router, self.spec.moe_layers
-
-        def run(x_BsH: torch.Tensor | None, batch: Batch) -> Output:
-            y_BsH, stats = block(x_BsH, self._place(batch))
-            if stats is None:
-                return Output(y_BsH)
-            objective = weights.balance_loss * stats.balance_loss + weights.z_loss * stats.z_loss
-            nothing = self.no_losses()
-            count_ME = nothing.count_ME.clone()
-            count_ME[blocks.index(layer)] = stats.count_E
-            balance, z = (value.detach().double() / len(blocks) for value in (stats.balance_loss, stats.z_loss))
-            return Output(y_BsH, objective, Losses(nothing.language, balance, z, count_ME, stats.dropped))
-
-        return run
-
-    def _head_and_loss(self, x_BsH: torch.Tensor | None, batch: Batch) -> Output:
-        target_BS = batch.target_BL[:, self._place(batch).position_S]
-        language = self._head.loss(self.final_norm(x_BsH), target_BS)
+    def head_loss(self, x_BsH: torch.Tensor, batch: Batch, tokens: range) -> tuple[torch.Tensor, Losses]:
+        """What some of this rank's tokens (places in its piece) add to the mean language loss, to differentiate and to report."""
+        length = batch.token_BL.shape[1]
+        # Tensor-parallel ranks put their tokens together for the head, rank by rank.
+        target_BS = batch.target_BL[:, self._pieces(length)[:, tokens.start : tokens.stop].flatten()]
+        share = len(tokens) * self.layout.tp * self.layout.cp / length
+        language = self._head.loss(self.final_norm(x_BsH), target_BS) * share
         # All tensor-parallel ranks differentiate the same loss, each its own part of it; one of them reports it.
         reported = language.detach().double() * (self.layout.tp_rank == 0)
-        return Output(None, language, self.no_losses()._replace(language=reported))
+        return language, self.no_losses()._replace(language=reported)
 
-    def _place(self, batch: Batch) -> Place:
-        device = batch.token_BL.device
-        chunks = self.layout.chunks(batch.token_BL.shape[1])
-        position_S = torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
-        return Place(position_S, batch.segment_BL)
+    def router_losses(self, layer: int, tally: Tally) -> Losses:
+        """What a MoE block's routers add to the reported losses."""
+        blocks, nothing = self.spec.moe_layers, self.no_losses()
+        count_ME = nothing.count_ME.clone()
+        count_ME[blocks.index(layer)] = tally.count_BE.sum(0)
+        balance, z = (value.detach().double() / len(blocks) for value in tally.losses())
+        return Losses(nothing.language, balance, z, count_ME, tally.dropped)
+
+    def parameters_of(self, kind: str, layer: int) -> list[nn.Parameter]:
+        """The parameters that an op of a schedule has a gradient for."""
+        if kind == "embed":
+            return _parameters(self.embedding, *([self.positions] if self.spec.positions == "learned" else []))
+        if kind == "head":
+            return _parameters(self.final_norm, self._head)
+        return self.block(layer).parameters_of(kind)
+
+    def _pieces(self, length: int) -> torch.Tensor:
+        """Positions of every tensor-parallel rank's piece of this shard, int64 [tp, s]."""
+        if length not in self._positions:
+            layouts = (replace(self.layout, tp_rank=rank) for rank in range(self.layout.tp))
+            device = next(self.parameters()).device
+            self._positions[length] = torch.tensor([layout.piece(length) for layout in layouts], device=device)
+        return self._positions[length]
 
     def _routers(self) -> Iterator[tuple[int, Router]]:
         for layer, block in self.blocks.items():

@@ -24,10 +24,14 @@ def keep_within(
     sequences: int,
     experts: int,
     drop: Literal["probability", "position"],
+    before_BE: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Bool [T, K]: assignments that stay when every expert takes at most `limit` tokens of each sequence.
 
     "probability" keeps the most probable (ties: the earlier), "position" the earliest.
+
+    Args:
+        before_BE: tokens that each expert has been asked to take of each sequence before these.
     """
     T, K = expert_TK.shape
     sequence_T1 = torch.arange(sequences, device=expert_TK.device).repeat_interleave(T // sequences).unsqueeze(1)
@@ -38,6 +42,8 @@ def keep_within(
     else:
         order_N = torch.argsort(bucket_N, stable=True)
     place_N = place_in_group(bucket_N[order_N])
+    if before_BE is not None:
+        place_N = place_N + before_BE.flatten()[bucket_N[order_N]]
     keep_N = torch.empty_like(bucket_N, dtype=torch.bool)
     keep_N[order_N] = place_N < limit
     return keep_N.view(T, K)

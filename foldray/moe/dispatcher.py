@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from foldray.comm import Groups, exchange, gather_rows, scatter_rows
+from foldray.comm import Groups, Pending, exchange, gather_rows, scatter_rows
 from foldray.moe.router import Routing
 
 
@@ -67,16 +67,47 @@ class Dispatcher:
         rows_NH, sent_E, memory = self.permutation.encode(x_TH, routing)
         return rows_NH, Plan(memory, sent_E)
 
-    def exchange_counts(self, plan: Plan) -> Plan:
+    def start_counts(self, plan: Plan) -> Pending:
         """Network, on a communicator of its own so that it never waits behind tokens: who sends how many rows where."""
+        return self.counts.start_all_gather(plan.sent_E)
+
+    def finish_counts(self, plan: Plan, pending: Pending) -> Plan:
+        """The plan with what arrives; the host waits for it."""
+        (sent_NE,) = pending.wait()
+        return self._with_arrivals(plan, sent_NE.cpu())
+
+    def exchange_counts(self, plan: Plan) -> Plan:
+        return self.finish_counts(plan, self.start_counts(plan))
+
+    def fixed_counts(self, plan: Plan) -> Plan:
+        """The plan when every rank sends what this one sends, as padding makes it: nobody needs to ask."""
+        return self._with_arrivals(plan, plan.sent_E.cpu().repeat(self.counts.size))
+
+    def _with_arrivals(self, plan: Plan, sent_NE: torch.Tensor) -> Plan:
         shape = (self.slices.size, self.tokens.size, self.tokens.size, -1)
-        sent_XRRE = self.counts.all_gather(plan.sent_E).cpu().view(self.counts.size, -1)[self._etp_then_ep].view(shape)
+        sent_XRRE = sent_NE.view(self.counts.size, -1)[self._etp_then_ep].view(shape)
         return replace(plan, sent_E=plan.sent_E.cpu(), received_XRE=sent_XRRE[:, :, self.tokens.index])
 
-    def dispatch(self, rows_NH: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """Network only: rows to the ranks that own their experts (all-to-all-v), then to all that own a slice (all-gather-v)."""
-        rows_NH = exchange(rows_NH, self.tokens, *self._splits(plan))
+    def start_out(self, rows_NH: torch.Tensor, plan: Plan) -> Pending:
+        """Network: rows start for the ranks that own their experts (all-to-all-v over EP). A combine's gradient goes this way."""
+        return self.tokens.start_all_to_all(rows_NH, *self._splits(plan))
+
+    def start_back(self, rows_NH: torch.Tensor, plan: Plan) -> Pending:
+        """Network: rows start for the ranks that own their tokens. A dispatch's gradient goes this way."""
+        received, sent = self._splits(plan)
+        return self.tokens.start_all_to_all(rows_NH, sent, received)
+
+    def gather(self, rows_NH: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Network: an EP rank's rows to all that own a slice of its experts (all-gather-v over ETP)."""
         return gather_rows(rows_NH, self.slices, self._slices(plan))
+
+    def scatter(self, y_NH: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Network: slices' results summed (reduce-scatter-v over ETP)."""
+        return scatter_rows(y_NH, self.slices, self._slices(plan))
+
+    def dispatch(self, rows_NH: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Network only: rows out, then gathered, in one autograd graph."""
+        return self.gather(exchange(rows_NH, self.tokens, *self._splits(plan)), plan)
 
     def dispatch_postprocess(self, rows_NH: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Local: from (ETP rank, source rank, local expert) order to (local expert, ETP rank, source rank)."""
@@ -87,9 +118,9 @@ class Dispatcher:
         return _regroup(y_NH, plan.arrivals().flatten(0, 1).T)
 
     def combine(self, y_NH: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """Network only: slices' results summed (reduce-scatter-v), then to the ranks that own their tokens (all-to-all-v)."""
+        """Network only: scattered, then rows back, in one autograd graph."""
         received, sent = self._splits(plan)
-        return exchange(scatter_rows(y_NH, self.slices, self._slices(plan)), self.tokens, sent, received)
+        return exchange(self.scatter(y_NH, plan), self.tokens, sent, received)
 
     def combine_postprocess(self, y_NH: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Local: weighted sum of each token's rows."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import nn
 
 from foldray.comm import Groups
-from foldray.moe.dispatcher import Dispatcher, Permutation
+from foldray.moe.dispatcher import Dispatcher, Permutation, Plan
 from foldray.moe.experts import expert_ffn
 from foldray.moe.router import Gate, Router
+from foldray.moe.tally import Tally
 from foldray.moe.torch_backend import TorchPermutation
 from foldray.spec import ModelSpec
 from foldray.spec.parts import Parts, ffn_columns
@@ -24,19 +25,6 @@ class MoeBackend:
     gate: Gate | None = None
     permutation: Permutation | None = None
     experts: Literal["grouped", "loop"] = "grouped"
-
-
-class MoeStats(NamedTuple):
-    """What one pass through one layer tells.
-
-    Shapes: balance_loss, z_loss scalars with a gradient, this rank's contributions as in `Routing`;
-    count_E int64, assignments per expert; dropped int64 scalar.
-    """
-
-    balance_loss: torch.Tensor
-    z_loss: torch.Tensor
-    count_E: torch.Tensor
-    dropped: torch.Tensor
 
 
 class Experts(nn.Module):
@@ -82,17 +70,26 @@ class MoELayer(nn.Module):
         self.shared = shared
         self.dispatcher = Dispatcher(groups, backend.permutation or TorchPermutation())
 
-    def forward(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, MoeStats]:
-        x_TH = x_BSH.reshape(-1, x_BSH.shape[-1])
-        routing = self.router(x_TH, sequences=x_BSH.shape[0])
-        stages = self.dispatcher
+    @property
+    def ragged(self) -> bool:
+        """Whether the number of rows depends on the tokens, so that counts must travel first."""
+        return not self.router.spec.pad
+
+    def forward(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, Tally]:
+        """All stages one after another in one autograd graph: what every schedule must equal."""
+        x_TH, tally, stages = x_BSH.reshape(-1, x_BSH.shape[-1]), Tally(*x_BSH.shape[:2]), self.dispatcher
+        routing = self.router(x_TH, tally)
+        tally.add(routing.count_BE, routing.score_BE, routing.z, routing.dropped)
+        tally.close(self.router.sequences)
         rows_NH, plan = stages.dispatch_preprocess(x_TH, routing)
-        plan = stages.exchange_counts(plan)
-        rows_NH = stages.dispatch_postprocess(stages.dispatch(rows_NH, plan), plan)
-        y_NH = self.experts(rows_NH, plan.rows_per_expert, self.backend.experts)
-        y_NH = stages.combine(stages.combine_preprocess(y_NH, plan), plan)
-        y_TH = stages.combine_postprocess(y_NH, plan)
+        plan = stages.exchange_counts(plan) if self.ragged else stages.fixed_counts(plan)
+        y_NH = self.run_experts(stages.dispatch(rows_NH, plan), plan)
+        y_TH = stages.combine_postprocess(stages.combine(y_NH, plan), plan)
         y_BSH = y_TH.to(x_BSH.dtype).view_as(x_BSH)
-        if self.shared is not None:
-            y_BSH = y_BSH + self.shared(x_BSH)
-        return y_BSH, MoeStats(routing.balance_loss, routing.z_loss, routing.count_E, routing.dropped)
+        return y_BSH if self.shared is None else y_BSH + self.shared(x_BSH), tally
+
+    def run_experts(self, rows_NH: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Local: rows as dispatch brings them → results as combine takes them."""
+        rows_NH = self.dispatcher.dispatch_postprocess(rows_NH, plan)
+        y_NH = self.experts(rows_NH, plan.rows_per_expert, self.backend.experts)
+        return self.dispatcher.combine_preprocess(y_NH, plan)

@@ -15,6 +15,7 @@ from torch import nn
 from foldray.comm import Groups
 from foldray.moe.capacity import capacity, keep_within
 from foldray.moe.sequence import Sequences
+from foldray.moe.tally import Tally
 from foldray.spec import ModelSpec, RouterSpec
 
 # Chooses experts from logits: (logits_TE, bias_E) -> (expert_TK, weight_TK).
@@ -30,22 +31,23 @@ class Routing:
         weight_TK: factors on the experts' outputs; carries the router's gradient.
         keep_TK: assignments within capacity, bool; None when nothing can be dropped.
         capacity: rows that every expert is padded to; None for ragged rows.
-        count_E: assignments per expert before dropping, int64.
-        balance_loss, z_loss: this rank's contributions, not yet weighted; the sum over all ranks, over DP·CP, is the mean.
+        count_BE: assignments per sequence and expert before dropping, int64.
+        score_BE, z: sums over the tokens of a sequence's scores, and over all tokens of the squared log-sum-exp of their logits;
+            both with a gradient.
     """
 
     expert_TK: torch.Tensor
     weight_TK: torch.Tensor
     keep_TK: torch.Tensor | None
     capacity: int | None
-    count_E: torch.Tensor
-    balance_loss: torch.Tensor
-    z_loss: torch.Tensor
+    count_BE: torch.Tensor
+    score_BE: torch.Tensor
+    z: torch.Tensor
 
     @property
     def dropped(self) -> torch.Tensor:
         """Number of assignments beyond capacity."""
-        return self.count_E.new_zeros(()) if self.keep_TK is None else (~self.keep_TK).sum()
+        return self.count_BE.new_zeros(()) if self.keep_TK is None else (~self.keep_TK).sum()
 
 
 class Router(nn.Module):
@@ -70,35 +72,39 @@ class Router(nn.Module):
         self.bias: torch.Tensor
         self.register_buffer("bias", torch.zeros(model.experts, device=device, dtype=_at_least_float32(dtype or torch.float32)))
 
-    def forward(self, x_TH: torch.Tensor, sequences: int) -> Routing:
-        dtype = _at_least_float32(x_TH.dtype)
+    def forward(self, x_TH: torch.Tensor, tally: Tally) -> Routing:
+        """Route one piece of a micro-batch, of `tally.sequences` sequences; pieces come in the order of their tokens."""
+        dtype, sequences = _at_least_float32(x_TH.dtype), tally.sequences
         logits_TE = x_TH.to(dtype) @ self.weight.to(dtype)
         expert_TK, weight_TK = self.gate(logits_TE, self.bias)
-        count_BE = _count(expert_TK, sequences, self.model.experts)
-        keep_TK, limit = self._keep(expert_TK, weight_TK, sequences)
-        tokens = x_TH.shape[0] * self.sequences.tp  # of this rank's data- and context-parallel place
+        keep_TK, limit = self._keep(expert_TK, weight_TK.detach(), tally)
         return Routing(
             expert_TK, weight_TK, keep_TK,
             capacity=limit if self.spec.pad else None,
-            count_E=count_BE.sum(0),
-            balance_loss=balance_loss(scores(logits_TE, self.spec), self.sequences.sum(count_BE), tokens // sequences),
-            z_loss=logits_TE.logsumexp(-1).square().sum() / tokens,
+            count_BE=_count(expert_TK, sequences, self.model.experts),
+            score_BE=scores(logits_TE, self.spec).view(sequences, -1, self.model.experts).sum(1),
+            z=logits_TE.logsumexp(-1).square().sum(),
         )  # fmt: skip
 
-    def _keep(self, expert_TK: torch.Tensor, weight_TK: torch.Tensor, sequences: int) -> tuple[torch.Tensor | None, int | None]:
-        """Who stays within capacity, and the most rows an expert can then get from this rank."""
+    def _keep(self, expert_TK: torch.Tensor, score_TK: torch.Tensor, tally: Tally) -> tuple[torch.Tensor | None, int | None]:
+        """Who stays within capacity, and the most rows an expert can then get from this rank's piece."""
         factor, experts, drop = self.spec.capacity_factor, self.model.experts, self.spec.drop
         if factor is None:
             return None, None
-        (tokens, topk), score_TK = expert_TK.shape, weight_TK.detach()
-        own = tokens // sequences
-        if self.spec.drop_scope == "sub_sequence" or self.sequences.ranks == 1:
-            limit = capacity(own, topk, experts, factor)
-            return keep_within(limit, expert_TK, score_TK, sequences, experts, drop), limit * sequences
-        expert_BLK, score_BLK = (self.sequences.whole(x_TK.view(sequences, own, topk)) for x_TK in (expert_TK, score_TK))
-        limit = capacity(expert_BLK.shape[1], topk, experts, factor)
-        keep_NK = keep_within(limit, expert_BLK.flatten(0, 1), score_BLK.flatten(0, 1), sequences, experts, drop)
-        return self.sequences.own(keep_NK.view_as(expert_BLK)).flatten(0, 1), min(limit, own) * sequences
+        sequences, own = tally.sequences, expert_TK.shape[0] // tally.sequences
+        shared = self.spec.drop_scope == "sequence" and self.sequences.ranks > 1
+        ranks = self.sequences.ranks if shared else 1
+        # The most probable are chosen within a piece; the earliest, within all pieces, which counters carry from one to the next.
+        tokens = (own if drop == "probability" else tally.tokens) * ranks
+        limit = capacity(tokens, expert_TK.shape[1], experts, factor)
+        if shared:
+            expert_BLK, score_BLK = (self.sequences.whole(x.view(sequences, own, -1)) for x in (expert_TK, score_TK))
+            expert_TK, score_TK = expert_BLK.flatten(0, 1), score_BLK.flatten(0, 1)
+        before_BE = None if drop == "probability" else tally.compete(_count(expert_TK, sequences, experts))
+        keep_TK = keep_within(limit, expert_TK, score_TK, sequences, experts, drop, before_BE)
+        if shared:
+            keep_TK = self.sequences.own(keep_TK.view_as(expert_BLK)).flatten(0, 1)
+        return keep_TK, min(limit, own) * sequences
 
     @torch.no_grad()
     def update_bias(self, count_E: torch.Tensor) -> None:
@@ -133,23 +139,6 @@ def scores(logits_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
         return logits_TE.softmax(-1)
     score_TE = logits_TE.sigmoid()
     return score_TE / score_TE.sum(-1, keepdim=True).clamp_min(1e-20)
-
-
-def balance_loss(score_TE: torch.Tensor, count_BE: torch.Tensor, tokens: int) -> torch.Tensor:
-    """This rank's part of the Switch/GShard balance loss per sequence, averaged over sequences; evenly used experts make it 1.
-
-    E · Σ_e f_e · P_e with f_e the share of a sequence's assignments and P_e its mean score (Switch Transformer, equation 4). The
-    shares are those of whole sequences, so the loss depends neither on the fold nor on the micro-batch.
-
-    Args:
-        score_TE: scores of this rank's tokens.
-        count_BE: assignments of whole sequences.
-        tokens: of one sequence, on all tensor-parallel ranks of this context-parallel place.
-    """
-    B, E = count_BE.shape
-    share_BE = count_BE.to(score_TE.dtype) / count_BE.sum(-1, keepdim=True)
-    mean_BE = score_TE.view(B, -1, E).sum(1) / tokens
-    return E * (share_BE * mean_BE).sum(-1).mean()
 
 
 def _count(expert_TK: torch.Tensor, sequences: int, experts: int) -> torch.Tensor:

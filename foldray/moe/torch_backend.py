@@ -21,7 +21,7 @@ class TorchPermutation:
     """Rows sorted by expert, ragged; or, with a capacity, as many rows for every expert, empty ones zero."""
 
     def encode(self, x_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor, Slots]:
-        experts = routing.count_E.numel()
+        experts = routing.count_BE.shape[1]
         token_N, position_TK, count_E = sort_by_expert(routing.expert_TK, routing.keep_TK, experts)
         if routing.capacity is None:
             return permute(x_TH, token_N, position_TK), count_E, Slots(position_TK, routing.weight_TK)

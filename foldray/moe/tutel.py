@@ -34,7 +34,7 @@ class TutelPermutation:
 
     def encode(self, x_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Needs float32 tokens; the kernels have no other type on a CPU."""
-        experts = routing.count_E.numel()
+        experts = routing.count_BE.shape[1]
         _, position_TK, count_E = sort_by_expert(routing.expert_TK, routing.keep_TK, experts)
         rows = max(1, int(count_E.max())) if routing.capacity is None else routing.capacity
         place_TK = position_TK - (count_E.cumsum(0) - count_E)[routing.expert_TK]

@@ -14,6 +14,7 @@ from foldray.recipe import OptimizerSpec
 from foldray.runtime.execution import Execution
 from foldray.runtime.gradients import Gradients
 from foldray.runtime.optimizer import decay_groups, make_optimizer, state_keys
+from foldray.schedule import Ordering
 from foldray.spec import Piece
 
 State = dict[str, torch.Tensor]
@@ -44,10 +45,10 @@ class Engine(Protocol):
 class TorchEngine:
     """Plain torch: our gradient buffers, our norm, an unsharded optimizer on weights in at least float32."""
 
-    def __init__(self, model: Transformer, groups: Groups, optimizer: OptimizerSpec):
+    def __init__(self, model: Transformer, groups: Groups, optimizer: OptimizerSpec, ordering: Ordering | None = None):
         self.model, self.spec = model, optimizer
         self.gradients = Gradients(model, groups)
-        self.execution = Execution(model, groups, self.gradients.add)
+        self.execution = Execution(model, groups, self.gradients.add, ordering)
         self.masters: dict[nn.Parameter, torch.Tensor] = {}
         for parameter, gradient in self.gradients.views.items():
             wide = parameter.dtype == gradient.dtype

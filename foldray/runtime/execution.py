@@ -1,37 +1,37 @@
-"""The executor: runs a step's schedule on one rank.
-
-A segment of the model (embedding, block, head) builds its own small graph going forward, and going backward that graph alone is
-differentiated: what runs when is the schedule's choice, not autograd's. Gradients go to whoever adds them up, and never through
-`parameter.grad`, so that no hook of another library fires before the step is done.
-"""
+"""The executor: runs a step's schedule on one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from foldray.comm import Groups, Pending
-from foldray.model import Batch, Losses, Transformer, add_losses
-from foldray.schedule import Op, PipelineGraph, pipeline
-
-AddGradient = Callable[[nn.Parameter, torch.Tensor], None]
+from foldray.model import Batch, Losses, Transformer
+from foldray.runtime.micro_batch import AddGradient, MicroBatch
+from foldray.runtime.trace import Trace
+from foldray.schedule import Op, Ordering, PipelineGraph, Slicing, StepGraph, expand, pipeline
 
 
 class Execution:
     """Runs this rank's part of every step.
 
     Args:
-        add: takes each parameter's gradient as soon as a segment has gone backward; sums up over micro-batches.
+        add: takes each parameter's gradient as soon as an op has gone backward; sums up over pieces and micro-batches.
+        ordering: how tokens are cut, and in which order pieces go.
     """
 
-    def __init__(self, model: Transformer, groups: Groups, add: AddGradient):
+    def __init__(self, model: Transformer, groups: Groups, add: AddGradient, ordering: Ordering | None = None):
         self.model, self.groups, self.add = model, groups, add
-        self.segments = {stage.number: model.segments(stage) for stage in model.stages}
+        self.trace: Trace | None = None
+        self.reorder(ordering or Ordering())
         self._position = groups.coordinate["attention"]["pp"]
-        self._orders: dict[PipelineGraph, tuple[Op, ...]] = {}
+
+    def reorder(self, ordering: Ordering) -> None:
+        """Cut and order the steps that follow in another way."""
+        self.ordering = ordering
+        self.model.slice(ordering.slicing.attention if ordering.slicing else None)
+        self._orders: dict[StepGraph, tuple[Op, ...]] = {}
 
     def train(self, batches: Sequence[Batch]) -> list[Losses]:
         """Forward and backward of one optimizer step; what this rank adds to each micro-batch's losses.
@@ -45,105 +45,73 @@ class Execution:
         """Forward only."""
         return _Run(self, batches, training=False).run()
 
-    def graph(self, micro_batches: int, backward: bool = True) -> PipelineGraph:
-        return PipelineGraph(self.groups.fold.pp, micro_batches, self.model.ownership.virtual_stages, backward)
+    def graph(self, batches: Sequence[Batch], backward: bool = True) -> StepGraph:
+        model = self.model
+        length, ranks = batches[0].token_BL.shape[1], model.layout.cp * model.layout.tp
+        slicing = self.ordering.slicing or Slicing((length,), (length,))
+        kinds = tuple(tuple(model.spec.block_kind(layer) for layer in stage.layers) for stage in model.ownership.stages)
+        return StepGraph(
+            kinds,
+            slicing.shared(ranks),
+            self.groups.fold.pp,
+            len(batches),
+            ragged=not model.spec.router.pad,
+            recompute=self.ordering.recompute,
+            backward=backward,
+        )
 
-    def order(self, graph: PipelineGraph) -> tuple[Op, ...]:
+    def order(self, graph: StepGraph) -> tuple[Op, ...]:
         """This rank's list; made once, for every step has the same."""
         if graph not in self._orders:
-            self._orders[graph] = pipeline(graph)[self._position]
+            coarse = PipelineGraph(graph.pp, graph.micro_batches, len(graph.stages) // graph.pp, graph.backward)
+            self._orders[graph] = expand(graph, pipeline(coarse)[self._position], self.ordering.forward, self.ordering.backward)
         return self._orders[graph]
 
 
-class _Saved(NamedTuple):
-    """What a segment's backward needs."""
-
-    parameters: list[nn.Parameter]
-    x: torch.Tensor | None
-    y: torch.Tensor | None
-    objective: torch.Tensor | None
-
-
 class _Run:
-    """One pass through a schedule: what is alive between its ops, each thing until the op that uses it up."""
+    """One pass through a list: its micro-batches, and what passes between stages."""
 
     def __init__(self, execution: Execution, batches: Sequence[Batch], training: bool):
-        self.execution, self.batches, self.training = execution, batches, training
-        self.graph = execution.graph(len(batches), training)
-        self.losses = [execution.model.no_losses() for _ in batches]
-        self.saved: dict[tuple[int, int], list[_Saved]] = {}
-        self.leaving: dict[Op, torch.Tensor] = {}  # by the handover that takes it
-        self.arriving: dict[Op, Pending] = {}
+        model, self.batches = execution.model, batches
+        self.groups, self.graph, self.trace = execution.groups, execution.graph(batches, training), execution.trace
+        self.order = execution.order(self.graph)
+        self.micro_batches = [
+            MicroBatch(model, self.graph, batch, execution.add, 1 / len(batches), training) for batch in batches
+        ]
+        weight = next(model.parameters())
+        self.shapes = [(len(batch.token_BL), self.graph.slicing.length, model.spec.hidden) for batch in batches]
+        self.like = weight
         self.sending: dict[tuple[str, int], Pending] = {}  # the last one to each neighbour
 
     def run(self) -> list[Losses]:
-        steps = {("stage", "F"): self._forward, ("stage", "B"): self._backward}
-        for op in self.execution.order(self.graph):
-            steps.get((op.kind, op.direction), self._hand_over)(op)
+        trace = self.trace
+        if trace is not None:
+            trace.start()
+        for op in self.order:
+            pending = self._hand_over(op) if op.kind == "handover" else self.micro_batches[op.micro_batch].run(op)
+            if trace is not None:
+                trace.ran(op, self.micro_batches[op.micro_batch].began, pending)
         for pending in self.sending.values():
             pending.wait()
-        return self.losses
+        if trace is not None:
+            trace.finish()
+        return [micro_batch.losses for micro_batch in self.micro_batches]
 
-    def _forward(self, op: Op) -> None:
-        x, saved = self._arrived(op), []
-        for segment in self.execution.segments[op.layer]:
-            if x is not None:
-                x = x.detach().requires_grad_(self.training)
-            output = segment.run(x, self.batches[op.micro_batch])
-            self.losses[op.micro_batch] = add_losses(self.losses[op.micro_batch], output.losses)
-            saved.append(_Saved(segment.parameters, x, output.x_BsH, output.objective))
-            x = output.x_BsH
-        if self.training:
-            self.saved[op.layer, op.micro_batch] = saved
-        if x is not None:
-            self.leaving[op._replace(kind="handover")] = x.detach()
-
-    def _backward(self, op: Op) -> None:
-        gradient, saved = self._arrived(op), self.saved.pop((op.layer, op.micro_batch))
-        while saved:
-            gradient = self._differentiate(saved.pop(), gradient)
-        if gradient is not None:
-            self.leaving[op._replace(kind="handover")] = gradient
-
-    def _differentiate(self, segment: _Saved, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Give a segment's parameters their gradients; the gradient of its input."""
-        ends, grads = [], []
-        if segment.y is not None:
-            ends.append(segment.y)
-            grads.append(gradient)
-        if segment.objective is not None and segment.objective.requires_grad:
-            ends.append(segment.objective)
-            grads.append(torch.full_like(segment.objective, 1 / len(self.batches)))
-        inputs = [*segment.parameters, *([] if segment.x is None else [segment.x])]
-        found = torch.autograd.grad(ends, inputs, grads, allow_unused=True)
-        for parameter, part in zip(segment.parameters, found, strict=False):
-            if part is not None:
-                self.execution.add(parameter, part)
-        return None if segment.x is None else found[-1]
-
-    def _hand_over(self, op: Op) -> None:
-        """Start to send or to receive what passes between two stages."""
+    def _hand_over(self, op: Op) -> Pending:
+        """Start to send or to receive what passes between two stages: a whole micro-batch's activations, or their gradient."""
         sender, receiver = self.graph.where(op)
-        groups = self.execution.groups
-        communicator = groups.activations if op.direction == "F" else groups.output_gradients
+        micro_batch, forward = self.micro_batches[op.micro_batch], op.direction == "F"
+        communicator = self.groups.activations if forward else self.groups.output_gradients
+        buffers = micro_batch.inputs if forward else micro_batch.input_gradients
+        # What passes is the input of the later stage's first block, or its gradient.
+        buffer = buffers[self.graph.layers[op.layer + 1 if forward else op.layer][0]]
+        tokens = range(self.graph.slicing.length)
         if communicator.index == receiver:
-            self.arriving[op] = communicator.receive(self._empty(op.micro_batch), sender)
-            return
+            pending = communicator.receive(self.like.new_empty(self.shapes[op.micro_batch]), sender)
+            buffer.put_later(tokens, pending)
+            return pending
         channel = (op.direction, receiver)
         if channel in self.sending:
             self.sending[channel].wait()  # its memory is free then; the receive that it waits for stands before this op
-        self.sending[channel] = communicator.send(self.leaving.pop(op), receiver)
-
-    def _arrived(self, op: Op) -> torch.Tensor | None:
-        """What a neighbour handed over for this op, if one did."""
-        for need in self.graph.needs(op):
-            if need.kind == "handover":
-                (tensor,) = self.arriving.pop(need).wait()
-                return tensor
-        return None
-
-    def _empty(self, micro_batch: int) -> torch.Tensor:
-        """Room for activations, or their gradient, between stages: [B, s, H]."""
-        model, (B, L) = self.execution.model, self.batches[micro_batch].token_BL.shape
-        weight = next(model.parameters())
-        return weight.new_empty(B, L // (model.layout.cp * model.layout.tp), model.spec.hidden)
+        self.sending[channel] = communicator.send(buffer.take(tokens), receiver)
+        return self.sending[channel]

@@ -1,28 +1,39 @@
 """Schedules as data: ops, the graph that binds them, generators, the checker, the drawing. Pure Python."""
 
 from foldray.schedule.check import check, peak
-from foldray.schedule.clock import ScheduleError, Span, unit_times
+from foldray.schedule.clock import COMPUTE, Cost, ScheduleError, Span, times, unit_times
 from foldray.schedule.graph import Channel, Graph, PipelineGraph
 from foldray.schedule.op import Direction, Op, Schedule, handover, stage
+from foldray.schedule.overlap import OVERLAPS, RECOMPUTABLE, Ordering, Overlap, expand, stage_order, step_schedule
 from foldray.schedule.pipeline import check_pipeline, forward_only, interleaved, one_f_one_b, pipeline
 from foldray.schedule.slicing import SLICINGS, SliceCost, Slicing, slice_sequence
+from foldray.schedule.step_graph import BlockKind, StepGraph
 from foldray.schedule.text import show
 from foldray.schedule.weave import weave
 
 __all__ = [
+    "COMPUTE",
+    "OVERLAPS",
+    "RECOMPUTABLE",
     "SLICINGS",
+    "BlockKind",
     "Channel",
+    "Cost",
     "Direction",
     "Graph",
     "Op",
+    "Ordering",
+    "Overlap",
     "PipelineGraph",
     "Schedule",
     "ScheduleError",
     "SliceCost",
     "Slicing",
     "Span",
+    "StepGraph",
     "check",
     "check_pipeline",
+    "expand",
     "forward_only",
     "handover",
     "interleaved",
@@ -32,6 +43,9 @@ __all__ = [
     "show",
     "slice_sequence",
     "stage",
+    "stage_order",
+    "step_schedule",
+    "times",
     "unit_times",
     "weave",
 ]

@@ -21,11 +21,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from foldray.schedule.op import Op, Schedule
 from foldray.schedule.graph import PipelineGraph
+from foldray.schedule.op import Op, Schedule
 from foldray.schedule.pipeline import pipeline
+from foldray.schedule.slicing import Slicing
 from foldray.schedule.step_graph import StepGraph
 
+RECOMPUTABLE = ("attention", "ffn", "expert")
 OVERLAPS = ("sequential", "moe_only", "aaam", "one_a_one_m", "stream")
 
 
@@ -39,6 +41,20 @@ class Overlap(NamedTuple):
 
     kind: str
     lag: int = 2
+
+
+class Ordering(NamedTuple):
+    """How sequences are cut, and in which order a rank works on the pieces.
+
+    Args:
+        slicing: None is whole sequences, of any length.
+        recompute: kinds of ops whose forward is computed again before their backward.
+    """
+
+    forward: Overlap = Overlap("sequential")
+    backward: Overlap = Overlap("sequential")
+    slicing: Slicing | None = None
+    recompute: tuple[str, ...] = ()
 
 
 def step_schedule(graph: StepGraph, forward: Overlap, backward: Overlap | None = None) -> Schedule:
@@ -90,8 +106,8 @@ def _wave(graph: StepGraph, layers: list[int], head: bool, lag: int, staggered: 
 
     Args:
         head: whether the run ends with the head.
-        staggered: at the run's end, merge each micro-batch one step behind its experts rather than all of them last. Mirrored, that
-            keeps the first collectives of a backward from blocking those behind them.
+        staggered: at the run's end, merge each micro-batch one step behind its experts rather than all of them last: mirrored,
+            the first collectives of a backward do not block those behind them.
     """
     order: list[Op] = []
     experts: deque[tuple[int, Op]] = deque()  # with the step at which each is due

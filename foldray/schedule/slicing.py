@@ -36,6 +36,10 @@ class Slicing(NamedTuple):
         """Into how many pieces communication is cut, the paper's d."""
         return len(self.moe)
 
+    def shared(self, ranks: int) -> Slicing:
+        """Each rank's part, when so many share the sequence evenly."""
+        return Slicing(*(tuple(tokens // ranks for tokens in lengths) for lengths in self))
+
     def supplies(self) -> bool:
         """Whether the token buffer never runs dry (constraint (2))."""
         return all(made >= used for made, used in zip(accumulate(self.attention), accumulate(self.moe), strict=False))

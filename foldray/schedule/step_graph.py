@@ -1,8 +1,8 @@
 """All ops of one optimizer step, block by block and piece by piece, and what binds them.
 
-A micro-batch's sequences are cut twice (`Slicing`): attention and what is dense work on slices, MoE layers on micro-batches of their
-own. Both cut the same tokens, so who needs whom across the two is a matter of which tokens they share; that is FoldMoE's token
-buffer (section 4.2). Pieces that need no slicing are slicings of one piece.
+A micro-batch's sequences are cut twice (`Slicing`): attention and what is dense work on slices, MoE layers on micro-batches of
+their own. Both cut the same tokens, so who needs whom across the two is a matter of which tokens they share; that is FoldMoE's
+token buffer (section 4.2). Pieces that need no slicing are slicings of one piece.
 
 | kind | what it does | works on |
 |---|---|---|

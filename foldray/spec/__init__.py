@@ -1,7 +1,7 @@
 """What a model is: configuration, presets, parameter table, FLOPs. Pure."""
 
 from foldray.spec.flops import forward_flops_per_token, step_flops
-from foldray.spec.layout import Layout, check_length
+from foldray.spec.layout import Layout, check_length, smallest_slice
 from foldray.spec.model import ModelSpec, RouterSpec, Strict
 from foldray.spec.parameters import ParameterSpec, count_parameters, parameter_table
 from foldray.spec.placement import Ownership, Piece, Stage, make_stages
@@ -22,5 +22,6 @@ __all__ = [
     "forward_flops_per_token",
     "make_stages",
     "parameter_table",
+    "smallest_slice",
     "step_flops",
 ]

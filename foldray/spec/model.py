@@ -113,6 +113,9 @@ class ModelSpec(Strict):
     def is_moe(self, layer: int) -> bool:
         return layer >= self.dense_first and (layer - self.dense_first + 1) % self.moe_every == 0
 
+    def block_kind(self, layer: int) -> Literal["dense", "moe"]:
+        return "moe" if self.is_moe(layer) else "dense"
+
     @property
     def moe_layers(self) -> tuple[int, ...]:
         return tuple(layer for layer in range(self.layers) if self.is_moe(layer))

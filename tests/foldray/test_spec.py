@@ -341,11 +341,11 @@ def layouts(draw) -> tuple[int, int, int]:
 @given(layouts())
 def test_shards_partition_the_sequence_and_pieces_the_shards(sizes):
     length, cp, tp = sizes
-    shards = [Layout(cp, tp, i).shard(length) for i in range(cp)]
+    shards = [Layout(cp, tp, i).shard(range(length)) for i in range(cp)]
     assert sorted(position for shard in shards for position in shard) == list(range(length))
     for i, shard in enumerate(shards):
         assert shard == sorted(shard), "in natural order"
-        assert [position for chunk in Layout(cp, tp, i).chunks(length) for position in chunk] == shard
+        assert [position for chunk in Layout(cp, tp, i).chunks(range(length)) for position in chunk] == shard
         pieces = [Layout(cp, tp, i, j).piece(length) for j in range(tp)]
         assert [position for piece in pieces for position in piece] == shard
         assert {len(piece) for piece in pieces} == {length // (cp * tp)}
@@ -354,15 +354,15 @@ def test_shards_partition_the_sequence_and_pieces_the_shards(sizes):
 @given(layouts())
 def test_context_parallel_ranks_have_the_same_causal_work(sizes):
     length, cp, tp = sizes
-    seen = {sum(position + 1 for position in Layout(cp, tp, i).shard(length)) for i in range(cp)}
+    seen = {sum(position + 1 for position in Layout(cp, tp, i).shard(range(length))) for i in range(cp)}
     assert seen == {length * (length + 1) // (2 * cp)}
 
 
 def test_the_zigzag_by_hand():
-    assert [Layout(2, 1, i).shard(8) for i in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [Layout(2, 1, i).shard(range(8)) for i in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     assert [Layout(2, 2, 1, j).piece(8) for j in range(2)] == [[2, 3], [4, 5]]
     assert Layout(1, 2, 0, 1).piece(8) == [4, 5, 6, 7]
-    assert Layout(3, 1, 1).chunks(12) == (range(2, 4), range(8, 10))
+    assert Layout(3, 1, 1).chunks(range(12)) == (range(2, 4), range(8, 10))
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def _reference(data: list[Tensor], segment_BL: Tensor | None) -> list[Tensor]:
 
 def _attended(data: list[Tensor], communicator: Communicator, mode: Mode, segment_BL: Tensor | None) -> list[Tensor]:
     """Output and gradients of this rank's shard."""
-    shard = Layout(communicator.size, cp_rank=communicator.index).shard(L)
+    shard = Layout(communicator.size, cp_rank=communicator.index).shard(range(L))
     q, k, v, dout = (x[:, :, shard] for x in data)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     y = context_attention(*inputs, communicator, mode, segment_BL)
@@ -77,7 +77,7 @@ def _attended(data: list[Tensor], communicator: Communicator, mode: Mode, segmen
 
 def _errors(results: list[Tensor], references: list[Tensor], communicator: Communicator) -> list[float]:
     """Largest differences, as shares of the largest value."""
-    shard = Layout(communicator.size, cp_rank=communicator.index).shard(L)
+    shard = Layout(communicator.size, cp_rank=communicator.index).shard(range(L))
     pairs = zip(results, references, strict=True)
     return [float((x - reference[:, :, shard]).abs().max() / reference.abs().max()) for x, reference in pairs]
 

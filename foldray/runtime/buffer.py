@@ -1,0 +1,50 @@
+"""The token buffer between ops that cut the same tokens differently (FoldMoE, section 4.2)."""
+
+from __future__ import annotations
+
+import torch
+
+from foldray.comm import Pending
+
+
+class TokenBuffer:
+    """Activations [B, s, H], or their gradient, put in and taken out in pieces; every token once each way.
+
+    A piece that is taken as it was put is handed on, not copied. Each is let go once all its tokens are taken.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[range, torch.Tensor]] = []
+        self._left: list[int] = []  # tokens of each piece that are still to be taken
+        self._coming: list[tuple[range, Pending]] = []
+
+    def put(self, tokens: range, x_BsH: torch.Tensor) -> None:
+        self._pieces.append((tokens, x_BsH))
+        self._left.append(len(tokens))
+
+    def put_later(self, tokens: range, pending: Pending) -> None:
+        """Put what is on its way; who takes something waits for it."""
+        self._coming.append((tokens, pending))
+
+    def take(self, tokens: range) -> torch.Tensor:
+        """The tokens at these places: [B, len(tokens), H].
+
+        Raises:
+            RuntimeError: some of them are not there.
+        """
+        while self._coming:
+            held, pending = self._coming.pop()
+            self.put(held, *pending.wait())
+        found: list[tuple[int, torch.Tensor]] = []
+        for number, (held, x_BsH) in enumerate(self._pieces):
+            start, stop = max(held.start, tokens.start), min(held.stop, tokens.stop)
+            if start < stop:
+                whole = stop - start == len(held)
+                found.append((start, x_BsH if whole else x_BsH[:, start - held.start : stop - held.start]))
+                self._left[number] -= stop - start
+        if sum(x_BsH.shape[1] for _, x_BsH in found) != len(tokens):
+            raise RuntimeError(f"tokens {tokens.start}…{tokens.stop - 1} are not all here")
+        kept = [number for number, left in enumerate(self._left) if left]
+        self._pieces, self._left = [self._pieces[number] for number in kept], [self._left[number] for number in kept]
+        parts = [x_BsH for _, x_BsH in sorted(found, key=lambda part: part[0])]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -1,0 +1,52 @@
+"""What ran when: a record of one step on one rank, as the simulator would draw it."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+
+from foldray.comm import Pending
+from foldray.schedule import Op, Span
+
+
+class Trace:
+    """Spans of the ops of the last step, in seconds of this machine's clock.
+
+    Of an op that computes, waiting for what it needs is left out. One that communicates is in flight from its start to the
+    moment when all of it has arrived. On a GPU the host waits for every op, so that its end can be told: that costs time, and
+    overlap of the host with the device.
+    """
+
+    def __init__(self, device: torch.device | None = None):
+        self._gpu = device is not None and device.type == "cuda"
+        self.spans: dict[Op, Span] = {}
+        self.begin = self.end = perf_counter()
+
+    def start(self) -> None:
+        """A step begins."""
+        self.spans = {}
+        self.begin = perf_counter()
+
+    def ran(self, op: Op, began: float, pending: Pending | None) -> None:
+        """The host has come back from an op.
+
+        Args:
+            began: when an op that computes began to.
+            pending: what one that communicates has on its way.
+        """
+        now = perf_counter()
+        if pending is not None:
+            self.spans[op] = Span(now, now)
+            pending.when_done(lambda: self._arrived(op, now))
+            return
+        if self._gpu:
+            torch.cuda.synchronize()
+        self.spans[op] = Span(began, perf_counter())
+
+    def finish(self) -> None:
+        """The step is done."""
+        self.end = perf_counter()
+
+    def _arrived(self, op: Op, started: float) -> None:
+        self.spans[op] = Span(started, perf_counter())

@@ -1,0 +1,57 @@
+"""What a step's time went into, from the spans of its ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from foldray.schedule import Graph, Op, Span
+
+
+class Usage(NamedTuple):
+    """Seconds of one rank.
+
+    Args:
+        compute: in which an op computed.
+        communication: in which a collective was in flight.
+        exposed: in which a collective was in flight and no op computed.
+    """
+
+    compute: float
+    communication: float
+    exposed: float
+
+
+def usage(graph: Graph, spans: Mapping[Op, Span]) -> Usage:
+    """Where the time of these ops, all of one rank, went."""
+    computing = merged(span for op, span in spans.items() if graph.channel(op) is None)
+    talking = merged(span for op, span in spans.items() if graph.channel(op) is not None)
+    both = length(merged([*computing, *talking]))
+    return Usage(length(computing), length(talking), both - length(computing))
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """Spans that do not touch, in order, that cover the same time."""
+    found: list[Span] = []
+    for span in sorted(spans):
+        if found and span.start <= found[-1].end:
+            found[-1] = Span(found[-1].start, max(found[-1].end, span.end))
+        else:
+            found.append(span)
+    return found
+
+
+def length(spans: Iterable[Span]) -> float:
+    return sum(span.end - span.start for span in spans)
+
+
+def queued(graph: Graph, spans: Mapping[Op, Span]) -> dict[Op, Span]:
+    """The same with every collective on its channel's queue from when the one before it has arrived."""
+    last: dict[object, float] = {}
+    found = dict(spans)
+    for op, span in sorted(spans.items(), key=lambda item: item[1]):
+        channel = graph.channel(op)
+        if channel is not None:
+            found[op] = Span(min(span.end, max(span.start, last.get(channel, span.start))), span.end)
+            last[channel] = max(span.end, last.get(channel, span.end))
+    return found
