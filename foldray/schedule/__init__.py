@@ -1,6 +1,6 @@
 """Schedules as data: ops, the graph that binds them, generators, the checker, the drawing. Pure Python."""
 
-from foldray.schedule.check import check, peak
+from foldray.schedule.check import check, check_ranks, peak
 from foldray.schedule.clock import COMPUTE, Cost, ScheduleError, Span, times, unit_times
 from foldray.schedule.graph import Channel, Graph, PipelineGraph
 from foldray.schedule.op import Direction, Op, Schedule, handover, stage
@@ -33,6 +33,7 @@ __all__ = [
     "StepGraph",
     "check",
     "check_pipeline",
+    "check_ranks",
     "expand",
     "forward_only",
     "handover",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
+
 from foldray.schedule.clock import ScheduleError, unit_times
 from foldray.schedule.graph import Channel, Graph
 from foldray.schedule.op import Op, Schedule
@@ -28,6 +31,26 @@ def check(graph: Graph, schedule: Schedule) -> None:
         _check_frees(graph, position, places)
     _check_channels(graph, schedule)
     unit_times(graph, schedule)
+
+
+def check_ranks(graph: Graph, lists: Sequence[Sequence[Op]]) -> None:
+    """Accept the lists of ranks that work side by side, each on its own tokens, if their collectives meet.
+
+    Raises:
+        ScheduleError: two ranks have other collectives on a channel, or the same in another order.
+    """
+    queues: list[dict[Channel, list[Op]]] = []
+    for ops in lists:
+        queues.append({})
+        for op in ops:
+            if (channel := graph.channel(op)) is not None:
+                queues[-1].setdefault(channel, []).append(op)
+    for rank, own in enumerate(queues[1:], 1):
+        for channel in {*queues[0], *own}:
+            for first, other in zip_longest(queues[0].get(channel, ()), own.get(channel, ())):
+                if first != other:
+                    rule = f"rank 0 has {first or 'nothing more'} where rank {rank} has {other or 'nothing more'}"
+                    raise ScheduleError(f"the channel of {channel[0]} has two orders: {rule}")
 
 
 def peak(graph: Graph, schedule: Schedule) -> tuple[int, ...]:

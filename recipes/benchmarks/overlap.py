@@ -1,0 +1,353 @@
+"""A stack of attention and MoE blocks over a slow link: how much of the all-to-all each schedule hides.
+
+    python recipes/benchmarks/overlap.py [--ratios 0.5 1 1.5] [--length 4096] [--variants stream:4:2 …] [--json FILE]
+
+Two hosts (network namespaces on this machine, which needs root), one core each, joined by a link whose rate is chosen so that the
+all-to-alls alone take `ratio` times as long as computation alone. Everything alternates within a round, in one process per host:
+
+- C: the same blocks, uncut, without communication. Experts have room for a fixed number of rows (capacity factor 1), so leaving
+  the network out changes no shape.
+- X: the same all-to-alls, uncut, one after another, with nothing else to do.
+- every variant KIND:DEGREE[:LAG[:BACKWARD LAG]] in the given order, and, with --peers, the same blocks around other MoE layers.
+
+Forward and backward are told apart, for the loss is a barrier between them. No schedule of one step can be faster than
+max(C_f, X_f) + max(C_b, X_b), the limit. "exposed" is time in which a collective was in flight and nothing was computed.
+"simulated" is the step that the simulator expects when it is fed with the recorded op times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from foldray.comm import Communicator, Groups  # noqa: E402
+from foldray.fold import Fold  # noqa: E402
+from foldray.model import Batch, Transformer  # noqa: E402
+from foldray.planner import recorded_costs, simulate  # noqa: E402
+from foldray.runtime import Execution, Gradients, Trace  # noqa: E402
+from foldray.schedule import OVERLAPS, Ordering, Overlap, SliceCost, slice_sequence  # noqa: E402
+from foldray.spec import ModelSpec, Ownership  # noqa: E402
+from foldray.timeline import usage  # noqa: E402
+
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
+HOSTS = 2
+
+
+class Variant(NamedTuple):
+    """An ordering by name; degree 1 is sequential."""
+
+    kind: str
+    degree: int
+    slicing: str = "time_uniform"
+    lag: int = 2
+    backward_lag: int = 2
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        kind, degree, *lags = text.split(":")
+        slicing = "time_uniform"
+        if kind.endswith("-even"):
+            kind, slicing = kind.removesuffix("-even"), "token_uniform"
+        if kind not in OVERLAPS:
+            raise SystemExit(f"{text}: {kind} is none of {', '.join(OVERLAPS)}")
+        lag = int(lags[0]) if lags else 2
+        return cls(kind, int(degree), slicing, lag, int(lags[1]) if len(lags) > 1 else lag)
+
+    def ordering(self, model: ModelSpec, length: int) -> Ordering:
+        if self.degree == 1:
+            return Ordering()
+        slicing = slice_sequence(self.slicing, length, self.degree, SliceCost.of_model(model.hidden, model.heads))
+        if self.kind == "moe_only":
+            slicing = slicing._replace(attention=(length,))
+        return Ordering(Overlap(self.kind, self.lag), Overlap(self.kind, self.backward_lag), slicing)
+
+
+def main() -> None:
+    given = _arguments()
+    if given.worker is not None:
+        Worker(given).serve()
+        return
+    from tests.lab.hosts import hosts, why_not
+
+    if (reason := why_not()) is not None:
+        raise SystemExit(f"no lab on this machine: {reason}")
+    found = []
+    with hosts(HOSTS) as lab:
+        alone = _run(lab, given, rounds=3, variants=[])
+    computing, sent = alone["C"]["forward_ms"]["median"] + alone["C"]["backward_ms"]["median"], alone["bytes"]
+    for ratio in given.ratios:
+        rate = sent * 8 / (computing * 1e-3 * ratio)
+        with hosts(HOSTS, rate=f"{rate:.0f}bit") as lab:
+            found.append({"ratio": ratio, "link_mbit": rate / 1e6, **_run(lab, given, given.rounds, given.variants)})
+        report(found[-1])
+    if given.json:
+        setting = {"cpu": _cpu(), "torch": torch.__version__, "command": " ".join(sys.argv), "rounds": given.rounds}
+        given.json.write_text(json.dumps({**setting, "model": model_of(given).model_dump(), "runs": found}, indent=1) + "\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 1.5], help="communication to computation")
+    for name, default in (("length", 4096), ("hidden", 512), ("heads", 8), ("inner", 1024), ("blocks", 4), ("rounds", 7)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--variants", nargs="*", default=["sequential:1", "moe_only:4", "aaam:4", "one_a_one_m:4", "stream:4"])
+    parser.add_argument("--every", type=int, default=1, help="every n-th block is a MoE block")
+    parser.add_argument("--peers", action="store_true", help="also DeepSpeed's MoE layer")
+    parser.add_argument("--json", type=Path, help="write every measurement to this file")
+    parser.add_argument("--traces", type=Path, help="folder for a Perfetto trace of every variant's last step")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _run(lab: list, given: argparse.Namespace, rounds: int, variants: list[str]) -> dict[str, Any]:
+    """One process on every host, each on a core of its own; what the first one found."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        own = [f"--{name}={getattr(given, name)}" for name in ("length", "hidden", "heads", "inner", "blocks", "every")]
+        own += [f"--rounds={rounds}", f"--store={lab[0].address}:29400", f"--result={result}"]
+        own += ["--peers"] * (given.peers and bool(variants)) + ([f"--traces={given.traces.absolute()}"] if given.traces else [])
+        command = [sys.executable, __file__, *own, "--variants", *variants]
+        workers = [host.popen([*command, f"--worker={i}"], env=MALLOC, cpu=i) for i, host in enumerate(lab)]
+        try:
+            codes = [worker.wait(timeout=3600) for worker in workers]
+        finally:
+            for worker in workers:
+                worker.kill()
+        if any(codes):
+            raise SystemExit(f"the hosts ended with {codes}")
+        return json.loads(result.read_text())
+
+
+def model_of(given: argparse.Namespace) -> ModelSpec:
+    router = {"capacity_factor": 1.0, "pad": True, "balance_loss": 0.01}
+    return ModelSpec(
+        layers=given.blocks, hidden=given.hidden, heads=given.heads, kv_heads=given.heads, head_dim=given.hidden // given.heads,
+        ffn_hidden=given.inner, experts=HOSTS, topk=1, expert_hidden=given.inner, vocab=64, moe_every=given.every, router=router,
+    )  # fmt: skip
+
+
+class Worker:
+    """One host's process."""
+
+    def __init__(self, given: argparse.Namespace):
+        self.given, self.rank = given, given.worker
+        torch.set_num_threads(1)
+        torch.manual_seed(given.worker)
+        host, port = given.store.split(":")
+        store = dist.TCPStore(host, int(port), HOSTS, is_master=self.rank == 0)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=HOSTS)
+        fold = Fold(HOSTS, ep=HOSTS)
+        self.spec, self.groups = model_of(given), Groups.create(fold, self.rank)
+        model = Transformer(Ownership(self.spec, fold), self.groups)
+        self.gradients = Gradients(model, self.groups)
+        self.execution = Execution(model, self.groups, self.gradients.add)
+        self.execution.trace = Trace()
+        self.dispatchers = [model.block(layer).moe.dispatcher for layer in self.spec.moe_layers]
+        text = torch.randint(0, self.spec.vocab, (1, given.length + 1))
+        self.batches = [Batch(text[:, :-1], text[:, 1:])]
+
+    def serve(self) -> None:
+        variants = {text: Variant.parse(text) for text in self.given.variants}
+        plan: dict[str, Callable[[], dict[str, float]]] = {"C": self.compute_alone}
+        if variants:
+            plan["X"] = self.talk_alone
+            plan |= {text: lambda variant=variant: self.step(variant) for text, variant in variants.items()}  # type: ignore[misc]
+        if self.given.peers:
+            plan["deepspeed"] = self.peer()
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in plan}
+        for number in range(1 + self.given.rounds):
+            for name, run in plan.items():
+                dist.barrier()
+                measured = run()
+                if number:  # the first round warms up
+                    found[name].append(measured)
+        # The slowest host's figures: a step is done when all are.
+        everyone: list[Any] = [None] * HOSTS
+        dist.all_gather_object(everyone, found)
+        if self.rank == 0:
+            document = {
+                name: _medians([_slowest(each) for each in zip(*(f[name] for f in everyone), strict=True)]) for name in plan
+            }
+            self.given.result.write_text(json.dumps({**document, "bytes": self.bytes_sent()}))
+        self.groups.close()
+
+    def bytes_sent(self) -> int:
+        """What one host sends to the other in a step's all-to-alls: out and back, forward and backward, of every MoE block."""
+        rows = self.given.length * self.spec.topk // HOSTS
+        return 4 * len(self.spec.moe_layers) * rows * self.spec.hidden * 4
+
+    def compute_alone(self) -> dict[str, float]:
+        """The blocks uncut, with experts' rows going nowhere."""
+        for dispatcher in self.dispatchers:
+            dispatcher.tokens = Communicator("tokens", self.groups.tokens.ranks, self.rank, None)
+        measured = self.step(Variant("sequential", 1))
+        for dispatcher in self.dispatchers:
+            dispatcher.tokens = self.groups.tokens
+        return measured
+
+    def talk_alone(self) -> dict[str, float]:
+        """A step's all-to-alls one after another."""
+        rows = self.given.length * self.spec.topk
+        x_NH, even = torch.randn(rows, self.spec.hidden), [rows // HOSTS] * HOSTS
+        found = {}
+        for direction in ("forward", "backward"):
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(2 * len(self.spec.moe_layers)):
+                self.groups.tokens.all_to_all(x_NH, even, even)
+            found[f"{direction}_ms"] = (time.perf_counter() - begin) * 1e3
+        return {**found, "step_ms": sum(found.values())}
+
+    def step(self, variant: Variant) -> dict[str, float]:
+        """Forward and backward; the gradients stay where they are."""
+        execution, trace = self.execution, self.execution.trace
+        assert trace is not None
+        ordering = variant.ordering(self.spec, self.given.length)
+        if ordering != execution.ordering:
+            execution.reorder(ordering)
+            execution.order(execution.graph(self.batches))  # made before the clock runs
+        execution.train(self.batches)
+        self.gradients.zero()
+        graph = execution.graph(self.batches)
+        spans = dict(trace.spans)
+        turn = max(span.end for op, span in spans.items() if op.direction == "F")
+        found = usage(graph, spans)
+        everyone: list[Any] = [None] * HOSTS
+        dist.all_gather_object(everyone, spans)
+        expected = simulate(graph, (execution.order(graph),), recorded_costs(graph, everyone)).seconds
+        if self.given.traces and self.rank == 0:
+            self._keep_trace(variant, graph, everyone, trace.begin)
+        return {
+            "step_ms": (trace.end - trace.begin) * 1e3,
+            "forward_ms": (turn - trace.begin) * 1e3,
+            "backward_ms": (trace.end - turn) * 1e3,
+            "compute_ms": found.compute * 1e3,
+            "comm_ms": found.communication * 1e3,
+            "exposed_ms": found.exposed * 1e3,
+            "simulated_ms": expected * 1e3,
+        }
+
+    def _keep_trace(self, variant: Variant, graph: Any, ranks: list, begin: float) -> None:
+        from foldray.timeline import perfetto
+
+        self.given.traces.mkdir(parents=True, exist_ok=True)
+        name = "-".join(map(str, variant))
+        (self.given.traces / f"{name}.json").write_text(json.dumps(perfetto(graph, ranks, begin)))
+
+    def peer(self) -> Callable[[], dict[str, float]]:
+        """The same blocks around DeepSpeed's MoE layer."""
+        stack = _deepspeed_stack(self.spec, self.execution.model)
+        x_BLH = torch.randn(1, self.given.length, self.spec.hidden)
+
+        def run() -> dict[str, float]:
+            for parameter in stack.parameters():
+                parameter.grad = None
+            begin = time.perf_counter()
+            loss = stack(x_BLH.clone().requires_grad_()).square().mean()
+            turn = time.perf_counter()
+            loss.backward()
+            end = time.perf_counter()
+            return {"step_ms": (end - begin) * 1e3, "forward_ms": (turn - begin) * 1e3, "backward_ms": (end - turn) * 1e3}
+
+        return run
+
+
+def _deepspeed_stack(spec: ModelSpec, model: Transformer) -> nn.Module:
+    """Our norms and attention with DeepSpeed's gate, all-to-all and experts of the same size, capacity 1 as ours."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    from deepspeed.moe.layer import MoE
+
+    class Expert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(spec.hidden, 2 * spec.expert_hidden, bias=False)
+            self.down = nn.Linear(spec.expert_hidden, spec.hidden, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate, value = self.up(x).chunk(2, -1)
+            return self.down(nn.functional.silu(gate) * value)
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([model.block(layer) for layer in range(spec.layers)])
+            made = [
+                MoE(spec.hidden, Expert(), HOSTS, ep_size=HOSTS, k=1, capacity_factor=1.0, use_rts=False) for _ in spec.moe_layers
+            ]
+            self.moes = nn.ModuleDict({str(layer): moe for layer, moe in zip(spec.moe_layers, made, strict=True)})
+            for moe in made:
+                moe.set_deepspeed_parallelism()
+
+        def forward(self, x_BLH: Tensor) -> Tensor:
+            (place,) = model.places(Batch(*[torch.zeros(x_BLH.shape[:2], dtype=torch.int64)] * 2))
+            for layer, block in enumerate(self.blocks):
+                x_BLH = block.attend(x_BLH, place)
+                moe = self.moes[str(layer)] if spec.is_moe(layer) else None
+                x_BLH = block.feed(x_BLH) if moe is None else x_BLH + moe(block.ffn_norm(x_BLH))[0]
+            return x_BLH
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # no compiling while we measure
+    os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": "0", "WORLD_SIZE": str(HOSTS)}
+    deepspeed.init_distributed("gloo", verbose=False)
+    return Stack()
+
+
+def _slowest(hosts: tuple[dict[str, float], ...]) -> dict[str, float]:
+    return {key: max(each[key] for each in hosts) for key in hosts[0]}
+
+
+def _medians(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    columns = {key: [each[key] for each in rounds] for key in rounds[0]}
+    return {key: {"median": statistics.median(c), "min": min(c), "max": max(c)} for key, c in columns.items()}
+
+
+def limit(run: dict[str, Any]) -> float:
+    """The least that any schedule of one step can take, in milliseconds."""
+    sides = ("forward_ms", "backward_ms")
+    return sum(max(run[alone][side]["median"] for alone in ("C", "X")) for side in sides)
+
+
+def report(run: dict[str, Any]) -> None:
+    """The table of one link."""
+    least = limit(run)
+    print(f"link {run['link_mbit']:.0f} Mbit/s, communication {run['ratio']:g} × computation; limit {least:.0f} ms")
+    print(f"{'':<22}{'ms':>8}{'min':>8}{'max':>8}{'× limit':>9}{'forward':>9}{'backward':>9}{'exposed':>9}{'simulated':>10}")
+    for name, each in run.items():
+        if isinstance(each, dict) and "step_ms" in each:
+            step = each["step_ms"]
+            line = f"{name:<22}{step['median']:>8.0f}{step['min']:>8.0f}{step['max']:>8.0f}{step['median'] / least:>9.3f}"
+            line += f"{each['forward_ms']['median']:>9.0f}{each['backward_ms']['median']:>9.0f}"
+            if "exposed_ms" in each:
+                line += f"{each['exposed_ms']['median'] / max(each['comm_ms']['median'], 1e-9):>9.1%}"
+                line += f"{each['simulated_ms']['median']:>10.0f}"
+            print(line)
+    print(flush=True)
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+if __name__ == "__main__":
+    main()

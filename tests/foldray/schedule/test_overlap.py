@@ -1,0 +1,229 @@
+"""Orders inside a stage: they read as in the papers, pass the checker whatever the sizes, and the checker sees what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foldray.schedule import (
+    OVERLAPS,
+    SLICINGS,
+    Op,
+    Overlap,
+    ScheduleError,
+    SliceCost,
+    Slicing,
+    StepGraph,
+    check,
+    check_ranks,
+    peak,
+    slice_sequence,
+    stage_order,
+    step_schedule,
+)
+
+COST = SliceCost.of_model(64, 4)
+LETTERS = {"attention": "A", "expert": "E", "merge": "M", "ffn": "F", "dispatch": "D", "combine": "C", "head": "H"}
+
+
+def graph_of(
+    stages: tuple = (("moe",),), degree: int = 4, kind: str = "", slicing: str = "token_uniform", **more: Any
+) -> StepGraph:
+    cut = slice_sequence(slicing, 64, degree, COST)
+    if kind == "moe_only":
+        cut = cut._replace(attention=(64,))
+    if kind == "sequential":
+        cut = Slicing((64,), (64,))
+    return StepGraph(stages, cut, **{"ragged": False, **more})
+
+
+def computed(ops: tuple[Op, ...], layers: bool = False) -> str:
+    """What computes, as the papers write it: A2 is attention of slice 2, with its router."""
+    names = (f"{LETTERS[op.kind]}{op.layer if layers else ''}{op.part}" for op in ops if op.kind in LETTERS)
+    return " ".join(name for name in names if name[0] not in "DC")
+
+
+def sent(ops: tuple[Op, ...]) -> str:
+    return " ".join(f"{LETTERS[op.kind]}{op.part}" for op in ops if op.kind in ("dispatch", "combine"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "computation", "communication"),
+    [
+        ("sequential", "A0 E0 M0 H0", "D0 C0"),
+        ("moe_only", "A0 E0 E1 E2 E3 M0 M1 M2 M3 H0 H1 H2 H3", "D0 D1 D2 D3 C0 C1 C2 C3"),
+        ("aaam", "A0 A1 A2 A3 E0 E1 E2 E3 M0 M1 M2 M3 H0 H1 H2 H3", "D0 D1 D2 D3 C0 C1 C2 C3"),
+        # FoldMoE, figure 7: the first combine goes between the second dispatch and the third.
+        ("one_a_one_m", "A0 A1 E0 A2 E1 A3 E2 E3 M0 M1 M2 M3 H0 H1 H2 H3", "D0 D1 C0 D2 C1 D3 C2 C3"),
+        ("stream", "A0 A1 A2 E0 A3 E1 M0 H0 E2 M1 H1 E3 M2 H2 M3 H3", "D0 D1 D2 C0 D3 C1 C2 C3"),
+    ],
+)
+def test_one_block_forward(kind: str, computation: str, communication: str) -> None:
+    order = stage_order(graph_of(kind=kind), 0, "F", Overlap(kind))
+    assert computed(order) == computation
+    assert sent(order) == communication
+
+
+@pytest.mark.parametrize(
+    ("kind", "computation", "communication"),
+    [
+        ("sequential", "H0 M0 E0 A0", "C0 D0"),
+        ("one_a_one_m", "H3 H2 H1 H0 M3 M2 E3 M1 E2 A3 M0 E1 A2 E0 A1 A0", "C3 C2 D3 C1 D2 C0 D1 D0"),
+    ],
+)
+def test_one_block_backward(kind: str, computation: str, communication: str) -> None:
+    order = stage_order(graph_of(kind=kind), 0, "B", Overlap(kind))
+    assert computed(order) == computation
+    assert sent(order) == communication
+
+
+def test_a_stream_does_not_drain_between_blocks_nor_at_a_dense_one() -> None:
+    order = stage_order(graph_of((("moe", "dense", "moe"),)), 0, "F", Overlap("stream"))
+    assert computed(order, layers=True) == (
+        "A00 A01 A02 E00 A03 E01 M00 A10 F10 E02 M01 A11 F11 E03 M02 A12 F12 M03 A13 F13 "
+        "A20 A21 A22 E20 A23 E21 M20 H20 E22 M21 H21 E23 M22 H22 M23 H23"
+    )
+
+
+def test_one_piece_is_sequential_and_of_two_one_a_one_m_is_aaam() -> None:
+    for direction in ("F", "B"):
+        whole = {stage_order(graph_of(degree=1), 0, direction, Overlap(kind, lag)) for kind in OVERLAPS for lag in (1, 2, 3)}
+        assert len(whole) == 1
+        halves = {stage_order(graph_of(degree=2), 0, direction, Overlap(kind)) for kind in ("aaam", "one_a_one_m")}
+        assert len(halves) == 1
+
+
+BLOCKS = st.lists(st.sampled_from(["dense", "moe"]), min_size=1, max_size=3).map(tuple)
+
+
+@given(
+    st.integers(1, 80), st.integers(1, 8), st.integers(1, 512), st.integers(1, 16), st.lists(BLOCKS, min_size=1, max_size=4),
+    st.sampled_from(OVERLAPS), st.sampled_from(OVERLAPS), st.sampled_from(SLICINGS), st.integers(1, 5), st.integers(1, 5),
+    st.integers(1, 3), st.booleans(), st.sets(st.sampled_from(["attention", "ffn", "expert"])), st.booleans(), st.integers(1, 4),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_whatever_is_generated_passes_the_checker(
+    length, degree, hidden, heads, stages, forward, backward, slicing, lag, other, micro_batches, ragged, again, training, pp
+) -> None:
+    cut = slice_sequence(slicing, length, min(degree, length), SliceCost.of_model(hidden, heads))
+    assert cut.supplies()
+    pp = max(p for p in range(1, pp + 1) if len(stages) % p == 0)
+    stages = stages if pp > 1 else stages[:1]
+    micro_batches *= pp  # what interleaving asks for
+    graph = StepGraph(tuple(stages), cut, pp, micro_batches, ragged, tuple(sorted(again)), training)
+    schedule = step_schedule(graph, Overlap(forward, lag), Overlap(backward, other))
+    check(graph, schedule)
+    for ops in schedule:
+        check_ranks(graph, [ops, ops])
+
+
+def test_no_order_keeps_more_than_one_that_is_not_cut() -> None:
+    """Everything that a forward saves is kept until its backward, whatever the order in between."""
+    stack = (("moe", "dense", "moe"),)
+    for kind in OVERLAPS:
+        graph = graph_of(stack, kind=kind)
+        (most,) = peak(graph, step_schedule(graph, Overlap(kind)))
+        computing = [op for op in graph.ops() if op.direction == "F" and graph.channel(op) is None]
+        assert most <= len(computing)
+
+
+def test_slices_and_micro_batches_meet_by_their_tokens() -> None:
+    graph = StepGraph((("moe", "moe"),), Slicing((5, 2, 1), (3, 3, 2)), ragged=False)
+    route = [{need.part for need in graph.needs(op) if need.kind == "attention"} for op in graph.pieces("route", 0)]
+    assert route == [{0}, {0, 1}, {1, 2}]
+    entering = [{need.part for need in graph.needs(op) if need.kind == "merge"} for op in graph.pieces("attention", 1)]
+    assert entering == [{0, 1}, {1, 2}, {2}]
+    back = [{need.part for need in graph.needs(op) if need.kind == "attention"} for op in graph.pieces("merge", 0, 0, "B")]
+    assert back == [{0}, {0, 1}, {1, 2}]
+    assert list(accumulate(len(graph.tokens(op)) for op in graph.pieces("attention", 1))) == [5, 7, 8]
+
+
+GRAPH = graph_of((("moe", "moe"),), degree=2, ragged=True, recompute=("expert",))
+GOOD = step_schedule(GRAPH, Overlap("one_a_one_m"))[0]
+
+
+def op(kind: str, direction: Any, layer: int, part: int) -> Op:
+    return Op(kind, direction, layer, part)
+
+
+def moved(what: Op, before: Op) -> tuple[Op, ...]:
+    """The good list with one op put in front of another."""
+    left = [each for each in GOOD if each != what]
+    place = left.index(before)
+    return (*left[:place], what, *left[place:])
+
+
+FAULTS: dict[str, tuple[tuple[Op, ...], str]] = {
+    "a lost backward": (tuple(o for o in GOOD if o != op("attention", "B", 0, 1)), "lacks attention B0.0/1"),
+    "a lost collective": (tuple(o for o in GOOD if o != op("combine", "F", 1, 0)), "lacks combine F1.0"),
+    "a lost recomputation": (tuple(o for o in GOOD if o != op("expert", "R", 1, 1)), "lacks expert R1.0/1"),
+    "an op twice": ((*GOOD, op("merge", "B", 0, 0)), "merge B0.0 twice"),
+    "a piece too many": ((*GOOD, op("route", "F", 0, 2)), "route F0.0/2, which the graph does not know"),
+    "a block too many": ((*GOOD, op("route", "F", 2, 0)), "which the graph does not know"),
+    "a counts op that goes backward": ((*GOOD, op("counts", "B", 0, 0)), "which the graph does not know"),
+    "experts before their rows": (
+        moved(op("expert", "F", 0, 1), op("dispatch", "F", 0, 1)),
+        "expert F0.0/1 before dispatch F0.0/1, which it needs",
+    ),
+    "rows before their counts": (
+        moved(op("dispatch", "F", 0, 0), op("counts", "F", 0, 0)),
+        "dispatch F0.0 before counts F0.0, which it needs",
+    ),
+    "a sum before its rows": (moved(op("merge", "F", 0, 0), op("combine", "F", 0, 0)), "merge F0.0 before combine F0.0"),
+    "a slice before the one it looks back to": (
+        moved(op("attention", "F", 1, 1), op("attention", "F", 1, 0)),
+        "attention F1.0/1 before attention F1.0, which it needs",
+    ),
+    "a slice backward before those that saw its keys": (
+        moved(op("attention", "B", 0, 0), op("attention", "B", 0, 1)),
+        "attention B0.0 before",
+    ),
+    "the next block before this one": (
+        moved(op("attention", "F", 1, 0), op("merge", "F", 0, 0)),
+        "attention F1.0 before merge F0.0",
+    ),
+    "backward before the loss": (moved(op("merge", "B", 1, 1), op("head", "F", 1, 1)), "merge B1.0/1 before"),
+    "a backward before its recomputation": (
+        moved(op("expert", "B", 0, 0), op("expert", "R", 0, 0)),
+        "expert B0.0 before expert R0.0, which it needs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_named(name: str) -> None:
+    check(GRAPH, (GOOD,))
+    ops, words = FAULTS[name]
+    with pytest.raises(ScheduleError) as caught:
+        check(GRAPH, (ops,))
+    assert words in str(caught.value)
+
+
+def swapped(a: Op, b: Op) -> tuple[Op, ...]:
+    other = {a: b, b: a}
+    return tuple(other.get(each, each) for each in GOOD)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (
+            lambda: swapped(op("dispatch", "F", 0, 1), op("combine", "F", 0, 0)),
+            "the channel of tokens has two orders: rank 0 has dispatch F0.0/1 where rank 1 has combine F0.0",
+        ),
+        (
+            lambda: tuple(o for o in GOOD if o != op("counts", "F", 1, 1)),
+            "rank 0 has counts F1.0/1 where rank 1 has nothing more",
+        ),
+        (lambda: (*GOOD, op("dispatch", "B", 0, 0)), "rank 0 has nothing more where rank 1 has dispatch B0.0"),
+    ],
+)
+def test_ranks_whose_collectives_do_not_meet_are_found(edit: Callable[[], tuple[Op, ...]], words: str) -> None:
+    check_ranks(GRAPH, [GOOD, GOOD])
+    with pytest.raises(ScheduleError, match=words):
+        check_ranks(GRAPH, [GOOD, edit()])
