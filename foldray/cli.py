@@ -15,6 +15,7 @@ from foldray.drawing import draw
 from foldray.errors import MissingPackage, UserError, nearest
 from foldray.fold import FAMILIES, Fold, Placement, best_order, listed, nearest_folds
 from foldray.recipe import Recipe, describe
+from foldray.schedule import SLICINGS, SliceCost, Slicing, slice_sequence
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -72,6 +73,30 @@ def explain(given: argparse.Namespace) -> int:
     else:
         _say(_explanation(fold, nodes, best))
     return 0
+
+
+def slice_(given: argparse.Namespace) -> int:
+    for name in ("hidden", "heads"):
+        if getattr(given, name) < 1:
+            raise UserError(name, getattr(given, name), "must be at least 1")
+    cost = SliceCost.of_model(given.hidden, given.heads)
+    found = slice_sequence(given.kind, given.seq_len, given.degree, cost, given.multiple_of)
+    if given.json:
+        _print({"attention_slices": found.attention, "moe_micro_batches": found.moe})
+    else:
+        _say(_slices(found, cost))
+    return 0
+
+
+def _slices(slicing: Slicing, cost: SliceCost) -> str:
+    """A table: what each slice has of the sequence, and of attention's cost."""
+    costs = cost.slices(slicing.attention)
+    lines = [f"{slicing.length} tokens, degree {slicing.degree}", "", f"{'':>6}{'slice':>10}{'cost':>9}   {'micro-batch':>11}"]
+    for number, (tokens, seconds, rows) in enumerate(zip(slicing.attention, costs, slicing.moe, strict=True)):
+        share = seconds / sum(costs)
+        lines.append(f"{number:>6}{tokens:>10}{share:>9.1%}   {rows:>11}  {'█' * round(40 * share)}")
+    even = cost.slices(slicing.moe)
+    return "\n".join([*lines, "", f"slowest slice: {max(costs) / max(even):.3f} of the slowest of equal slices"])
 
 
 def _explanation(fold: Fold, nodes: Placement | None, best: Placement | None) -> str:
@@ -191,6 +216,17 @@ def _parser() -> argparse.ArgumentParser:
     _add_recipe(command)
     command.add_argument("--shrink", action="store_true", help="make the model as small as the fold allows")
     command.add_argument("--address", help="Ray cluster to join (cluster.address); else one is started on this machine")
+
+    command = _add(commands, "slice", slice_, "show how a sequence is cut for attention and for the experts")
+    for name, meaning in (
+        ("seq-len", "tokens"),
+        ("degree", "pieces"),
+        ("hidden", "the model's width"),
+        ("heads", "attention heads"),
+    ):
+        command.add_argument(f"--{name}", type=int, required=True, metavar="N", help=meaning)
+    command.add_argument("--kind", choices=SLICINGS, default="time_uniform", help="how attention is cut (default %(default)s)")
+    command.add_argument("--multiple-of", type=int, default=1, metavar="N", help="every length is a multiple of N (default 1)")
 
     command = _add(commands, "explain", explain, "show the groups of a fold, or why it is illegal and what is near")
     command.add_argument("--world-size", type=int, required=True, metavar="W", help="ranks")

@@ -266,6 +266,36 @@ def _check_fold(recipe: Recipe) -> None:
 
 def _check_schedule(recipe: Recipe) -> None:
     check_pipeline(PipelineGraph(recipe.fold.pp, recipe.accumulation, recipe.schedule.virtual_stages))
+    schedule, router, ranks = recipe.schedule, recipe.model.router, recipe.fold.cp * recipe.fold.tp
+    if schedule.kind == "sequential" and schedule.degree > 1:
+        raise UserError("schedule.degree", schedule.degree, "kind=sequential cuts nothing; choose a kind that overlaps", [1])
+    slicing = recipe.slicing
+    if slicing is None:
+        return
+    if schedule.slices is not None:
+        _check_slices(recipe, slicing)
+    if router.capacity_factor is not None and router.drop_scope == "sequence":
+        if router.drop == "probability":
+            rule = "dropping the least probable of whole sequences needs them whole; model.router.drop=position does not"
+            raise UserError("schedule.degree", schedule.degree, rule, [1])
+        if ranks > 1 and slicing.attention != slicing.moe:
+            rule = "dropping the latest of whole sequences needs equal slices where ranks share a sequence (tp, cp)"
+            raise UserError("schedule.slicing", schedule.slicing, rule, ["token_uniform"])
+
+
+def _check_slices(recipe: Recipe, slicing: Slicing) -> None:
+    given, length, degree = recipe.schedule.slices or (), recipe.data.seq_len, recipe.schedule.degree
+    unit, cost = smallest_slice(recipe.fold.cp, recipe.fold.tp), SliceCost.of_model(recipe.model.hidden, recipe.model.heads)
+    legal = ["null", list(slice_sequence("time_uniform", length, degree, cost, unit).attention)]
+    if recipe.schedule.kind == "moe_only":
+        raise UserError("schedule.slices", list(given), "kind=moe_only does not cut attention", ["null"])
+    if len(given) != degree or sum(given) != length or min(given) < 1 or any(tokens % unit for tokens in given):
+        multiples = f"multiples of {unit}" if unit > 1 else "at least 1"
+        rule = f"must be {degree} lengths, {multiples}, that sum to seq_len={length}"
+        raise UserError("schedule.slices", list(given), rule, legal)
+    if not slicing.supplies():
+        rule = f"must have made the tokens of j micro-batches {list(slicing.moe)} behind their first j slices, for any j"
+        raise UserError("schedule.slices", list(given), rule, legal)
 
 
 def _check_batch(recipe: Recipe) -> None:

@@ -77,10 +77,8 @@ class MoELayer(nn.Module):
 
     def forward(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, Tally]:
         """All stages one after another in one autograd graph: what every schedule must equal."""
-        x_TH, tally, stages = x_BSH.reshape(-1, x_BSH.shape[-1]), Tally(*x_BSH.shape[:2]), self.dispatcher
-        routing = self.router(x_TH, tally)
-        tally.add(routing.count_BE, routing.score_BE, routing.z, routing.dropped)
-        tally.close(self.router.sequences)
+        x_TH, stages = x_BSH.reshape(-1, x_BSH.shape[-1]), self.dispatcher
+        routing, tally = self.router.whole(x_TH, x_BSH.shape[0])
         rows_NH, plan = stages.dispatch_preprocess(x_TH, routing)
         plan = stages.exchange_counts(plan) if self.ragged else stages.fixed_counts(plan)
         y_NH = self.run_experts(stages.dispatch(rows_NH, plan), plan)

@@ -86,6 +86,14 @@ class Router(nn.Module):
             z=logits_TE.logsumexp(-1).square().sum(),
         )  # fmt: skip
 
+    def whole(self, x_TH: torch.Tensor, sequences: int) -> tuple[Routing, Tally]:
+        """Route a micro-batch in one piece; its tally carries gradients."""
+        tally = Tally(sequences, x_TH.shape[0] // sequences)
+        routing = self(x_TH, tally)
+        tally.add(routing.count_BE, routing.score_BE, routing.z, routing.dropped)
+        tally.close(self.sequences)
+        return routing, tally
+
     def _keep(self, expert_TK: torch.Tensor, score_TK: torch.Tensor, tally: Tally) -> tuple[torch.Tensor | None, int | None]:
         """Who stays within capacity, and the most rows an expert can then get from this rank's piece."""
         factor, experts, drop = self.spec.capacity_factor, self.model.experts, self.spec.drop

@@ -7,7 +7,8 @@ from time import perf_counter
 import torch
 
 from foldray.comm import Pending
-from foldray.schedule import Op, Span
+from foldray.schedule import Graph, Op, Span
+from foldray.timeline import usage
 
 
 class Trace:
@@ -50,3 +51,13 @@ class Trace:
 
     def _arrived(self, op: Op, started: float) -> None:
         self.spans[op] = Span(started, perf_counter())
+
+    def times(self, graph: Graph) -> dict[str, float]:
+        """Milliseconds of the last step: step_ms, forward_ms, backward_ms, compute_ms, comm_ms, exposed_comm_ms (`Usage`)."""
+        turn = max((span.end for op, span in self.spans.items() if op.direction == "F"), default=self.end)
+        used = usage(graph, self.spans)
+        seconds = {
+            "step_ms": self.end - self.begin, "forward_ms": turn - self.begin, "backward_ms": self.end - turn,
+            "compute_ms": used.compute, "comm_ms": used.communication, "exposed_comm_ms": used.exposed,
+        }  # fmt: skip
+        return {name: value * 1e3 for name, value in seconds.items()}

@@ -21,10 +21,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from foldray.errors import UserError
 from foldray.schedule.graph import PipelineGraph
 from foldray.schedule.op import Op, Schedule
 from foldray.schedule.pipeline import pipeline
-from foldray.schedule.slicing import Slicing
+from foldray.schedule.slicing import SliceCost, Slicing, slice_sequence
 from foldray.schedule.step_graph import StepGraph
 
 RECOMPUTABLE = ("attention", "ffn", "expert")
@@ -55,6 +56,31 @@ class Ordering(NamedTuple):
     backward: Overlap = Overlap("sequential")
     slicing: Slicing | None = None
     recompute: tuple[str, ...] = ()
+
+
+def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1) -> Ordering:
+    """The ordering that a short name stands for: KIND[:DEGREE[:LAG[:BACKWARD_LAG]]], as in `stream:4:2`.
+
+    Slices are time-uniform; `-even` behind the kind, as in `one_a_one_m-even:4`, makes them equal.
+
+    Raises:
+        UserError: no such kind, or numbers that do not fit.
+    """
+    given, *numbers = name.split(":")
+    kind = given.removesuffix("-even")
+    if kind not in OVERLAPS:
+        raise UserError("schedule", name, "names no kind of schedule", OVERLAPS)
+    if len(numbers) > 3 or not all(number.isdecimal() for number in numbers):
+        raise UserError("schedule", name, "must read KIND:DEGREE:LAG:BACKWARD_LAG, the numbers optional")
+    degree, lag, backward_lag = [int(number) for number in numbers] + [1, 2, 2][len(numbers) :]
+    if len(numbers) == 2:
+        backward_lag = lag
+    if kind == "sequential" or degree == 1:
+        return Ordering()
+    slicing = slice_sequence("token_uniform" if given != kind else "time_uniform", length, degree, cost, multiple_of)
+    if kind == "moe_only":
+        slicing = slicing._replace(attention=(length,))
+    return Ordering(Overlap(kind, lag), Overlap(kind, backward_lag), slicing)
 
 
 def step_schedule(graph: StepGraph, forward: Overlap, backward: Overlap | None = None) -> Schedule:

@@ -8,7 +8,7 @@ all-to-alls alone take `ratio` times as long as computation alone. Everything al
 - C: the same blocks, uncut, without communication. Experts have room for a fixed number of rows (capacity factor 1), so leaving
   the network out changes no shape.
 - X: the same all-to-alls, uncut, one after another, with nothing else to do.
-- every variant KIND:DEGREE[:LAG[:BACKWARD LAG]] in the given order, and, with --peers, the same blocks around other MoE layers.
+- every variant KIND[:DEGREE[:LAG[:BACKWARD_LAG]]] in the given order, and, with --peers, the same blocks around other MoE layers.
 
 Forward and backward are told apart, for the loss is a barrier between them. No schedule of one step can be faster than
 max(C_f, X_f) + max(C_b, X_b), the limit. "exposed" is time in which a collective was in flight and nothing was computed.
@@ -26,8 +26,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -41,41 +42,11 @@ from foldray.fold import Fold  # noqa: E402
 from foldray.model import Batch, Transformer  # noqa: E402
 from foldray.planner import recorded_costs, simulate  # noqa: E402
 from foldray.runtime import Execution, Gradients, Trace  # noqa: E402
-from foldray.schedule import OVERLAPS, Ordering, Overlap, SliceCost, slice_sequence  # noqa: E402
+from foldray.schedule import SliceCost, named_ordering  # noqa: E402
 from foldray.spec import ModelSpec, Ownership  # noqa: E402
-from foldray.timeline import usage  # noqa: E402
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
 HOSTS = 2
-
-
-class Variant(NamedTuple):
-    """An ordering by name; degree 1 is sequential."""
-
-    kind: str
-    degree: int
-    slicing: str = "time_uniform"
-    lag: int = 2
-    backward_lag: int = 2
-
-    @classmethod
-    def parse(cls, text: str) -> Variant:
-        kind, degree, *lags = text.split(":")
-        slicing = "time_uniform"
-        if kind.endswith("-even"):
-            kind, slicing = kind.removesuffix("-even"), "token_uniform"
-        if kind not in OVERLAPS:
-            raise SystemExit(f"{text}: {kind} is none of {', '.join(OVERLAPS)}")
-        lag = int(lags[0]) if lags else 2
-        return cls(kind, int(degree), slicing, lag, int(lags[1]) if len(lags) > 1 else lag)
-
-    def ordering(self, model: ModelSpec, length: int) -> Ordering:
-        if self.degree == 1:
-            return Ordering()
-        slicing = slice_sequence(self.slicing, length, self.degree, SliceCost.of_model(model.hidden, model.heads))
-        if self.kind == "moe_only":
-            slicing = slicing._replace(attention=(length,))
-        return Ordering(Overlap(self.kind, self.lag), Overlap(self.kind, self.backward_lag), slicing)
 
 
 def main() -> None:
@@ -106,7 +77,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 1.5], help="communication to computation")
     for name, default in (("length", 4096), ("hidden", 512), ("heads", 8), ("inner", 1024), ("blocks", 4), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--variants", nargs="*", default=["sequential:1", "moe_only:4", "aaam:4", "one_a_one_m:4", "stream:4"])
+    parser.add_argument("--variants", nargs="*", default=["sequential", "moe_only:4", "aaam:4", "one_a_one_m:4", "stream:4"])
     parser.add_argument("--every", type=int, default=1, help="every n-th block is a MoE block")
     parser.add_argument("--peers", action="store_true", help="also DeepSpeed's MoE layer")
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
@@ -165,11 +136,10 @@ class Worker:
         self.batches = [Batch(text[:, :-1], text[:, 1:])]
 
     def serve(self) -> None:
-        variants = {text: Variant.parse(text) for text in self.given.variants}
         plan: dict[str, Callable[[], dict[str, float]]] = {"C": self.compute_alone}
-        if variants:
+        if self.given.variants:
             plan["X"] = self.talk_alone
-            plan |= {text: lambda variant=variant: self.step(variant) for text, variant in variants.items()}  # type: ignore[misc]
+            plan |= {name: partial(self.step, name) for name in self.given.variants}
         if self.given.peers:
             plan["deepspeed"] = self.peer()
         found: dict[str, list[dict[str, float]]] = {name: [] for name in plan}
@@ -198,7 +168,7 @@ class Worker:
         """The blocks uncut, with experts' rows going nowhere."""
         for dispatcher in self.dispatchers:
             dispatcher.tokens = Communicator("tokens", self.groups.tokens.ranks, self.rank, None)
-        measured = self.step(Variant("sequential", 1))
+        measured = self.step("sequential")
         for dispatcher in self.dispatchers:
             dispatcher.tokens = self.groups.tokens
         return measured
@@ -216,41 +186,30 @@ class Worker:
             found[f"{direction}_ms"] = (time.perf_counter() - begin) * 1e3
         return {**found, "step_ms": sum(found.values())}
 
-    def step(self, variant: Variant) -> dict[str, float]:
+    def step(self, name: str) -> dict[str, float]:
         """Forward and backward; the gradients stay where they are."""
         execution, trace = self.execution, self.execution.trace
         assert trace is not None
-        ordering = variant.ordering(self.spec, self.given.length)
+        cost = SliceCost.of_model(self.spec.hidden, self.spec.heads)
+        ordering = named_ordering(name, self.given.length, cost)
         if ordering != execution.ordering:
             execution.reorder(ordering)
             execution.order(execution.graph(self.batches))  # made before the clock runs
         execution.train(self.batches)
         self.gradients.zero()
-        graph = execution.graph(self.batches)
-        spans = dict(trace.spans)
-        turn = max(span.end for op, span in spans.items() if op.direction == "F")
-        found = usage(graph, spans)
+        graph, spans = execution.graph(self.batches), dict(trace.spans)
         everyone: list[Any] = [None] * HOSTS
         dist.all_gather_object(everyone, spans)
         expected = simulate(graph, (execution.order(graph),), recorded_costs(graph, everyone)).seconds
         if self.given.traces and self.rank == 0:
-            self._keep_trace(variant, graph, everyone, trace.begin)
-        return {
-            "step_ms": (trace.end - trace.begin) * 1e3,
-            "forward_ms": (turn - trace.begin) * 1e3,
-            "backward_ms": (trace.end - turn) * 1e3,
-            "compute_ms": found.compute * 1e3,
-            "comm_ms": found.communication * 1e3,
-            "exposed_ms": found.exposed * 1e3,
-            "simulated_ms": expected * 1e3,
-        }
+            self._keep_trace(name, graph, everyone, trace.begin)
+        return {**trace.times(graph), "simulated_ms": expected * 1e3}
 
-    def _keep_trace(self, variant: Variant, graph: Any, ranks: list, begin: float) -> None:
+    def _keep_trace(self, name: str, graph: Any, ranks: list, begin: float) -> None:
         from foldray.timeline import perfetto
 
         self.given.traces.mkdir(parents=True, exist_ok=True)
-        name = "-".join(map(str, variant))
-        (self.given.traces / f"{name}.json").write_text(json.dumps(perfetto(graph, ranks, begin)))
+        (self.given.traces / f"{name.replace(':', '-')}.json").write_text(json.dumps(perfetto(graph, ranks, begin)))
 
     def peer(self) -> Callable[[], dict[str, float]]:
         """The same blocks around DeepSpeed's MoE layer."""
@@ -336,8 +295,8 @@ def report(run: dict[str, Any]) -> None:
             step = each["step_ms"]
             line = f"{name:<22}{step['median']:>8.0f}{step['min']:>8.0f}{step['max']:>8.0f}{step['median'] / least:>9.3f}"
             line += f"{each['forward_ms']['median']:>9.0f}{each['backward_ms']['median']:>9.0f}"
-            if "exposed_ms" in each:
-                line += f"{each['exposed_ms']['median'] / max(each['comm_ms']['median'], 1e-9):>9.1%}"
+            if "exposed_comm_ms" in each:
+                line += f"{each['exposed_comm_ms']['median'] / max(each['comm_ms']['median'], 1e-9):>9.1%}"
                 line += f"{each['simulated_ms']['median']:>10.0f}"
             print(line)
     print(flush=True)

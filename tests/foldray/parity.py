@@ -102,6 +102,15 @@ def weights(engine: Engine) -> dict[str, Held]:
     }
 
 
+def gradients(engine: Any) -> dict[str, Held]:
+    """What a rank of the torch engine holds of every reduced gradient."""
+    model, found = engine.model, {}
+    for local, parameter in model.named_parameters():
+        for name, index in model.global_parts[local]:
+            found[name] = Held(engine.gradients.views[parameter][index].clone(), model.pieces[name].box)
+    return found
+
+
 def one_process(recipe: Recipe, **options: Any) -> dict[str, Any]:
     """The same recipe on one rank, with the torch engine and plain experts."""
     single = make_recipe(

@@ -18,52 +18,9 @@ from foldray.model import context, kernels
 from foldray.model.context import Mode, context_attention
 from foldray.model.kernels import Mask, attend, attend_backward, merge
 from foldray.spec import Layout
+from tests.foldray.model.sequences import ALL, HEADS, B, D, L, data_of, reference, segments
 
-B, L, D = 2, 48, 6
 MODES: list[Mode] = ["ring", "all_gather"]
-HEADS = [(4, 2), (4, 4)]
-# Where documents start, for each of the two sequences. With cp=4 a chunk has 6 positions, with cp=2 it has 12.
-STARTS: dict[str, tuple[list[int], list[int]]] = {
-    "inside every chunk": (list(range(2, L, 6)), [1, 4, 9, 10, 11, 16, 20, 27, 35, 40, 46, 47]),
-    "at every chunk edge": (list(range(6, L, 6)), list(range(6, L, 6))),
-    "at some chunk edges": (list(range(6, L, 6)), [12, 24, 36]),
-    "one over all": ([], []),
-    "one over all beside many": ([], list(range(2, L, 6))),
-    "few and long": ([13, 30], [3, 45]),
-    "one each": (list(range(1, L)), [24]),
-}
-
-
-def _segments(documents: str | None) -> Tensor | None:
-    """Document numbers [B, L], unique and in no order."""
-    if documents is None:
-        return None
-    if documents == "numbers that come again":
-        return (torch.arange(L) // 5 % 2).repeat(B, 1)
-    number_BL = torch.zeros(B, L, dtype=torch.int64)
-    for sequence, starts in enumerate(STARTS[documents]):
-        number_BL[sequence, starts] = 1
-    return torch.randperm(L, generator=torch.Generator().manual_seed(3))[number_BL.cumsum(1)]
-
-
-def _data(heads: tuple[int, int], dtype: torch.dtype, seed: int) -> list[Tensor]:
-    """Queries, keys, values and the output's gradient of whole sequences."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(B, n, L, D) for n in (heads[0], heads[1], heads[1], heads[0])]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-
-
-def _reference(data: list[Tensor], segment_BL: Tensor | None) -> list[Tensor]:
-    """Output and gradients of queries, keys and values, in one process, in float64."""
-    q, k, v, dout = (x.to(torch.float64).requires_grad_() for x in data)
-    seen = torch.ones(L, L, dtype=torch.bool).tril().expand(B, 1, L, L)
-    if segment_BL is not None:
-        seen = seen & (segment_BL.unsqueeze(2) == segment_BL.unsqueeze(1)).unsqueeze(1)
-    repeats = q.shape[1] // k.shape[1]
-    y = F.scaled_dot_product_attention(
-        q, k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), attn_mask=seen
-    )
-    return [y.detach(), *torch.autograd.grad(y, (q, k, v), dout)]
 
 
 def _attended(data: list[Tensor], communicator: Communicator, mode: Mode, segment_BL: Tensor | None) -> list[Tensor]:
@@ -88,19 +45,16 @@ def _parity(
     groups = Groups.create(Fold(4, cp=cp), rank)
     errors = []
     for name in documents:
-        data, segment_BL = _data(heads, dtype, groups.dp_rank), _segments(name)
+        data, segment_BL = data_of(heads, dtype, groups.dp_rank), segments(name)
         results = _attended(data, groups.context, mode, segment_BL)
         assert all(x.dtype == dtype for x in results)
-        errors.append(_errors(results, _reference(data, segment_BL), groups.context))
+        errors.append(_errors(results, reference(data, segment_BL), groups.context))
     groups.close()
     return errors
 
 
 def _worst(results: Any) -> float:
     return float(torch.tensor(results).max())  # a NaN stays one, and is below nothing
-
-
-ALL = [None, *STARTS, "numbers that come again"]
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -118,7 +72,7 @@ def test_narrower_types_stay_near(ranks, mode: Mode, dtype: torch.dtype, limit: 
 
 def _modes_agree(rank: int) -> float:
     groups = Groups.create(Fold(4, cp=4), rank)
-    data, segment_BL = _data((4, 2), torch.float64, 0), _segments("few and long")
+    data, segment_BL = data_of((4, 2), torch.float64, 0), segments("few and long")
     ring, gathered, again = (_attended(data, groups.context, mode, segment_BL) for mode in ("ring", "all_gather", "ring"))
     assert all(torch.equal(x, y) for x, y in zip(ring, again, strict=True))
     groups.close()
@@ -134,9 +88,9 @@ def _with_each_parts_own_sum(rank: int, mode: Mode) -> list[float]:
         return attend_backward(dout, q, k, v, *attend(q, k, v, mask), mask)
 
     groups = Groups.create(Fold(4, cp=4), rank)
-    data = _data((4, 2), torch.float64, 0)
+    data = data_of((4, 2), torch.float64, 0)
     with mock.patch.object(context, "attend_backward", own):
-        errors = _errors(_attended(data, groups.context, mode, None), _reference(data, None), groups.context)
+        errors = _errors(_attended(data, groups.context, mode, None), reference(data, None), groups.context)
     groups.close()
     return errors
 
@@ -152,7 +106,7 @@ def _sent(rank: int, cp: int, mode: Mode, dtype: torch.dtype) -> list[dict[str, 
     """Calls and bytes by operation, forward and backward."""
     groups = Groups.create(Fold(4, cp=cp), rank)
     shard = groups.context.size
-    q, k, v, dout = (x[:, :, : L // shard].clone() for x in _data((4, 2), dtype, 0))
+    q, k, v, dout = (x[:, :, : L // shard].clone() for x in data_of((4, 2), dtype, 0))
     counts = []
 
     def count() -> None:
@@ -200,13 +154,13 @@ def _events(rank: int, mode: Mode, documents: str | None) -> tuple[list[str], li
 
         return run
 
-    q, k, v, dout = (x[:, :, : L // 4].clone() for x in _data((4, 2), torch.float32, 0))
+    q, k, v, dout = (x[:, :, : L // 4].clone() for x in data_of((4, 2), torch.float32, 0))
     with (
         mock.patch.object(Communicator, "shift", noted_shift),
         mock.patch.object(context, "attend", noted(attend)),
         mock.patch.object(context, "attend_backward", noted(attend_backward)),
     ):
-        y = context_attention(q.requires_grad_(), k, v, groups.context, mode, _segments(documents))
+        y = context_attention(q.requires_grad_(), k, v, groups.context, mode, segments(documents))
         forward = events.copy()
         events.clear()
         y.backward(dout)
@@ -243,7 +197,7 @@ def test_parts_that_no_document_crosses_are_skipped(ranks, mode: Mode) -> None:
 
 def test_mistakes_are_named() -> None:
     alone = Groups.create(Fold(1)).context
-    q, k, v, _ = _data((4, 2), torch.float32, 0)
+    q, k, v, _ = data_of((4, 2), torch.float32, 0)
     with pytest.raises(ValueError, match="legal are 'ring', 'all_gather'"):
         context_attention(q, k, v, alone, "rings")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"whole sequences have \(2, 48\)"):
@@ -378,8 +332,8 @@ def test_cuda_kernels_agree_with_plain_products(
     out, lse = merge(*plain, other, plain[1].nan_to_num(neginf=0))
     backward = attend_backward(dout, q, k, v, out.to(dtype), lse.float(), mask)
     exact = kernels._attend_plain_backward(dout.double(), *wide, out, lse, mask)
-    for gradient, reference in zip(backward, exact, strict=True):
-        assert float((gradient - reference).norm() / reference.norm()) <= limit / 2
+    for gradient, wanted in zip(backward, exact, strict=True):
+        assert float((gradient - wanted).norm() / wanted.norm()) <= limit / 2
 
 
 @pytest.mark.gpu
@@ -387,10 +341,10 @@ def test_cuda_kernels_agree_with_plain_products(
 @pytest.mark.parametrize("documents", [None, "few and long"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_one_gpu_alone(documents: str | None, dtype: torch.dtype) -> None:
-    alone, segment_BL = Groups.create(Fold(1)).context, _segments(documents)
-    data = _data((4, 2), dtype, 0)
+    alone, segment_BL = Groups.create(Fold(1)).context, segments(documents)
+    data = data_of((4, 2), dtype, 0)
     on_gpu = None if segment_BL is None else segment_BL.cuda()
     results = _attended([x.cuda() for x in data], alone, "ring", on_gpu)
-    assert max(_errors([x.cpu() for x in results], _reference(data, segment_BL), alone)) <= (
+    assert max(_errors([x.cpu() for x in results], reference(data, segment_BL), alone)) <= (
         1e-5 if dtype == torch.float32 else 2e-2
     )

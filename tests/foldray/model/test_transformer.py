@@ -113,20 +113,20 @@ def test_every_rank_holds_its_boxes_of_the_one_process_model(fold: Fold, model: 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_segments_hold_every_parameter_and_compute_the_whole_loss(tied: bool) -> None:
-    model = model_of(dtype=torch.float64, positions="learned", tied_embeddings=tied, dense_first=1)
-    segments = [segment for stage in model.stages for segment in model.segments(stage)]
-    assert segments[-1].parameters[-1] is (model.embedding if tied else model.head).weight
-    assert {id(p) for segment in segments for p in segment.parameters} == {id(p) for p in model.parameters()}
+def test_the_ops_hold_every_parameter_and_their_losses_add_up(tied: bool) -> None:
+    model = model_of(dtype=torch.float64, positions="learned", tied_embeddings=tied, dense_first=1, layers=3)
+    kinds = {"embed": [0], "head": [2], "attention": [0, 1, 2], "ffn": [0], "route": [1, 2], "expert": [1, 2], "merge": [1, 2]}
+    held = [p for kind, layers in kinds.items() for layer in layers for p in model.parameters_of(kind, layer)]
+    assert {id(p) for p in held} == {id(p) for p in model.parameters()}
+    assert len(held) == len(list(model.parameters())) + tied
     text = tokens(2, 9)
-    batch, x, objective = Batch(text[:, :-1], text[:, 1:]), None, 0.0
-    for segment in segments:
-        output = segment.run(x, batch)
-        x, objective = output.x_BsH, objective + (0.0 if output.objective is None else output.objective)
-    torch.testing.assert_close(objective, model(batch)[0])
+    batch = Batch(text[:, :-1], text[:, 1:])
     logits = model.logits(batch.token_BL)
     language = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.target_BL.flatten())
     torch.testing.assert_close(model(batch)[1].language, language.detach())
+    x_BsH = torch.randn(2, 8, model.spec.hidden, dtype=torch.float64)
+    parts = [model.head_loss(x_BsH[:, part.start : part.stop], batch, part)[0] for part in (range(5), range(5, 8))]
+    torch.testing.assert_close(sum(parts), model.head_loss(x_BsH, batch, range(8))[0])
 
 
 def test_no_position_sees_a_later_one() -> None:

@@ -1,0 +1,107 @@
+"""Attention slice by slice, on one rank and on several, is that of whole sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foldray.comm import Communicator, Groups
+from foldray.fold import Fold
+from foldray.model import slices as module
+from foldray.model.slices import KeysAndValues, Sight, slice_attention
+from foldray.spec import Layout
+from tests.foldray.model.sequences import ALL, HEADS, B, D, L, data_of, reference, segments
+
+CUTS = [(48,), (24, 24), (16, 24, 8), (8, 8, 16, 8, 8), (40, 8)]
+
+
+def sliced(
+    data: list[Tensor], communicator: Communicator, cut: tuple[int, ...], segment_BL: Tensor | None, again: bool = False
+) -> tuple[list[Tensor], KeysAndValues]:
+    """Output and gradients of queries, keys and values of this rank's shard: slices forward in order, backward in the other."""
+    layout, memory = Layout(communicator.size, cp_rank=communicator.index, slices=cut), KeysAndValues()
+    graphs, outs = [], []
+    for part in layout.cut(L):
+        shards = [Layout(communicator.size, cp_rank=i).chunks(part) for i in range(communicator.size)]
+        sight = Sight.of(part, L, shards, communicator.index, segment_BL)
+        leaves = [x[:, :, layout.shard(part)].requires_grad_() for x in data[:3]]
+        for _ in range(1 + again):
+            out = slice_attention(*leaves, memory, sight, communicator)
+        graphs.append((out, leaves, data[3][:, :, layout.shard(part)]))
+        outs.append(out.detach())
+    found = [torch.autograd.grad(out, leaves, dout) for out, leaves, dout in reversed(graphs)][::-1]
+    return [torch.cat(outs, 2), *(torch.cat(each, 2) for each in zip(*found, strict=True))], memory
+
+
+def errors(results: list[Tensor], references: list[Tensor], communicator: Communicator, cut: tuple[int, ...]) -> list[float]:
+    """Largest differences, as shares of the largest value."""
+    held = Layout(communicator.size, cp_rank=communicator.index, slices=cut).piece(L)
+    pairs = zip(results, references, strict=True)
+    return [float((x - whole[:, :, held]).abs().max() / whole.abs().max()) for x, whole in pairs]
+
+
+def parity(rank: int, cp: int, heads: tuple[int, int], dtype: torch.dtype, documents: list[str | None]) -> list[list[float]]:
+    groups = Groups.create(Fold(4, cp=cp), rank)
+    found = []
+    for name in documents:
+        data, segment_BL = data_of(heads, dtype, groups.dp_rank), segments(name)
+        whole = reference(data, segment_BL)
+        for cut in CUTS:
+            results, memory = sliced(data, groups.context, cut, segment_BL)
+            assert all(x.dtype == dtype for x in results)
+            assert memory.made is None
+            found.append(errors(results, whole, groups.context, cut))
+    groups.close()
+    return found
+
+
+def worst(results: Any) -> float:
+    return float(torch.tensor(results).max())  # a NaN stays one, and is below nothing
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_output_and_gradients_are_those_of_whole_sequences(ranks, cp: int, heads: tuple[int, int]) -> None:
+    assert worst(ranks(4).run(parity, cp, heads, torch.float64, ALL)) <= 1e-12
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+def test_narrower_types_stay_near(ranks, dtype: torch.dtype, limit: float) -> None:
+    assert worst(ranks(4).run(parity, 2, (4, 2), dtype, [None, "few and long"])) <= limit
+
+
+def test_a_forward_that_is_computed_again_finds_its_keys_and_values() -> None:
+    alone, data = Groups.create(Fold(1)).context, data_of((4, 2), torch.float64, 0)
+    once, twice = (sliced(data, alone, (16, 24, 8), None, again)[0] for again in (False, True))
+    for x, y in zip(once, twice, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_keys_and_values_are_kept_once_and_their_gradients_added_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No slice copies the ones before it: the kernels read one memory, and add to one gradient."""
+    seen: list[tuple[int, ...]] = []
+    attend = module.attend
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
+        seen.append((k.untyped_storage().data_ptr(), k.untyped_storage().nbytes()))
+        return attend(q, k, v, mask)
+
+    monkeypatch.setattr(module, "attend", watched)
+    sliced(data_of((4, 2), torch.float64, 0), Groups.create(Fold(1)).context, (16, 24, 8), None)
+    assert len(seen) == 5, "two parts of each slice but the first"
+    assert set(seen) == {(seen[0][0], 2 * B * 2 * L * D * 8)}
+
+
+def test_documents_that_lie_elsewhere_are_not_met() -> None:
+    segment_BL = torch.arange(2).repeat_interleave(24).repeat(B, 1)
+    parts = [Sight.of(part, L, [[part]], 0, segment_BL).parts[0] for part in (range(16), range(16, 36), range(36, 48))]
+    assert [[(part.keys, part.mask if part.mask in ("causal", None) else "mask") for part in each] for each in parts[:1]] == [
+        [(range(16), "causal")]
+    ]
+    assert [part.keys for part in parts[1]] == [range(16), range(16, 36)]
+    assert [part.keys for part in parts[2]] == [range(24, 36), range(36, 48)]
+    assert parts[2][0].mask is None
+    assert parts[2][1].mask == "causal"
