@@ -57,6 +57,20 @@ def verify(given: argparse.Namespace) -> int:
     return run(recipe, shrink=given.shrink, as_json=given.json)
 
 
+def bench(given: argparse.Namespace) -> int:
+    recipe = _recipe(given)
+    from trainers.bench import bench as run
+
+    return run(recipe, given.schedules, given.rounds, as_json=given.json)
+
+
+def timeline(given: argparse.Namespace) -> int:
+    recipe = _recipe(given)
+    from trainers.bench import timeline as run
+
+    return run(recipe, given.picture, given.trace, as_json=given.json)
+
+
 def explain(given: argparse.Namespace) -> int:
     fold = _legal_fold(given)
     if given.best_order and given.ranks_per_node is None:
@@ -217,6 +231,20 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--shrink", action="store_true", help="make the model as small as the fold allows")
     command.add_argument("--address", help="Ray cluster to join (cluster.address); else one is started on this machine")
 
+    command = _add(commands, "bench", bench, "measure schedules side by side on this machine or cluster")
+    _add_recipe(command)
+    command.add_argument("--address", help="Ray cluster to join (cluster.address); else one is started on this machine")
+    command.add_argument(
+        "--schedule", dest="schedules", action="append", default=[], metavar="KIND:DEGREE[:LAG]", help="one to measure; repeat it"
+    )
+    command.add_argument("--rounds", type=int, default=7, metavar="N", help="in which all take turns (default %(default)s)")
+
+    command = _add(commands, "timeline", timeline, "draw what computes and what travels in a step, measured and simulated")
+    _add_recipe(command)
+    command.add_argument("--address", help="Ray cluster to join (cluster.address); else one is started on this machine")
+    command.add_argument("--picture", type=Path, metavar="FILE.png", help="also draw it into a PNG")
+    command.add_argument("--trace", type=Path, metavar="FILE.json", help="also write a trace for Perfetto (ui.perfetto.dev)")
+
     command = _add(commands, "slice", slice_, "show how a sequence is cut for attention and for the experts")
     for name, meaning in (
         ("seq-len", "tokens"),
@@ -256,7 +284,7 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
 
 
 def _recipe_keys() -> str:
-    rows = [(key, legal, default, meaning) for key, legal, default, meaning in describe()]
+    rows = [(key, legal, default, meaning) for key, legal, default, meaning in describe(Recipe)]
     widths = [max(len(row[column]) for row in rows) for column in (0, 2)]
     lines = [
         f"  {key:{widths[0]}}  {default:{widths[1]}}  {meaning + ' ' if meaning else ''}({legal})"
@@ -266,7 +294,11 @@ def _recipe_keys() -> str:
 
 
 def _recipe(given: argparse.Namespace) -> Recipe:
-    address = [f"cluster.address={given.address}"] if given.command in ("train", "verify") and given.address else []
+    address = (
+        [f"cluster.address={given.address}"]
+        if given.command in ("train", "verify", "bench", "timeline") and given.address
+        else []
+    )
     return Recipe.load(given.recipe, [*given.overrides, *address])
 
 

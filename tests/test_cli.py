@@ -488,7 +488,7 @@ def test_explain_needs_no_torch_and_survives_a_reader_that_goes(tmp_path: Path) 
     [
         ("--help", ["train", "submit", "verify", "explain"]),
         ("verify --help", ["RECIPE", "key=value", "--shrink", "--address", "--json"]),
-        ("train --help", ["RECIPE", "key=value", "--resume", "--json", *(key for key, *_ in describe())]),
+        ("train --help", ["RECIPE", "key=value", "--resume", "--json", *(key for key, *_ in describe(Recipe))]),
         ("submit --help", ["--address", "http://HOST:8265"]),
         (
             "explain --help",

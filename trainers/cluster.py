@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pyarrow
 import pyarrow.fs
 import ray
+import ray.train
+import torch
 from ray._private.grpc_utils import init_grpc_channel
 from ray.exceptions import AuthenticationError
-from ray.train import ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
 
+from foldray.comm import Groups
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers.jobs import WANTS_TOKEN
@@ -111,6 +119,43 @@ def scaling(recipe: Recipe) -> ScalingConfig:
     return ScalingConfig(
         num_workers=spec.workers, use_gpu=spec.gpu, resources_per_worker=resources, placement_strategy=spec.placement
     )
+
+
+def on_workers(recipe: Recipe, loop: Callable[[dict[str, Any]], Any], name: str, **config: Any) -> dict[str, Any]:
+    """Run a loop once on a recipe's workers, as Ray Train does; what the first of them returned.
+
+    Args:
+        loop: gets `config` and the recipe, as `worker` reads it.
+        name: of what is done, for the folder that Ray keeps meanwhile.
+
+    Raises:
+        UserError: the recipe cannot run here.
+    """
+    connect(recipe, crowded=True)
+    check_room(recipe)
+    storage, folder = storage_folder(recipe), f"{name}-{secrets.token_hex(4)}"
+    trainer = TorchTrainer(
+        loop,
+        train_loop_config={"recipe": recipe.model_dump(), **config},
+        scaling_config=scaling(recipe),
+        run_config=RunConfig(
+            name=folder, storage_path=storage, failure_config=FailureConfig(max_failures=0, controller_failure_limit=2)
+        ),
+    )
+    try:
+        found = trainer.fit().return_value
+    finally:
+        shutil.rmtree(Path(storage) / folder, ignore_errors=True)
+    assert isinstance(found, dict), "the first worker came back without a result"
+    return found
+
+
+def worker(config: dict[str, Any]) -> tuple[Recipe, Groups, torch.device]:
+    """A worker of `on_workers`: its recipe, its place in the fold, its device."""
+    recipe = Recipe.parse(config["recipe"])
+    torch.set_num_threads(recipe.cluster.cpus_per_worker)
+    device = ray.train.torch.get_device() if recipe.cluster.gpu else torch.device("cpu")
+    return recipe, Groups.create(recipe.placed_fold, ray.train.get_context().get_world_rank()), device
 
 
 def storage_folder(recipe: Recipe) -> str:

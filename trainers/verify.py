@@ -8,19 +8,13 @@ fold), and every parameter's gradient, as the optimizer got it, is compared.
 from __future__ import annotations
 
 import math
-import secrets
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import ray.train
 import torch
 import torch.distributed as dist
-from ray.train import FailureConfig, RunConfig
-from ray.train.torch import TorchTrainer
 
 from foldray.comm import Groups
 from foldray.fold import Fold
@@ -28,7 +22,7 @@ from foldray.model import Batch, Transformer
 from foldray.moe import MoeBackend
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, TorchEngine
-from foldray.spec import Ownership, parameter_table
+from foldray.spec import Ownership, parameter_table, smallest_slice
 from trainers import cluster
 from trainers.engines import DTYPES, make_backend, make_engine
 from trainers.telemetry import as_json as to_json
@@ -78,7 +72,7 @@ def verify(recipe: Recipe, shrink: bool = False, as_json: bool = False) -> int:
     """
     checked = as_checked(small(recipe) if shrink else recipe)
     print(f"{checked.placed_fold} on {checked.cluster.workers} workers against one process …", file=sys.stderr)
-    found = Verification(**_on_ray(checked))
+    found = Verification(**cluster.on_workers(checked, _loop, "verify"))
     print(to_json(found.as_dict()) if as_json else _report(recipe, found))
     return 0 if found.passed else 1
 
@@ -92,6 +86,9 @@ def as_checked(recipe: Recipe) -> Recipe:
     given["cluster"]["max_failures"] = 0
     if recipe.model.router.capacity_factor is not None:
         given["model"]["router"]["drop_scope"] = "sequence"
+        if recipe.slicing is not None:  # by probability, pieces drop each for itself
+            given["model"]["router"]["drop"] = "position"
+            given["schedule"].update(slicing="token_uniform", slices=None)
     return Recipe.parse(given)
 
 
@@ -103,10 +100,10 @@ def small(recipe: Recipe) -> Recipe:
     layers = max(stages, dense + every)
     sizes = schedule.stage_layers and [1 if size == min(schedule.stage_layers) else 2 for size in schedule.stage_layers]
     topk = min(model.topk, 4)
-    unit = math.lcm(2 * fold.cp if fold.cp > 1 else 1, fold.tp * fold.cp)
-    length, micro_batch = unit * math.ceil(32 / unit), min(training.micro_batch, 2)
+    unit = smallest_slice(fold.cp, fold.tp)
+    length, micro_batch = unit * max(math.ceil(32 / unit), schedule.degree), min(training.micro_batch, 2)
     given = recipe.model_dump()
-    given["schedule"]["stage_layers"] = sizes
+    given["schedule"].update(stage_layers=sizes, slices=None)
     given["data"]["seq_len"] = length
     given["training"].update(micro_batch=micro_batch, global_batch=fold.dp * micro_batch * 2 * fold.pp)
     given["model"].update(
@@ -122,7 +119,7 @@ def small(recipe: Recipe) -> Recipe:
 def compare(recipe: Recipe, groups: Groups, device: torch.device) -> dict[str, Any] | None:
     """One step on this rank's part and, on the fold's first rank, of the whole; the fields of a `Verification` there."""
     engine = make_engine(recipe, groups, device)
-    losses = engine.train([_batch(recipe, groups.dp_rank, groups.fold.dp, m, device) for m in range(recipe.accumulation)])
+    losses = engine.train([random_batch(recipe, groups.dp_rank, groups.fold.dp, m, device) for m in range(recipe.accumulation)])
     means = torch.stack([torch.stack([part.language, part.balance, part.z]) for part in losses]).mean(0)
     means = groups.control.all_reduce(means) / groups.dense_gradients.size
     own = _gradients(engine)
@@ -174,7 +171,7 @@ def _one_process(recipe: Recipe, device: torch.device) -> tuple[torch.Tensor, di
     model = Transformer(Ownership(recipe.model, Fold(1)), alone, backend, seed=seed, device=device, dtype=dtype)
     engine = TorchEngine(model, alone, recipe.optimizer)
     dp = recipe.placed_fold.dp
-    losses = engine.train([_batch(recipe, r, dp, m, device) for m in range(recipe.accumulation) for r in range(dp)])
+    losses = engine.train([random_batch(recipe, r, dp, m, device) for m in range(recipe.accumulation) for r in range(dp)])
     means = torch.stack([torch.stack([part.language, part.balance, part.z]) for part in losses]).mean(0)
     return means, {name: gradient.double().contiguous() for name, gradient in _gradients(engine).items()}
 
@@ -190,7 +187,7 @@ def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
     }
 
 
-def _batch(recipe: Recipe, dp_rank: int, dp: int, m: int, device: torch.device) -> Batch:
+def random_batch(recipe: Recipe, dp_rank: int, dp: int, m: int, device: torch.device) -> Batch:
     """A micro-batch of random text, different for every data-parallel rank."""
     shape = (recipe.training.micro_batch, recipe.data.seq_len + 1)
     generator = torch.Generator().manual_seed(recipe.training.seed + m * dp + dp_rank)
@@ -199,32 +196,8 @@ def _batch(recipe: Recipe, dp_rank: int, dp: int, m: int, device: torch.device) 
     return Batch(token_BL[:, :-1], token_BL[:, 1:], documents)
 
 
-def _on_ray(recipe: Recipe) -> dict[str, Any]:
-    cluster.connect(recipe, crowded=True)
-    cluster.check_room(recipe)
-    storage, name = cluster.storage_folder(recipe), f"verify-{secrets.token_hex(4)}"
-    trainer = TorchTrainer(
-        _loop,
-        train_loop_config={"recipe": recipe.model_dump()},
-        scaling_config=cluster.scaling(recipe),
-        run_config=RunConfig(
-            name=name, storage_path=storage, failure_config=FailureConfig(max_failures=0, controller_failure_limit=2)
-        ),
-    )
-    try:
-        found = trainer.fit().return_value
-    finally:
-        shutil.rmtree(Path(storage) / name, ignore_errors=True)
-    assert isinstance(found, dict), "the first worker came back without a result"
-    return found
-
-
 def _loop(config: dict[str, Any]) -> dict[str, Any] | None:
-    recipe = Recipe.parse(config["recipe"])
-    torch.set_num_threads(recipe.cluster.cpus_per_worker)
-    device = ray.train.torch.get_device() if recipe.cluster.gpu else torch.device("cpu")
-    groups = Groups.create(recipe.placed_fold, ray.train.get_context().get_world_rank())
-    return compare(recipe, groups, device)
+    return compare(*cluster.worker(config))
 
 
 def _report(recipe: Recipe, found: Verification) -> str:
@@ -235,7 +208,8 @@ def _report(recipe: Recipe, found: Verification) -> str:
         f"  worst gradient  {found.grad_max_rel_diff:.1e} (of the tensor's largest value)  {found.worst_parameter}",
     ]
     if recipe.model.router.capacity_factor is not None and recipe.model.router.drop_scope == "sub_sequence":
-        lines.append("  dropping was per whole sequence here: per sub-sequence, who is dropped depends on the fold")
+        by = " and by position" if recipe.slicing is not None and recipe.model.router.drop == "probability" else ""
+        lines.append(f"  dropping was per whole sequence{by} here: otherwise who is dropped depends on how they are cut")
     if not found.passed:
         lines += ["  parameters that differ most:"] + [f"    {value:.1e}  {name}" for name, value in found.worst.items()]
     return "\n".join([*lines, "passed" if found.passed else "FAILED: this fold does not give what one process gives"])

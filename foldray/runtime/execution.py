@@ -55,7 +55,8 @@ class Execution:
             slicing.shared(ranks),
             self.groups.fold.pp,
             len(batches),
-            ragged=not model.spec.router.pad,
+            # In evaluation the last micro-batch may be smaller on some ranks, and so what they send.
+            ragged=not (model.spec.router.pad and backward),
             recompute=self.ordering.recompute,
             backward=backward,
         )

@@ -54,10 +54,16 @@ class Trace:
 
     def times(self, graph: Graph) -> dict[str, float]:
         """Milliseconds of the last step: step_ms, forward_ms, backward_ms, compute_ms, comm_ms, exposed_comm_ms (`Usage`)."""
-        turn = max((span.end for op, span in self.spans.items() if op.direction == "F"), default=self.end)
+        sides = {"F": 0.0, "B": 0.0}  # by what the step was at: passes take turns when there are several micro-batches
+        at = self.begin
+        for op, span in sorted(self.spans.items(), key=lambda item: item[1]):
+            if graph.channel(op) is None:
+                sides["F" if op.direction == "F" else "B"] += span.end - at
+                at = span.end
+        sides["B"] += self.end - at
         used = usage(graph, self.spans)
         seconds = {
-            "step_ms": self.end - self.begin, "forward_ms": turn - self.begin, "backward_ms": self.end - turn,
+            "step_ms": self.end - self.begin, "forward_ms": sides["F"], "backward_ms": sides["B"],
             "compute_ms": used.compute, "comm_ms": used.communication, "exposed_comm_ms": used.exposed,
         }  # fmt: skip
         return {name: value * 1e3 for name, value in seconds.items()}

@@ -1,6 +1,7 @@
 """Spans of ops, recorded or simulated: what they add up to, and how they look."""
 
 from foldray.timeline.perfetto import perfetto
-from foldray.timeline.usage import Usage, merged, queued, usage
+from foldray.timeline.text import LETTERS, draw_text
+from foldray.timeline.usage import Usage, length, merged, queued, usage
 
-__all__ = ["Usage", "merged", "perfetto", "queued", "usage"]
+__all__ = ["LETTERS", "Usage", "draw_text", "length", "merged", "perfetto", "queued", "usage"]

@@ -323,7 +323,7 @@ def test_errors_travel_between_processes(error):
 
 
 def test_every_key_is_described_once_and_its_default_is_legal():
-    rows = list(describe())
+    rows = list(describe(Recipe))
     keys = [key for key, *_ in rows]
     assert len(set(keys)) == len(keys)
     assert {"name", "training.steps", "model.router.drop", "data.validation.fraction", "cluster.workers"} <= set(keys)

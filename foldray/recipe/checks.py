@@ -1,0 +1,116 @@
+"""Rules that bind several keys of a recipe. Each raises a UserError that names field, value, rule and legal values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from foldray.errors import UserError, multiples_near
+from foldray.fold import nearest_folds
+from foldray.schedule import PipelineGraph, SliceCost, Slicing, check_pipeline, slice_sequence
+from foldray.spec import check_length, smallest_slice
+
+if TYPE_CHECKING:
+    from foldray.recipe.recipe import Recipe
+
+
+def check_all(recipe: Recipe) -> None:
+    for check in (_check_fold, _check_batch, _check_schedule, _check_data, _check_backend, _check_engine):
+        check(recipe)
+
+
+def _check_fold(recipe: Recipe) -> None:
+    workers, sizes = recipe.cluster.workers, recipe.fold
+    try:
+        fold = recipe.placed_fold
+    except UserError as error:
+        if error.field in ("order", "moe_order"):
+            raise UserError(f"fold.{error.field}", error.value, error.rule, error.legal) from None
+        near = nearest_folds(workers, sizes.model_dump(include={"tp", "cp", "pp", "ep", "etp"}))
+        options = "; ".join(" ".join(f"{axis}={size}" for axis, size in option.items()) for option in near)
+        rule = f"{error.rule} (cluster.workers); nearest legal folds: {options}"
+        raise UserError("fold", error.value, rule, error.legal) from None
+    assert recipe.ownership
+    check_length(recipe.data.seq_len, fold.cp, fold.tp)
+
+
+def _check_schedule(recipe: Recipe) -> None:
+    check_pipeline(PipelineGraph(recipe.fold.pp, recipe.accumulation, recipe.schedule.virtual_stages))
+    schedule, router, ranks = recipe.schedule, recipe.model.router, recipe.fold.cp * recipe.fold.tp
+    if schedule.kind == "sequential" and schedule.degree > 1:
+        raise UserError("schedule.degree", schedule.degree, "kind=sequential cuts nothing; choose a kind that overlaps", [1])
+    slicing = recipe.slicing
+    if slicing is None:
+        return
+    if schedule.slices is not None:
+        _check_slices(recipe, slicing)
+    if router.capacity_factor is not None and router.drop_scope == "sequence":
+        if router.drop == "probability":
+            rule = "dropping the least probable of whole sequences needs them whole; model.router.drop=position does not"
+            raise UserError("schedule.degree", schedule.degree, rule, [1])
+        if ranks > 1 and slicing.attention != slicing.moe:
+            rule = "dropping the latest of whole sequences needs equal slices where ranks share a sequence (tp, cp)"
+            raise UserError("schedule.slicing", schedule.slicing, rule, ["token_uniform"])
+
+
+def _check_slices(recipe: Recipe, slicing: Slicing) -> None:
+    given, length, degree = recipe.schedule.slices or (), recipe.data.seq_len, recipe.schedule.degree
+    unit, cost = smallest_slice(recipe.fold.cp, recipe.fold.tp), SliceCost.of_model(recipe.model.hidden, recipe.model.heads)
+    legal = ["null", list(slice_sequence("time_uniform", length, degree, cost, unit).attention)]
+    if recipe.schedule.kind == "moe_only":
+        raise UserError("schedule.slices", list(given), "kind=moe_only does not cut attention", ["null"])
+    if len(given) != degree or sum(given) != length or min(given) < 1 or any(tokens % unit for tokens in given):
+        multiples = f"multiples of {unit}" if unit > 1 else "at least 1"
+        rule = f"must be {degree} lengths, {multiples}, that sum to seq_len={length}"
+        raise UserError("schedule.slices", list(given), rule, legal)
+    if not slicing.supplies():
+        rule = f"must have made the tokens of j micro-batches {list(slicing.moe)} behind their first j slices, for any j"
+        raise UserError("schedule.slices", list(given), rule, legal)
+
+
+def _check_batch(recipe: Recipe) -> None:
+    training, dp = recipe.training, recipe.placed_fold.dp
+    unit, batch = dp * training.micro_batch, training.global_batch
+    if batch % unit:
+        rule = f"must be a multiple of dp × micro_batch = {dp} × {training.micro_batch}"
+        raise UserError("training.global_batch", batch, rule, multiples_near(batch, unit))
+    if training.stop_after is not None and training.stop_after > training.steps:
+        raise UserError("training.stop_after", training.stop_after, f"must be at most steps={training.steps}")
+    if recipe.optimizer.warmup_steps > training.steps:
+        raise UserError("optimizer.warmup_steps", recipe.optimizer.warmup_steps, f"must be at most steps={training.steps}")
+
+
+def _check_data(recipe: Recipe) -> None:
+    data, model = recipe.data, recipe.model
+    if data.source == "stdlib" and data.path is not None:
+        raise UserError(
+            "data.path", data.path, "has no meaning with source=stdlib; name the kind of file", ["text", "jsonl", "parquet"]
+        )
+    if data.source != "stdlib" and data.path is None:
+        raise UserError("data.path", "null", f"source={data.source} needs a file or a glob")
+    if model.positions == "learned" and data.seq_len > model.max_positions:
+        raise UserError("data.seq_len", data.seq_len, f"must be at most model.max_positions={model.max_positions}")
+
+
+def _check_engine(recipe: Recipe) -> None:
+    engine, optimizer = recipe.engine, recipe.optimizer
+    if engine.kind == "torch" and engine.zero:
+        raise UserError("engine.zero", engine.zero, "the torch engine does not shard its optimizer; use kind=deepspeed", [0])
+    if engine.kind == "deepspeed" and recipe.precision == "bfloat16" and engine.zero == 0:
+        raise UserError("engine.zero", 0, "DeepSpeed's stage 0 keeps no sharded float32 state of a bfloat16 model", [1, 2])
+    if engine.kind == "deepspeed" and recipe.precision == "float64":
+        raise UserError(
+            "precision", "float64", "DeepSpeed keeps float32 master weights; use engine.kind=torch", ["float32", "bfloat16"]
+        )
+    if optimizer.kind == "adamw" and optimizer.momentum:
+        raise UserError("optimizer.momentum", optimizer.momentum, "has no meaning with kind=adamw", [0])
+
+
+def _check_backend(recipe: Recipe) -> None:
+    backend, router = recipe.moe.backend, recipe.model.router
+    if backend == "tutel" and recipe.precision != "float32":
+        raise UserError("moe.backend", backend, f"Tutel's kernels run in float32, not in {recipe.precision}", ["torch"])
+    if backend == "deepspeed":
+        same = router.score == "softmax" and (router.normalize or router.softmax == "after_topk") == (recipe.model.topk > 1)
+        if not same or router.scale != 1:
+            rule = "DeepSpeed's gates are a softmax over all experts, rescaled to one for topk > 1, with scale 1"
+            raise UserError("moe.backend", backend, rule, ["torch", "tutel"])

@@ -1,0 +1,115 @@
+"""The recipe: the one description that train, plan, tune, verify, bench and submit read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from foldray.errors import UserError
+from foldray.fold import Fold
+from foldray.recipe.checks import check_all
+from foldray.recipe.reading import apply, first_mistake, one_line, read_yaml, refuse_booleans
+from foldray.recipe.sections import (
+    CheckpointSpec,
+    ClusterSpec,
+    DataSpec,
+    EngineSpec,
+    FoldSpec,
+    MoeSpec,
+    OptimizerSpec,
+    ScheduleSpec,
+    TrackingSpec,
+    TrainingSpec,
+)
+from foldray.schedule import Ordering, Overlap, SliceCost, Slicing, slice_sequence
+from foldray.spec import ModelSpec, Ownership, Strict, smallest_slice
+
+
+class Recipe(Strict):
+    """One training, fully described.
+
+    Raises:
+        UserError: from `load` and `parse`, with the field, the value, the rule and the legal values.
+    """
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100, description="first part of the run's id")
+    model: ModelSpec
+    data: DataSpec = DataSpec()
+    fold: FoldSpec = FoldSpec()
+    schedule: ScheduleSpec = ScheduleSpec()
+    moe: MoeSpec = MoeSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    training: TrainingSpec = TrainingSpec()
+    engine: EngineSpec = EngineSpec()
+    precision: Literal["float32", "bfloat16", "float64"] = "float32"
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    tracking: TrackingSpec = TrackingSpec()
+    cluster: ClusterSpec = ClusterSpec()
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+        """Read a YAML file, apply `key.sub=value` overrides (values are YAML) and validate."""
+        try:
+            given = read_yaml(Path(path).read_text())
+        except OSError as error:
+            raise UserError("recipe", path, f"cannot be read ({error.strerror or error})") from None
+        except Exception as error:  # PyYAML promises no type: ValueError (a date), KeyError (a tag), RecursionError were seen
+            raise UserError("recipe", path, f"is not YAML ({one_line(error)})") from None
+        if not isinstance(given, dict):
+            raise UserError("recipe", path, "must be a mapping of sections", cls.model_fields)
+        for override in overrides:
+            apply(given, override)
+        return cls.parse(given)
+
+    @classmethod
+    def parse(cls, given: dict[str, Any]) -> Recipe:
+        """Validate a mapping; the first mistake is raised as a UserError."""
+        refuse_booleans(cls, given)
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            raise first_mistake(cls, error) from None
+
+    @property
+    def placed_fold(self) -> Fold:
+        """The fold on this recipe's workers."""
+        return Fold(self.cluster.workers, **self.fold.model_dump())
+
+    @property
+    def ownership(self) -> Ownership:
+        """Which worker holds what of the model."""
+        return Ownership(self.model, self.placed_fold, self.schedule.virtual_stages, self.schedule.stage_layers)
+
+    @property
+    def slicing(self) -> Slicing | None:
+        """How a sequence is cut; None where it is not."""
+        schedule, length = self.schedule, self.data.seq_len
+        if schedule.degree == 1:
+            return None
+        cost, unit = SliceCost.of_model(self.model.hidden, self.model.heads), smallest_slice(self.fold.cp, self.fold.tp)
+        found = slice_sequence(schedule.slicing, length, schedule.degree, cost, unit)
+        return found._replace(attention=(length,) if schedule.kind == "moe_only" else schedule.slices or found.attention)
+
+    @property
+    def ordering(self) -> Ordering:
+        """How sequences are cut, and in which order their pieces go."""
+        schedule = self.schedule
+        return Ordering(
+            Overlap(schedule.kind, schedule.lag),
+            Overlap(schedule.backward or schedule.kind, schedule.backward_lag),
+            self.slicing,
+            schedule.recompute,
+        )
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per optimizer step on every data-parallel place."""
+        return self.training.global_batch // (self.placed_fold.dp * self.training.micro_batch)
+
+    @model_validator(mode="after")
+    def _check(self) -> Recipe:
+        check_all(self)
+        return self

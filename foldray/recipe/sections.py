@@ -1,0 +1,144 @@
+"""The sections of a recipe: their keys, defaults and single rules."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from foldray.spec import Strict
+
+_MOST_WORKERS = 2**17  # a fold's tables of many more ranks take minutes and gigabytes
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ValidationSplit(Strict):
+    """What is held back to measure the model on text it has not seen."""
+
+    fraction: float = Field(0.05, gt=0, lt=1, description="share of the files held back, chosen by name")
+    path: str | None = Field(None, description="file or glob of a validation set of its own, instead of a share")
+
+
+class DataSpec(Strict):
+    """Where text comes from and how it is cut into sequences."""
+
+    source: Literal["stdlib", "text", "jsonl", "parquet"] = Field("stdlib", description="stdlib is Python's own standard library")
+    path: str | None = Field(None, description="file or glob (text, jsonl, parquet)")
+    text_field: str = Field("text", description="key or column that holds a document (jsonl, parquet)")
+    tokenizer: str = Field("byte", description='"byte", or a folder with a Hugging Face tokenizer')
+    seq_len: int = Field(256, ge=1, description="tokens of a sequence")
+    mask_documents: bool = Field(False, description="attention stops at document boundaries")
+    validation: ValidationSplit = ValidationSplit()
+    cache: str | None = Field(None, description="folder of packed data; null is `data` in the run storage")
+
+
+class FoldSpec(Strict):
+    """Parallel sizes; dp and edp follow from the number of workers."""
+
+    tp: int = Field(1, ge=1, description="tensor parallel")
+    cp: int = Field(1, ge=1, description="context parallel")
+    pp: int = Field(1, ge=1, description="pipeline parallel")
+    ep: int = Field(1, ge=1, description="expert parallel")
+    etp: int = Field(1, ge=1, description="expert tensor parallel; 1 whatever tp is")
+    order: str = Field("tp-cp-dp-pp", description="attention's axes, those of neighbouring ranks first")
+    moe_order: str = Field("etp-ep-edp-pp", description="the experts' axes, those of neighbouring ranks first")
+
+
+class ScheduleSpec(Strict):
+    """In which order a step's pieces run."""
+
+    kind: Literal["sequential", "moe_only", "aaam", "one_a_one_m", "stream"] = Field(
+        "sequential", description="what of a block runs while its all-to-alls travel"
+    )
+    backward: Literal["moe_only", "aaam", "one_a_one_m", "stream"] | None = Field(
+        None, description="the same going backward; null is as kind"
+    )
+    degree: int = Field(1, ge=1, description="pieces that a sequence is cut into")
+    slicing: Literal["token_uniform", "algorithm1", "time_uniform"] = Field("time_uniform", description="how attention is cut")
+    slices: tuple[int, ...] | None = Field(None, description="lengths of attention's slices; null is as slicing finds them")
+    lag: int = Field(2, ge=1, description="stream: attention steps between a piece's router and its experts")
+    backward_lag: int = Field(2, ge=1, description="stream: the same going backward")
+    recompute: tuple[Literal["attention", "ffn", "expert"], ...] = Field(
+        (), description="forwards that are computed again before their backward, to save memory"
+    )
+    virtual_stages: int = Field(1, ge=1, description="stages per pipeline position: 1 is 1F1B, more are interleaved")
+    stage_layers: tuple[int, ...] | None = Field(None, description="blocks of every stage; null shares them out evenly")
+    context: Literal["ring", "all_gather"] = Field(
+        "ring", description="how keys and values travel between context-parallel ranks"
+    )
+
+
+class MoeSpec(Strict):
+    """Which kernels run the MoE layer."""
+
+    backend: Literal["torch", "tutel", "deepspeed"] = Field("torch", description="gating and permutation")
+    experts: Literal["grouped", "loop"] = Field("grouped", description="expert products; loop is the plain reference")
+
+
+class OptimizerSpec(Strict):
+    """The update rule and the learning rate's course."""
+
+    kind: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(1e-3, gt=0, description="peak learning rate")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="adamw only")
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0, description="on matrices; norms and biases have none")
+    momentum: float = Field(0.0, ge=0, lt=1, description="sgd only")
+    clip: float | None = Field(1.0, gt=0, description="largest gradient norm; null does not clip")
+    warmup_steps: int = Field(0, ge=0)
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    min_lr: float = Field(0.1, ge=0, le=1, description="last learning rate, as a share of lr")
+
+
+class TrainingSpec(Strict):
+    """How long, with how much data at once, and when to look."""
+
+    steps: int = Field(100, ge=1, description="optimizer steps of the whole training")
+    stop_after: int | None = Field(None, ge=1, description="stop after this step and leave the rest to --resume")
+    global_batch: int = Field(8, ge=1, description="sequences per optimizer step")
+    micro_batch: int = Field(1, ge=1, description="sequences per worker and pass")
+    eval_every: int | None = Field(None, ge=1, description="steps between validations; null is only at the end")
+    eval_sequences: int | None = Field(None, ge=1, description="validation sequences; null is all of them")
+    seed: int = Field(0, ge=0, lt=2**32)
+
+
+class EngineSpec(Strict):
+    """Who holds the optimizer."""
+
+    kind: Literal["deepspeed", "torch"] = "deepspeed"
+    zero: Literal[0, 1, 2] = Field(1, description="ZeRO stage; the torch engine has stage 0")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _torch_has_stage_0(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("kind") == "torch":
+            return {"zero": 0, **given}
+        return given
+
+
+class CheckpointSpec(Strict):
+    """When state is saved, and how much of it is kept."""
+
+    every: int | None = Field(None, ge=1, description="steps between checkpoints; null is only at the end")
+    keep: int = Field(2, ge=1, description="newest checkpoints kept")
+    asynchronous: bool = Field(True, description="write while training goes on")
+
+
+class TrackingSpec(Strict):
+    """Where metrics go."""
+
+    experiment: str = Field("foldray", min_length=1)
+    uri: str | None = Field(None, description="MLflow tracking URI; null is SQLite in the run storage")
+
+
+class ClusterSpec(Strict):
+    """What the run takes of a Ray cluster."""
+
+    workers: int = Field(1, ge=1, le=_MOST_WORKERS, description="ranks of the fold, one Ray actor each")
+    cpus_per_worker: int = Field(1, ge=1)
+    gpu: bool = Field(False, description="one GPU per worker, over NCCL; else CPU, over gloo")
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    address: str | None = Field(None, description="Ray cluster to join; null starts one on this machine")
+    storage: str | None = Field(None, description="folder (or URI) that every node sees, for runs; null is ./runs")
+    max_failures: int = Field(3, ge=0, description="worker losses survived by going on from the last checkpoint")

@@ -1,0 +1,48 @@
+"""Spans as text: one line per lane, as the papers draw their schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from foldray.schedule import Graph, Op, Span
+
+LETTERS = {
+    "embed": "i", "attention": "A", "ffn": "F", "route": "R", "expert": "E", "merge": "M", "head": "H",
+    "counts": "n", "dispatch": "D", "combine": "C", "handover": ">", "stage": "S",
+}  # fmt: skip
+_NAMES = {
+    "i": "embed", "A": "attention", "F": "dense ffn", "R": "router", "E": "experts", "M": "sum", "H": "head",
+    "D": "dispatch", "C": "combine", ">": "handover",
+}  # fmt: skip
+
+
+def draw_text(graph: Graph, spans: Mapping[Op, Span], width: int = 110) -> str:
+    """Lanes on a common clock of `width` columns: an op's letter and part where it has room, its letter alone where not.
+
+    Forward ops are upright, those going backward have a prime behind their number; recomputation has an R in front.
+    """
+    if not spans:
+        return ""
+    begin, end = min(span.start for span in spans.values()), max(span.end for span in spans.values())
+    scale = width / max(end - begin, 1e-12)
+    lanes: dict[str, list[tuple[Span, Op]]] = {"compute": []}
+    for op, span in spans.items():
+        channel = graph.channel(op)
+        lanes.setdefault(channel[0] if channel else "compute", []).append((span, op))
+    label = max(map(len, lanes))
+    lines = []
+    for lane, held in lanes.items():
+        cells = [" "] * width
+        for span, op in sorted(held):
+            first, last = round((span.start - begin) * scale), max(round((span.end - begin) * scale), 1)
+            name = _name(op) if last - first > len(_name(op)) else LETTERS.get(op.kind, "?")
+            for column, letter in zip(range(first, min(last, width)), name.ljust(last - first, "─"), strict=False):
+                cells[column] = letter
+        lines.append(f"{lane:>{label}} │{''.join(cells).rstrip()}")
+    kinds = {LETTERS.get(op.kind, "?") for op in spans}
+    legend = "  ".join(f"{letter} {name}" for letter, name in _NAMES.items() if letter in kinds)
+    return "\n".join([*lines, f"{'':>{label}}  {legend}; ' is backward"])
+
+
+def _name(op: Op) -> str:
+    return f"{'R' if op.direction == 'R' else ''}{LETTERS.get(op.kind, '?')}{op.part}{chr(39) if op.direction == 'B' else ''}"

@@ -1,0 +1,197 @@
+"""`foldray bench` and `foldray timeline`: a recipe's step under several schedules, measured side by side on its workers."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from foldray.comm import Groups
+from foldray.errors import MissingPackage, UserError
+from foldray.planner import recorded_costs, simulate
+from foldray.recipe import Recipe
+from foldray.runtime import Engine, Trace
+from foldray.schedule import Op, Ordering, SliceCost, Span, StepGraph, named_ordering
+from foldray.spec import smallest_slice
+from foldray.timeline import draw_text, perfetto
+from trainers import cluster
+from trainers.engines import make_engine
+from trainers.telemetry import as_json as to_json
+from trainers.verify import random_batch
+
+DEFAULT = ("sequential", "moe_only:2", "moe_only:4", "one_a_one_m:2", "one_a_one_m:4", "stream:4")
+_WARM_UP = 2
+
+
+def bench(recipe: Recipe, names: Sequence[str], rounds: int, as_json: bool = False) -> int:
+    """Measure and report; the variants alternate within a round.
+
+    Args:
+        names: orderings as `named_ordering` reads them; none is the recipe's own beside `DEFAULT`, as far as they fit.
+
+    Raises:
+        UserError: a name that does not fit, or a recipe that cannot run here.
+    """
+    if rounds < 1:
+        raise UserError("rounds", rounds, "must be at least 1")
+    chosen = {name: ordering_of(recipe, name) for name in names} or _defaults(recipe)
+    print(f"{len(chosen)} schedules, {rounds} rounds, on {recipe.cluster.workers} workers …", file=sys.stderr)
+    found = cluster.on_workers(recipe, _bench_loop, "bench", orderings=list(chosen.values()), rounds=rounds)["measured"]
+    results = [_result(recipe, ordering, each) for ordering, each in zip(chosen.values(), found, strict=True)]
+    if as_json:
+        print(to_json({"results": results}))
+    else:
+        print(_table(list(chosen), results, rounds))
+    return 0
+
+
+def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: bool = False) -> int:
+    """Record a step of the recipe's own schedule, simulate it from its op times, and draw both.
+
+    Raises:
+        UserError: a file that cannot be written, or a recipe that cannot run here.
+    """
+    if picture is not None and picture.suffix.lower() != ".png":
+        raise UserError("picture", picture, "is written as PNG: the name must end in .png")
+    print(f"a step on {recipe.cluster.workers} workers …", file=sys.stderr)
+    found = cluster.on_workers(recipe, _timeline_loop, "timeline")
+    graph, ranks = found["graph"], found["ranks"]
+    # Of a pipeline, the other positions' ops are not here.
+    expected = simulate(graph, (found["order"],), recorded_costs(graph, ranks)) if graph.pp == 1 else None
+    measured, begin = ranks[0], min(span.start for spans in ranks for span in spans.values())
+    if trace is not None:
+        _write(trace, json.dumps(perfetto(graph, ranks, begin)))
+    if picture is not None:
+        _draw(recipe, graph, measured, expected and expected.spans, begin, picture)
+    if as_json:
+        simulated = expected and expected.seconds * 1e3
+        print(to_json({"measured": found["times"], "simulated_step_ms": simulated}))
+        return 0
+    print(f"measured on the first worker: {found['times']['step_ms']:.1f} ms")
+    print(draw_text(graph, measured))
+    if expected is not None:
+        print(f"\nsimulated from these op times: {expected.seconds * 1e3:.1f} ms")
+        print(draw_text(graph, expected.spans))
+    return 0
+
+
+def ordering_of(recipe: Recipe, name: str) -> Ordering:
+    """A named ordering of a recipe's sequences."""
+    cost = SliceCost.of_model(recipe.model.hidden, recipe.model.heads)
+    return named_ordering(name, recipe.data.seq_len, cost, smallest_slice(recipe.fold.cp, recipe.fold.tp))
+
+
+def _defaults(recipe: Recipe) -> dict[str, Ordering]:
+    found: dict[str, Ordering] = {"recipe": recipe.ordering} if recipe.slicing else {}
+    for name in DEFAULT:
+        try:
+            found[name] = ordering_of(recipe, name)
+        except UserError:  # a sequence too short for so many pieces
+            continue
+    return found
+
+
+def _bench_loop(config: dict[str, Any]) -> dict[str, Any] | None:
+    recipe, groups, device = cluster.worker(config)
+    engine = make_engine(recipe, groups, device)
+    execution, trace = engine.execution, Trace(device)
+    execution.trace = trace
+    measured: list[list[dict[str, float]]] = [[] for _ in config["orderings"]]
+    for number in range(_WARM_UP + config["rounds"]):
+        for ordering, rounds in zip(config["orderings"], measured, strict=True):
+            execution.reorder(ordering)
+            graph = _step(recipe, engine, groups, device)
+            slowest = _slowest(groups, trace.times(graph))
+            if number >= _WARM_UP:
+                rounds.append(slowest)
+    return {"measured": measured} if groups.rank == groups.fold.offset else None
+
+
+def _timeline_loop(config: dict[str, Any]) -> dict[str, Any] | None:
+    recipe, groups, device = cluster.worker(config)
+    engine = make_engine(recipe, groups, device)
+    trace = engine.execution.trace = Trace(device)
+    for _ in range(_WARM_UP + 1):
+        graph = _step(recipe, engine, groups, device)
+    mine: tuple[int, dict[Op, Span]] = (groups.coordinate["attention"]["pp"], trace.spans)
+    everyone: list[Any] = [mine] * groups.control.size
+    if groups.control.group is not None:
+        dist.all_gather_object(everyone, mine, group=groups.control.group)
+    times = _slowest(groups, trace.times(graph))
+    if groups.rank != groups.fold.offset:
+        return None
+    ranks = [spans for position, spans in everyone if position == 0]
+    return {"graph": graph, "order": engine.execution.order(graph), "ranks": ranks, "times": times}
+
+
+def _step(recipe: Recipe, engine: Engine, groups: Groups, device: Any) -> StepGraph:
+    """One step of random text, which changes no weight."""
+    batches = [random_batch(recipe, groups.dp_rank, groups.fold.dp, m, device) for m in range(recipe.accumulation)]
+    execution = engine.execution
+    graph = execution.graph(batches)
+    execution.order(graph)  # made before the clock runs
+    groups.control.all_reduce(torch.zeros(1, device=device))  # all start together
+    engine.train(batches)
+    engine.update(0.0)
+    return graph
+
+
+def _slowest(groups: Groups, times: dict[str, float]) -> dict[str, float]:
+    """The slowest rank's figures: a step is done when all are."""
+    values = groups.control.all_reduce(torch.tensor(list(times.values()), dtype=torch.float64), "max")
+    return dict(zip(times, values.tolist(), strict=True))
+
+
+def _result(recipe: Recipe, ordering: Ordering, rounds: list[dict[str, float]]) -> dict[str, Any]:
+    columns = {key: [each[key] for each in rounds] for key in rounds[0]}
+    step = columns.pop("step_ms")
+    degree = ordering.slicing.degree if ordering.slicing else 1
+    even = ordering.slicing is None or ordering.slicing.attention == ordering.slicing.moe
+    return {
+        "schedule": ordering.forward.kind, "degree": degree, "slicing": "token_uniform" if even else "time_uniform",
+        "sp_bytes": None, "engine": recipe.engine.kind, "backend": recipe.moe.backend,
+        "step_ms": {"min": min(step), "median": statistics.median(step), "max": max(step)},
+        **{key: statistics.median(values) for key, values in columns.items()},
+    }  # fmt: skip
+
+
+def _table(names: Sequence[str], results: Sequence[dict[str, Any]], rounds: int) -> str:
+    fastest = min(result["step_ms"]["median"] for result in results)
+    lines = [
+        f"milliseconds of a step, medians of {rounds} rounds, all taking turns; exposed is communication that nothing hides",
+        f"{'schedule':<22}{'step':>9}{'min':>9}{'max':>9}{'forward':>9}{'backward':>9}{'compute':>9}{'comm':>9}{'exposed':>9}",
+    ]
+    for name, result in zip(names, results, strict=True):
+        step = result["step_ms"]
+        figures = [step["median"], step["min"], step["max"]]
+        figures += [result[key] for key in ("forward_ms", "backward_ms", "compute_ms", "comm_ms", "exposed_comm_ms")]
+        mark = "  fastest" if step["median"] == fastest else ""
+        lines.append(f"{name:<22}" + "".join(f"{figure:>9.1f}" for figure in figures) + mark)
+    return "\n".join(lines)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise UserError("trace", path, f"cannot be written ({error.strerror or error})") from None
+
+
+def _draw(recipe: Recipe, graph: StepGraph, measured: Any, simulated: Any, begin: float, path: Path) -> None:
+    try:
+        from trainers.timeline_picture import draw_timelines
+    except ModuleNotFoundError as error:
+        raise MissingPackage("picture", path, error.name or "matplotlib", "pip install matplotlib") from None
+    rows = {"measured": {op: Span(span.start - begin, span.end - begin) for op, span in measured.items()}}
+    if simulated:
+        rows["simulated"] = simulated
+    try:
+        draw_timelines(graph, rows, path, f"{recipe.name}: {recipe.schedule.kind}, degree {recipe.schedule.degree}")
+    except OSError as error:
+        raise UserError("picture", path, f"cannot be written ({error.strerror or error})") from None

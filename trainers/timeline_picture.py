@@ -1,0 +1,89 @@
+"""A picture of a step: what computed and what travelled, on one clock, recorded above simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from foldray.schedule import Graph, Op, Span
+from foldray.timeline import LETTERS, length, merged
+
+_COLOURS = {
+    "attention": "#2364aa", "expert": "#d9630b", "ffn": "#8a6d00", "route": "#7aa6d6", "merge": "#f0b48a", "embed": "#b8bec8",
+    "head": "#6b7280", "dispatch": "#2f855a", "combine": "#6b4fbb", "counts": "#b91c1c", "handover": "#0e7490",
+}  # fmt: skip
+_NAMES = {"ffn": "dense ffn", "route": "router", "expert": "experts", "merge": "weighted sum", "counts": "row counts"}
+_INK, _EXPOSED = "#1f2937", "#b91c1c"
+
+
+def draw_timelines(graph: Graph, rows: Mapping[str, Mapping[Op, Span]], path: Path, title: str) -> None:
+    """Draw every row's lanes, all rows to one scale; a red line marks communication behind which nothing is computed.
+
+    Args:
+        rows: name → spans in seconds, from zero on.
+        path: the PNG to write.
+    """
+    end = max(span.end for spans in rows.values() for span in spans.values())
+    figure = Figure(figsize=(14, 1.1 + 1.35 * len(rows)), dpi=144, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", color=_INK)
+    panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (name, spans) in zip(panels, rows.items(), strict=True):
+        _draw(axes, graph, name, spans, end)
+    panels[-1].set_xlabel("milliseconds")
+    kinds = [kind for kind in _COLOURS if any(op.kind == kind for spans in rows.values() for op in spans)]
+    patches = [Patch(color=_COLOURS[kind], label=_NAMES.get(kind, kind)) for kind in kinds]
+    patches += [
+        Patch(facecolor="#ffffff", edgecolor=_INK, hatch="////", label="backward"),
+        Patch(color=_EXPOSED, label="exposed"),
+    ]
+    figure.legend(handles=patches, loc="outside lower left", ncols=len(patches), frameon=False, fontsize=8)
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def _draw(axes: Axes, graph: Graph, name: str, spans: Mapping[Op, Span], end: float) -> None:
+    lanes = ["compute", *sorted({channel[0] for op in spans if (channel := graph.channel(op))})]
+    for op, span in spans.items():
+        channel = graph.channel(op)
+        at = lanes.index(channel[0]) if channel else 0
+        width = (span.end - span.start) * 1e3
+        axes.broken_barh(
+            [(span.start * 1e3, width)], (at - 0.4, 0.8), facecolor=_COLOURS.get(op.kind, "#6b7280"), edgecolor="white",
+            linewidth=0.3, hatch="////" if op.direction == "B" else None, alpha=0.6 if op.direction == "R" else 1.0,
+        )  # fmt: skip
+        if width > 0.012 * end * 1e3:
+            text = f"{LETTERS.get(op.kind, '')}{op.layer}.{op.part}"
+            axes.text((span.start + span.end) * 500, at, text, ha="center", va="center", fontsize=5, color="white", clip_on=True)
+    computing = merged(span for op, span in spans.items() if graph.channel(op) is None)
+    talking = merged(span for op, span in spans.items() if graph.channel(op) is not None)
+    exposed = _without(talking, computing)
+    axes.hlines([len(lanes) - 0.45] * len(exposed), [s.start * 1e3 for s in exposed], [s.end * 1e3 for s in exposed],
+                color=_EXPOSED, linewidth=2.5)  # fmt: skip
+    step = max(span.end for span in spans.values())
+    share = length(exposed) / step
+    axes.set_title(f"{name}: {step * 1e3:.1f} ms, {share:.1%} exposed communication", loc="left", fontsize=9, color=_INK)
+    axes.set_yticks(range(len(lanes)), lanes, fontsize=8)
+    axes.set_ylim(len(lanes) - 0.3, -0.6)
+    axes.set_xlim(0, end * 1e3)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def _without(spans: list[Span], others: list[Span]) -> list[Span]:
+    """What of the spans no other covers."""
+    found = []
+    for span in spans:
+        at = span.start
+        for other in others:
+            if other.end <= at or other.start >= span.end:
+                continue
+            if other.start > at:
+                found.append(Span(at, other.start))
+            at = max(at, other.end)
+        if at < span.end:
+            found.append(Span(at, span.end))
+    return found
