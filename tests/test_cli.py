@@ -99,8 +99,8 @@ def said(line: str, *fragments: str) -> None:
 
 COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
     ([], ("arguments=nothing", "required: COMMAND", "foldray --help")),
-    (["trian", "good.yaml"], ("command=trian", "did you mean 'train'?", "legal: train, submit, verify, explain")),
-    (["help"], ("command=help", "is not known", "legal: train, submit, verify, explain")),
+    (["trian", "good.yaml"], ("command=trian", "did you mean 'train'?", "legal: train, submit, verify, bench, timeline, slice, explain")),
+    (["help"], ("command=help", "is not known", "legal: train, submit, verify, bench, timeline, slice, explain")),
     (["--version"], ("arguments=--version", "required: COMMAND")),
     (["--verbose", "train", "good.yaml"], ("argument=--verbose", "is not known to foldray", "legal: --help")),
     (["train"], ("arguments=nothing", "required: RECIPE;", "foldray train --help")),

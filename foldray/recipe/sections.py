@@ -49,7 +49,7 @@ class ScheduleSpec(Strict):
     """In which order a step's pieces run."""
 
     kind: Literal["sequential", "moe_only", "aaam", "one_a_one_m", "stream"] = Field(
-        "sequential", description="what of a block runs while its all-to-alls travel"
+        "sequential", description="what hides the all-to-alls"
     )
     backward: Literal["moe_only", "aaam", "one_a_one_m", "stream"] | None = Field(
         None, description="the same going backward; null is as kind"
