@@ -99,7 +99,7 @@ def said(line: str, *fragments: str) -> None:
 
 COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
     ([], ("arguments=nothing", "required: COMMAND", "foldray --help")),
-    (["trian", "good.yaml"], ("command=trian", "did you mean 'train'?", "legal: train, submit, verify, bench, timeline, slice, explain")),
+    (["trian", "good.yaml"], ("command=trian", "did you mean 'train'?", "legal: train, submit, verify, bench, timeline, slice")),
     (["help"], ("command=help", "is not known", "legal: train, submit, verify, bench, timeline, slice, explain")),
     (["--version"], ("arguments=--version", "required: COMMAND")),
     (["--verbose", "train", "good.yaml"], ("argument=--verbose", "is not known to foldray", "legal: --help")),

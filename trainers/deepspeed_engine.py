@@ -1,8 +1,8 @@
 """DeepSpeed as the engine: it reduces over data parallel ranks and holds the sharded optimizer; the groups are ours.
 
-A step's list runs in our executor, inside the forward of one `torch.autograd.Function`, whose backward returns what the list has
-added up: to DeepSpeed a step is one node with one gradient per parameter, and micro-batches, pipeline, tensor and context
-parallelism are none of its business. It learns of our groups from an `mpu` object and, of the experts', from its module-level
+A step's list runs in our executor, inside one module's forward (`StepModule`), whose backward returns what the list has added up:
+to DeepSpeed a step is one node with one gradient per parameter, and micro-batches, pipeline, tensor and context parallelism are
+none of its business. It learns of our groups from an `mpu` object and, of the experts', from its module-level
 tables, filled before `deepspeed.initialize`; expert parameters carry the table's key, and an empty layer of DeepSpeed's MoE
 class stands beside the model as the marker that it looks for. These are private names: the dependency's range is narrow.
 """
@@ -13,16 +13,14 @@ import logging
 import os
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from foldray.comm import Groups
 from foldray.model import Batch, Losses, Transformer
 from foldray.recipe import Recipe
-from foldray.runtime import Execution, Gradients, State, decay_groups, engine_state, gradient_norm, make_optimizer, state_keys
+from foldray.runtime import State, StepModule, decay_groups, engine_state, gradient_norm, make_optimizer, state_keys
 from foldray.schedule import Ordering
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -151,57 +149,22 @@ class DeepSpeedEngine:
         return norm
 
 
-class _Step(nn.Module):
-    """What DeepSpeed takes for the model: forward runs a whole step's list, micro-batches and both directions.
-
-    Attributes:
-        losses: of the last list, by micro-batch.
-    """
+class _Step(StepModule):
+    """What DeepSpeed takes for the model: gradients come to it summed over the ranks that it knows not."""
 
     def __init__(self, model: Transformer, groups: Groups, ordering: Ordering):
-        super().__init__()
-        self.model, self.groups = model, groups
-        self.gradients = Gradients(model, groups)
-        self.execution = Execution(model, groups, self.gradients.add, ordering)
-        self.losses: list[Losses] = []
+        super().__init__(model, groups, ordering)
         if model.by_class("expert"):
             self.marker = _ExpertMarker(model.spec.experts)
 
-    def forward(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """What this rank adds to the step's language loss, with the gradients of the step behind it."""
-        return _Shell.apply(self, batches, *self.model.parameters())
-
-    def run(self, batches: Sequence[Batch]) -> torch.Tensor:
-        with torch.enable_grad():
-            self.losses = self.execution.train(batches)
-        return torch.stack([losses.language for losses in self.losses]).mean().float()
-
     def hand_over(self, scale: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's gradients in the parameters' precision, summed over ranks that DeepSpeed knows not; sums start anew."""
         data_parallel, views = self.groups.dense_gradients, self.gradients.views
         self.groups.tensor.all_reduce(self.gradients.replicated.flat)
         for parameter in self.model.tied():
             # Reduced here, for DeepSpeed's mean of equal values has the same bits on both stages: they never drift apart.
             data_parallel.all_reduce(views[parameter].div_(data_parallel.size))
             self.groups.tied_gradients.all_reduce(views[parameter])
-        # New tensors: DeepSpeed lets those that it is given point into its own buffers.
-        found = [(views[parameter] * scale).to(parameter.dtype) for parameter in self.model.parameters()]
-        self.gradients.zero()
-        return found
-
-
-class _Shell(torch.autograd.Function):
-    """A step's list as one node of autograd's graph, behind which each parameter gets one gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, step: _Step, batches: Sequence[Batch], *_: nn.Parameter) -> torch.Tensor:
-        ctx.step = step
-        return step.run(batches)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *ctx.step.hand_over(scale)
+        return super().hand_over(scale)
 
 
 class _ExpertMarker(MoE):

@@ -4,6 +4,7 @@ from foldray.runtime.engine import Engine, State, TorchEngine, engine_state, sta
 from foldray.runtime.execution import Execution
 from foldray.runtime.gradients import GradientBuffer, Gradients, gradient_norm
 from foldray.runtime.optimizer import decay_groups, learning_rate, make_optimizer, state_keys
+from foldray.runtime.shell import StepModule
 from foldray.runtime.trace import Trace
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "GradientBuffer",
     "Gradients",
     "State",
+    "StepModule",
     "TorchEngine",
     "Trace",
     "decay_groups",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -65,8 +66,21 @@ class Execution:
         """This rank's list; made once, for every step has the same."""
         if graph not in self._orders:
             coarse = PipelineGraph(graph.pp, graph.micro_batches, len(graph.stages) // graph.pp, graph.backward)
-            self._orders[graph] = expand(graph, pipeline(coarse)[self._position], self.ordering.forward, self.ordering.backward)
+            order = expand(graph, pipeline(coarse)[self._position], self.ordering.forward, self.ordering.backward)
+            self._compare(order)
+            self._orders[graph] = order
         return self._orders[graph]
+
+    def _compare(self, order: tuple[Op, ...]) -> None:
+        """Make sure that the ranks of a stage run the same list: otherwise their collectives would never meet.
+
+        Raises:
+            RuntimeError: they do not.
+        """
+        stage = self.groups.replicated_gradients
+        own = torch.tensor([zlib.crc32(repr(order).encode())], device=next(self.model.parameters()).device)
+        if len(set(stage.all_gather(own).tolist())) > 1:
+            raise RuntimeError(f"ranks {stage.ranks} of a stage have other schedules; this one has {self.ordering}")
 
 
 class _Run:

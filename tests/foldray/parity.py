@@ -79,7 +79,7 @@ def go_on(engine: Engine, groups: Groups, recipe: Recipe, steps: range, document
 def batches(recipe: Recipe, dp_rank: int, step: int, documents: bool = False) -> list[Batch]:
     """The micro-batches of a step for a data-parallel place."""
     dp, size, length = recipe.placed_fold.dp, recipe.training.micro_batch, recipe.data.seq_len
-    tokens = sample(step, BATCH, length + 1, recipe.model.vocab)
+    tokens = sample(step, recipe.training.global_batch, length + 1, recipe.model.vocab)
     segments = (tokens[:, :-1] % 5 == 0).cumsum(1) if documents else None
     found = []
     for m in range(recipe.accumulation):

@@ -1,0 +1,187 @@
+"""The executor: what it runs is the list, `loss.backward()` works around it, and it keeps no more than it must."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from foldray.comm import Groups
+from foldray.fold import Fold
+from foldray.model import Batch
+from foldray.planner import recorded_costs, simulate
+from foldray.runtime import Execution, StepModule, Trace
+from foldray.schedule import COMPUTE, OVERLAPS, Op, Ordering, Overlap, SliceCost, named_ordering
+from foldray.timeline import usage
+from tests.foldray.parity import MODEL, engine_of, make_recipe, model_of, sample
+
+LENGTH = 32
+COST = SliceCost.of_model(MODEL["hidden"], MODEL["heads"])
+NAMES = ["sequential", *(f"{kind}:4" for kind in OVERLAPS[1:])]
+
+
+def batches_of(vocab: int, number: int = 2) -> list[Batch]:
+    return [Batch(text[:, :-1], text[:, 1:]) for text in (sample(step, 2, LENGTH + 1, vocab) for step in range(number))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_is_an_ordinary_module(name: str) -> None:
+    """Losses add up and scale in `parameter.grad` as those of any module; hooks fire once per step."""
+    model, whole = (model_of(dtype=torch.float64, layers=3, moe_every=2) for _ in range(2))
+    step = StepModule(model, Groups.create(Fold(1)), named_ordering(name, LENGTH, COST))
+    batches, parameters = batches_of(model.spec.vocab), list(model.parameters())
+    fired: list[int] = []
+    for number, parameter in enumerate(parameters):
+        parameter.register_post_accumulate_grad_hook(lambda _, number=number: fired.append(number))  # type: ignore[misc]
+    for batch in batches:
+        (0.5 * step([batch])).backward()
+    assert sorted(fired) == sorted([*range(len(parameters))] * 2)
+    objectives, losses = zip(*(whole(batch) for batch in batches), strict=True)
+    wanted = torch.autograd.grad(0.5 * sum(objectives), list(whole.parameters()))
+    for parameter, gradient in zip(parameters, wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-12)
+    language = torch.stack([each.language for each in losses]).mean()
+    torch.testing.assert_close(step(batches).double(), language, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluation_gives_the_training_losses_and_keeps_nothing(name: str) -> None:
+    model = model_of(dtype=torch.float64)
+    execution = Execution(model, Groups.create(Fold(1)), lambda *_: None, named_ordering(name, LENGTH, COST))
+    batches = batches_of(model.spec.vocab, 3)
+    for trained, evaluated in zip(execution.train(batches), execution.evaluate(batches), strict=True):
+        for ours, wanted in zip(evaluated, trained, strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=0, atol=0)
+
+
+def test_padded_evaluation_may_have_batches_of_other_sizes(ranks) -> None:
+    assert ranks(2).run(_uneven) == [True, True]
+
+
+def _uneven(rank: int) -> bool:
+    recipe = make_recipe(2, {"ep": 2}, model={"router": {"capacity_factor": 1.0, "pad": True}}, data={"seq_len": LENGTH})
+    groups = Groups.create(recipe.placed_fold, rank)
+    (batch,) = batches_of(recipe.model.vocab, 1)
+    own = Batch(*(x[: 1 + rank] if x is not None else None for x in batch))
+    (losses,) = engine_of(recipe, groups).execution.evaluate([own])
+    groups.close()
+    return bool(losses.language.isfinite())
+
+
+def traced(rank: int, name: str) -> list[dict[str, Any]]:
+    """Three steps with their traces; what the simulator makes of them."""
+    recipe = make_recipe(2, {"ep": 2}, data={"seq_len": LENGTH})
+    groups = Groups.create(recipe.placed_fold, rank)
+    execution = engine_of(recipe, groups).execution
+    execution.reorder(named_ordering(name, LENGTH, COST))
+    execution.trace, found = Trace(), []
+    for _ in range(3):
+        batches = batches_of(recipe.model.vocab, 1)
+        execution.train(batches)
+        graph = execution.graph(batches)
+        found.append({"graph": graph, "order": execution.order(graph), "spans": dict(execution.trace.spans),
+                      "times": execution.trace.times(graph)})  # fmt: skip
+    groups.close()
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_op_is_recorded_in_the_lists_order(ranks, name: str) -> None:
+    for found in ranks(2).run(traced, name):
+        for step in found:
+            graph, order, spans = step["graph"], step["order"], step["spans"]
+            assert set(spans) == set(order)
+            computed = [op for op in order if graph.channel(op) is None]
+            for before, after in itertools.pairwise(computed):
+                assert spans[before].end <= spans[after].start
+            for op in order:
+                assert all(spans[need].end <= spans[op].start + 1e-3 for need in graph.needs(op) if graph.channel(op) is None)
+            used, times = usage(graph, spans), step["times"]
+            assert 0 <= used.exposed <= used.communication
+            assert times["forward_ms"] + times["backward_ms"] == pytest.approx(times["step_ms"])
+            assert times["compute_ms"] == pytest.approx(used.compute * 1e3)
+
+
+def test_the_simulator_repeats_a_step_from_its_recorded_costs(ranks) -> None:
+    """Costs that are exact give the recorded order and, of what computes, the same time."""
+    found = ranks(2).run(traced, "stream:4")
+    step, spans = found[0][-1], [rank[-1]["spans"] for rank in found]
+    graph, order = step["graph"], step["order"]
+    costs = recorded_costs(graph, spans)
+    simulated = simulate(graph, (order,), costs)
+    computing = sum(seconds for op in order for lane, seconds in costs(op) if lane == COMPUTE)
+    assert simulated.usage[0].compute == pytest.approx(computing)
+    assert simulated.seconds >= computing
+
+
+def test_ranks_with_other_schedules_are_told(ranks) -> None:
+    assert ranks(2).run(_other_schedules) == [True, True]
+
+
+def _other_schedules(rank: int) -> bool:
+    recipe = make_recipe(2, {"ep": 2}, data={"seq_len": LENGTH})
+    groups = Groups.create(recipe.placed_fold, rank)
+    execution = engine_of(recipe, groups).execution
+    slicing = named_ordering("stream:4", LENGTH, COST).slicing
+    execution.reorder(Ordering(Overlap("stream", 1 + rank), Overlap("stream"), slicing))
+    try:
+        execution.order(execution.graph(batches_of(recipe.model.vocab, 1)))
+    except RuntimeError as error:
+        return "have other schedules" in str(error)
+    finally:
+        groups.close()
+    return False
+
+
+def saved_bytes(name: str, **more: Any) -> int:
+    """The most that autograd keeps between the forward and the backward of a step."""
+    model = model_of(layers=4, moe_every=2)
+    ordering = named_ordering(name, 256, COST)._replace(**more)
+    execution = Execution(model, Groups.create(Fold(1)), lambda *_: None, ordering)
+    text, alive, most = sample(0, 1, 257, model.spec.vocab), {}, 0
+    batch = Batch(text[:, :-1], text[:, 1:])
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    class Kept:
+        def __init__(self, x: torch.Tensor):
+            nonlocal most
+            self.x, storage = x, x.untyped_storage()
+            self.key = storage.data_ptr()
+            if self.key not in parameters:
+                count, _ = alive.get(self.key, (0, 0))
+                alive[self.key] = (count + 1, storage.nbytes())
+                most = max(most, sum(size for _, size in alive.values()))
+
+        def __del__(self) -> None:
+            count, size = alive.get(self.key, (1, 0))
+            alive[self.key] = (count - 1, size)
+            if count <= 1:
+                alive.pop(self.key, None)
+
+    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.x):
+        execution.train([batch])
+    return most
+
+
+def test_no_schedule_keeps_more_than_sequential() -> None:
+    sequential = saved_bytes("sequential")
+    for name in NAMES[1:]:
+        assert saved_bytes(name) <= 1.05 * sequential, name
+
+
+def test_recomputation_keeps_less() -> None:
+    for name in ("sequential", "one_a_one_m:4"):
+        assert saved_bytes(name, recompute=("attention", "ffn", "expert")) < 0.6 * saved_bytes(name), name
+
+
+def test_an_op_that_lost_its_input_says_so() -> None:
+    model = model_of()
+    execution = Execution(model, Groups.create(Fold(1)), lambda *_: None)
+    (batch,) = batches_of(model.spec.vocab, 1)
+    graph = execution.graph([batch])
+    order = [op for op in execution.order(graph) if op != Op("merge", "F", 0)]
+    execution._orders[graph] = tuple(order)
+    with pytest.raises(RuntimeError, match=r"tokens 0…31 are not all here"):
+        execution.train([batch])
