@@ -258,7 +258,8 @@ def _deepspeed_stack(spec: ModelSpec, model: Transformer) -> nn.Module:
 
         def forward(self, x_BLH: Tensor) -> Tensor:
             (place,) = model.places(Batch(*[torch.zeros(x_BLH.shape[:2], dtype=torch.int64)] * 2))
-            for layer, block in enumerate(self.blocks):
+            for layer in range(spec.layers):
+                block = model.block(layer)
                 x_BLH = block.attend(x_BLH, place)
                 moe = self.moes[str(layer)] if spec.is_moe(layer) else None
                 x_BLH = block.feed(x_BLH) if moe is None else x_BLH + moe(block.ffn_norm(x_BLH))[0]

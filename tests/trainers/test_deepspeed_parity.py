@@ -100,6 +100,22 @@ def test_kinds_of_models_and_schedules_equal_one_process(
     _equals_one_process(ranks, _recipe(workers, fold, zero, {**_SGD, "clip": 0.5}, **sections))
 
 
+_SCHEDULES: list[dict[str, Any]] = [
+    {"kind": "moe_only", "degree": 4},
+    {"kind": "aaam", "degree": 4, "slices": [6, 4, 4, 2]},
+    {"kind": "one_a_one_m", "degree": 4, "slices": [6, 4, 4, 2], "recompute": ["attention", "expert"]},
+    {"kind": "stream", "degree": 4, "slices": [6, 4, 4, 2], "backward": "one_a_one_m"},
+    {"kind": "stream", "degree": 2, "lag": 1, "backward_lag": 3},
+]
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("schedule", _SCHEDULES, ids=lambda schedule: f"{schedule['kind']}-{schedule['degree']}")
+@pytest.mark.parametrize(("workers", "fold"), [(2, {"ep": 2}), (4, {"tp": 2, "pp": 2, "ep": 2})], ids=_name)
+def test_every_schedule_equals_one_process(ranks, workers: int, fold: dict[str, int], schedule: dict, zero: int) -> None:
+    _equals_one_process(ranks, _recipe(workers, fold, zero, {**_SGD, "clip": 0.5}, schedule=schedule))
+
+
 def _norm_of_ones(rank: int, recipe: Recipe) -> float:
     """The norm that the engine reports when every reduced gradient is to be made of ones."""
     groups = Groups.create(recipe.placed_fold, rank)

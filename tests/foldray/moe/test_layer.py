@@ -122,11 +122,13 @@ def test_backends_give_the_same_numbers(name: str, topk: int, router: dict) -> N
         torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["sequential", "moe_only", "aaam", "one_a_one_m", "stream"])
 @pytest.mark.parametrize("name", ["tutel", "deepspeed"])
-def test_backends_train_under_expert_parallelism(ranks, name: str) -> None:
+def test_backends_train_under_expert_parallelism(ranks, name: str, kind: str) -> None:
     if name == "tutel":
         _backend(name, spec())
-    recipe = make_recipe(4, 2, precision="float32", moe={"backend": name, "experts": "grouped"})
+    schedule = {"kind": kind, "degree": 1 if kind == "sequential" else 4}
+    recipe = make_recipe(4, 2, precision="float32", moe={"backend": name, "experts": "grouped"}, schedule=schedule)
     found, reference = ranks(4).run(train, recipe, 2), one_process(recipe, steps=2)
     difference, where = worst(found, reference, relative=True)
     assert difference <= 1e-5, where

@@ -1,0 +1,129 @@
+"""The papers' accuracy checks in miniature: training curves that must not part.
+
+    python recipes/papers/curves.py folding     # MoE Parallel Folding, section 6.1: a fold against one process
+    python recipes/papers/curves.py schedules   # FoldMoE, figure 12a: overlapping schedules against none
+    [--steps 300] [--json FILE] [--picture FILE]
+
+The same recipe, on the text of the quickstart, with the torch engine in float32, once plain and then in other ways. Losses
+of every step and validations must stay together; how far they part is printed. Ray is started here with as many slots as workers,
+whatever the number of cores: on a laptop this is slow, and as right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from foldray import Recipe
+from trainers import FoldTrainer
+from trainers.telemetry import History, number
+
+Curves = dict[str, dict[int, float]]
+
+# Name → changes to the recipe; the first is what the others are held against.
+EXPERIMENTS: dict[str, dict[str, dict[str, Any]]] = {
+    "folding": {
+        "one process": {"workers": 1},
+        "TP2 CP2 PP2 | EP4": {"workers": 8, "fold": {"tp": 2, "cp": 2, "pp": 2, "ep": 4}},
+    },
+    "schedules": {
+        "sequential": {"workers": 2, "fold": {"ep": 2}},
+        "one_a_one_m, d = 4": {"workers": 2, "fold": {"ep": 2}, "schedule": {"kind": "one_a_one_m", "degree": 4}},
+        "stream, d = 4": {"workers": 2, "fold": {"ep": 2}, "schedule": {"kind": "stream", "degree": 4}},
+    },
+}
+_COLOURS = ("#2364aa", "#d9630b", "#2f855a")
+
+
+def recipe(steps: int, storage: Path, workers: int, **sections: Any) -> Recipe:
+    return Recipe.parse(
+        {
+            "name": f"curves-{workers}",
+            "model": {"preset": "tiny", "layers": 2},
+            "data": {"source": "stdlib", "seq_len": 256},
+            "engine": {"kind": "torch"},
+            "optimizer": {"lr": 1e-3, "warmup_steps": 30},
+            "training": {"steps": steps, "global_batch": 8, "micro_batch": 4, "eval_every": 25, "eval_sequences": 32},
+            "cluster": {"workers": workers, "max_failures": 0, "storage": str(storage)},
+            **sections,
+        }
+    )
+
+
+def train(steps: int, storage: Path, **changes: Any) -> Curves:
+    """Training and validation loss by step, in nats per token, of one training."""
+    result = FoldTrainer(recipe(steps, storage, **changes)).fit()
+    history = History.read(Path(result.path) / "metrics.jsonl")
+    return {
+        "training": {at: number(record["loss"]) for at, record in history.steps.items()},
+        "validation": {at: number(record["loss"]) for at, record in history.validations.items()},
+    }
+
+
+def apart(ours: dict[int, float], theirs: dict[int, float]) -> dict[int, float]:
+    if ours.keys() != theirs.keys():
+        raise RuntimeError("the trainings do not have the same steps")
+    return {at: abs(value - theirs[at]) for at, value in ours.items()}
+
+
+def draw(found: dict[str, Curves], path: Path) -> None:
+    """All curves above, their distance to the first below."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    (plain, reference), *others = found.items()
+    figure = Figure(figsize=(10, 6), dpi=144, layout="constrained")
+    figure.suptitle(f"{', '.join(name for name, _ in others)} against {plain}", x=0.01, ha="left", fontweight="bold")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    styles = {"training": "-", "validation": "--"}
+    for kind, style in styles.items():
+        above.plot(*zip(*reference[kind].items(), strict=True), style, color=_COLOURS[0], linewidth=4, alpha=0.3,
+                   label=f"{kind}, {plain}")  # fmt: skip
+        for (name, curves), colour in zip(others, _COLOURS[1:], strict=False):
+            above.plot(*zip(*curves[kind].items(), strict=True), style, color=colour, linewidth=1.1, label=f"{kind}, {name}")
+            distance = {at: max(value, 1e-9) for at, value in apart(curves[kind], reference[kind]).items()}
+            below.plot(*zip(*distance.items(), strict=True), style, color=colour, linewidth=1.1)
+    below.axhline(1e-4, color="#6b7280", linestyle=(0, (5, 3)), linewidth=1)
+    at = {"xycoords": ("axes fraction", "data"), "xytext": (4, -3), "textcoords": "offset points", "fontsize": 8}
+    below.annotate("0.0001", (1.0, 1e-4), **at)
+    below.set_yscale("log")
+    below.set_ylabel("distance")
+    below.set_xlabel("training step")
+    above.set_ylabel("loss (nats per token)")
+    above.legend(frameon=False)
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("experiment", choices=EXPERIMENTS)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--json", type=Path, help="file for the curves")
+    parser.add_argument("--picture", type=Path, help="file for the PNG")
+    given = parser.parse_args()
+    settings = EXPERIMENTS[given.experiment]
+    slots = max(setting["workers"] for setting in settings.values())
+    ray.init(num_cpus=slots, include_dashboard=False, log_to_driver=False)
+    with tempfile.TemporaryDirectory() as folder:
+        found = {name: train(given.steps, Path(folder), **setting) for name, setting in settings.items()}
+    (plain, reference), *others = found.items()
+    for name, curves in others:
+        for kind in curves:
+            distance = apart(curves[kind], reference[kind])
+            at = max(distance, key=distance.__getitem__)
+            print(f"{name}: {kind}: {len(distance)} points, at most {distance[at]:.1e} from {plain} (step {at})")
+    if given.json:
+        given.json.write_text(json.dumps(found))
+    if given.picture:
+        draw(found, given.picture)
+
+
+if __name__ == "__main__":
+    main()
