@@ -62,8 +62,8 @@ def tokens(rank: int, case: str) -> Tokens:
         keep_TK = keep_within(1, expert_TK, weight_TK, 2, E, "probability")
         assert (~keep_TK).sum() > count // 2
         capacity = 2 if case == "pad" else None
-    count_E = torch.bincount(expert_TK.flatten(), minlength=E)
-    return Tokens(x_TH, grad_TH, Routing(expert_TK, weight_TK, keep_TK, capacity, count_E, torch.zeros(()), torch.zeros(())))
+    count_BE = torch.bincount(expert_TK.flatten(), minlength=E).unsqueeze(0)
+    return Tokens(x_TH, grad_TH, Routing(expert_TK, weight_TK, keep_TK, capacity, count_BE, torch.zeros(()), torch.zeros(())))
 
 
 def rows(rank: int, case: str) -> list[int]:
