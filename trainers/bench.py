@@ -59,6 +59,9 @@ def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: 
     """
     if picture is not None and picture.suffix.lower() != ".png":
         raise UserError("picture", picture, "is written as PNG: the name must end in .png")
+    for name, path in (("picture", picture), ("trace", trace)):
+        if path is not None and not path.parent.is_dir():
+            raise UserError(name, path, f"cannot be written (there is no folder {path.parent})")
     print(f"a step on {recipe.cluster.workers} workers …", file=sys.stderr)
     found = cluster.on_workers(recipe, _timeline_loop, "timeline")
     graph, ranks = found["graph"], found["ranks"]
