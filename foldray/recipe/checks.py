@@ -40,6 +40,9 @@ def _check_schedule(recipe: Recipe) -> None:
         raise UserError("schedule.degree", schedule.degree, "kind=sequential cuts nothing; choose a kind that overlaps", [1])
     slicing = recipe.slicing
     if slicing is None:
+        for key in ("slices", "backward"):
+            if (value := getattr(schedule, key)) is not None:
+                raise UserError(f"schedule.{key}", value, "has no meaning with degree=1, which cuts nothing", ["null"])
         return
     if schedule.slices is not None:
         _check_slices(recipe, slicing)

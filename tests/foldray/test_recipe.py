@@ -260,6 +260,24 @@ BAD_FOLDS = [
      "the micro-batches of a step (6) to be a multiple of pp=4", [1]),
     ({"fold": {"tp": 2}, "training": {"global_batch": 10}}, "training.global_batch", 10,
      "must be a multiple of dp × micro_batch = 4 × 1", [8, 12]),
+    # schedules
+    ({"schedule": {"degree": 2}}, "schedule.degree", 2, "kind=sequential cuts nothing", [1]),
+    ({"schedule": {"kind": "stream", "slices": [64]}}, "schedule.slices", [64], "has no meaning with degree=1", ["null"]),
+    ({"schedule": {"kind": "stream", "backward": "aaam"}}, "schedule.backward", "aaam", "has no meaning with degree=1", ["null"]),
+    ({"schedule": {"kind": "stream", "degree": 300}}, "schedule.degree", 300, "at most 64 slices", ["1…64"]),
+    ({"schedule": {"kind": "stream", "degree": 2, "slices": [50, 12]}}, "schedule.slices", [50, 12],
+     "must be 2 lengths, at least 1, that sum to seq_len=64", ["null", [32, 32]]),
+    ({"fold": {"tp": 2, "cp": 2}, "schedule": {"kind": "aaam", "degree": 2, "slices": [34, 30]}}, "schedule.slices", [34, 30],
+     "must be 2 lengths, multiples of 4, that sum", ["null", [32, 32]]),
+    ({"schedule": {"kind": "stream", "degree": 2, "slices": [30, 34]}}, "schedule.slices", [30, 34],
+     "must have made the tokens of j micro-batches [32, 32] behind their first j slices", ["null", [32, 32]]),
+    ({"schedule": {"kind": "moe_only", "degree": 2, "slices": [32, 32]}}, "schedule.slices", [32, 32],
+     "kind=moe_only does not cut attention", ["null"]),
+    ({"schedule": {"kind": "stream", "degree": 2}, "model": {"router": {"capacity_factor": 1.0, "drop_scope": "sequence"}}},
+     "schedule.degree", 2, "dropping the least probable of whole sequences needs them whole", [1]),
+    ({"fold": {"tp": 2}, "schedule": {"kind": "stream", "degree": 4},
+      "model": {"router": {"capacity_factor": 1.0, "drop_scope": "sequence", "drop": "position"}}},
+     "schedule.slicing", "time_uniform", "needs equal slices where ranks share a sequence", ["token_uniform"]),
 ]  # fmt: skip
 
 
