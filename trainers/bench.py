@@ -17,7 +17,7 @@ from foldray.errors import MissingPackage, UserError
 from foldray.planner import recorded_costs, simulate
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, Trace
-from foldray.schedule import Op, Ordering, SliceCost, Span, StepGraph, named_ordering
+from foldray.schedule import SLICINGS, Op, Ordering, SliceCost, Span, StepGraph, named_ordering, slice_sequence
 from foldray.spec import smallest_slice
 from foldray.timeline import draw_text, perfetto
 from trainers import cluster
@@ -85,9 +85,10 @@ def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: 
 
 
 def ordering_of(recipe: Recipe, name: str) -> Ordering:
-    """A named ordering of a recipe's sequences."""
+    """A named ordering of a recipe's sequences, with the recipe's recomputation."""
     cost = SliceCost.of_model(recipe.model.hidden, recipe.model.heads)
-    return named_ordering(name, recipe.data.seq_len, cost, smallest_slice(recipe.fold.cp, recipe.fold.tp))
+    found = named_ordering(name, recipe.data.seq_len, cost, smallest_slice(recipe.fold.cp, recipe.fold.tp))
+    return found._replace(recompute=recipe.schedule.recompute)
 
 
 def _defaults(recipe: Recipe) -> dict[str, Ordering]:
@@ -110,7 +111,7 @@ def _bench_loop(config: dict[str, Any]) -> dict[str, Any] | None:
         for ordering, rounds in zip(config["orderings"], measured, strict=True):
             execution.reorder(ordering)
             graph = _step(recipe, engine, groups, device)
-            slowest = _slowest(groups, trace.times(graph))
+            slowest = _slowest(groups, trace.times(graph), device)
             if number >= _WARM_UP:
                 rounds.append(slowest)
     return {"measured": measured} if groups.rank == groups.fold.offset else None
@@ -126,7 +127,7 @@ def _timeline_loop(config: dict[str, Any]) -> dict[str, Any] | None:
     everyone: list[Any] = [mine] * groups.control.size
     if groups.control.group is not None:
         dist.all_gather_object(everyone, mine, group=groups.control.group)
-    times = _slowest(groups, trace.times(graph))
+    times = _slowest(groups, trace.times(graph), device)
     if groups.rank != groups.fold.offset:
         return None
     ranks = [spans for position, spans in everyone if position == 0]
@@ -145,9 +146,9 @@ def _step(recipe: Recipe, engine: Engine, groups: Groups, device: Any) -> StepGr
     return graph
 
 
-def _slowest(groups: Groups, times: dict[str, float]) -> dict[str, float]:
+def _slowest(groups: Groups, times: dict[str, float], device: torch.device) -> dict[str, float]:
     """The slowest rank's figures: a step is done when all are."""
-    values = groups.control.all_reduce(torch.tensor(list(times.values()), dtype=torch.float64), "max")
+    values = groups.control.all_reduce(torch.tensor(list(times.values()), dtype=torch.float64, device=device), "max")
     return dict(zip(times, values.tolist(), strict=True))
 
 
@@ -155,13 +156,22 @@ def _result(recipe: Recipe, ordering: Ordering, rounds: list[dict[str, float]]) 
     columns = {key: [each[key] for each in rounds] for key in rounds[0]}
     step = columns.pop("step_ms")
     degree = ordering.slicing.degree if ordering.slicing else 1
-    even = ordering.slicing is None or ordering.slicing.attention == ordering.slicing.moe
     return {
-        "schedule": ordering.forward.kind, "degree": degree, "slicing": "token_uniform" if even else "time_uniform",
+        "schedule": ordering.forward.kind, "degree": degree, "slicing": _slicing(recipe, ordering),
         "sp_bytes": None, "engine": recipe.engine.kind, "backend": recipe.moe.backend,
         "step_ms": {"min": min(step), "median": statistics.median(step), "max": max(step)},
         **{key: statistics.median(values) for key, values in columns.items()},
     }  # fmt: skip
+
+
+def _slicing(recipe: Recipe, ordering: Ordering) -> str:
+    """How attention is cut: a kind of slicing, `whole` where it is not, or the lengths where no kind gives them."""
+    cut, length = ordering.slicing, recipe.data.seq_len
+    if cut is None or len(cut.attention) == 1:
+        return "whole"
+    cost, unit = SliceCost.of_model(recipe.model.hidden, recipe.model.heads), smallest_slice(recipe.fold.cp, recipe.fold.tp)
+    kinds = (kind for kind in SLICINGS if slice_sequence(kind, length, cut.degree, cost, unit).attention == cut.attention)
+    return next(kinds, ",".join(map(str, cut.attention)))
 
 
 def _table(names: Sequence[str], results: Sequence[dict[str, Any]], rounds: int) -> str:

@@ -60,20 +60,14 @@ class Pending:
     def __init__(self, works: Iterable[dist.Work], tensors: Sequence[torch.Tensor], kept: Sequence[torch.Tensor] = ()):
         self._works, self._tensors, self._kept = list(works), tuple(tensors), tuple(kept)
 
-    def when_done(self, call: Callable[[], None]) -> None:
-        """Call once everything has arrived, from whichever thread finds out; at once if nothing is on its way."""
-        left = len(self._works)
-        if left == 0:
+    def when_done(self, call: Callable[[], None]) -> list[torch.futures.Future]:
+        """Call whenever a part has arrived, last of all when everything has, from whichever thread finds out.
+
+        Returns what is done when the calls are; nothing, after one call, if nothing is on its way.
+        """
+        if not self._works:
             call()
-
-        def one_done(_: object) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                call()
-
-        for work in self._works:
-            work.get_future().then(one_done)
+        return [work.get_future().then(lambda _: call()) for work in self._works]
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         for work in self._works:

@@ -70,17 +70,12 @@ class MoELayer(nn.Module):
         self.shared = shared
         self.dispatcher = Dispatcher(groups, backend.permutation or TorchPermutation())
 
-    @property
-    def ragged(self) -> bool:
-        """Whether the number of rows depends on the tokens, so that counts must travel first."""
-        return not self.router.spec.pad
-
     def forward(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, Tally]:
         """All stages one after another in one autograd graph: what every schedule must equal."""
         x_TH, stages = x_BSH.reshape(-1, x_BSH.shape[-1]), self.dispatcher
         routing, tally = self.router.whole(x_TH, x_BSH.shape[0])
         rows_NH, plan = stages.dispatch_preprocess(x_TH, routing)
-        plan = stages.exchange_counts(plan) if self.ragged else stages.fixed_counts(plan)
+        plan = stages.exchange_counts(plan)
         y_NH = self.run_experts(stages.dispatch(rows_NH, plan), plan)
         y_TH = stages.combine_postprocess(stages.combine(y_NH, plan), plan)
         y_BSH = y_TH.to(x_BSH.dtype).view_as(x_BSH)

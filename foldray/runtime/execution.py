@@ -11,7 +11,7 @@ from foldray.comm import Groups, Pending
 from foldray.model import Batch, Losses, Transformer
 from foldray.runtime.micro_batch import AddGradient, MicroBatch
 from foldray.runtime.trace import Trace
-from foldray.schedule import Op, Ordering, PipelineGraph, Slicing, StepGraph, expand, pipeline
+from foldray.schedule import Op, Ordering, Slicing, StepGraph, expand, pipeline
 
 
 class Execution:
@@ -65,8 +65,7 @@ class Execution:
     def order(self, graph: StepGraph) -> tuple[Op, ...]:
         """This rank's list; made once, for every step has the same."""
         if graph not in self._orders:
-            coarse = PipelineGraph(graph.pp, graph.micro_batches, len(graph.stages) // graph.pp, graph.backward)
-            order = expand(graph, pipeline(coarse)[self._position], self.ordering.forward, self.ordering.backward)
+            order = expand(graph, pipeline(graph.pipeline)[self._position], self.ordering.forward, self.ordering.backward)
             self._compare(order)
             self._orders[graph] = order
         return self._orders[graph]
@@ -87,15 +86,14 @@ class _Run:
     """One pass through a list: its micro-batches, and what passes between stages."""
 
     def __init__(self, execution: Execution, batches: Sequence[Batch], training: bool):
-        model, self.batches = execution.model, batches
+        model = execution.model
         self.groups, self.graph, self.trace = execution.groups, execution.graph(batches, training), execution.trace
         self.order = execution.order(self.graph)
         self.micro_batches = [
             MicroBatch(model, self.graph, batch, execution.add, 1 / len(batches), training) for batch in batches
         ]
-        weight = next(model.parameters())
+        self.like = next(model.parameters())
         self.shapes = [(len(batch.token_BL), self.graph.slicing.length, model.spec.hidden) for batch in batches]
-        self.like = weight
         self.sending: dict[tuple[str, int], Pending] = {}  # the last one to each neighbour
 
     def run(self) -> list[Losses]:

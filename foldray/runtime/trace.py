@@ -22,6 +22,7 @@ class Trace:
     def __init__(self, device: torch.device | None = None):
         self._gpu = device is not None and device.type == "cuda"
         self.spans: dict[Op, Span] = {}
+        self._news: list[torch.futures.Future] = []
         self.begin = self.end = perf_counter()
 
     def start(self) -> None:
@@ -38,8 +39,8 @@ class Trace:
         """
         now = perf_counter()
         if pending is not None:
-            self.spans[op] = Span(now, now)
-            pending.when_done(lambda: self._arrived(op, now))
+            spans = self.spans  # of this step, whenever the news comes
+            self._news += pending.when_done(lambda: spans.update({op: Span(now, perf_counter())}))
             return
         if self._gpu:
             torch.cuda.synchronize()
@@ -48,9 +49,8 @@ class Trace:
     def finish(self) -> None:
         """The step is done."""
         self.end = perf_counter()
-
-    def _arrived(self, op: Op, started: float) -> None:
-        self.spans[op] = Span(started, perf_counter())
+        while self._news:
+            self._news.pop().wait()
 
     def times(self, graph: Graph) -> dict[str, float]:
         """Milliseconds of the last step: step_ms, forward_ms, backward_ms, compute_ms, comm_ms, exposed_comm_ms (`Usage`)."""

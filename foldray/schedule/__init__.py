@@ -4,7 +4,7 @@ from foldray.schedule.check import check, check_ranks, peak
 from foldray.schedule.clock import COMPUTE, Cost, ScheduleError, Span, times, unit_times
 from foldray.schedule.graph import Channel, Graph, PipelineGraph
 from foldray.schedule.op import Direction, Op, Schedule, handover, stage
-from foldray.schedule.overlap import OVERLAPS, RECOMPUTABLE, Ordering, Overlap, expand, named_ordering, stage_order, step_schedule
+from foldray.schedule.overlap import OVERLAPS, Ordering, Overlap, expand, named_ordering, stage_order, step_schedule
 from foldray.schedule.pipeline import check_pipeline, forward_only, interleaved, one_f_one_b, pipeline
 from foldray.schedule.slicing import SLICINGS, SliceCost, Slicing, slice_sequence
 from foldray.schedule.step_graph import BlockKind, StepGraph
@@ -14,7 +14,6 @@ from foldray.schedule.weave import weave
 __all__ = [
     "COMPUTE",
     "OVERLAPS",
-    "RECOMPUTABLE",
     "SLICINGS",
     "BlockKind",
     "Channel",

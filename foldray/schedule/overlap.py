@@ -22,13 +22,11 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from foldray.errors import UserError
-from foldray.schedule.graph import PipelineGraph
 from foldray.schedule.op import Op, Schedule
 from foldray.schedule.pipeline import pipeline
 from foldray.schedule.slicing import SliceCost, Slicing, slice_sequence
 from foldray.schedule.step_graph import StepGraph
 
-RECOMPUTABLE = ("attention", "ffn", "expert")
 OVERLAPS = ("sequential", "moe_only", "aaam", "one_a_one_m", "stream")
 
 
@@ -75,7 +73,9 @@ def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1
     degree, lag, backward_lag = [int(number) for number in numbers] + [1, 2, 2][len(numbers) :]
     if len(numbers) == 2:
         backward_lag = lag
-    if kind == "sequential" or degree == 1:
+    if kind == "sequential" and degree > 1:
+        raise UserError("schedule", name, "sequential cuts nothing", ["sequential"])
+    if degree == 1:
         return Ordering()
     slicing = slice_sequence("token_uniform" if given != kind else "time_uniform", length, degree, cost, multiple_of)
     if kind == "moe_only":
@@ -92,8 +92,7 @@ def step_schedule(graph: StepGraph, forward: Overlap, backward: Overlap | None =
     Raises:
         UserError: virtual stages that do not fit (`check_pipeline`).
     """
-    coarse = PipelineGraph(graph.pp, graph.micro_batches, len(graph.stages) // graph.pp, graph.backward)
-    return tuple(expand(graph, ops, forward, backward) for ops in pipeline(coarse))
+    return tuple(expand(graph, ops, forward, backward) for ops in pipeline(graph.pipeline))
 
 
 def expand(graph: StepGraph, stages: Iterable[Op], forward: Overlap, backward: Overlap | None = None) -> tuple[Op, ...]:

@@ -27,7 +27,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
-from foldray.schedule.graph import Channel
+from foldray.schedule.graph import Channel, PipelineGraph
 from foldray.schedule.op import Direction, Op, handover
 from foldray.schedule.slicing import Slicing
 
@@ -63,6 +63,11 @@ class StepGraph:
     @property
     def positions(self) -> int:
         return self.pp
+
+    @property
+    def pipeline(self) -> PipelineGraph:
+        """The same step with stages as its smallest pieces."""
+        return PipelineGraph(self.pp, self.micro_batches, len(self.stages) // self.pp, self.backward)
 
     @cached_property
     def blocks(self) -> tuple[BlockKind, ...]:

@@ -36,7 +36,7 @@ def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) 
     assert main(["bench", str(recipe), "--json", "--rounds", "2", *asked]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
     assert [(r["schedule"], r["degree"], r["slicing"]) for r in results] == [
-        ("sequential", 1, "token_uniform"), ("one_a_one_m", 2, "token_uniform"), ("stream", 4, "time_uniform"),
+        ("sequential", 1, "whole"), ("one_a_one_m", 2, "token_uniform"), ("stream", 4, "time_uniform"),
     ]  # fmt: skip
     keys = {
         "schedule",

@@ -105,7 +105,7 @@ def test_every_op_is_recorded_in_the_lists_order(ranks, name: str) -> None:
 
 
 def test_the_simulator_repeats_a_step_from_its_recorded_costs(ranks) -> None:
-    """Costs that are exact give the recorded order and, of what computes, the same time."""
+    """What computes takes as long as it did, and a simulated step, taken for a recorded one, is simulated as itself."""
     found = ranks(2).run(traced, "stream:4")
     step, spans = found[0][-1], [rank[-1]["spans"] for rank in found]
     graph, order = step["graph"], step["order"]
@@ -114,6 +114,9 @@ def test_the_simulator_repeats_a_step_from_its_recorded_costs(ranks) -> None:
     computing = sum(seconds for op in order for lane, seconds in costs(op) if lane == COMPUTE)
     assert simulated.usage[0].compute == pytest.approx(computing)
     assert simulated.seconds >= computing
+    again = simulate(graph, (order,), recorded_costs(graph, [simulated.spans, simulated.spans]))
+    assert again.seconds == pytest.approx(simulated.seconds)
+    assert all(again.spans[op] == pytest.approx(simulated.spans[op]) for op in order)
 
 
 def test_ranks_with_other_schedules_are_told(ranks) -> None:
