@@ -59,6 +59,7 @@ class Pending:
 
     def __init__(self, works: Iterable[dist.Work], tensors: Sequence[torch.Tensor], kept: Sequence[torch.Tensor] = ()):
         self._works, self._tensors, self._kept = list(works), tuple(tensors), tuple(kept)
+        self._calls: list[Callable[[], None]] = []
 
     def when_done(self, call: Callable[[], None]) -> list[torch.futures.Future]:
         """Call whenever a part has arrived, last of all when everything has, from whichever thread finds out.
@@ -67,12 +68,18 @@ class Pending:
         """
         if not self._works:
             call()
-        return [work.get_future().then(lambda _: call()) for work in self._works]
+        try:
+            return [work.get_future().then(lambda _: call()) for work in self._works]
+        except RuntimeError:  # gloo's sends and receives tell nobody: known when somebody has waited for them
+            self._calls.append(call)
+            return []
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         for work in self._works:
             work.wait()
         self._works.clear()
+        while self._calls:
+            self._calls.pop()()
         self._kept = ()  # what is being sent must live until here
         return self._tensors
 

@@ -119,6 +119,20 @@ def test_the_simulator_repeats_a_step_from_its_recorded_costs(ranks) -> None:
     assert all(again.spans[op] == pytest.approx(simulated.spans[op]) for op in order)
 
 
+def test_a_pipeline_is_recorded_too(ranks) -> None:
+    assert all(ranks(2).run(_pipeline_is_recorded))
+
+
+def _pipeline_is_recorded(rank: int) -> bool:
+    recipe = make_recipe(2, {"pp": 2}, data={"seq_len": LENGTH})
+    groups = Groups.create(recipe.placed_fold, rank)
+    execution = engine_of(recipe, groups).execution
+    execution.trace, batches = Trace(), batches_of(recipe.model.vocab)
+    execution.train(batches)
+    groups.close()
+    return set(execution.trace.spans) == set(execution.order(execution.graph(batches)))
+
+
 def test_ranks_with_other_schedules_are_told(ranks) -> None:
     assert ranks(2).run(_other_schedules) == [True, True]
 
