@@ -217,8 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
 
     command = _add(commands, "train", train, "train a recipe", epilog=_recipe_keys())
-    _add_recipe(command)
-    command.add_argument("--address", help="Ray cluster to join (cluster.address); else one is started on this machine")
+    _add_recipe(command, joins=True)
     command.add_argument("--resume", metavar="RUN_ID", help="go on from the last checkpoint of a run in the same storage")
 
     command = _add(commands, "submit", submit, "send a recipe to a Ray cluster as a job, and follow its log")
@@ -227,21 +226,18 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--no-wait", action="store_true", help="return once the job is accepted")
 
     command = _add(commands, "verify", verify, "compare a recipe's fold with one process: loss, every gradient")
-    _add_recipe(command)
+    _add_recipe(command, joins=True)
     command.add_argument("--shrink", action="store_true", help="make the model as small as the fold allows")
-    command.add_argument("--address", help="Ray cluster to join (cluster.address); else one is started on this machine")
 
     command = _add(commands, "bench", bench, "measure schedules side by side on this machine or cluster")
-    _add_recipe(command)
-    command.add_argument("--address", help="Ray cluster to join (cluster.address); else one is started on this machine")
+    _add_recipe(command, joins=True)
     command.add_argument(
         "--schedule", dest="schedules", action="append", default=[], metavar="KIND:DEGREE[:LAG]", help="one to measure; repeat it"
     )
     command.add_argument("--rounds", type=int, default=7, metavar="N", help="in which all take turns (default %(default)s)")
 
     command = _add(commands, "timeline", timeline, "draw what computes and what travels in a step, measured and simulated")
-    _add_recipe(command)
-    command.add_argument("--address", help="Ray cluster to join (cluster.address); else one is started on this machine")
+    _add_recipe(command, joins=True)
     command.add_argument("--picture", type=Path, metavar="FILE.png", help="also draw it into a PNG")
     command.add_argument("--trace", type=Path, metavar="FILE.json", help="also write a trace for Perfetto (ui.perfetto.dev)")
 
@@ -278,9 +274,13 @@ def _add(commands: Any, name: str, run: Command, meaning: str, epilog: str | Non
     return command
 
 
-def _add_recipe(command: argparse.ArgumentParser) -> None:
+def _add_recipe(command: argparse.ArgumentParser, joins: bool = False) -> None:
+    """A recipe and changes to it; for a command that joins a cluster by itself also which."""
     command.add_argument("recipe", metavar="RECIPE", help="YAML file")
     command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="changes to the recipe, such as fold.ep=4")
+    if joins:
+        meaning = "Ray cluster to join (cluster.address); else one is started on this machine"
+        command.add_argument("--address", dest="joined", metavar="ADDRESS", help=meaning)
 
 
 def _recipe_keys() -> str:
@@ -294,12 +294,8 @@ def _recipe_keys() -> str:
 
 
 def _recipe(given: argparse.Namespace) -> Recipe:
-    address = (
-        [f"cluster.address={given.address}"]
-        if given.command in ("train", "verify", "bench", "timeline") and given.address
-        else []
-    )
-    return Recipe.load(given.recipe, [*given.overrides, *address])
+    joined = getattr(given, "joined", None)
+    return Recipe.load(given.recipe, [*given.overrides, *([f"cluster.address={joined}"] if joined else [])])
 
 
 def _print(document: Any) -> None:

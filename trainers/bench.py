@@ -14,11 +14,10 @@ import torch.distributed as dist
 
 from foldray.comm import Groups
 from foldray.errors import MissingPackage, UserError
-from foldray.planner import recorded_costs, simulate
+from foldray.planner import recorded_costs, simulate, slice_timings
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, Trace
-from foldray.schedule import SLICINGS, Op, Ordering, SliceCost, Span, StepGraph, named_ordering, slice_sequence
-from foldray.spec import smallest_slice
+from foldray.schedule import SLICINGS, Op, Ordering, SliceCost, Span, StepGraph
 from foldray.timeline import draw_text, perfetto
 from trainers import cluster
 from trainers.engines import make_engine
@@ -40,14 +39,18 @@ def bench(recipe: Recipe, names: Sequence[str], rounds: int, as_json: bool = Fal
     """
     if rounds < 1:
         raise UserError("rounds", rounds, "must be at least 1")
-    chosen = {name: ordering_of(recipe, name) for name in names} or _defaults(recipe)
+    chosen = {name: recipe.named_ordering(name) for name in names} or _defaults(recipe)
     print(f"{len(chosen)} schedules, {rounds} rounds, on {recipe.cluster.workers} workers …", file=sys.stderr)
-    found = cluster.on_workers(recipe, _bench_loop, "bench", orderings=list(chosen.values()), rounds=rounds)["measured"]
-    results = [_result(recipe, ordering, each) for ordering, each in zip(chosen.values(), found, strict=True)]
+    found = cluster.on_workers(recipe, _bench_loop, "bench", orderings=list(chosen.values()), rounds=rounds)
+    measured = zip(chosen.values(), found["measured"], strict=True)
+    results = [_result(recipe, ordering, each) for ordering, each in measured]
+    cost = _slice_cost(found["slices"])
     if as_json:
-        print(to_json({"results": results}))
+        print(to_json({"results": results, "slice_cost": cost}))
     else:
         print(_table(list(chosen), results, rounds))
+        if cost:
+            print(f"\ntime-uniform slices as measured here: schedule.slice_cost=[{cost[0]:.3e},{cost[1]:.3e}]")
     return 0
 
 
@@ -84,18 +87,11 @@ def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: 
     return 0
 
 
-def ordering_of(recipe: Recipe, name: str) -> Ordering:
-    """A named ordering of a recipe's sequences, with the recipe's recomputation."""
-    cost = SliceCost.of_model(recipe.model.hidden, recipe.model.heads)
-    found = named_ordering(name, recipe.data.seq_len, cost, smallest_slice(recipe.fold.cp, recipe.fold.tp))
-    return found._replace(recompute=recipe.schedule.recompute)
-
-
 def _defaults(recipe: Recipe) -> dict[str, Ordering]:
     found: dict[str, Ordering] = {"recipe": recipe.ordering} if recipe.slicing else {}
     for name in DEFAULT:
         try:
-            found[name] = ordering_of(recipe, name)
+            found[name] = recipe.named_ordering(name)
         except UserError:  # a sequence too short for so many pieces
             continue
     return found
@@ -107,6 +103,7 @@ def _bench_loop(config: dict[str, Any]) -> dict[str, Any] | None:
     execution, trace = engine.execution, Trace(device)
     execution.trace = trace
     measured: list[list[dict[str, float]]] = [[] for _ in config["orderings"]]
+    slices: list[tuple[int, int, float]] = []
     for number in range(_WARM_UP + config["rounds"]):
         for ordering, rounds in zip(config["orderings"], measured, strict=True):
             execution.reorder(ordering)
@@ -114,7 +111,8 @@ def _bench_loop(config: dict[str, Any]) -> dict[str, Any] | None:
             slowest = _slowest(groups, trace.times(graph), device)
             if number >= _WARM_UP:
                 rounds.append(slowest)
-    return {"measured": measured} if groups.rank == groups.fold.offset else None
+                slices += slice_timings(graph, trace.spans, groups.fold.cp * groups.fold.tp)
+    return {"measured": measured, "slices": slices} if groups.rank == groups.fold.offset else None
 
 
 def _timeline_loop(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -166,12 +164,16 @@ def _result(recipe: Recipe, ordering: Ordering, rounds: list[dict[str, float]]) 
 
 def _slicing(recipe: Recipe, ordering: Ordering) -> str:
     """How attention is cut: a kind of slicing, `whole` where it is not, or the lengths where no kind gives them."""
-    cut, length = ordering.slicing, recipe.data.seq_len
+    cut = ordering.slicing
     if cut is None or len(cut.attention) == 1:
         return "whole"
-    cost, unit = SliceCost.of_model(recipe.model.hidden, recipe.model.heads), smallest_slice(recipe.fold.cp, recipe.fold.tp)
-    kinds = (kind for kind in SLICINGS if slice_sequence(kind, length, cut.degree, cost, unit).attention == cut.attention)
+    kinds = (kind for kind in SLICINGS if recipe.cut(kind, cut.degree).attention == cut.attention)
     return next(kinds, ",".join(map(str, cut.attention)))
+
+
+def _slice_cost(timings: list[tuple[int, int, float]]) -> SliceCost | None:
+    """What slices of attention cost here, in seconds; None if too few kinds of slices ran to tell."""
+    return SliceCost.measured(timings) if len({timing[:2] for timing in timings}) > 2 else None
 
 
 def _table(names: Sequence[str], results: Sequence[dict[str, Any]], rounds: int) -> str:

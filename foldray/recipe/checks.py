@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from foldray.errors import UserError, multiples_near
 from foldray.fold import nearest_folds
-from foldray.schedule import PipelineGraph, SliceCost, Slicing, check_pipeline, slice_sequence
-from foldray.spec import check_length, smallest_slice
+from foldray.schedule import PipelineGraph, Slicing, check_pipeline
+from foldray.spec import check_length
 
 if TYPE_CHECKING:
     from foldray.recipe.recipe import Recipe
@@ -57,8 +57,7 @@ def _check_schedule(recipe: Recipe) -> None:
 
 def _check_slices(recipe: Recipe, slicing: Slicing) -> None:
     given, length, degree = recipe.schedule.slices or (), recipe.data.seq_len, recipe.schedule.degree
-    unit, cost = smallest_slice(recipe.fold.cp, recipe.fold.tp), SliceCost.of_model(recipe.model.hidden, recipe.model.heads)
-    legal = ["null", list(slice_sequence("time_uniform", length, degree, cost, unit).attention)]
+    unit, legal = recipe.slice_unit, ["null", list(recipe.cut("time_uniform", degree).attention)]
     if recipe.schedule.kind == "moe_only":
         raise UserError("schedule.slices", list(given), "kind=moe_only does not cut attention", ["null"])
     if len(given) != degree or sum(given) != length or min(given) < 1 or any(tokens % unit for tokens in given):

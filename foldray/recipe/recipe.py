@@ -24,7 +24,7 @@ from foldray.recipe.sections import (
     TrackingSpec,
     TrainingSpec,
 )
-from foldray.schedule import Ordering, Overlap, SliceCost, Slicing, slice_sequence
+from foldray.schedule import Ordering, Overlap, SliceCost, Slicing, named_ordering, slice_sequence
 from foldray.spec import ModelSpec, Ownership, Strict, smallest_slice
 
 
@@ -86,12 +86,26 @@ class Recipe(Strict):
     @property
     def slicing(self) -> Slicing | None:
         """How a sequence is cut; None where it is not."""
-        schedule, length = self.schedule, self.data.seq_len
+        schedule = self.schedule
         if schedule.degree == 1:
             return None
-        cost, unit = SliceCost.of_model(self.model.hidden, self.model.heads), smallest_slice(self.fold.cp, self.fold.tp)
-        found = slice_sequence(schedule.slicing, length, schedule.degree, cost, unit)
-        return found._replace(attention=(length,) if schedule.kind == "moe_only" else schedule.slices or found.attention)
+        found = self.cut(schedule.slicing, schedule.degree)
+        return found._replace(attention=(found.length,) if schedule.kind == "moe_only" else schedule.slices or found.attention)
+
+    def cut(self, kind: str, degree: int) -> Slicing:
+        """This recipe's sequences in slices of another kind (`slice_sequence`)."""
+        return slice_sequence(kind, self.data.seq_len, degree, self.slice_cost, self.slice_unit)
+
+    @property
+    def slice_cost(self) -> SliceCost:
+        """What a slice of attention costs: as measured, or by its FLOPs."""
+        measured = self.schedule.slice_cost
+        return SliceCost.of_model(self.model.hidden, self.model.heads) if measured is None else SliceCost(*measured)
+
+    @property
+    def slice_unit(self) -> int:
+        """What every slice's length is a multiple of."""
+        return smallest_slice(self.fold.cp, self.fold.tp)
 
     @property
     def ordering(self) -> Ordering:
@@ -103,6 +117,11 @@ class Recipe(Strict):
             self.slicing,
             schedule.recompute,
         )
+
+    def named_ordering(self, name: str) -> Ordering:
+        """What a short name such as `stream:4:2` stands for (`schedule.named_ordering`), with this recipe's recomputation."""
+        found = named_ordering(name, self.data.seq_len, self.slice_cost, self.slice_unit)
+        return found._replace(recompute=self.schedule.recompute)
 
     @property
     def accumulation(self) -> int:

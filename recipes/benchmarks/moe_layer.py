@@ -20,7 +20,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -31,7 +30,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from common import MALLOC, GatedMlp, processor
 from torch import Tensor, nn
 
 from foldray.comm import Groups
@@ -39,9 +38,6 @@ from foldray.fold import Fold
 from foldray.moe import MoeBackend, MoELayer
 from foldray.spec import ModelSpec
 
-# glibc gives large blocks back to the kernel when they are freed, so every step touches fresh pages, one fault for each 4 KiB.
-# To keep them helps every variant; the trainer sets the same for its workers. It is read only when a process starts.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
 WARM_UP = 2
 
 
@@ -89,7 +85,7 @@ def main() -> None:
     report(sizes, times, peaks)
     if args.json:
         measured: dict[str, Any] = {name: asdict(each) for name, each in times.items()}
-        document = {"cpu": _cpu(), "torch": torch.__version__, "sizes": asdict(sizes), "operations": sizes.operations}
+        document = {"cpu": processor(), "torch": torch.__version__, "sizes": asdict(sizes), "operations": sizes.operations}
         Path(args.json).write_text(json.dumps({**document, "gflops_peak": peaks, "ms": measured}, indent=1) + "\n")
 
 
@@ -183,22 +179,12 @@ def _deepspeed(sizes: Sizes, ours: Foldray) -> Layer:
     import deepspeed
     from deepspeed.moe.layer import MoE
 
-    class Mlp(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Linear(sizes.hidden, 2 * sizes.inner, bias=False)
-            self.down = nn.Linear(sizes.inner, sizes.hidden, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            gate, value = self.up(x).chunk(2, -1)
-            return self.down(F.silu(gate) * value)
-
     _one_process()
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # no compiling while we measure
     deepspeed.init_distributed("gloo", verbose=False)
     # drop_tokens=False is DeepSpeed's dropless: every expert is padded to the busiest one.
     settings = {"drop_tokens": False, "use_rts": False, "top2_2nd_expert_sampling": False}
-    layer = MoE(sizes.hidden, Mlp(), sizes.experts, k=sizes.topk, **settings)
+    layer = MoE(sizes.hidden, GatedMlp(sizes.hidden, sizes.inner), sizes.experts, k=sizes.topk, **settings)
     layer.set_deepspeed_parallelism()
     router, up, down = ours.weights()
     layer.deepspeed_moe.gate.wg.weight.data.copy_(router)
@@ -310,7 +296,7 @@ def _product(kind: str, shape: tuple[int, int, int]) -> float:
 
 def report(sizes: Sizes, times: dict[str, Times], peaks: dict[str, float]) -> None:
     """The table."""
-    print(f"{_cpu()}, one core, torch {torch.__version__}, float32, {sizes}")
+    print(f"{processor()}, one core, torch {torch.__version__}, float32, {sizes}")
     print(f"peak: torch.mm {peaks['torch.mm']:.1f} GFLOP/s, oneDNN {peaks['onednn']:.1f}; {len(times['foldray'].wall)} rounds")
     print(f"{'layer':<24}{'ms':>8}{'min':>8}{'max':>8}{'cpu ms':>8}{'tokens/s':>10}{'% of mm':>9}{'% of best':>11}{'× ours':>8}")
     ours = statistics.median(times["foldray"].wall)
@@ -319,12 +305,6 @@ def report(sizes: Sizes, times: dict[str, Times], peaks: dict[str, float]) -> No
         columns = f"{wall:>8.1f}{min(each.wall):>8.1f}{max(each.wall):>8.1f}{cpu:>8.1f}{sizes.tokens / wall * 1e3:>10.0f}"
         rate = sizes.operations / cpu / 1e6  # the peaks are by the same clock
         print(f"{name:<24}{columns}{rate / peaks['torch.mm']:>9.1%}{rate / max(peaks.values()):>11.1%}{wall / ours:>8.2f}")
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -35,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from common import MALLOC, GatedMlp, processor  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from foldray.comm import Communicator, Groups  # noqa: E402
@@ -45,7 +45,6 @@ from foldray.runtime import Execution, Gradients, Trace  # noqa: E402
 from foldray.schedule import SliceCost, named_ordering  # noqa: E402
 from foldray.spec import ModelSpec, Ownership  # noqa: E402
 
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
 HOSTS = 2
 
 
@@ -68,7 +67,7 @@ def main() -> None:
             found.append({"ratio": ratio, "link_mbit": rate / 1e6, **_run(lab, given, given.rounds, given.variants)})
         report(found[-1])
     if given.json:
-        setting = {"cpu": _cpu(), "torch": torch.__version__, "command": " ".join(sys.argv), "rounds": given.rounds}
+        setting = {"cpu": processor(), "torch": torch.__version__, "command": " ".join(sys.argv), "rounds": given.rounds}
         given.json.write_text(json.dumps({**setting, "model": model_of(given).model_dump(), "runs": found}, indent=1) + "\n")
 
 
@@ -235,23 +234,12 @@ def _deepspeed_stack(spec: ModelSpec, model: Transformer) -> nn.Module:
     import deepspeed
     from deepspeed.moe.layer import MoE
 
-    class Expert(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Linear(spec.hidden, 2 * spec.expert_hidden, bias=False)
-            self.down = nn.Linear(spec.expert_hidden, spec.hidden, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            gate, value = self.up(x).chunk(2, -1)
-            return self.down(nn.functional.silu(gate) * value)
-
     class Stack(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.blocks = nn.ModuleList([model.block(layer) for layer in range(spec.layers)])
-            made = [
-                MoE(spec.hidden, Expert(), HOSTS, ep_size=HOSTS, k=1, capacity_factor=1.0, use_rts=False) for _ in spec.moe_layers
-            ]
+            settings: dict[str, Any] = {"ep_size": HOSTS, "k": 1, "capacity_factor": 1.0, "use_rts": False}
+            made = [MoE(spec.hidden, GatedMlp(spec.hidden, spec.expert_hidden), HOSTS, **settings) for _ in spec.moe_layers]
             self.moes = nn.ModuleDict({str(layer): moe for layer, moe in zip(spec.moe_layers, made, strict=True)})
             for moe in made:
                 moe.set_deepspeed_parallelism()
@@ -301,12 +289,6 @@ def report(run: dict[str, Any]) -> None:
                 line += f"{each['simulated_ms']['median']:>10.0f}"
             print(line)
     print(flush=True)
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 if __name__ == "__main__":

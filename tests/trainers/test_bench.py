@@ -10,7 +10,7 @@ import pytest
 from foldray.cli import main
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from trainers.bench import DEFAULT, ordering_of
+from trainers.bench import DEFAULT
 
 RECIPE = """
 model: {preset: tiny, layers: 2}
@@ -34,7 +34,10 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) -> None:
     asked = ["--schedule", "sequential", "--schedule", "one_a_one_m-even:2", "--schedule", "stream:4:1"]
     assert main(["bench", str(recipe), "--json", "--rounds", "2", *asked]) == 0
-    results = json.loads(capsys.readouterr().out)["results"]
+    document = json.loads(capsys.readouterr().out)
+    results = document["results"]
+    assert len(document["slice_cost"]) == 2
+    assert min(document["slice_cost"]) >= 0 < max(document["slice_cost"])
     assert [(r["schedule"], r["degree"], r["slicing"]) for r in results] == [
         ("sequential", 1, "whole"), ("one_a_one_m", 2, "token_uniform"), ("stream", 4, "time_uniform"),
     ]  # fmt: skip
@@ -96,7 +99,7 @@ def test_mistakes_are_one_line(recipe: Path, capsys, arguments: list[str], words
 
 def test_the_default_schedules_fit_a_plain_recipe() -> None:
     recipe = Recipe.parse({"model": {"preset": "tiny"}})
-    assert [ordering_of(recipe, name).forward.kind for name in DEFAULT] == [name.split(":")[0] for name in DEFAULT]
+    assert [recipe.named_ordering(name).forward.kind for name in DEFAULT] == [name.split(":")[0] for name in DEFAULT]
     shared = {"fold": {"tp": 2, "cp": 2}, "cluster": {"workers": 4}, "training": {"global_batch": 4}}
     with pytest.raises(UserError, match="at most 64 slices of 4"):
-        ordering_of(Recipe.parse({"model": {"preset": "tiny"}, **shared}), "stream:65")
+        Recipe.parse({"model": {"preset": "tiny"}, **shared}).named_ordering("stream:65")
