@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from foldray.comm import Groups
 from foldray.errors import MissingPackage, UserError
-from foldray.planner import recorded_costs, simulate, slice_timings
+from foldray.planner import Recording, replay, slice_timings
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, Trace
-from foldray.schedule import SLICINGS, Op, Ordering, SliceCost, Span, StepGraph
+from foldray.schedule import SLICINGS, Ordering, SliceCost, Span, StepGraph
 from foldray.timeline import draw_text, perfetto
 from trainers import cluster
 from trainers.engines import make_engine
@@ -67,23 +67,20 @@ def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: 
             raise UserError(name, path, f"cannot be written (there is no folder {path.parent})")
     print(f"a step on {recipe.cluster.workers} workers …", file=sys.stderr)
     found = cluster.on_workers(recipe, _timeline_loop, "timeline")
-    graph, ranks = found["graph"], found["ranks"]
-    # Of a pipeline, the other positions' ops are not here.
-    expected = simulate(graph, (found["order"],), recorded_costs(graph, ranks)) if graph.pp == 1 else None
+    graph, recordings = found["graph"], found["recordings"]
+    ranks, expected = [each.spans for each in recordings], replay(graph, recordings)
     measured, begin = ranks[0], min(span.start for spans in ranks for span in spans.values())
     if trace is not None:
         _write(trace, json.dumps(perfetto(graph, ranks, begin)))
     if picture is not None:
-        _draw(recipe, graph, measured, expected and expected.spans, begin, picture)
+        _draw(recipe, graph, measured, expected.spans, begin, picture)
     if as_json:
-        simulated = expected and expected.seconds * 1e3
-        print(to_json({"measured": found["times"], "simulated_step_ms": simulated}))
+        print(to_json({"measured": found["times"], "simulated_step_ms": expected.seconds * 1e3}))
         return 0
     print(f"measured on the first worker: {found['times']['step_ms']:.1f} ms")
     print(draw_text(graph, measured))
-    if expected is not None:
-        print(f"\nsimulated from these op times: {expected.seconds * 1e3:.1f} ms")
-        print(draw_text(graph, expected.spans))
+    print(f"\nsimulated from these op times: {expected.seconds * 1e3:.1f} ms")
+    print(draw_text(graph, expected.spans))
     return 0
 
 
@@ -121,15 +118,14 @@ def _timeline_loop(config: dict[str, Any]) -> dict[str, Any] | None:
     trace = engine.execution.trace = Trace(device)
     for _ in range(_WARM_UP + 1):
         graph = _step(recipe, engine, groups, device)
-    mine: tuple[int, dict[Op, Span]] = (groups.coordinate["attention"]["pp"], trace.spans)
+    mine = Recording(engine.execution.order(graph), trace.spans)
     everyone: list[Any] = [mine] * groups.control.size
     if groups.control.group is not None:
         dist.all_gather_object(everyone, mine, group=groups.control.group)
     times = _slowest(groups, trace.times(graph), device)
     if groups.rank != groups.fold.offset:
         return None
-    ranks = [spans for position, spans in everyone if position == 0]
-    return {"graph": graph, "order": engine.execution.order(graph), "ranks": ranks, "times": times}
+    return {"graph": graph, "recordings": everyone, "times": times}
 
 
 def _step(recipe: Recipe, engine: Engine, groups: Groups, device: Any) -> StepGraph:
@@ -203,9 +199,7 @@ def _draw(recipe: Recipe, graph: StepGraph, measured: Any, simulated: Any, begin
         from trainers.timeline_picture import draw_timelines
     except ModuleNotFoundError as error:
         raise MissingPackage("picture", path, error.name or "matplotlib", "pip install matplotlib") from None
-    rows = {"measured": {op: Span(span.start - begin, span.end - begin) for op, span in measured.items()}}
-    if simulated:
-        rows["simulated"] = simulated
+    rows = {"measured": {op: Span(span.start - begin, span.end - begin) for op, span in measured.items()}, "simulated": simulated}
     try:
         draw_timelines(graph, rows, path, f"{recipe.name}: {recipe.schedule.kind}, degree {recipe.schedule.degree}")
     except OSError as error:

@@ -58,9 +58,7 @@ class ScheduleSpec(Strict):
     degree: int = Field(1, ge=1, description="pieces that a sequence is cut into")
     slicing: Literal["token_uniform", "algorithm1", "time_uniform"] = Field("time_uniform", description="how attention is cut")
     slices: tuple[int, ...] | None = Field(None, description="lengths of attention's slices; null is as slicing finds them")
-    slice_cost: tuple[Cost, Cost] | None = Field(
-        None, description="what a slice costs by its products with keys and by its tokens, as bench measures it; null is FLOPs"
-    )
+    slice_cost: tuple[Cost, Cost] | None = Field(None, description="what a slice costs, as bench measures it; null is FLOPs")
     lag: int = Field(2, ge=1, description="stream: attention steps between a piece's router and its experts")
     backward_lag: int = Field(2, ge=1, description="stream: the same going backward")
     recompute: tuple[Literal["attention", "ffn", "expert"], ...] = Field(

@@ -7,8 +7,10 @@ all-to-alls alone take `ratio` times as long as computation alone. Everything al
 
 - C: the same blocks, uncut, without communication. Experts have room for a fixed number of rows (capacity factor 1), so leaving
   the network out changes no shape.
-- X: the same all-to-alls, uncut, one after another, with nothing else to do.
+- X: the same all-to-alls, uncut, all started at once, with nothing else to do. (Over gloo, whose ends agree on each message
+  before it leaves, they take half as long again one after another. Pieces overlap these pauses too: that would be no limit.)
 - every variant KIND[:DEGREE[:LAG[:BACKWARD_LAG]]] in the given order, and, with --peers, the same blocks around other MoE layers.
+  `stream:DEGREE:best` goes by the simulator, which is asked once the first round has told what ops cost.
 
 Forward and backward are told apart, for the loss is a barrier between them. No schedule of one step can be faster than
 max(C_f, X_f) + max(C_b, X_b), the limit. "exposed" is time in which a collective was in flight and nothing was computed.
@@ -40,9 +42,9 @@ from torch import Tensor, nn  # noqa: E402
 from foldray.comm import Communicator, Groups  # noqa: E402
 from foldray.fold import Fold  # noqa: E402
 from foldray.model import Batch, Transformer  # noqa: E402
-from foldray.planner import recorded_costs, simulate  # noqa: E402
+from foldray.planner import Recording, best_overlaps, recorded_cost, replay  # noqa: E402
 from foldray.runtime import Execution, Gradients, Trace  # noqa: E402
-from foldray.schedule import SliceCost, named_ordering  # noqa: E402
+from foldray.schedule import Ordering, SliceCost, named_ordering  # noqa: E402
 from foldray.spec import ModelSpec, Ownership  # noqa: E402
 
 HOSTS = 2
@@ -133,6 +135,8 @@ class Worker:
         self.dispatchers = [model.block(layer).moe.dispatcher for layer in self.spec.moe_layers]
         text = torch.randint(0, self.spec.vocab, (1, given.length + 1))
         self.batches = [Batch(text[:, :-1], text[:, 1:])]
+        self.cost = SliceCost.of_model(self.spec.hidden, self.spec.heads)
+        self.chosen: dict[str, Ordering] = {}  # what the simulator found best, by name
 
     def serve(self) -> None:
         plan: dict[str, Callable[[], dict[str, float]]] = {"C": self.compute_alone}
@@ -144,6 +148,8 @@ class Worker:
         found: dict[str, list[dict[str, float]]] = {name: [] for name in plan}
         for number in range(1 + self.given.rounds):
             for name, run in plan.items():
+                if self.rank == 0:
+                    print(f"\rround {number} of {self.given.rounds}: {name:<30}", end="", file=sys.stderr)
                 dist.barrier()
                 measured = run()
                 if number:  # the first round warms up
@@ -155,7 +161,8 @@ class Worker:
             document = {
                 name: _medians([_slowest(each) for each in zip(*(f[name] for f in everyone), strict=True)]) for name in plan
             }
-            self.given.result.write_text(json.dumps({**document, "bytes": self.bytes_sent()}))
+            best = {name: [*ordering.forward, *ordering.backward] for name, ordering in self.chosen.items()}
+            self.given.result.write_text(json.dumps({**document, "bytes": self.bytes_sent(), "chosen": best}))
         self.groups.close()
 
     def bytes_sent(self) -> int:
@@ -173,15 +180,16 @@ class Worker:
         return measured
 
     def talk_alone(self) -> dict[str, float]:
-        """A step's all-to-alls one after another."""
+        """A step's all-to-alls, all under way at once: the most that the link carries."""
         rows = self.given.length * self.spec.topk
         x_NH, even = torch.randn(rows, self.spec.hidden), [rows // HOSTS] * HOSTS
         found = {}
         for direction in ("forward", "backward"):
             dist.barrier()
             begin = time.perf_counter()
-            for _ in range(2 * len(self.spec.moe_layers)):
-                self.groups.tokens.all_to_all(x_NH, even, even)
+            talking = [self.groups.tokens.start_all_to_all(x_NH, even, even) for _ in range(2 * len(self.spec.moe_layers))]
+            for pending in talking:
+                pending.wait()
             found[f"{direction}_ms"] = (time.perf_counter() - begin) * 1e3
         return {**found, "step_ms": sum(found.values())}
 
@@ -189,20 +197,21 @@ class Worker:
         """Forward and backward; the gradients stay where they are."""
         execution, trace = self.execution, self.execution.trace
         assert trace is not None
-        cost = SliceCost.of_model(self.spec.hidden, self.spec.heads)
-        ordering = named_ordering(name, self.given.length, cost)
+        ordering = self.chosen.get(name) or named_ordering(name.removesuffix(":best"), self.given.length, self.cost)
         if ordering != execution.ordering:
             execution.reorder(ordering)
             execution.order(execution.graph(self.batches))  # made before the clock runs
         execution.train(self.batches)
         self.gradients.zero()
-        graph, spans = execution.graph(self.batches), dict(trace.spans)
+        graph = execution.graph(self.batches)
         everyone: list[Any] = [None] * HOSTS
-        dist.all_gather_object(everyone, spans)
-        expected = simulate(graph, (execution.order(graph),), recorded_costs(graph, everyone)).seconds
+        dist.all_gather_object(everyone, Recording(execution.order(graph), trace.spans))
         if self.given.traces and self.rank == 0:
-            self._keep_trace(name, graph, everyone, trace.begin)
-        return {**trace.times(graph), "simulated_ms": expected * 1e3}
+            self._keep_trace(name, graph, [each.spans for each in everyone], trace.begin)
+        if name.endswith(":best") and name not in self.chosen:
+            forward, backward = best_overlaps(graph, recorded_cost(graph, everyone))
+            self.chosen[name] = ordering._replace(forward=forward, backward=backward)
+        return {**trace.times(graph), "simulated_ms": replay(graph, everyone).seconds * 1e3}
 
     def _keep_trace(self, name: str, graph: Any, ranks: list, begin: float) -> None:
         from foldray.timeline import perfetto
@@ -288,6 +297,8 @@ def report(run: dict[str, Any]) -> None:
                 line += f"{each['exposed_comm_ms']['median'] / max(each['comm_ms']['median'], 1e-9):>9.1%}"
                 line += f"{each['simulated_ms']['median']:>10.0f}"
             print(line)
+    for name, (forward, lag, backward, backward_lag) in run["chosen"].items():
+        print(f"{name}: forward {forward} {lag}, backward {backward} {backward_lag}")
     print(flush=True)
 
 

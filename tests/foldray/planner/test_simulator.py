@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foldray.planner import recorded_costs, simulate
+from foldray.planner import Recording, best_overlaps, replay, simulate
 from foldray.schedule import (
     COMPUTE,
     OVERLAPS,
@@ -103,15 +103,29 @@ def test_no_step_beats_the_bound_and_bandwidth_never_costs_time(seconds, kind, d
 def test_recorded_costs_are_taken_where_they_were_least_held_up() -> None:
     graph = graph_of(2)
     (a0, a1), (d0, d1) = graph.pieces("attention", 0), graph.pieces("dispatch", 0)
-    first = {a0: Span(0, 2), d0: Span(2, 9), a1: Span(2, 4), d1: Span(4, 12)}
-    second = {a0: Span(0, 4), d0: Span(4, 9), a1: Span(4, 8), d1: Span(8, 12)}
-    cost = recorded_costs(graph, [first, second])
-    assert cost(a0) == ((COMPUTE, 3.0),)
-    assert cost(d0) == (("tokens", 5),)
-    assert cost(d1) == (("tokens", 3),), "from when the first dispatch had arrived"
+    (order,) = step_schedule(graph, Overlap("aaam"))
+    nothing = {op: Span(0, 0) for op in order}
+    first = {**nothing, a0: Span(0, 2), d0: Span(2, 9), a1: Span(2, 4), d1: Span(4, 12)}
+    second = {**nothing, a0: Span(0, 4), d0: Span(4, 9), a1: Span(4, 8), d1: Span(8, 12)}
+    found = replay(graph, [Recording(order, spans) for spans in (first, second)])
+    # d0 takes 5 and leaves when the second rank is ready for it, d1 takes 3, from when the first dispatch had arrived.
+    assert [found.spans[op] for op in (a0, d0, a1, d1)] == [Span(0, 2), Span(4, 9), Span(2, 4), Span(9, 12)]
+    assert [used.compute for used in found.usage] == [4, 8]
+    assert found.seconds == 12
 
 
 def test_a_pipeline_is_simulated_too() -> None:
     graph = PipelineGraph(2, 4)
     found = simulate(graph, pipeline(graph), lambda op: ((COMPUTE, 1.0 if op.kind == "stage" else 0.0),))
     assert found.seconds == 2 * 4 + 2
+
+
+@given(SECONDS, st.integers(2, 5))
+@settings(max_examples=20, deadline=None)
+def test_the_best_ways_are_as_fast_as_any_pair(seconds, degree) -> None:
+    cut = slice_sequence("time_uniform", 40, degree, SliceCost(1, 1))
+    graph, cost = StepGraph((("moe", "dense", "moe"),), cut, ragged=False), cost_of(seconds)
+    ways = [Overlap("one_a_one_m"), *(Overlap("stream", lag) for lag in range(1, degree + 1))]
+    fastest = min(simulate(graph, step_schedule(graph, f, b), cost).seconds for f in ways for b in ways)
+    found = simulate(graph, step_schedule(graph, *best_overlaps(graph, cost)), cost).seconds
+    assert found == pytest.approx(fastest)

@@ -1,0 +1,17 @@
+"""Which order of a step's pieces is fastest at given costs."""
+
+from __future__ import annotations
+
+from foldray.planner.simulator import simulate
+from foldray.schedule import Cost, Overlap, StepGraph, step_schedule
+
+
+def best_overlaps(graph: StepGraph, cost: Cost) -> tuple[Overlap, Overlap]:
+    """The fastest way forward and the fastest way backward: `one_a_one_m`, or `stream` with any lag.
+
+    The loss stands between the two, so they are chosen one after the other.
+    """
+    candidates = [Overlap("one_a_one_m"), *(Overlap("stream", lag) for lag in range(1, graph.slicing.degree + 1))]
+    forward = min(candidates, key=lambda way: simulate(graph, step_schedule(graph, way, candidates[0]), cost).seconds)
+    backward = min(candidates, key=lambda way: simulate(graph, step_schedule(graph, forward, way), cost).seconds)
+    return forward, backward
