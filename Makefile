@@ -38,8 +38,9 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff format --check
 	$(BIN)/mypy foldray trainers tuners
 
-bench: setup ## measure the MoE layer on this machine
+bench: setup ## measure the MoE layer, and schedules over a slow link between two hosts (that needs root)
 	$(BIN)/python recipes/benchmarks/moe_layer.py
+	$(BIN)/python recipes/benchmarks/overlap.py
 
 gpu-check: ## check the engine on a GPU with the Python at hand (needs torch there, no installation)
 	$(PYTHON) tests/gpu/check.py

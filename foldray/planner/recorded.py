@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 from foldray.planner.simulator import Simulation
 from foldray.schedule import COMPUTE, Channel, Cost, Graph, Op, Schedule, Span, StepGraph, times
-from foldray.timeline import queued, usage
+from foldray.timeline import usage
 
 
 class Recording(NamedTuple):
@@ -74,18 +74,48 @@ class _Ranks:
         channel = self.graph.channel(ranked.op)
         return channel and (channel, ranked.rank)
 
+    def travel(self, recordings: Sequence[Recording]) -> dict[_RankedOp, float]:
+        """Seconds of every collective, on one clock for all ranks that share it."""
+        spans: dict[_RankedOp, list[Span]] = defaultdict(list)
+        for rank, (recording, ahead) in enumerate(zip(recordings, self._ahead(recordings), strict=True)):
+            for op, span in recording.spans.items():
+                if self.graph.channel(op) is not None:
+                    spans[self.ranked(op, rank)].append(Span(span.start - ahead, span.end - ahead))
+        whole = {op: Span(max(span.start for span in each), fmean(span.end for span in each)) for op, each in spans.items()}
+        arrived: dict[object, float] = {}
+        found = {}
+        for ranked, span in sorted(whole.items(), key=lambda item: item[1].end):
+            channel = self.channel(ranked)
+            found[ranked] = max(0.0, span.end - max(span.start, arrived.get(channel, span.start)))
+            arrived[channel] = span.end
+        return found
+
+    def _ahead(self, recordings: Sequence[Recording]) -> list[float]:
+        """How far each rank's clock is ahead of that of the first rank of its pipeline position: collectives end together."""
+        found = []
+        for rank, recording in enumerate(recordings):
+            first = recordings[self.at[self.place[rank][0]][0]].spans
+            shared = [op for op in first if self.graph.channel(op) and len(self.graph.where(op)) == 1]
+            apart = [recording.spans[op].end - first[op].end for op in shared]
+            found.append(median(apart) if apart else 0.0)
+        return found
+
 
 def replay(graph: Graph, recordings: Sequence[Recording]) -> Simulation:
     """A recorded step on the simulator's clock; the spans are the first rank's.
 
-    What computes takes as long as it did on its rank. A collective takes as long as where it was fastest: elsewhere it was in
-    flight while others were late. Its time begins when the one before it on the same channel has arrived.
+    What computes takes as long as it did on its rank. A collective takes the time from when the last rank started it, and the one
+    before it on the same channel had arrived, until it had arrived itself.
     """
-    took, ranks = _took(graph, recordings), _Ranks(graph, recordings)
+    ranks = _Ranks(graph, recordings)
+    travel = ranks.travel(recordings)
 
     def cost(ranked: _RankedOp) -> tuple[tuple[str, float], ...]:
-        channel, seconds = graph.channel(ranked.op), took[ranked.op]
-        return ((channel[0], min(seconds.values())),) if channel else ((COMPUTE, seconds[ranked.rank]),)
+        channel = graph.channel(ranked.op)
+        if channel is not None:
+            return ((channel[0], travel[ranked]),)
+        span = recordings[ranked.rank].spans[ranked.op]
+        return ((COMPUTE, span.end - span.start),)
 
     # The clock asks a graph about whatever its lists hold.
     spans = times(cast(Graph, ranks), cast(Schedule, ranks.lists), cast(Callable, cost))
@@ -94,23 +124,21 @@ def replay(graph: Graph, recordings: Sequence[Recording]) -> Simulation:
 
 
 def recorded_cost(graph: Graph, recordings: Sequence[Recording]) -> Cost:
-    """What ops cost, for other orders of the same: computation the mean over ranks, collectives as `replay` takes them."""
-    took = _took(graph, recordings)
+    """What ops cost, for other orders of the same: means over ranks, and over those pairs of ranks that hand over."""
+    ranks = _Ranks(graph, recordings)
+    seconds: dict[Op, list[float]] = defaultdict(list)
+    for ranked, took in ranks.travel(recordings).items():
+        seconds[ranked.op].append(took)
+    for recording in recordings:
+        for op, span in recording.spans.items():
+            if graph.channel(op) is None:
+                seconds[op].append(span.end - span.start)
 
     def cost(op: Op) -> tuple[tuple[str, float], ...]:
-        channel, seconds = graph.channel(op), took[op].values()
-        return ((channel[0], min(seconds)),) if channel else ((COMPUTE, fmean(seconds)),)
+        channel = graph.channel(op)
+        return ((channel[0] if channel else COMPUTE, fmean(seconds[op])),)
 
     return cost
-
-
-def _took(graph: Graph, recordings: Sequence[Recording]) -> dict[Op, dict[int, float]]:
-    """Op → rank → seconds; of a collective those since the one before it on its channel."""
-    found: dict[Op, dict[int, float]] = defaultdict(dict)
-    for rank, recording in enumerate(recordings):
-        for op, span in queued(graph, recording.spans).items():
-            found[op][rank] = span.end - span.start
-    return found
 
 
 def slice_timings(graph: StepGraph, spans: Mapping[Op, Span], ranks: int) -> list[tuple[int, int, float]]:

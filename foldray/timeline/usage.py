@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from foldray.schedule import Graph, Op, Span
@@ -28,6 +28,25 @@ def usage(graph: Graph, spans: Mapping[Op, Span]) -> Usage:
     talking = merged(span for op, span in spans.items() if graph.channel(op) is not None)
     both = length(merged([*computing, *talking]))
     return Usage(length(computing), length(talking), both - length(computing))
+
+
+def overlaps(graph: Graph, order: Sequence[Op], spans: Mapping[Op, Span]) -> tuple[int, int]:
+    """How many collectives a list starts ahead of computation that does not need them, and how many of these were in flight
+    while such an op computed.
+    """
+    users: dict[Op, int] = {}  # collective → place of the first op that needs it
+    for place, op in enumerate(order):
+        for need in graph.needs(op):
+            if graph.channel(need) is not None:
+                users.setdefault(need, place)
+    claimed = seen = 0
+    for place, op in enumerate(order):
+        if graph.channel(op) is None:
+            continue
+        beside = [spans[other] for other in order[place + 1 : users.get(op, len(order))] if graph.channel(other) is None]
+        claimed += bool(beside)
+        seen += any(span.start < spans[op].end and spans[op].start < span.end for span in beside)
+    return claimed, seen
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:

@@ -10,11 +10,13 @@ all-to-alls alone take `ratio` times as long as computation alone. Everything al
 - X: the same all-to-alls, uncut, all started at once, with nothing else to do. (Over gloo, whose ends agree on each message
   before it leaves, they take half as long again one after another. Pieces overlap these pauses too: that would be no limit.)
 - every variant KIND[:DEGREE[:LAG[:BACKWARD_LAG]]] in the given order, and, with --peers, the same blocks around other MoE layers.
-  `stream:DEGREE:best` goes by the simulator, which is asked once the first round has told what ops cost.
+  `stream:DEGREE:best` goes by the simulator, which is asked after rounds of warming up have told what ops cost.
 
 Forward and backward are told apart, for the loss is a barrier between them. No schedule of one step can be faster than
 max(C_f, X_f) + max(C_b, X_b), the limit. "exposed" is time in which a collective was in flight and nothing was computed.
-"simulated" is the step that the simulator expects when it is fed with the recorded op times.
+"× limit" is the median over rounds of a step against the limit of the same round: machines get slower and faster by the minute.
+"simulated" is the step that the simulator expects when it is fed with the recorded op times. "seen" is how many of the
+collectives that a list starts ahead of computation were in flight during some of it, in the worst round.
 """
 
 from __future__ import annotations
@@ -46,8 +48,11 @@ from foldray.planner import Recording, best_overlaps, recorded_cost, replay  # n
 from foldray.runtime import Execution, Gradients, Trace  # noqa: E402
 from foldray.schedule import Ordering, SliceCost, named_ordering  # noqa: E402
 from foldray.spec import ModelSpec, Ownership  # noqa: E402
+from foldray.timeline import overlaps  # noqa: E402
 
 HOSTS = 2
+_WARM_UP = 2  # rounds
+_SIDES = ("forward_ms", "backward_ms")
 
 
 def main() -> None:
@@ -137,6 +142,7 @@ class Worker:
         self.batches = [Batch(text[:, :-1], text[:, 1:])]
         self.cost = SliceCost.of_model(self.spec.hidden, self.spec.heads)
         self.chosen: dict[str, Ordering] = {}  # what the simulator found best, by name
+        self.measuring = False
 
     def serve(self) -> None:
         plan: dict[str, Callable[[], dict[str, float]]] = {"C": self.compute_alone}
@@ -146,13 +152,14 @@ class Worker:
         if self.given.peers:
             plan["deepspeed"] = self.peer()
         found: dict[str, list[dict[str, float]]] = {name: [] for name in plan}
-        for number in range(1 + self.given.rounds):
+        for number in range(_WARM_UP + self.given.rounds):
+            self.measuring = number >= _WARM_UP
             for name, run in plan.items():
                 if self.rank == 0:
-                    print(f"\rround {number} of {self.given.rounds}: {name:<30}", end="", file=sys.stderr)
+                    print(f"\rround {number - _WARM_UP + 1} of {self.given.rounds}: {name:<30}", end="", file=sys.stderr)
                 dist.barrier()
                 measured = run()
-                if number:  # the first round warms up
+                if self.measuring:
                     found[name].append(measured)
         # The slowest host's figures: a step is done when all are.
         everyone: list[Any] = [None] * HOSTS
@@ -208,10 +215,12 @@ class Worker:
         dist.all_gather_object(everyone, Recording(execution.order(graph), trace.spans))
         if self.given.traces and self.rank == 0:
             self._keep_trace(name, graph, [each.spans for each in everyone], trace.begin)
-        if name.endswith(":best") and name not in self.chosen:
+        if name.endswith(":best") and not self.measuring:  # the last round of warming up counts
             forward, backward = best_overlaps(graph, recorded_cost(graph, everyone))
             self.chosen[name] = ordering._replace(forward=forward, backward=backward)
-        return {**trace.times(graph), "simulated_ms": replay(graph, everyone).seconds * 1e3}
+        claimed, seen = overlaps(graph, execution.order(graph), trace.spans)
+        simulated = replay(graph, everyone).seconds * 1e3
+        return {**trace.times(graph), "simulated_ms": simulated, "claimed": claimed, "missed": claimed - seen}
 
     def _keep_trace(self, name: str, graph: Any, ranks: list, begin: float) -> None:
         from foldray.timeline import perfetto
@@ -274,28 +283,36 @@ def _slowest(hosts: tuple[dict[str, float], ...]) -> dict[str, float]:
 
 def _medians(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     columns = {key: [each[key] for each in rounds] for key in rounds[0]}
-    return {key: {"median": statistics.median(c), "min": min(c), "max": max(c)} for key, c in columns.items()}
+    return {key: {"median": statistics.median(c), "min": min(c), "max": max(c), "rounds": c} for key, c in columns.items()}
 
 
-def limit(run: dict[str, Any]) -> float:
-    """The least that any schedule of one step can take, in milliseconds."""
-    sides = ("forward_ms", "backward_ms")
-    return sum(max(run[alone][side]["median"] for alone in ("C", "X")) for side in sides)
+def limits(run: dict[str, Any]) -> list[float]:
+    """The least that any schedule of one step can take, in milliseconds, round by round."""
+    rounds = range(len(run["C"]["step_ms"]["rounds"]))
+    return [sum(max(run[alone][side]["rounds"][r] for alone in ("C", "X")) for side in _SIDES) for r in rounds]
+
+
+def over_limit(run: dict[str, Any], name: str) -> float:
+    """A variant's step against the limit, the median over rounds."""
+    return statistics.median(step / least for step, least in zip(run[name]["step_ms"]["rounds"], limits(run), strict=True))
 
 
 def report(run: dict[str, Any]) -> None:
     """The table of one link."""
-    least = limit(run)
-    print(f"link {run['link_mbit']:.0f} Mbit/s, communication {run['ratio']:g} × computation; limit {least:.0f} ms")
-    print(f"{'':<22}{'ms':>8}{'min':>8}{'max':>8}{'× limit':>9}{'forward':>9}{'backward':>9}{'exposed':>9}{'simulated':>10}")
+    ratio = run["X"]["step_ms"]["median"] / run["C"]["step_ms"]["median"]
+    least = statistics.median(limits(run))
+    print(f"link {run['link_mbit']:.0f} Mbit/s, communication {ratio:.2f} × computation; limit {least:.0f} ms")
+    print(f"{'':<22}{'ms':>8}{'min':>8}{'max':>8}{'× limit':>9}", end="")
+    print(f"{'forward':>9}{'backward':>9}{'exposed':>9}{'simulated':>10}{'seen':>9}")
     for name, each in run.items():
         if isinstance(each, dict) and "step_ms" in each:
             step = each["step_ms"]
-            line = f"{name:<22}{step['median']:>8.0f}{step['min']:>8.0f}{step['max']:>8.0f}{step['median'] / least:>9.3f}"
+            line = f"{name:<22}{step['median']:>8.0f}{step['min']:>8.0f}{step['max']:>8.0f}{over_limit(run, name):>9.3f}"
             line += f"{each['forward_ms']['median']:>9.0f}{each['backward_ms']['median']:>9.0f}"
             if "exposed_comm_ms" in each:
                 line += f"{each['exposed_comm_ms']['median'] / max(each['comm_ms']['median'], 1e-9):>9.1%}"
-                line += f"{each['simulated_ms']['median']:>10.0f}"
+                claimed, missed = each["claimed"]["median"], each["missed"]["max"]
+                line += f"{each['simulated_ms']['median']:>10.0f}{f'{claimed - missed:.0f}/{claimed:.0f}':>9}"
             print(line)
     for name, (forward, lag, backward, backward_lag) in run["chosen"].items():
         print(f"{name}: forward {forward} {lag}, backward {backward} {backward_lag}")
