@@ -12,6 +12,8 @@ all-to-alls alone take `ratio` times as long as computation alone. Everything al
 - every variant KIND[:DEGREE[:LAG[:BACKWARD_LAG]]] in the given order, and, with --peers, the same blocks around other MoE layers.
   `stream:DEGREE:best` goes by the simulator, which is asked after rounds of warming up have told what ops cost.
 
+With --hosts 1 there is nothing to hide, and what pieces cost shows. With --peaks, memory is measured instead of time.
+
 Forward and backward are told apart, for the loss is a barrier between them. No schedule of one step can be faster than
 max(C_f, X_f) + max(C_b, X_b), the limit. "exposed" is time in which a collective was in flight and nothing was computed.
 "× limit" is the median over rounds of a step against the limit of the same round: machines get slower and faster by the minute.
@@ -50,7 +52,7 @@ from foldray.schedule import Ordering, SliceCost, named_ordering  # noqa: E402
 from foldray.spec import ModelSpec, Ownership  # noqa: E402
 from foldray.timeline import overlaps  # noqa: E402
 
-HOSTS = 2
+SIZES = {"hosts": 2, "length": 4096, "hidden": 512, "heads": 8, "inner": 1024, "blocks": 4, "every": 1}
 _WARM_UP = 2  # rounds
 _SIDES = ("forward_ms", "backward_ms")
 
@@ -64,27 +66,51 @@ def main() -> None:
 
     if (reason := why_not()) is not None:
         raise SystemExit(f"no lab on this machine: {reason}")
-    found = []
-    with hosts(HOSTS) as lab:
-        alone = _run(lab, given, rounds=3, variants=[])
-    computing, sent = alone["C"]["forward_ms"]["median"] + alone["C"]["backward_ms"]["median"], alone["bytes"]
-    for ratio in given.ratios:
-        rate = sent * 8 / (computing * 1e-3 * ratio)
-        with hosts(HOSTS, rate=f"{rate:.0f}bit") as lab:
-            found.append({"ratio": ratio, "link_mbit": rate / 1e6, **_run(lab, given, given.rounds, given.variants)})
-        report(found[-1])
+    found: list[dict[str, Any]] = []
+    if given.peaks or given.hosts == 1:
+        with hosts(given.hosts) as lab:
+            found.append(_peaks(lab, given) if given.peaks else {"ratio": 0.0, "link_mbit": 0.0, **_run(lab, given)})
+        (report_peaks if given.peaks else report)(found[-1])
+    else:
+        found = _over_links(given)
     if given.json:
         setting = {"cpu": processor(), "torch": torch.__version__, "command": " ".join(sys.argv), "rounds": given.rounds}
         given.json.write_text(json.dumps({**setting, "model": model_of(given).model_dump(), "runs": found}, indent=1) + "\n")
 
 
+def _over_links(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every link of `given.ratios`."""
+    from tests.lab.hosts import hosts
+
+    found = []
+    with hosts(given.hosts) as lab:
+        alone = _run(lab, given, rounds=3, variants=[])
+    computing, sent = alone["C"]["forward_ms"]["median"] + alone["C"]["backward_ms"]["median"], alone["bytes"]
+    for ratio in given.ratios:
+        rate = sent * 8 / (computing * 1e-3 * ratio)
+        with hosts(given.hosts, rate=f"{rate:.0f}bit") as lab:
+            found.append({"ratio": ratio, "link_mbit": rate / 1e6, **_run(lab, given)})
+        report(found[-1])
+    return found
+
+
+def _peaks(lab: list, given: argparse.Namespace) -> dict[str, Any]:
+    """Every variant in processes of its own: what the larger one holds at most during a step, and before it, in MiB."""
+    found: dict[str, Any] = {}
+    for name in given.variants:
+        measured = _run(lab, given, variants=[name])[name]
+        found[name] = {key: measured[key] for key in ("peak_mib", "before_mib")}
+    return {"peaks": found}
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 1.5], help="communication to computation")
-    for name, default in (("length", 4096), ("hidden", 512), ("heads", 8), ("inner", 1024), ("blocks", 4), ("rounds", 7)):
+    for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--variants", nargs="*", default=["sequential", "moe_only:4", "aaam:4", "one_a_one_m:4", "stream:4"])
-    parser.add_argument("--every", type=int, default=1, help="every n-th block is a MoE block")
+    parser.add_argument("--peaks", action="store_true", help="measure memory instead, every variant in processes of its own")
     parser.add_argument("--peers", action="store_true", help="also DeepSpeed's MoE layer")
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
     parser.add_argument("--traces", type=Path, help="folder for a Perfetto trace of every variant's last step")
@@ -94,15 +120,19 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(lab: list, given: argparse.Namespace, rounds: int, variants: list[str]) -> dict[str, Any]:
+def _run(lab: list, given: argparse.Namespace, rounds: int | None = None, variants: list[str] | None = None) -> dict[str, Any]:
     """One process on every host, each on a core of its own; what the first one found."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        own = [f"--{name}={getattr(given, name)}" for name in ("length", "hidden", "heads", "inner", "blocks", "every")]
-        own += [f"--rounds={rounds}", f"--store={lab[0].address}:29400", f"--result={result}"]
-        own += ["--peers"] * (given.peers and bool(variants)) + ([f"--traces={given.traces.absolute()}"] if given.traces else [])
+        variants = given.variants if variants is None else variants
+        own = [f"--{name}={getattr(given, name)}" for name in SIZES]
+        own += [f"--rounds={rounds or given.rounds}", f"--store={lab[0].address}:29400", f"--result={result}"]
+        own += ["--peaks"] * given.peaks + ["--peers"] * (given.peers and bool(variants))
+        own += [f"--traces={given.traces.absolute()}"] if given.traces else []
         command = [sys.executable, __file__, *own, "--variants", *variants]
-        workers = [host.popen([*command, f"--worker={i}"], env=MALLOC, cpu=i) for i, host in enumerate(lab)]
+        # To tell what a process holds at most, all its larger blocks come from the kernel and go back at once.
+        malloc = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"} if given.peaks else MALLOC
+        workers = [host.popen([*command, f"--worker={i}"], env=malloc, cpu=i) for i, host in enumerate(lab)]
         try:
             codes = [worker.wait(timeout=3600) for worker in workers]
         finally:
@@ -117,7 +147,8 @@ def model_of(given: argparse.Namespace) -> ModelSpec:
     router = {"capacity_factor": 1.0, "pad": True, "balance_loss": 0.01}
     return ModelSpec(
         layers=given.blocks, hidden=given.hidden, heads=given.heads, kv_heads=given.heads, head_dim=given.hidden // given.heads,
-        ffn_hidden=given.inner, experts=HOSTS, topk=1, expert_hidden=given.inner, vocab=64, moe_every=given.every, router=router,
+        ffn_hidden=given.inner, experts=max(given.hosts, 2), topk=1, expert_hidden=given.inner, vocab=64,
+        moe_every=given.every, router=router,
     )  # fmt: skip
 
 
@@ -129,9 +160,9 @@ class Worker:
         torch.set_num_threads(1)
         torch.manual_seed(given.worker)
         host, port = given.store.split(":")
-        store = dist.TCPStore(host, int(port), HOSTS, is_master=self.rank == 0)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=HOSTS)
-        fold = Fold(HOSTS, ep=HOSTS)
+        store = dist.TCPStore(host, int(port), given.hosts, is_master=self.rank == 0)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=given.hosts)
+        fold = Fold(given.hosts, ep=given.hosts)
         self.spec, self.groups = model_of(given), Groups.create(fold, self.rank)
         model = Transformer(Ownership(self.spec, fold), self.groups)
         self.gradients = Gradients(model, self.groups)
@@ -145,10 +176,11 @@ class Worker:
         self.measuring = False
 
     def serve(self) -> None:
-        plan: dict[str, Callable[[], dict[str, float]]] = {"C": self.compute_alone}
-        if self.given.variants:
+        variants = {name: partial(self.step, name) for name in self.given.variants}
+        plan: dict[str, Callable[[], dict[str, float]]] = {} if self.given.peaks else {"C": self.compute_alone}
+        if variants and not self.given.peaks:
             plan["X"] = self.talk_alone
-            plan |= {name: partial(self.step, name) for name in self.given.variants}
+        plan |= variants
         if self.given.peers:
             plan["deepspeed"] = self.peer()
         found: dict[str, list[dict[str, float]]] = {name: [] for name in plan}
@@ -162,7 +194,7 @@ class Worker:
                 if self.measuring:
                     found[name].append(measured)
         # The slowest host's figures: a step is done when all are.
-        everyone: list[Any] = [None] * HOSTS
+        everyone: list[Any] = [None] * self.given.hosts
         dist.all_gather_object(everyone, found)
         if self.rank == 0:
             document = {
@@ -174,7 +206,7 @@ class Worker:
 
     def bytes_sent(self) -> int:
         """What one host sends to the other in a step's all-to-alls: out and back, forward and backward, of every MoE block."""
-        rows = self.given.length * self.spec.topk // HOSTS
+        rows = self.given.length * self.spec.topk // self.given.hosts
         return 4 * len(self.spec.moe_layers) * rows * self.spec.hidden * 4
 
     def compute_alone(self) -> dict[str, float]:
@@ -189,7 +221,7 @@ class Worker:
     def talk_alone(self) -> dict[str, float]:
         """A step's all-to-alls, all under way at once: the most that the link carries."""
         rows = self.given.length * self.spec.topk
-        x_NH, even = torch.randn(rows, self.spec.hidden), [rows // HOSTS] * HOSTS
+        x_NH, even = torch.randn(rows, self.spec.hidden), [rows // self.given.hosts] * self.given.hosts
         found = {}
         for direction in ("forward", "backward"):
             dist.barrier()
@@ -208,10 +240,12 @@ class Worker:
         if ordering != execution.ordering:
             execution.reorder(ordering)
             execution.order(execution.graph(self.batches))  # made before the clock runs
+        before = _resident(anew=True)
         execution.train(self.batches)
+        peak = _resident()
         self.gradients.zero()
         graph = execution.graph(self.batches)
-        everyone: list[Any] = [None] * HOSTS
+        everyone: list[Any] = [None] * self.given.hosts
         dist.all_gather_object(everyone, Recording(execution.order(graph), trace.spans))
         if self.given.traces and self.rank == 0:
             self._keep_trace(name, graph, [each.spans for each in everyone], trace.begin)
@@ -220,7 +254,8 @@ class Worker:
             self.chosen[name] = ordering._replace(forward=forward, backward=backward)
         claimed, seen = overlaps(graph, execution.order(graph), trace.spans)
         simulated = replay(graph, everyone).seconds * 1e3
-        return {**trace.times(graph), "simulated_ms": simulated, "claimed": claimed, "missed": claimed - seen}
+        counts = {"claimed": claimed, "missed": claimed - seen, "peak_mib": peak, "before_mib": before}
+        return {**trace.times(graph), "simulated_ms": simulated, **counts}
 
     def _keep_trace(self, name: str, graph: Any, ranks: list, begin: float) -> None:
         from foldray.timeline import perfetto
@@ -230,7 +265,7 @@ class Worker:
 
     def peer(self) -> Callable[[], dict[str, float]]:
         """The same blocks around DeepSpeed's MoE layer."""
-        stack = _deepspeed_stack(self.spec, self.execution.model)
+        stack = _deepspeed_stack(self.spec, self.execution.model, self.given.hosts)
         x_BLH = torch.randn(1, self.given.length, self.spec.hidden)
 
         def run() -> dict[str, float]:
@@ -246,7 +281,7 @@ class Worker:
         return run
 
 
-def _deepspeed_stack(spec: ModelSpec, model: Transformer) -> nn.Module:
+def _deepspeed_stack(spec: ModelSpec, model: Transformer, hosts: int) -> nn.Module:
     """Our norms and attention with DeepSpeed's gate, all-to-all and experts of the same size, capacity 1 as ours."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
@@ -256,8 +291,8 @@ def _deepspeed_stack(spec: ModelSpec, model: Transformer) -> nn.Module:
         def __init__(self) -> None:
             super().__init__()
             self.blocks = nn.ModuleList([model.block(layer) for layer in range(spec.layers)])
-            settings: dict[str, Any] = {"ep_size": HOSTS, "k": 1, "capacity_factor": 1.0, "use_rts": False}
-            made = [MoE(spec.hidden, GatedMlp(spec.hidden, spec.expert_hidden), HOSTS, **settings) for _ in spec.moe_layers]
+            settings: dict[str, Any] = {"ep_size": hosts, "k": 1, "capacity_factor": 1.0, "use_rts": False}
+            made = [MoE(spec.hidden, GatedMlp(spec.hidden, spec.expert_hidden), hosts, **settings) for _ in spec.moe_layers]
             self.moes = nn.ModuleDict({str(layer): moe for layer, moe in zip(spec.moe_layers, made, strict=True)})
             for moe in made:
                 moe.set_deepspeed_parallelism()
@@ -272,9 +307,17 @@ def _deepspeed_stack(spec: ModelSpec, model: Transformer) -> nn.Module:
             return x_BLH
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # no compiling while we measure
-    os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": "0", "WORLD_SIZE": str(HOSTS)}
+    os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": "0", "WORLD_SIZE": str(hosts)}
     deepspeed.init_distributed("gloo", verbose=False)
     return Stack()
+
+
+def _resident(anew: bool = False) -> float:
+    """MiB that this process has held at most since it was last asked `anew`."""
+    if anew:
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 def _slowest(hosts: tuple[dict[str, float], ...]) -> dict[str, float]:
@@ -297,11 +340,22 @@ def over_limit(run: dict[str, Any], name: str) -> float:
     return statistics.median(step / least for step, least in zip(run[name]["step_ms"]["rounds"], limits(run), strict=True))
 
 
+def report_peaks(run: dict[str, Any]) -> None:
+    """The table of what processes hold."""
+    print(f"{'MiB':<22}{'at most':>9}{'min':>9}{'max':>9}{'before':>9}{'× first':>9}")
+    first = next(iter(run["peaks"].values()))["peak_mib"]["median"]
+    for name, each in run["peaks"].items():
+        peak = each["peak_mib"]
+        line = f"{name:<22}{peak['median']:>9.0f}{peak['min']:>9.0f}{peak['max']:>9.0f}{each['before_mib']['median']:>9.0f}"
+        print(f"{line}{peak['median'] / first:>9.3f}", flush=True)
+
+
 def report(run: dict[str, Any]) -> None:
     """The table of one link."""
     ratio = run["X"]["step_ms"]["median"] / run["C"]["step_ms"]["median"]
     least = statistics.median(limits(run))
-    print(f"link {run['link_mbit']:.0f} Mbit/s, communication {ratio:.2f} × computation; limit {least:.0f} ms")
+    link = f"link {run['link_mbit']:.0f} Mbit/s" if run["link_mbit"] else "no link"
+    print(f"{link}, communication {ratio:.2f} × computation; limit {least:.0f} ms")
     print(f"{'':<22}{'ms':>8}{'min':>8}{'max':>8}{'× limit':>9}", end="")
     print(f"{'forward':>9}{'backward':>9}{'exposed':>9}{'simulated':>10}{'seen':>9}")
     for name, each in run.items():
@@ -310,7 +364,8 @@ def report(run: dict[str, Any]) -> None:
             line = f"{name:<22}{step['median']:>8.0f}{step['min']:>8.0f}{step['max']:>8.0f}{over_limit(run, name):>9.3f}"
             line += f"{each['forward_ms']['median']:>9.0f}{each['backward_ms']['median']:>9.0f}"
             if "exposed_comm_ms" in each:
-                line += f"{each['exposed_comm_ms']['median'] / max(each['comm_ms']['median'], 1e-9):>9.1%}"
+                talked = each["comm_ms"]["median"]
+                line += f"{each['exposed_comm_ms']['median'] / talked:>9.1%}" if talked > 1 else f"{'none':>9}"
                 claimed, missed = each["claimed"]["median"], each["missed"]["max"]
                 line += f"{each['simulated_ms']['median']:>10.0f}{f'{claimed - missed:.0f}/{claimed:.0f}':>9}"
             print(line)
