@@ -269,6 +269,7 @@ class Worker:
         x_BLH = torch.randn(1, self.given.length, self.spec.hidden)
 
         def run() -> dict[str, float]:
+            self.execution.reorder(Ordering())  # whole sequences
             for parameter in stack.parameters():
                 parameter.grad = None
             begin = time.perf_counter()
