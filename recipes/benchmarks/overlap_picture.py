@@ -54,11 +54,11 @@ def _bars(axes: Axes, run: dict[str, Any]) -> None:
     least, found = median(limits(run)) / 1e3, _measured(run)
     for at, (name, each) in enumerate(found.items()):
         sides = [each[side]["median"] / 1e3 for side in ("forward_ms", "backward_ms")]
-        step = {key: value / 1e3 for key, value in each["step_ms"].items()}
+        step = {key: each["step_ms"][key] / 1e3 for key in ("median", "min", "max")}
         axes.barh([at, at], sides, left=[0, sides[0]], height=0.66, color=[FORWARD, BACKWARD])
         axes.hlines(at, step["min"], step["max"], color=INK, linewidth=1.2)
         text = f"{step['median']:.2f} s, {over_limit(run, name):.2f} × limit"
-        if "exposed_comm_ms" in each and each["comm_ms"]["median"]:
+        if "exposed_comm_ms" in each and each["comm_ms"]["median"] > 1:
             text += f", {each['exposed_comm_ms']['median'] / each['comm_ms']['median']:.0%} exposed"
         axes.annotate(text, (step["max"], at), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
     axes.axvline(least, color=LIMIT, linewidth=1.2, linestyle=(0, (5, 3)))
