@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 from overlap import limits, over_limit
 
 FORWARD, BACKWARD, LIMIT, INK = "#7aa6d6", "#2364aa", "#b91c1c", "#1f2937"
-COLOURS = {"moe_only": "#6b7280", "aaam": "#8a6d00", "one_a_one_m": "#d9630b", "stream": "#2364aa", "flow": "#2f855a"}
-ALONE = {"C": "computation alone", "X": "all-to-alls alone", "G": "reductions alone"}
+COLOURS = {"moe_only": "#6b7280", "aaam": "#8a6d00", "one_a_one_m": "#d9630b", "stream": "#2364aa"}
+ALONE = {"C": "computation alone", "X": "all-to-alls alone"}
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def _over_degrees(axes: Axes, run: dict[str, Any]) -> None:
             (_degree(name) or 1, each["step_ms"])
             for name, each in found.items()
             if name.split(":")[0] == kind and _degree(name) is not None
-        ) if any(name.split(":")[0] == kind for name in found) else []  # fmt: skip
+        )
         if not points:
             continue
         at = [1, *(degree for degree, _ in points)]
