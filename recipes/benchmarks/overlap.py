@@ -3,10 +3,14 @@
     python recipes/benchmarks/overlap.py [--ratios 0.5 1 1.5] [--length 4096] [--variants stream:4:2 …] [--json FILE]
 
 Two hosts (network namespaces on this machine, which needs root), one core each, joined by a link whose rate is chosen so that the
-all-to-alls alone take `ratio` times as long as computation alone. Everything alternates within a round, in one process per host:
+all-to-alls alone take `ratio` times as long as computation alone, or is given. Everything alternates within a round, in one
+process per host:
 
 - C: the same blocks, uncut, without communication. Experts have room for a fixed number of rows (capacity factor 1), so leaving
-  the network out changes no shape.
+  the network out changes no shape. Cores are shared with other machines, and get a third slower or faster within a minute: so C
+  is measured before and after every variant, and the mean of the two is what the variant is held against. Where the two differ by
+  more than a tenth, or the machine below took more than 5 % of a core meanwhile, the variant is measured again, up to three
+  times; the least disturbed measurement counts.
 - X: the same all-to-alls, uncut, all started at once, with nothing else to do. (Over gloo, whose ends agree on each message
   before it leaves, they take half as long again one after another. Pieces overlap these pauses too: that would be no limit.)
 - every variant KIND[:DEGREE[:LAG[:BACKWARD_LAG]]] in the given order, and, with --peers, the same blocks around other MoE layers.
@@ -16,20 +20,22 @@ With --hosts 1 there is nothing to hide, and what pieces cost shows. With --peak
 
 Forward and backward are told apart, for the loss is a barrier between them. No schedule of one step can be faster than
 max(C_f, X_f) + max(C_b, X_b), the limit. "exposed" is time in which a collective was in flight and nothing was computed.
-"× limit" is the median over rounds of a step against the limit of the same round: machines get slower and faster by the minute.
-"simulated" is the step that the simulator expects when it is fed with the recorded op times. "seen" is how many of the
-collectives that a list starts ahead of computation were in flight during some of it, in the worst round.
+"× limit" is the median over rounds of a step against its own limit. "simulated" is the step that the simulator expects when it
+is fed with the recorded op times. "seen" is how many of the collectives that a list starts ahead of computation were in flight
+during some of it, in the worst round.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -55,6 +61,7 @@ from foldray.timeline import overlaps  # noqa: E402
 SIZES = {"hosts": 2, "length": 4096, "hidden": 512, "heads": 8, "inner": 1024, "blocks": 4, "every": 1}
 _WARM_UP = 2  # rounds
 _SIDES = ("forward_ms", "backward_ms")
+_STOLEN, _DRIFT, _TRIES = 0.05, 0.1, 4  # share of a core that may be missing, of C that it may change by; measurements at most
 
 
 def main() -> None:
@@ -69,7 +76,7 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     if given.peaks or given.hosts == 1:
         with hosts(given.hosts) as lab:
-            found.append(_peaks(lab, given) if given.peaks else {"ratio": 0.0, "link_mbit": 0.0, **_run(lab, given)})
+            found.append(_peaks(lab, given) if given.peaks else {"link_mbit": 0.0, **_run(lab, given)})
         (report_peaks if given.peaks else report)(found[-1])
     else:
         found = _over_links(given)
@@ -79,19 +86,24 @@ def main() -> None:
 
 
 def _over_links(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every link of `given.ratios`."""
+    """Every link of `given.links`, or of `given.ratios`."""
     from tests.lab.hosts import hosts
 
     found = []
-    with hosts(given.hosts) as lab:
-        alone = _run(lab, given, rounds=3, variants=[])
-    computing, sent = alone["C"]["forward_ms"]["median"] + alone["C"]["backward_ms"]["median"], alone["bytes"]
-    for ratio in given.ratios:
-        rate = sent * 8 / (computing * 1e-3 * ratio)
-        with hosts(given.hosts, rate=f"{rate:.0f}bit") as lab:
-            found.append({"ratio": ratio, "link_mbit": rate / 1e6, **_run(lab, given)})
+    for rate in given.links or _rates(given):
+        with hosts(given.hosts, rate=f"{rate * 1e6:.0f}bit") as lab:
+            found.append({"link_mbit": rate, **_run(lab, given)})
         report(found[-1])
     return found
+
+
+def _rates(given: argparse.Namespace) -> list[float]:
+    """Mbit/s at which a step's bytes alone take so many times as long as its computation."""
+    from tests.lab.hosts import hosts
+
+    with hosts(given.hosts) as lab:
+        alone = _run(lab, given, rounds=3, variants=[])
+    return [alone["bytes"] * 8e-3 / (alone["C"]["step_ms"]["median"] * each) for each in given.ratios]
 
 
 def _peaks(lab: list, given: argparse.Namespace) -> dict[str, Any]:
@@ -106,6 +118,7 @@ def _peaks(lab: list, given: argparse.Namespace) -> dict[str, Any]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 1.5], help="communication to computation")
+    parser.add_argument("--links", type=float, nargs="+", metavar="MBIT", help="rates in Mbit/s instead of ratios")
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rounds", type=int, default=7)
@@ -176,33 +189,55 @@ class Worker:
         self.measuring = False
 
     def serve(self) -> None:
-        variants = {name: partial(self.step, name) for name in self.given.variants}
-        plan: dict[str, Callable[[], dict[str, float]]] = {} if self.given.peaks else {"C": self.compute_alone}
-        if variants and not self.given.peaks:
-            plan["X"] = self.talk_alone
-        plan |= variants
+        plan: dict[str, Callable[[], dict[str, float]]] = {name: partial(self.step, name) for name in self.given.variants}
         if self.given.peers:
             plan["deepspeed"] = self.peer()
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in plan}
+        found: dict[str, list[dict[str, float]]] = defaultdict(list)
         for number in range(_WARM_UP + self.given.rounds):
             self.measuring = number >= _WARM_UP
+            said = f"\rround {number - _WARM_UP + 1} of {self.given.rounds}: "
+            if not self.given.peaks:
+                self.tell(f"{said}C")
+                self.alone = self.together(self.compute_alone)
+                found["C"].append(self.alone)
+            if plan and not self.given.peaks:
+                self.tell(f"{said}X")
+                found["X"].append(self.together(self.talk_alone))
             for name, run in plan.items():
-                if self.rank == 0:
-                    print(f"\rround {number - _WARM_UP + 1} of {self.given.rounds}: {name:<30}", end="", file=sys.stderr)
-                dist.barrier()
-                measured = run()
-                if self.measuring:
-                    found[name].append(measured)
-        # The slowest host's figures: a step is done when all are.
-        everyone: list[Any] = [None] * self.given.hosts
-        dist.all_gather_object(everyone, found)
+                self.tell(f"{said}{name}")
+                measured = self.together(run) if self.given.peaks or not self.measuring else self.undisturbed(run)
+                found[name].append(measured)
+            if not self.measuring:
+                found.clear()
         if self.rank == 0:
-            document = {
-                name: _medians([_slowest(each) for each in zip(*(f[name] for f in everyone), strict=True)]) for name in plan
-            }
+            document = {name: _medians(each) for name, each in found.items()}
             best = {name: [*ordering.forward, *ordering.backward] for name, ordering in self.chosen.items()}
             self.given.result.write_text(json.dumps({**document, "bytes": self.bytes_sent(), "chosen": best}))
         self.groups.close()
+
+    def tell(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"{text:<60}", end="", file=sys.stderr)
+
+    def together(self, run: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Run on all hosts; the slowest host's figures, for a step is done when all are. `stolen` is what others had of it."""
+        everyone: list[Any] = [None] * self.given.hosts
+        dist.barrier()
+        begin, before = time.perf_counter(), _stolen(self.rank)
+        measured = run()
+        measured["stolen"] = (_stolen(self.rank) - before) / (time.perf_counter() - begin)
+        dist.all_gather_object(everyone, measured)
+        return {key: max(each[key] for each in everyone) for key in measured}
+
+    def undisturbed(self, run: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Measure between two measurements of computation alone, which it is held against, until these agree."""
+        tries: list[tuple[float, dict[str, float]]] = []
+        while not tries or (tries[-1][0] > 1 and len(tries) < _TRIES):
+            measured, before, self.alone = self.together(run), self.alone, self.together(self.compute_alone)
+            drift = abs(math.log(self.alone["step_ms"] / before["step_ms"]))
+            alone = {f"alone_{side}": (before[side] + self.alone[side]) / 2 for side in _SIDES}
+            tries.append((max(drift / _DRIFT, measured["stolen"] / _STOLEN), {**measured, **alone}))
+        return min(tries, key=lambda each: each[0])[1]
 
     def bytes_sent(self) -> int:
         """What one host sends to the other in a step's all-to-alls: out and back, forward and backward, of every MoE block."""
@@ -321,8 +356,10 @@ def _resident(anew: bool = False) -> float:
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
-def _slowest(hosts: tuple[dict[str, float], ...]) -> dict[str, float]:
-    return {key: max(each[key] for each in hosts) for key in hosts[0]}
+def _stolen(core: int) -> float:
+    """Seconds that the machine below has given to others while this core had work."""
+    (line,) = [line for line in Path("/proc/stat").read_text().splitlines() if line.startswith(f"cpu{core} ")]
+    return int(line.split()[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def _medians(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -330,15 +367,23 @@ def _medians(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     return {key: {"median": statistics.median(c), "min": min(c), "max": max(c), "rounds": c} for key, c in columns.items()}
 
 
-def limits(run: dict[str, Any]) -> list[float]:
-    """The least that any schedule of one step can take, in milliseconds, round by round."""
-    rounds = range(len(run["C"]["step_ms"]["rounds"]))
-    return [sum(max(run[alone][side]["rounds"][r] for alone in ("C", "X")) for side in _SIDES) for r in rounds]
+def limits(run: dict[str, Any], name: str) -> list[float]:
+    """The least that any schedule of one step could have taken when a variant was measured, in milliseconds, round by round."""
+    alone, talking = run[name], run["X"]
+    return [
+        sum(max(alone[f"alone_{side}"]["rounds"][r], talking[side]["rounds"][r]) for side in _SIDES)
+        for r in range(len(talking["step_ms"]["rounds"]))
+    ]
 
 
 def over_limit(run: dict[str, Any], name: str) -> float:
-    """A variant's step against the limit, the median over rounds."""
-    return statistics.median(step / least for step, least in zip(run[name]["step_ms"]["rounds"], limits(run), strict=True))
+    """A variant's step against its limit, the median over rounds."""
+    return statistics.median(step / least for step, least in zip(run[name]["step_ms"]["rounds"], limits(run, name), strict=True))
+
+
+def measured(run: dict[str, Any]) -> dict[str, Any]:
+    """The variants and peers of a run, by name."""
+    return {name: each for name, each in run.items() if isinstance(each, dict) and f"alone_{_SIDES[0]}" in each}
 
 
 def report_peaks(run: dict[str, Any]) -> None:
@@ -353,26 +398,34 @@ def report_peaks(run: dict[str, Any]) -> None:
 
 def report(run: dict[str, Any]) -> None:
     """The table of one link."""
-    ratio = run["X"]["step_ms"]["median"] / run["C"]["step_ms"]["median"]
-    least = statistics.median(limits(run))
-    link = f"link {run['link_mbit']:.0f} Mbit/s" if run["link_mbit"] else "no link"
-    print(f"{link}, communication {ratio:.2f} × computation; limit {least:.0f} ms")
-    print(f"{'':<22}{'ms':>8}{'min':>8}{'max':>8}{'× limit':>9}", end="")
+    print(f"{link_of(run)}, all-to-alls alone {ratio(run):.2f} × computation alone")
+    print(f"{'':<22}{'ms':>8}{'min':>8}{'max':>8}{'limit':>8}{'× limit':>9}", end="")
     print(f"{'forward':>9}{'backward':>9}{'exposed':>9}{'simulated':>10}{'seen':>9}")
-    for name, each in run.items():
-        if isinstance(each, dict) and "step_ms" in each:
-            step = each["step_ms"]
-            line = f"{name:<22}{step['median']:>8.0f}{step['min']:>8.0f}{step['max']:>8.0f}{over_limit(run, name):>9.3f}"
-            line += f"{each['forward_ms']['median']:>9.0f}{each['backward_ms']['median']:>9.0f}"
-            if "exposed_comm_ms" in each:
-                talked = each["comm_ms"]["median"]
-                line += f"{each['exposed_comm_ms']['median'] / talked:>9.1%}" if talked > 1 else f"{'none':>9}"
-                claimed, missed = each["claimed"]["median"], each["missed"]["max"]
-                line += f"{each['simulated_ms']['median']:>10.0f}{f'{claimed - missed:.0f}/{claimed:.0f}':>9}"
-            print(line)
+    for name in ("C", "X", *measured(run)):
+        each = run[name]
+        step = each["step_ms"]
+        line = f"{name:<22}{step['median']:>8.0f}{step['min']:>8.0f}{step['max']:>8.0f}"
+        held = name in measured(run)
+        line += f"{statistics.median(limits(run, name)):>8.0f}{over_limit(run, name):>9.3f}" if held else " " * 17
+        line += f"{each['forward_ms']['median']:>9.0f}{each['backward_ms']['median']:>9.0f}"
+        if held and "exposed_comm_ms" in each:
+            talked = each["comm_ms"]["median"]
+            line += f"{each['exposed_comm_ms']['median'] / talked:>9.1%}" if talked > 1 else f"{'none':>9}"
+            claimed, missed = each["claimed"]["median"], each["missed"]["max"]
+            line += f"{each['simulated_ms']['median']:>10.0f}{f'{claimed - missed:.0f}/{claimed:.0f}':>9}"
+        print(line)
     for name, (forward, lag, backward, backward_lag) in run["chosen"].items():
         print(f"{name}: forward {forward} {lag}, backward {backward} {backward_lag}")
     print(flush=True)
+
+
+def ratio(run: dict[str, Any]) -> float:
+    """All-to-alls alone over computation alone."""
+    return run["X"]["step_ms"]["median"] / run["C"]["step_ms"]["median"]
+
+
+def link_of(run: dict[str, Any]) -> str:
+    return f"link {run['link_mbit']:.0f} Mbit/s" if run["link_mbit"] else "no link"
 
 
 if __name__ == "__main__":
