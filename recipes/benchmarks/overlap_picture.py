@@ -52,16 +52,18 @@ def _bars(axes: Axes, run: dict[str, Any]) -> None:
         step = {key: each["step_ms"][key] / 1e3 for key in ("median", "min", "max")}
         axes.barh([at, at], sides, left=[0, sides[0]], height=0.66, color=[FORWARD, BACKWARD])
         axes.hlines(at, step["min"], step["max"], color=INK, linewidth=1.2)
-        text = f"{step['median']:.2f} s"
+        text, right = f"{step['median']:.2f} s", step["max"]
         if name in measured(run):
-            axes.vlines(median(limits(run, name)) / 1e3, at - 0.45, at + 0.45, color=LIMIT, linewidth=2)
+            least = median(limits(run, name)) / 1e3
+            axes.vlines(least, at - 0.45, at + 0.45, color=LIMIT, linewidth=2)
+            right = max(right, least)
             text += f", {over_limit(run, name):.2f} × limit"
         if name in measured(run) and "exposed_comm_ms" in each and each["comm_ms"]["median"] > 1:
             text += f", {each['exposed_comm_ms']['median'] / each['comm_ms']['median']:.0%} exposed"
-        axes.annotate(text, (step["max"], at), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
+        axes.annotate(text, (right, at), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
     axes.set_yticks(range(len(names)), [ALONE.get(name, name) for name in names], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * max(run[name]["step_ms"]["max"] for name in names) / 1e3)
+    axes.set_xlim(0, 1.35 * max(run[name]["step_ms"]["max"] for name in names) / 1e3)
     title = f"{link_of(run)}, all-to-alls {ratio(run):.2f} × computation: forward, backward, and the limit in red"
     axes.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK)
     axes.set_xlabel("seconds of a step, medians; lines are the range over the rounds")
