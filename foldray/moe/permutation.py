@@ -98,7 +98,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, dout_TH: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         y_NH, weight_TK, row_M, offset, kept_TK = ctx.saved_tensors
         token_TK = torch.arange(weight_TK.shape[0], device=y_NH.device)[:, None].expand_as(weight_TK)
-        token_M = _select(token_TK, kept_TK)
+        token_M = _select(token_TK, kept_TK).contiguous()  # of one token it would be a view that repeats one number
         dy_NH = dweight_TK = None
         if ctx.needs_input_grad[0]:
             # A row is a bag of one: its token's gradient times its weight. Rows nobody asked for get weight 0.

@@ -141,3 +141,12 @@ def test_same_bits_every_time() -> None:
         out_TH = combine(permute(x_TH, token_N, position_TK).sin(), position_TK, weight_TK)
         runs.append((out_TH.detach(), *torch.autograd.grad(out_TH.square().sum(), (x_TH, weight_TK))))
     assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
+
+
+def test_one_token_has_gradients() -> None:
+    """A piece of a sliced and shared sequence may be one token."""
+    y_NH = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    weight_TK = torch.tensor([[0.25, 0.75]], dtype=torch.float64, requires_grad=True)
+    combine(y_NH, torch.tensor([[1, 0]]), weight_TK).sum().backward()
+    assert torch.equal(y_NH.grad, torch.tensor([[0.75], [0.25]], dtype=torch.float64).expand(2, 3))
+    torch.testing.assert_close(weight_TK.grad, y_NH.detach().sum(1).flip(0)[None])
