@@ -31,8 +31,12 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, required=True)
     given = parser.parse_args()
     runs = [run for path in given.results for run in json.loads(path.read_text())["runs"]]
-    links = {run["link_mbit"]: [each for each in runs if each["link_mbit"] == run["link_mbit"]] for run in runs}
-    swept = [same for same in links.values() if len({degree for run in same for degree in _degrees(run)}) > 2]
+    same_link: dict[
+        tuple[float, int], list[dict[str, Any]]
+    ] = {}  # and as much to send over it, each with what it is held against
+    for run in (run for run in runs if "sequential" in run):
+        same_link.setdefault((run["link_mbit"], run["bytes"]), []).append(run)
+    swept = [same for same in same_link.values() if len({degree for run in same for degree in _degrees(run)}) > 2]
     rows = [len(measured(run)) + 2 for run in runs]
     figure = Figure(figsize=(10, 0.9 * (len(runs) + 1) + 0.27 * sum(rows) + 3.6 * len(swept)), dpi=144, layout="constrained")
     panels = figure.subplots(len(runs) + len(swept), 1, height_ratios=[*rows, *[13] * len(swept)], squeeze=False)[:, 0]
