@@ -40,7 +40,16 @@ def train(given: argparse.Namespace) -> int:
     recipe = _recipe(given)
     from trainers.entry import train as run
 
-    return run(recipe, resume=given.resume, as_json=given.json)
+    return run(recipe, resume=given.resume, as_json=given.json, search=_search(recipe))
+
+
+def _search(recipe: Recipe) -> Any:
+    """What finds the sizes that a recipe leaves open."""
+    if recipe.schedule.sp_bytes != "auto":
+        return None
+    from tuners import ChunkSizeSearch
+
+    return ChunkSizeSearch
 
 
 def submit(given: argparse.Namespace) -> int:

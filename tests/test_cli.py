@@ -246,7 +246,6 @@ OVERRIDES: list[tuple[str, str, tuple[str, ...]]] = [
     ("precision=float64", "precision=float64", ("use engine.kind=torch; legal: float32, bfloat16",)),
     ("engine.zero=3", "engine.zero=3", ("legal: 0, 1, 2",)),
     ("engine.zero=0  optimizer.clip=null  precision=bfloat16", "engine.zero=0", ("bfloat16", "legal: 1, 2")),
-    ("engine.kind=torch  engine.zero=1", "engine.zero=1", ("use kind=deepspeed; legal: 0",)),
     ("data.source=jsonl", "data.path=null", ("source=jsonl needs a file or a glob",)),
 ]
 
@@ -352,7 +351,7 @@ def test_json_leaves_standard_output_empty_when_refused(refused: Refused, argume
 def test_options_and_overrides_stand_in_any_order(here: Path, trained: Trained, arguments: str) -> None:
     assert main(arguments.split()) == 0
     assert [recipe.training.steps for recipe in trained.recipes] == [30]
-    assert trained.options == [{"resume": "r", "as_json": True}]
+    assert trained.options == [{"resume": "r", "as_json": True, "search": None}]
 
 
 def test_the_address_goes_into_the_recipe(here: Path, trained: Trained) -> None:

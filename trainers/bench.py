@@ -101,10 +101,14 @@ def _bench_loop(config: dict[str, Any]) -> dict[str, Any] | None:
     execution.trace = trace
     measured: list[list[dict[str, float]]] = [[] for _ in config["orderings"]]
     slices: list[tuple[int, int, float]] = []
+    learnt: dict[Ordering, Ordering] = {}  # those whose chunks give way, by what ops were seen to take
     for number in range(_WARM_UP + config["rounds"]):
         for ordering, rounds in zip(config["orderings"], measured, strict=True):
-            execution.reorder(ordering)
+            execution.reorder(learnt.get(ordering, ordering))
             graph = _step(recipe, engine, groups, device)
+            if execution.lacks_costs:
+                execution.learn_costs()
+                learnt[ordering] = execution.ordering
             slowest = _slowest(groups, trace.times(graph), device)
             if number >= _WARM_UP:
                 rounds.append(slowest)
@@ -118,6 +122,8 @@ def _timeline_loop(config: dict[str, Any]) -> dict[str, Any] | None:
     trace = engine.execution.trace = Trace(device)
     for _ in range(_WARM_UP + 1):
         graph = _step(recipe, engine, groups, device)
+        if engine.execution.lacks_costs:
+            engine.execution.learn_costs()
     mine = Recording(engine.execution.order(graph), trace.spans)
     everyone: list[Any] = [mine] * groups.control.size
     if groups.control.group is not None:
@@ -132,8 +138,7 @@ def _step(recipe: Recipe, engine: Engine, groups: Groups, device: Any) -> StepGr
     """One step of random text, which changes no weight."""
     batches = [random_batch(recipe, groups.dp_rank, groups.fold.dp, m, device) for m in range(recipe.accumulation)]
     execution = engine.execution
-    graph = execution.graph(batches)
-    execution.order(graph)  # made before the clock runs
+    graph, _ = execution.step(batches)  # made before the clock runs
     groups.control.all_reduce(torch.zeros(1, device=device))  # all start together
     engine.train(batches)
     engine.update(0.0)
@@ -149,10 +154,11 @@ def _slowest(groups: Groups, times: dict[str, float], device: torch.device) -> d
 def _result(recipe: Recipe, ordering: Ordering, rounds: list[dict[str, float]]) -> dict[str, Any]:
     columns = {key: [each[key] for each in rounds] for key in rounds[0]}
     step = columns.pop("step_ms")
-    degree = ordering.slicing.degree if ordering.slicing else 1
+    degree, reduction = ordering.slicing.degree if ordering.slicing else 1, ordering.reduction
     return {
         "schedule": ordering.forward.kind, "degree": degree, "slicing": _slicing(recipe, ordering),
-        "sp_bytes": None, "engine": recipe.engine.kind, "backend": recipe.moe.backend,
+        "batch_degree": ordering.batch_degree, "reduction": reduction.kind, "sp_bytes": reduction.most,
+        "engine": recipe.engine.kind, "backend": recipe.moe.backend,
         "step_ms": {"min": min(step), "median": statistics.median(step), "max": max(step)},
         **{key: statistics.median(values) for key, values in columns.items()},
     }  # fmt: skip

@@ -20,7 +20,16 @@ from torch import nn
 from foldray.comm import Groups
 from foldray.model import Batch, Losses, Transformer
 from foldray.recipe import Recipe
-from foldray.runtime import State, StepModule, decay_groups, engine_state, gradient_norm, make_optimizer, state_keys
+from foldray.runtime import (
+    State,
+    StepModule,
+    decay_groups,
+    engine_state,
+    gradient_norm,
+    make_optimizer,
+    state_keys,
+    whole_tensors,
+)
 from foldray.schedule import Ordering
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -48,7 +57,9 @@ class DeepSpeedEngine:
         name = _register(groups)
         for parameter in model.by_class("expert"):
             parameter.allreduce, parameter.group_name = False, name  # type: ignore[attr-defined]
-        self.step = _Step(model, groups, recipe.ordering)
+        # Where the list says when gradients travel, DeepSpeed gets them reduced, and reduces nothing.
+        reduced = recipe.schedule.reduction != "end"
+        self.step = _Step(model, groups, recipe.ordering, reduced)
         self.execution = self.step.execution
         decays = decay_groups(self.spec, ((parameter, parameter) for parameter in model.parameters()))
         wanted = [{**group, "name": f"decay_{group['weight_decay']}"} for group in decays]
@@ -56,6 +67,10 @@ class DeepSpeedEngine:
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=self.step, optimizer=make_optimizer(self.spec, parted), config=_config(recipe), mpu=_mpu(groups)
         )
+        if reduced and self.zero:
+            self.optimizer.average_tensor = lambda *_: None
+        elif reduced:
+            self.engine.enable_backward_allreduce = False
         if self.zero:
             # DeepSpeed's own norm takes for granted that experts lie inside a data parallel group, and that every stage has some.
             self.optimizer.scaled_global_norm = self._partitioned_norm
@@ -77,12 +92,8 @@ class DeepSpeedEngine:
         return engine_state(self.model, self.spec, self._weight, self._remembered)
 
     def load_state(self, state: State) -> None:
-        patterns = {None: "model/{}"} | {key: f"optimizer/{{}}/{key}" for key in state_keys(self.spec)}
-        for local, parameter in self.model.named_parameters():
-            for key, pattern in patterns.items():
-                whole = torch.empty_like(parameter, dtype=torch.float32)
-                for name, index in self.model.global_parts[local]:
-                    whole[index] = state[pattern.format(name)]
+        for parameter, key, whole in whole_tensors(self.model, self.spec, state):
+            if key != "step":
                 self._set(parameter, whole, key)
         for name, bias in self.model.biases().items():
             bias.copy_(state[f"model/{name}"])
@@ -150,16 +161,21 @@ class DeepSpeedEngine:
 
 
 class _Step(StepModule):
-    """What DeepSpeed takes for the model: gradients come to it summed over the ranks that it knows not."""
+    """What DeepSpeed takes for the model: gradients come to it summed over the ranks that it knows not, or over all."""
 
-    def __init__(self, model: Transformer, groups: Groups, ordering: Ordering):
-        super().__init__(model, groups, ordering)
+    def __init__(self, model: Transformer, groups: Groups, ordering: Ordering, reduced: bool):
+        super().__init__(model, groups, ordering, reduced)
+        self.reduced = reduced
         if model.by_class("expert"):
             self.marker = _ExpertMarker(model.spec.experts)
 
     def hand_over(self, scale: torch.Tensor) -> list[torch.Tensor]:
+        if self.reduced:
+            return super().hand_over(scale)
         data_parallel, views = self.groups.dense_gradients, self.gradients.views
-        self.groups.tensor.all_reduce(self.gradients.replicated.flat)
+        for buffer in self.gradients.buffers:
+            if buffer.name == "replicated":
+                self.groups.tensor.all_reduce(buffer.sums)
         for parameter in self.model.tied():
             # Reduced here, for DeepSpeed's mean of equal values has the same bits on both stages: they never drift apart.
             data_parallel.all_reduce(views[parameter].div_(data_parallel.size))

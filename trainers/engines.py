@@ -23,7 +23,7 @@ def make_engine(recipe: Recipe, groups: Groups, device: torch.device) -> Engine:
     seed, dtype, context = recipe.training.seed, DTYPES[recipe.precision], recipe.schedule.context
     model = Transformer(recipe.ownership, groups, make_backend(recipe), context, seed, device, dtype)
     if recipe.engine.kind == "torch":
-        return TorchEngine(model, groups, recipe.optimizer, recipe.ordering)
+        return TorchEngine(model, groups, recipe.optimizer, recipe.ordering, recipe.engine.zero)
     try:
         from trainers.deepspeed_engine import DeepSpeedEngine
     except ModuleNotFoundError as error:

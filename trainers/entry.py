@@ -10,18 +10,22 @@ from pathlib import Path
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers import telemetry
+from trainers.gradient_chunks import MakeSearch
 from trainers.report import Console
 from trainers.trainer import FoldTrainer
 
 
-def train(recipe: Recipe, resume: str | None = None, as_json: bool = False) -> int:
+def train(recipe: Recipe, resume: str | None = None, as_json: bool = False, search: MakeSearch | None = None) -> int:
     """Train and report; 0 on success, 1 when training failed.
+
+    Args:
+        search: makes what searches for `schedule.sp_bytes: auto`.
 
     Raises:
         UserError: the recipe cannot run here; nothing has been written.
     """
     console = Console(as_json)
-    trainer = FoldTrainer(recipe, resume=resume, console=console)
+    trainer = FoldTrainer(recipe, resume=resume, search=search, console=console)
     failure = None
     try:
         trainer.fit()

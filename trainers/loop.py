@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from foldray.spec import step_flops
 from trainers import checkpoints
 from trainers.data.packed import Batches, PackedData, Split
 from trainers.engines import DTYPES, make_engine
+from trainers.gradient_chunks import MakeSearch, resize, tuning
 from trainers.telemetry import Outbox, Place, Step, Validation
 
 _EVALUATED = 8  # micro-batches on their way through the pipeline at once, for each of its positions
@@ -31,7 +33,7 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
     """Ray's entry: `config` holds the recipe (plain), the folder of packed data and the telemetry queue."""
     recipe = Recipe.parse(config["recipe"])
     torch.set_num_threads(recipe.cluster.cpus_per_worker)
-    worker = Worker(recipe, PackedData.open(config["data"]), Outbox(config["queue"]))
+    worker = Worker(recipe, PackedData.open(config["data"]), Outbox(config["queue"]), config.get("search"))
     try:
         return worker.run()
     finally:
@@ -52,7 +54,7 @@ class Totals(NamedTuple):
 class Worker:
     """One rank of a training."""
 
-    def __init__(self, recipe: Recipe, data: PackedData, outbox: Outbox):
+    def __init__(self, recipe: Recipe, data: PackedData, outbox: Outbox, search: MakeSearch | None = None):
         self.recipe, self.data, self.outbox = recipe, data, outbox
         self.batches = Batches(data.train, recipe.training.seed)
         self.rank = ray.train.get_context().get_world_rank()
@@ -64,14 +66,22 @@ class Worker:
         self.saver = checkpoints.Saver(self.rank, recipe.checkpoint.asynchronous)
         self.peak = self._all_ranks(matmul_peak(self.device, DTYPES[recipe.precision]))
         self.validation: dict[str, Any] = {}
+        self.search = search
+        # A size of gradient chunks holds for a fold on a cluster: on another one it is searched for again.
+        self.ground = {"fold": recipe.fold.model_dump(), "workers": recipe.cluster.workers, "nodes": _nodes()}
 
     def run(self) -> dict[str, Any]:
         """Train to the end of the recipe; the summary that Ray returns for rank 0."""
         training = self.recipe.training
         first, last = self._restore(), training.stop_after or training.steps
         loss = math.nan
+        tuned = tuning(self.engine.execution, self.groups, self.device, self.search, self.outbox.send)
+        next(tuned, None)
         for step in range(first, last):
+            started = time.perf_counter()
             loss = self._step(step)
+            with suppress(StopIteration):
+                tuned.send(time.perf_counter() - started)
             done, final = step + 1, step + 1 == last
             if final or (training.eval_every and done % training.eval_every == 0):
                 self._validate(done)
@@ -136,6 +146,7 @@ class Worker:
     def _save(self, done: int, loss: float, final: bool) -> None:
         fold, data = self.recipe.fold.model_dump(), self.data.folder.name
         progress = {"step": done, "data": data, "fold": fold, "validation": self.validation}
+        progress["chunks"] = {"on": self.ground, "sp_bytes": self.engine.execution.ordering.reduction.bytes}
         state = self.engine.state()
         pieces = state_pieces(self.engine.model, state)
         path = self.saver.save(state, pieces, progress, {"step": done, "loss": loss}, last=final)
@@ -156,6 +167,10 @@ class Worker:
             checkpoints.load(folder, state, state_pieces(self.engine.model, state), self.saver.group)
             self.engine.load_state(state)
         self.validation = progress["validation"]
+        known = progress.get("chunks")
+        if self.search is not None and known and known["on"] == self.ground and known["sp_bytes"]:
+            self.search = None
+            resize(self.engine.execution, known["sp_bytes"])
         if self.rank == 0:
             self.outbox.send({"kind": "resumed", "step": progress["step"]})
         return progress["step"]

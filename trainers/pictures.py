@@ -1,4 +1,4 @@
-"""The run's two pictures: the loss against the byte baselines, and how evenly the experts are used.
+"""The run's pictures: the loss against the byte baselines, how evenly the experts are used, what sizes of gradient chunks took.
 
 Figures are drawn as objects of their own; matplotlib.pyplot would keep them in global state and may want a display.
 """
@@ -91,6 +91,28 @@ def draw_expert_load(history: History, path: Path, title: str, layers: Sequence[
     share = load * experts / np.maximum(load.sum(axis=1, keepdims=True), 1)
     _heat_map(figure, (0.075, bottom, 0.50, top - bottom), share, load, names)
     _imbalance(figure, (0.745, bottom, 0.165, top - bottom), history, names)
+    _save(figure, path)
+
+
+def draw_chunks(history: History, path: Path, title: str) -> None:
+    """Draw what a step took with each size of gradient chunks that was tried, numbered in that order, and mark the chosen one."""
+    tried = [(number(record["sp_bytes"]) / 2**20, number(record["step_time_s"]) * 1e3) for record in history.chunks
+             if not record["chosen"]]  # fmt: skip
+    chosen = [number(record["sp_bytes"]) / 2**20 for record in history.chunks if record["chosen"]]
+    figure = _figure(8.0, 4.6, title, "What a step takes with gradients in chunks of this size; lower is better")
+    axes = figure.add_axes((0.1, 0.13, 0.85, 0.67))
+    for size in chosen:
+        axes.axvline(size, color=ORANGE, linewidth=1.6)
+        axes.annotate(f"chosen: {size:.3g} MiB", (size, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -4),
+                      textcoords="offset points", color=ORANGE, fontsize=9, va="top")  # fmt: skip
+    axes.plot(*zip(*sorted(tried), strict=True), color=BLUE, linewidth=1.0, alpha=0.5) if tried else None
+    for order, (size, took) in enumerate(tried, 1):
+        axes.plot([size], [took], "o", color=BLUE, markersize=6)
+        axes.annotate(str(order), (size, took), xytext=(0, 7), textcoords="offset points", ha="center", color=INK, fontsize=8)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("bytes of gradients that travel at once (MiB)")
+    axes.set_ylabel("step (ms), median")
+    _plain(axes)
     _save(figure, path)
 
 

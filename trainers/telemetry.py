@@ -85,6 +85,17 @@ class Resumed(TypedDict):
     time: NotRequired[float]
 
 
+class Chunks(TypedDict):
+    """A size of gradient chunks that was tried at the start of training, or the one chosen."""
+
+    kind: Literal["chunks"]
+    sp_bytes: int
+    step_time_s: float | None
+    """Median over the steps that were measured with it; None in the record of the choice."""
+    chosen: bool
+    time: NotRequired[float]
+
+
 class Saved(TypedDict):
     """A checkpoint of the state after `step` steps."""
 
@@ -94,7 +105,7 @@ class Saved(TypedDict):
     time: NotRequired[float]
 
 
-Record = Place | Step | Validation | Resumed | Saved
+Record = Place | Step | Validation | Resumed | Chunks | Saved
 Subscriber = Callable[[Record], None]
 
 
@@ -214,6 +225,8 @@ class History:
         self.validations: dict[int, Validation] = {}
         self.checkpoints: dict[int, Saved] = {}
         self.resumes: list[int] = []
+        self.chunks: list[Chunks] = []
+        """Sizes of gradient chunks in the order in which they were tried; a search that begins anew clears those before."""
         self.imbalance: dict[int, np.ndarray] = {}
         """Per step: for every MoE layer, the busiest expert's load over the mean."""
         self._loads: deque[tuple[int, np.ndarray]] = deque(maxlen=LOAD_WINDOW)
@@ -241,6 +254,10 @@ class History:
             self.validations[record["step"]] = record
         elif record["kind"] == "checkpoint":
             self.checkpoints[record["step"]] = record
+        elif record["kind"] == "chunks":
+            if self.chunks and self.chunks[-1]["chosen"]:
+                self.chunks.clear()
+            self.chunks.append(record)
         else:
             self.resumes.append(record["step"])
             self._rewind(record["step"])

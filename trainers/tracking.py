@@ -75,7 +75,7 @@ class Tracker:
         self._artifacts = storage.absolute() / "mlartifacts"
         self._layers = recipe.model.moe_layers
         self._logged: dict[str, int] = {}
-        self._warned = False
+        self._warned, self._tried = False, 0  # sizes of gradient chunks
         with _told_as_user_error(self.uri):
             self._client = _connect(self.uri)
             self.experiment_id = self._find_experiment()
@@ -91,6 +91,10 @@ class Tracker:
         elif record["kind"] == "validation":
             name = "validation/bits_per_byte"
             self._send(name, record["step"], {name: record["bits_per_byte"], "validation/loss": record["loss"]})
+        elif record["kind"] == "chunks":
+            self._tried += 1
+            values = {"gradient_chunks/sp_bytes": record["sp_bytes"], "gradient_chunks/step_time_s": record["step_time_s"]}
+            self._send("gradient_chunks/sp_bytes", self._tried, values)
 
     def store(self, paths: Iterable[Path]) -> None:
         """Copy the files that exist to the run's artifacts; never raises."""

@@ -23,6 +23,7 @@ from trainers.checkpoints import PROGRESS
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
 from trainers.engines import make_backend
+from trainers.gradient_chunks import MakeSearch
 from trainers.loop import train_loop
 from trainers.report import Console
 from trainers.run import Run
@@ -44,11 +45,13 @@ class FoldTrainer(TorchTrainer):
         run_config: Ray's; a name or storage_path given here takes the place of the recipe's.
         torch_config: Ray's; gloo on CPU and NCCL on GPU if not given.
         resume: id of a run in the same storage to go on with, under this recipe (any legal fold).
+        search: makes what searches for `schedule.sp_bytes: auto`, such as `tuners.ChunkSizeSearch`.
         console: where progress is shown; None shows nothing.
         **ray_arguments: everything else that `TorchTrainer` takes.
 
     Raises:
-        UserError: the recipe does not fit the scaling configuration, or the run to resume is not there.
+        UserError: the recipe does not fit the scaling configuration, asks for a search that is not given, or the run to resume
+            is not there.
     """
 
     def __init__(
@@ -59,11 +62,17 @@ class FoldTrainer(TorchTrainer):
         run_config: RunConfig | None = None,
         torch_config: TorchConfig | None = None,
         resume: str | None = None,
+        search: MakeSearch | None = None,
         console: Console | None = None,
         **ray_arguments: Any,
     ):
         self.recipe = recipe if scaling_config is None else _scaled(recipe, scaling_config)
         self.console, self.resume = console, resume
+        automatic = self.recipe.schedule.sp_bytes == "auto"
+        if automatic and search is None:
+            rule = "needs a search: FoldTrainer(recipe, search=tuners.ChunkSizeSearch), or `foldray train`"
+            raise UserError("schedule.sp_bytes", "auto", rule)
+        self.search = search if automatic else None
         self.run: Run | None = None
         config = _run_config(self.recipe, run_config, resume)
         super().__init__(
@@ -91,7 +100,8 @@ class FoldTrainer(TorchTrainer):
             _check_resumable(self._root / self.resume, self.recipe, data)
         self.run = Run(self.recipe, str(self.run_config.name), self._root, data, self.console)
         with self.run:
-            self.train_loop_config = {"recipe": self.recipe.model_dump(), "data": str(data.folder), "queue": self.run.queue}
+            told = {"recipe": self.recipe.model_dump(), "data": str(data.folder), "queue": self.run.queue}
+            self.train_loop_config = told | {"search": self.search}
             return super().fit()
 
     def _prepare(self) -> PackedData:

@@ -101,7 +101,8 @@ def small(recipe: Recipe) -> Recipe:
     sizes = schedule.stage_layers and [1 if size == min(schedule.stage_layers) else 2 for size in schedule.stage_layers]
     topk = min(model.topk, 4)
     unit = smallest_slice(fold.cp, fold.tp)
-    length, micro_batch = unit * max(math.ceil(32 / unit), schedule.degree), min(training.micro_batch, 2)
+    length, micro_batch = unit * max(math.ceil(32 / unit), schedule.degree), schedule.batch_degree
+    micro_batch *= min(training.micro_batch // micro_batch, 2)
     given = recipe.model_dump()
     given["schedule"].update(stage_layers=sizes, slices=None)
     given["data"]["seq_len"] = length

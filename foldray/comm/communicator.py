@@ -110,10 +110,15 @@ class Communicator:
 
     def all_reduce(self, x: torch.Tensor, reduction: Literal["sum", "max"] = "sum") -> torch.Tensor:
         """Sum or largest over the members, in place."""
-        if self.group is not None:
-            self._count_ring("all_reduce", 2 * _bytes(x) * (self.size - 1) // self.size)
-            dist.all_reduce(x, _REDUCTIONS[reduction], group=self.group)
-        return x
+        return self.start_all_reduce(x, reduction).wait()[0]
+
+    def start_all_reduce(self, x: torch.Tensor, reduction: Literal["sum", "max"] = "sum") -> Pending:
+        """`all_reduce` on its way."""
+        if self.group is None:
+            return Pending([], (x,))
+        self._count_ring("all_reduce", 2 * _bytes(x) * (self.size - 1) // self.size)
+        work = dist.all_reduce(x, _REDUCTIONS[reduction], group=self.group, async_op=True)
+        return Pending([work], (x,))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every member's x, one after another along the first axis: [n, …] → [size · n, …]."""
@@ -131,10 +136,13 @@ class Communicator:
         """This member's part of the sum over all, parts along the first axis: [size · n, …] → [n, …]."""
         if self.group is None:
             return x
+        return self.start_reduce_scatter(x, x.new_empty((x.shape[0] // self.size, *x.shape[1:]))).wait()[0]
+
+    def start_reduce_scatter(self, x: torch.Tensor, out: torch.Tensor) -> Pending:
+        """`reduce_scatter` into `out`, on its way; there is more than one member."""
         self._count_ring("reduce_scatter", _bytes(x) * (self.size - 1) // self.size)
-        out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        _reduce_scatter(out, x.contiguous(), group=self.group)
-        return out
+        x = x.contiguous()
+        return Pending([_reduce_scatter(out, x, group=self.group, async_op=True)], (out,), (x,))
 
     def all_to_all(self, x: torch.Tensor, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
         """Send `sent[i]` leading rows of x to member i and return the rows that came, member by member.

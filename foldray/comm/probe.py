@@ -35,9 +35,9 @@ def probe(groups: Groups, device: torch.device, dtype: torch.dtype) -> None:
         (groups.sequence, torch.int64, {"all-reduce": Communicator.all_reduce, "all-gather": Communicator.all_gather}),
         (groups.activations, dtype, {"send and receive": _shift}),
         (groups.output_gradients, dtype, {"send and receive": _shift}),
-        (groups.dense_gradients, wide, {"all-reduce": Communicator.all_reduce}),
-        (groups.replicated_gradients, wide, {"all-reduce": Communicator.all_reduce}),
-        (groups.expert_gradients, wide, {"all-reduce": Communicator.all_reduce}),
+        (groups.dense_gradients, wide, {"all-reduce": Communicator.all_reduce, "reduce-scatter": _reduce_scatter}),
+        (groups.replicated_gradients, wide, {"all-reduce": Communicator.all_reduce, "reduce-scatter": _reduce_scatter}),
+        (groups.expert_gradients, wide, {"all-reduce": Communicator.all_reduce, "reduce-scatter": _reduce_scatter}),
         (groups.tied_gradients, wide, {"all-reduce": Communicator.all_reduce}),
         (groups.control, torch.float64, {"all-reduce": Communicator.all_reduce}),
     ]

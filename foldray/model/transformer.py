@@ -20,7 +20,7 @@ from foldray.model.layers import FeedForward, Norm, Vocabulary
 from foldray.model.parts import parts_below
 from foldray.model.slices import KeysAndValues, Sight
 from foldray.moe import MoeBackend, MoELayer, Router, Tally
-from foldray.spec import Layout, ModelSpec, Ownership, ParameterSpec
+from foldray.spec import Layout, Maker, ModelSpec, Ownership, ParameterSpec
 from foldray.spec.parameters import GradientClass
 
 
@@ -33,6 +33,19 @@ class Batch(NamedTuple):
     token_BL: torch.Tensor
     target_BL: torch.Tensor
     segment_BL: torch.Tensor | None = None
+
+    def cut(self, parts: int) -> list[Batch]:
+        """The same in so many equal parts along the batch.
+
+        Raises:
+            ValueError: it cannot be shared out evenly.
+        """
+        size, rest = divmod(len(self.token_BL), parts)
+        if rest:
+            raise ValueError(f"{len(self.token_BL)} sequences cannot be cut into {parts} equal parts")
+        ranges = [slice(part * size, (part + 1) * size) for part in range(parts)]
+        documents = self.segment_BL
+        return [Batch(self.token_BL[at], self.target_BL[at], None if documents is None else documents[at]) for at in ranges]
 
 
 class Losses(NamedTuple):
@@ -93,16 +106,6 @@ class Block(nn.Module):
     def is_moe(self) -> bool:
         return hasattr(self, "moe")
 
-    def parameters_of(self, kind: str) -> list[nn.Parameter]:
-        """The parameters that an op of a schedule has a gradient for."""
-        if kind == "attention":
-            return _parameters(self.attention_norm, self.attention)
-        if kind == "ffn":
-            return _parameters(self.ffn_norm, self.ffn)
-        if kind == "route":
-            return _parameters(self.ffn_norm, self.moe.router, *([self.moe.shared] if self.moe.shared is not None else []))
-        return _parameters(self.moe.experts) if kind == "expert" else []
-
 
 class Transformer(nn.Module):
     """This rank's part of the model: its pipeline stages, and its share of everything in them.
@@ -146,6 +149,11 @@ class Transformer(nn.Module):
             self.head = Vocabulary(model, groups.tensor, device, dtype)
         self._positions: dict[int, torch.Tensor] = {}  # by length of a sequence: made once
         self.global_parts = parts_below(self.named_modules())
+        self._makers = {p: ownership.makers(self._spec(name), groups.rank) for name, p in self.named_parameters()}
+        self._made_by: dict[Maker, list[nn.Parameter]] = {}
+        for parameter, makers in self._makers.items():
+            for maker in makers:
+                self._made_by.setdefault(maker, []).append(parameter)
         self._initialise(seed)
 
     def slice(self, lengths: tuple[int, ...] | None) -> None:
@@ -251,11 +259,11 @@ class Transformer(nn.Module):
 
     def parameters_of(self, kind: str, layer: int) -> list[nn.Parameter]:
         """The parameters that an op of a schedule has a gradient for."""
-        if kind == "embed":
-            return _parameters(self.embedding, *([self.positions] if self.spec.positions == "learned" else []))
-        if kind == "head":
-            return _parameters(self.final_norm, self._head)
-        return self.block(layer).parameters_of(kind)
+        return self._made_by.get((kind, layer), [])
+
+    def makers(self, parameter: nn.Parameter) -> tuple[Maker, ...]:
+        """The ops that have a gradient for a parameter, in the order in which they first do."""
+        return self._makers[parameter]
 
     def _pieces(self, length: int) -> torch.Tensor:
         """Positions of every tensor-parallel rank's piece of this shard, int64 [tp, s]."""
@@ -283,10 +291,6 @@ class Transformer(nn.Module):
 
 def add_losses(total: Losses, more: Losses | None) -> Losses:
     return total if more is None else Losses(*(a + b for a, b in zip(total, more, strict=True)))
-
-
-def _parameters(*modules: nn.Module) -> list[nn.Parameter]:
-    return [parameter for module in modules for parameter in module.parameters()]
 
 
 def _drawn(shape: tuple[int, ...], std: float | None, seed: int, name: str) -> torch.Tensor:

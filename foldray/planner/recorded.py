@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import NamedTuple, cast
 
 from foldray.planner.simulator import Simulation
-from foldray.schedule import COMPUTE, Channel, Cost, Graph, Op, Schedule, Span, StepGraph, times
+from foldray.schedule import COMPUTE, Channel, Cost, Graph, Op, OpCosts, Schedule, Span, StepGraph, times
 from foldray.timeline import usage
 
 
@@ -139,6 +139,30 @@ def recorded_cost(graph: Graph, recordings: Sequence[Recording]) -> Cost:
         return ((channel[0] if channel else COMPUTE, fmean(seconds[op])),)
 
     return cost
+
+
+def op_costs(graph: StepGraph, recordings: Sequence[Recording]) -> OpCosts:
+    """What a recorded step's ops took, as urgency goes by it: medians over blocks and micro-batches."""
+    cost = recorded_cost(graph, recordings)
+    took: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    reductions = []
+    for op in recordings[0].order:
+        ((_, seconds),) = cost(op)
+        if op.kind == "reduce":
+            reductions.append((graph.chunk(op).bytes, seconds))
+        elif op.kind != "handover":
+            took[op.kind, op.direction, op.part].append(seconds)
+    return OpCosts(tuple((key, median(took[key])) for key in sorted(took)), *_line(reductions))
+
+
+def _line(timings: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds to start a reduction, and per byte, neither negative, from (bytes, seconds)."""
+    from scipy.optimize import nnls
+
+    if len({size for size, _ in timings}) < 2:
+        return 0.0, median([seconds / size for size, seconds in timings]) if timings else 0.0
+    startup, per_byte = nnls([(1.0, size) for size, _ in timings], [seconds for _, seconds in timings])[0]
+    return float(startup), float(per_byte)
 
 
 def slice_timings(graph: StepGraph, spans: Mapping[Op, Span], ranks: int) -> list[tuple[int, int, float]]:

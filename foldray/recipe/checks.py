@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from foldray.errors import UserError, multiples_near
-from foldray.fold import nearest_folds
+from foldray.fold import divisors, nearest_folds
 from foldray.schedule import PipelineGraph, Slicing, check_pipeline
 from foldray.spec import check_length
 
@@ -36,13 +36,26 @@ def _check_fold(recipe: Recipe) -> None:
 def _check_schedule(recipe: Recipe) -> None:
     check_pipeline(PipelineGraph(recipe.fold.pp, recipe.accumulation, recipe.schedule.virtual_stages))
     schedule, router, ranks = recipe.schedule, recipe.model.router, recipe.fold.cp * recipe.fold.tp
-    if schedule.kind == "sequential" and schedule.degree > 1:
-        raise UserError("schedule.degree", schedule.degree, "kind=sequential cuts nothing; choose a kind that overlaps", [1])
+    for key in ("degree", "batch_degree"):
+        if schedule.kind == "sequential" and (value := getattr(schedule, key)) > 1:
+            raise UserError(f"schedule.{key}", value, "kind=sequential cuts nothing; choose a kind that overlaps", [1])
+    if recipe.training.micro_batch % schedule.batch_degree:
+        rule = f"must divide training.micro_batch={recipe.training.micro_batch}, which it cuts"
+        raise UserError("schedule.batch_degree", schedule.batch_degree, rule, divisors(recipe.training.micro_batch))
+    if schedule.sp_bytes is not None and schedule.reduction == "end":
+        rule = "has no meaning with reduction=end, which reduces whole buffers"
+        raise UserError("schedule.sp_bytes", schedule.sp_bytes, rule, ["null"])
+    if schedule.sp_bytes == "auto" and schedule.reduction != "chunks":
+        raise UserError("schedule.sp_bytes", "auto", "is searched for reduction=chunks", ["null", "a number of bytes"])
     slicing = recipe.slicing
     if slicing is None:
-        for key in ("slices", "backward"):
-            if (value := getattr(schedule, key)) is not None:
-                raise UserError(f"schedule.{key}", value, "has no meaning with degree=1, which cuts nothing", ["null"])
+        if schedule.slices is not None:
+            raise UserError(
+                "schedule.slices", list(schedule.slices), "has no meaning with degree=1, which cuts nothing", ["null"]
+            )
+        if schedule.backward is not None and schedule.batch_degree == 1:
+            rule = "has no meaning with degree=1 and batch_degree=1, which cut nothing"
+            raise UserError("schedule.backward", schedule.backward, rule, ["null"])
         return
     if schedule.slices is not None:
         _check_slices(recipe, slicing)
@@ -95,8 +108,9 @@ def _check_data(recipe: Recipe) -> None:
 
 def _check_engine(recipe: Recipe) -> None:
     engine, optimizer = recipe.engine, recipe.optimizer
-    if engine.kind == "torch" and engine.zero:
-        raise UserError("engine.zero", engine.zero, "the torch engine does not shard its optimizer; use kind=deepspeed", [0])
+    if engine.kind == "torch" and engine.zero and recipe.model.tied_embeddings and recipe.fold.pp > 1:
+        rule = "the torch engine cannot share out an embedding that two pipeline stages tie; kind=deepspeed can"
+        raise UserError("engine.zero", engine.zero, rule, [0])
     if engine.kind == "deepspeed" and recipe.precision == "bfloat16" and engine.zero == 0:
         raise UserError("engine.zero", 0, "DeepSpeed's stage 0 keeps no sharded float32 state of a bfloat16 model", [1, 2])
     if engine.kind == "deepspeed" and recipe.precision == "float64":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -135,11 +135,13 @@ def _choices(field: FieldInfo) -> list[Any]:
 
 def _legal(field: FieldInfo) -> str:
     annotation = field.annotation
-    if get_origin(annotation) is Literal:
-        return "|".join(map(str, get_args(annotation)))
-    parts = get_args(annotation) if get_origin(annotation) is types.UnionType else (annotation,)
+    parts = get_args(annotation) if get_origin(annotation) in (types.UnionType, Union) else (annotation,)
     plain = {type(None): "null", tuple: "list"}
-    names = [plain.get(get_origin(part) or part) or getattr(part, "__name__", str(part)) for part in parts]
+    names: list[str] = []
+    for part in parts:
+        origin = get_origin(part) or part
+        one = plain.get(origin) or str(getattr(part, "__name__", part))
+        names += map(str, get_args(part)) if origin is Literal else [one]
     return "|".join(names)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from foldray.errors import UserError
-from foldray.fold import Fold
+from foldray.fold import Fold, divisors
 from foldray.recipe.checks import check_all
 from foldray.recipe.reading import apply, first_mistake, one_line, read_yaml, refuse_booleans
 from foldray.recipe.sections import (
@@ -24,7 +24,7 @@ from foldray.recipe.sections import (
     TrackingSpec,
     TrainingSpec,
 )
-from foldray.schedule import Ordering, Overlap, SliceCost, Slicing, named_ordering, slice_sequence
+from foldray.schedule import Ordering, Overlap, Reduction, SliceCost, Slicing, named_ordering, slice_sequence
 from foldray.spec import ModelSpec, Ownership, Strict, smallest_slice
 
 
@@ -116,11 +116,19 @@ class Recipe(Strict):
             Overlap(schedule.backward or schedule.kind, schedule.backward_lag),
             self.slicing,
             schedule.recompute,
+            schedule.batch_degree,
+            Reduction(schedule.reduction, None if schedule.sp_bytes == "auto" else schedule.sp_bytes),
         )
 
     def named_ordering(self, name: str) -> Ordering:
         """What a short name such as `stream:4:2` stands for (`schedule.named_ordering`), with this recipe's recomputation."""
         found = named_ordering(name, self.data.seq_len, self.slice_cost, self.slice_unit)
+        if self.training.micro_batch % found.batch_degree:
+            rule = f"cuts into {found.batch_degree} along the batch, which must divide training.micro_batch"
+            raise UserError("schedule", name, rule, divisors(self.training.micro_batch))
+        if self.engine.kind == "deepspeed" and self.schedule.reduction == "end" != found.reduction.kind:
+            rule = "reduces within the step, which DeepSpeed leaves to foldray with schedule.reduction=chunks or buckets only"
+            raise UserError("schedule", name, rule)
         return found._replace(recompute=self.schedule.recompute)
 
     @property

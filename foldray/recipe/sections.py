@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from foldray.errors import UserError
 from foldray.spec import Strict
 
 _MOST_WORKERS = 2**17  # a fold's tables of many more ranks take minutes and gigabytes
@@ -49,11 +50,11 @@ class FoldSpec(Strict):
 class ScheduleSpec(Strict):
     """In which order a step's pieces run."""
 
-    kind: Literal["sequential", "moe_only", "aaam", "one_a_one_m", "stream"] = Field(
+    kind: Literal["sequential", "moe_only", "aaam", "one_a_one_m", "stream", "flow"] = Field(
         "sequential", description="what hides the all-to-alls"
     )
-    backward: Literal["moe_only", "aaam", "one_a_one_m", "stream"] | None = Field(
-        None, description="the same going backward; null is as kind"
+    backward: Literal["moe_only", "aaam", "one_a_one_m", "stream", "flow"] | None = Field(
+        None, description="going backward; null is as kind"
     )
     degree: int = Field(1, ge=1, description="pieces that a sequence is cut into")
     slicing: Literal["token_uniform", "algorithm1", "time_uniform"] = Field("time_uniform", description="how attention is cut")
@@ -64,11 +65,34 @@ class ScheduleSpec(Strict):
     recompute: tuple[Literal["attention", "ffn", "expert"], ...] = Field(
         (), description="forwards that are computed again before their backward, to save memory"
     )
+    batch_degree: int = Field(1, ge=1, description="parts that a micro-batch is cut into along the batch; of flow 2")
+    reduction: Literal["end", "buckets", "chunks"] = Field(
+        "end", description="when gradients travel: last, once there, in gaps (flow)"
+    )
+    sp_bytes: int | Literal["auto"] | None = Field(
+        None, description="bytes of gradients at once; null is 25 or 2.5 MiB; auto searches"
+    )
     virtual_stages: int = Field(1, ge=1, description="stages per pipeline position: 1 is 1F1B, more are interleaved")
     stage_layers: tuple[int, ...] | None = Field(None, description="blocks of every stage; null shares them out evenly")
     context: Literal["ring", "all_gather"] = Field(
         "ring", description="how keys and values travel between context-parallel ranks"
     )
+
+    @field_validator("sp_bytes", mode="before")
+    @classmethod
+    def _size(cls, given: Any) -> Any:
+        if given in (None, "auto") or (isinstance(given, int) and given > 0):
+            return given
+        raise UserError(
+            "schedule.sp_bytes", given, "must be a whole number of bytes, at least 1, or auto", ["1…", "auto", "null"]
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flow(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("kind") == "flow":
+            return {"batch_degree": 2, "reduction": "chunks", **given}
+        return given
 
 
 class MoeSpec(Strict):
@@ -109,7 +133,7 @@ class EngineSpec(Strict):
     """Who holds the optimizer."""
 
     kind: Literal["deepspeed", "torch"] = "deepspeed"
-    zero: Literal[0, 1, 2] = Field(1, description="ZeRO stage; the torch engine has stage 0")
+    zero: Literal[0, 1, 2] = Field(1, description="ZeRO stage; the torch engine has 0 unless told")
 
     @model_validator(mode="before")
     @classmethod

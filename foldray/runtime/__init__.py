@@ -1,6 +1,6 @@
 """Runs a step: gradients, norm, optimizer."""
 
-from foldray.runtime.engine import Engine, State, TorchEngine, engine_state, state_pieces
+from foldray.runtime.engine import Engine, State, TorchEngine, engine_state, state_pieces, whole_tensors
 from foldray.runtime.execution import Execution
 from foldray.runtime.gradients import GradientBuffer, Gradients, gradient_norm
 from foldray.runtime.optimizer import decay_groups, learning_rate, make_optimizer, state_keys
@@ -23,4 +23,5 @@ __all__ = [
     "make_optimizer",
     "state_keys",
     "state_pieces",
+    "whole_tensors",
 ]

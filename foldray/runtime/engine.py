@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -30,7 +30,7 @@ class Engine(Protocol):
         """Forward and backward of a step's micro-batches; what this rank adds to the losses of each."""
 
     def update(self, lr: float) -> float:
-        """Reduce, clip and step; the gradient norm before clipping."""
+        """Clip and step; the gradient norm before clipping."""
 
     def state(self) -> State:
         """This rank's weights and optimizer state by global name, in the optimizer's precision; what `load_state` takes.
@@ -43,16 +43,23 @@ class Engine(Protocol):
 
 
 class TorchEngine:
-    """Plain torch: our gradient buffers, our norm, an unsharded optimizer on weights in at least float32."""
+    """Plain torch: our gradient buffers, our norm, an optimizer on weights in at least float32.
 
-    def __init__(self, model: Transformer, groups: Groups, optimizer: OptimizerSpec, ordering: Ordering | None = None):
+    Args:
+        zero: 1 shares the optimizer and its weights out over those ranks that hold the same parameters, 2 also gives
+            gradients' memory back as they leave (ZeRO).
+    """
+
+    def __init__(
+        self, model: Transformer, groups: Groups, optimizer: OptimizerSpec, ordering: Ordering | None = None, zero: int = 0
+    ):
         self.model, self.spec = model, optimizer
-        self.gradients = Gradients(model, groups)
-        self.execution = Execution(model, groups, self.gradients.add, ordering)
-        self.masters: dict[nn.Parameter, torch.Tensor] = {}
+        self.gradients = Gradients(model, groups, zero)
+        self.execution = Execution(model, groups, self.gradients, ordering)
+        self.masters: dict[nn.Parameter, torch.Tensor] = {}  # what this rank's optimizer updates of each parameter
         for parameter, gradient in self.gradients.views.items():
-            wide = parameter.dtype == gradient.dtype
-            master = parameter if wide else nn.Parameter(parameter.detach().to(gradient.dtype))
+            itself = gradient.shape == parameter.shape and gradient.dtype == parameter.dtype
+            master = parameter if itself else nn.Parameter(self._own(parameter, parameter.detach()).to(gradient.dtype))
             master.grad = gradient
             self.masters[parameter] = master
         self.optimizer = make_optimizer(optimizer, decay_groups(optimizer, ((m, p) for p, m in self.masters.items())))
@@ -61,37 +68,89 @@ class TorchEngine:
         return self.execution.train(batches)
 
     def update(self, lr: float) -> float:
-        self.gradients.reduce()
         norm = self.gradients.clip(self.spec.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        self._narrow()
+        self._spread()
         self.gradients.zero()
         return norm
 
     def state(self) -> State:
-        return engine_state(self.model, self.spec, lambda p: self.masters[p].detach(), self._remembered)
+        """Ranks that share a parameter out put it together; a collective call."""
+        return engine_state(
+            self.model,
+            self.spec,
+            lambda parameter: self._whole(parameter, self.masters[parameter].detach()),
+            lambda parameter, key: self._whole(parameter, self._remembered(parameter, key)),
+        )
 
+    @torch.no_grad()
     def load_state(self, state: State) -> None:
-        with torch.no_grad():
-            for key, tensor in self.state().items():
-                tensor.copy_(state[key])
-        self._narrow()
+        for parameter, key, whole in whole_tensors(self.model, self.spec, state):
+            own = self.masters[parameter] if key is None else self._remembered(parameter, key)
+            own.copy_(whole if key == "step" else self._own(parameter, whole))
+        for name, bias in self.model.biases().items():
+            bias.copy_(state[f"model/{name}"])
+        self._spread()
 
     def _remembered(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
-        """The optimizer's memory of a parameter, made (zero) if no step has been taken yet."""
+        """The optimizer's memory of what it has of a parameter, made (zero) if no step has been taken yet."""
         master = self.masters[parameter]
         memory = self.optimizer.state[master]
         if key == "step":
             return memory.setdefault("step", torch.zeros((), dtype=torch.float32))
         return memory.setdefault(key, torch.zeros_like(master))
 
+    def _own(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank's optimizer has of a parameter, or of something of its shape."""
+        buffer = self.gradients.buffer_of[parameter]
+        if not buffer.sharded:
+            return whole
+        place = buffer.places[parameter]
+        return whole.flatten()[buffer.sharding.mine(place.start, place.stop, whole.device)]
+
+    def _whole(self, parameter: nn.Parameter, own: torch.Tensor) -> torch.Tensor:
+        """The inverse of `_own`."""
+        buffer = self.gradients.buffer_of[parameter]
+        if not buffer.sharded or own.dim() == 0:
+            return own
+        place, whole = buffer.places[parameter], torch.zeros(parameter.numel(), dtype=own.dtype, device=own.device)
+        whole[buffer.sharding.mine(place.start, place.stop, own.device)] = own
+        return buffer.communicator.all_reduce(whole).view_as(parameter)
+
     @torch.no_grad()
-    def _narrow(self) -> None:
-        for parameter, master in self.masters.items():
-            if parameter is not master:
-                parameter.copy_(master)
+    def _spread(self) -> None:
+        """Bring what optimizers have updated into the model."""
+        for buffer in self.gradients.buffers:
+            if buffer.sharded:
+                mine = torch.zeros(buffer.sharding.owned, dtype=buffer.parameters[0].dtype, device=buffer.device)
+                for parameter, place in buffer.places.items():
+                    mine[buffer.sharding.own(place.start, place.stop)] = self.masters[parameter].to(mine.dtype)
+                for parameter, values in buffer.gather(mine):
+                    parameter.copy_(values)
+                continue
+            for parameter in buffer.parameters:
+                if parameter is not self.masters[parameter]:
+                    parameter.copy_(self.masters[parameter])
+
+
+def whole_tensors(
+    model: Transformer, optimizer: OptimizerSpec, state: State
+) -> Iterator[tuple[nn.Parameter, str | None, torch.Tensor]]:
+    """What a state says about each parameter of this rank: (parameter, key, tensor); without a key its weights."""
+    keys = (*state_keys(optimizer), "step") if optimizer.kind == "adamw" else state_keys(optimizer)
+    patterns: dict[str | None, str] = {None: "model/{}"} | {key: f"optimizer/{{}}/{key}" for key in keys}
+    for local, parameter in model.named_parameters():
+        for key, pattern in patterns.items():
+            parts = model.global_parts[local]
+            if key == "step":  # a number, the same for all parts
+                yield parameter, key, state[pattern.format(parts[0][0])]
+                continue
+            whole = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+            for name, index in parts:
+                whole[index] = state[pattern.format(name)]
+            yield parameter, key, whole
 
 
 def state_pieces(model: Transformer, state: State) -> dict[str, Piece]:

@@ -9,24 +9,36 @@ import torch
 
 from foldray.comm import Groups, Pending
 from foldray.model import Batch, Losses, Transformer
-from foldray.runtime.micro_batch import AddGradient, MicroBatch
+from foldray.planner import Recording, op_costs
+from foldray.runtime.gradients import Gradients
+from foldray.runtime.micro_batch import MicroBatch
 from foldray.runtime.trace import Trace
-from foldray.schedule import Op, Ordering, Slicing, StepGraph, expand, pipeline
+from foldray.schedule import Chunk, Op, Ordering, Slicing, Span, StepGraph, position_list
 
 
 class Execution:
     """Runs this rank's part of every step.
 
     Args:
-        add: takes each parameter's gradient as soon as an op has gone backward; sums up over pieces and micro-batches.
-        ordering: how tokens are cut, and in which order pieces go.
+        gradients: take each parameter's gradient as soon as an op has gone backward, sum up over pieces and micro-batches, and
+            travel when the list says so.
+        ordering: how tokens are cut, in which order pieces go, and when gradients travel.
+        reduces: whether gradients travel within the step at all; else that is left to whoever trains.
     """
 
-    def __init__(self, model: Transformer, groups: Groups, add: AddGradient, ordering: Ordering | None = None):
-        self.model, self.groups, self.add = model, groups, add
+    def __init__(
+        self,
+        model: Transformer,
+        groups: Groups,
+        gradients: Gradients,
+        ordering: Ordering | None = None,
+        reduces: bool = True,
+    ):
+        self.model, self.groups, self.gradients, self.reduces = model, groups, gradients, reduces
         self.trace: Trace | None = None
+        self.last: StepGraph | None = None  # of the last step of training
         self.reorder(ordering or Ordering())
-        self._position = groups.coordinate["attention"]["pp"]
+        self._position, self._stage = groups.coordinate["attention"]["pp"], groups.replicated_gradients
 
     def reorder(self, ordering: Ordering) -> None:
         """Cut and order the steps that follow in another way."""
@@ -34,19 +46,51 @@ class Execution:
         self.model.slice(ordering.slicing.attention if ordering.slicing else None)
         self._orders: dict[StepGraph, tuple[Op, ...]] = {}
 
+    @property
+    def lacks_costs(self) -> bool:
+        """Whether gradients are to give way to all-to-alls, and nobody has told yet what ops take."""
+        return self.reduces and self.ordering.goes_by_costs and self.ordering.costs is None
+
+    def learn_costs(self) -> None:
+        """Let gradients give way to all-to-alls, by what the ops of the last step took, which was traced.
+
+        All ranks call this.
+        """
+        assert self.trace is not None, "the last step was not traced"
+        assert self.last is not None, "there was no step"
+        order, spans = self.order(self.last), self.trace.spans
+        own = torch.tensor([spans[op] for op in order], dtype=torch.float64, device=next(self.model.parameters()).device)
+        # Ranks of a stage have one list, and must have one again: all of them go by the times of all of them.
+        everyone = self._stage.all_gather(own).cpu().view(-1, *own.shape).tolist()
+        recordings = [Recording(order, {op: Span(*span) for op, span in zip(order, each, strict=True)}) for each in everyone]
+        self.reorder(self.ordering._replace(costs=op_costs(self.last, recordings)))
+
     def train(self, batches: Sequence[Batch]) -> list[Losses]:
         """Forward and backward of one optimizer step; what this rank adds to each micro-batch's losses.
 
-        The gradient is that of the mean over micro-batches, of this rank's share of the objective.
+        The gradient is that of the mean over micro-batches, of this rank's share of the objective; reduced, if the ordering
+        says how.
+
+        Raises:
+            ValueError: a micro-batch cannot be cut into `ordering.batch_degree` parts.
         """
-        return _Run(self, batches, training=True).run()
+        together = self.ordering.batch_degree
+        run = _Run(self, [part for batch in batches for part in batch.cut(together)], training=True)
+        self.last = run.graph
+        return run.run()
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[Losses]:
         """Forward only."""
         return _Run(self, batches, training=False).run()
 
+    def step(self, batches: Sequence[Batch]) -> tuple[StepGraph, tuple[Op, ...]]:
+        """All ops of a step of such micro-batches, and this rank's list of them."""
+        graph = self.graph([part for batch in batches for part in batch.cut(self.ordering.batch_degree)])
+        return graph, self.order(graph)
+
     def graph(self, batches: Sequence[Batch], backward: bool = True) -> StepGraph:
+        """All ops of a pass over these parts of micro-batches."""
         model = self.model
         length, ranks = batches[0].token_BL.shape[1], model.layout.cp * model.layout.tp
         slicing = self.ordering.slicing or Slicing((length,), (length,))
@@ -60,12 +104,19 @@ class Execution:
             ragged=not (model.spec.router.pad and backward),
             recompute=self.ordering.recompute,
             backward=backward,
+            batch_degree=self.ordering.batch_degree if backward else 1,
+            chunks=self._chunks() if self.reduces and backward else (),
         )
+
+    def _chunks(self) -> tuple[tuple[Chunk, ...], ...]:
+        """By position; of others', this rank need not know."""
+        own = self.gradients.chunks(self.ordering.reduction.most)
+        return tuple(own if position == self._position else () for position in range(self.groups.fold.pp))
 
     def order(self, graph: StepGraph) -> tuple[Op, ...]:
         """This rank's list; made once, for every step has the same."""
         if graph not in self._orders:
-            order = expand(graph, pipeline(graph.pipeline)[self._position], self.ordering.forward, self.ordering.backward)
+            order = position_list(graph, self._position, self.ordering)
             self._compare(order)
             self._orders[graph] = order
         return self._orders[graph]
@@ -76,7 +127,7 @@ class Execution:
         Raises:
             RuntimeError: they do not.
         """
-        stage = self.groups.replicated_gradients
+        stage = self._stage
         own = torch.tensor([zlib.crc32(repr(order).encode())], device=next(self.model.parameters()).device)
         if len(set(stage.all_gather(own).tolist())) > 1:
             raise RuntimeError(f"ranks {stage.ranks} of a stage have other schedules; this one has {self.ordering}")
@@ -88,9 +139,10 @@ class _Run:
     def __init__(self, execution: Execution, batches: Sequence[Batch], training: bool):
         model = execution.model
         self.groups, self.graph, self.trace = execution.groups, execution.graph(batches, training), execution.trace
+        self.gradients = execution.gradients
         self.order = execution.order(self.graph)
         self.micro_batches = [
-            MicroBatch(model, self.graph, batch, execution.add, 1 / len(batches), training) for batch in batches
+            MicroBatch(model, self.graph, batch, self.gradients.add, 1 / len(batches), training) for batch in batches
         ]
         self.like = next(model.parameters())
         self.shapes = [(len(batch.token_BL), self.graph.slicing.length, model.spec.hidden) for batch in batches]
@@ -101,11 +153,16 @@ class _Run:
         if trace is not None:
             trace.start()
         for op in self.order:
-            pending = self._hand_over(op) if op.kind == "handover" else self.micro_batches[op.micro_batch].run(op)
+            if op.kind == "reduce":
+                pending: Pending | None = self.gradients.start(self.graph.chunk(op))
+            else:
+                pending = self._hand_over(op) if op.kind == "handover" else self.micro_batches[op.micro_batch].run(op)
             if trace is not None:
                 trace.ran(op, self.micro_batches[op.micro_batch].began, pending)
         for pending in self.sending.values():
             pending.wait()
+        if self.graph.chunks:
+            self.gradients.finish()
         if trace is not None:
             trace.finish()
         return [micro_batch.losses for micro_batch in self.micro_batches]

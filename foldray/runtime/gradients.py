@@ -9,73 +9,206 @@ Every gradient is scaled by 1/(DP·CP) and summed over the ranks that have seen 
 | expert | its EP×ETP place; the all-to-all has brought it that whole group's tokens | EDP |
 
 An embedding that the first and the last stage share is then summed over the two. The norm counts every element of the model once:
-each is counted by the first rank that holds it, and the counts are summed over all ranks.
+each is counted by the first rank that holds it, or by its owner where sums are shared out, and summed over all ranks.
+
+Each class has one flat buffer, in the order in which backward has its gradients. It is reduced in chunks, which the step's list
+starts (`schedule/reduction.py`): by all-reduces, after which every rank has all sums, or by reduce-scatters, after which each has
+those that it owns (ZeRO-1). With `release`, a gradient's memory is given back once it has left (ZeRO-2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
-from foldray.comm import Communicator, Groups
+from foldray.comm import Communicator, Groups, Pending
 from foldray.model import Transformer
+from foldray.runtime.sharding import Sharding
+from foldray.schedule import Chunk, cut_buffer
+from foldray.spec import GradientPart, made_at
+from foldray.spec.parameters import GradientClass
 
 
 class GradientBuffer:
-    """The gradients of one class, flat, in at least float32."""
+    """The gradients of one class, flat, in at least float32.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], communicator: Communicator):
-        self.parameters, self.communicator = list(parameters), communicator
+    Args:
+        name: the class.
+        parameters: in the order in which backward has their gradients.
+        parts: the same for the schedule: which ops make which elements.
+        communicator: over whom they are summed.
+        sharded: whether each rank gets only those sums that it owns.
+        release: whether a gradient's memory is given back once it has left; only with `sharded`.
+
+    Attributes:
+        sums: what this rank has of the sums: the whole buffer, or its part.
+    """
+
+    def __init__(
+        self,
+        name: GradientClass,
+        parameters: Sequence[nn.Parameter],
+        parts: Sequence[GradientPart],
+        communicator: Communicator,
+        sharded: bool = False,
+        release: bool = False,
+    ):
+        self.name, self.parameters, self.parts, self.communicator = name, list(parameters), parts, communicator
         example = self.parameters[0] if self.parameters else torch.empty(0)
-        dtype = torch.promote_types(example.dtype, torch.float32)
-        self.flat = torch.zeros(sum(p.numel() for p in self.parameters), dtype=dtype, device=example.device)
-        pieces = self.flat.split([p.numel() for p in self.parameters])
-        self.views = [piece.view_as(p) for piece, p in zip(pieces, self.parameters, strict=True)]
+        self.dtype, self.device = torch.promote_types(example.dtype, torch.float32), example.device
+        ranks = communicator.size if sharded else 1
+        self.sharding = Sharding(sum(p.numel() for p in self.parameters), ranks, communicator.index if ranks > 1 else 0)
+        assert self.sharding.elements == sum(part.elements for part in parts), f"parameters and parts of {name} differ"
+        self.sharded = ranks > 1
+        self.places: dict[nn.Parameter, range] = {}  # elements of the buffer
+        end = 0
+        for parameter in self.parameters:
+            self.places[parameter] = range(end, end := end + parameter.numel())
+        self.flat = None if release and self.sharded else self._zeros(self.sharding.padded)
+        self.sums = self._zeros(self.sharding.owned) if self.flat is None or self.sharded else self.flat
+        self._held: dict[nn.Parameter, torch.Tensor] = {}  # without a flat buffer: gradients until they leave
 
-    def reduce(self, scale: float) -> None:
-        """Scale, then sum over the class's communicator."""
-        self.communicator.all_reduce(self.flat.mul_(scale))
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        if self.flat is not None:
+            place = self.places[parameter]
+            self.flat[place.start : place.stop].view_as(parameter).add_(gradient)
+        elif parameter in self._held:
+            self._held[parameter].add_(gradient)
+        else:
+            self._held[parameter] = gradient.to(self.dtype, copy=True)
+
+    def own(self, parameter: nn.Parameter) -> torch.Tensor:
+        """This rank's sums of a parameter: in its shape, or flat those that it owns."""
+        place = self.places[parameter]
+        if self.sharded:
+            return self.sums[self.sharding.own(place.start, place.stop)]
+        return self.sums[place.start : place.stop].view_as(parameter)
+
+    def chunks(self, most: int | None) -> tuple[Chunk, ...]:
+        """Runs of at most so many bytes; one for None. None at all where there is nobody to sum with."""
+        if self.communicator.size == 1:
+            return ()
+        return cut_buffer(self.name, self.parts, self.dtype.itemsize, most, self.sharding.deal)
+
+    def start(self, start: int, stop: int, scale: float) -> Pending:
+        """Scale a run of the buffer, and start to sum it over the ranks."""
+        if not self.sharded:
+            assert self.flat is not None
+            return self.communicator.start_all_reduce(self.flat[start:stop].mul_(scale))
+        run = self.flat[start:stop] if self.flat is not None else self._take(start, stop)
+        mine = self.sums[self.sharding.own(start, stop)]
+        return self.communicator.start_reduce_scatter(self.sharding.by_owner(run).mul_(scale), mine)
+
+    def zero(self) -> None:
+        for tensor in (self.flat, self.sums):
+            if tensor is not None:
+                tensor.zero_()
+        self._held.clear()
+
+    def gather(self, values: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Every parameter and its values, from what each rank has of them (`sums` tells where); a collective call."""
+        whole = self.sharding.in_order(self.communicator.all_gather(values)) if self.sharded else values
+        for parameter, place in self.places.items():
+            yield parameter, whole[place.start : place.stop].view_as(parameter)
+
+    def _take(self, start: int, stop: int) -> torch.Tensor:
+        """A run of the buffer from the gradients that are held; each is let go with its last element. Runs go in order."""
+        found = []
+        for parameter, place in self.places.items():
+            first, last = max(start, place.start), min(stop, place.stop)
+            if first < last:
+                held = self._held.get(parameter)
+                values = self._zeros(last - first) if held is None else held.flatten()[first - place.start : last - place.start]
+                found.append(values)
+                if last == place.stop:
+                    self._held.pop(parameter, None)
+        short = stop - start - sum(map(len, found))
+        return torch.cat([*found, self._zeros(short)] if short else found)
+
+    def _zeros(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=self.dtype, device=self.device)
 
 
 class Gradients:
-    """The gradient buffers of a rank, their reduction and their norm."""
+    """The gradient buffers of a rank, their reduction and their norm.
 
-    def __init__(self, model: Transformer, groups: Groups):
-        self.groups = groups
-        self.dense = GradientBuffer(model.by_class("dense"), groups.dense_gradients)
-        self.replicated = GradientBuffer(model.by_class("replicated"), groups.replicated_gradients)
-        self.expert = GradientBuffer(model.by_class("expert"), groups.expert_gradients)
-        self.buffers = (self.dense, self.replicated, self.expert)
-        self.views = {p: view for buffer in self.buffers for p, view in zip(buffer.parameters, buffer.views, strict=True)}
-        self._tied, self._counted = model.tied(), model.counted()
+    Args:
+        zero: 0 gives every rank all sums, 1 those that it owns, 2 also gives gradients' memory back as they leave.
+    """
+
+    def __init__(self, model: Transformer, groups: Groups, zero: int = 0):
+        self.groups, self.scale = groups, 1.0 / groups.dense_gradients.size
+        communicators: dict[GradientClass, Communicator] = {
+            "dense": groups.dense_gradients, "replicated": groups.replicated_gradients, "expert": groups.expert_gradients,
+        }  # fmt: skip
+        parts = model.ownership.gradient_parts(groups.rank)
+        made = {parameter: made_at(model.makers(parameter)) for parameter in model.parameters()}
+        self.buffers = tuple(
+            GradientBuffer(name, sorted(model.by_class(name), key=made.__getitem__), parts[name], over, zero > 0, zero > 1)
+            for name, over in communicators.items()
+        )
+        self.buffer_of = {parameter: buffer for buffer in self.buffers for parameter in buffer.parameters}
+        self._tied, self._counted = model.tied(), set(model.counted())
+        self._copies = set(self._tied) if groups.coordinate["attention"]["pp"] else set()
+        self._by_name = {buffer.name: buffer for buffer in self.buffers}
+        self._travelling: list[Pending] = []
+
+    @property
+    def views(self) -> dict[nn.Parameter, torch.Tensor]:
+        """By parameter, this rank's sums (`GradientBuffer.own`)."""
+        return {parameter: buffer.own(parameter) for parameter, buffer in self.buffer_of.items()}
 
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        self.views[parameter].add_(gradient)
+        self.buffer_of[parameter].add(parameter, gradient)
 
     def zero(self) -> None:
         for buffer in self.buffers:
-            buffer.flat.zero_()
+            buffer.zero()
 
-    def reduce(self) -> None:
-        """Make every buffer hold the gradient of the mean loss over all data."""
+    def chunks(self, most: int | None) -> tuple[Chunk, ...]:
+        """All buffers in chunks of at most so many bytes; whole ones for None. What has one holder only is none."""
+        return tuple(chunk for buffer in self.buffers for chunk in buffer.chunks(most))
+
+    def start(self, chunk: Chunk) -> Pending:
+        """Start to reduce a chunk, all of which has been made."""
+        pending = self._by_name[chunk.name].start(chunk.start, chunk.stop, self.scale)  # type: ignore[index]
+        self._travelling.append(pending)
+        return pending
+
+    def finish(self) -> None:
+        """Wait for all chunks: the buffers then hold the gradient of the mean loss over all data."""
+        while self._travelling:
+            self._travelling.pop().wait()
         for buffer in self.buffers:
-            buffer.reduce(1.0 / self.groups.dense_gradients.size)
+            if buffer.communicator.size == 1:
+                buffer.sums.mul_(self.scale)
         for parameter in self._tied:
             # Last of all, as a sum of two numbers: it has the same bits on both stages, which therefore never drift apart.
-            self.groups.tied_gradients.all_reduce(self.views[parameter])
+            self.groups.tied_gradients.all_reduce(self.buffer_of[parameter].own(parameter))
+
+    def reduce(self) -> None:
+        """Reduce everything at once."""
+        for chunk in self.chunks(None):
+            self.start(chunk)
+        self.finish()
 
     def norm(self) -> torch.Tensor:
         """Euclidean norm of the reduced gradients over the whole model, float64 scalar."""
-        return gradient_norm([self.views[parameter] for parameter in self._counted], self.dense.flat.device, self.groups)
+        counted = [
+            buffer.own(parameter)
+            for parameter, buffer in self.buffer_of.items()
+            if (parameter not in self._copies if buffer.sharded else parameter in self._counted)
+        ]
+        return gradient_norm(counted, self.buffers[0].device, self.groups)
 
     def clip(self, limit: float | None) -> float:
         """Scale all gradients so that their norm is at most `limit`; the norm before."""
         norm = float(self.norm())
         if limit is not None and norm > limit:
             for buffer in self.buffers:
-                buffer.flat.mul_(limit / (norm + 1e-6))
+                buffer.sums.mul_(limit / (norm + 1e-6))
         return norm
 
 

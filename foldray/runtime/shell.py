@@ -20,18 +20,21 @@ class StepModule(nn.Module):
     """Runs a step's list, all micro-batches and both directions, in its forward; its backward hands the gradients over.
 
     So the list's order is its own, not autograd's, hooks of other libraries fire once per parameter and step, and losses of
-    several steps add up in `parameter.grad` as usual. There is no double backward. A rank's gradients are those of its share of
-    the loss; who sums them over ranks is up to the engine around.
+    several steps add up in `parameter.grad` as usual. There is no double backward.
+
+    Args:
+        reduced: whether the list reduces gradients too, as the ordering says; else they are those of this rank's share of the
+            loss, and who sums them over ranks is up to the engine around.
 
     Attributes:
         losses: of the last list, by micro-batch.
     """
 
-    def __init__(self, model: Transformer, groups: Groups, ordering: Ordering | None = None):
+    def __init__(self, model: Transformer, groups: Groups, ordering: Ordering | None = None, reduced: bool = False):
         super().__init__()
         self.model, self.groups = model, groups
         self.gradients = Gradients(model, groups)
-        self.execution = Execution(model, groups, self.gradients.add, ordering)
+        self.execution = Execution(model, groups, self.gradients, ordering, reduces=reduced)
         self.losses: list[Losses] = []
 
     def forward(self, batches: Sequence[Batch]) -> torch.Tensor:

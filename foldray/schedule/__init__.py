@@ -4,35 +4,52 @@ from foldray.schedule.check import check, check_ranks, peak
 from foldray.schedule.clock import COMPUTE, Cost, ScheduleError, Span, times, unit_times
 from foldray.schedule.graph import Channel, Graph, PipelineGraph
 from foldray.schedule.op import Direction, Op, Schedule, handover, stage
-from foldray.schedule.overlap import OVERLAPS, Ordering, Overlap, expand, named_ordering, stage_order, step_schedule
+from foldray.schedule.overlap import (
+    OVERLAPS,
+    Ordering,
+    Overlap,
+    expand,
+    named_ordering,
+    position_list,
+    stage_order,
+    step_schedule,
+)
 from foldray.schedule.pipeline import check_pipeline, forward_only, interleaved, one_f_one_b, pipeline
+from foldray.schedule.reduction import REDUCTIONS, Chunk, Reduction, cut_buffer, place_reductions
 from foldray.schedule.slicing import SLICINGS, SliceCost, Slicing, slice_sequence
 from foldray.schedule.step_graph import BlockKind, StepGraph
 from foldray.schedule.text import show
+from foldray.schedule.traffic import OpCosts, by_urgency
 from foldray.schedule.weave import weave
 
 __all__ = [
     "COMPUTE",
     "OVERLAPS",
+    "REDUCTIONS",
     "SLICINGS",
     "BlockKind",
     "Channel",
+    "Chunk",
     "Cost",
     "Direction",
     "Graph",
     "Op",
+    "OpCosts",
     "Ordering",
     "Overlap",
     "PipelineGraph",
+    "Reduction",
     "Schedule",
     "ScheduleError",
     "SliceCost",
     "Slicing",
     "Span",
     "StepGraph",
+    "by_urgency",
     "check",
     "check_pipeline",
     "check_ranks",
+    "cut_buffer",
     "expand",
     "forward_only",
     "handover",
@@ -41,6 +58,8 @@ __all__ = [
     "one_f_one_b",
     "peak",
     "pipeline",
+    "place_reductions",
+    "position_list",
     "show",
     "slice_sequence",
     "stage",

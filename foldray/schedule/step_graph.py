@@ -17,6 +17,7 @@ token buffer (section 4.2). Pieces that need no slicing are slicings of one piec
 | `merge` | weighted sum of a token's rows, residual | micro-batches |
 | `head` | norm, logits, loss | as the last block's end |
 | `handover` | activations, or their gradient, between stages | whole, network |
+| `reduce` | gradients to their sum over ranks; `layer` is the pipeline position, `part` the chunk | a chunk, network |
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Literal
 
 from foldray.schedule.graph import Channel, PipelineGraph
 from foldray.schedule.op import Direction, Op, handover
+from foldray.schedule.reduction import Chunk
 from foldray.schedule.slicing import Slicing
 
 BlockKind = Literal["dense", "moe"]
@@ -50,6 +52,8 @@ class StepGraph:
         ragged: whether row counts travel before rows do; without, experts have room for a fixed number.
         recompute: kinds of ops whose forward is computed again, as an op of its own (R), before their backward.
         backward: False for evaluation.
+        batch_degree: micro-batches that go through a stage as one (FlowMoE's R); `micro_batches` is a multiple of it.
+        chunks: by position, the chunks in which its gradients are reduced; none if that is not the step's business.
     """
 
     stages: tuple[tuple[BlockKind, ...], ...]
@@ -59,6 +63,8 @@ class StepGraph:
     ragged: bool = True
     recompute: tuple[str, ...] = ()
     backward: bool = True
+    batch_degree: int = 1
+    chunks: tuple[tuple[Chunk, ...], ...] = ()
 
     @property
     def positions(self) -> int:
@@ -67,7 +73,7 @@ class StepGraph:
     @property
     def pipeline(self) -> PipelineGraph:
         """The same step with stages as its smallest pieces."""
-        return PipelineGraph(self.pp, self.micro_batches, len(self.stages) // self.pp, self.backward)
+        return PipelineGraph(self.pp, self.micro_batches // self.batch_degree, len(self.stages) // self.pp, self.backward)
 
     @cached_property
     def blocks(self) -> tuple[BlockKind, ...]:
@@ -99,6 +105,16 @@ class StepGraph:
                         yield handover("B", op.layer + 1, m)
                     elif op.kind != "counts":
                         yield op._replace(direction="B")
+        for position in range(len(self.chunks)):
+            yield from self.reductions(position)
+
+    def reductions(self, position: int) -> Iterator[Op]:
+        """Of a position's chunks, buffer by buffer."""
+        return (Op("reduce", "B", position, part) for part in range(len(self.chunks[position]) if self.chunks else 0))
+
+    def chunk(self, op: Op) -> Chunk:
+        """What a `reduce` op reduces."""
+        return self.chunks[op.layer][op.part]
 
     def _stage(self, stage: int, m: int) -> Iterator[Op]:
         """A stage's forward ops, piece by piece."""
@@ -135,6 +151,10 @@ class StepGraph:
     # What binds it.
 
     def needs(self, op: Op) -> tuple[Op, ...]:
+        if op.kind == "reduce":
+            passes = range(self.micro_batches)
+            makers = self.chunk(op).makers
+            return tuple(each for kind, layer in makers for m in passes for each in self.pieces(kind, layer, m, "B"))
         if op.direction == "R":
             return (op._replace(direction="F"),)
         if op.direction == "F":
@@ -143,12 +163,16 @@ class StepGraph:
         return gradients if op.kind in _NETWORK else (*gradients, self._state(op))
 
     def where(self, op: Op) -> tuple[int, ...]:
+        if op.kind == "reduce":
+            return (op.layer,)
         if op.kind != "handover":
             return (self.stage_of[op.layer] % self.pp,)
         receiver = op.layer + (1 if op.direction == "F" else -1)
         return op.layer % self.pp, receiver % self.pp
 
     def channel(self, op: Op) -> Channel | None:
+        if op.kind == "reduce":
+            return f"{self.chunk(op).name}_gradients", op.layer, op.layer
         name = _NETWORK.get(op.kind)
         if name is None:
             return None
@@ -156,7 +180,7 @@ class StepGraph:
         return ("gradients" if op.kind == "handover" and op.direction == "B" else name), ends[0], ends[-1]
 
     def frees(self, op: Op) -> tuple[Op, ...]:
-        if op.direction != "B" or op.kind in _NETWORK:
+        if op.direction != "B" or op.kind in _NETWORK or op.kind == "reduce":
             return ()
         forward = op._replace(direction="F")
         return (forward, self._state(op)) if op.kind in self.recompute else (forward,)

@@ -4,12 +4,14 @@ from foldray.spec.flops import forward_flops_per_token, step_flops
 from foldray.spec.layout import Layout, check_length, smallest_slice
 from foldray.spec.model import ModelSpec, RouterSpec, Strict
 from foldray.spec.parameters import ParameterSpec, count_parameters, parameter_table
-from foldray.spec.placement import Ownership, Piece, Stage, make_stages
+from foldray.spec.placement import GradientPart, Maker, Ownership, Piece, Stage, made_at, make_stages
 from foldray.spec.presets import PRESETS
 
 __all__ = [
     "PRESETS",
+    "GradientPart",
     "Layout",
+    "Maker",
     "ModelSpec",
     "Ownership",
     "ParameterSpec",
@@ -20,6 +22,7 @@ __all__ = [
     "check_length",
     "count_parameters",
     "forward_flops_per_token",
+    "made_at",
     "make_stages",
     "parameter_table",
     "smallest_slice",

@@ -23,6 +23,7 @@ class ParameterSpec:
         name: global name; an expert's carries the expert's global id.
         shape: shape in the whole model, matrices as [in, out].
         layer: block index; -1 for the embeddings, `layers` for the final norm and the head.
+        op: kind of the schedule's op that computes with it.
         gradient_class: "dense" is summed over DP×CP; "replicated", whole on every tensor-parallel rank but seeing only that
             rank's piece of the sequence, over TP×DP×CP; "expert" over EDP. All are scaled by 1/(DP·CP).
         cut: the axis along which tp ("dense") or etp ("expert") cuts it; None leaves it whole.
@@ -32,6 +33,7 @@ class ParameterSpec:
     name: str
     shape: tuple[int, ...]
     layer: int
+    op: str
     gradient_class: GradientClass = "dense"
     cut: int | None = None
     init: float | None = None
@@ -49,14 +51,14 @@ class ParameterSpec:
 def parameter_table(model: ModelSpec) -> tuple[ParameterSpec, ...]:
     """All parameters of the model, in order of use."""
     std, vocabulary = model.init_std, (model.vocab, model.hidden)
-    table = [ParameterSpec("embedding.weight", vocabulary, -1, cut=0, init=std)]
+    table = [ParameterSpec("embedding.weight", vocabulary, -1, "embed", cut=0, init=std)]
     if model.positions == "learned":
-        table.append(ParameterSpec("positions.weight", (model.max_positions, model.hidden), -1, "replicated", init=std))
+        table.append(ParameterSpec("positions.weight", (model.max_positions, model.hidden), -1, "embed", "replicated", init=std))
     for layer in range(model.layers):
         table += _block(model, layer)
-    table += _norm(model, "final_norm", model.layers)
+    table += _norm(model, "final_norm", model.layers, "head")
     if not model.tied_embeddings:
-        table.append(ParameterSpec("head.weight", vocabulary, model.layers, cut=0, init=std))
+        table.append(ParameterSpec("head.weight", vocabulary, model.layers, "head", cut=0, init=std))
     return tuple(table)
 
 
@@ -68,33 +70,33 @@ def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
     name, std, hidden = f"blocks.{layer}", model.init_std, model.hidden
     out_std = std / math.sqrt(2 * model.layers)  # residual branches add up: GPT-2's scaled initialisation
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    rows = _norm(model, f"{name}.attention_norm", layer)
+    rows = _norm(model, f"{name}.attention_norm", layer, "attention")
     for part, width in (("query", queries), ("key", keys), ("value", keys)):
-        rows.append(ParameterSpec(f"{name}.attention.{part}", (hidden, width), layer, cut=1, init=std))
-    rows.append(ParameterSpec(f"{name}.attention.out", (queries, hidden), layer, cut=0, init=out_std))
-    rows += _norm(model, f"{name}.ffn_norm", layer)
+        rows.append(ParameterSpec(f"{name}.attention.{part}", (hidden, width), layer, "attention", cut=1, init=std))
+    rows.append(ParameterSpec(f"{name}.attention.out", (queries, hidden), layer, "attention", cut=0, init=out_std))
+    rows += _norm(model, f"{name}.ffn_norm", layer, "route" if model.is_moe(layer) else "ffn")
     if not model.is_moe(layer):
-        return rows + _ffn(model, f"{name}.ffn", model.ffn_hidden, layer, out_std)
-    rows.append(ParameterSpec(f"{name}.moe.router.weight", (hidden, model.experts), layer, "replicated", init=std))
+        return rows + _ffn(model, f"{name}.ffn", model.ffn_hidden, layer, out_std, "ffn")
+    rows.append(ParameterSpec(f"{name}.moe.router.weight", (hidden, model.experts), layer, "route", "replicated", init=std))
     for expert in range(model.experts):
-        rows += _ffn(model, f"{name}.moe.experts.{expert}", model.expert_hidden, layer, out_std, "expert")
+        rows += _ffn(model, f"{name}.moe.experts.{expert}", model.expert_hidden, layer, out_std, "expert", "expert")
     if model.shared_hidden:
-        rows += _ffn(model, f"{name}.moe.shared", model.shared_hidden, layer, out_std)
+        rows += _ffn(model, f"{name}.moe.shared", model.shared_hidden, layer, out_std, "route")
     return rows
 
 
 def _ffn(
-    model: ModelSpec, name: str, inner: int, layer: int, out_std: float, kind: GradientClass = "dense"
+    model: ModelSpec, name: str, inner: int, layer: int, out_std: float, op: str, kind: GradientClass = "dense"
 ) -> list[ParameterSpec]:
     inwards = ("gate", "up") if model.ffn == "gated_silu" else ("up",)
     return [
-        *(ParameterSpec(f"{name}.{part}", (model.hidden, inner), layer, kind, 1, model.init_std) for part in inwards),
-        ParameterSpec(f"{name}.down", (inner, model.hidden), layer, kind, 0, out_std),
+        *(ParameterSpec(f"{name}.{part}", (model.hidden, inner), layer, op, kind, 1, model.init_std) for part in inwards),
+        ParameterSpec(f"{name}.down", (inner, model.hidden), layer, op, kind, 0, out_std),
     ]
 
 
-def _norm(model: ModelSpec, name: str, layer: int) -> list[ParameterSpec]:
-    rows = [ParameterSpec(f"{name}.weight", (model.hidden,), layer, "replicated")]
+def _norm(model: ModelSpec, name: str, layer: int, op: str) -> list[ParameterSpec]:
+    rows = [ParameterSpec(f"{name}.weight", (model.hidden,), layer, op, "replicated")]
     if model.norm == "layernorm":
-        rows.append(ParameterSpec(f"{name}.bias", (model.hidden,), layer, "replicated", init=0.0))
+        rows.append(ParameterSpec(f"{name}.bias", (model.hidden,), layer, op, "replicated", init=0.0))
     return rows

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from foldray.errors import UserError
 from foldray.fold import Fold, divisors
 from foldray.spec.model import ModelSpec
-from foldray.spec.parameters import ParameterSpec, parameter_table
+from foldray.spec.parameters import GradientClass, ParameterSpec, parameter_table
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,27 @@ class Piece:
     @property
     def box(self) -> tuple[slice, ...]:
         return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
+
+
+Maker = tuple[str, int]
+"""Kind and block of the ops that add to a gradient."""
+
+_BACKWARD = ("expert", "route", "ffn", "attention")  # of a block
+
+
+class GradientPart(NamedTuple):
+    """Neighbours in a flat buffer of gradients that the same ops make, the last of these at last."""
+
+    elements: int
+    makers: tuple[Maker, ...]
+
+
+def made_at(makers: tuple[Maker, ...]) -> tuple[int, int]:
+    """Sorts gradients by when backward has the last of them."""
+    kind, block = makers[-1]
+    if kind == "head":
+        return (-block - 1, -1)
+    return (1, 0) if kind == "embed" else (-block, _BACKWARD.index(kind))
 
 
 @dataclass(frozen=True)
@@ -122,6 +145,29 @@ class Ownership:
             tied_copy = name == "embedding.weight" and attention["pp"] > 0
             if first_copy[piece.spec.gradient_class] and not tied_copy:
                 yield name
+
+    def makers(self, spec: ParameterSpec, rank: int) -> tuple[Maker, ...]:
+        """The ops of a rank whose backward adds to a parameter's gradient, in the order in which they first do."""
+        held, last = self.held_stages(rank), self.model.layers - 1
+        if spec.layer < 0:
+            tied = self.model.tied_embeddings and spec.name == "embedding.weight"
+            at_head = [("head", last)] if tied and any(stage.last for stage in held) else []
+            return (*at_head, *([("embed", 0)] if any(stage.first for stage in held) else []))
+        return ((spec.op, min(spec.layer, last)),)
+
+    def gradient_parts(self, rank: int) -> dict[GradientClass, tuple[GradientPart, ...]]:
+        """A rank's gradients of each class in the order in which backward has the last of them: a flat buffer, from its start.
+
+        Backward goes through the blocks from the last one on, whatever the schedule.
+        """
+        sizes: dict[GradientClass, dict[tuple[Maker, ...], int]] = {"dense": {}, "replicated": {}, "expert": {}}
+        for piece in self.pieces(rank).values():
+            of_class, makers = sizes[piece.spec.gradient_class], self.makers(piece.spec, rank)
+            of_class[makers] = of_class.get(makers, 0) + math.prod(piece.shape)
+        return {
+            name: tuple(GradientPart(parts[makers], makers) for makers in sorted(parts, key=made_at))
+            for name, parts in sizes.items()
+        }
 
     def _is_held(self, spec: ParameterSpec, held: tuple[Stage, ...]) -> bool:
         tied = self.model.tied_embeddings and spec.name == "embedding.weight"

@@ -2,6 +2,6 @@
 
 from foldray.timeline.perfetto import perfetto
 from foldray.timeline.text import LETTERS, draw_text
-from foldray.timeline.usage import Usage, length, merged, overlaps, queued, usage
+from foldray.timeline.usage import Usage, held_up, length, merged, overlaps, queued, usage
 
-__all__ = ["LETTERS", "Usage", "draw_text", "length", "merged", "overlaps", "perfetto", "queued", "usage"]
+__all__ = ["LETTERS", "Usage", "draw_text", "held_up", "length", "merged", "overlaps", "perfetto", "queued", "usage"]

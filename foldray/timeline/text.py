@@ -8,11 +8,11 @@ from foldray.schedule import Graph, Op, Span
 
 LETTERS = {
     "embed": "i", "attention": "A", "ffn": "F", "route": "R", "expert": "E", "merge": "M", "head": "H",
-    "counts": "n", "dispatch": "D", "combine": "C", "handover": ">", "stage": "S",
+    "counts": "n", "dispatch": "D", "combine": "C", "handover": ">", "reduce": "g", "stage": "S",
 }  # fmt: skip
 _NAMES = {
     "i": "embed", "A": "attention", "F": "dense ffn", "R": "router", "E": "experts", "M": "sum", "H": "head",
-    "D": "dispatch", "C": "combine", ">": "handover",
+    "D": "dispatch", "C": "combine", ">": "handover", "g": "gradients",
 }  # fmt: skip
 
 

@@ -49,6 +49,17 @@ def overlaps(graph: Graph, order: Sequence[Op], spans: Mapping[Op, Span]) -> tup
     return claimed, seen
 
 
+def held_up(graph: Graph, spans: Mapping[Op, Span]) -> list[float]:
+    """Of every all-to-all how long it was in flight beside chunks of gradients that had left before it, and shared the link."""
+    chunks = [span for op, span in spans.items() if op.kind == "reduce"]
+    found = []
+    for op, span in spans.items():
+        if op.kind in ("dispatch", "combine"):
+            ahead = [min(chunk.end, span.end) for chunk in chunks if chunk.start < span.start < chunk.end]
+            found.append(max(ahead, default=span.start) - span.start)
+    return found
+
+
 def merged(spans: Iterable[Span]) -> list[Span]:
     """Spans that do not touch, in order, that cover the same time."""
     found: list[Span] = []

@@ -45,6 +45,8 @@ def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) 
         "schedule",
         "degree",
         "slicing",
+        "reduction",
+        "batch_degree",
         "sp_bytes",
         "engine",
         "backend",
@@ -68,7 +70,7 @@ def test_a_timeline_is_drawn_and_traced(ray_session, recipe: Path, capsys) -> No
     shown = capsys.readouterr().out
     assert "measured on the first worker" in shown
     assert "simulated from these op times" in shown
-    assert sum(line.startswith("compute │") for line in shown.split("\n")) == 2
+    assert sum(line.split("│")[0].strip() == "compute" for line in shown.split("\n")) == 2
     assert Path("step.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads(Path("step.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}

@@ -116,6 +116,30 @@ def test_every_schedule_equals_one_process(ranks, workers: int, fold: dict[str, 
     _equals_one_process(ranks, _recipe(workers, fold, zero, {**_SGD, "clip": 0.5}, schedule=schedule))
 
 
+_CHUNKS: list[dict[str, Any]] = [
+    {"reduction": "buckets", "sp_bytes": 3000},
+    {"reduction": "chunks", "sp_bytes": 1024, "kind": "one_a_one_m", "degree": 4},
+    {"kind": "flow", "sp_bytes": 10_000},
+    {"reduction": "chunks", "kind": "stream", "degree": 2},
+]
+
+
+_CHUNKED = [(2, {"ep": 2}), (4, {"ep": 2}), (4, {"tp": 2, "cp": 2, "ep": 4}), (4, {"tp": 2, "pp": 2, "ep": 2})]
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, len(_CHUNKS)))])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize(("workers", "fold"), _CHUNKED, ids=_name)
+def test_gradients_that_come_reduced_equal_one_process(ranks, workers: int, fold: dict, part: int, zero: int) -> None:
+    schedule = _CHUNKS[(part + zero + _CHUNKED.index((workers, fold))) % len(_CHUNKS)]
+    _equals_one_process(ranks, _recipe(workers, fold, zero, {**_SGD, "clip": 0.5}, schedule=schedule))
+
+
+def test_a_tied_embedding_comes_reduced_too(ranks) -> None:
+    recipe = _recipe(4, {"pp": 2, "ep": 2}, 1, {**_SGD, "clip": 0.5}, schedule=_CHUNKS[1], model={"tied_embeddings": True})
+    _equals_one_process(ranks, recipe)
+
+
 def _norm_of_ones(rank: int, recipe: Recipe) -> float:
     """The norm that the engine reports when every reduced gradient is to be made of ones."""
     groups = Groups.create(recipe.placed_fold, rank)
@@ -123,9 +147,9 @@ def _norm_of_ones(rank: int, recipe: Recipe) -> float:
     gradients = engine.step.gradients  # type: ignore[attr-defined]
 
     def fill(given: list) -> list:
-        gradients.dense.flat.fill_(1.0)
-        gradients.replicated.flat.fill_(1 / fold.tp)
-        gradients.expert.flat.fill_(fold.dp * fold.cp / fold.edp)
+        ones = {"dense": 1.0, "replicated": 1 / fold.tp, "expert": fold.dp * fold.cp / fold.edp}
+        for buffer in gradients.buffers:
+            buffer.sums.fill_(ones[buffer.name])
         for parameter in engine.model.tied():
             gradients.views[parameter].fill_(0.5)
         return [engine.model.no_losses() for _ in given]

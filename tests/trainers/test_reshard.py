@@ -34,6 +34,9 @@ _PAIRS = [
     ((2, {"pp": 2, "virtual_stages": 2}), (4, {"ep": 4})),
     ((4, {"ep": 4}), (8, {"etp": 4, "ep": 2, "cp": 2, "tp": 2})),
     ((8, {"etp": 4, "ep": 2, "cp": 2, "tp": 2}), (4, {"tp": 4, "ep": 2})),
+    ((4, {"tp": 2, "ep": 2, "zero": 1}), (2, {"ep": 2, "zero": 2})),  # an optimizer that is shared out, otherwise and not
+    ((2, {"ep": 2, "zero": 2}), (4, {"cp": 2, "ep": 2})),
+    ((1, {}), (4, {"tp": 2, "ep": 4, "zero": 1})),
 ]
 
 
@@ -59,10 +62,11 @@ def _resume(rank: int, recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 def _recipe(workers: int, fold: dict[str, int], seed: int = 0) -> Recipe:
     fold = dict(fold)
+    engine = {"kind": "torch", "zero": fold.pop("zero", 0)}
     schedule = {"virtual_stages": fold.pop("virtual_stages", 1)}
     few = max(1, 4 // Fold(workers, **fold).dp)  # few passes: what takes time is the number of collectives
     training = {"seed": seed, "micro_batch": few}
-    return make_recipe(workers, fold, model=_MODEL, optimizer=_ADAMW, schedule=schedule, training=training)
+    return make_recipe(workers, fold, model=_MODEL, optimizer=_ADAMW, schedule=schedule, training=training, engine=engine)
 
 
 @pytest.fixture(scope="module")

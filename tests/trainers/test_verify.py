@@ -22,18 +22,19 @@ _QUIET = {"optimizer": {"kind": "adamw", "lr": 1e-3}, "precision": "float32"}
 
 def _compare(rank: int, recipe: Recipe, wrong: str = "") -> dict | None:
     groups = Groups.create(recipe.placed_fold, rank)
-    reduce = Gradients.reduce
+    finish = Gradients.finish
 
     def doubled(self: Gradients) -> None:
-        reduce(self)
-        if wrong and self.groups.fold.world_size > 1:  # the one process stays right
-            getattr(self, wrong).flat.mul_(2.0)
+        finish(self)
+        for buffer in self.buffers:
+            if buffer.name == wrong and self.groups.fold.world_size > 1:  # the one process stays right
+                buffer.sums.mul_(2.0)
 
-    Gradients.reduce = doubled  # type: ignore[method-assign]
+    Gradients.finish = doubled  # type: ignore[method-assign]
     try:
         return compare(recipe, groups, torch.device("cpu"))
     finally:
-        Gradients.reduce = reduce  # type: ignore[method-assign]
+        Gradients.finish = finish  # type: ignore[method-assign]
         groups.close()
 
 

@@ -12,14 +12,14 @@ from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.model import Batch
 from foldray.planner import Recording, replay
-from foldray.runtime import Execution, StepModule, Trace
+from foldray.runtime import Execution, Gradients, StepModule, Trace
 from foldray.schedule import OVERLAPS, Op, Ordering, Overlap, SliceCost, named_ordering
 from foldray.timeline import usage
 from tests.foldray.parity import MODEL, engine_of, make_recipe, model_of, sample
 
 LENGTH = 32
 COST = SliceCost.of_model(MODEL["hidden"], MODEL["heads"])
-NAMES = ["sequential", *(f"{kind}:4" for kind in OVERLAPS[1:])]
+NAMES = ["sequential", *(f"{kind}:4@1" for kind in OVERLAPS[1:])]
 
 
 def batches_of(vocab: int, number: int = 2) -> list[Batch]:
@@ -49,7 +49,7 @@ def test_a_step_is_an_ordinary_module(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_evaluation_gives_the_training_losses_and_keeps_nothing(name: str) -> None:
     model = model_of(dtype=torch.float64)
-    execution = Execution(model, Groups.create(Fold(1)), lambda *_: None, named_ordering(name, LENGTH, COST))
+    execution = Execution(model, groups := Groups.create(Fold(1)), Gradients(model, groups), named_ordering(name, LENGTH, COST))
     batches = batches_of(model.spec.vocab, 3)
     for trained, evaluated in zip(execution.train(batches), execution.evaluate(batches), strict=True):
         for ours, wanted in zip(evaluated, trained, strict=True):
@@ -80,7 +80,7 @@ def traced(rank: int, name: str) -> list[dict[str, Any]]:
     for _ in range(3):
         batches = batches_of(recipe.model.vocab, 1)
         execution.train(batches)
-        graph = execution.graph(batches)
+        graph = execution.step(batches)[0]
         found.append({"graph": graph, "order": execution.order(graph), "spans": dict(execution.trace.spans),
                       "times": execution.trace.times(graph)})  # fmt: skip
     groups.close()
@@ -131,7 +131,7 @@ def _pipeline_is_recorded(rank: int) -> bool:
     execution.trace, batches = Trace(), batches_of(recipe.model.vocab)
     execution.train(batches)
     groups.close()
-    return set(execution.trace.spans) == set(execution.order(execution.graph(batches)))
+    return set(execution.trace.spans) == set(execution.step(batches)[1])
 
 
 def test_ranks_with_other_schedules_are_told(ranks) -> None:
@@ -145,7 +145,7 @@ def _other_schedules(rank: int) -> bool:
     slicing = named_ordering("stream:4", LENGTH, COST).slicing
     execution.reorder(Ordering(Overlap("stream", 1 + rank), Overlap("stream"), slicing))
     try:
-        execution.order(execution.graph(batches_of(recipe.model.vocab, 1)))
+        execution.step(batches_of(recipe.model.vocab, 1))
     except RuntimeError as error:
         return "have other schedules" in str(error)
     finally:
@@ -157,7 +157,7 @@ def saved_bytes(name: str, **more: Any) -> int:
     """The most that autograd keeps between the forward and the backward of a step."""
     model = model_of(layers=4, moe_every=2)
     ordering = named_ordering(name, 256, COST)._replace(**more)
-    execution = Execution(model, Groups.create(Fold(1)), lambda *_: None, ordering)
+    execution = Execution(model, groups := Groups.create(Fold(1)), Gradients(model, groups), ordering)
     text, alive, most = sample(0, 1, 257, model.spec.vocab), {}, 0
     batch = Batch(text[:, :-1], text[:, 1:])
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -196,9 +196,9 @@ def test_recomputation_keeps_less() -> None:
 
 def test_an_op_that_lost_its_input_says_so() -> None:
     model = model_of()
-    execution = Execution(model, Groups.create(Fold(1)), lambda *_: None)
+    execution = Execution(model, groups := Groups.create(Fold(1)), Gradients(model, groups))
     (batch,) = batches_of(model.spec.vocab, 1)
-    graph = execution.graph([batch])
+    graph, _ = execution.step([batch])
     order = [op for op in execution.order(graph) if op != Op("merge", "F", 0)]
     execution._orders[graph] = tuple(order)
     with pytest.raises(RuntimeError, match=r"tokens 0…31 are not all here"):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from foldray.comm import Groups
+from foldray.comm import Groups, Pending
 from foldray.fold import Fold
 from foldray.model import Batch, Transformer
 from foldray.recipe import OptimizerSpec
@@ -94,7 +94,7 @@ def _sums(model: Transformer, groups: Groups) -> dict[str, float]:
 def _norm(model: Transformer, groups: Groups) -> float:
     gradients = Gradients(model, groups)
     for buffer in gradients.buffers:
-        buffer.flat.fill_(1.0)
+        buffer.sums.fill_(1.0)
     return float(gradients.norm())
 
 
@@ -170,17 +170,42 @@ def test_the_clip_coefficient_is_that_of_one_process(measured, fold: Fold) -> No
         assert error < 1e-15
 
 
+def test_nothing_is_read_before_all_chunks_have_arrived(ranks) -> None:
+    """`finish` waits for every chunk: with small ones on a quick link nobody would notice that it does not."""
+    assert ranks(2).run(_waited) == [[], []]
+
+
+def _waited(rank: int) -> list[int]:
+    """Chunks that were on their way behind `finish`."""
+    groups = Groups.create(Fold(2), rank)
+    gradients = Gradients(model_of(groups.fold, groups), groups)
+    under_way: list[int] = []
+
+    class Watched(Pending):
+        def wait(self) -> tuple[torch.Tensor, ...]:
+            under_way.remove(id(self))
+            return super().wait()
+
+    for chunk in gradients.chunks(1 << 10):
+        gradients.start(chunk).__class__ = Watched
+    under_way += map(id, gradients._travelling)
+    assert len(under_way) > 1
+    gradients.finish()
+    groups.close()
+    return under_way
+
+
 def test_clipping_scales_to_the_limit_and_leaves_small_gradients() -> None:
     model = model_of(dtype=torch.float64)
     gradients = Gradients(model, Groups.create(Fold(1)))
     for buffer in gradients.buffers:
-        buffer.flat.fill_(1.0)
+        buffer.sums.fill_(1.0)
     norm = math.sqrt(count_parameters(model.spec))
     assert gradients.clip(2 * norm) == pytest.approx(norm)
-    assert all(buffer.flat.unique().tolist() == [1.0] for buffer in gradients.buffers)
+    assert all(buffer.sums.unique().tolist() == [1.0] for buffer in gradients.buffers)
     assert gradients.clip(None) == gradients.clip(norm / 2) == pytest.approx(norm)
     for buffer in gradients.buffers:
-        torch.testing.assert_close(buffer.flat, torch.full_like(buffer.flat, 0.5))
+        torch.testing.assert_close(buffer.sums, torch.full_like(buffer.sums, 0.5))
 
 
 def test_gradients_of_micro_batches_add_up() -> None:
@@ -191,7 +216,7 @@ def test_gradients_of_micro_batches_add_up() -> None:
     assert gradients.views[parameter].unique().tolist() == [3.0]
     assert parameter.grad is None
     gradients.zero()
-    assert not any(buffer.flat.any() for buffer in gradients.buffers)
+    assert not any(buffer.sums.any() for buffer in gradients.buffers)
 
 
 def test_bfloat16_weights_have_float32_masters_and_gradients() -> None:
@@ -201,14 +226,14 @@ def test_bfloat16_weights_have_float32_masters_and_gradients() -> None:
     text = torch.randint(0, 29, (2, 2, 9))
     losses = engine.train([Batch(tokens[:, :-1], tokens[:, 1:]) for tokens in text])
     assert len(losses) == 2
-    assert {buffer.flat.dtype for buffer in engine.gradients.buffers} == {torch.float32}
+    assert {buffer.sums.dtype for buffer in engine.gradients.buffers} == {torch.float32}
     assert engine.update(1e-5) > 0
     after = engine.state()
     assert after["model/embedding.weight"].dtype == torch.float32
     assert not torch.equal(after["model/embedding.weight"], before["model/embedding.weight"])
     for parameter, master in engine.masters.items():
         assert torch.equal(parameter, master.to(torch.bfloat16))
-    assert all(float(buffer.flat.abs().max()) == 0 for buffer in engine.gradients.buffers)
+    assert all(float(buffer.sums.abs().max()) == 0 for buffer in engine.gradients.buffers)
 
 
 def test_the_learning_rate_warms_up_and_falls_to_its_share() -> None:

@@ -1,0 +1,114 @@
+"""Gradients in chunks and in shares: weights behind a step equal one process's, whatever travels when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from foldray.comm import Groups
+from foldray.recipe import Recipe
+from foldray.runtime import Gradients, Trace
+from tests.foldray.folds import name
+from tests.foldray.parity import drifted, engine_of, go_on, make_recipe, model_of, one_process, worst
+
+FOLDS: list[tuple[int, dict[str, int]]] = [
+    (2, {}), (2, {"ep": 2}), (4, {"ep": 2}), (4, {"tp": 2, "ep": 4}), (4, {"cp": 2, "ep": 2}), (4, {"tp": 2, "etp": 2}),
+    (4, {"pp": 2}), (8, {"tp": 2, "cp": 2, "ep": 2, "etp": 2}), (8, {"tp": 2, "cp": 2, "pp": 2, "ep": 4}),
+    (8, {"pp": 2, "ep": 4}),
+]  # fmt: skip
+CHUNKS: list[dict[str, Any]] = [
+    {"reduction": "buckets", "sp_bytes": 3000},
+    {"reduction": "chunks", "sp_bytes": 1024},
+    {"reduction": "chunks", "sp_bytes": 10_000, "kind": "one_a_one_m", "degree": 4},
+    {"reduction": "chunks", "sp_bytes": 1 << 30, "kind": "stream", "degree": 4},
+    {"kind": "flow", "sp_bytes": 4096},
+    {"kind": "flow", "degree": 2, "sp_bytes": 20_000},
+    {"kind": "stream", "batch_degree": 2, "degree": 2, "reduction": "end"},
+]
+OPTIMIZERS = [{"clip": 0.5}, {"kind": "adamw", "lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1, "clip": 1.0}]
+
+
+def recipe_of(world: int, fold: dict[str, int], schedule: dict[str, Any], zero: int, optimizer: dict[str, Any]) -> Recipe:
+    parts = 2 if schedule.get("kind") in ("flow", "stream") else 1
+    return make_recipe(
+        world, fold, schedule=schedule, engine={"kind": "torch", "zero": zero}, training={"micro_batch": parts},
+        optimizer={"weight_decay": 0.0, **optimizer},
+    )  # fmt: skip
+
+
+def trained(rank: int, recipes: list[Recipe], steps: int) -> list[dict[str, Any]]:
+    """Each recipe, all of one fold, for some steps, the second of which goes by what ops took in the first."""
+    groups, found = Groups.create(recipes[0].placed_fold, rank), []
+    for recipe in recipes:
+        engine = engine_of(recipe, groups)
+        engine.execution.trace = Trace()
+        parts = [go_on(engine, groups, recipe, range(1))]
+        if engine.execution.lacks_costs:
+            engine.execution.learn_costs()
+        parts.append(go_on(engine, groups, recipe, range(1, steps)))
+        both = {key: parts[0][key] + parts[1][key] for key in ("losses", "norms")}
+        found.append({**parts[-1], **both})
+    groups.close()
+    return found
+
+
+_PARTS = 3  # of all ways to reduce, one part in a normal run, another one for each fold and stage; the others nightly
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, _PARTS))])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize(("world", "fold"), FOLDS, ids=[name(fold) or f"dp{world}" for world, fold in FOLDS])
+def test_every_reduction_equals_one_process(ranks, world: int, fold: dict[str, int], zero: int, part: int) -> None:
+    """Two steps of AdamW or of SGD with lr 1, clipped; weights, losses and norms, in float64."""
+    schedules = CHUNKS[(part + zero + FOLDS.index((world, fold))) % _PARTS :: _PARTS]
+    for optimizer in OPTIMIZERS:
+        recipes = [recipe_of(world, fold, schedule, zero, optimizer) for schedule in schedules]
+        reference = one_process(recipes[0], steps=2)
+        assert min(reference["norms"]) > optimizer["clip"], "the test needs norms above the limit"
+        for schedule, found in zip(schedules, zip(*ranks(world).run(trained, recipes, 2), strict=True), strict=True):
+            difference, where = worst(list(found), reference, relative=False)
+            assert difference <= 1e-10, f"{where} with {schedule}"
+            assert drifted(list(found)) == []
+            for rank in found:
+                assert rank["norms"] == pytest.approx(reference["norms"], rel=1e-10)
+                assert np.array(rank["losses"]) == pytest.approx(np.array(reference["losses"]), rel=1e-10)
+
+
+SIZES = st.one_of(st.integers(1, 5000), st.just(1 << 30))
+
+
+@given(st.integers(1, 3), st.sampled_from([8, 12, 20]), SIZES, st.sampled_from([0, 1, 2]), st.booleans())
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_size_of_parameters_and_of_chunks(ranks, layers: int, width: int, size: int, zero: int, tied: bool) -> None:
+    """Gradients, reduced in chunks or shared out, equal those reduced at once, to the bit: sums of two have one value."""
+    model = {"layers": layers, "ffn_hidden": width, "expert_hidden": width + 4, "tied_embeddings": tied, "moe_every": 2}
+    for chunked, whole in ranks(2).run(_sums, model, size, zero):
+        assert chunked.keys() == whole.keys()
+        assert all(torch.equal(chunked[key], whole[key]) for key in whole)
+
+
+def _sums(rank: int, model: dict[str, Any], size: int, zero: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A rank's reduced gradients by name: in chunks, put together again, and all at once."""
+    groups = Groups.create(make_recipe(2, {}).placed_fold, rank)
+    transformer = model_of(groups.fold, groups, torch.float64, **model)
+    found = []
+    for stage, most in ((zero, size), (0, None)):
+        gradients = Gradients(transformer, groups, stage)
+        for _ in range(2):
+            for number, parameter in enumerate(transformer.parameters()):
+                generator = torch.Generator().manual_seed(1000 * rank + number)
+                gradients.add(parameter, torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        for chunk in gradients.chunks(most):
+            gradients.start(chunk)
+        gradients.finish()
+        names = {parameter: name for name, parameter in transformer.named_parameters()}
+        found.append({
+            names[parameter]: values.clone() for buffer in gradients.buffers for parameter, values in buffer.gather(buffer.sums)
+        })  # fmt: skip
+    groups.close()
+    return found[0], found[1]

@@ -1,0 +1,142 @@
+"""Chunks of gradients while training: costs are learnt, sizes tried, the best measured one is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mlflow import MlflowClient
+
+from foldray.comm import Groups
+from foldray.errors import UserError
+from foldray.recipe import Recipe
+from trainers import FoldTrainer
+from trainers.gradient_chunks import SMALLEST, STEPS, tuning
+from tuners import ChunkSizeSearch
+
+MODEL = {
+    "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_hidden": 64, "experts": 4, "topk": 2,
+    "expert_hidden": 48, "vocab": 264,
+}  # fmt: skip
+
+
+class Known:
+    """A search that tries given sizes."""
+
+    def __init__(self, sizes: list[int]):
+        self.sizes, self.told = list(sizes), {}
+
+    def ask(self) -> int | None:
+        return self.sizes.pop(0) if self.sizes else None
+
+    def tell(self, size: int, seconds: float) -> None:
+        self.told[size] = seconds
+
+    @property
+    def best(self) -> int:
+        return min(self.told, key=self.told.__getitem__)
+
+
+def tuned(ranks: Any, seconds: Callable[[int, int | None, int], float], steps: int) -> list[dict[str, Any]]:
+    return ranks(2).run(_tune, seconds, steps)
+
+
+def _tune(rank: int, seconds: Callable[[int, int | None, int], float], steps: int) -> dict[str, Any]:
+    """Steps whose times are made up: by rank, size and number of the step with this size."""
+    from tests.foldray.parity import batches, engine_of, make_recipe
+
+    recipe = make_recipe(2, {"ep": 2}, schedule={"reduction": "chunks"})
+    groups = Groups.create(recipe.placed_fold, rank)
+    execution, known, records = engine_of(recipe, groups).execution, Known([1000, 2000, 500]), []
+    going = tuning(execution, groups, torch.device("cpu"), lambda small, large: known, records.append)
+    next(going)
+    sizes: list[int | None] = []
+    for _ in range(steps):
+        execution.train(batches(recipe, groups.dp_rank, 0))
+        execution.gradients.zero()
+        sizes.append(execution.ordering.reduction.bytes)
+        try:
+            going.send(seconds(rank, sizes[-1], sizes.count(sizes[-1])))
+        except StopIteration:
+            break
+    groups.close()
+    return {"sizes": sizes, "told": known.told, "records": records, "costs": execution.ordering.costs,
+            "chosen": execution.ordering.reduction.bytes}  # fmt: skip
+
+
+def made_up(rank: int, size: int | None, number: int) -> float:
+    """The first steps are slow, one is an outlier, and the second rank is slower with 500."""
+    if number <= 2:
+        return 50.0
+    if number == 6:
+        return 9.0
+    return {1000: 3.0, 2000: 2.0, 500: 1.0 + 4 * rank}.get(size or 0, 7.0)
+
+
+def test_all_ranks_try_the_same_sizes_and_the_slowest_counts(ranks) -> None:
+    first, second = tuned(ranks, made_up, 2 + 3 * STEPS)
+    assert first["sizes"] == second["sizes"] == [None] * 2 + [1000] * STEPS + [2000] * STEPS + [500] * STEPS
+    assert first["told"] == {1000: 3.0, 2000: 2.0, 500: 5.0}, "medians behind the warm-up, of the slower rank"
+    assert second["told"] == {}
+    assert first["chosen"] == second["chosen"] == 2000
+    assert first["costs"] == second["costs"] is not None, "both go by the first rank's"
+    assert [record["sp_bytes"] for record in first["records"]] == [1000, 2000, 500, 2000]
+    assert [record["chosen"] for record in first["records"]] == [False, False, False, True]
+    assert second["records"] == []
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    (tmp_path / "text.txt").write_text("".join(f"{i} and {i * i}. " for i in range(4000)))
+    (tmp_path / "more.txt").write_text("".join(f"{i} or {i * 7}. " for i in range(2000)))
+    return Recipe.parse(
+        {
+            "name": "chunks", "model": MODEL, "engine": {"kind": "torch"}, "fold": {"ep": 2},
+            "data": {"source": "text", "path": str(tmp_path / "*.txt"), "seq_len": 32, "validation": {"fraction": 0.5}},
+            "training": {"steps": 90, "global_batch": 4, "micro_batch": 2, "eval_sequences": 8},
+            "schedule": {"kind": "one_a_one_m", "degree": 2, "reduction": "chunks", "sp_bytes": "auto"},
+            "cluster": {"workers": 2, "storage": str(tmp_path / "runs")},
+        }
+    )  # fmt: skip
+
+
+def test_auto_needs_a_search(recipe: Recipe) -> None:
+    with pytest.raises(UserError, match=r"schedule.sp_bytes=auto: needs a search: FoldTrainer\(recipe, search="):
+        FoldTrainer(recipe)
+
+
+@pytest.mark.slow
+def test_a_size_is_found_while_training_changes_nothing(ray_session, recipe: Recipe) -> None:
+    trainer = FoldTrainer(recipe, search=ChunkSizeSearch)
+    trainer.fit()
+    assert trainer.run is not None
+    assert trainer.run.summary is not None
+    history, folder = trainer.run.folder.history, Path(trainer.run.summary.run_dir)
+    tried, (chosen,) = [record for record in history.chunks if not record["chosen"]], [r for r in history.chunks if r["chosen"]]
+    assert len(tried) == 8
+    assert all(record["sp_bytes"] >= SMALLEST for record in tried)
+    assert chosen["sp_bytes"] == min(tried, key=lambda record: record["step_time_s"] or 0)["sp_bytes"]
+    assert (folder / "gradient_chunks.png").read_bytes().startswith(b"\x89PNG")
+    client = MlflowClient(trainer.run.tracker.uri)
+    logged = client.get_metric_history(trainer.run.tracker.run_id, "gradient_chunks/step_time_s")
+    assert sorted(metric.value for metric in logged) == sorted(record["step_time_s"] for record in tried)
+    assert "gradient_chunks.png" in {each.path for each in client.list_artifacts(trainer.run.tracker.run_id)}
+
+    plain = FoldTrainer(Recipe.parse({**recipe.model_dump(), "schedule": {"kind": "one_a_one_m", "degree": 2}}))
+    plain.fit()
+    assert plain.run is not None
+    steps = plain.run.folder.history.steps
+    assert [history.steps[step]["loss"] for step in steps] == [steps[step]["loss"] for step in steps], "sums of two are exact"
+
+    again = FoldTrainer(recipe.model_copy(update={"training": recipe.training.model_copy(update={"steps": 95})}),
+                        resume=folder.name, search=ChunkSizeSearch)  # fmt: skip
+    again.fit()
+    assert again.run is not None
+    assert again.run.folder.history.last_step == 95
+    assert len(again.run.folder.history.chunks) == 9, "the same fold on the same nodes does not search again"
+    last = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-1]
+    assert last["kind"] in ("step", "validation", "checkpoint")
