@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 from overlap import limits, link_of, measured, over_limit, ratio
 
 FORWARD, BACKWARD, LIMIT, INK = "#7aa6d6", "#2364aa", "#b91c1c", "#1f2937"
-COLOURS = {"moe_only": "#6b7280", "aaam": "#8a6d00", "one_a_one_m": "#d9630b", "stream": "#2364aa"}
-ALONE = {"C": "computation alone", "X": "all-to-alls alone"}
+COLOURS = {"moe_only": "#6b7280", "aaam": "#8a6d00", "one_a_one_m": "#d9630b", "stream": "#2364aa", "flow": "#2f855a"}
+ALONE = {"C": "computation alone", "X": "all-to-alls alone", "G": "reductions alone"}
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
 
 def _bars(axes: Axes, run: dict[str, Any]) -> None:
     """One link."""
-    names = [*ALONE, *measured(run)]
+    names = [*(name for name in ALONE if name in run), *measured(run)]
     for at, name in enumerate(names):
         each = run[name]
         sides = [each[side]["median"] / 1e3 for side in ("forward_ms", "backward_ms")]

@@ -1,0 +1,116 @@
+"""How a step's time depends on the size of gradient chunks, and how near the search comes to the best (FlowMoE, section 4.1).
+
+    python recipes/benchmarks/overlap.py --sweep one_a_one_m:4 --ratios 0.5 --batch 4 --length 256 --hidden 256 --inner 512
+
+Sizes take turns, round after round. Then the search is run with five seeds as training would run it, eight sizes and ten steps
+each, and what it picks is measured once more against the sweep's best, taking turns: the median of neighbours' ratios counts.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from tuners import ChunkSizeSearch
+
+if TYPE_CHECKING:
+    from overlap_worker import Worker
+
+SIZES, SEEDS, STEPS, SMALLEST = 12, 5, 10, 4 << 10
+
+
+def sweep(worker: Worker, variant: str) -> dict[str, Any]:
+    """What was measured, in milliseconds of the slower host; the same on both."""
+
+    def took(size: int) -> float:
+        everyone: list[Any] = [None] * worker.given.hosts
+        dist.barrier()
+        dist.all_gather_object(everyone, worker.step(f"{variant}+chunks={size}")["step_ms"])
+        return max(everyone)
+
+    def tell(text: str) -> None:
+        if worker.rank == 0:
+            print(f"\r{text:<60}", end="", file=sys.stderr)
+
+    largest = max(chunk.bytes for chunk in worker.gradients.chunks(None))
+    steps = (SIZES - 1) / math.log(largest / SMALLEST)
+    sizes = sorted({round(SMALLEST * math.exp(i / steps)) for i in range(SIZES)})
+    found: dict[int, list[float]] = {size: [] for size in sizes}
+    for number in range(2 + worker.given.rounds):
+        worker.measuring = number >= 2
+        tell(f"round {number - 1} of {worker.given.rounds}")
+        for size in sizes:
+            if (milliseconds := took(size)) and worker.measuring:
+                found[size].append(milliseconds)
+    medians = {size: statistics.median(each) for size, each in found.items()}
+    best = min(medians, key=medians.__getitem__)
+    searches = []
+    for seed in range(SEEDS):
+        tell(f"search {seed + 1} of {SEEDS}")
+        searches.append(_search(worker, took, largest, seed))
+    for each in searches:
+        tell(f"{each['pick']} bytes against {best}")
+        times = [took(size) for _ in range(worker.given.rounds + 1) for size in (best, each["pick"])][2:]
+        pairs = [other / one for one, other in list(pairwise(times))[::2]]
+        each["over_best"] = statistics.median(pairs)
+    return {"sizes": found, "best": best, "searches": searches}
+
+
+def _search(worker: Worker, took: Any, largest: int, seed: int) -> dict[str, Any]:
+    """One search, as training does it: the first host asks, the slower host's median counts."""
+    search = ChunkSizeSearch(SMALLEST, largest, seed=seed) if worker.rank == 0 else None
+    while True:
+        asked = [search.ask() if search else None]
+        dist.broadcast_object_list(asked, 0)
+        if asked[0] is None:
+            break
+        for warming in (True, True):
+            worker.measuring = not warming
+            took(asked[0])
+        worker.measuring = True
+        middle = statistics.median(took(asked[0]) for _ in range(STEPS - 2))
+        if search:
+            search.tell(asked[0], middle)
+    told = [{"seed": seed, "pick": search.best, "measured": search.measured} if search else None]
+    dist.broadcast_object_list(told, 0)
+    assert told[0] is not None
+    return told[0]
+
+
+def report_sweep(run: dict[str, Any], picture: Path | None) -> None:
+    """The table, and the curve as a picture."""
+    print(f"link {run['link_mbit']:.0f} Mbit/s\n{'bytes':>10}{'ms':>9}{'min':>9}{'max':>9}")
+    for size, each in run["sizes"].items():
+        mark = "  best" if int(size) == run["best"] else ""
+        print(f"{int(size):>10}{statistics.median(each):>9.1f}{min(each):>9.1f}{max(each):>9.1f}{mark}")
+    for each in run["searches"]:
+        print(f"seed {each['seed']}: picks {each['pick']}, {each['over_best']:.3f} × the sweep's best")
+    if picture is not None:
+        _draw(run, picture)
+
+
+def _draw(run: dict[str, Any], picture: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.8), dpi=144, layout="constrained")
+    axes = figure.subplots()
+    sizes = [int(size) for size in run["sizes"]]
+    columns = list(run["sizes"].values())
+    axes.plot(sizes, [statistics.median(each) for each in columns], "o-", color="#2364aa", label="sweep, medians and range")
+    axes.vlines(sizes, [min(each) for each in columns], [max(each) for each in columns], color="#2364aa", linewidth=0.8)
+    for number, each in enumerate(run["searches"]):
+        axes.plot(*zip(*each["measured"], strict=True), ".", color="#6b7280", label=None if number else "tried by the searches")
+        axes.axvline(each["pick"], color="#d9630b", linewidth=1, label=None if number else "picked")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("bytes of gradients that travel at once")
+    axes.set_ylabel("step (ms)")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    FigureCanvasAgg(figure).print_png(str(picture))
