@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from foldray.planner.simulator import simulate
-from foldray.schedule import Cost, OpCosts, Overlap, StepGraph, step_schedule
+from foldray.schedule import Cost, Overlap, StepGraph, step_schedule
 
 
-def best_overlaps(graph: StepGraph, cost: Cost, costs: OpCosts | None = None) -> tuple[Overlap, Overlap]:
+def best_overlaps(graph: StepGraph, cost: Cost) -> tuple[Overlap, Overlap]:
     """The fastest way forward and the fastest way backward: `one_a_one_m`, or `stream` with any lag.
 
     The loss stands between the two, so they are chosen one after the other.
-
-    Args:
-        costs: what `stream`'s all-to-alls go by; None is not at all.
     """
 
     def seconds(forward: Overlap, backward: Overlap) -> float:
-        return simulate(graph, step_schedule(graph, forward, backward, costs=costs), cost).seconds
+        return simulate(graph, step_schedule(graph, forward, backward), cost).seconds
 
     candidates = [Overlap("one_a_one_m"), *(Overlap("stream", lag) for lag in range(1, graph.slicing.degree + 1))]
     forward = min(candidates, key=lambda way: seconds(way, candidates[0]))

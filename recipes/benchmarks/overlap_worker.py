@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from foldray.comm import Communicator, Groups
 from foldray.fold import Fold
 from foldray.model import Batch, Transformer
-from foldray.planner import Recording, best_overlaps, op_costs, recorded_cost, replay
+from foldray.planner import Recording, best_overlaps, recorded_cost, replay
 from foldray.runtime import Execution, Gradients, Trace
 from foldray.schedule import Ordering, SliceCost, named_ordering
 from foldray.spec import ModelSpec, Ownership
@@ -174,7 +174,7 @@ class Worker:
             self._keep_trace(name, graph, [each.spans for each in everyone], trace.begin)
         if not self.measuring:  # the last round of warming up counts
             if ":best" in name:
-                forward, backward = best_overlaps(graph, recorded_cost(graph, everyone), op_costs(graph, everyone))
+                forward, backward = best_overlaps(graph, recorded_cost(graph, everyone))
                 ordering = ordering._replace(forward=forward, backward=backward)
             execution.reorder(ordering._replace(costs=None))
             if execution.lacks_costs:
