@@ -141,7 +141,7 @@ def position_list(graph: StepGraph, position: int, ordering: Ordering) -> tuple[
         order = place_reductions(graph, order, position, ordering.reduction.kind)
     if ordering.costs is None or not ordering.goes_by_costs:
         return order
-    return by_urgency(graph, order, ordering.costs, lambda op: op.kind == "reduce")
+    return by_urgency(graph, order, ordering.costs)
 
 
 def expand(graph: StepGraph, stages: Iterable[Op], forward: Overlap, backward: Overlap | None = None) -> tuple[Op, ...]:
