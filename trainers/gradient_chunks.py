@@ -13,8 +13,9 @@ from foldray.runtime import Execution, Trace
 from trainers.telemetry import Chunks
 
 SMALLEST = 64 << 10  # bytes: below, a message is all start-up on any network
-STEPS = 10  # of each size (FlowMoE, section 4.1)
+STEPS = 8  # of each size; FlowMoE (section 4.1) takes ten, of which the last two here go to the run-off
 _WARM_UP = 2  # of these
+TURNS = 4  # steps of each turn in the run-off, the first to warm up
 
 
 class Search(Protocol):
@@ -27,8 +28,8 @@ class Search(Protocol):
         """What a step took."""
 
     @property
-    def best(self) -> int:
-        """The best size that was told."""
+    def ranked(self) -> list[int]:
+        """The sizes that were told, the fastest first."""
 
 
 MakeSearch = Callable[[int, int], Search]
@@ -56,23 +57,48 @@ def tuning(
     execution.trace = None
     if search is None:
         return
+    yield from searching(execution, groups, device, search, tell)
+
+
+def searching(
+    execution: Execution, groups: Groups, device: torch.device, search: MakeSearch, tell: Callable[[Chunks], None]
+) -> Tuning:
+    """Try sizes for some steps each, and keep the better one of the best two.
+
+    Machines drift: a size may look fast because it was tried in a good moment. So the two take turns once more, first, second,
+    second, first, and these steps decide.
+    """
     largest = max((chunk.bytes for chunk in execution.gradients.chunks(None)), default=SMALLEST)
     largest = int(groups.control.all_reduce(torch.tensor(float(largest), dtype=torch.float64, device=device), "max"))
     asked = search(SMALLEST, largest) if groups.control.index == 0 else None
-    while (size := _agreed(groups, device, (asked.ask() or 0) if asked else 0)) > 0:
-        resize(execution, int(size))
-        seconds = []
-        for _ in range(STEPS):
-            seconds.append((yield))
-        took = torch.tensor(median(seconds[_WARM_UP:]), dtype=torch.float64, device=device)
-        slowest = float(groups.control.all_reduce(took, "max"))
+
+    def record(size: int, seconds: float, chosen: bool) -> None:
         if asked is not None:
-            asked.tell(int(size), slowest)
-            tell({"kind": "chunks", "sp_bytes": int(size), "step_time_s": slowest, "chosen": False})
-    best = int(_agreed(groups, device, asked.best if asked else 0))
+            tell({"kind": "chunks", "sp_bytes": size, "step_time_s": seconds, "chosen": chosen})
+
+    while (size := _agreed(groups, device, (asked.ask() or 0) if asked else 0)) > 0:
+        slowest = _slowest(groups, device, (yield from _steps(execution, size, STEPS, _WARM_UP)))
+        if asked is not None:
+            asked.tell(size, slowest)
+        record(size, slowest, False)
+    first, second = (_agreed(groups, device, asked.ranked[:2][place] if asked else 0) for place in (0, -1))
+    times: dict[int, list[float]] = {first: [], second: []}
+    for size in (first, second, second, first):
+        times[size] += yield from _steps(execution, size, TURNS, 1)
+    found = {size: _slowest(groups, device, seconds) for size, seconds in times.items()}
+    best = min(found, key=found.__getitem__)
     resize(execution, best)
-    if asked is not None:
-        tell({"kind": "chunks", "sp_bytes": best, "step_time_s": None, "chosen": True})
+    record(best, found[best], True)
+
+
+def _steps(execution: Execution, size: int, count: int, warm_up: int) -> Generator[None, float, list[float]]:
+    """What so many steps take with a size, the first of them left out."""
+    if execution.ordering.reduction.bytes != size:
+        resize(execution, size)
+    seconds = []
+    for _ in range(count):
+        seconds.append((yield))
+    return seconds[warm_up:]
 
 
 def resize(execution: Execution, size: int) -> None:
@@ -81,7 +107,12 @@ def resize(execution: Execution, size: int) -> None:
     execution.reorder(ordering._replace(reduction=ordering.reduction._replace(bytes=size)))
 
 
-def _agreed(groups: Groups, device: torch.device, value: float) -> float:
+def _agreed(groups: Groups, device: torch.device, value: int) -> int:
     """The first rank's number."""
-    own = torch.tensor([value], dtype=torch.float64, device=device)
-    return float(groups.control.all_gather(own)[0])
+    own = torch.tensor([value], dtype=torch.int64, device=device)
+    return int(groups.control.all_gather(own)[0])
+
+
+def _slowest(groups: Groups, device: torch.device, seconds: list[float]) -> float:
+    """The slowest rank's median."""
+    return float(groups.control.all_reduce(torch.tensor(median(seconds), dtype=torch.float64, device=device), "max"))

@@ -90,8 +90,8 @@ class Chunks(TypedDict):
 
     kind: Literal["chunks"]
     sp_bytes: int
-    step_time_s: float | None
-    """Median over the steps that were measured with it; None in the record of the choice."""
+    step_time_s: float
+    """Median over the steps that were measured with it; in the record of the choice, over those of the run-off."""
     chosen: bool
     time: NotRequired[float]
 

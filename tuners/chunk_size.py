@@ -8,7 +8,7 @@ _STARTS = 3  # random ones; Optuna's default of 10 would leave no sample to the 
 
 
 class ChunkSizeSearch:
-    """Proposes sizes, learns what a step took with each, and keeps the best that was measured.
+    """Proposes sizes, learns what a step took with each, and ranks those that were measured.
 
     Sizes are searched on a logarithmic scale by a Gaussian process: small chunks pay for their starts, large ones leave gaps.
 
@@ -41,6 +41,6 @@ class ChunkSizeSearch:
         self.measured.append((size, seconds))
 
     @property
-    def best(self) -> int:
-        """The size with the shortest step measured, not one that the model believes in."""
-        return min(self.measured, key=lambda each: each[1])[0]
+    def ranked(self) -> list[int]:
+        """The sizes by the shortest step *measured* with each, not by what the model believes; the fastest first."""
+        return list(dict.fromkeys(size for size, _ in sorted(self.measured, key=lambda each: each[1])))

@@ -2,8 +2,8 @@
 
     python recipes/benchmarks/overlap.py --sweep one_a_one_m:4 --ratios 0.5 --batch 4 --length 256 --hidden 256 --inner 512
 
-Sizes take turns, round after round. Then the search is run with five seeds as training would run it, eight sizes and ten steps
-each, and what it picks is measured once more against the sweep's best, taking turns: the median of neighbours' ratios counts.
+Sizes take turns, round after round. Then training's own search is run with five seeds, and what each picks is measured once more
+against the sweep's best, taking turns: the median of neighbours' ratios counts.
 """
 
 from __future__ import annotations
@@ -11,27 +11,34 @@ from __future__ import annotations
 import math
 import statistics
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
+from trainers.gradient_chunks import searching
 from tuners import ChunkSizeSearch
 
 if TYPE_CHECKING:
     from overlap_worker import Worker
 
-SIZES, SEEDS, STEPS, SMALLEST = 12, 5, 10, 4 << 10
+    from trainers.telemetry import Chunks
+
+SIZES, SEEDS, PAIRS, SMALLEST = 12, 5, 15, 4 << 10
 
 
 def sweep(worker: Worker, variant: str) -> dict[str, Any]:
     """What was measured, in milliseconds of the slower host; the same on both."""
 
-    def took(size: int) -> float:
+    def took(size: int | None) -> float:
         everyone: list[Any] = [None] * worker.given.hosts
         dist.barrier()
-        dist.all_gather_object(everyone, worker.step(f"{variant}+chunks={size}")["step_ms"])
+        dist.all_gather_object(everyone, worker.step(size and f"{variant}+chunks={size}")["step_ms"])
         return max(everyone)
 
     def tell(text: str) -> None:
@@ -53,33 +60,30 @@ def sweep(worker: Worker, variant: str) -> dict[str, Any]:
     searches = []
     for seed in range(SEEDS):
         tell(f"search {seed + 1} of {SEEDS}")
-        searches.append(_search(worker, took, largest, seed))
+        searches.append(_search(worker, took, seed))
     for each in searches:
         tell(f"{each['pick']} bytes against {best}")
-        times = [took(size) for _ in range(worker.given.rounds + 1) for size in (best, each["pick"])][2:]
+        for worker.measuring in (False, False, True):  # what ops take is learnt again
+            took(each["pick"])
+        times = [took(size) for _ in range(PAIRS + 1) for size in (best, each["pick"])][2:]
         pairs = [other / one for one, other in list(pairwise(times))[::2]]
         each["over_best"] = statistics.median(pairs)
     return {"sizes": found, "best": best, "searches": searches}
 
 
-def _search(worker: Worker, took: Any, largest: int, seed: int) -> dict[str, Any]:
-    """One search, as training does it: the first host asks, the slower host's median counts."""
-    search = ChunkSizeSearch(SMALLEST, largest, seed=seed) if worker.rank == 0 else None
-    while True:
-        asked = [search.ask() if search else None]
-        dist.broadcast_object_list(asked, 0)
-        if asked[0] is None:
-            break
-        for warming in (True, True):
-            worker.measuring = not warming
-            took(asked[0])
-        worker.measuring = True
-        middle = statistics.median(took(asked[0]) for _ in range(STEPS - 2))
-        if search:
-            search.tell(asked[0], middle)
-    told = [{"seed": seed, "pick": search.best, "measured": search.measured} if search else None]
+def _search(worker: Worker, took: Callable[[int | None], float], seed: int) -> dict[str, Any]:
+    """One search, as training does it."""
+    records: list[Chunks] = []
+    worker.measuring = True  # nothing is learnt about costs any more
+    make = partial(ChunkSizeSearch, seed=seed)
+    going = searching(worker.execution, worker.groups, torch.device("cpu"), make, records.append)
+    with suppress(StopIteration):
+        next(going)
+        while True:
+            going.send(took(None) / 1e3)
+    told = [{"seed": seed, "pick": worker.execution.ordering.reduction.bytes,
+             "measured": [(each["sp_bytes"], each["step_time_s"] * 1e3) for each in records]}]  # fmt: skip
     dist.broadcast_object_list(told, 0)
-    assert told[0] is not None
     return told[0]
 
 
@@ -111,6 +115,6 @@ def _draw(run: dict[str, Any], picture: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xlabel("bytes of gradients that travel at once")
     axes.set_ylabel("step (ms)")
-    axes.legend(frameon=False)
+    axes.legend(facecolor="white", framealpha=1.0, edgecolor="none")
     axes.spines[["top", "right"]].set_visible(False)
     FigureCanvasAgg(figure).print_png(str(picture))

@@ -156,11 +156,17 @@ class Worker:
             found[f"{direction}_ms"] = (time.perf_counter() - begin) * 1e3
         return {**found, "step_ms": sum(found.values())}
 
-    def step(self, name: str) -> dict[str, float]:
-        """Forward and backward; the gradients stay where they are."""
+    def step(self, name: str | None) -> dict[str, float]:
+        """Forward and backward; the gradients stay where they are.
+
+        Args:
+            name: of a variant; None goes on as things are.
+        """
         execution, trace = self.execution, self.execution.trace
         assert trace is not None
-        ordering = self.chosen.get(name) or named_ordering(name.replace(":best", ""), self.given.length, self.cost)
+        ordering = execution.ordering
+        if name is not None:
+            ordering = self.chosen.get(name) or named_ordering(name.replace(":best", ""), self.given.length, self.cost)
         if ordering != execution.ordering:
             execution.reorder(ordering)
         graph, _ = execution.step(self.batches)  # made before the clock runs
@@ -171,8 +177,8 @@ class Worker:
         everyone: list[Any] = [None] * self.given.hosts
         dist.all_gather_object(everyone, Recording(execution.order(graph), trace.spans))
         if self.given.traces and self.rank == 0:
-            self._keep_trace(name, graph, [each.spans for each in everyone], trace.begin)
-        if not self.measuring:  # the last round of warming up counts
+            self._keep_trace(name or "search", graph, [each.spans for each in everyone], trace.begin)
+        if name is not None and not self.measuring:  # the last round of warming up counts
             if ":best" in name:
                 forward, backward = best_overlaps(graph, recorded_cost(graph, everyone))
                 ordering = ordering._replace(forward=forward, backward=backward)
@@ -183,7 +189,7 @@ class Worker:
         claimed, seen = overlaps(graph, execution.order(graph), trace.spans)
         simulated = replay(graph, everyone).seconds * 1e3
         if self.measuring:
-            self.held_up.setdefault(name, []).extend(held_up(graph, trace.spans))
+            self.held_up.setdefault(name or "search", []).extend(held_up(graph, trace.spans))
         counts = {"claimed": claimed, "missed": claimed - seen, "peak_mib": peak, "before_mib": before}
         return {**trace.times(graph), "simulated_ms": simulated, **counts}
 
