@@ -65,7 +65,8 @@ class Attention(nn.Module):
         q_BSND, k_BSGD, v_BSGD = (x_BSH @ self.qkv).view(B, S, -1, self.head_dim).split(heads, dim=2)
         if self.theta is not None:
             angle_SD = rotary_angles(place.position_S, self.head_dim, self.theta)
-            q_BSND, k_BSGD = rotate(q_BSND, angle_SD), rotate(k_BSGD, angle_SD)
+            # Values of their own: a view of the product would keep queries and keys as they were, too.
+            q_BSND, k_BSGD, v_BSGD = rotate(q_BSND, angle_SD), rotate(k_BSGD, angle_SD), v_BSGD.contiguous()
         q_BNSD, k_BGSD, v_BGSD = q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2)
         if memory is None or place.sight is None:
             y_BNSD = self._attend(q_BNSD, k_BGSD, v_BGSD, place.segment_BL)

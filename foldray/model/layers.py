@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foldray.comm import Communicator, gather_sequence, scatter_sequence
-from foldray.moe.experts import reference_ffn
+from foldray.moe.experts import expert_ffn
+from foldray.moe.lean import keeping_inputs
 from foldray.spec import ModelSpec
 from foldray.spec.parts import Parts, ffn_columns
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last axis, computed in at least float32."""
+    """RMSNorm or LayerNorm over the last axis, computed in at least float32; its input is all that is kept for backward."""
 
     def __init__(self, model: ModelSpec, device: torch.device | None = None, dtype: torch.dtype | None = None):
         super().__init__()
@@ -28,11 +29,14 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.empty_like(self.weight)) if model.norm == "layernorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
+        return keeping_inputs(self._normed, x, *self.parameters())
+
+    def _normed(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        shape, weight = self.weight.shape, self.weight.to(dtype)
-        if self.bias is None:
+        shape, weight = self.weight.shape, weight.to(dtype)
+        if bias is None:
             return F.rms_norm(x.to(dtype), shape, weight, self.eps).to(x.dtype)
-        return F.layer_norm(x.to(dtype), shape, weight, self.bias.to(dtype), self.eps).to(x.dtype)
+        return F.layer_norm(x.to(dtype), shape, weight, bias.to(dtype), self.eps).to(x.dtype)
 
 
 class FeedForward(nn.Module):
@@ -53,8 +57,11 @@ class FeedForward(nn.Module):
         self.down = nn.Parameter(torch.empty(self.inner, model.hidden, device=device, dtype=dtype))
 
     def forward(self, x_BsH: Tensor) -> Tensor:
-        y_BSH = reference_ffn(gather_sequence(x_BsH, self.tensor), self.up, self.down, self.ffn)
-        return scatter_sequence(y_BSH, self.tensor)
+        x_BSH = gather_sequence(x_BsH, self.tensor)
+        rows_TH = x_BSH.flatten(0, 1)
+        # As an expert of all rows: those keep less for backward.
+        y_TH = expert_ffn(rows_TH, [len(rows_TH)], self.up.unsqueeze(0), self.down.unsqueeze(0), self.ffn, "grouped")
+        return scatter_sequence(y_TH.view_as(x_BSH), self.tensor)
 
     def parts(self) -> Parts:
         return {"up": ffn_columns(self.ffn == "gated_silu", self.inner), "down": [("down", ())]}

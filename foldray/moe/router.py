@@ -14,6 +14,7 @@ from torch import nn
 
 from foldray.comm import Groups
 from foldray.moe.capacity import capacity, keep_within
+from foldray.moe.lean import keeping_inputs
 from foldray.moe.sequence import Sequences
 from foldray.moe.tally import Tally
 from foldray.spec import ModelSpec, RouterSpec
@@ -75,7 +76,7 @@ class Router(nn.Module):
     def forward(self, x_TH: torch.Tensor, tally: Tally) -> Routing:
         """Route one piece of a micro-batch, of `tally.sequences` sequences; pieces come in the order of their tokens."""
         dtype, sequences = _at_least_float32(x_TH.dtype), tally.sequences
-        logits_TE = x_TH.to(dtype) @ self.weight.to(dtype)
+        logits_TE = keeping_inputs(lambda x_TH, weight_HE: x_TH.to(dtype) @ weight_HE.to(dtype), x_TH, self.weight)
         expert_TK, weight_TK = self.gate(logits_TE, self.bias)
         keep_TK, limit = self._keep(expert_TK, weight_TK.detach(), tally)
         return Routing(
