@@ -11,7 +11,9 @@ from foldray.model.layers import Norm
 from foldray.moe.lean import keeping_inputs
 from foldray.spec import ModelSpec
 
-SMALL = ModelSpec(layers=1, hidden=8, heads=2, kv_heads=2, head_dim=4, ffn_hidden=16, experts=2, topk=1, expert_hidden=8, vocab=10)
+SMALL = ModelSpec(
+    layers=1, hidden=8, heads=2, kv_heads=2, head_dim=4, ffn_hidden=16, experts=2, topk=1, expert_hidden=8, vocab=10
+)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
