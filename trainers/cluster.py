@@ -36,6 +36,8 @@ _QUIET = {
     # A worker group that cannot be placed, or a lost worker, is noticed in seconds.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
 }
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
+"""Workers' environment: else glibc would hand every large block back to the kernel and fault its pages in again, every step."""
 _ANSWER_S = 10.0  # seconds for a cluster to answer at its address
 _OBJECT_STORE = 512 * 2**20  # bytes; training data does not travel through Ray
 
@@ -139,7 +141,10 @@ def on_workers(recipe: Recipe, loop: Callable[[dict[str, Any]], Any], name: str,
         train_loop_config={"recipe": recipe.model_dump(), **config},
         scaling_config=scaling(recipe),
         run_config=RunConfig(
-            name=folder, storage_path=storage, failure_config=FailureConfig(max_failures=0, controller_failure_limit=2)
+            name=folder,
+            storage_path=storage,
+            failure_config=FailureConfig(max_failures=0, controller_failure_limit=2),
+            worker_runtime_env={"env_vars": ALLOCATOR},
         ),
     )
     try:

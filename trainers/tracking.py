@@ -5,31 +5,20 @@ MLflow's fluent functions keep an active run in global state; nothing here uses 
 
 from __future__ import annotations
 
-import fcntl
-import json
 import logging
 import math
-import os
-import shlex
-import shutil
-import socket
-import sqlite3
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Literal
 
-from foldray.errors import UserError
 from foldray.recipe import Recipe
+from trainers.mlflow_server import TrackingServer, line, log_recipe, told_as_user_error
 from trainers.telemetry import Record, Step
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
     from mlflow.entities import Metric
 
 _STEP_METRICS = {
@@ -45,8 +34,6 @@ _STEP_METRICS = {
     "expert_load/max_over_mean": "load_max_over_mean",
     "expert_load/dead": "dead_experts",
 }
-_DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
-_URI_EXAMPLES = ["sqlite:////folder/mlflow.db", "http://host:5000", "null"]
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -70,15 +57,12 @@ class Tracker:
     """
 
     def __init__(self, recipe: Recipe, name: str, storage: Path, mlflow_run_id: str | None = None):
-        self.uri = _absolute(recipe.tracking.uri) if recipe.tracking.uri else default_uri(storage)
-        self.experiment = recipe.tracking.experiment
-        self._artifacts = storage.absolute() / "mlartifacts"
+        self._server = TrackingServer(recipe, storage)
         self._layers = recipe.model.moe_layers
         self._logged: dict[str, int] = {}
         self._warned, self._tried = False, 0  # sizes of gradient chunks
-        with _told_as_user_error(self.uri):
-            self._client = _connect(self.uri)
-            self.experiment_id = self._find_experiment()
+        self._client, self.experiment_id = self._server.client, self._server.experiment_id
+        with told_as_user_error(self.uri):
             self.run_id = self._reopen(mlflow_run_id) or self._create(recipe, name)
         self._sender = _Sender(lambda metrics: self._client.log_batch(self.run_id, metrics=metrics), self._warn)
         self._sender.start()
@@ -114,42 +98,22 @@ class Tracker:
             self._warn(error)
 
     @property
+    def uri(self) -> str:
+        """Of the tracking server, or of its database."""
+        return self._server.uri
+
+    @property
     def view_url(self) -> str:
-        """Where a browser shows the run: on the tracking server, or on the one that `view_command` starts."""
-        server = self.uri.rstrip("/") if _is_http(self.uri) else "http://127.0.0.1:5000"
-        return f"{server}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
+        """Where a browser shows the run."""
+        return self._server.view_url(self.run_id)
 
     def view_command(self) -> str | None:
-        """The command that starts a server showing the run, on this machine only; None where a server runs already."""
-        if _is_http(self.uri):
-            return None
-        options = ["--backend-store-uri", self.uri, "--artifacts-destination", str(self._artifacts)]
-        return shlex.join([*_mlflow(), "server", *options, "--host", "127.0.0.1", "--port", "5000", "--workers", "1"])
-
-    def _find_experiment(self) -> str:
-        known = self._client.get_experiment_by_name(self.experiment)
-        if known is not None and known.lifecycle_stage == "deleted":
-            rule = "is deleted in MLflow; restore it (mlflow experiments restore) or choose another name"
-            raise UserError("tracking.experiment", self.experiment, rule)
-        if known is not None:
-            return known.experiment_id
-        try:
-            # A server keeps artifacts where it was told to; without one they lie beside the runs.
-            location = None if _is_http(self.uri) else self._artifacts.as_uri()
-            return self._client.create_experiment(self.experiment, artifact_location=location)
-        except Exception:
-            known = self._client.get_experiment_by_name(self.experiment)  # another driver may have been faster
-            if known is None:
-                raise
-            return known.experiment_id
+        """The command that starts a server showing the run; None where one runs already."""
+        return self._server.view_command()
 
     def _create(self, recipe: Recipe, name: str) -> str:
-        from mlflow.entities import Param
-
         run = self._client.create_run(self.experiment_id, run_name=name)
-        params = [Param(key, value) for key, value in flatten(recipe.model_dump(mode="json")).items()]
-        for first in range(0, len(params), 100):
-            self._client.log_batch(run.info.run_id, params=params[first : first + 100])
+        log_recipe(self._client, run.info.run_id, recipe)
         return run.info.run_id
 
     def _reopen(self, run_id: str | None) -> str | None:
@@ -189,7 +153,7 @@ class Tracker:
     def _warn(self, error: Exception) -> None:
         if not self._warned:
             self._warned = True
-            _log.warning("MLflow at %s fails (%s); training goes on, metrics.jsonl has everything", self.uri, _line(error))
+            _log.warning("MLflow at %s fails (%s); training goes on, metrics.jsonl has everything", self.uri, line(error))
 
 
 class _Sender(threading.Thread):
@@ -234,101 +198,3 @@ def _traffic(record: Step) -> dict[str, int]:
     """Bytes that a step's collectives sent inside of nodes and across, by class of traffic."""
     sides = ("inside_bytes", "across_bytes")
     return {f"traffic/{name}/{side}": count[side] for name, count in record.get("traffic", {}).items() for side in sides}
-
-
-def default_uri(storage: Path) -> str:
-    """SQLite in the run storage; absolute, because Ray changes the workers' directory."""
-    return f"sqlite:///{storage.absolute()}/mlflow.db"
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted keys and texts of a nested mapping, as MLflow's parameters want them."""
-    flat: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
-    return flat
-
-
-def _connect(uri: str) -> MlflowClient:
-    _check_reachable(uri)
-    # MLflow reads these from the environment alone, the first one while it is imported. Standard output may be promised to
-    # one JSON document; the defaults for HTTP would try a dead server for many minutes, and the sender comes back by itself.
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-    if _is_http(uri):
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-    from mlflow import MlflowClient
-
-    for name in ("mlflow", "alembic"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    with _alone(uri):
-        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-        client.search_experiments(max_results=1)
-    return client
-
-
-@contextmanager
-def _alone(uri: str) -> Iterator[None]:
-    """One driver at a time: two that create the tables of a new database at once both fail."""
-    if not uri.startswith("sqlite:"):
-        yield
-        return
-    with Path(f"{_sqlite_path(uri)}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _check_reachable(uri: str) -> None:
-    """Fail in seconds on a database that cannot be opened: SQLAlchemy's engine is tried for an hour."""
-    parts = urlsplit(uri)
-    scheme = parts.scheme.split("+")[0]
-    if scheme == "sqlite":
-        if not uri.startswith("sqlite:///"):
-            raise ValueError("a SQLite URI has three slashes before its path")
-        _sqlite_path(uri).parent.mkdir(parents=True, exist_ok=True)
-        with sqlite3.connect(_sqlite_path(uri), timeout=5) as database:
-            database.execute("PRAGMA schema_version")
-        database.close()
-    elif scheme in _DATABASE_PORTS:
-        socket.create_connection((parts.hostname or "localhost", parts.port or _DATABASE_PORTS[scheme]), timeout=5).close()
-
-
-@contextmanager
-def _told_as_user_error(uri: str) -> Iterator[None]:
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError("tracking.uri", uri, f"no MLflow tracking there ({_line(error)})", _URI_EXAMPLES) from error
-
-
-def _absolute(uri: str) -> str:
-    return f"sqlite:///{_sqlite_path(uri)}" if uri.startswith("sqlite:///") else uri
-
-
-def _sqlite_path(uri: str) -> Path:
-    return Path(uri.removeprefix("sqlite:///")).absolute()
-
-
-def _is_http(uri: str) -> bool:
-    return uri.startswith(("http://", "https://"))
-
-
-def _mlflow() -> list[str]:
-    beside = Path(sys.executable).parent / "mlflow"
-    if shutil.which("mlflow") == str(beside):
-        return ["mlflow"]
-    return [str(beside)] if beside.exists() else [sys.executable, "-m", "mlflow"]
-
-
-def _line(error: BaseException, limit: int = 160) -> str:
-    """The innermost reason, which says more than what was wrapped around it."""
-    while (inner := error.__cause__ or error.__context__) and not isinstance(inner, KeyError):
-        error = inner
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= limit else text[: limit - 1] + "…"

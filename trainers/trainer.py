@@ -28,8 +28,6 @@ from trainers.loop import train_loop
 from trainers.report import Console
 from trainers.run import Run
 
-# glibc would hand every large block back to the kernel and fault its pages in again, step after step.
-_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
 _CONTROLLER_FAILURES = 2  # times that Ray may fail to place the workers; without a limit it tries for ever
 
 
@@ -183,5 +181,5 @@ def _run_config(recipe: Recipe, given: RunConfig | None, resume: str | None) -> 
         checkpoint_config=CheckpointConfig(num_to_keep=recipe.checkpoint.keep),
     )
     environment = dict(config.worker_runtime_env or {})
-    environment["env_vars"] = {**_ALLOCATOR, **environment.get("env_vars", {})}
+    environment["env_vars"] = {**cluster.ALLOCATOR, **environment.get("env_vars", {})}
     return dataclasses.replace(config, name=name, storage_path=storage, worker_runtime_env=environment)

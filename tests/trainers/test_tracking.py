@@ -13,8 +13,9 @@ import pytest
 
 from foldray import Recipe, UserError
 from tests.trainers.records import resumed, run, saved, step, validation
+from trainers.mlflow_server import default_uri, flatten
 from trainers.telemetry import Record
-from trainers.tracking import Tracker, default_uri, flatten
+from trainers.tracking import Tracker
 
 
 def recipe(uri: str | None = None, **changes: Any) -> Recipe:
@@ -178,7 +179,7 @@ def test_a_server_that_never_answers_is_the_users_mistake(tmp_path, monkeypatch)
 
 def test_a_relative_database_is_named_absolutely(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("trainers.tracking._connect", lambda uri: pytest.fail(uri))
+    monkeypatch.setattr("trainers.mlflow_server._connect", lambda uri: pytest.fail(uri))
     with pytest.raises(pytest.fail.Exception, match=f"sqlite:///{tmp_path}/my.db"):
         Tracker(recipe("sqlite:///my.db"), "r", tmp_path)
 

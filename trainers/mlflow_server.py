@@ -1,0 +1,182 @@
+"""An MLflow server, or the database of one, and the experiment that a recipe's runs belong to."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shlex
+import shutil
+import socket
+import sqlite3
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from foldray.errors import UserError
+from foldray.recipe import Recipe
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+_DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
+_URI_EXAMPLES = ["sqlite:////folder/mlflow.db", "http://host:5000", "null"]
+
+
+class TrackingServer:
+    """Where a recipe is tracked.
+
+    Args:
+        storage: local folder for the database, where the recipe names none, and for artifacts, where no server keeps them.
+
+    Raises:
+        UserError: the server does not answer, or refuses.
+    """
+
+    def __init__(self, recipe: Recipe, storage: Path):
+        self.uri = _absolute(recipe.tracking.uri) if recipe.tracking.uri else default_uri(storage)
+        self.experiment = recipe.tracking.experiment
+        self._artifacts = storage.absolute() / "mlartifacts"
+        with told_as_user_error(self.uri):
+            self.client = _connect(self.uri)
+            self.experiment_id = self._find_experiment()
+
+    def view_url(self, run_id: str) -> str:
+        """Where a browser shows a run: on the tracking server, or on the one that `view_command` starts."""
+        server = self.uri.rstrip("/") if _is_http(self.uri) else "http://127.0.0.1:5000"
+        return f"{server}/#/experiments/{self.experiment_id}/runs/{run_id}"
+
+    def view_command(self) -> str | None:
+        """The command that starts a server showing the runs, on this machine only; None where a server runs already."""
+        if _is_http(self.uri):
+            return None
+        options = ["--backend-store-uri", self.uri, "--artifacts-destination", str(self._artifacts)]
+        return shlex.join([*_mlflow(), "server", *options, "--host", "127.0.0.1", "--port", "5000", "--workers", "1"])
+
+    def _find_experiment(self) -> str:
+        known = self.client.get_experiment_by_name(self.experiment)
+        if known is not None and known.lifecycle_stage == "deleted":
+            rule = "is deleted in MLflow; restore it (mlflow experiments restore) or choose another name"
+            raise UserError("tracking.experiment", self.experiment, rule)
+        if known is not None:
+            return known.experiment_id
+        try:
+            # A server keeps artifacts where it was told to; without one they lie beside the runs.
+            location = None if _is_http(self.uri) else self._artifacts.as_uri()
+            return self.client.create_experiment(self.experiment, artifact_location=location)
+        except Exception:
+            known = self.client.get_experiment_by_name(self.experiment)  # another driver may have been faster
+            if known is None:
+                raise
+            return known.experiment_id
+
+
+def default_uri(storage: Path) -> str:
+    """SQLite in the run storage; absolute, because Ray changes the workers' directory."""
+    return f"sqlite:///{storage.absolute()}/mlflow.db"
+
+
+def log_recipe(client: MlflowClient, run_id: str, recipe: Recipe) -> None:
+    """All keys of a recipe, as parameters of a run."""
+    from mlflow.entities import Param
+
+    params = [Param(key, value) for key, value in flatten(recipe.model_dump(mode="json")).items()]
+    for first in range(0, len(params), 100):
+        client.log_batch(run_id, params=params[first : first + 100])
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted keys and texts of a nested mapping, as MLflow's parameters want them."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
+    return flat
+
+
+def _connect(uri: str) -> MlflowClient:
+    _check_reachable(uri)
+    # MLflow reads these from the environment alone, the first one while it is imported. Standard output may be promised to
+    # one JSON document; the defaults for HTTP would try a dead server for many minutes, and the sender comes back by itself.
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    if _is_http(uri):
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    from mlflow import MlflowClient
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with _alone(uri):
+        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        client.search_experiments(max_results=1)
+    return client
+
+
+@contextmanager
+def _alone(uri: str) -> Iterator[None]:
+    """One driver at a time: two that create the tables of a new database at once both fail."""
+    if not uri.startswith("sqlite:"):
+        yield
+        return
+    with Path(f"{_sqlite_path(uri)}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _check_reachable(uri: str) -> None:
+    """Fail in seconds on a database that cannot be opened: SQLAlchemy's engine is tried for an hour."""
+    parts = urlsplit(uri)
+    scheme = parts.scheme.split("+")[0]
+    if scheme == "sqlite":
+        if not uri.startswith("sqlite:///"):
+            raise ValueError("a SQLite URI has three slashes before its path")
+        _sqlite_path(uri).parent.mkdir(parents=True, exist_ok=True)
+        with sqlite3.connect(_sqlite_path(uri), timeout=5) as database:
+            database.execute("PRAGMA schema_version")
+        database.close()
+    elif scheme in _DATABASE_PORTS:
+        socket.create_connection((parts.hostname or "localhost", parts.port or _DATABASE_PORTS[scheme]), timeout=5).close()
+
+
+@contextmanager
+def told_as_user_error(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError("tracking.uri", uri, f"no MLflow tracking there ({line(error)})", _URI_EXAMPLES) from error
+
+
+def _absolute(uri: str) -> str:
+    return f"sqlite:///{_sqlite_path(uri)}" if uri.startswith("sqlite:///") else uri
+
+
+def _sqlite_path(uri: str) -> Path:
+    return Path(uri.removeprefix("sqlite:///")).absolute()
+
+
+def _is_http(uri: str) -> bool:
+    return uri.startswith(("http://", "https://"))
+
+
+def _mlflow() -> list[str]:
+    beside = Path(sys.executable).parent / "mlflow"
+    if shutil.which("mlflow") == str(beside):
+        return ["mlflow"]
+    return [str(beside)] if beside.exists() else [sys.executable, "-m", "mlflow"]
+
+
+def line(error: BaseException, limit: int = 160) -> str:
+    """The innermost reason, which says more than what was wrapped around it."""
+    while (inner := error.__cause__ or error.__context__) and not isinstance(inner, KeyError):
+        error = inner
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 1] + "…"
