@@ -1,13 +1,13 @@
-"""Both grids of a fold side by side, as text."""
+"""A fold as text: both grids side by side, and all its groups."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import accumulate, chain, takewhile, zip_longest
 
-from foldray.fold.fold import Fold
-from foldray.fold.grid import Grid
+from foldray.fold.fold import FAMILIES, Fold
+from foldray.fold.grid import Grid, listed
 from foldray.fold.placement import Placement
 
 _WHOLE, _ROWS = 64, 8  # ranks up to which all are drawn; of more, so many rows of the first stage
@@ -91,3 +91,35 @@ def _row(row: Sequence[Sequence[int]], cell: int, width: int, nodes: Placement |
 
 def _chunks(ranks: Sequence[int], size: int) -> list[tuple[int, ...]]:
     return [tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)]
+
+
+def explanation(fold: Fold, nodes: Placement | None, best: Placement | None) -> str:
+    """What `foldray explain` prints: the grids, every family of groups, and how well they lie on nodes."""
+    ranks = f"{fold.world_size} rank{'s' * (fold.world_size > 1)}" + (f", {nodes.ranks_per_node} per node" if nodes else "")
+    lines = [f"{ranks}: {fold}", "", draw(fold, nodes.ranks_per_node if nodes else None)]
+    for view, families in FAMILIES.items():
+        lines += ["", "experts" if view == "moe" else view, *(_family(fold, family, nodes) for family in families)]
+    if nodes:
+        lines += [
+            "",
+            f"score: {nodes.score():g} (traffic between nodes: lower is better, 0 when every group stays inside a node)",
+        ]
+    if best and best.fold == fold:
+        lines += ["best order: this one"]
+    elif best:
+        lines += [f"best order: --order {best.fold.order} --moe-order {best.fold.moe_order}, score {best.score():g}"]
+    return "\n".join(lines)
+
+
+def _family(fold: Fold, family: str, nodes: Placement | None) -> str:
+    """A family in one line: its groups' number and size, whether they leave a node, and the first of them."""
+    groups = fold.groups(family)
+    size = len(groups[0])
+    line = f"  {family:10}{len(groups):>6} group{'s' if len(groups) > 1 else ' '} of {size:<6}"
+    if size == 1:
+        return line.rstrip()
+    if nodes:
+        inside, share = nodes.inside(family), nodes.crossing(family)
+        line += f" {'inside a node' if inside else f'crosses {nodes.spans(family)} nodes ({share:.0%} of pairs)':36}"
+    shown = list(takewhile(lambda end: end <= 40, accumulate(len(listed(group)) + 1 for group in groups)))
+    return f"{line} {' '.join(map(listed, groups[: max(1, len(shown))]))}{' …' if len(shown) < len(groups) else ''}"

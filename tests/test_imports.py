@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("foldray", "trainers", "tuners", "recipes")  # ground first
 ENGINE_NEEDS = ("torch", "numpy", "scipy", "pydantic", "PyYAML")
 ENGINE_IMPORTS = {"torch", "numpy", "scipy", "pydantic", "yaml"}
-WITHOUT_TORCH = {"__init__", "__main__", "errors", "fold", "spec", "recipe", "schedule", "planner", "drawing"}
+WITHOUT_TORCH = {"__init__", "__main__", "errors", "fold", "spec", "recipe", "schedule", "planner", "drawing", "arguments"}
 
 
 def floors() -> list[str]:

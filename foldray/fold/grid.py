@@ -39,6 +39,12 @@ class Grid:
         across = self._offsets([axis for axis in self.axes if axis not in axes])
         return tuple(tuple(self.offset + base + step for step in inside) for base in across)
 
+    def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """The group of one rank along these axes."""
+        place = self.coordinate(rank)
+        base = rank - sum(place[axis] * self.stride(axis) for axis in axes)
+        return tuple(base + step for step in self._offsets([axis for axis in self.axes if axis in axes]))
+
     def _offsets(self, axes: Sequence[str]) -> list[int]:
         offsets = [0]
         for axis in axes:

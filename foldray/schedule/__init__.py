@@ -14,7 +14,7 @@ from foldray.schedule.overlap import (
     stage_order,
     step_schedule,
 )
-from foldray.schedule.pipeline import check_pipeline, forward_only, interleaved, one_f_one_b, pipeline
+from foldray.schedule.pipeline import check_pipeline, computed, forward_only, interleaved, one_f_one_b, pipeline
 from foldray.schedule.reduction import REDUCTIONS, Chunk, Reduction, cut_buffer, place_reductions
 from foldray.schedule.slicing import SLICINGS, SliceCost, Slicing, slice_sequence
 from foldray.schedule.step_graph import BlockKind, StepGraph
@@ -49,6 +49,7 @@ __all__ = [
     "check",
     "check_pipeline",
     "check_ranks",
+    "computed",
     "cut_buffer",
     "expand",
     "forward_only",

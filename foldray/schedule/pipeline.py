@@ -36,7 +36,7 @@ def one_f_one_b(graph: PipelineGraph) -> Schedule:
     """
     if graph.virtual_stages > 1 or not graph.backward:
         raise ValueError("1F1B is for one stage per position, with a backward")
-    return weave(graph, tuple(_order(graph, p, graph.pp - 1 - p) for p in range(graph.pp)))
+    return weave(graph, tuple(computed(graph, p) for p in range(graph.pp)))
 
 
 def interleaved(graph: PipelineGraph) -> Schedule:
@@ -54,20 +54,23 @@ def interleaved(graph: PipelineGraph) -> Schedule:
     if graph.virtual_stages < 2 or not graph.backward:
         raise ValueError("interleaving is for several stages per position, with a backward")
     check_pipeline(graph)
-    to_last_stage = (graph.virtual_stages - 1) * graph.pp
-    return weave(graph, tuple(_order(graph, p, to_last_stage + 2 * (graph.pp - 1 - p)) for p in range(graph.pp)))
+    return weave(graph, tuple(computed(graph, p) for p in range(graph.pp)))
 
 
 def forward_only(graph: PipelineGraph) -> Schedule:
     """Forwards in rounds of pp micro-batches, for evaluation; the last round may be smaller."""
     if graph.backward:
         raise ValueError("a graph with a backward needs a schedule with one")
-    return weave(graph, tuple(_passes(graph, "F", p) for p in range(graph.pp)))
+    return weave(graph, tuple(computed(graph, p) for p in range(graph.pp)))
 
 
-def _order(graph: PipelineGraph, position: int, warm_up: int) -> tuple[Op, ...]:
-    """Some forwards, then a forward and a backward in turn, then the backwards that are left."""
-    forwards, backwards = _passes(graph, "F", position), _passes(graph, "B", position)
+def computed(graph: PipelineGraph, position: int) -> tuple[Op, ...]:
+    """What a position computes: some forwards, then a forward and a backward in turn, then the backwards that are left."""
+    forwards = _passes(graph, "F", position)
+    if not graph.backward:
+        return forwards
+    backwards, behind = _passes(graph, "B", position), graph.pp - 1 - position
+    warm_up = (graph.virtual_stages - 1) * graph.pp + 2 * behind if graph.virtual_stages > 1 else behind
     warm_up = min(warm_up, len(forwards))
     steady = len(forwards) - warm_up
     pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)

@@ -66,6 +66,17 @@ def count_parameters(model: ModelSpec) -> int:
     return sum(parameter.count for parameter in parameter_table(model))
 
 
+def count_by_op(model: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Elements that one op of each kind computes with: those that are cut among ranks, and those that each has whole."""
+    layer: dict[str, int] = {}
+    found: dict[str, tuple[int, int]] = {}
+    for each in parameter_table(model):
+        if layer.setdefault(each.op, each.layer) == each.layer:  # blocks of a kind are alike
+            cut, whole = found.get(each.op, (0, 0))
+            found[each.op] = (cut, whole + each.count) if each.cut is None else (cut + each.count, whole)
+    return found
+
+
 def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
     name, std, hidden = f"blocks.{layer}", model.init_std, model.hidden
     out_std = std / math.sqrt(2 * model.layers)  # residual branches add up: GPT-2's scaled initialisation
