@@ -1,0 +1,120 @@
+"""What machines are: peaks, memory, links, as YAML; and the planner's constants, which say how much of them is reached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError
+
+from foldray.errors import UserError, nearest
+from foldray.spec.model import Strict
+
+_HERE = Path(__file__).parent
+
+
+class Constant(Strict):
+    """One number that is not on a data sheet.
+
+    Args:
+        value: in `unit`, within [low, high], the physical bounds.
+        fitted: whether a fit may move it.
+        why: where it comes from.
+    """
+
+    value: float
+    low: float
+    high: float
+    unit: str
+    fitted: bool
+    why: str
+
+
+class Link(Strict):
+    """How a GPU reaches others: one direction, its own share of what a node has."""
+
+    gb_s: float = Field(gt=0, description="nominal GB/s of one GPU in one direction")
+    latency_us: float = Field(0.0, ge=0, description="until a message's first byte arrives")
+    by_size: tuple[tuple[int, float, float], ...] = Field(
+        (),
+        description="measured: (ranks of a group on this lane, GB/s, µs), smallest first; a group goes by the next smaller one",
+    )
+
+    def of(self, ranks: int) -> tuple[float, float]:
+        """Bytes a second, and seconds until a first byte, in a group of so many ranks on this lane."""
+        found = [each[1:] for each in self.by_size if each[0] <= ranks]
+        gb_s, latency_us = found[-1] if found else (self.gb_s, self.latency_us)
+        return gb_s * 1e9, latency_us * 1e-6
+
+
+class Hardware(Strict):
+    """A cluster of equal nodes of equal GPUs; a "GPU" may also be a core."""
+
+    name: str
+    about: str = ""
+    source: str = Field("", description="where the numbers come from")
+    gpus_per_node: int = Field(ge=1)
+    peak_tflops: dict[str, float] = Field(description="dense, by dtype")
+    processors: int = Field(1, ge=1, description="multiprocessors of a GPU: tiles of a product that run at once")
+    memory_gib: float = Field(gt=0, description="of one GPU")
+    memory_gb_s: float = Field(gt=0)
+    intra: Link = Field(description="within a node")
+    inter: Link = Field(description="between nodes")
+    constants: dict[str, float] = Field({}, description="constants that are other here")
+    gemm: tuple[tuple[float, float], ...] = Field(
+        (), description="measured products: (FLOPs, share of peak), smallest first; between them by their logarithm"
+    )
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s.
+
+        Raises:
+            UserError: the data sheet has no such dtype.
+        """
+        if dtype not in self.peak_tflops:
+            raise UserError("dtype", dtype, f"has no peak in hardware {self.name}", self.peak_tflops)
+        return self.peak_tflops[dtype] * 1e12
+
+
+@cache
+def constants() -> Mapping[str, Constant]:
+    """All constants of the planner, by name."""
+    given = yaml.safe_load((_HERE / "constants.yaml").read_text())
+    return {name: Constant.model_validate(fields) for name, fields in given.items()}
+
+
+def known_hardware() -> list[str]:
+    """Names of the clusters that come with foldray."""
+    return sorted(path.stem for path in (_HERE / "hardware").glob("*.yaml"))
+
+
+def load_hardware(name: str) -> Hardware:
+    """A known cluster, or one from a YAML file.
+
+    Raises:
+        UserError: no such cluster, no such file, or one that says something wrong.
+    """
+    path = _HERE / "hardware" / f"{name.lower()}.yaml"
+    if name.lower() not in known_hardware():
+        path = Path(name)
+        if path.suffix not in (".yaml", ".yml"):
+            known = known_hardware()
+            raise UserError("cluster", name, f"is no known cluster nor a YAML file{nearest(name, known)}", known)
+    try:
+        given: Any = yaml.safe_load(path.read_text())
+        found = Hardware.model_validate(given)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError("cluster", name, f"cannot be read ({getattr(error, 'strerror', error)})") from None
+    except yaml.YAMLError as error:
+        raise UserError("cluster", name, f"is no YAML ({str(error).splitlines()[0]})") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "cluster"
+        raise UserError(f"{name}: {field}", first["input"], first["msg"].lower()) from None
+    for key, value in found.constants.items():
+        if key not in constants():
+            raise UserError(f"{name}: constants.{key}", value, f"is no constant{nearest(key, constants())}", constants())
+    return found

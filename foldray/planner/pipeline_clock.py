@@ -1,0 +1,94 @@
+"""A pipeline's clock: when each position ends, at given seconds of its stages. Its lists are looked at once for all costs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from foldray.schedule import Op, PipelineGraph, pipeline
+
+
+class Move(NamedTuple):
+    """An op of a pipeline's lists, so that its time can be told from what stands before it in `compiled`.
+
+    Args:
+        place, other: the position that computes, twice; or sender and receiver.
+        needs: number of the op that makes what this one works on; -1 for none.
+        stage: what is computed: number of the stage, backwards behind all forwards; -1 for a handover.
+        channel: number of a handover's.
+    """
+
+    place: int
+    other: int
+    needs: int
+    stage: int
+    channel: int
+
+
+@lru_cache(maxsize=64)
+def compiled(graph: PipelineGraph) -> tuple[Move, ...]:
+    """A pipeline's lists as one, in which every op stands behind all that it waits for."""
+    lists = pipeline(graph)
+    heads = [0] * graph.pp
+    number: dict[Op, int] = {}
+    found: list[Move] = []
+    channels: dict[object, int] = {}
+    moved = True
+    while moved:
+        moved = False
+        for place, ops in enumerate(lists):
+            while heads[place] < len(ops):
+                op = ops[heads[place]]
+                asked = graph.needs(op)
+                if any(need not in number for need in asked):
+                    break
+                places = graph.where(op)
+                if any(heads[other] == len(lists[other]) or lists[other][heads[other]] != op for other in places):
+                    break
+                needs = [need for need in asked if op.kind == "handover" or need.kind == "handover"]
+                for other in places:
+                    heads[other] += 1
+                number[op] = len(found)
+                stage = op.layer + graph.stages * (op.direction == "B") if op.kind == "stage" else -1
+                channel = -1 if stage >= 0 else channels.setdefault(graph.channel(op), len(channels))
+                found.append(Move(places[0], places[-1], max((number[need] for need in needs), default=-1), stage, channel))
+                moved = True
+    assert all(head == len(ops) for head, ops in zip(heads, lists, strict=True)), "a pipeline whose positions wait for each other"
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def pipeline_ends(
+    graph: PipelineGraph, seconds: tuple[tuple[float, ...], ...], handover: float
+) -> list[tuple[float, list[float]]]:
+    """When each position of a pipeline ends, and when the last backward of each of its stages does.
+
+    What the clock (`times`) finds where handovers each way have a link of their own; the lists are looked at once for all costs.
+
+    Args:
+        seconds: of every stage, forward and backward.
+        handover: seconds from a stage to the next, once both ends are there.
+    """
+    takes = [*seconds[0], *seconds[1]]
+    free = [0.0] * graph.pp
+    ends: list[float] = []
+    quiet = [0.0] * (2 * graph.stages)
+    last = [0.0] * len(takes)
+    for place, other, needs, stage, channel in compiled(graph):
+        # Comparisons, not max(): there are a hundred thousand of these in a second of searching.
+        at = free[place]
+        if needs >= 0 and ends[needs] > at:
+            at = ends[needs]
+        if stage >= 0:
+            at += takes[stage]
+            free[place] = last[stage] = at
+        else:
+            if free[other] > at:
+                at = free[other]
+            if quiet[channel] > at:
+                at = quiet[channel]
+            at += handover
+            quiet[channel] = at
+        ends.append(at)
+    backwards = [last[graph.stages + place :: graph.pp] for place in range(graph.pp)]
+    return [(max(each), each) for each in backwards]

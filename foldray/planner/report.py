@@ -1,0 +1,137 @@
+"""What the planner found, as a document for programs and as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from foldray.planner.hardware import Hardware, constants
+from foldray.planner.memory import GIB
+from foldray.planner.score import Scored, mape
+from foldray.planner.search import Found, Planned
+
+_COMPUTES = ("gemm", "experts", "attention", "memory", "launch")
+
+
+def document(planned: Sequence[Planned]) -> dict[str, Any]:
+    """The document of `foldray plan --json`."""
+    return {"candidates": [_candidate(each) for each in planned]}
+
+
+def _candidate(planned: Planned) -> dict[str, Any]:
+    candidate, prediction = planned.candidate, planned.prediction
+    fold, ordering = candidate.fold, candidate.ordering
+    return {
+        "fold": {axis: getattr(fold, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")},
+        "schedule": {
+            "kind": ordering.forward.kind,
+            "degree": ordering.slicing.degree if ordering.slicing else 1,
+            "slicing": "time_uniform" if ordering.slicing else None,
+            "sp_bytes": ordering.reduction.most,
+            "micro_batch": candidate.micro_batch,
+            "virtual_stages": candidate.virtual_stages,
+            "recompute": list(ordering.recompute),
+        },
+        "step_time_s": prediction.seconds,
+        "mfu_causal": prediction.mfu_causal,
+        "mfu_full": prediction.mfu_full,
+        "memory_gib": planned.memory.total / GIB,
+        "memory": {name: held / GIB for name, held in planned.memory._asdict().items()},
+        "fits": planned.fits,
+        "breakdown": breakdown(prediction.breakdown),
+        "traffic": prediction.traffic,
+    }
+
+
+def breakdown(shares: Mapping[str, float]) -> dict[str, float]:
+    """What a step's seconds go into, with all that computes under one name first; sums to the same."""
+    computing = sum(shares.get(name, 0.0) for name in _COMPUTES)
+    return {"compute": computing} | {name: seconds for name, seconds in shares.items() if name not in _COMPUTES}
+
+
+def table(found: Found, hardware: Hardware) -> str:
+    """The best, a line each, what the first one's step goes into, and why it is the first."""
+    planned = found.best
+    fold, most = max(len(str(each.candidate.fold)) for each in planned) + 2, max(len(schedule(each)) for each in planned) + 2
+    lines = [f"{found.legal} legal folds on {hardware.name}", ""]
+    lines.append(f"{'':>4}{'fold':<{fold}}{'schedule':<{most}}{'step':>9}{'MFU':>8}{'memory':>10}")
+    for number, each in enumerate(planned, 1):
+        prediction, held = each.prediction, each.memory.total / GIB
+        line = f"{number:>3} {each.candidate.fold!s:<{fold}}{schedule(each):<{most}}{prediction.seconds:>7.2f} s"
+        line += f"{prediction.mfu_causal:>8.1%}{held:>6.0f} GiB"
+        lines.append(line if each.fits else f"{line}, more than the {hardware.memory_gib:.0f} GiB there are")
+    return "\n".join([*lines, "", *_of_first(planned[0]), *(["", why(planned)] if len(planned) > 1 else [])])
+
+
+def schedule(planned: Planned) -> str:
+    """A candidate's schedule in a few words."""
+    candidate, ordering = planned.candidate, planned.candidate.ordering
+    text = ordering.forward.kind + (f" d={ordering.slicing.degree}" if ordering.slicing else "")
+    text += f" b={candidate.micro_batch}" + (f" v={candidate.virtual_stages}" if candidate.virtual_stages > 1 else "")
+    return text + (f" again {'+'.join(ordering.recompute)}" if ordering.recompute else "")
+
+
+def _of_first(planned: Planned) -> list[str]:
+    shares, whole = breakdown(planned.prediction.breakdown), planned.prediction.seconds
+    rows = sorted(((name, seconds) for name, seconds in shares.items() if seconds > 5e-4 * whole), key=lambda row: -row[1])
+    bars = (f"  {name:<18}{seconds * 1e3:>9.0f} ms  {'█' * round(40 * seconds / whole)}" for name, seconds in rows)
+    return ["the first one's step:", *bars]
+
+
+def why(planned: Sequence[Planned]) -> str:
+    """What the first one gains over the best that is folded in another way, in one sentence of figures."""
+    first = planned[0]
+    other = next((each for each in planned[1:] if each.candidate.fold != first.candidate.fold), planned[1])
+    mine, theirs = (breakdown(each.prediction.breakdown) for each in (first, other))
+    gains = {name: theirs.get(name, 0.0) - mine.get(name, 0.0) for name in mine | theirs}
+    most = max(gains, key=gains.__getitem__)
+    apart = other.prediction.seconds - first.prediction.seconds
+    return (
+        f"{first.candidate.fold} is {apart * 1e3:.0f} ms a step ahead of {other.candidate.fold}: "
+        f"it saves {gains[most] * 1e3:.0f} ms of {most.replace('_', ' ')}"
+    )
+
+
+def scores(scored: Sequence[Scored]) -> dict[str, Any]:
+    """The document of `foldray plan --score --json`."""
+    rows = [
+        {
+            "row_id": each.row.name,
+            "mfu_causal": each.prediction.mfu_causal,
+            "mfu_full": each.prediction.mfu_full,
+            "step_time_s": each.prediction.seconds,
+            "memory_gib": each.memory.total / GIB,
+            "fits": each.fits,
+        }
+        for each in scored
+    ]
+    measured = [each for each in scored if each.error is not None]
+    return {"rows": rows, "mape": mape(measured) if measured else {}}
+
+
+def score_table(scored: Sequence[Scored]) -> str:
+    """Every row, the mean errors, and the worst."""
+    lines = [f"{'row':<10}{'model':<24}{'method':<19}{'GPUs':>5}{'measured':>10}{'predicted':>10}{'error':>8}{'memory':>10}"]
+    for each in scored:
+        job, fold = each.row.candidate.job, each.row.candidate.fold
+        error = f"{each.error:>+8.1%}" if each.error is not None else " " * 8
+        known = f"{each.row.mfu:>10.1%}" if each.row.mfu is not None else " " * 10
+        lines.append(
+            f"{each.row.name:<10}{job.model.preset or '':<24}{each.row.method:<19}{fold.world_size:>5}{known}"
+            f"{each.prediction.mfu_causal:>10.1%}{error}{each.memory.total / GIB:>6.0f} GiB{'' if each.fits else ' does not fit'}"
+        )
+    measured = [each for each in scored if each.error is not None]
+    if measured:
+        worst = max(measured, key=lambda each: abs(each.error or 0.0))
+        lines += ["", "mean absolute error of MFU:", *(f"  {name:<20}{value:>6.1%}" for name, value in mape(measured).items())]
+        lines.append(f"worst: {worst.row.name}, {worst.error:+.1%}")
+    return "\n".join(lines)
+
+
+def constants_table(found: Mapping[str, float]) -> str:
+    """Constants, their bounds and units."""
+    rows = [(name, found.get(name, each.value), each) for name, each in constants().items()]
+    return "\n".join(
+        f"{name:<12}{value:>10.4g}  {each.low:g}…{each.high:g} {each.unit}{'' if each.fitted else ', not fitted'}"
+        for name, value, each in rows
+    )

@@ -1,0 +1,192 @@
+"""The ledger: equal to counts by hand, and to what a real run's tensors hold."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from foldray.comm import Groups
+from foldray.fold import Fold
+from foldray.model import Batch, Transformer
+from foldray.planner.candidate import Candidate, Job
+from foldray.planner.costs import RankCosts
+from foldray.planner.device import Device
+from foldray.planner.hardware import load_hardware
+from foldray.planner.memory import block_activations, in_flight, ledger, parameters
+from foldray.recipe import Recipe
+from foldray.runtime import Execution, Gradients
+from foldray.runtime.micro_batch import MicroBatch
+from foldray.schedule import PipelineGraph, SliceCost, named_ordering
+from foldray.spec import ModelSpec, Ownership
+from tests.foldray.parity import engine_of, go_on, make_recipe, model_of, sample
+
+EOS = load_hardware("eos-h100")
+
+
+def rank_of(model: ModelSpec, fold: Fold, length: int, dtype: str = "bf16", zero: int = 1) -> RankCosts:
+    job = Job(model, length, 4 * fold.dp)
+    return RankCosts(job, fold, Device.of(job, EOS), 1, zero)
+
+
+# By hand: (model, fold) → dense parameters, expert parameters of the first position, and their bytes.
+
+MIXTRAL = ModelSpec.model_validate({"preset": "mixtral-8x22b"})
+QWEN = ModelSpec.model_validate({"preset": "qwen2-57b-a14b"})
+SMALL = ModelSpec(layers=4, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn_hidden=16, experts=4, topk=1, expert_hidden=8,
+                  vocab=10, moe_every=2, ffn="gelu", norm="layernorm", tied_embeddings=True)  # fmt: skip
+
+
+def test_mixtral_by_hand() -> None:
+    """TP2 EP8 PP8 on 128 GPUs: 7 blocks, a GPU has one expert of each, and half of everything else."""
+    rank = rank_of(MIXTRAL, Fold(128, tp=2, pp=8, ep=8), 4096)
+    attention = 2 * 6144 * 6144 + 2 * 6144 * 1024
+    block = attention // 2 + 2 * 6144 + 6144 * 8
+    expert = 3 * 6144 * 16384
+    count = rank.elements({"moe": 7}, first=True, last=False)
+    assert count == {"dp_cp": 7 * block + 32000 * 6144 // 2, "edp": 7 * expert}
+    # dp = 8; experts: 128 / (8 · 8) = 2. bf16 weights and float32 gradients whole; float32 weights, sums, two moments shared out.
+    dense, experts = count["dp_cp"], count["edp"]
+    held = parameters(rank, count)
+    assert held.weights == 2 * (dense + experts) + 4 * (dense / 8 + experts / 2)
+    assert held.gradients == 4 * (dense + experts) + 4 * (dense / 8 + experts / 2)
+    assert held.optimizer == 8 * (dense / 8 + experts / 2)
+
+
+def test_qwen_by_hand() -> None:
+    """EP4 ETP2 TP2 PP4 on 64 GPUs, of which the last position has the head; shared experts are cut with TP."""
+    rank = rank_of(QWEN, Fold(64, tp=2, pp=4, ep=4, etp=2), 4096)
+    attention = (2 * 3584 * 3584 + 2 * 3584 * 512) // 2
+    shared = 3 * 3584 * 20480 // 2
+    block = attention + shared + 2 * 3584 + 3584 * 64
+    expert = 3 * 3584 * 2560 * 64 // 8
+    count = rank.elements({"moe": 7}, first=False, last=True)
+    assert count == {"dp_cp": 7 * block + 151936 * 3584 // 2 + 3584, "edp": 7 * expert}
+
+
+def test_a_small_model_by_hand() -> None:
+    """Dense and MoE blocks in turn, ZeRO-3 of two ranks in float32, an embedding on both ends."""
+    rank = rank_of(SMALL, Fold(2), 16, "fp32", zero=3)
+    rank.device = Device(EOS, "fp32", 4)
+    attention = 2 * 8 * 8 + 2 * 8 * 4 + 2 * 8  # q and o, k and v, norm
+    dense = 2 * 8 * 16 + 2 * 8
+    route = 8 * 4 + 2 * 8
+    ends = 10 * 8 + 2 * 8 + (SMALL.max_positions * 8 if SMALL.positions == "learned" else 0)
+    count = rank.elements({"dense": 2, "moe": 2}, first=True, last=True)
+    assert count == {"dp_cp": 4 * attention + 2 * (dense + route) + ends, "edp": 2 * 4 * 2 * 8 * 8}
+    own = sum(count.values()) / 2
+    assert parameters(rank, count) == (own * 4, own * 4, own * 8)
+
+
+@pytest.mark.parametrize(("pp", "virtual", "most"), [(1, 1, [1]), (4, 1, [4, 3, 2, 1]), (4, 2, [11, 9, 7, 5])])
+def test_micro_batches_in_flight(pp: int, virtual: int, most: list[int]) -> None:
+    """1F1B keeps pp − p, interleaved (v − 1)·pp + 2·(pp − 1 − p) + 1 passes of a stage."""
+    graph = PipelineGraph(pp, 16, virtual)
+    assert [sum(in_flight(graph, place).values()) for place in range(pp)] == most
+
+
+def test_the_fullest_position_counts() -> None:
+    candidate = Candidate(Job(MIXTRAL, 4096, 256), Fold(128, tp=2, pp=8, ep=8))
+    rank = rank_of(MIXTRAL, candidate.fold, 4096)
+    held = ledger(candidate, rank)
+    assert held.activations == pytest.approx(8 * 7 * block_activations(rank, "moe"))
+    assert held.total == pytest.approx(sum(held))
+
+
+# Against tensors.
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("fold", [{"ep": 2}, {"tp": 2, "ep": 2}, {"pp": 2, "ep": 2}], ids=str)
+def test_parameters_are_those_of_a_run(ranks, fold: dict[str, int], zero: int) -> None:
+    """Within a hundredth: weights, gradients, optimizer of four ranks, behind a step."""
+    recipe = make_recipe(
+        4, fold, precision="float32", engine={"kind": "torch", "zero": zero}, optimizer={"kind": "adamw"}, model=WIDE
+    )
+    model, placed = recipe.model, recipe.placed_fold
+    job = Job(model, 16, 8, "fp32")
+    rank = RankCosts(job, placed, Device.of(job, EOS), 1, zero)
+    for number, found in enumerate(ranks(4).run(_held, recipe)):
+        stages = Ownership(model, placed).held_stages(number)
+        kinds = Counter(model.block_kind(layer) for stage in stages for layer in stage.layers)
+        count = rank.elements(kinds, stages[0].first, stages[-1].last)
+        assert parameters(rank, count) == pytest.approx(found, rel=0.01)
+
+
+def _held(rank: int, recipe: Recipe) -> list[int]:
+    groups = Groups.create(recipe.placed_fold, rank)
+    engine = engine_of(recipe, groups)
+    go_on(engine, groups, recipe, range(1))
+    weights = [*engine.model.parameters(), *engine.masters.values()]  # type: ignore[attr-defined]
+    gradients = [each for buffer in engine.gradients.buffers for each in (buffer.flat, buffer.sums) if each is not None]  # type: ignore[attr-defined]
+    memory = [each for state in engine.optimizer.state.values() for each in state.values() if each.dim()]  # type: ignore[attr-defined]
+    groups.close()
+    return [_bytes(each) for each in (weights, gradients, memory)]
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+WIDE: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 8, "kv_heads": 4, "head_dim": 8, "ffn_hidden": 128,
+                        "expert_hidden": 96, "shared_hidden": 0, "experts": 4, "vocab": 64}  # fmt: skip
+CHANGES: dict[str, dict[str, Any]] = {
+    "experts": {},
+    "shared": {"shared_hidden": 128},
+    "every other block": {"moe_every": 2},
+    "gelu, layernorm, learned positions": {"ffn": "gelu", "norm": "layernorm", "positions": "learned", "max_positions": 512},
+    "one expert for each token": {"topk": 1},
+}
+
+
+@pytest.mark.parametrize("again", [(), ("expert",), ("attention", "ffn", "expert")], ids=str)
+@pytest.mark.parametrize("name", ["sequential", "one_a_one_m-even:4"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_activations_are_those_of_a_run(change: str, dtype: str, name: str, again: tuple[str, ...]) -> None:
+    """Within a fiftieth."""
+    length, sequences = 256, 2
+    model = model_of(dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype], **WIDE | CHANGES[change])
+    real = _kept(model, name, again, sequences, length)
+    job = Job(model.spec, length, sequences, dtype)
+    rank = RankCosts(job, Fold(1), Device.of(job, EOS), sequences)
+    kinds = [model.spec.block_kind(layer) for layer in range(model.spec.layers)]
+    counted = sum(block_activations(rank, kind, again, sliced=name != "sequential") for kind in kinds)
+    assert counted == pytest.approx(real, rel=0.02)
+
+
+def _kept(model: Transformer, name: str, again: tuple[str, ...], sequences: int, length: int) -> int:
+    """Bytes that a micro-batch holds between forward and backward, the head and what it starts from aside."""
+    ordering = named_ordering(name, length, SliceCost.of_model(model.spec.hidden, model.spec.heads))._replace(recompute=again)
+    groups = Groups.create(Fold(1))
+    execution = Execution(model, groups, gradients := Gradients(model, groups), ordering)
+    text = sample(0, sequences, length + 1, model.spec.vocab)
+    batch = Batch(text[:, :-1], text[:, 1:])
+    graph, order = execution.step([batch])
+    held: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    before = _alive()
+    micro_batch = MicroBatch(model, graph, batch, gradients.add, 1.0, True)
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        for op in order:
+            if op.direction == "F" and op.kind != "head":
+                micro_batch.run(op)
+    after = held | _alive()
+    ending = sequences * length * model.spec.hidden * next(model.parameters()).element_size()
+    return sum(size for place, size in after.items() if place not in before) - ending
+
+
+def _alive() -> dict[int, int]:
+    """Storages of all tensors that Python knows of."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}

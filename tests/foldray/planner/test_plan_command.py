@@ -1,0 +1,106 @@
+"""`foldray plan`: its documents, its pictures, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from foldray.cli import main
+from foldray.planner.score import COLUMNS
+
+ASKED = ["plan", "--model", "mixtral-8x22b", "--cluster", "eos-h100", "--gpus", "64", "--seq-len", "4096", "--global-batch", "64",
+         "--pp", "8", "--ep", "8", "--cp", "1"]  # fmt: skip
+ROW = dict(zip(COLUMNS, ("A", "Mixtral-8x22B", "MCore w/ Folding", 128, 4096, 256, 1, 2, 8, 8, 1, 49.3), strict=True))
+
+
+def test_the_document(capsys) -> None:
+    assert main([*ASKED, "--top", "3", "--json"]) == 0
+    candidates = json.loads(capsys.readouterr().out)["candidates"]
+    assert len(candidates) == 3
+    assert [each["step_time_s"] for each in candidates] == sorted(each["step_time_s"] for each in candidates)
+    for each in candidates:
+        assert (each["fold"]["pp"], each["fold"]["ep"], each["fold"]["cp"]) == (8, 8, 1)
+        assert sum(each["breakdown"].values()) == pytest.approx(each["step_time_s"])
+        assert sum(each["memory"].values()) == pytest.approx(each["memory_gib"])
+        assert 0 < each["mfu_causal"] < each["mfu_full"] < 1
+        assert each["fits"]
+
+
+def test_the_table_tells_why(capsys) -> None:
+    assert main([*ASKED, "--top", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "legal folds on eos-h100" in printed
+    assert "the first one's step:" in printed
+    assert "ms a step ahead of" in printed.splitlines()[-1]
+
+
+def test_a_picture_of_time_against_memory(tmp_path: Path) -> None:
+    assert main([*ASKED, "--top", "3", "--picture", str(tmp_path / "plan.png")]) == 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_scores_of_published_rows(tmp_path: Path, capsys) -> None:
+    rows = [ROW, {**ROW, "row_id": "B", "method": "FSDP + EP", "pp": 1, "etp_effective": 2, "mfu_pct": ""}]
+    path = written(tmp_path, rows)
+    assert main(["plan", "--score", str(path), "--cluster", "eos-h100", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [set(each) for each in document["rows"]] == [
+        {"row_id", "mfu_causal", "mfu_full", "step_time_s", "memory_gib", "fits"}
+    ] * 2
+    assert document["mape"].keys() == {"overall", "MCore w/ Folding"}, "what was not measured has no error"
+    assert main(["plan", "--score", str(path), "--cluster", "eos-h100"]) == 0
+    assert "worst: A" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"method": "Magic"}, "A: method=Magic: is no known method; legal: "),
+        ({"gpus": "many"}, "A: gpus=many: must be a whole number, at least 1"),
+        ({"mfu_pct": "0"}, "A: mfu_pct=0: must be a percentage above 0, at most 100"),
+        ({"model": "gpt-9"}, "A: "),
+        ({"tp": 3}, "A: fold=3·1·8: "),
+    ],
+    ids=str,
+)
+def test_rows_that_make_no_sense_are_told_in_one_line(changed: dict, line: str, tmp_path: Path, capsys) -> None:
+    assert main(["plan", "--score", str(written(tmp_path, [{**ROW, **changed}])), "--cluster", "eos-h100"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"foldray: {line}"), error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        (["--cluster", "eos-h1000"], "cluster=eos-h1000: is no known cluster nor a YAML file; did you mean 'eos-h100'?"),
+        (["--cluster", "missing.yaml"], "cluster=missing.yaml: cannot be read"),
+        (["--gpus", "0"], "gpus=0: must be at least 1"),
+        (["--tp", "3"], "gpus=64: has no legal fold for this model and batch with"),
+        (["--dtype", "int3"], "dtype=int3: has no peak in hardware eos-h100"),
+        (["--picture", "plan.pdf"], "picture=plan.pdf: is written as PNG"),
+        (["--model", "gpt-9"], "model.preset=gpt-9: "),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_planned_is_told_in_one_line(changed: list[str], line: str, capsys) -> None:
+    assert main([*ASKED, *changed]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"foldray: {line}"), error
+    assert error.count("\n") == 1
+
+
+def test_what_is_missing_is_named(capsys) -> None:
+    assert main(["plan", "--cluster", "eos-h100", "--gpus", "8"]) == 2
+    assert capsys.readouterr().err.startswith("foldray: model=nothing: is needed unless published rows are scored")
+
+
+def written(folder: Path, rows: list[dict]) -> Path:
+    with (folder / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    return folder / "rows.csv"

@@ -1,0 +1,150 @@
+"""Predicted steps: what is put together from parts equals what is simulated whole, and moves the way that hardware does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foldray.fold import Fold
+from foldray.planner import simulate
+from foldray.planner.candidate import Candidate, Job
+from foldray.planner.costs import OpWork
+from foldray.planner.device import Device
+from foldray.planner.hardware import Hardware, constants, known_hardware, load_hardware
+from foldray.planner.prediction import Step, predict
+from foldray.planner.whole import simulate_step
+from foldray.schedule import Ordering, Overlap, Reduction, SliceCost, slice_sequence, step_schedule
+from foldray.spec import ModelSpec
+
+MODEL = ModelSpec.model_validate({"preset": "mixtral-8x22b", "layers": 8})
+FOLDS: list[dict[str, int]] = [
+    {}, {"ep": 2}, {"tp": 2, "ep": 4}, {"cp": 2, "ep": 4}, {"tp": 2, "etp": 2, "ep": 2}, {"pp": 2, "ep": 2}, {"pp": 4},
+    {"pp": 2, "tp": 2, "ep": 4}, {"pp": 4, "ep": 2}, {"pp": 8},
+]  # fmt: skip
+
+
+def machines(**changes: Any) -> Hardware:
+    return load_hardware("eos-h100").model_copy(update={"gpus_per_node": 4, **changes})
+
+
+def candidate(kind: str, degree: int, fold: dict[str, int], batch: int = 16, virtual: int = 1, **more: Any) -> Candidate:
+    ordering = Ordering()
+    if degree > 1:
+        fold_ = Fold(8, **fold)
+        cost = SliceCost.of_model(MODEL.hidden, MODEL.heads)
+        slicing = slice_sequence("time_uniform", 4096, degree, cost, 2 * fold_.cp * fold_.tp)
+        if kind == "moe_only":
+            slicing = slicing._replace(attention=(4096,))
+        ordering = Ordering(Overlap(kind, 1), Overlap(kind, 1), slicing)
+    return Candidate(Job(more.pop("model", MODEL), 4096, batch), Fold(8, **fold), ordering, virtual_stages=virtual, **more)
+
+
+@pytest.mark.parametrize("fold", FOLDS, ids=str)
+@pytest.mark.parametrize(("kind", "degree"), [("sequential", 1), ("moe_only", 2), ("aaam", 2), ("one_a_one_m", 4)])
+def test_parts_make_the_whole(kind: str, degree: int, fold: dict[str, int]) -> None:
+    """Blocks that drain, put into stages, put into the pipeline: the simulation of every op of the step."""
+    for virtual in {1, 2} if fold.get("pp", 1) > 1 and 8 // fold["pp"] > 1 else {1}:
+        each = candidate(kind, degree, fold, virtual=virtual)
+        work = OpWork(each, Device.of(each.job, machines()))
+        schedule = step_schedule(each.graph, each.ordering.forward, each.ordering.backward)
+        # With TP, embedding a piece talks while the first block's tokens travel: there the parts overlap, by a ten-thousandth.
+        overlapping = degree > 1 and each.fold.tp > 1
+        whole = simulate(each.graph, schedule, work.cost).seconds
+        assert Step(each, work).passes() == pytest.approx(whole, rel=2e-4 if overlapping else 1e-9)
+
+
+@pytest.mark.parametrize("fold", [{"ep": 8}, {"tp": 2, "ep": 4}, {"pp": 2, "ep": 4}, {"pp": 4, "ep": 2}], ids=str)
+@pytest.mark.parametrize(("kind", "degree"), [("stream", 2), ("stream", 4), ("stream", 8)])
+def test_parts_are_close_to_the_whole_where_blocks_overlap(kind: str, degree: int, fold: dict[str, int]) -> None:
+    """A stage that streams is simulated with four blocks and told on; where a lane is shared, its ends overlap others'."""
+    model = ModelSpec.model_validate({"preset": "mixtral-8x22b", "layers": 24})
+    each = candidate(kind, degree, fold, model=model)
+    work = OpWork(each, Device.of(each.job, machines()))
+    whole = simulate(each.graph, step_schedule(each.graph, each.ordering.forward, each.ordering.backward), work.cost).seconds
+    parts = Step(each, work).passes()
+    print(f"{fold} {kind} d={degree}: parts {parts / whole - 1:+.2%}")
+    assert parts == pytest.approx(whole, rel=0.01)
+
+
+@pytest.mark.parametrize("how", ["end", "buckets", "chunks"])
+@pytest.mark.parametrize("fold", [{"ep": 8}, {"tp": 2, "ep": 4}, {"pp": 2, "ep": 2}], ids=str)
+def test_reductions_are_close_to_the_whole(fold: dict[str, int], how: str) -> None:
+    """Parts have a link to themselves: all-to-alls that wait for a bucket in the whole do not."""
+    each = candidate("sequential", 1, fold, batch=8)
+    each = replace(each, ordering=each.ordering._replace(reduction=Reduction(how)))
+    work = OpWork(each, Device.of(each.job, machines()))
+    whole, step = simulate_step(each, work).seconds, Step(each, work)
+    ends = enumerate(step.pipeline)
+    parts = max(ended + sum(exposed for _, exposed in step._reductions(place, ended, made)) for place, (ended, made) in ends)
+    print(f"{fold} {how}: parts {parts / whole - 1:+.2%}")
+    assert parts == pytest.approx(whole, rel={"end": 0.01, "chunks": 0.05, "buckets": 0.15}[how])
+
+
+@pytest.mark.parametrize("fold", FOLDS, ids=str)
+def test_it_does_not_matter_which_nodes_a_fold_has(fold: dict[str, int]) -> None:
+    here = candidate("sequential", 1, fold)
+    elsewhere = replace(here, fold=replace(here.fold, offset=16))
+    assert predict(elsewhere, machines()) == predict(here, machines())
+
+
+def test_a_long_pipeline_is_as_long_as_when_it_is_simulated_whole() -> None:
+    each = candidate("sequential", 1, {"pp": 4}, batch=64, virtual=2)
+    work = OpWork(each, Device.of(each.job, machines()))
+    whole = simulate(each.graph, step_schedule(each.graph, each.ordering.forward), work.cost).seconds
+    assert Step(each, work).passes() == pytest.approx(whole, rel=1e-9)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("fold", FOLDS, ids=str)
+def test_shares_sum_to_the_step(fold: dict[str, int], zero: int) -> None:
+    for kind, degree in (("sequential", 1), ("stream", 4)):
+        prediction = predict(candidate(kind, degree, fold, zero=zero), machines())
+        assert sum(prediction.breakdown.values()) == pytest.approx(prediction.seconds, rel=1e-9)
+        assert min(prediction.breakdown.values()) >= 0
+        assert prediction.mfu_full > prediction.mfu_causal
+
+
+FASTER = st.sampled_from(["memory_gb_s", "intra", "inter", "bf16"])
+
+
+@given(st.sampled_from(FOLDS), st.sampled_from([("sequential", 1), ("one_a_one_m", 4)]), FASTER, st.floats(1.0, 16.0))
+@settings(max_examples=60, deadline=None)
+def test_better_hardware_never_costs_time(fold: dict[str, int], how: tuple[str, int], what: str, times: float) -> None:
+    plain = machines()
+    if what == "bf16":
+        better = machines(peak_tflops={"bf16": plain.peak_tflops["bf16"] * times})
+    elif what == "memory_gb_s":
+        better = machines(memory_gb_s=plain.memory_gb_s * times)
+    else:
+        link = getattr(plain, what)
+        better = machines(**{what: link.model_copy(update={"gb_s": link.gb_s * times})})
+    each = candidate(*how, fold)
+    assert predict(each, better).seconds <= predict(each, plain).seconds * (1 + 1e-12)
+
+
+def test_one_expert_is_a_dense_model_with_a_router() -> None:
+    """EP = ETP = 1 and one expert: what is added is the router, its permutation and the sum behind it."""
+    changes = {"experts": 1, "topk": 1}
+    one = MODEL.model_copy(update=changes)
+    dense = MODEL.model_copy(update={**changes, "dense_first": MODEL.layers, "ffn_hidden": MODEL.expert_hidden})
+    apart = [predict(candidate("sequential", 1, {}, model=model), machines()).breakdown for model in (one, dense)]
+    assert apart[0]["attention"] == pytest.approx(apart[1]["attention"])
+    assert apart[0]["experts"] == pytest.approx(apart[1]["gemm"] - apart[0]["gemm"], rel=0.01)
+    assert apart[0]["memory"] > apart[1]["memory"]
+
+
+def test_constants_stand_within_their_bounds() -> None:
+    assert len(constants()) <= 15
+    for each in constants().values():
+        assert each.low <= each.value <= each.high
+        assert each.unit
+        assert each.why
+
+
+def test_known_hardware_loads() -> None:
+    assert set(known_hardware()) == {"eos-h100", "h800", "a10g-g5.48xlarge", "rtx3090"}
+    assert all(load_hardware(name).name == name for name in known_hardware())

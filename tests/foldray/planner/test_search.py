@@ -1,0 +1,78 @@
+"""The search: every legal fold is looked at, and nothing that is left out could have been shown."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from foldray.errors import UserError
+from foldray.fold import Fold, divisors
+from foldray.planner.candidate import Job
+from foldray.planner.costs import OpWork
+from foldray.planner.hardware import load_hardware
+from foldray.planner.memory import ledger
+from foldray.planner.prediction import Step
+from foldray.planner.search import Planned, Space, _Floors, search
+from foldray.spec import ModelSpec, Ownership
+
+MODEL = ModelSpec.model_validate({"preset": "mixtral-8x22b", "layers": 4, "heads": 8, "kv_heads": 4, "hidden": 1024})
+
+
+def space(gpus: int = 8, **changes: object) -> Space:
+    hardware = load_hardware("eos-h100").model_copy(update={"gpus_per_node": 4})
+    return Space(Job(MODEL, 1024, 16), hardware, gpus, **{"degrees": (2,), "micro_batches": (1, 2), **changes})  # type: ignore[arg-type]
+
+
+def test_folds_are_all_that_divide_the_model_and_the_batch() -> None:
+    legal = set()
+    for tp, cp, pp, ep, etp in itertools.product(divisors(8), repeat=5):
+        try:
+            fold = Fold(8, tp, cp, pp, ep, etp)
+            Ownership(MODEL, fold)
+        except UserError:
+            continue
+        if 16 % fold.dp == 0 and pp <= MODEL.layers:
+            legal.add(fold)
+    assert set(space().folds()) == legal
+
+
+@pytest.mark.parametrize("gpus", [1, 4, 8])
+def test_what_is_not_looked_at_could_not_have_won(gpus: int) -> None:
+    """Against everything, simulated."""
+    asked = space(gpus)
+    floors = _Floors(asked)
+    everything = []
+    queue = list(floors.folds())
+    while queue:
+        node = queue.pop()
+        if isinstance(node.what, Planned):
+            everything.append(node.what)
+            continue
+        for each in floors.closer(node):
+            assert each.held >= node.held
+            assert each.seconds >= node.seconds * (1 - 1e-12)
+            if isinstance(each.what, Planned):
+                step = Step(each.what.candidate, OpWork(each.what.candidate, floors.device))
+                apart = step.floor(step.least), step.floor(step.simulated), each.what.prediction.seconds
+                assert all(low <= high * (1 + 1e-12) for low, high in itertools.pairwise(apart))
+                assert each.what.memory == ledger(each.what.candidate, step.rank)
+            queue.append(each)
+    best = sorted(everything, key=lambda each: (not each.fits, each.prediction.seconds))
+    found = search(asked, 5)
+    assert [each.prediction.seconds for each in found.best] == [each.prediction.seconds for each in best[:5]]
+    for each in everything:
+        assert any(
+            other.prediction.seconds <= each.prediction.seconds and other.memory.total <= each.memory.total
+            for other in found.front
+        )
+
+
+def test_settled_sizes_are_kept() -> None:
+    found = search(space(pins={"tp": 2, "ep": 4, "pp": 1}), 3)
+    assert {(each.candidate.fold.tp, each.candidate.fold.ep, each.candidate.fold.pp) for each in found.best} == {(2, 4, 1)}
+
+
+def test_no_legal_fold_is_told() -> None:
+    with pytest.raises(UserError, match="no legal fold"):
+        search(space(pins={"tp": 3}))
