@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -140,6 +140,9 @@ def _legal(field: FieldInfo) -> str:
     names: list[str] = []
     for part in parts:
         origin = get_origin(part) or part
+        if origin is Annotated:
+            part = get_args(part)[0]
+            origin = get_origin(part) or part
         one = plain.get(origin) or str(getattr(part, "__name__", part))
         names += map(str, get_args(part)) if origin is Literal else [one]
     return "|".join(names)

@@ -23,6 +23,7 @@ from foldray.recipe.sections import (
     ScheduleSpec,
     TrackingSpec,
     TrainingSpec,
+    TuneSpec,
 )
 from foldray.schedule import Ordering, Overlap, Reduction, SliceCost, Slicing, named_ordering, slice_sequence
 from foldray.spec import ModelSpec, Ownership, Strict, smallest_slice
@@ -48,6 +49,7 @@ class Recipe(Strict):
     checkpoint: CheckpointSpec = CheckpointSpec()
     tracking: TrackingSpec = TrackingSpec()
     cluster: ClusterSpec = ClusterSpec()
+    tune: TuneSpec = TuneSpec()
 
     @classmethod
     def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> Recipe:

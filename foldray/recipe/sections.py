@@ -13,6 +13,8 @@ _MOST_WORKERS = 2**17  # a fold's tables of many more ranks take minutes and gig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Cost = Annotated[float, Field(ge=0)]
+Size = Annotated[int, Field(ge=1)]
+Sizes = Annotated[tuple[Size, ...], Field(min_length=1)]
 
 
 class ValidationSplit(Strict):
@@ -168,3 +170,47 @@ class ClusterSpec(Strict):
     address: str | None = Field(None, description="Ray cluster to join; null starts one on this machine")
     storage: str | None = Field(None, description="folder (or URI) that every node sees, for runs; null is ./runs")
     max_failures: int = Field(3, ge=0, description="worker losses survived by going on from the last checkpoint")
+
+
+class SpaceSpec(Strict):
+    """What `foldray tune` tries; a list of one value settles it. Only what is legal together is ever tried."""
+
+    tp: Sizes | None = Field(None, description="null is every size that is legal; so for cp, pp, ep and etp")
+    cp: Sizes | None = None
+    pp: Sizes | None = None
+    ep: Sizes | None = None
+    etp: Sizes | None = None
+    virtual_stages: Sizes | None = Field(None, description="null is the recipe's")
+    micro_batch: Sizes | None = Field(None, description="null is the recipe's")
+    kind: tuple[Literal["sequential", "moe_only", "aaam", "one_a_one_m", "stream", "flow"], ...] | None = Field(
+        None, min_length=1, description="null is sequential, moe_only, one_a_one_m and stream"
+    )
+    degree: Sizes = (1, 2, 4, 8)
+    slicing: tuple[Literal["token_uniform", "algorithm1", "time_uniform"], ...] = Field(("time_uniform",), min_length=1)
+    batch_degree: Sizes = (1,)
+    recompute: tuple[tuple[Literal["attention", "ffn", "expert"], ...], ...] = Field(((),), min_length=1)
+    sp_bytes: tuple[Size | None, ...] = Field((None,), min_length=1, description="chunks of gradients; null reduces at the end")
+
+
+class TuneSpec(Strict):
+    """How `foldray tune` looks for the fastest way to train this recipe."""
+
+    trials: int = Field(15, ge=1, description="settings that are measured, over all tuners of a study")
+    sampler: Literal["ratio", "gp", "tpe", "random", "planner"] = Field(
+        "ratio", description="ratio learns measured over predicted"
+    )
+    seed: int = Field(0, ge=0, lt=2**32)
+    hardware: str | None = Field(None, description="what the planner knows, or a file; null predicts nothing")
+    starts: int = Field(5, ge=0, description="of the planner's best, measured first")
+    turns: int = Field(4, ge=1, description="of a trial and the reference, alternating")
+    steps: int = Field(3, ge=1, description="of each turn, behind one to warm up")
+    prune: float | None = Field(1.3, gt=1, description="stop what is surely so many times slower than the best")
+    trial_s: float = Field(600, gt=0, description="seconds after which a trial has failed")
+    beside: bool = Field(True, description="keep the reference in memory beside a trial (torch engine)")
+    memory_gib: float | None = Field(None, gt=0, description="most that a worker may need; null is what it has")
+    parallel: int = Field(1, ge=1, description="trials at once, each on nodes of its own")
+    pairs: int = Field(9, ge=2, description="turns of the winner and the recipe as it stands, at the end")
+    study: str = Field("foldray", min_length=1, description="name; tuners with the same storage and name share their work")
+    storage: str | None = Field(None, description="Optuna storage URL; null is SQLite in the run storage")
+    learn: str | None = Field(None, description="hardware file to write, corrected by what was measured")
+    space: SpaceSpec = SpaceSpec()
