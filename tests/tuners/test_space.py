@@ -1,0 +1,85 @@
+"""The table of legal settings: nothing illegal, nothing twice, and trials' parameters that stand for rows and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from foldray.errors import UserError
+from foldray.recipe import Recipe
+from tuners.space import Setting, Table, changed
+
+
+def recipe(workers: int = 4, **space: Any) -> Recipe:
+    return Recipe.parse(
+        {
+            "model": {"preset": "tiny", "layers": 2},
+            "engine": {"kind": "torch"},
+            "cluster": {"workers": workers},
+            "tune": {"space": space},
+        }
+    )
+
+
+def test_every_row_is_a_legal_recipe_and_each_means_something_else() -> None:
+    table = Table(recipe(sp_bytes=[None, 65536]))
+    told = [changed(table.recipe, row) for row in table.rows]
+    assert len(table.rows) > 100
+    assert len({each.model_dump_json() for each in told}) == len(table.rows)
+    assert {each.fold.ep for each in told} == {1, 2, 4}
+    assert all(Setting.of(each) == row for each, row in zip(told, table.rows, strict=True))
+
+
+def test_rows_are_all_that_is_legal() -> None:
+    """Against every combination, tried one by one."""
+    space = {"cp": [1], "pp": [1], "kind": ["sequential", "moe_only", "stream"], "degree": [1, 2], "sp_bytes": [None, 1 << 20]}
+    table = Table(recipe(2, **space))
+    found = set()
+    for tp in (1, 2):
+        for ep in (1, 2):
+            for etp in (1, 2):
+                for kind, degree in (("sequential", 1), ("moe_only", 2), ("stream", 2)):
+                    for how, size in (("end", 0), ("chunks", 1 << 20)):
+                        row = Setting(tp, 1, 1, ep, etp, 1, 1, kind, degree, "time_uniform", 1, "none", how, size)
+                        try:
+                            changed(table.recipe, row)
+                        except UserError:
+                            continue
+                        if ep > 1 or degree == 1:
+                            found.add(row)
+    assert set(table.rows) == found
+
+
+def test_a_list_settles_or_widens() -> None:
+    assert {row.ep for row in Table(recipe(ep=[2])).rows} == {2}
+    rows = Table(recipe(tp=[1], cp=[1], pp=[1], micro_batch=[1, 2], recompute=[[], ["expert"]])).rows
+    assert {row.micro_batch for row in rows} == {1, 2}
+    assert {row.recompute for row in rows} == {"none", "expert"}
+
+
+def test_what_has_no_choice_is_no_parameter() -> None:
+    table = Table(recipe(tp=[1], cp=[1], pp=[1], etp=[1]))
+    assert set(table.distributions) == {"ep", "kind", "degree"}
+
+
+def test_params_are_rows_and_back() -> None:
+    table = Table(recipe(sp_bytes=[None, 65536, 1 << 20]))
+    for row in table.rows:
+        params = table.params(row)
+        assert table.row(params) == row
+        for name, value in params.items():
+            distribution = table.distributions[name]
+            assert distribution._contains(distribution.to_internal_repr(value))
+    assert table.features.shape[0] == len(table.rows)
+    assert len({tuple(each) for each in table.features.tolist()}) == len(table.rows)
+
+
+def test_a_space_without_a_legal_row_is_refused() -> None:
+    with pytest.raises(UserError, match="has no legal setting for 4 workers"):
+        Table(recipe(tp=[3]))
+
+
+def test_a_setting_is_told_in_a_line() -> None:
+    row = Setting(2, 1, 1, 4, 1, 1, 2, "stream", 4, "time_uniform", 1, "expert", "chunks", 1 << 20)
+    assert str(row) == "TP2 EP4 stream d=4, micro-batch 2, recomputes expert, chunks of 1 MiB"

@@ -1,0 +1,111 @@
+"""Studies that are shared and killed: every trial counts once, no row is measured twice."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from foldray.errors import UserError
+from tests.tuners.test_sampler import guessed, table
+from tuners.sampler import LOST, TableSampler
+from tuners.storage import OWNER, SEEN, Alive, claim, give_back, open_storage, turn
+
+
+def study_at(url: str) -> optuna.Study:
+    rows = table()
+    sampler = TableSampler(rows, "planner", 0, [guessed(row) for row in rows.rows])
+    storage = open_storage(url)
+    with turn(storage, url, "s"):
+        return optuna.create_study(storage=storage, study_name="s", sampler=sampler, load_if_exists=True)
+
+
+def work(url: str, trials: int, each_s: float) -> None:
+    """A tuner without anything to measure: asks until the study has so many trials."""
+    study, rows = study_at(url), table()
+    while True:
+        with turn(study._storage, url, "s"):
+            give_back(study)
+            counted = [each for each in study.get_trials(deepcopy=False) if not each.user_attrs.get(LOST)]
+            if len(counted) >= trials:
+                return
+            trial = study.ask(rows.distributions)
+            claim(trial)
+        with Alive(trial):
+            time.sleep(each_s)
+            study.tell(trial, 1.0)
+
+
+def urls(folder: Path) -> list[str]:
+    return [f"sqlite:///{folder}/tune.db", f"journal://{folder}/tune.log"]
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["sqlite", "journal"])
+def test_two_tuners_share_a_study(tmp_path: Path, place: int) -> None:
+    url = urls(tmp_path)[place]
+    processes = [multiprocessing.get_context("spawn").Process(target=work, args=(url, 12, 0.5)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+    trials = study_at(url).trials
+    assert [each.state for each in trials] == [TrialState.COMPLETE] * 12
+    assert len({tuple(each.params.items()) for each in trials}) == 12, "no row is measured twice"
+    assert len({each.user_attrs[OWNER] for each in trials}) == 2, "both had some"
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["sqlite", "journal"])
+def test_a_killed_tuner_costs_its_trial_and_nothing_else(tmp_path: Path, place: int) -> None:
+    url = urls(tmp_path)[place]
+    process = multiprocessing.get_context("spawn").Process(target=work, args=(url, 8, 0.5))
+    process.start()
+    end = time.monotonic() + 100
+    while time.monotonic() < end:
+        time.sleep(0.2)
+        trials = study_at(url).trials
+        if sum(each.state == TrialState.COMPLETE for each in trials) >= 2 and trials[-1].state == TrialState.RUNNING:
+            break
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(30)
+    before = study_at(url).trials
+    done = [each.number for each in before if each.state == TrialState.COMPLETE]
+    work(url, 8, 0.0)
+    after = study_at(url).trials
+    lost = [each for each in after if each.user_attrs.get(LOST)]
+    kept = [each for each in after if not each.user_attrs.get(LOST)]
+    assert len(lost) <= 1
+    assert all(each.state == TrialState.FAIL for each in lost)
+    assert len(kept) == 8
+    assert {each.number for each in kept} >= set(done), "what was measured stays"
+    assert len({tuple(each.params.items()) for each in kept}) == 8
+    assert all(each.params in [other.params for other in kept] for each in lost), "a lost row is measured after all"
+
+
+def test_a_trial_of_a_living_tuner_stays(tmp_path: Path) -> None:
+    study = study_at(urls(tmp_path)[0])
+    mine, elsewhere, silent = (study.ask(table().distributions) for _ in range(3))
+    for trial in (mine, elsewhere, silent):
+        claim(trial)
+    elsewhere.set_user_attr(OWNER, "another-host:1")
+    silent.set_user_attr(OWNER, "another-host:2")
+    silent.set_user_attr(SEEN, time.time() - 3600)
+    assert give_back(study) == 1
+    assert [each.state for each in study.trials] == [TrialState.RUNNING, TrialState.RUNNING, TrialState.FAIL]
+    assert study.trials[0].user_attrs[OWNER] == f"{socket.gethostname()}:{os.getpid()}"
+
+
+def test_a_storage_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"tune\.storage=.*cannot be opened"):
+        open_storage(f"sqlite:///{tmp_path}/file/tune.db")
+    with pytest.raises(UserError) as caught:
+        open_storage("nonsense://user:secret@host/db")
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,159 @@
+"""Whole studies on real ranks with made-up steps: the right best in spite of trials that fail, hang or are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from foldray.cli import main
+from foldray.recipe import Recipe
+from trainers.trial import Turn
+from tuners.measure import Measured, nodes_apart
+from tuners.sampler import REASON
+from tuners.space import Setting
+from tuners.study import FoldTuner
+
+SPACE = {"tp": [1], "cp": [1], "pp": [1], "kind": ["sequential", "moe_only", "stream"], "degree": [1, 2, 4]}
+
+
+def recipe(folder: Path, **tune: Any) -> Recipe:
+    return Recipe.parse(
+        {
+            "model": {"preset": "tiny", "layers": 2},
+            "engine": {"kind": "torch"},
+            "data": {"seq_len": 64},
+            "cluster": {"workers": 2, "storage": str(folder)},
+            "tune": {"space": SPACE, "turns": 2, "steps": 1, "pairs": 2, "prune": None, **tune},
+        }
+    )
+
+
+def made_up(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, record: bool) -> Turn:
+    """Steps by formula; some settings are not well."""
+    row = Setting.of(Recipe.parse(given))
+    name = f"{row.ep}{row.etp} {row.kind}{row.degree}"
+    if name == "21 stream4" and state["rank"] == 1:
+        _eat_all()
+    if name == "21 moe_only4" and state["rank"] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if name == "21 stream2" and state["rank"] == 1:
+        time.sleep(3600)
+    best = name == "21 moe_only2"
+    seconds = 0.4 if best else 1.0 if row.kind == "sequential" and row.ep == 1 else 0.7
+    return Turn([seconds] * steps, peak=1 << 30)
+
+
+def _eat_all() -> None:
+    """Ask for more memory than there may be."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.RLIM_INFINITY))
+    bytearray(16 << 30)
+
+
+@pytest.mark.slow
+def test_a_sweep_survives_its_trials(ray_session, tmp_path: Path) -> None:
+    """One runs out of memory, one hangs, the worker of one is killed: their reasons are kept, the right one wins."""
+    tuner = FoldTuner(recipe(tmp_path, sampler="random", trials=50, trial_s=20), tmp_path, take=made_up)
+    outcome = tuner.fit()
+    assert (outcome.best.ep, outcome.best.etp, outcome.best.kind, outcome.best.degree) == (2, 1, "moe_only", 2)
+    assert outcome.seconds == pytest.approx(0.4)
+    assert outcome.gain is not None
+    assert outcome.gain.times == pytest.approx(2.5)
+    reasons = {each.user_attrs["setting"]: each.user_attrs[REASON] for each in outcome.trials if REASON in each.user_attrs}
+    assert set(reasons) == {"EP2 stream d=4", "EP2 moe_only d=4", "EP2 stream d=2"}
+    assert reasons["EP2 stream d=4"].startswith("memory")
+    assert reasons["EP2 moe_only d=4"].startswith("lost a worker")
+    assert reasons["EP2 stream d=2"] == "took more than 20 s"
+    assert len(outcome.trials) == len(tuner.table.rows), "each row once"
+
+
+@pytest.mark.slow
+def test_trials_that_are_surely_slower_are_stopped(ray_session, tmp_path: Path) -> None:
+    outcome = FoldTuner(recipe(tmp_path, sampler="random", trials=6, turns=4, prune=1.2), tmp_path, take=steady).fit()
+    stopped = [each for each in outcome.trials if each.state.name == "PRUNED"]
+    assert stopped
+    assert all(len(each.user_attrs["steps_s"]) < 4 for each in stopped)
+    assert outcome.best.ep == 2
+
+
+def steady(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, record: bool) -> Turn:
+    row = Setting.of(Recipe.parse(given))
+    return Turn([0.5 if row.ep == 2 and row.etp == 1 else 2.0] * steps, peak=1)
+
+
+def lucky(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, record: bool) -> Turn:
+    """All look fast in their trial, and are slow ever after."""
+    row = Setting.of(Recipe.parse(given))
+    state[row] = state.get(row, 0) + 1
+    default = row.ep == 1 and row.kind == "sequential"
+    return Turn([1.0 if default else 0.5 if state[row] <= 2 else 1.5] * steps, peak=1)
+
+
+@pytest.mark.slow
+def test_luck_does_not_win(ray_session, tmp_path: Path) -> None:
+    outcome = FoldTuner(recipe(tmp_path, sampler="random", trials=4), tmp_path, take=lucky).fit()
+    assert outcome.best == outcome.table.default
+    assert outcome.gain is None
+    assert outcome.recipe == recipe(tmp_path, sampler="random", trials=4)
+
+
+@pytest.mark.slow
+def test_from_tune_to_train(ray_session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """The command, with real steps; its best recipe trains."""
+    monkeypatch.chdir(tmp_path)
+    given = recipe(tmp_path, trials=3, study="here").model_dump(mode="json", exclude_defaults=True)
+    given["training"] = {"steps": 2, "global_batch": 4}
+    Path("recipe.yaml").write_text(yaml.safe_dump(given))
+    assert main(["tune", "recipe.yaml", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert len(document["trials"]) == 3
+    assert all(each["state"] == "complete" for each in document["trials"])
+    for path in document["files"].values():
+        assert Path(path).stat().st_size > 100
+    assert (tmp_path / "tune" / "here" / "timelines" / "trial-0.png").exists()
+
+    from mlflow import MlflowClient
+
+    client = MlflowClient(document["mlflow_uri"])
+    runs = client.search_runs([client.get_experiment_by_name("foldray").experiment_id])
+    parents = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parents[0].info.run_id]
+    assert (len(parents), len(children)) == (1, 3)
+    assert all(run.info.status == "FINISHED" for run in runs)
+    assert all(run.data.metrics["step_time_s"] > 0 for run in children)
+    names = {each.path for each in client.list_artifacts(children[0].info.run_id)}
+    assert "recipe.yaml" in names
+
+    assert main(["train", document["files"]["best"], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 2
+
+    assert main(["tune", "recipe.yaml", "--json"]) == 0, "a study that is done is told again"
+    again = json.loads(capsys.readouterr().out)
+    assert [each["number"] for each in again["trials"]] == [0, 1, 2]
+
+    assert main(["tune", "recipe.yaml", "model.layers=3"]) == 2
+    assert "tune.study=here: is a study of another recipe" in capsys.readouterr().err
+
+
+def test_noise_decides_what_is_surely_slower() -> None:
+    assert Measured(ratios=[1.5]).surely_slower_than(1.0) is False, "one turn tells nothing about noise"
+    assert Measured(ratios=[1.5, 1.5]).surely_slower_than(1.4)
+    assert not Measured(ratios=[1.1, 1.9]).surely_slower_than(1.0)
+
+
+def test_sets_of_nodes_have_room_and_nothing_in_common() -> None:
+    def node(name: str, cpus: float) -> dict[str, Any]:
+        return {"NodeID": name, "Resources": {"CPU": cpus}}
+
+    each = {"CPU": 1.0}
+    assert nodes_apart(4, [node("a", 2), node("b", 2), node("c", 4), node("d", 1)], each, 9) == [["c"], ["a", "b"]]
+    assert nodes_apart(4, [node("a", 2), node("b", 2)], each, 1) == [["a", "b"]]
+    assert nodes_apart(4, [node("a", 2), node("b", 1)], each, 2) == []

@@ -1,0 +1,164 @@
+"""Studies that outlive their tuners, and that several share.
+
+Optuna's storages make each call safe by itself; choosing a row takes several (look at all trials, pick, write). `turn` lets one
+tuner at a time do that, whatever the storage. A tuner that is killed leaves a trial behind that nobody finishes: every tuner
+says now and then that it is alive, and what belongs to one that has been silent for long is given back.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import optuna
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+
+from foldray.errors import MissingPackage, UserError
+from tuners.sampler import LOST, REASON
+
+_ALIVE_S, _SILENT_S = 5.0, 60.0
+OWNER, SEEN = "owner", "seen"
+"""User attributes of a running trial: HOST:PID of its tuner, and when that was last known to be alive."""
+_EXAMPLES = ("sqlite:///PATH/tune.db", "journal:///PATH/tune.log", "postgresql+psycopg2://USER@HOST/DATABASE")
+
+
+def open_storage(url: str) -> BaseStorage:
+    """A storage by its URL.
+
+    Raises:
+        UserError: it cannot be opened.
+        MissingPackage: its driver is not installed.
+    """
+    try:
+        if url.startswith("journal://"):
+            path = Path(url.removeprefix("journal://"))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return JournalStorage(JournalFileBackend(str(path)))
+        if url.startswith("sqlite:///"):
+            Path(url.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        with _first_alone(url):
+            return RDBStorage(url, engine_kwargs={"pool_pre_ping": True})
+    except ModuleNotFoundError as error:
+        name = error.name or "its driver"
+        raise MissingPackage(
+            "tune.storage", url, name, f"pip install {name}-binary" if name == "psycopg2" else f"pip install {name}"
+        ) from None
+    except ImportError as error:
+        raise MissingPackage("tune.storage", url, "psycopg2", "pip install psycopg2-binary") from error
+    except Exception as error:
+        reason = " ".join(str(error.__cause__ or error).split())[:160]
+        raise UserError("tune.storage", _without_password(url), f"cannot be opened ({reason})", _EXAMPLES) from None
+
+
+@contextmanager
+def turn(storage: BaseStorage, url: str, study: str) -> Iterator[None]:
+    """Alone among all tuners of a study."""
+    if isinstance(storage, RDBStorage) and storage.engine.dialect.name in ("postgresql", "mysql"):
+        with _database_lock(storage, study):
+            yield
+        return
+    with _file_lock(_lock_path(url)):
+        yield
+
+
+def give_back(study: optuna.Study) -> int:
+    """Mark trials of tuners that are gone as lost, so that their rows are free again; how many."""
+    host, lost = socket.gethostname(), 0
+    for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
+        name, _, pid = str(trial.user_attrs.get(OWNER, "")).rpartition(":")
+        silent = time.time() - float(trial.user_attrs.get(SEEN, 0.0)) > _SILENT_S
+        gone = name == host and pid.isdigit() and not Path(f"/proc/{pid}").exists()
+        if silent or gone:
+            storage = study._storage
+            storage.set_trial_user_attr(trial._trial_id, LOST, True)
+            storage.set_trial_user_attr(trial._trial_id, REASON, "its tuner went away")
+            study.tell(trial.number, state=TrialState.FAIL)
+            lost += 1
+    return lost
+
+
+def claim(trial: optuna.Trial) -> None:
+    """Write down whose trial it is; before anyone else looks."""
+    trial.set_user_attr(OWNER, f"{socket.gethostname()}:{os.getpid()}")
+    trial.set_user_attr(SEEN, time.time())
+
+
+class Alive(threading.Thread):
+    """Says for a trial, every few seconds, that somebody is at it."""
+
+    def __init__(self, trial: optuna.Trial):
+        super().__init__(name="foldray-trial-alive", daemon=True)
+        self._trial, self._done = trial, threading.Event()
+
+    def run(self) -> None:
+        while not self._done.wait(_ALIVE_S):
+            self._trial.set_user_attr(SEEN, time.time())
+
+    def __enter__(self) -> Alive:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self.join()
+
+
+@contextmanager
+def _database_lock(storage: RDBStorage, study: str) -> Iterator[None]:
+    """The server's own lock, given back when the connection ends, however that happens."""
+    from sqlalchemy import text
+
+    number = zlib.crc32(study.encode())
+    postgres = storage.engine.dialect.name == "postgresql"
+    take, leave = (
+        ("SELECT pg_advisory_lock(:key)", "SELECT pg_advisory_unlock(:key)")
+        if postgres
+        else ("SELECT GET_LOCK(:key, 600)", "SELECT RELEASE_LOCK(:key)")
+    )
+    key = {"key": number if postgres else f"foldray-{number}"}
+    with storage.engine.connect() as connection:
+        connection.execute(text(take), key)
+        try:
+            yield
+        finally:
+            connection.execute(text(leave), key)
+
+
+@contextmanager
+def _file_lock(path: Path) -> Iterator[None]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _first_alone(url: str) -> Iterator[None]:
+    """Two that make the tables of a new database at once both fail."""
+    if not url.startswith("sqlite:///"):
+        yield
+        return
+    with _file_lock(_lock_path(url)):
+        yield
+
+
+def _lock_path(url: str) -> Path:
+    path = url.removeprefix("sqlite:///").removeprefix("journal://")
+    return Path(f"{path}.turn")  # Optuna's journal has a .lock of its own
+
+
+def _without_password(url: str) -> str:
+    from sqlalchemy.engine import make_url
+
+    try:
+        return make_url(url).render_as_string(hide_password=True)
+    except Exception:
+        return url

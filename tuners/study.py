@@ -1,0 +1,328 @@
+"""`FoldTuner`: a study of how to train a recipe, from the table of legal settings to the best one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import threading
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import optuna
+import ray
+from optuna.trial import FrozenTrial, TrialState
+
+from foldray.errors import UserError
+from foldray.planner.costs import OpWork, RankCosts
+from foldray.planner.device import Device
+from foldray.planner.hardware import Hardware, load_hardware
+from foldray.planner.memory import ledger
+from foldray.planner.prediction import predict
+from foldray.planner.whole import whole_seconds
+from foldray.recipe import Recipe
+from trainers import cluster
+from trainers.actors import MEMORY, RankFailure
+from trainers.trial import turn
+from tuners.measure import Bench, Measured, TakeTurn, nodes_apart
+from tuners.sampler import LOST, REASON, TableSampler
+from tuners.space import Setting, Table, candidate, changed
+from tuners.storage import Alive, claim, give_back, open_storage
+from tuners.storage import turn as alone
+
+_WHOLE = 500  # rows up to which every op of each is simulated; above, blocks are put together
+_SPACE, _REFERENCE = "space", "reference_s"
+
+
+class Predictions(NamedTuple):
+    """Of every row: seconds of a step, and bytes of the fullest rank."""
+
+    seconds: list[float]
+    held: list[float]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The winner beside the recipe as it stands, measured once more, taking turns.
+
+    Args:
+        times: how many times as fast, the median of neighbouring pairs.
+        low, high: its 95 % interval, by resampling the pairs.
+    """
+
+    times: float
+    low: float
+    high: float
+    pairs: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a study found.
+
+    Args:
+        best: the fastest setting that fits.
+        seconds: of its step, in the reference's terms.
+        trials: everything that was tried, in order.
+        gain: None where the best is the recipe as it stands, or nothing kept its lead over it.
+    """
+
+    recipe: Recipe
+    best: Setting
+    seconds: float
+    trials: list[FrozenTrial]
+    gain: Gain | None
+    table: Table
+
+
+class Watcher:
+    """Is told what happens; does nothing."""
+
+    def started(self, study: optuna.Study, table: Table, predictions: Predictions | None) -> None: ...
+
+    def measured(self, trial: optuna.Trial, setting: Setting, found: Measured) -> None: ...
+
+    def finished(self, study: optuna.Study, trial: FrozenTrial) -> None: ...
+
+    def ended(self, study: optuna.Study, outcome: Outcome) -> None: ...
+
+
+class FoldTuner:
+    """Finds the fastest way to train a recipe on its cluster (`Recipe.tune` says how).
+
+    Settings are measured on ranks that stay, each beside the recipe as it stands. Several tuners, on any machines, may work on
+    one study: they share its storage.
+
+    Args:
+        watchers: are told of every trial.
+        take: what ranks run; tests have theirs.
+        folder: where the study's database is, unless the recipe names one.
+
+    Raises:
+        UserError: the recipe cannot be tuned here.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path, watchers: tuple[Watcher, ...] = (), take: TakeTurn = turn):
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.recipe, self._watchers, self._take = recipe, watchers, take
+        self.table = Table(recipe)
+        self.hardware = load_hardware(recipe.tune.hardware) if recipe.tune.hardware else None
+        self.predictions = predictions(self.table, self.hardware) if self.hardware else None
+        self.url = recipe.tune.storage or f"sqlite:///{folder.absolute()}/tune.db"
+        self._storage = open_storage(self.url)
+        spec = recipe.tune
+        held = self.predictions.held if self.predictions else None
+        seconds = self.predictions.seconds if self.predictions else None
+        sampler = TableSampler(self.table, spec.sampler, spec.seed, seconds, held)
+        with self._alone():
+            self.study = optuna.create_study(
+                storage=self._storage, study_name=spec.study, sampler=sampler, load_if_exists=True, direction="minimize"
+            )
+            self._begin()
+
+    def fit(self) -> Outcome:
+        """Measure until all trials are spent; then the winner against the recipe as it stands.
+
+        Raises:
+            UserError: the recipe cannot run here.
+            RuntimeError: no trial succeeded.
+        """
+        cluster.connect(self.recipe, crowded=True)
+        cluster.check_room(self.recipe)
+        for watcher in self._watchers:
+            watcher.started(self.study, self.table, self.predictions)
+        benches = [Bench(self.recipe, nodes, self._take) for nodes in self._nodes()]
+        try:
+            self._reference_s = self._reference(benches[0])
+            self._all(benches)
+            outcome = self._outcome(benches[0])
+        finally:
+            for bench in benches:
+                bench.close()
+        for watcher in self._watchers:
+            watcher.ended(self.study, outcome)
+        return outcome
+
+    # Beginning.
+
+    def _begin(self) -> None:
+        """A new study gets its first trials; one that is there must be about the same."""
+        told = _fingerprint(self.table)
+        known = self.study.user_attrs.get(_SPACE)
+        if known not in (None, told):
+            rule = "is a study of another recipe or another space; choose another name"
+            raise UserError("tune.study", self.recipe.tune.study, rule)
+        if known is not None:
+            return
+        self.study.set_user_attr(_SPACE, told)
+        own = self.table.default
+        if own in self.table.number and self.predictions is None:
+            self.study.enqueue_trial(self.table.params(own), skip_if_exists=True)
+        if self.predictions is not None and self.recipe.tune.sampler != "random":
+            seconds = self.predictions.seconds
+            for number in sorted(range(len(seconds)), key=seconds.__getitem__)[
+                : min(self.recipe.tune.starts, self.recipe.tune.trials)
+            ]:
+                self.study.enqueue_trial(self.table.params(self.table.rows[number]), skip_if_exists=True)
+
+    def _reference(self, bench: Bench) -> float:
+        """Seconds of a step of the recipe as it stands, measured once for all tuners."""
+        with self._alone():
+            known = self.study.user_attrs.get(_REFERENCE)
+            if known is None:
+                known = bench.step_seconds(self.recipe)
+                self.study.set_user_attr(_REFERENCE, known)
+        return float(known)
+
+    def _nodes(self) -> list[list[str] | None]:
+        spec = self.recipe.cluster
+        if self.recipe.tune.parallel == 1:
+            return [None]
+        each = {"CPU": float(spec.cpus_per_worker), **({"GPU": 1.0} if spec.gpu else {})}
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        return list(nodes_apart(spec.workers, alive, each, self.recipe.tune.parallel)) or [None]
+
+    # Trials.
+
+    def _all(self, benches: list[Bench]) -> None:
+        failures: list[BaseException] = []
+
+        def work(bench: Bench) -> None:
+            try:
+                while not failures and (trial := self._ask()) is not None:
+                    self._run(bench, trial)
+            except BaseException as error:
+                failures.append(error)
+
+        others = [threading.Thread(target=work, args=(bench,), daemon=True) for bench in benches[1:]]
+        for thread in others:
+            thread.start()
+        work(benches[0])
+        for thread in others:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+    def _alone(self) -> Any:
+        return alone(self._storage, self.url, self.recipe.tune.study)
+
+    def _ask(self) -> optuna.Trial | None:
+        """The next trial; None when all are spent, or no row is left."""
+        with self._alone():
+            give_back(self.study)
+            trials = self.study.get_trials(deepcopy=False)
+            counted = [each for each in trials if each.state != TrialState.WAITING and not each.user_attrs.get(LOST)]
+            sampler = self.study.sampler
+            assert isinstance(sampler, TableSampler)
+            if len(counted) >= self.recipe.tune.trials or not sampler.free(counted):
+                return None
+            trial = self.study.ask(self.table.distributions)
+            claim(trial)
+        return trial
+
+    def _run(self, bench: Bench, trial: optuna.Trial) -> None:
+        setting = self.table.row(trial.params)
+        trial.set_user_attr("setting", str(setting))
+        if self.predictions is not None:
+            trial.set_user_attr("predicted_s", self.predictions.seconds[self.table.number[setting]])
+        with Alive(trial):
+            try:
+                state, found = self._measure(bench, setting)
+            except RankFailure as failure:
+                trial.set_user_attr(REASON, failure.reason)
+                trial.set_user_attr("feasible", False)
+                trial.set_constraint("runs", 1.0)
+                told = self.study.tell(trial, state=TrialState.FAIL)
+            else:
+                told = self._tell(trial, setting, state, found)
+        for watcher in self._watchers:
+            watcher.finished(self.study, told)
+
+    def _measure(self, bench: Bench, setting: Setting) -> tuple[TrialState, Measured]:
+        """Turn by turn, until it is known well enough that it cannot be the best."""
+        spec, found = self.recipe.tune, Measured()
+        for found in bench.turns(changed(self.recipe, setting)):
+            best = self._best_ratio()
+            if spec.prune and best and len(found.ratios) < spec.turns and found.surely_slower_than(best * spec.prune):
+                return TrialState.PRUNED, found
+        return TrialState.COMPLETE, found
+
+    def _best_ratio(self) -> float | None:
+        ratios = [each.user_attrs["ratio"] for each in self.study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])]
+        return min(ratios, default=None)
+
+    def _tell(self, trial: optuna.Trial, setting: Setting, state: TrialState, found: Measured) -> FrozenTrial:
+        seconds, limit = found.ratio * self._reference_s, self.recipe.tune.memory_gib
+        room = found.peak / 2**30 - limit if limit is not None else -1.0
+        attributes = {
+            "seconds": seconds, "ratio": found.ratio, "ratio_half_interval": found.interval if len(found.ratios) > 1 else None,
+            "peak_gib": found.peak / 2**30, "compute_ms": found.compute, "exposed_comm_ms": found.exposed,
+            "steps_s": found.seconds, "feasible": room <= 0,
+        }  # fmt: skip
+        for name, value in attributes.items():
+            trial.set_user_attr(name, value)
+        trial.set_constraint("runs", -1.0)
+        if limit is not None:
+            trial.set_constraint("memory", room)
+            if room > 0:
+                trial.set_user_attr(REASON, f"{MEMORY}: {found.peak / 2**30:.2f} GiB, {limit:g} GiB are allowed")
+        for watcher in self._watchers:
+            watcher.measured(trial, setting, found)
+        if state == TrialState.PRUNED:
+            trial.report(seconds, step=len(found.ratios))
+            return self.study.tell(trial, state=state)
+        return self.study.tell(trial, seconds)
+
+    # The end.
+
+    def _outcome(self, bench: Bench) -> Outcome:
+        trials = self.study.get_trials(deepcopy=False)
+        done = [each for each in trials if each.state == TrialState.COMPLETE and each.user_attrs.get("feasible")]
+        if not done:
+            reasons = {str(each.user_attrs.get(REASON, "")) for each in trials if each.state == TrialState.FAIL}
+            raise RuntimeError(f"no setting could be measured: {'; '.join(sorted(filter(None, reasons)))[:500]}")
+        best = min(done, key=lambda each: each.user_attrs["seconds"])
+        setting, default = self.table.row(best.params), self.table.default
+        recipe = changed(self.recipe, setting)
+        gain = None if setting == default else compared(bench, recipe, self.recipe.tune.pairs)
+        if gain is not None and gain.times <= 1:  # what looked fast was luck
+            recipe, setting, gain = self.recipe, default, None
+        seconds = self._reference_s if gain is None else best.user_attrs["seconds"]
+        return Outcome(recipe, setting, seconds, trials, gain, self.table)
+
+
+def compared(bench: Bench, recipe: Recipe, pairs: int, seed: int = 0) -> Gain:
+    """How many times as fast a recipe is as the reference, in so many alternating pairs."""
+    import numpy as np
+
+    times: list[float] = []
+    for _ in range(pairs + 1):
+        times += [bench.step_seconds(bench.reference), bench.step_seconds(recipe)]
+    ratios = [before / after for before, after in list(pairwise(times))[::2]][1:]
+    drawn = np.random.default_rng(seed).choice(ratios, (2000, len(ratios)))
+    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
+    return Gain(statistics.median(ratios), float(low), float(high), len(ratios))
+
+
+def predictions(table: Table, hardware: Hardware) -> Predictions:
+    """Every row's step and memory, as the planner has them."""
+    seconds, held = [], []
+    known: dict[Any, Any] = {}
+    for row in table.rows:
+        each = candidate(changed(table.recipe, row))
+        device = Device.of(each.job, hardware)
+        rank = RankCosts(each.job, each.fold, device, each.micro_batch, each.zero, known)
+        if len(table.rows) <= _WHOLE:
+            seconds.append(whole_seconds(each, OpWork(each, device, rank)))
+        else:
+            seconds.append(predict(each, hardware).seconds)
+        held.append(ledger(each, rank).total)
+    return Predictions(seconds, held)
+
+
+def _fingerprint(table: Table) -> str:
+    """Of what a study is about: the recipe but for how it is searched, and the table."""
+    about = table.recipe.model_dump(mode="json", exclude={"tune", "name", "tracking", "cluster"})
+    return hashlib.sha256(json.dumps([about, table.rows]).encode()).hexdigest()[:16]
