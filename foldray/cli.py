@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from foldray.drawing import draw
-from foldray.errors import MissingPackage, UserError, nearest
-from foldray.fold import FAMILIES, Fold, Placement, best_order, listed, nearest_folds
+from foldray.arguments import Parser
+from foldray.drawing import explanation
+from foldray.errors import MissingPackage, UserError
+from foldray.fold import Fold, Placement, best_order, nearest_folds
 from foldray.recipe import Recipe, describe
 from foldray.schedule import SLICINGS, SliceCost, Slicing, slice_sequence
 
 Command = Callable[[argparse.Namespace], int]
 
+_AXES = ("tp", "cp", "pp", "ep", "etp")
 _MOST_RANKS = 2**17  # that `explain` shows: beyond, its tables take minutes and gigabytes
 _ORDERS = ("tp-cp-dp-pp", "etp-ep-edp-pp")  # legal whatever the sizes
 
@@ -80,6 +81,25 @@ def timeline(given: argparse.Namespace) -> int:
     return run(recipe, given.picture, given.trace, as_json=given.json)
 
 
+def tune(given: argparse.Namespace) -> int:
+    recipe = _recipe(given)
+    return _tuners(given).tune(recipe, as_json=given.json)
+
+
+def dashboard(given: argparse.Namespace) -> int:
+    recipe = _recipe(given)
+    return _tuners(given).dashboard(recipe, given.host, given.port)
+
+
+def _tuners(given: argparse.Namespace) -> Any:
+    try:
+        from tuners import entry
+    except ModuleNotFoundError as error:
+        name = error.name or "optuna"
+        raise MissingPackage("command", given.command, name, f"pip install {name.replace('_', '-')}") from None
+    return entry
+
+
 def explain(given: argparse.Namespace) -> int:
     fold = _legal_fold(given)
     if given.best_order and given.ranks_per_node is None:
@@ -87,15 +107,80 @@ def explain(given: argparse.Namespace) -> int:
     nodes = None if given.ranks_per_node is None else Placement(fold, given.ranks_per_node)
     best = Placement(best_order(fold, nodes.ranks_per_node), nodes.ranks_per_node) if nodes and given.best_order else None
     if given.picture:
-        _picture(given.picture, fold, given.ranks_per_node)
+        _draw_into(given.picture, lambda path: _fold_picture(fold, given.ranks_per_node, path))
     if given.json:
         document = fold.as_dict() | ({"placement": nodes.as_dict()} if nodes else {})
         if best:
             document["best"] = {"order": best.fold.order, "moe_order": best.fold.moe_order, "score": best.score()}
         _print(document)
     else:
-        _say(_explanation(fold, nodes, best))
+        _say(explanation(fold, nodes, best))
     return 0
+
+
+def calibrate(given: argparse.Namespace) -> int:
+    recipe = _recipe(given)
+    from trainers.calibrate import calibrate as run
+
+    return run(recipe, given.out, as_json=given.json)
+
+
+def plan(given: argparse.Namespace) -> int:
+    from foldray.planner import hardware, report, score
+
+    machines = hardware.load_hardware(given.cluster)
+    if given.fit:
+        return _fit(given, machines)
+    if given.score:
+        scored = score.score(score.read_rows(given.score), machines)
+        _say(json.dumps(report.scores(scored)) if given.json else report.score_table(scored))
+        return 0
+    from foldray.planner import search
+
+    found = search.search(_space(given, machines), given.top)
+    if given.picture:
+        _draw_into(given.picture, lambda path: _plan_picture(found, machines, path))
+    _say(json.dumps(report.document(found.best)) if given.json else report.table(found, machines))
+    return 0
+
+
+def _fit(given: argparse.Namespace, machines: Any) -> int:
+    """Constants from published rows, and the errors that they leave, on these rows and on each by the others'."""
+    from foldray.planner import report, score
+
+    rows = score.read_rows(given.fit)
+    found = score.fit(rows, machines)
+    scored, apart = score.score(rows, machines, found), list(score.left_out(rows, machines))
+    if given.json:
+        _print({"constants": found, "mape": score.mape(scored), "mape_left_out": score.mape(apart)})
+    else:
+        _say("\n\n".join([report.constants_table(found), report.score_table(scored), "each row by the others' constants:",
+                          report.score_table(apart)]))  # fmt: skip
+    return 0
+
+
+def _space(given: argparse.Namespace, machines: Any) -> Any:
+    """What `foldray plan` is to search."""
+    from foldray.planner.candidate import Job
+    from foldray.planner.search import Space
+    from foldray.spec import ModelSpec
+
+    for name in ("model", "gpus", "seq_len", "global_batch"):
+        if getattr(given, name) is None:
+            raise UserError(name, "nothing", "is needed unless published rows are scored (--score, --fit)")
+    for name in ("gpus", "seq_len", "global_batch", "top", *_AXES):
+        if getattr(given, name) is not None and getattr(given, name) < 1:
+            raise UserError(name, getattr(given, name), "must be at least 1")
+    job = Job(ModelSpec.model_validate({"preset": given.model}), given.seq_len, given.global_batch, given.dtype)
+    machines.peak(given.dtype)
+    pins = {axis: getattr(given, axis) for axis in _AXES if getattr(given, axis) is not None}
+    return Space(job, machines, given.gpus, pins, {"zero1": 1, "zero3": 3}[given.sharding])
+
+
+def _plan_picture(found: Any, machines: Any, path: Path) -> None:
+    from trainers.plan_picture import draw_plan
+
+    draw_plan(found, machines, path)
 
 
 def slice_(given: argparse.Namespace) -> int:
@@ -122,23 +207,6 @@ def _slices(slicing: Slicing, cost: SliceCost) -> str:
     return "\n".join([*lines, "", f"slowest slice: {max(costs) / max(even):.3f} of the slowest of equal slices"])
 
 
-def _explanation(fold: Fold, nodes: Placement | None, best: Placement | None) -> str:
-    ranks = f"{fold.world_size} rank{'s' * (fold.world_size > 1)}" + (f", {nodes.ranks_per_node} per node" if nodes else "")
-    lines = [f"{ranks}: {fold}", "", draw(fold, nodes.ranks_per_node if nodes else None)]
-    for view, families in FAMILIES.items():
-        lines += ["", "experts" if view == "moe" else view, *(_family(fold, family, nodes) for family in families)]
-    if nodes:
-        lines += [
-            "",
-            f"score: {nodes.score():g} (traffic between nodes: lower is better, 0 when every group stays inside a node)",
-        ]
-    if best and best.fold == fold:
-        lines += ["best order: this one"]
-    elif best:
-        lines += [f"best order: --order {best.fold.order} --moe-order {best.fold.moe_order}, score {best.score():g}"]
-    return "\n".join(lines)
-
-
 def _legal_fold(given: argparse.Namespace) -> Fold:
     """The fold that was asked for; a refused one is told together with its neighbours that are legal."""
     sizes = {axis: getattr(given, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
@@ -159,71 +227,31 @@ def _legal_fold(given: argparse.Namespace) -> Fold:
         raise UserError(error.field, error.value, f"{error.rule}; nearest legal folds: {legal}") from None
 
 
-def _family(fold: Fold, family: str, nodes: Placement | None) -> str:
-    """A family in one line: its groups' number and size, whether they leave a node, and the first of them."""
-    groups = fold.groups(family)
-    size = len(groups[0])
-    line = f"  {family:10}{len(groups):>6} group{'s' if len(groups) > 1 else ' '} of {size:<6}"
-    if size == 1:
-        return line.rstrip()
-    if nodes:
-        inside, share = nodes.inside(family), nodes.crossing(family)
-        line += f" {'inside a node' if inside else f'crosses {nodes.spans(family)} nodes ({share:.0%} of pairs)':36}"
-    shown = list(itertools.takewhile(lambda end: end <= 40, itertools.accumulate(len(listed(group)) + 1 for group in groups)))
-    return f"{line} {' '.join(map(listed, groups[: max(1, len(shown))]))}{' …' if len(shown) < len(groups) else ''}"
+def _fold_picture(fold: Fold, ranks_per_node: int | None, path: Path) -> None:
+    from trainers.fold_picture import draw_fold
+
+    draw_fold(fold, path, ranks_per_node)
 
 
-def _picture(path: str, fold: Fold, ranks_per_node: int | None) -> None:
+def _draw_into(path: str, draw: Callable[[Path], None]) -> None:
+    """Write a PNG."""
     if Path(path).suffix.lower() != ".png":
         raise UserError("picture", path, "is written as PNG: the name must end in .png")
     try:
-        from trainers.fold_picture import draw_fold
+        draw(Path(path))
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "matplotlib":
             raise
         raise MissingPackage("picture", path, "matplotlib", "pip install matplotlib") from None
-    try:
-        draw_fold(fold, Path(path), ranks_per_node)
     except OSError as error:
         raise UserError("picture", path, f"cannot be written ({error.strerror or error})") from None
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse whose mistakes are UserErrors: one line, with the legal values."""
-
-    _given: Sequence[str] = ()
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        self._given = args or ()
-        given, rest = super().parse_known_args(args, namespace)
-        if hasattr(given, "overrides"):
-            # argparse fills a "*" argument from one place only; what stands behind an option is left over.
-            given.overrides = given.overrides + [text for text in rest if not text.startswith("-")]
-            rest = [text for text in rest if text.startswith("-")]
-        if rest:
-            options = [option for option in self._option_string_actions if option.startswith("--")]
-            raise UserError("argument", rest[0], f"is not known to {self.prog}{nearest(rest[0], options)}", options)
-        return given, rest
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError("arguments", " ".join(self._given) or "nothing", f"{message}; see {self.prog} --help")
-
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        try:
-            return super()._get_value(action, arg_string)
-        except argparse.ArgumentError:
-            raise UserError(action.option_strings[0], arg_string, "must be a whole number") from None
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            raise UserError(action.dest, value, f"is not known{nearest(str(value), map(str, action.choices))}", action.choices)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="foldray", description="Trains Mixture-of-Experts models on Ray clusters, and hides their communication."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
     command = _add(commands, "train", train, "train a recipe", epilog=_recipe_keys())
     _add_recipe(command, joins=True)
@@ -249,6 +277,35 @@ def _parser() -> argparse.ArgumentParser:
     _add_recipe(command, joins=True)
     command.add_argument("--picture", type=Path, metavar="FILE.png", help="also draw it into a PNG")
     command.add_argument("--trace", type=Path, metavar="FILE.json", help="also write a trace for Perfetto (ui.perfetto.dev)")
+
+    command = _add(commands, "tune", tune, "find the fastest way to train a recipe, by measuring on its workers",
+                   epilog=_recipe_keys(tuning=True))  # fmt: skip
+    _add_recipe(command, joins=True)
+
+    command = _add(commands, "dashboard", dashboard, "serve the Optuna dashboard of a recipe's study")
+    _add_recipe(command)
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    command.add_argument("--port", type=int, default=8080, metavar="N", help="(default %(default)s)")
+
+    command = _add(commands, "plan", plan, "rank the folds and schedules for a model on a cluster by predicted step time")
+    command.add_argument("--model", help="a named model, such as mixtral-8x22b")
+    command.add_argument(
+        "--cluster", required=True, metavar="NAME", help="a known cluster, or a YAML file of `foldray calibrate`"
+    )
+    for name, meaning in (("gpus", "GPUs"), ("seq-len", "tokens of a sequence"), ("global-batch", "sequences of a step")):
+        command.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
+    for axis in _AXES:
+        command.add_argument(f"--{axis}", type=int, metavar="N", help=f"settle {axis}; else all legal sizes are tried")
+    command.add_argument("--dtype", default="bf16", help="of weights and activations (default %(default)s)")
+    command.add_argument("--sharding", choices=("zero1", "zero3"), default="zero1", help="of optimizer, or of everything")
+    command.add_argument("--top", type=int, default=10, metavar="K", help="how many to show (default %(default)s)")
+    command.add_argument("--picture", metavar="FILE.png", help="also draw time against memory into a PNG")
+    command.add_argument("--score", type=Path, metavar="FILE.csv", help="predict published rows instead, and print the errors")
+    command.add_argument("--fit", type=Path, metavar="FILE.csv", help="find the planner's constants from published rows instead")
+
+    command = _add(commands, "calibrate", calibrate, "measure a recipe's workers, and write the planner's hardware file")
+    _add_recipe(command, joins=True)
+    command.add_argument("--out", type=Path, required=True, metavar="FILE.yaml", help="the file to write")
 
     command = _add(commands, "slice", slice_, "show how a sequence is cut for attention and for the experts")
     for name, meaning in (
@@ -292,8 +349,9 @@ def _add_recipe(command: argparse.ArgumentParser, joins: bool = False) -> None:
         command.add_argument("--address", dest="joined", metavar="ADDRESS", help=meaning)
 
 
-def _recipe_keys() -> str:
-    rows = [(key, legal, default, meaning) for key, legal, default, meaning in describe(Recipe)]
+def _recipe_keys(tuning: bool = False) -> str:
+    """All keys but those of tuning, or these alone."""
+    rows = [row for row in describe(Recipe) if row[0].startswith("tune.") == tuning]
     widths = [max(len(row[column]) for row in rows) for column in (0, 2)]
     lines = [
         f"  {key:{widths[0]}}  {default:{widths[1]}}  {meaning + ' ' if meaning else ''}({legal})"

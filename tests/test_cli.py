@@ -99,8 +99,22 @@ def said(line: str, *fragments: str) -> None:
 
 COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
     ([], ("arguments=nothing", "required: COMMAND", "foldray --help")),
-    (["trian", "good.yaml"], ("command=trian", "did you mean 'train'?", "legal: train, submit, verify, bench, timeline, slice")),
-    (["help"], ("command=help", "is not known", "legal: train, submit, verify, bench, timeline, slice, explain")),
+    (
+        ["trian", "good.yaml"],
+        (
+            "command=trian",
+            "did you mean 'train'?",
+            "legal: train, submit, verify, bench, timeline, tune, dashboard, plan, calibrate, slice",
+        ),
+    ),
+    (
+        ["help"],
+        (
+            "command=help",
+            "is not known",
+            "legal: train, submit, verify, bench, timeline, tune, dashboard, plan, calibrate, slice, explain",
+        ),
+    ),
     (["--version"], ("arguments=--version", "required: COMMAND")),
     (["--verbose", "train", "good.yaml"], ("argument=--verbose", "is not known to foldray", "legal: --help")),
     (["train"], ("arguments=nothing", "required: RECIPE;", "foldray train --help")),
@@ -487,7 +501,12 @@ def test_explain_needs_no_torch_and_survives_a_reader_that_goes(tmp_path: Path) 
     [
         ("--help", ["train", "submit", "verify", "explain"]),
         ("verify --help", ["RECIPE", "key=value", "--shrink", "--address", "--json"]),
-        ("train --help", ["RECIPE", "key=value", "--resume", "--json", *(key for key, *_ in describe(Recipe))]),
+        (
+            "train --help",
+            ["RECIPE", "key=value", "--resume", "--json", *(key for key, *_ in describe(Recipe) if not key.startswith("tune."))],
+        ),
+        ("tune --help", ["RECIPE", "--json", *(key for key, *_ in describe(Recipe) if key.startswith("tune."))]),
+        ("dashboard --help", ["RECIPE", "--host", "--port"]),
         ("submit --help", ["--address", "http://HOST:8265"]),
         (
             "explain --help",
