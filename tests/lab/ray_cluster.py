@@ -51,8 +51,8 @@ class Cluster:
 
 
 @contextmanager
-def ray_cluster(hosts: Sequence[Host], timeout: float = 90.0) -> Iterator[Cluster]:
-    """A cluster of one CPU per host, its head with dashboard on the first; on leaving, everything on these hosts is ended.
+def ray_cluster(hosts: Sequence[Host], timeout: float = 90.0, cpus: int = 1) -> Iterator[Cluster]:
+    """A cluster of so many CPUs per host, its head with dashboard on the first; on leaving, everything on these hosts is ended.
 
     Token authentication is on, with a token of its own. The nodes do not see this checkout's packages: what a job runs must
     have travelled with it.
@@ -67,7 +67,7 @@ def ray_cluster(hosts: Sequence[Host], timeout: float = 90.0) -> Iterator[Cluste
         (folder / "token").write_text(secrets.token_hex(32))  # mkdtemp lets nobody else in
         cluster = Cluster(f"http://{hosts[0].address}:8265", _environment(folder / "token"))
         for host in hosts:
-            node = _start(host, hosts[0], folder, cluster.env)
+            node = _start(host, hosts[0], folder, cluster.env, cpus)
             stack.callback(node.wait, 10)
             stack.callback(host.stop, patience=2.0)
         wait = [sys.executable, "-c", _WAIT, cluster.address, len(hosts), timeout]
@@ -91,10 +91,10 @@ def _environment(token: Path) -> dict[str, str]:
     }
 
 
-def _start(host: Host, head: Host, folder: Path, env: Mapping[str, str]) -> subprocess.Popen:
+def _start(host: Host, head: Host, folder: Path, env: Mapping[str, str], cpus: int) -> subprocess.Popen:
     """A node in the foreground."""
     arguments = [
-        f"--node-ip-address={host.address}", f"--temp-dir={folder / host.interface}", "--num-cpus=1",
+        f"--node-ip-address={host.address}", f"--temp-dir={folder / host.interface}", f"--num-cpus={cpus}",
         f"--object-store-memory={_OBJECT_STORE}",
     ]  # fmt: skip
     if host is head:

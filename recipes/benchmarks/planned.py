@@ -1,0 +1,176 @@
+"""Predicted steps beside measured ones: is the planner right about machines that it has only been told of by `foldray calibrate`?
+
+    python recipes/benchmarks/planned.py [--link MBIT] [--rounds N] [--json FILE] [--picture FILE]
+
+Two hosts (network namespaces on this machine, which needs root), one worker each, a Ray cluster over both, and a link of a
+given rate. `foldray calibrate` measures the cluster; then every recipe below is measured, all taking turns, and the planner
+predicts each from the calibrated hardware alone: a whole step, its optimizer included. Processors that change their speed
+between calibration and measurement are told apart from mistakes of the planner by a product of matrices that is timed beside
+every step: where it takes 1.3 times what it took, whatever computes is predicted to take 1.3 times as long. Errors without that
+are printed too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from common import processor  # noqa: E402
+
+from foldray.planner.costs import OpWork  # noqa: E402
+from foldray.planner.device import Device  # noqa: E402
+from foldray.planner.hardware import Hardware, load_hardware  # noqa: E402
+from foldray.planner.whole import whole_seconds  # noqa: E402
+from foldray.recipe import Recipe  # noqa: E402
+from tuners.space import candidate  # noqa: E402
+
+RECIPE = "recipes/quickstart.yaml"
+SCHEDULES = ("sequential", "moe_only:4", "aaam:4", "one_a_one_m:2", "one_a_one_m:4", "one_a_one_m:8", "stream:4")
+FOLDS: dict[str, tuple[dict[str, int], Sequence[str]]] = {
+    "EP2": ({"ep": 2}, SCHEDULES),
+    "TP2 EP2": ({"tp": 2, "ep": 2}, ("sequential", "one_a_one_m:4")),
+    "CP2 EP2": ({"cp": 2, "ep": 2}, ("sequential", "one_a_one_m:4")),
+    "TP2 ETP2": ({"tp": 2, "etp": 2}, ("sequential",)),
+    "PP2": ({"pp": 2}, ("sequential",)),
+    "DP2": ({}, ("sequential",)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--link", type=int, default=200, metavar="MBIT", help="of each host, each way (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence (default %(default)s)")
+    parser.add_argument(
+        "--folds", nargs="*", default=list(FOLDS), choices=list(FOLDS), metavar="FOLD", help=f"of {', '.join(FOLDS)}"
+    )
+    parser.add_argument("--cluster", type=Path, metavar="FILE.yaml", help="a calibration that there is already")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--picture", type=Path, metavar="FILE")
+    given = parser.parse_args()
+    found = measure(given)
+    report(found["rows"])
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    if given.picture:
+        draw(found["rows"], given.picture)
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    from tests.lab.hosts import hosts, why_not
+    from tests.lab.ray_cluster import ray_cluster
+
+    if (reason := why_not()) is not None:
+        raise SystemExit(f"no lab on this machine: {reason}")
+    with tempfile.TemporaryDirectory() as folder, hosts(2, rate=f"{given.link}mbit") as lab, ray_cluster(lab) as cluster:
+
+        def run(*command: object) -> None:
+            ray = [Path(sys.executable).parent / "ray", "job", "submit", "--address", cluster.address, "--working-dir", "."]
+            if lab[0].popen([*ray, "--", "python", *command], env=cluster.env, cwd=ROOT, stdout=sys.stderr).wait(7200):
+                raise SystemExit("the job failed")
+
+        path = given.cluster or Path(folder) / "lab.yaml"
+        if not given.cluster:
+            own = [*overrides(given.length, {"ep": 2}), f"cluster.storage={folder}", "cluster.placement=SPREAD"]
+            run("-m", "foldray", "calibrate", RECIPE, "--out", path, *own)
+        run("recipes/benchmarks/planned_worker.py", f"{folder}/found.json", given.rounds, path, given.length, *given.folds)
+        found, machines = json.loads((Path(folder) / "found.json").read_text()), load_hardware(str(path))
+    rows = [row(each, machines, given.length) for each in found]
+    about = {"cpu": processor(), "command": " ".join(sys.argv), "link_mbit": given.link}
+    return {**about, "hardware": machines.model_dump(), "rows": rows}
+
+
+def overrides(length: int, fold: dict[str, int]) -> list[str]:
+    """What the lab's recipe has other than the quickstart's."""
+    model = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn_hidden": 1024, "experts": 2, "topk": 1,
+             "expert_hidden": 1024, "vocab": 256, "router": "{capacity_factor: 1.0, pad: true, balance_loss: 0.01}"}  # fmt: skip
+    changed = {"training.global_batch": 4, "training.micro_batch": 1, "data.seq_len": length, "fold.ep": 1}
+    changed |= {f"model.{key}": value for key, value in model.items()} | {f"fold.{axis}": size for axis, size in fold.items()}
+    return [f"{key}={value}" for key, value in changed.items()]
+
+
+def predicted(recipe: Recipe, machines: Hardware, pace: float) -> float:
+    """Milliseconds of a step, where computing takes so many times what it took when the machines were measured."""
+    slower = {dtype: peak / pace for dtype, peak in machines.peak_tflops.items()}
+    launch = machines.constants["launch"] * pace
+    now = machines.model_copy(update={
+        "peak_tflops": slower, "memory_gb_s": machines.memory_gb_s / pace, "constants": {**machines.constants, "launch": launch},
+    })  # fmt: skip
+    each = candidate(recipe)
+    return whole_seconds(each, OpWork(each, Device.of(each.job, now))) * 1e3
+
+
+def row(found: dict[str, Any], machines: Hardware, length: int) -> dict[str, Any]:
+    from planned_worker import recipe
+
+    each = recipe(found["fold"], found["schedule"], length)
+    steps = [step["ms"] for step in found["steps"]]
+    told = [predicted(each, machines, step["pace"]) for step in found["steps"]]
+    plain = predicted(each, machines, 1.0)
+    return {
+        "fold": found["fold"], "schedule": found["schedule"], "steps": found["steps"],
+        "measured_ms": {"min": min(steps), "median": statistics.median(steps), "max": max(steps)},
+        "predicted_ms": statistics.median(told), "plain_ms": plain,
+        "error": statistics.median(mine / step - 1 for mine, step in zip(told, steps, strict=True)),
+        "plain_error": plain / statistics.median(steps) - 1,
+    }  # fmt: skip
+
+
+def report(rows: Sequence[dict[str, Any]]) -> None:
+    print(f"{'fold':<10}{'schedule':<16}{'measured':>10}{'min':>8}{'max':>8}{'predicted':>11}{'error':>8}{'as calibrated':>15}")
+    for each in rows:
+        step = each["measured_ms"]
+        line = f"{each['fold']:<10}{each['schedule']:<16}{step['median']:>10.0f}{step['min']:>8.0f}{step['max']:>8.0f}"
+        print(f"{line}{each['predicted_ms']:>11.0f}{each['error']:>+8.1%}{each['plain_error']:>+15.1%}")
+    right, pairs = order(rows)
+    for key, name in (("error", "at each turn's pace"), ("plain_error", "as calibrated")):
+        errors = [abs(each[key]) for each in rows]
+        print(f"{name}: median error {statistics.median(errors):.1%}, most {max(errors):.1%}")
+    print(f"{len(rows)} recipes; the faster one told in {right} of {pairs} pairs of a fold's schedules")
+
+
+def order(rows: Sequence[dict[str, Any]]) -> tuple[int, int]:
+    """Pairs of schedules of one fold, and of how many the faster one was predicted, at one pace for all."""
+    pairs = [pair for pair in itertools.combinations(rows, 2) if pair[0]["fold"] == pair[1]["fold"]]
+    right = sum(
+        (one["measured_ms"]["median"] < other["measured_ms"]["median"]) == (one["plain_ms"] < other["plain_ms"])
+        for one, other in pairs
+    )
+    return right, len(pairs)
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 6), dpi=144, layout="constrained")
+    axes = figure.subplots()
+    most = 1.1 * max(max(each["measured_ms"]["max"], each["predicted_ms"]) for each in rows) / 1e3
+    axes.fill_between([0, most], [0, 0.85 * most], [0, 1.15 * most], color="#2364aa", alpha=0.1, label="15 % either way")
+    axes.plot([0, most], [0, most], color="#2364aa", linewidth=1)
+    for fold in dict.fromkeys(each["fold"] for each in rows):
+        own = [each for each in rows if each["fold"] == fold]
+        seconds = [each["measured_ms"]["median"] / 1e3 for each in own]
+        axes.plot(seconds, [each["predicted_ms"] / 1e3 for each in own], "o", label=fold)
+    axes.set(xlim=(0, most), ylim=(0, most), xlabel="measured step (s), medians", ylabel="predicted step (s)")
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except subprocess.TimeoutExpired as error:
+        raise SystemExit(f"a job took more than {error.timeout:.0f} s") from None

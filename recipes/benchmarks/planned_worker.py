@@ -1,0 +1,81 @@
+"""What `planned.py` runs as a Ray job: `planned_worker.py FOUND.json ROUNDS HARDWARE.yaml LENGTH FOLD…`.
+
+Ranks stay, and all recipes take turns on them. Beside every turn a product of matrices is timed, because processors change their
+speed: what it takes then over what it took when the cluster was measured is that turn's pace.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from planned import FOLDS, RECIPE, overrides
+
+from foldray.planner.hardware import load_hardware
+from foldray.recipe import Recipe
+from trainers import cluster
+from trainers.actors import Ranks
+from trainers.trial import turn
+
+_PRODUCTS = 15
+
+
+def main(path: str, rounds: str, hardware: str, length: str, *folds: str) -> None:
+    machines = load_hardware(hardware)
+    side = 1024
+    (share,) = [share for flops, share in machines.gemm if flops == 2.0 * side**3]
+    standard = 2.0 * side**3 / (machines.peak("fp32") * share)
+    recipes = {(fold, schedule): recipe(fold, schedule, int(length)) for fold in folds for schedule in FOLDS[fold][1]}
+    first = next(iter(recipes.values()))
+    cluster.connect(first)
+    ranks = Ranks(first)
+    rows: list[dict[str, Any]] = [{"fold": fold, "schedule": schedule, "steps": []} for fold, schedule in recipes]
+    try:
+        for number in range(1 + int(rounds)):
+            for row, each in zip(rows, recipes.values(), strict=True):
+                begin = time.perf_counter()
+                before = max(ranks.call(product, side, timeout=60))
+                took = ranks.call(turn, each.model_dump(mode="json"), 1, len(rows), number == int(rounds), timeout=600)
+                after = max(ranks.call(product, side, timeout=60))
+                line = f"round {number} of {rounds}: {row['fold']} {row['schedule']}, {time.perf_counter() - begin:.0f} s"
+                print(line, file=sys.stderr, flush=True)
+                if number:
+                    seconds = max(rank.seconds[0] for rank in took)
+                    row["steps"].append({"ms": seconds * 1e3, "pace": (before + after) / 2 / standard})
+                    row["compute_ms"] = max(rank.compute for rank in took)
+        Path(path).write_text(json.dumps(rows))
+    finally:
+        ranks.close()
+
+
+def recipe(fold: str, schedule: str, length: int) -> Recipe:
+    """One of those that are compared."""
+    kind, _, degree = schedule.partition(":")
+    more = [
+        f"schedule.kind={kind}",
+        f"schedule.degree={degree or 1}",
+        "schedule.lag=1",
+        "schedule.backward_lag=1",
+        "engine.kind=torch",
+    ]
+    return Recipe.load(RECIPE, [*overrides(length, FOLDS[fold][0]), *more])
+
+
+def product(state: dict[str, Any], side: int) -> float:
+    """Seconds of a product of matrices on a rank, the median of some."""
+    a, b = (torch.randn(side, side, device=state["device"]) for _ in range(2))
+    took = []
+    for _ in range(_PRODUCTS):
+        begin = time.perf_counter()
+        a @ b
+        took.append(time.perf_counter() - begin)
+    return statistics.median(took)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

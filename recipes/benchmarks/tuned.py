@@ -1,0 +1,138 @@
+"""Does the tuner find the best of a space that was measured exhaustively, and does it find it sooner than less would?
+
+    python recipes/benchmarks/tuned.py [--link MBIT] [--json FILE] [--picture FILE]
+
+Two hosts (network namespaces on this machine, which needs root), two workers each, a Ray cluster over both, and a link of a
+given rate. `foldray calibrate` measures the cluster, for predictions. Then, as a Ray job: every setting of the space is
+measured beside the recipe as it stands; the tuner runs with five seeds; and what each picked is measured against the exhaustive
+best, taking turns. Random search, a search without predictions, and the planner's best measured without any search are replayed
+on what the exhaustive measurement said, and so is the tuner, with many seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from common import processor  # noqa: E402
+
+RECIPE = "recipes/quickstart.yaml"
+SIZE = {
+    "training.global_batch": 8, "training.micro_batch": 1, "engine.kind": "torch", "cluster.workers": 4,
+    "cluster.placement": "PACK",
+    "model.layers": 4, "model.hidden": 256, "model.heads": 4, "model.kv_heads": 4, "model.head_dim": 64, "model.ffn_hidden": 512,
+    "model.experts": 4, "model.topk": 1, "model.expert_hidden": 512, "model.vocab": 256,
+    "model.router": "{capacity_factor: 1.0, pad: true, balance_loss: 0.01}", "fold.ep": 4, "fold.tp": 1,
+}  # fmt: skip
+SPACE = {
+    "tp": [1], "cp": [1], "pp": [1], "ep": [2, 4], "etp": [1, 2], "kind": ["sequential", "one_a_one_m", "stream"],
+    "degree": [1, 2, 4], "sp_bytes": [65536, 262144, 1048576, 4194304],
+}  # fmt: skip
+WAYS = {"ratio": "tuner", "cold": "without predictions", "random": "random", "planner": "planner's best, no search"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--link", type=int, default=100, metavar="MBIT", help="of each host, each way (default %(default)s)")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence (default %(default)s)")
+    parser.add_argument("--turns", type=int, default=3, help="of the exhaustive measurement (default %(default)s)")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--cluster", type=Path, metavar="FILE.yaml", help="a calibration that there is already")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--picture", type=Path, metavar="FILE")
+    given = parser.parse_args()
+    found = measure(given)
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    report(found)
+    if given.picture:
+        draw(found, given.picture)
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    from tests.lab.hosts import hosts, why_not
+    from tests.lab.ray_cluster import ray_cluster
+
+    if (reason := why_not()) is not None:
+        raise SystemExit(f"no lab on this machine: {reason}")
+    with tempfile.TemporaryDirectory() as folder, hosts(2, rate=f"{given.link}mbit") as lab, ray_cluster(lab, cpus=2) as cluster:
+        keys = {**SIZE, "data.seq_len": given.length, "cluster.storage": folder, "tune.hardware": Path(folder) / "lab.yaml"}
+        overrides = [f"{key}={value}" for key, value in keys.items()] + [
+            f"tune.space.{key}={value}" for key, value in SPACE.items()
+        ]
+
+        def run(*command: object, hours: float = 2.0) -> None:
+            ray = [Path(sys.executable).parent / "ray", "job", "submit", "--address", cluster.address, "--working-dir", "."]
+            done = lab[0].popen([*ray, "--", "python", *command], env=cluster.env, cwd=ROOT, stdout=sys.stderr)
+            if done.wait(hours * 3600):
+                raise SystemExit("the job failed")
+
+        if given.cluster:
+            (Path(folder) / "lab.yaml").write_text(given.cluster.read_text())
+        else:
+            run("-m", "foldray", "calibrate", RECIPE, "--out", f"{folder}/lab.yaml", *overrides)
+        worker = "recipes/benchmarks/tuned_worker.py"
+        run(worker, f"{folder}/found.json", given.turns, given.seeds, RECIPE, *overrides)
+        found = json.loads((Path(folder) / "found.json").read_text())
+        hardware = (Path(folder) / "lab.yaml").read_text()
+    return {"cpu": processor(), "command": " ".join(sys.argv), "link_mbit": given.link, "hardware": hardware, **found}
+
+
+def report(found: Mapping[str, Any]) -> None:
+    rows = sorted(found["rows"], key=lambda row: row["ratio"])
+    print(f"{len(rows)} settings; a step of the recipe as it stands takes {found['reference_s'] * 1e3:.0f} ms\n")
+    print(f"{'× recipe':>9}{'predicted':>11}{'measured':>10}  setting")
+    for row in [*rows[:8], *rows[-2:]]:
+        measured = row["ratio"] * found["reference_s"] * 1e3
+        print(f"{row['ratio']:>9.3f}{row['predicted_s'] * 1e3:>11.0f}{measured:>10.0f}  {row['setting']}")
+    print("\nmeasured searches: pick against the exhaustive best, alternating pairs")
+    for each in found["searches"]:
+        print(f"  seed {each['seed']}: {each['over_best']:.3f}  {each['setting']} ({each['trials']} trials)")
+    print("\nreplayed: the best so far over the exhaustive best, mean (worst) of seeds, behind so many trials")
+    print(f"{'':<28}" + "".join(f"{number:>16}" for number in _shown(found)))
+    for way, curves in found["replays"].items():
+        cells = [f"{statistics.mean(c[n - 1] for c in curves):.3f} ({max(c[n - 1] for c in curves):.3f})" for n in _shown(found)]
+        print(f"{WAYS[way]:<28}" + "".join(f"{cell:>16}" for cell in cells))
+
+
+def _shown(found: Mapping[str, Any]) -> Sequence[int]:
+    most = min(len(curve) for curves in found["replays"].values() for curve in curves)
+    return [number for number in (1, 3, 5, 8, 10, 15) if number <= most]
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.6), dpi=144, layout="constrained")
+    axes = figure.subplots()
+    colours = {"ratio": "#d9630b", "cold": "#2f855a", "random": "#9ca3af", "planner": "#2364aa"}
+    for way, curves in found["replays"].items():
+        trials = range(1, min(map(len, curves)) + 1)
+        means = [statistics.mean(curve[number - 1] for curve in curves) for number in trials]
+        worst = [max(curve[number - 1] for curve in curves) for number in trials]
+        axes.plot(trials, means, color=colours[way], linewidth=2, label=f"{WAYS[way]}, mean of {len(curves)}")
+        if worst != means:
+            axes.plot(trials, worst, color=colours[way], linewidth=0.8, linestyle=":", label=f"{WAYS[way]}, worst")
+    axes.axhline(1.03, color="#1f2937", linewidth=0.8, linestyle="--", label="3 % from the best")
+    axes.set(xlabel="trials", ylabel="best so far × the exhaustive best", ylim=(0.995, None))
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except subprocess.TimeoutExpired as error:
+        raise SystemExit(f"a job took more than {error.timeout:.0f} s") from None

@@ -1,0 +1,105 @@
+"""What `tuned.py` runs as a Ray job: `tuned_worker.py FOUND.json TURNS SEEDS RECIPE key=value …`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from foldray.planner.hardware import load_hardware
+from foldray.recipe import Recipe
+from trainers import cluster
+from tuners.measure import Bench
+from tuners.sampler import TableSampler
+from tuners.space import Table, changed
+from tuners.study import FoldTuner, Predictions, compared, predictions
+
+TRIALS, PAIRS, REPLAYS = 15, 9, 25
+
+
+def main(path: str, turns: str, seeds: str, recipe: str, *overrides: str) -> None:
+    given = Recipe.load(recipe, [*overrides, f"tune.turns={turns}", "tune.prune=null"])
+    cluster.connect(given)
+    table = Table(given)
+    known = predictions(table, load_hardware(str(given.tune.hardware)))
+    tell(f"{len(table.rows)} settings")
+    bench = Bench(given)
+    reference = bench.step_seconds(given)
+    rows = [exhaustive(bench, table, known, number) for number in range(len(table.rows))]
+    best = min(range(len(rows)), key=lambda number: rows[number]["ratio"])
+    found: dict[str, Any] = {"reference_s": reference, "rows": rows, "best": best, "searches": []}
+    bench.close()
+    found["replays"] = {way: replayed(way, table, known, rows) for way in ("ratio", "cold", "random", "planner")}
+    Path(path).write_text(json.dumps(found))
+    for seed in range(int(seeds)):
+        found["searches"].append(searched(given, seed, changed(given, table.rows[best]), Path(path).parent))
+        Path(path).write_text(json.dumps(found))
+
+
+def exhaustive(bench: Bench, table: Table, known: Predictions, number: int) -> dict[str, Any]:
+    """One row, beside the recipe as it stands."""
+    row = table.rows[number]
+    *_, found = bench.turns(changed(table.recipe, row), record=False)
+    tell(f"{number + 1}: {found.ratio:.3f} {row}")
+    return {"setting": str(row), "row": row._asdict(), "ratio": found.ratio, "ratios": found.ratios, "steps_s": found.seconds,
+            "peak": found.peak, "predicted_s": known.seconds[number]}  # fmt: skip
+
+
+def searched(given: Recipe, seed: int, best: Recipe, folder: Path) -> dict[str, Any]:
+    """A tuner's whole study; its pick against the best, taking turns."""
+    recipe = given.model_copy(
+        update={"tune": given.tune.model_copy(update={"seed": seed, "trials": TRIALS, "study": f"seed{seed}", "turns": 3})}
+    )
+    outcome = FoldTuner(recipe, folder).fit()
+    bench = Bench(best)
+    try:
+        gain = compared(bench, outcome.recipe, PAIRS)
+    finally:
+        bench.close()
+    tell(f"seed {seed}: {1 / gain.times:.3f} {outcome.best}")
+    return {"seed": seed, "setting": str(outcome.best), "trials": len(outcome.trials), "over_best": 1 / gain.times,
+            "low": 1 / gain.high, "high": 1 / gain.low}  # fmt: skip
+
+
+def replayed(way: str, table: Table, known: Predictions, rows: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """The best so far over the best, trial by trial, for many seeds; measured times stand for measuring.
+
+    A search is told what was measured in one turn, drawn by its seed, and judged by the median of all.
+    """
+    import random
+
+    best, curves = min(row["ratio"] for row in rows), []
+    for seed in range(1 if way == "planner" else REPLAYS):
+        draw = random.Random(seed)
+        kind = {"cold": "ratio"}.get(way, way)
+        sampler = TableSampler(table, kind, seed, known.seconds if way in ("ratio", "planner") else None)
+        study = optuna.create_study(sampler=sampler)
+        order = sorted(range(len(rows)), key=known.seconds.__getitem__)
+        starts = order[: table.recipe.tune.starts] if way == "ratio" else draw.sample(order, 3) if way == "cold" else []
+        for number in starts:
+            study.enqueue_trial(table.params(table.rows[number]))
+        told: list[tuple[float, float]] = []
+        curve = []
+        for _ in range(min(TRIALS, len(rows))):
+            trial = study.ask(table.distributions)
+            row = rows[table.number[table.row(trial.params)]]
+            seen = draw.choice(row["ratios"])
+            trial.set_user_attr("seconds", seen)
+            study.tell(trial, seen)
+            told.append((seen, row["ratio"]))
+            curve.append(min(told)[1] / best)
+        curves.append(curve)
+    return curves
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    main(*sys.argv[1:])

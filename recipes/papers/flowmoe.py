@@ -1,0 +1,118 @@
+"""FlowMoE's four models at its own scale, as the planner simulates them: its main table and its ablation.
+
+    python recipes/papers/flowmoe.py [--json FILE] [--picture FILE]
+
+Two nodes of eight RTX 3090, EP16 over them, attention data parallel over all, float32, no ZeRO. Batches and sequence lengths of
+the paper are not known to us; four sequences of 512 tokens for each GPU (`--batch`, `--length`) are assumed, and attention heads
+of 64. One step is simulated op by op, the reduction of its gradients included, up to the last one's arrival.
+
+| row | schedule | who does so |
+|---|---|---|
+| vanilla | sequential, one reduction at the end | plain expert parallelism |
+| buckets | sequential, gradients in buckets of 25 MiB during backward | DistributedDataParallel |
+| MoE only | experts overlap their all-to-alls, d = 2, gradients at the end | Tutel, ScheMoE |
+| pipeline | attention and experts of two micro-batches in turn (R = 2), gradients at the end | FlowMoE without chunks |
+| chunks | sequential, gradients in chunks that give way to all-to-alls | FlowMoE without its pipeline |
+| flow | both | FlowMoE |
+| 1A1M + chunks | slices of sequences instead of batches, d = 4 | |
+
+The chunk is the best of those in `SIZES`. What can be held against the paper is the order of the models and of the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from foldray.fold import Fold
+from foldray.planner import hardware
+from foldray.planner.candidate import Candidate, Job
+from foldray.planner.costs import OpWork
+from foldray.planner.device import Device
+from foldray.planner.whole import simulate_step
+from foldray.schedule import SliceCost, named_ordering
+from foldray.spec import ModelSpec
+
+FOLD = Fold(16, ep=16)
+SIZES = tuple(1 << power for power in range(17, 26, 2))
+ROWS = {
+    "vanilla": "sequential", "buckets": "sequential+buckets", "MoE only": "moe_only:2", "pipeline": "flow:1@2+end",
+    "chunks": "sequential+chunks", "flow": "flow:1@2+chunks", "1A1M + chunks": "one_a_one_m:4+chunks",
+}  # fmt: skip
+PUBLISHED = {  # ms on 16 GPUs: vanilla expert parallelism, Tutel, FlowMoE
+    "GPT2-Tiny-MoE": (169.5, 129.3, 95.6), "BERT-Large-MoE": (537.8, 501.1, 351.9), "LLaMA2-MoE": (1987.7, 1534.1, 1124.0),
+    "DeepSeek-V2-S": (5843.3, 4481.4, 3205.3),
+}  # fmt: skip
+
+
+def model(layers: int, hidden: int, inner: int, experts: int, topk: int, vocab: int) -> ModelSpec:
+    heads = hidden // 64
+    return ModelSpec(layers=layers, hidden=hidden, heads=heads, kv_heads=heads, head_dim=64, ffn_hidden=inner, experts=experts,
+                     topk=topk, expert_hidden=inner, vocab=vocab, ffn="gelu", norm="layernorm")  # fmt: skip
+
+
+MODELS = {
+    "GPT2-Tiny-MoE": model(12, 256, 512, 16, 2, 50257),
+    "BERT-Large-MoE": model(24, 512, 1024, 32, 1, 30522),
+    "LLaMA2-MoE": model(32, 1024, 4096, 16, 1, 32000),
+    "DeepSeek-V2-S": model(4, 5120, 1536, 32, 8, 102400),
+}
+
+
+def seconds(spec: ModelSpec, schedule: str, batch: int, length: int, machines: hardware.Hardware) -> tuple[float, int | None]:
+    """Of a step, and the chunk, if there are chunks."""
+    names = [f"{schedule}={size}" for size in SIZES] if schedule.endswith("+chunks") else [schedule]
+    found = []
+    for name, size in zip(names, SIZES if len(names) > 1 else (None,), strict=False):
+        ordering = named_ordering(name, length, SliceCost.of_model(spec.hidden, spec.heads))
+        candidate = Candidate(Job(spec, length, batch * FOLD.dp, "fp32"), FOLD, ordering, batch, zero=0)
+        work = OpWork(candidate, Device.of(candidate.job, machines))
+        found.append((simulate_step(candidate, work).seconds, size))
+    return min(found, key=lambda each: each[0])
+
+
+def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5), dpi=144, layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(ROWS)
+    for number, name in enumerate(ROWS):
+        at = [place + width * number for place in range(len(rows))]
+        axes.bar(at, [each["seconds"]["vanilla"] / each["seconds"][name] for each in rows.values()], width, label=name)
+    axes.set_xticks([place + 0.4 - width / 2 for place in range(len(rows))], list(rows))
+    axes.set_title("a step over vanilla's, simulated", loc="left", fontsize=10)
+    axes.legend(frameon=False, fontsize=8, ncols=2)
+    axes.spines[["top", "right"]].set_visible(False)
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--cluster", default="rtx3090", help="as for `foldray plan` (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=4, metavar="N", help="sequences of a GPU (default %(default)s)")
+    parser.add_argument("--length", type=int, default=512, metavar="N", help="tokens of a sequence (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--picture", type=Path, metavar="FILE")
+    given = parser.parse_args()
+    machines = hardware.load_hardware(given.cluster)
+    rows: dict[str, dict[str, Any]] = {}
+    print(f"{'model':<16}{'vanilla':>11}" + "".join(f"{name:>15}" for name in list(ROWS)[1:]) + f"{'chunk':>12}{'published':>22}")
+    for name, spec in MODELS.items():
+        found = {row: seconds(spec, schedule, given.batch, given.length, machines) for row, schedule in ROWS.items()}
+        base, chunk = found["vanilla"][0], found["flow"][1] or 0
+        told = PUBLISHED[name]
+        rows[name] = {"seconds": {row: took for row, (took, _) in found.items()}, "chunk": chunk, "published_ms": told}
+        cells = "".join(f"{base / found[row][0]:>13.2f} ×" for row in list(ROWS)[1:])
+        print(f"{name:<16}{base * 1e3:>8.0f} ms{cells}{chunk / 2**20:>8.2f} MiB{told[0]:>10.0f} ms, {told[0] / told[2]:.2f} ×")
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1))
+    if given.picture:
+        draw(rows, given.picture)
+
+
+if __name__ == "__main__":
+    main()
