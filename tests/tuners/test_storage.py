@@ -7,11 +7,12 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import optuna
 import pytest
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from foldray.errors import UserError
 from tests.tuners.test_sampler import guessed, table
@@ -19,9 +20,18 @@ from tuners.sampler import LOST, TableSampler
 from tuners.storage import OWNER, SEEN, Alive, claim, give_back, open_storage, turn
 
 
+class Slow(TableSampler):
+    """Takes its time between looking and picking, so that whoever is not alone is overtaken."""
+
+    def free(self, trials: Iterable[FrozenTrial]) -> list[int]:
+        found = super().free(trials)
+        time.sleep(0.1)
+        return found
+
+
 def study_at(url: str) -> optuna.Study:
     rows = table()
-    sampler = TableSampler(rows, "planner", 0, [guessed(row) for row in rows.rows])
+    sampler = Slow(rows, "planner", 0, [guessed(row) for row in rows.rows])
     storage = open_storage(url)
     with turn(storage, url, "s"):
         return optuna.create_study(storage=storage, study_name="s", sampler=sampler, load_if_exists=True)
