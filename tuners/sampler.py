@@ -19,7 +19,7 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState
 
-from tuners.space import Setting, Table
+from tuners.space import Table
 
 LOST = "lost"
 """User attribute of a trial whose tuner went away: nobody has measured its row."""
@@ -147,8 +147,3 @@ def expected_improvement(mean: np.ndarray, deviation: np.ndarray, best: float) -
     deviation = np.maximum(deviation, 1e-12)
     z = (best - mean) / deviation
     return deviation * (z * norm.cdf(z) + norm.pdf(z))
-
-
-def as_setting(table: Table, trial: FrozenTrial) -> Setting:
-    """The row that a trial measures."""
-    return table.row(trial.params)
