@@ -25,6 +25,7 @@ from foldray.comm import Communicator, Groups
 from foldray.errors import UserError
 from foldray.fold import Fold, divisors
 from foldray.moe.experts import expert_ffn
+from foldray.planner.candidate import DTYPES
 from foldray.planner.hardware import Hardware
 from foldray.recipe import Recipe
 from trainers import cluster
@@ -35,7 +36,6 @@ _ROUNDS, _AT_LEAST = 7, 0.02  # seconds of one measurement
 _STANDARD = 1024  # side of the product that everything is measured beside
 _SIDES = (64, 128, 256, 512, 1024, 2048)
 _BYTES = (1 << 14, 1 << 18, 1 << 22)  # that a rank sends
-_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 
 
 def calibrate(recipe: Recipe, path: Path, as_json: bool = False) -> int:
@@ -81,7 +81,7 @@ def measured(recipe: Recipe, everyone: Groups, device: torch.device, name: str) 
     }  # fmt: skip
     hardware = {
         "name": name, "about": f"{world} workers of {recipe.name}", "source": "measured by foldray calibrate",
-        "gpus_per_node": together, "peak_tflops": {_DTYPES[recipe.precision]: peak / 1e12}, "processors": 1,
+        "gpus_per_node": together, "peak_tflops": {DTYPES[recipe.precision]: peak / 1e12}, "processors": 1,
         "memory_gib": _room(device) / 2**30 / (1 if device.type == "cuda" else together), "memory_gb_s": memory / 1e9, **links,
         "constants": constants, "gemm": [(flops, speed / peak) for flops, speed in gemm],
     }  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from foldray.comm import Groups
-from foldray.planner.candidate import Candidate, Job
+from foldray.planner.candidate import DTYPES, Candidate, Job
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from trainers.calibrate import Meter
 
 _STEPS = 5  # recorded; the median of each op counts
-_PLANNER_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 _TINY: dict[str, Any] = {"preset": None, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn_hidden": 32, "experts": 4,
                          "topk": 2, "expert_hidden": 32, "shared_hidden": 0, "vocab": 64, "layers": 2}  # fmt: skip
 _THIN: dict[str, Any] = {"preset": None, "heads": 1, "kv_heads": 1, "head_dim": 16, "ffn_hidden": 16, "expert_hidden": 16,
@@ -56,7 +55,7 @@ def _optimizer(recipe: Recipe, meter: Meter, hardware: Hardware) -> float:
     engine = make_engine(wide, Groups.create(wide.placed_fold), meter.device)
     engine.train([random_batch(wide, 0, 1, 0, meter.device)])
     took = meter(lambda: engine.update(0.0))
-    job = Job(wide.model, 64, 1, _PLANNER_DTYPES[recipe.precision])
+    job = Job(wide.model, 64, 1, DTYPES[recipe.precision])
     candidate = Candidate(job, wide.placed_fold, Ordering(), zero=0)
     work = OpWork(candidate, Device.of(job, hardware, {"optimizer": 1.0}))
     return min(1.0, max(Step(candidate, work).behind) / took)
@@ -97,7 +96,7 @@ def _recorded(recipe: Recipe, meter: Meter) -> dict[Op, float]:
 
 def _priced(recipe: Recipe, hardware: Hardware, what: str, changed: dict[str, float]) -> dict[Op, float]:
     """What the planner has for one kind of work in every op."""
-    job = Job(recipe.model, recipe.data.seq_len, recipe.training.global_batch, _PLANNER_DTYPES[recipe.precision])
+    job = Job(recipe.model, recipe.data.seq_len, recipe.training.global_batch, DTYPES[recipe.precision])
     candidate = Candidate(job, recipe.placed_fold, recipe.ordering, zero=recipe.engine.zero)
     work = OpWork(candidate, Device.of(job, hardware, changed))
     return {op: sum(each.seconds for each in work.work(op) if each.what == what) for op in candidate.graph.ops()}

@@ -17,7 +17,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 
 from foldray.errors import UserError
 from foldray.fold import divisors
-from foldray.planner.candidate import Candidate, Job
+from foldray.planner.candidate import DTYPES, Candidate, Job
 from foldray.recipe import Recipe
 
 KEYS: Mapping[str, str] = {
@@ -171,8 +171,7 @@ class Table:
 
 def candidate(recipe: Recipe) -> Candidate:
     """A recipe as the planner sees it."""
-    dtype = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}[recipe.precision]
-    job = Job(recipe.model, recipe.data.seq_len, recipe.training.global_batch, dtype)
+    job = Job(recipe.model, recipe.data.seq_len, recipe.training.global_batch, DTYPES[recipe.precision])
     schedule, training = recipe.schedule, recipe.training
     return Candidate(job, recipe.placed_fold, recipe.ordering, training.micro_batch, schedule.virtual_stages, recipe.engine.zero)
 

@@ -16,6 +16,10 @@ FAMILY: Mapping[str, str] = {"dense": "dp_cp", "replicated": "tp_dp_cp", "expert
 """By class of gradient: the family over whose groups it is summed."""
 
 
+DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
+"""By a recipe's precision: the dtype as hardware files have it."""
+
+
 @dataclass(frozen=True)
 class Job:
     """What is to be trained.
