@@ -14,8 +14,9 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
@@ -25,7 +26,7 @@ from optuna.trial import TrialState
 from foldray.errors import MissingPackage, UserError
 from tuners.sampler import LOST, REASON
 
-_ALIVE_S, _SILENT_S = 5.0, 60.0
+_ALIVE_S, _SILENT_S, _CONNECT_S = 5.0, 60.0, 10
 OWNER, SEEN = "owner", "seen"
 """User attributes of a running trial: HOST:PID of its tuner, and when that was last known to be alive."""
 _EXAMPLES = ("sqlite:///PATH/tune.db", "journal:///PATH/tune.log", "postgresql+psycopg2://USER@HOST/DATABASE")
@@ -45,8 +46,8 @@ def open_storage(url: str) -> BaseStorage:
             return JournalStorage(JournalFileBackend(str(path)))
         if url.startswith("sqlite:///"):
             Path(url.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-        with _first_alone(url):
-            return RDBStorage(url, engine_kwargs={"pool_pre_ping": True})
+        with _alone(url, "tables"):  # two that make the tables of a new database at once both fail
+            return RDBStorage(url, engine_kwargs={"pool_pre_ping": True, **_in_time(url)})
     except ModuleNotFoundError as error:
         name = error.name or "its driver"
         raise MissingPackage(
@@ -59,15 +60,9 @@ def open_storage(url: str) -> BaseStorage:
         raise UserError("tune.storage", _without_password(url), f"cannot be opened ({reason})", _EXAMPLES) from None
 
 
-@contextmanager
-def turn(storage: BaseStorage, url: str, study: str) -> Iterator[None]:
+def turn(url: str, study: str) -> AbstractContextManager[None]:
     """Alone among all tuners of a study."""
-    if isinstance(storage, RDBStorage) and storage.engine.dialect.name in ("postgresql", "mysql"):
-        with _database_lock(storage, study):
-            yield
-        return
-    with _file_lock(_lock_path(url)):
-        yield
+    return _alone(url, study)
 
 
 def give_back(study: optuna.Study) -> int:
@@ -113,19 +108,29 @@ class Alive(threading.Thread):
 
 
 @contextmanager
-def _database_lock(storage: RDBStorage, study: str) -> Iterator[None]:
-    """The server's own lock, given back when the connection ends, however that happens."""
-    from sqlalchemy import text
+def _alone(url: str, what: str) -> Iterator[None]:
+    if _on_server(url):
+        lock = _server_lock(url, what)
+    else:
+        lock = _file_lock(_lock_path(url)) if url.startswith(("sqlite:///", "journal://")) else nullcontext()
+    with lock:
+        yield
 
-    number = zlib.crc32(study.encode())
-    postgres = storage.engine.dialect.name == "postgresql"
+
+@contextmanager
+def _server_lock(url: str, what: str) -> Iterator[None]:
+    """The server's own lock, given back when the connection ends, however that happens."""
+    from sqlalchemy import create_engine, text
+
+    number = zlib.crc32(what.encode())
+    postgres = url.startswith("postgresql")
     take, leave = (
         ("SELECT pg_advisory_lock(:key)", "SELECT pg_advisory_unlock(:key)")
         if postgres
         else ("SELECT GET_LOCK(:key, 600)", "SELECT RELEASE_LOCK(:key)")
     )
     key = {"key": number if postgres else f"foldray-{number}"}
-    with storage.engine.connect() as connection:
+    with create_engine(url, isolation_level="AUTOCOMMIT", **_in_time(url)).connect() as connection:  # no open transaction
         connection.execute(text(take), key)
         try:
             yield
@@ -140,14 +145,13 @@ def _file_lock(path: Path) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _first_alone(url: str) -> Iterator[None]:
-    """Two that make the tables of a new database at once both fail."""
-    if not url.startswith("sqlite:///"):
-        yield
-        return
-    with _file_lock(_lock_path(url)):
-        yield
+def _on_server(url: str) -> bool:
+    return url.startswith(("postgresql", "mysql"))
+
+
+def _in_time(url: str) -> dict[str, Any]:
+    """A server that does not answer is given up after some seconds; without that, minutes."""
+    return {"connect_args": {"connect_timeout": _CONNECT_S}} if _on_server(url) else {}
 
 
 def _lock_path(url: str) -> Path:

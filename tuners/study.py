@@ -206,7 +206,7 @@ class FoldTuner:
             raise failures[0]
 
     def _alone(self) -> Any:
-        return alone(self._storage, self.url, self.recipe.tune.study)
+        return alone(self.url, self.recipe.tune.study)
 
     def _ask(self) -> optuna.Trial | None:
         """The next trial; None when all are spent, or no row is left."""

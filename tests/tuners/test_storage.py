@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import optuna
@@ -15,6 +15,7 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState
 
 from foldray.errors import UserError
+from tests.tuners.postgres import new_database, server
 from tests.tuners.test_sampler import guessed, table
 from tuners.sampler import LOST, TableSampler
 from tuners.storage import OWNER, SEEN, Alive, claim, give_back, open_storage, turn
@@ -33,7 +34,7 @@ def study_at(url: str) -> optuna.Study:
     rows = table()
     sampler = Slow(rows, "planner", 0, [guessed(row) for row in rows.rows])
     storage = open_storage(url)
-    with turn(storage, url, "s"):
+    with turn(url, "s"):
         return optuna.create_study(storage=storage, study_name="s", sampler=sampler, load_if_exists=True)
 
 
@@ -41,7 +42,7 @@ def work(url: str, trials: int, each_s: float) -> None:
     """A tuner without anything to measure: asks until the study has so many trials."""
     study, rows = study_at(url), table()
     while True:
-        with turn(study._storage, url, "s"):
+        with turn(url, "s"):
             give_back(study)
             counted = [each for each in study.get_trials(deepcopy=False) if not each.user_attrs.get(LOST)]
             if len(counted) >= trials:
@@ -53,13 +54,22 @@ def work(url: str, trials: int, each_s: float) -> None:
             study.tell(trial, 1.0)
 
 
-def urls(folder: Path) -> list[str]:
-    return [f"sqlite:///{folder}/tune.db", f"journal://{folder}/tune.log"]
+@pytest.fixture(scope="module")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a server of its own, up to the name of a database."""
+    with server(tmp_path_factory) as url:
+        yield url
 
 
-@pytest.mark.parametrize("place", [0, 1], ids=["sqlite", "journal"])
-def test_two_tuners_share_a_study(tmp_path: Path, place: int) -> None:
-    url = urls(tmp_path)[place]
+@pytest.fixture(params=["sqlite", "journal", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A storage that nobody has opened yet."""
+    if request.param == "postgresql":
+        return new_database(request.getfixturevalue("postgres"))
+    return {"sqlite": f"sqlite:///{tmp_path}/tune.db", "journal": f"journal://{tmp_path}/tune.log"}[request.param]
+
+
+def test_two_tuners_share_a_study(url: str) -> None:
     processes = [multiprocessing.get_context("spawn").Process(target=work, args=(url, 12, 0.5)) for _ in range(2)]
     for process in processes:
         process.start()
@@ -72,9 +82,7 @@ def test_two_tuners_share_a_study(tmp_path: Path, place: int) -> None:
     assert len({each.user_attrs[OWNER] for each in trials}) == 2, "both had some"
 
 
-@pytest.mark.parametrize("place", [0, 1], ids=["sqlite", "journal"])
-def test_a_killed_tuner_costs_its_trial_and_nothing_else(tmp_path: Path, place: int) -> None:
-    url = urls(tmp_path)[place]
+def test_a_killed_tuner_costs_its_trial_and_nothing_else(url: str) -> None:
     process = multiprocessing.get_context("spawn").Process(target=work, args=(url, 8, 0.5))
     process.start()
     end = time.monotonic() + 100
@@ -100,7 +108,7 @@ def test_a_killed_tuner_costs_its_trial_and_nothing_else(tmp_path: Path, place: 
 
 
 def test_a_trial_of_a_living_tuner_stays(tmp_path: Path) -> None:
-    study = study_at(urls(tmp_path)[0])
+    study = study_at(f"sqlite:///{tmp_path}/tune.db")
     mine, elsewhere, silent = (study.ask(table().distributions) for _ in range(3))
     for trial in (mine, elsewhere, silent):
         claim(trial)

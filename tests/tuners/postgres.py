@@ -1,0 +1,57 @@
+"""A PostgreSQL server of the tests' own, where the machine has the programs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+def programs() -> Path | None:
+    """The folder of `initdb` and `postgres`; Debian keeps it off PATH."""
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    on_path = shutil.which("initdb")
+    return found[-1].parent if found else Path(on_path).parent if on_path else None
+
+
+@contextmanager
+def server(folders: pytest.TempPathFactory) -> Iterator[str]:
+    """Runs while the block does; its URL without a database."""
+    folder = programs()
+    if folder is None:
+        pytest.skip("needs PostgreSQL's server (Debian: apt install postgresql)")
+    pytest.importorskip("psycopg2", reason="pip install psycopg2-binary")
+    user = "postgres" if os.geteuid() == 0 else None  # the server does not run as root
+    data = folders.mktemp("postgres")
+    if user:
+        for above in (data, *data.parents[:3]):  # pytest's own folders are closed to others
+            above.chmod(above.stat().st_mode | 0o011)
+        shutil.chown(data, user)
+    given = {"user": user, "cwd": data, "check": True, "stdout": subprocess.DEVNULL}
+    subprocess.run([folder / "initdb", "-D", data / "db", "-U", "tuner", "-A", "trust", "--no-sync"], **given)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = f"-p {port} -k {data} -c listen_addresses=127.0.0.1 -F"
+    subprocess.run([folder / "pg_ctl", "-D", data / "db", "-l", data / "log", "-o", options, "-w", "start"], **given)
+    try:
+        yield f"postgresql+psycopg2://tuner@127.0.0.1:{port}"
+    finally:
+        subprocess.run([folder / "pg_ctl", "-D", data / "db", "-m", "immediate", "stop"], **given)
+
+
+def new_database(url: str) -> str:
+    """An empty one on a server."""
+    from sqlalchemy import create_engine, text
+
+    name = f"study_{uuid.uuid4().hex[:8]}"
+    with create_engine(f"{url}/postgres", isolation_level="AUTOCOMMIT").connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name}"))
+    return f"{url}/{name}"
