@@ -45,12 +45,12 @@ def train(given: argparse.Namespace) -> int:
 
 
 def _search(recipe: Recipe) -> Any:
-    """What finds the sizes that a recipe leaves open."""
-    if recipe.schedule.sp_bytes != "auto":
+    """What finds what a recipe leaves open."""
+    if not recipe.schedule.opened:
         return None
-    from tuners import ChunkSizeSearch
+    from tuners import OnlineSearch
 
-    return ChunkSizeSearch
+    return OnlineSearch
 
 
 def submit(given: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers import telemetry
-from trainers.gradient_chunks import MakeSearch
+from trainers.online import MakeSearch
 from trainers.report import Console
 from trainers.trainer import FoldTrainer
 
@@ -19,7 +19,7 @@ def train(recipe: Recipe, resume: str | None = None, as_json: bool = False, sear
     """Train and report; 0 on success, 1 when training failed.
 
     Args:
-        search: makes what searches for `schedule.sp_bytes: auto`.
+        search: makes what searches for `schedule.sp_bytes: auto` and `schedule.degrees`.
 
     Raises:
         UserError: the recipe cannot run here; nothing has been written.

@@ -23,7 +23,7 @@ from foldray.spec import step_flops
 from trainers import checkpoints
 from trainers.data.packed import Batches, PackedData, Split
 from trainers.engines import DTYPES, make_engine
-from trainers.gradient_chunks import MakeSearch, resize, tuning
+from trainers.online import Knobs, MakeSearch, Online
 from trainers.telemetry import Outbox, Place, Step, Validation
 
 _EVALUATED = 8  # micro-batches on their way through the pipeline at once, for each of its positions
@@ -67,7 +67,9 @@ class Worker:
         self.peak = self._all_ranks(matmul_peak(self.device, DTYPES[recipe.precision]))
         self.validation: dict[str, Any] = {}
         self.search = search
-        # A size of gradient chunks holds for a fold on a cluster: on another one it is searched for again.
+        sizes = recipe.schedule.sp_bytes == "auto"
+        self.online = Online(self.engine.execution, self.groups, self.device, recipe.orderings, sizes)
+        # What was found holds for a fold on a cluster: on another one it is searched for again.
         self.ground = {"fold": recipe.fold.model_dump(), "workers": recipe.cluster.workers, "nodes": _nodes()}
 
     def run(self) -> dict[str, Any]:
@@ -75,13 +77,13 @@ class Worker:
         training = self.recipe.training
         first, last = self._restore(), training.stop_after or training.steps
         loss = math.nan
-        tuned = tuning(self.engine.execution, self.groups, self.device, self.search, self.outbox.send)
-        next(tuned, None)
+        online = self.online.steps(self.search, self.outbox.send)
+        next(online, None)
         for step in range(first, last):
             started = time.perf_counter()
             loss = self._step(step)
             with suppress(StopIteration):
-                tuned.send(time.perf_counter() - started)
+                online.send(time.perf_counter() - started)
             done, final = step + 1, step + 1 == last
             if final or (training.eval_every and done % training.eval_every == 0):
                 self._validate(done)
@@ -146,7 +148,7 @@ class Worker:
     def _save(self, done: int, loss: float, final: bool) -> None:
         fold, data = self.recipe.fold.model_dump(), self.data.folder.name
         progress = {"step": done, "data": data, "fold": fold, "validation": self.validation}
-        progress["chunks"] = {"on": self.ground, "sp_bytes": self.engine.execution.ordering.reduction.bytes}
+        progress["online"] = {"on": self.ground, "chosen": self.online.chosen}
         state = self.engine.state()
         pieces = state_pieces(self.engine.model, state)
         path = self.saver.save(state, pieces, progress, {"step": done, "loss": loss}, last=final)
@@ -167,13 +169,19 @@ class Worker:
             checkpoints.load(folder, state, state_pieces(self.engine.model, state), self.saver.group)
             self.engine.load_state(state)
         self.validation = progress["validation"]
-        known = progress.get("chunks")
-        if self.search is not None and known and known["on"] == self.ground and known["sp_bytes"]:
-            self.search = None
-            resize(self.engine.execution, known["sp_bytes"])
+        self._recall(progress.get("online"))
         if self.rank == 0:
             self.outbox.send({"kind": "resumed", "step": progress["step"]})
         return progress["step"]
+
+    def _recall(self, known: dict[str, Any] | None) -> None:
+        """What an earlier search chose, if it may be chosen here."""
+        if self.search is None or not known or known["on"] != self.ground or not known["chosen"]:
+            return
+        knobs = Knobs(*known["chosen"])
+        if knobs.degree in self.online.orderings and bool(knobs.sp_bytes) == self.online.sizes:
+            self.search = None
+            self.online.choose(knobs)
 
     def _batch(self, split: Split, indices: ArrayLike) -> Batch:
         """Inputs, targets and, if attention stops at documents, their numbers."""

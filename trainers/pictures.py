@@ -1,4 +1,4 @@
-"""The run's pictures: the loss against the byte baselines, how evenly the experts are used, what sizes of gradient chunks took.
+"""The run's pictures: the loss against the byte baselines, how evenly the experts are used, what was tried in the first steps.
 
 Figures are drawn as objects of their own; matplotlib.pyplot would keep them in global state and may want a display.
 """
@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from trainers.telemetry import History, number
+from trainers.telemetry import History, Tried, number
 
-BLUE, ORANGE, GREY, RED, INK = "#2364aa", "#d9630b", "#6b7280", "#b91c1c", "#1f2937"
+BLUE, ORANGE, GREEN, GREY, RED, INK = "#2364aa", "#d9630b", "#2f855a", "#6b7280", "#b91c1c", "#1f2937"
 _DPI = 144
 _CELL_NUMBERS = 16  # experts up to which a cell has room for its number
 _HINTS = {"unigram": "knows how frequent each byte is", "bigram": "knows the byte before"}
@@ -94,26 +94,42 @@ def draw_expert_load(history: History, path: Path, title: str, layers: Sequence[
     _save(figure, path)
 
 
-def draw_chunks(history: History, path: Path, title: str) -> None:
-    """Draw what a step took with each size of gradient chunks that was tried, numbered in that order, and mark the chosen one."""
-    tried = [(number(record["sp_bytes"]) / 2**20, number(record["step_time_s"]) * 1e3) for record in history.chunks
-             if not record["chosen"]]  # fmt: skip
-    chosen = [number(record["sp_bytes"]) / 2**20 for record in history.chunks if record["chosen"]]
-    figure = _figure(8.0, 4.6, title, "What a step takes with gradients in chunks of this size; lower is better")
+def draw_tried(history: History, path: Path, title: str) -> None:
+    """Draw what a step took with each degree and size of gradient chunks that was tried, numbered in that order, and mark the
+    chosen one.
+    """
+    sized = any(record["sp_bytes"] for record in history.tried)
+    degrees = sorted({record["degree"] for record in history.tried})
+    what = "gradients in chunks of this size" if sized else "sequences in so many pieces"
+    figure = _figure(8.0, 4.6, title, f"What a step takes with {what}; lower is better")
     axes = figure.add_axes((0.1, 0.13, 0.85, 0.67))
-    for size in chosen:
-        axes.axvline(size, color=ORANGE, linewidth=1.6)
-        axes.annotate(f"chosen: {size:.3g} MiB", (size, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -4),
-                      textcoords="offset points", color=ORANGE, fontsize=9, va="top")  # fmt: skip
-    axes.plot(*zip(*sorted(tried), strict=True), color=BLUE, linewidth=1.0, alpha=0.5) if tried else None
-    for order, (size, took) in enumerate(tried, 1):
-        axes.plot([size], [took], "o", color=BLUE, markersize=6)
-        axes.annotate(str(order), (size, took), xytext=(0, 7), textcoords="offset points", ha="center", color=INK, fontsize=8)
+    places = [(_across(record, sized), number(record["step_time_s"]) * 1e3) for record in history.tried]
+    for record, (place, _) in zip(history.tried, places, strict=True):
+        if record["chosen"]:
+            words = [f"d={record['degree']}"] * (len(degrees) > 1) + [f"{place:.3g} MiB"] * sized
+            axes.axvline(place, color=ORANGE, linewidth=1.6)
+            axes.annotate(f"chosen: {', '.join(words)}", (place, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -4),
+                          textcoords="offset points", color=ORANGE, fontsize=9, va="top")  # fmt: skip
+    tried = [(record["degree"], *at) for record, at in zip(history.tried, places, strict=True) if not record["chosen"]]
+    for shade, degree in enumerate(degrees if sized else [None]):
+        own = sorted((place, took) for each, place, took in tried if degree in (None, each))
+        colour = (BLUE, GREEN, RED, GREY)[shade % 4]
+        if own:
+            axes.plot(*zip(*own, strict=True), "o-", color=colour, linewidth=1.0, alpha=0.7, markersize=6, label=f"d={degree}")
+    for order, (_, place, took) in enumerate(tried, 1):
+        axes.annotate(str(order), (place, took), xytext=(0, 7), textcoords="offset points", ha="center", color=INK, fontsize=8)
+    if sized and len(degrees) > 1:
+        axes.legend(frameon=False, fontsize=9)
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("bytes of gradients that travel at once (MiB)")
+    axes.set_xlabel("bytes of gradients that travel at once (MiB)" if sized else "degree: pieces of a sequence")
     axes.set_ylabel("step (ms), median")
     _plain(axes)
     _save(figure, path)
+
+
+def _across(record: Tried, sized: bool) -> float:
+    """Where a trial stands: its size in MiB, or its degree."""
+    return number(record["sp_bytes"]) / 2**20 if sized else float(record["degree"])
 
 
 def _heat_map(

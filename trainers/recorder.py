@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 
 from foldray.recipe import Recipe
-from trainers.pictures import draw_chunks, draw_expert_load, draw_loss
+from trainers.pictures import draw_expert_load, draw_loss, draw_tried
 from trainers.telemetry import LOAD_WINDOW, History, Record, as_json
 
 _PICTURE_PERIOD_S = 30.0  # drawing takes the driver half a second, and the workers may be on the same cores
@@ -96,8 +96,8 @@ class RunFolder:
         """Draw the pictures that there is something to show on."""
         if self.history.steps:
             draw_loss(self.history, self._baselines, self._loss, self.path.name, self._bytes_per_token)
-        if self.history.chunks:
-            draw_chunks(self.history, self._chunks, self.path.name)
+        if self.history.tried:
+            draw_tried(self.history, self._online, self.path.name)
         if self.history.load is not None:
             draw_expert_load(self.history, self._expert_load, self.path.name, self._recipe.model.moe_layers)
         self._drawn = time.monotonic()
@@ -130,7 +130,7 @@ class RunFolder:
             dead_experts=dead,
             drop_rate=_mean([step["drop_rate"] for step in steps[-LOAD_WINDOW:]]),
             checkpoint=checkpoint,
-            pictures=tuple(str(path) for path in (self._loss, self._expert_load, self._chunks) if path.exists()),
+            pictures=tuple(str(path) for path in (self._loss, self._expert_load, self._online) if path.exists()),
             mlflow_uri=self._mlflow[0],
             mlflow_run_id=self._mlflow[1],
             mlflow_command=self._mlflow[2],
@@ -139,8 +139,8 @@ class RunFolder:
     @property
     def artifacts(self) -> list[Path]:
         """The files that a tracking server should keep a copy of."""
-        chunks = [self._chunks] if self.history.chunks else []
-        return [self.path / "recipe.yaml", self.path / "run.json", self._loss, self._expert_load, *chunks]
+        online = [self._online] if self.history.tried else []
+        return [self.path / "recipe.yaml", self.path / "run.json", self._loss, self._expert_load, *online]
 
     @property
     def _metrics(self) -> Path:
@@ -155,8 +155,8 @@ class RunFolder:
         return self.path / "expert_load.png"
 
     @property
-    def _chunks(self) -> Path:
-        return self.path / "gradient_chunks.png"
+    def _online(self) -> Path:
+        return self.path / "online_search.png"
 
     def _balance(self) -> tuple[float | None, int | None, int | None]:
         load = self.history.load

@@ -85,11 +85,13 @@ class Resumed(TypedDict):
     time: NotRequired[float]
 
 
-class Chunks(TypedDict):
-    """A size of gradient chunks that was tried at the start of training, or the one chosen."""
+class Tried(TypedDict):
+    """A degree and a size of gradient chunks that were tried at the start of training, or those chosen."""
 
-    kind: Literal["chunks"]
-    sp_bytes: int
+    kind: Literal["tried"]
+    degree: int
+    sp_bytes: int | None
+    """None where the size is settled."""
     step_time_s: float
     """Median over the steps that were measured with it; in the record of the choice, over those of the run-off."""
     chosen: bool
@@ -105,7 +107,7 @@ class Saved(TypedDict):
     time: NotRequired[float]
 
 
-Record = Place | Step | Validation | Resumed | Chunks | Saved
+Record = Place | Step | Validation | Resumed | Tried | Saved
 Subscriber = Callable[[Record], None]
 
 
@@ -225,8 +227,8 @@ class History:
         self.validations: dict[int, Validation] = {}
         self.checkpoints: dict[int, Saved] = {}
         self.resumes: list[int] = []
-        self.chunks: list[Chunks] = []
-        """Sizes of gradient chunks in the order in which they were tried; a search that begins anew clears those before."""
+        self.tried: list[Tried] = []
+        """In this order; a search that begins anew clears what was before."""
         self.imbalance: dict[int, np.ndarray] = {}
         """Per step: for every MoE layer, the busiest expert's load over the mean."""
         self._loads: deque[tuple[int, np.ndarray]] = deque(maxlen=LOAD_WINDOW)
@@ -254,10 +256,10 @@ class History:
             self.validations[record["step"]] = record
         elif record["kind"] == "checkpoint":
             self.checkpoints[record["step"]] = record
-        elif record["kind"] == "chunks":
-            if self.chunks and self.chunks[-1]["chosen"]:
-                self.chunks.clear()
-            self.chunks.append(record)
+        elif record["kind"] == "tried":
+            if self.tried and self.tried[-1]["chosen"]:
+                self.tried.clear()
+            self.tried.append(record)
         else:
             self.resumes.append(record["step"])
             self._rewind(record["step"])

@@ -60,7 +60,7 @@ class Tracker:
         self._server = TrackingServer(recipe, storage)
         self._layers = recipe.model.moe_layers
         self._logged: dict[str, int] = {}
-        self._warned, self._tried = False, 0  # sizes of gradient chunks
+        self._warned, self._tried = False, 0
         self._client, self.experiment_id = self._server.client, self._server.experiment_id
         with told_as_user_error(self.uri):
             self.run_id = self._reopen(mlflow_run_id) or self._create(recipe, name)
@@ -75,10 +75,12 @@ class Tracker:
         elif record["kind"] == "validation":
             name = "validation/bits_per_byte"
             self._send(name, record["step"], {name: record["bits_per_byte"], "validation/loss": record["loss"]})
-        elif record["kind"] == "chunks":
+        elif record["kind"] == "tried":
             self._tried += 1
-            values = {"gradient_chunks/sp_bytes": record["sp_bytes"], "gradient_chunks/step_time_s": record["step_time_s"]}
-            self._send("gradient_chunks/sp_bytes", self._tried, values)
+            values = {"online/degree": record["degree"], "online/step_time_s": record["step_time_s"]}
+            if record["sp_bytes"] is not None:
+                values["online/sp_bytes"] = record["sp_bytes"]
+            self._send("online/step_time_s", self._tried, values)
 
     def store(self, paths: Iterable[Path]) -> None:
         """Copy the files that exist to the run's artifacts; never raises."""

@@ -23,8 +23,8 @@ from trainers.checkpoints import PROGRESS
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
 from trainers.engines import make_backend
-from trainers.gradient_chunks import MakeSearch
 from trainers.loop import train_loop
+from trainers.online import MakeSearch
 from trainers.report import Console
 from trainers.run import Run
 
@@ -43,7 +43,7 @@ class FoldTrainer(TorchTrainer):
         run_config: Ray's; a name or storage_path given here takes the place of the recipe's.
         torch_config: Ray's; gloo on CPU and NCCL on GPU if not given.
         resume: id of a run in the same storage to go on with, under this recipe (any legal fold).
-        search: makes what searches for `schedule.sp_bytes: auto`, such as `tuners.ChunkSizeSearch`.
+        search: makes what searches for `schedule.sp_bytes: auto` and `schedule.degrees`, such as `tuners.OnlineSearch`.
         console: where progress is shown; None shows nothing.
         **ray_arguments: everything else that `TorchTrainer` takes.
 
@@ -66,11 +66,11 @@ class FoldTrainer(TorchTrainer):
     ):
         self.recipe = recipe if scaling_config is None else _scaled(recipe, scaling_config)
         self.console, self.resume = console, resume
-        automatic = self.recipe.schedule.sp_bytes == "auto"
-        if automatic and search is None:
-            rule = "needs a search: FoldTrainer(recipe, search=tuners.ChunkSizeSearch), or `foldray train`"
-            raise UserError("schedule.sp_bytes", "auto", rule)
-        self.search = search if automatic else None
+        opened = self.recipe.schedule.opened
+        if opened and search is None:
+            rule = "needs a search: FoldTrainer(recipe, search=tuners.OnlineSearch), or `foldray train`"
+            raise UserError(f"schedule.{opened[0]}", getattr(self.recipe.schedule, opened[0]), rule)
+        self.search = search if opened else None
         self.run: Run | None = None
         config = _run_config(self.recipe, run_config, resume)
         super().__init__(

@@ -19,7 +19,7 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState
 
-from tuners.space import Table
+from tuners.table import Table
 
 LOST = "lost"
 """User attribute of a trial whose tuner went away: nobody has measured its row."""
@@ -41,7 +41,12 @@ class TableSampler(BaseSampler):
     """
 
     def __init__(
-        self, table: Table, kind: str, seed: int, predicted: Sequence[float] | None = None, held: Sequence[float] | None = None
+        self,
+        table: Table[Any],
+        kind: str,
+        seed: int,
+        predicted: Sequence[float] | None = None,
+        held: Sequence[float] | None = None,
     ):
         self.table, self.kind, self.held = table, kind, held
         self.predicted = None if predicted is None else np.log(np.asarray(predicted))

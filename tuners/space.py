@@ -1,4 +1,4 @@
-"""What a tuner chooses from: every legal way to train a recipe, as a table of rows.
+"""What a tuner chooses from: every legal way to train a recipe, as rows of a table.
 
 A search that proposes values freely would mostly propose folds that cannot be. So the legal settings are written out first, each
 once (what has no effect has one value), and searches pick rows.
@@ -9,16 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
-
-import numpy as np
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from typing import NamedTuple
 
 from foldray.errors import UserError
 from foldray.fold import divisors
 from foldray.planner.candidate import DTYPES, Candidate, Job
 from foldray.recipe import Recipe
+from tuners.table import Table
 
 KEYS: Mapping[str, str] = {
     "tp": "fold.tp", "cp": "fold.cp", "pp": "fold.pp", "ep": "fold.ep", "etp": "fold.etp",
@@ -99,7 +96,7 @@ def changed(recipe: Recipe, setting: Setting) -> Recipe:
         section, key = KEYS[name].split(".")
         given[section][key] = value
     given["schedule"]["recompute"] = () if setting.recompute == "none" else tuple(setting.recompute.split("+"))
-    given["schedule"]["sp_bytes"] = setting.sp_bytes or None
+    given["schedule"] |= {"sp_bytes": setting.sp_bytes or None, "degrees": None}
     if setting.degree == 1 or setting.kind == "moe_only":
         given["schedule"]["slices"] = None
     if setting.kind != recipe.schedule.kind:
@@ -107,66 +104,19 @@ def changed(recipe: Recipe, setting: Setting) -> Recipe:
     return Recipe.parse(given)
 
 
-class Table:
-    """All legal settings of a recipe's space, and how searches see them.
+class Settings(Table[Setting]):
+    """All legal settings of a recipe's space.
 
     Raises:
         UserError: nothing in the space is legal.
     """
 
     def __init__(self, recipe: Recipe):
+        super().__init__(_legal(recipe))
         self.recipe = recipe
-        self.rows = list(dict.fromkeys(_legal(recipe)))
         if not self.rows:
             raise UserError("tune.space", "as given", f"has no legal setting for {recipe.cluster.workers} workers and this model")
         self.default = Setting.of(recipe)
-
-    @cached_property
-    def number(self) -> dict[Setting, int]:
-        """Of every row."""
-        return {row: number for number, row in enumerate(self.rows)}
-
-    @cached_property
-    def distributions(self) -> dict[str, BaseDistribution]:
-        """Of every parameter that has a choice: sizes as integers on a logarithmic scale, names as categories."""
-        found: dict[str, BaseDistribution] = {}
-        for name, values in self._values.items():
-            if isinstance(values[0], str):
-                found[name] = CategoricalDistribution(values)
-            else:
-                found[name] = IntDistribution(min(value for value in values if value), values[-1], log=True)
-        return found
-
-    @cached_property
-    def _values(self) -> dict[str, list[Any]]:
-        columns = ((name, sorted({getattr(row, name) for row in self.rows})) for name in Setting._fields)
-        return {name: values for name, values in columns if len(values) > 1}
-
-    def params(self, row: Setting) -> dict[str, Any]:
-        """A row as a trial's parameters; chunks of gradients that do not travel within a step count as the largest there are."""
-        found = {name: getattr(row, name) for name in self._values}
-        return found if found.get("sp_bytes") != 0 else {**found, "sp_bytes": self._values["sp_bytes"][-1]}
-
-    @cached_property
-    def _by_params(self) -> dict[tuple[tuple[str, Any], ...], Setting]:
-        return {tuple(self.params(row).items()): row for row in self.rows}
-
-    def row(self, params: Mapping[str, Any]) -> Setting:
-        """The row that a trial's parameters stand for."""
-        return self._by_params[tuple((name, params[name]) for name in self._values)]
-
-    @cached_property
-    def features(self) -> np.ndarray:
-        """[rows, features]: logarithms of sizes, one column for each name of a category."""
-        return np.array([self.encoded(self.params(row)) for row in self.rows])
-
-    def encoded(self, params: Mapping[str, Any]) -> np.ndarray:
-        """A row of `features`."""
-        found: list[float] = []
-        for name, values in self._values.items():
-            own = params[name]
-            found += [float(own == value) for value in values] if isinstance(own, str) else [math.log2(own)]
-        return np.array(found)
 
 
 def candidate(recipe: Recipe) -> Candidate:

@@ -28,7 +28,7 @@ from trainers.actors import MEMORY, RankFailure
 from trainers.trial import turn
 from tuners.measure import Bench, Measured, TakeTurn, nodes_apart
 from tuners.sampler import LOST, REASON, TableSampler
-from tuners.space import Setting, Table, candidate, changed
+from tuners.space import Setting, Settings, candidate, changed
 from tuners.storage import Alive, claim, give_back, open_storage
 from tuners.storage import turn as alone
 
@@ -74,13 +74,13 @@ class Outcome:
     seconds: float
     trials: list[FrozenTrial]
     gain: Gain | None
-    table: Table
+    table: Settings
 
 
 class Watcher:
     """Is told what happens; does nothing."""
 
-    def started(self, study: optuna.Study, table: Table, predictions: Predictions | None) -> None: ...
+    def started(self, study: optuna.Study, table: Settings, predictions: Predictions | None) -> None: ...
 
     def measured(self, trial: optuna.Trial, setting: Setting, found: Measured) -> None: ...
 
@@ -107,7 +107,7 @@ class FoldTuner:
     def __init__(self, recipe: Recipe, folder: Path, watchers: tuple[Watcher, ...] = (), take: TakeTurn = turn):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.recipe, self._watchers, self._take = recipe, watchers, take
-        self.table = Table(recipe)
+        self.table = Settings(recipe)
         self.hardware = load_hardware(recipe.tune.hardware) if recipe.tune.hardware else None
         self.predictions = predictions(self.table, self.hardware) if self.hardware else None
         self.url = recipe.tune.storage or f"sqlite:///{folder.absolute()}/tune.db"
@@ -306,7 +306,7 @@ def compared(bench: Bench, recipe: Recipe, pairs: int, seed: int = 0) -> Gain:
     return Gain(statistics.median(ratios), float(low), float(high), len(ratios))
 
 
-def predictions(table: Table, hardware: Hardware) -> Predictions:
+def predictions(table: Settings, hardware: Hardware) -> Predictions:
     """Every row's step and memory, as the planner has them."""
     seconds, held = [], []
     known: dict[Any, Any] = {}
@@ -322,7 +322,7 @@ def predictions(table: Table, hardware: Hardware) -> Predictions:
     return Predictions(seconds, held)
 
 
-def _fingerprint(table: Table) -> str:
+def _fingerprint(table: Settings) -> str:
     """Of what a study is about: the recipe but for how it is searched, and the table."""
     about = table.recipe.model_dump(mode="json", exclude={"tune", "name", "tracking", "cluster"})
     return hashlib.sha256(json.dumps([about, table.rows]).encode()).hexdigest()[:16]

@@ -20,7 +20,7 @@ from trainers.timeline_picture import draw_timelines
 from tuners import report
 from tuners.measure import Measured
 from tuners.sampler import REASON
-from tuners.space import Setting, Table, changed
+from tuners.space import Setting, Settings, changed
 from tuners.study import Outcome, Predictions, Watcher
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Console(Watcher):
         self._task = self._progress.add_task("tuning", total=trials)
         self._best: float | None = None
 
-    def started(self, study: optuna.Study, table: Table, predictions: Predictions | None) -> None:
+    def started(self, study: optuna.Study, table: Settings, predictions: Predictions | None) -> None:
         knows = "predicted" if predictions else "nothing predicted"
         done = sum(each.state.is_finished() for each in study.get_trials(deepcopy=False))
         self._terminal.print(f"{len(table.rows)} legal settings, {knows}" + (f"; {done} trials are done" if done else ""))
@@ -110,7 +110,7 @@ class Runs(Watcher):
         self._measured: dict[int, tuple[Setting, Measured]] = {}
         self.parent = ""
 
-    def started(self, study: optuna.Study, table: Table, predictions: Predictions | None) -> None:
+    def started(self, study: optuna.Study, table: Settings, predictions: Predictions | None) -> None:
         known = study.user_attrs.get(_PARENT)
         if known is not None:
             self.parent = known

@@ -47,6 +47,8 @@ def _check_schedule(recipe: Recipe) -> None:
         raise UserError("schedule.sp_bytes", schedule.sp_bytes, rule, ["null"])
     if schedule.sp_bytes == "auto" and schedule.reduction != "chunks":
         raise UserError("schedule.sp_bytes", "auto", "is searched for reduction=chunks", ["null", "a number of bytes"])
+    if schedule.degrees is not None:
+        _check_degrees(recipe)
     slicing = recipe.slicing
     if slicing is None:
         if schedule.slices is not None:
@@ -66,6 +68,17 @@ def _check_schedule(recipe: Recipe) -> None:
         if ranks > 1 and slicing.attention != slicing.moe:
             rule = "dropping the latest of whole sequences needs equal slices where ranks share a sequence (tp, cp)"
             raise UserError("schedule.slicing", schedule.slicing, rule, ["token_uniform"])
+
+
+def _check_degrees(recipe: Recipe) -> None:
+    given = list(recipe.schedule.degrees or ())
+    if recipe.schedule.slices is not None:
+        raise UserError("schedule.degrees", given, "cannot go with slices, which are of one degree", ["null"])
+    for degree in given:
+        try:
+            recipe.at_degree(degree)
+        except UserError as error:
+            raise UserError("schedule.degrees", given, f"has {degree}, with which {error.field}: {error.rule}") from None
 
 
 def _check_slices(recipe: Recipe, slicing: Slicing) -> None:

@@ -122,6 +122,22 @@ class Recipe(Strict):
             Reduction(schedule.reduction, None if schedule.sp_bytes == "auto" else schedule.sp_bytes),
         )
 
+    @property
+    def orderings(self) -> dict[int, Ordering]:
+        """By degree: those that training may choose from."""
+        return {degree: self.at_degree(degree).ordering for degree in self.schedule.degrees or (self.schedule.degree,)}
+
+    def at_degree(self, degree: int) -> Recipe:
+        """The same with sequences in so many pieces, and no other degree to try.
+
+        Raises:
+            UserError: that cannot be.
+        """
+        given = self.model_dump()
+        slices = self.schedule.slices if degree == self.schedule.degree else None
+        given["schedule"] |= {"degree": degree, "degrees": None, "slices": slices}
+        return Recipe.parse(given)
+
     def named_ordering(self, name: str) -> Ordering:
         """What a short name such as `stream:4:2` stands for (`schedule.named_ordering`), with this recipe's recomputation."""
         found = named_ordering(name, self.data.seq_len, self.slice_cost, self.slice_unit)

@@ -59,6 +59,7 @@ class ScheduleSpec(Strict):
         None, description="going backward; null is as kind"
     )
     degree: int = Field(1, ge=1, description="pieces that a sequence is cut into")
+    degrees: Sizes | None = Field(None, description="degrees that training tries in its first steps; null keeps degree")
     slicing: Literal["token_uniform", "algorithm1", "time_uniform"] = Field("time_uniform", description="how attention is cut")
     slices: tuple[int, ...] | None = Field(None, description="lengths of attention's slices; null is as slicing finds them")
     slice_cost: tuple[Cost, Cost] | None = Field(None, description="what a slice costs, as bench measures it; null is FLOPs")
@@ -79,6 +80,11 @@ class ScheduleSpec(Strict):
     context: Literal["ring", "all_gather"] = Field(
         "ring", description="how keys and values travel between context-parallel ranks"
     )
+
+    @property
+    def opened(self) -> list[str]:
+        """Keys that training finds values for."""
+        return ["degrees"] * (self.degrees is not None) + ["sp_bytes"] * (self.sp_bytes == "auto")
 
     @field_validator("sp_bytes", mode="before")
     @classmethod

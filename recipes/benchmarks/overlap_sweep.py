@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from trainers.gradient_chunks import searching
-from tuners import ChunkSizeSearch
+from trainers.online import Online
+from tuners import OnlineSearch
 
 if TYPE_CHECKING:
     from overlap_worker import Worker
 
-    from trainers.telemetry import Chunks
+    from trainers.telemetry import Tried
 
 SIZES, SEEDS, PAIRS, SMALLEST = 12, 5, 15, 4 << 10
 
@@ -73,10 +73,12 @@ def sweep(worker: Worker, variant: str) -> dict[str, Any]:
 
 def _search(worker: Worker, took: Callable[[int | None], float], seed: int) -> dict[str, Any]:
     """One search, as training does it."""
-    records: list[Chunks] = []
+    records: list[Tried] = []
     worker.measuring = True  # nothing is learnt about costs any more
-    make = partial(ChunkSizeSearch, seed=seed)
-    going = searching(worker.execution, worker.groups, torch.device("cpu"), make, records.append)
+    now = worker.execution.ordering
+    orderings = {now.slicing.degree if now.slicing else 1: now}
+    online = Online(worker.execution, worker.groups, torch.device("cpu"), orderings, sizes=True)
+    going = online.search(partial(OnlineSearch, seed=seed), records.append)
     with suppress(StopIteration):
         next(going)
         while True:

@@ -15,7 +15,7 @@ from foldray.recipe import Recipe
 from trainers import cluster
 from tuners.measure import Bench
 from tuners.sampler import TableSampler
-from tuners.space import Table, changed
+from tuners.space import Settings, changed
 from tuners.study import FoldTuner, Predictions, compared, predictions
 
 TRIALS, PAIRS, REPLAYS = 15, 9, 25
@@ -24,7 +24,7 @@ TRIALS, PAIRS, REPLAYS = 15, 9, 25
 def main(path: str, turns: str, seeds: str, recipe: str, *overrides: str) -> None:
     given = Recipe.load(recipe, [*overrides, f"tune.turns={turns}", "tune.prune=null"])
     cluster.connect(given)
-    table = Table(given)
+    table = Settings(given)
     known = predictions(table, load_hardware(str(given.tune.hardware)))
     tell(f"{len(table.rows)} settings")
     bench = Bench(given)
@@ -40,7 +40,7 @@ def main(path: str, turns: str, seeds: str, recipe: str, *overrides: str) -> Non
         Path(path).write_text(json.dumps(found))
 
 
-def exhaustive(bench: Bench, table: Table, known: Predictions, number: int) -> dict[str, Any]:
+def exhaustive(bench: Bench, table: Settings, known: Predictions, number: int) -> dict[str, Any]:
     """One row, beside the recipe as it stands."""
     row = table.rows[number]
     *_, found = bench.turns(changed(table.recipe, row), record=False)
@@ -65,7 +65,7 @@ def searched(given: Recipe, seed: int, best: Recipe, folder: Path) -> dict[str, 
             "low": 1 / gain.high, "high": 1 / gain.low}  # fmt: skip
 
 
-def replayed(way: str, table: Table, known: Predictions, rows: Sequence[dict[str, Any]]) -> list[list[float]]:
+def replayed(way: str, table: Settings, known: Predictions, rows: Sequence[dict[str, Any]]) -> list[list[float]]:
     """The best so far over the best, trial by trial, for many seeds; measured times stand for measuring.
 
     A search is told what was measured in one turn, drawn by its seed, and judged by the median of all.

@@ -11,13 +11,13 @@ from optuna.trial import TrialState
 
 from tests.tuners.test_space import recipe
 from tuners.sampler import LOST, REASON, TableSampler, expected_improvement
-from tuners.space import Setting, Table
+from tuners.space import Setting, Settings
 
 KINDS = ("ratio", "gp", "tpe", "random", "planner")
 
 
-def table() -> Table:
-    return Table(
+def table() -> Settings:
+    return Settings(
         recipe(tp=[1], cp=[1], pp=[1], etp=[1, 2], kind=["sequential", "moe_only", "stream"], sp_bytes=[None, 1 << 18, 1 << 20])
     )
 

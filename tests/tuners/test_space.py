@@ -8,7 +8,7 @@ import pytest
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from tuners.space import Setting, Table, changed
+from tuners.space import Setting, Settings, changed
 
 
 def recipe(workers: int = 4, **space: Any) -> Recipe:
@@ -23,7 +23,7 @@ def recipe(workers: int = 4, **space: Any) -> Recipe:
 
 
 def test_every_row_is_a_legal_recipe_and_each_means_something_else() -> None:
-    table = Table(recipe(sp_bytes=[None, 65536]))
+    table = Settings(recipe(sp_bytes=[None, 65536]))
     told = [changed(table.recipe, row) for row in table.rows]
     assert len(table.rows) > 100
     assert len({each.model_dump_json() for each in told}) == len(table.rows)
@@ -34,7 +34,7 @@ def test_every_row_is_a_legal_recipe_and_each_means_something_else() -> None:
 def test_rows_are_all_that_is_legal() -> None:
     """Against every combination, tried one by one."""
     space = {"cp": [1], "pp": [1], "kind": ["sequential", "moe_only", "stream"], "degree": [1, 2], "sp_bytes": [None, 1 << 20]}
-    table = Table(recipe(2, **space))
+    table = Settings(recipe(2, **space))
     found = set()
     for tp in (1, 2):
         for ep in (1, 2):
@@ -52,19 +52,19 @@ def test_rows_are_all_that_is_legal() -> None:
 
 
 def test_a_list_settles_or_widens() -> None:
-    assert {row.ep for row in Table(recipe(ep=[2])).rows} == {2}
-    rows = Table(recipe(tp=[1], cp=[1], pp=[1], micro_batch=[1, 2], recompute=[[], ["expert"]])).rows
+    assert {row.ep for row in Settings(recipe(ep=[2])).rows} == {2}
+    rows = Settings(recipe(tp=[1], cp=[1], pp=[1], micro_batch=[1, 2], recompute=[[], ["expert"]])).rows
     assert {row.micro_batch for row in rows} == {1, 2}
     assert {row.recompute for row in rows} == {"none", "expert"}
 
 
 def test_what_has_no_choice_is_no_parameter() -> None:
-    table = Table(recipe(tp=[1], cp=[1], pp=[1], etp=[1]))
+    table = Settings(recipe(tp=[1], cp=[1], pp=[1], etp=[1]))
     assert set(table.distributions) == {"ep", "kind", "degree"}
 
 
 def test_params_are_rows_and_back() -> None:
-    table = Table(recipe(sp_bytes=[None, 65536, 1 << 20]))
+    table = Settings(recipe(sp_bytes=[None, 65536, 1 << 20]))
     for row in table.rows:
         params = table.params(row)
         assert table.row(params) == row
@@ -77,7 +77,7 @@ def test_params_are_rows_and_back() -> None:
 
 def test_a_space_without_a_legal_row_is_refused() -> None:
     with pytest.raises(UserError, match="has no legal setting for 4 workers"):
-        Table(recipe(tp=[3]))
+        Settings(recipe(tp=[3]))
 
 
 def test_a_setting_is_told_in_a_line() -> None:
