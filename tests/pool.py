@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
-# A rank with more threads than this is started anew: some libraries keep process groups, and each of those its threads.
-_MOST_THREADS = 150
+# Process groups have threads, and wait for garbage collection where cycles keep them.
+_MANY_THREADS = 30
 
 
 class RankFailure(AssertionError):
@@ -37,18 +38,17 @@ class RankPool:
             self._start()
         for connection in self._connections:
             connection.send((case, arguments))
-        deadline, answers = time.monotonic() + timeout, {}  # by rank: (fine or not, result or traceback, threads)
+        deadline, answers = time.monotonic() + timeout, {}  # by rank: (fine or not, result or traceback)
         while len(answers) < self.world:
-            for rank, connection in enumerate(self._connections):
-                if rank not in answers and connection.poll(0.001):
-                    answers[rank] = self._receive(rank, connection)
-            failed = [text for fine, text, _ in answers.values() if not fine]
+            missing = [connection for rank, connection in enumerate(self._connections) if rank not in answers]
+            for connection in wait(missing, timeout=0.5):
+                rank = self._connections.index(connection)
+                answers[rank] = self._receive(rank, connection)
+            failed = [text for fine, text in answers.values() if not fine]
             if failed or time.monotonic() > deadline:
                 self.close()
-                missing = sorted(set(range(self.world)) - set(answers))
-                raise RankFailure("\n".join(failed) or f"ranks {missing} did not answer within {timeout} s")
-        if max(threads for _, _, threads in answers.values()) > _MOST_THREADS:
-            self.close()
+                silent = sorted(set(range(self.world)) - set(answers))
+                raise RankFailure("\n".join(failed) or f"ranks {silent} did not answer within {timeout} s")
         return [answers[rank][1] for rank in range(self.world)]
 
     def close(self) -> None:
@@ -67,11 +67,11 @@ class RankPool:
             self._connections.append(ours)
             self._processes.append(process)
 
-    def _receive(self, rank: int, connection: Connection) -> tuple[bool, Any, int]:
+    def _receive(self, rank: int, connection: Connection) -> tuple[bool, Any]:
         try:
             return connection.recv()
         except EOFError:
-            return False, f"rank {rank} died", 0
+            return False, f"rank {rank} died"
 
 
 class RankPools:
@@ -102,9 +102,11 @@ def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
         except (EOFError, KeyboardInterrupt):
             return
         try:
-            connection.send((True, case(rank, *arguments), len(os.listdir("/proc/self/task"))))
+            connection.send((True, case(rank, *arguments)))
         except BaseException:
-            connection.send((False, f"rank {rank} of {world}:\n{traceback.format_exc()}", 0))
+            connection.send((False, f"rank {rank} of {world}:\n{traceback.format_exc()}"))
+        if len(os.listdir("/proc/self/task")) > _MANY_THREADS:
+            gc.collect()
 
 
 def repository() -> Path:

@@ -102,6 +102,10 @@ class DeepSpeedEngine:
             for memory in self._memories():
                 memory["step"] = step.clone()
 
+    def close(self) -> None:
+        """DeepSpeed's hooks sit in autograd's nodes, where garbage collection does not see that they hold the whole engine."""
+        self.engine.destroy()
+
     def _make_optimizer_state(self) -> None:
         """Make (zero) what the optimizer makes at its first step, and link it, so that state can be read and set before."""
         for flat in self.optimizer.single_partition_of_fp32_groups:

@@ -84,6 +84,7 @@ def _prepared(state: dict[str, Any], given: dict[str, Any], keep: int) -> _Ready
         return kept[key]
     while len(kept) >= keep:
         _, old = kept.popitem(last=False)
+        old.engine.close()
         old.groups.close()
         del old
     device = state["device"]

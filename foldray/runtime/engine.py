@@ -41,6 +41,9 @@ class Engine(Protocol):
     def load_state(self, state: State) -> None:
         """Go on from a saved state."""
 
+    def close(self) -> None:
+        """Let go of what would keep the engine in memory; it is of no use afterwards."""
+
 
 class TorchEngine:
     """Plain torch: our gradient buffers, our norm, an optimizer on weights in at least float32.
@@ -93,6 +96,9 @@ class TorchEngine:
         for name, bias in self.model.biases().items():
             bias.copy_(state[f"model/{name}"])
         self._spread()
+
+    def close(self) -> None:
+        """Nothing keeps it."""
 
     def _remembered(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
         """The optimizer's memory of what it has of a parameter, made (zero) if no step has been taken yet."""

@@ -53,6 +53,7 @@ def train(rank: int, recipe: Recipe, steps: int = 1, documents: bool = False) ->
     groups = Groups.create(recipe.placed_fold, rank)
     engine = engine_of(recipe, groups)
     found = go_on(engine, groups, recipe, range(steps), documents)
+    engine.close()
     groups.close()
     return found
 

@@ -39,7 +39,7 @@ _FOLDS: list[tuple[int, dict[str, int]]] = [
 
 @pytest.fixture(scope="module", autouse=True)
 def ranks_end_here(ranks: RankPools) -> Iterator[None]:
-    """DeepSpeed keeps process groups for good, and their threads wake all the time: other tests would crawl."""
+    """What follows runs on Ray, and has the memory of these ranks."""
     yield
     ranks.close()
 
@@ -157,6 +157,7 @@ def _norm_of_ones(rank: int, recipe: Recipe) -> float:
     engine.execution.train = fill  # type: ignore[assignment, method-assign]
     engine.train(batches(recipe, groups.dp_rank, 0))
     norm = engine.update(0.0)
+    engine.close()
     groups.close()
     return norm
 
@@ -202,6 +203,7 @@ def _interrupted(rank: int, recipe: Recipe) -> list[dict[str, Any]]:
     go_on(engine, groups, recipe, range(2))
     state = {key: tensor.clone() for key, tensor in engine.state().items()}
     found = [go_on(engine, groups, recipe, range(2, 4))]
+    engine.close()
     groups.close()
     for other in ({}, {"engine": {"kind": "torch", "zero": 0}}):
         groups = Groups.create(recipe.placed_fold, rank)
@@ -213,6 +215,7 @@ def _interrupted(rank: int, recipe: Recipe) -> list[dict[str, Any]]:
         }
         fresh.load_state(state)
         found.append(go_on(fresh, groups, recipe, range(2, 4)))
+        fresh.close()
         groups.close()
     return found
 
@@ -240,9 +243,11 @@ def test_training_goes_on_from_saved_state(ranks, fold: dict[str, int], zero: in
 
 def _dtypes(rank: int, recipe: Recipe) -> set[torch.dtype]:
     groups = Groups.create(recipe.placed_fold, rank)
-    model = engine_of(recipe, groups).model
+    engine = engine_of(recipe, groups)
+    found = {bias.dtype for bias in engine.model.biases().values()}
+    engine.close()
     groups.close()
-    return {bias.dtype for bias in model.biases().values()}
+    return found
 
 
 def test_selection_biases_of_a_bfloat16_model_stay_float32(ranks) -> None:
