@@ -13,8 +13,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("spawn")
-
+# Ranks are forked off a process that has imported what takes long, and nothing else: no threads, no groups.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch.distributed", "trainers.deepspeed_engine", "tests.foldray.parity"])
 
 # Process groups have threads, and wait for garbage collection where cycles keep them.
 _MANY_THREADS = 30

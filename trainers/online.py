@@ -86,7 +86,8 @@ class Online:
         Machines drift: something may look fast because it was tried in a good moment. So the two take turns once more, first,
         second, second, first, and these steps decide.
         """
-        asked = make(list(self.orderings), self._range()) if self.groups.control.index == 0 else None
+        sizes = self._range()
+        asked = make(list(self.orderings), sizes) if self.groups.control.index == 0 else None
 
         def record(knobs: Knobs, seconds: float, chosen: bool) -> None:
             if asked is not None:

@@ -31,13 +31,15 @@ class Held(NamedTuple):
 def make_recipe(workers: int, fold: dict[str, Any] | int = 1, **sections: Any) -> Recipe:
     """A small recipe whose global batch is 8 sequences of 16 tokens, whatever the fold (a number is ep alone)."""
     fold = {"ep": fold} if isinstance(fold, int) else fold
+    # Two passes, or what fills the pipeline: what takes time is the number of collectives.
+    passes = Fold(workers, **fold).dp * max(2, fold.get("pp", 1))
     layers = max(MODEL["layers"], fold.get("pp", 1) * sections.get("schedule", {}).get("virtual_stages", 1))
     base: dict[str, Any] = {
         "model": {**MODEL, "layers": layers},
         "data": {"seq_len": LENGTH},
         "fold": fold,
         "cluster": {"workers": workers},
-        "training": {"steps": 4, "global_batch": BATCH, "micro_batch": 1},
+        "training": {"steps": 4, "global_batch": BATCH, "micro_batch": max(1, BATCH // passes)},
         "optimizer": {"kind": "sgd", "lr": 1.0, "decay": "constant", "weight_decay": 0.0, "clip": None},
         "engine": {"kind": "torch"},
         "precision": "float64",

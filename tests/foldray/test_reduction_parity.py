@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from foldray.comm import Groups
+from foldray.fold import Fold
 from foldray.recipe import Recipe
 from foldray.runtime import Gradients, Trace
-from tests.foldray.folds import name
-from tests.foldray.parity import drifted, engine_of, go_on, make_recipe, model_of, one_process, worst
+from tests.foldray.parity import BATCH, drifted, engine_of, go_on, make_recipe, model_of, one_process, worst
+from tests.rotation import rotated
 
 FOLDS: list[tuple[int, dict[str, int]]] = [
     (2, {}), (2, {"ep": 2}), (4, {"ep": 2}), (4, {"tp": 2, "ep": 4}), (4, {"cp": 2, "ep": 2}), (4, {"tp": 2, "etp": 2}),
@@ -35,6 +36,7 @@ OPTIMIZERS = [{"clip": 0.5}, {"kind": "adamw", "lr": 1e-2, "eps": 1e-3, "weight_
 
 def recipe_of(world: int, fold: dict[str, int], schedule: dict[str, Any], zero: int, optimizer: dict[str, Any]) -> Recipe:
     parts = 2 if schedule.get("kind") in ("flow", "stream") else 1
+    parts = max(parts, BATCH // (2 * Fold(world, **fold).dp))
     return make_recipe(
         world, fold, schedule=schedule, engine={"kind": "torch", "zero": zero}, training={"micro_batch": parts},
         optimizer={"weight_decay": 0.0, **optimizer},
@@ -57,26 +59,24 @@ def trained(rank: int, recipes: list[Recipe], steps: int) -> list[dict[str, Any]
     return found
 
 
-_PARTS = 3  # of all ways to reduce, one part in a normal run, another one for each fold and stage; the others nightly
+_PARTS = 3  # of all ways to reduce, one part with one optimizer in a normal run, another one for each fold and stage
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, _PARTS))])
-@pytest.mark.parametrize("zero", [0, 1, 2])
-@pytest.mark.parametrize(("world", "fold"), FOLDS, ids=[name(fold) or f"dp{world}" for world, fold in FOLDS])
-def test_every_reduction_equals_one_process(ranks, world: int, fold: dict[str, int], zero: int, part: int) -> None:
+@pytest.mark.parametrize(("part", "world", "fold", "zero"), rotated(_PARTS, range(_PARTS), FOLDS, [0, 1, 2]), ids=str)
+@pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["one", "other"])
+def test_every_reduction_equals_one_process(ranks, world: int, fold: dict, zero: int, part: int, other: bool) -> None:
     """Two steps of AdamW or of SGD with lr 1, clipped; weights, losses and norms, in float64."""
-    schedules = CHUNKS[(part + zero + FOLDS.index((world, fold))) % _PARTS :: _PARTS]
-    for optimizer in OPTIMIZERS:
-        recipes = [recipe_of(world, fold, schedule, zero, optimizer) for schedule in schedules]
-        reference = one_process(recipes[0], steps=2)
-        assert min(reference["norms"]) > optimizer["clip"], "the test needs norms above the limit"
-        for schedule, found in zip(schedules, zip(*ranks(world).run(trained, recipes, 2), strict=True), strict=True):
-            difference, where = worst(list(found), reference, relative=False)
-            assert difference <= 1e-10, f"{where} with {schedule}"
-            assert drifted(list(found)) == []
-            for rank in found:
-                assert rank["norms"] == pytest.approx(reference["norms"], rel=1e-10)
-                assert np.array(rank["losses"]) == pytest.approx(np.array(reference["losses"]), rel=1e-10)
+    schedules, optimizer = CHUNKS[part::_PARTS], OPTIMIZERS[(FOLDS.index((world, fold)) + zero + other) % 2]
+    recipes = [recipe_of(world, fold, schedule, zero, optimizer) for schedule in schedules]
+    reference = one_process(recipes[0], steps=2)
+    assert min(reference["norms"]) > optimizer["clip"], "the test needs norms above the limit"
+    for schedule, found in zip(schedules, zip(*ranks(world).run(trained, recipes, 2), strict=True), strict=True):
+        difference, where = worst(list(found), reference, relative=False)
+        assert difference <= 1e-10, f"{where} with {schedule}"
+        assert drifted(list(found)) == []
+        for rank in found:
+            assert rank["norms"] == pytest.approx(reference["norms"], rel=1e-10)
+            assert np.array(rank["losses"]) == pytest.approx(np.array(reference["losses"]), rel=1e-10)
 
 
 SIZES = st.one_of(st.integers(1, 5000), st.just(1 << 30))

@@ -15,6 +15,7 @@ from foldray.recipe import Recipe
 from foldray.spec import parameter_table
 from tests.foldray.parity import batches, drifted, engine_of, go_on, make_recipe, one_process, train, worst
 from tests.pool import RankPools
+from tests.rotation import rotated
 
 _SECONDS = 240  # many ranks that import DeepSpeed at once take their time
 _SGD = {"kind": "sgd", "lr": 1.0}
@@ -45,6 +46,8 @@ def ranks_end_here(ranks: RankPools) -> Iterator[None]:
 
 
 def _name(value: Any) -> str:
+    if isinstance(value, dict) and "kind" in value:
+        return f"{value['kind']}-{value['degree']}"
     return "-".join(f"{axis}{size}" for axis, size in value.items()) or "dp" if isinstance(value, dict) else str(value)
 
 
@@ -68,15 +71,15 @@ def _equals_one_process(ranks, recipe: Recipe) -> None:
         assert np.array(part["losses"]) == pytest.approx(np.array(reference["losses"]), rel=1e-5)
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-@pytest.mark.parametrize(("workers", "fold"), _FOLDS, ids=_name)
+@pytest.mark.parametrize(("workers", "fold", "zero"), rotated(2, _FOLDS, [1, 2]), ids=_name)
 def test_every_fold_equals_one_process(ranks, workers: int, fold: dict[str, int], zero: int) -> None:
     _equals_one_process(ranks, _recipe(workers, fold, zero, {**_SGD, "clip": 0.5}))
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize(
-    ("workers", "fold"), [(2, {"ep": 2}), (4, {"tp": 2, "cp": 2, "ep": 4}), (4, {"tp": 2, "pp": 2})], ids=_name
+    ("workers", "fold", "clip"),
+    rotated(2, [(2, {"ep": 2}), (4, {"tp": 2, "cp": 2, "ep": 4}), (4, {"tp": 2, "pp": 2})], [None, 0.5]),
+    ids=_name,
 )
 def test_stage_0_equals_one_process(ranks, workers: int, fold: dict[str, int], clip: float | None) -> None:
     _equals_one_process(ranks, _recipe(workers, fold, 0, {**_SGD, "clip": clip}))
@@ -109,9 +112,11 @@ _SCHEDULES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-@pytest.mark.parametrize("schedule", _SCHEDULES, ids=lambda schedule: f"{schedule['kind']}-{schedule['degree']}")
-@pytest.mark.parametrize(("workers", "fold"), [(2, {"ep": 2}), (4, {"tp": 2, "pp": 2, "ep": 2})], ids=_name)
+@pytest.mark.parametrize(
+    ("workers", "fold", "schedule", "zero"),
+    rotated(2, [(2, {"ep": 2}), (4, {"tp": 2, "pp": 2, "ep": 2})], _SCHEDULES, [1, 2]),
+    ids=_name,
+)
 def test_every_schedule_equals_one_process(ranks, workers: int, fold: dict[str, int], schedule: dict, zero: int) -> None:
     _equals_one_process(ranks, _recipe(workers, fold, zero, {**_SGD, "clip": 0.5}, schedule=schedule))
 
@@ -162,16 +167,14 @@ def _norm_of_ones(rank: int, recipe: Recipe) -> float:
     return norm
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize(("workers", "fold"), [*_FOLDS[3:6], *_FOLDS[8:]], ids=_name)
+@pytest.mark.parametrize(("workers", "fold", "zero"), rotated(2, [*_FOLDS[3:6], *_FOLDS[8:]], [0, 1]), ids=_name)
 def test_the_norm_counts_every_parameter_once(ranks, workers: int, fold: dict[str, int], zero: int) -> None:
     recipe = _recipe(workers, fold, zero, _SGD, model={"tied_embeddings": True})
     expected = math.sqrt(sum(spec.count for spec in parameter_table(recipe.model)))
     assert ranks(workers).run(_norm_of_ones, recipe, timeout=_SECONDS) == pytest.approx([expected] * workers, rel=1e-12)
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-@pytest.mark.parametrize("fold", [{"ep": 2}, {"tp": 2, "pp": 2, "ep": 2}], ids=_name)
+@pytest.mark.parametrize(("fold", "zero"), rotated(2, [{"ep": 2}, {"tp": 2, "pp": 2, "ep": 2}], [1, 2]), ids=_name)
 def test_engines_agree_after_20_steps(ranks, fold: dict[str, int], zero: int) -> None:
     optimizer, training = {**_ADAMW, "clip": 1.0}, {"steps": 20, "micro_batch": 2}
     torch_engine = make_recipe(4, fold, precision="float32", optimizer=optimizer, training=training)

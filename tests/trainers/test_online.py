@@ -138,7 +138,7 @@ def recipe(tmp_path: Path) -> Recipe:
         {
             "name": "chunks", "model": MODEL, "engine": {"kind": "torch"}, "fold": {"ep": 2},
             "data": {"source": "text", "path": str(tmp_path / "*.txt"), "seq_len": 32, "validation": {"fraction": 0.5}},
-            "training": {"steps": 90, "global_batch": 4, "micro_batch": 2, "eval_sequences": 8},
+            "training": {"steps": 45, "global_batch": 4, "micro_batch": 2, "eval_sequences": 8},
             "schedule": {"kind": "one_a_one_m", "degree": 2, "reduction": "chunks", "sp_bytes": "auto"},
             "cluster": {"workers": 2, "storage": str(tmp_path / "runs")},
         }
@@ -161,7 +161,7 @@ def test_what_is_found_while_training_changes_nothing(ray_session, recipe: Recip
     assert trainer.run.summary is not None
     history, folder = trainer.run.folder.history, Path(trainer.run.summary.run_dir)
     tried, (chosen,) = [record for record in history.tried if not record["chosen"]], [r for r in history.tried if r["chosen"]]
-    assert len(tried) == 8
+    assert 1 < len(tried) == len({record["sp_bytes"] for record in tried}) <= 8
     assert all(record["sp_bytes"] >= SMALLEST for record in tried)
     assert chosen["sp_bytes"] in [record["sp_bytes"] for record in sorted(tried, key=lambda record: record["step_time_s"])[:2]]
     assert (folder / "online_search.png").read_bytes().startswith(b"\x89PNG")
@@ -176,11 +176,11 @@ def test_what_is_found_while_training_changes_nothing(ray_session, recipe: Recip
     steps = plain.run.folder.history.steps
     assert [history.steps[step]["loss"] for step in steps] == [steps[step]["loss"] for step in steps], "sums of two are exact"
 
-    again = FoldTrainer(recipe.model_copy(update={"training": recipe.training.model_copy(update={"steps": 95})}),
+    again = FoldTrainer(recipe.model_copy(update={"training": recipe.training.model_copy(update={"steps": 48})}),
                         resume=folder.name, search=OnlineSearch)  # fmt: skip
     again.fit()
     assert again.run is not None
-    assert again.run.folder.history.last_step == 95
-    assert len(again.run.folder.history.tried) == 9, "the same fold on the same nodes does not search again"
+    assert again.run.folder.history.last_step == 48
+    assert len(again.run.folder.history.tried) == len(tried) + 1, "the same fold on the same nodes does not search again"
     last = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-1]
     assert last["kind"] in ("step", "validation", "checkpoint")
