@@ -109,6 +109,7 @@ class Alive(threading.Thread):
 
 @contextmanager
 def _alone(url: str, what: str) -> Iterator[None]:
+    lock: AbstractContextManager[None]
     if _on_server(url):
         lock = _server_lock(url, what)
     else:
