@@ -174,8 +174,11 @@ def _slicing(recipe: Recipe, ordering: Ordering) -> str:
 
 
 def _slice_cost(timings: list[tuple[int, int, float]]) -> SliceCost | None:
-    """What slices of attention cost here, in seconds; None if too few kinds of slices ran to tell."""
-    return SliceCost.measured(timings) if len({timing[:2] for timing in timings}) > 2 else None
+    """What slices of attention cost here, in seconds; None if too few kinds of slices ran, or so short ones that only their
+    start shows.
+    """
+    cost = SliceCost.measured(timings) if len({timing[:2] for timing in timings}) > 2 else None
+    return cost if cost and max(cost) > 0 else None
 
 
 def _table(names: Sequence[str], results: Sequence[dict[str, Any]], rounds: int) -> str:
