@@ -46,7 +46,7 @@ def open_storage(url: str) -> BaseStorage:
             return JournalStorage(JournalFileBackend(str(path)))
         if url.startswith("sqlite:///"):
             Path(url.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-        with _alone(url, "tables"):  # two that make the tables of a new database at once both fail
+        with turn(url, "tables"):  # two that make the tables of a new database at once both fail
             return RDBStorage(url, engine_kwargs={"pool_pre_ping": True, **_in_time(url)})
     except ModuleNotFoundError as error:
         name = error.name or "its driver"
@@ -60,9 +60,16 @@ def open_storage(url: str) -> BaseStorage:
         raise UserError("tune.storage", _without_password(url), f"cannot be opened ({reason})", _EXAMPLES) from None
 
 
-def turn(url: str, study: str) -> AbstractContextManager[None]:
-    """Alone among all tuners of a study."""
-    return _alone(url, study)
+@contextmanager
+def turn(url: str, what: str) -> Iterator[None]:
+    """Alone among all who want the same thing of this storage: a study's next trial, say."""
+    lock: AbstractContextManager[None]
+    if _on_server(url):
+        lock = _server_lock(url, what)
+    else:
+        lock = _file_lock(_lock_path(url)) if url.startswith(("sqlite:///", "journal://")) else nullcontext()
+    with lock:
+        yield
 
 
 def give_back(study: optuna.Study) -> int:
@@ -105,17 +112,6 @@ class Alive(threading.Thread):
     def __exit__(self, *_: object) -> None:
         self._done.set()
         self.join()
-
-
-@contextmanager
-def _alone(url: str, what: str) -> Iterator[None]:
-    lock: AbstractContextManager[None]
-    if _on_server(url):
-        lock = _server_lock(url, what)
-    else:
-        lock = _file_lock(_lock_path(url)) if url.startswith(("sqlite:///", "journal://")) else nullcontext()
-    with lock:
-        yield
 
 
 @contextmanager
