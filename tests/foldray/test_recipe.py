@@ -163,6 +163,8 @@ BAD = [
     ("schedule={reduction: chunks, sp_bytes: big}", "schedule.sp_bytes", "auto"),
     ("schedule={sp_bytes: 1000}", "schedule.sp_bytes", "has no meaning with reduction=end"),
     ("schedule={reduction: buckets, sp_bytes: auto}", "schedule.sp_bytes", "is searched for reduction=chunks"),
+    ("schedule={degrees: [1, 2]}", "schedule.degrees", "has 2, with which schedule.degree: kind=sequential cuts nothing"),
+    ("schedule={kind: stream, degree: 2, slices: [64, 64], degrees: [2]}", "schedule.degrees", "cannot go with slices"),
     ("schedule={kind: flow, batch_degree: 3}", "schedule.batch_degree", "must divide training.micro_batch=2"),
     ("schedule={batch_degree: 2}", "schedule.batch_degree", "kind=sequential cuts nothing"),
     ("schedule={kind: flow, batch_degree: 1, backward: stream}", "schedule.backward", "cut nothing"),
