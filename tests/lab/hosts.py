@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+BURST = 64 * 2**10
+"""Bytes that a link that was idle carries at once: a large burst would let whole messages through for nothing."""
+
 _labs = count()
 
 
@@ -132,7 +135,7 @@ def _connect(host: Host, switch: str, rate: str | None) -> None:
     _ip("-n", here, "link", "set", port, "up")
     _ip("-n", here, "route", "add", "default", "dev", port)  # programs look for their own address along it
     if rate is not None:
-        shape = f"dev {port} root tbf rate {rate} burst 1mb limit 50mb".split()
+        shape = f"dev {port} root tbf rate {rate} burst {BURST} limit 50mb".split()
         for end in (here, there):  # what the host sends, and what it is sent
             _call("tc", "-n", end, "qdisc", "add", *shape)
 
