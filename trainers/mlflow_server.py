@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
+_KIND = {"mlflow.experimentKind": "custom_model_development"}  # its page opens on the runs, not on traces of language models
 _URI_EXAMPLES = ["sqlite:////folder/mlflow.db", "http://host:5000", "null"]
 
 
@@ -67,7 +68,7 @@ class TrackingServer:
         try:
             # A server keeps artifacts where it was told to; without one they lie beside the runs.
             location = None if _is_http(self.uri) else self._artifacts.as_uri()
-            return self.client.create_experiment(self.experiment, artifact_location=location)
+            return self.client.create_experiment(self.experiment, artifact_location=location, tags=_KIND)
         except Exception:
             known = self.client.get_experiment_by_name(self.experiment)  # another driver may have been faster
             if known is None:

@@ -6,6 +6,7 @@ weights stay and recipes may take turns.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import resource
 import time
@@ -88,9 +89,7 @@ def _prepared(state: dict[str, Any], given: dict[str, Any], keep: int) -> _Ready
         old.groups.close()
         del old
     device = state["device"]
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    _give_back(device)
     before = _now(device)
     groups = Groups.create(recipe.placed_fold, state["rank"])
     engine = make_engine(recipe, groups, device)
@@ -123,6 +122,15 @@ def _wait(device: torch.device) -> None:
 
 
 # Memory: the allocator's on a GPU; on a CPU the process's own, whose peak Linux forgets when told to.
+
+
+def _give_back(device: torch.device) -> None:
+    """What is free goes back, or the next recipe would seem to need less than it does."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc
+        trim(0)
 
 
 def _now(device: torch.device) -> int:

@@ -73,7 +73,8 @@ def gain_line(outcome: Outcome) -> str:
     if gain is None:
         return "The recipe as it stands is the best that was tried."
     interval = f"95 %: {gain.low:.2f} to {gain.high:.2f}, {gain.pairs} pairs"
-    return f"{gain.times:.2f} times as fast as the recipe as it stands ({interval})."
+    surely = "" if gain.low > 1 else ", not surely faster"
+    return f"{gain.times:.2f} times as fast as the recipe as it stands ({interval}{surely})."
 
 
 def table(outcome: Outcome) -> str:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import statistics
 import threading
+import warnings
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +35,8 @@ from tuners.storage import turn as alone
 
 _WHOLE = 500  # rows up to which every op of each is simulated; above, blocks are put together
 _SPACE, _REFERENCE = "space", "reference_s"
+METRIC = "step time (s)"
+"""What is minimised, as dashboards name it."""
 
 
 class Predictions(NamedTuple):
@@ -121,6 +124,9 @@ class FoldTuner:
                 storage=self._storage, study_name=spec.study, sampler=sampler, load_if_exists=True, direction="minimize"
             )
             self._begin()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                self.study.set_metric_names([METRIC])
 
     def fit(self) -> Outcome:
         """Measure until all trials are spent; then the winner against the recipe as it stands.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from foldray.schedule import Op, PipelineGraph, pipeline
+from foldray.schedule import Op, PipelineGraph, computed, one_order
 
 
 class Move(NamedTuple):
@@ -28,32 +28,16 @@ class Move(NamedTuple):
 @lru_cache(maxsize=64)
 def compiled(graph: PipelineGraph) -> tuple[Move, ...]:
     """A pipeline's lists as one, in which every op stands behind all that it waits for."""
-    lists = pipeline(graph)
-    heads = [0] * graph.pp
     number: dict[Op, int] = {}
     found: list[Move] = []
     channels: dict[object, int] = {}
-    moved = True
-    while moved:
-        moved = False
-        for place, ops in enumerate(lists):
-            while heads[place] < len(ops):
-                op = ops[heads[place]]
-                asked = graph.needs(op)
-                if any(need not in number for need in asked):
-                    break
-                places = graph.where(op)
-                if any(heads[other] == len(lists[other]) or lists[other][heads[other]] != op for other in places):
-                    break
-                needs = [need for need in asked if op.kind == "handover" or need.kind == "handover"]
-                for other in places:
-                    heads[other] += 1
-                number[op] = len(found)
-                stage = op.layer + graph.stages * (op.direction == "B") if op.kind == "stage" else -1
-                channel = -1 if stage >= 0 else channels.setdefault(graph.channel(op), len(channels))
-                found.append(Move(places[0], places[-1], max((number[need] for need in needs), default=-1), stage, channel))
-                moved = True
-    assert all(head == len(ops) for head, ops in zip(heads, lists, strict=True)), "a pipeline whose positions wait for each other"
+    for op in one_order(graph, tuple(computed(graph, place) for place in range(graph.pp))):
+        places = graph.where(op)
+        needs = [number[need] for need in graph.needs(op) if op.kind == "handover" or need.kind == "handover"]
+        stage = op.layer + graph.stages * (op.direction == "B") if op.kind == "stage" else -1
+        channel = -1 if stage >= 0 else channels.setdefault(graph.channel(op), len(channels))
+        number[op] = len(found)
+        found.append(Move(places[0], places[-1], max(needs, default=-1), stage, channel))
     return tuple(found)
 
 

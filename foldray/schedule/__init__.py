@@ -20,7 +20,7 @@ from foldray.schedule.slicing import SLICINGS, SliceCost, Slicing, slice_sequenc
 from foldray.schedule.step_graph import BlockKind, StepGraph
 from foldray.schedule.text import show
 from foldray.schedule.traffic import OpCosts, by_urgency
-from foldray.schedule.weave import weave
+from foldray.schedule.weave import one_order, weave
 
 __all__ = [
     "COMPUTE",
@@ -57,6 +57,7 @@ __all__ = [
     "interleaved",
     "named_ordering",
     "one_f_one_b",
+    "one_order",
     "peak",
     "pipeline",
     "place_reductions",

@@ -21,7 +21,7 @@ COMPUTE = "compute"
 Cost = Callable[[Op], Sequence[tuple[str, float]]]
 """Op → (lane, seconds) after one another; a lane is `COMPUTE`, or a link that each position has one of."""
 
-_UNITS = {"F": 1, "R": 1, "B": 2}
+UNITS = {"F": 1, "R": 1, "B": 2}
 
 
 class ScheduleError(ValueError):
@@ -41,7 +41,7 @@ def unit_times(graph: Graph, schedule: Schedule) -> dict[Op, Span]:
     Raises:
         ScheduleError: the positions wait for each other.
     """
-    return times(graph, schedule, lambda op: ((COMPUTE, 0 if graph.channel(op) else _UNITS[op.direction]),))
+    return times(graph, schedule, lambda op: ((COMPUTE, 0 if graph.channel(op) else UNITS[op.direction]),))
 
 
 def times(graph: Graph, schedule: Schedule, cost: Cost) -> dict[Op, Span]:

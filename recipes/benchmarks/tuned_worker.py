@@ -18,11 +18,11 @@ from tuners.sampler import TableSampler
 from tuners.space import Settings, changed
 from tuners.study import FoldTuner, Predictions, compared, predictions
 
-TRIALS, PAIRS, REPLAYS = 15, 9, 25
+TRIALS, PAIRS, STEPS, REPLAYS = 15, 9, 2, 25
 
 
 def main(path: str, turns: str, seeds: str, recipe: str, *overrides: str) -> None:
-    given = Recipe.load(recipe, [*overrides, f"tune.turns={turns}", "tune.prune=null"])
+    given = Recipe.load(recipe, [*overrides, f"tune.turns={turns}", f"tune.steps={STEPS}", "tune.prune=null"])
     cluster.connect(given)
     table = Settings(given)
     known = predictions(table, load_hardware(str(given.tune.hardware)))

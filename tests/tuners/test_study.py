@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from foldray.cli import main
-from foldray.recipe import Recipe
+from foldray.recipe import EngineSpec, Recipe
 from trainers.trial import Turn
 from tuners.measure import Measured, nodes_apart
 from tuners.sampler import REASON
@@ -141,6 +141,16 @@ def test_from_tune_to_train(ray_session, tmp_path: Path, monkeypatch: pytest.Mon
 
     assert main(["tune", "recipe.yaml", "model.layers=3"]) == 2
     assert "tune.study=here: is a study of another recipe" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_deepspeed_engines_take_turns(ray_session, tmp_path: Path) -> None:
+    """One after the other is given up, whatever its fold; the reference is not kept beside."""
+    space = {**SPACE, "kind": ["sequential", "one_a_one_m"], "degree": [1, 2]}
+    given = recipe(tmp_path, trials=4, turns=1, pairs=2, beside=False, sampler="random", space=space)
+    outcome = FoldTuner(given.model_copy(update={"engine": EngineSpec(kind="deepspeed")}), tmp_path).fit()
+    assert [each.state.name for each in outcome.trials] == ["COMPLETE"] * 4
+    assert {each.user_attrs["setting"].split()[0] for each in outcome.trials} > {"EP2"}
 
 
 def test_noise_decides_what_is_surely_slower() -> None:

@@ -76,3 +76,12 @@ def test_settled_sizes_are_kept() -> None:
 def test_no_legal_fold_is_told() -> None:
     with pytest.raises(UserError, match="no legal fold"):
         search(space(pins={"tp": 3}))
+
+
+def test_experts_are_not_cut_by_tensors_where_they_need_not_be() -> None:
+    """Mixtral-8x22B on 128 H100, as MoE Parallel Folding (table 3) maps it: experts whole, spread inside the node."""
+    job = Job(ModelSpec.model_validate({"preset": "mixtral-8x22b"}), 4096, 256)
+    pins = {"tp": 2, "cp": 1, "pp": 8, "ep": 8}
+    (whole,), (cut,) = (search(Space(job, load_hardware("eos-h100"), 128, {**pins, "etp": etp}), 1).best for etp in (1, 2))
+    assert whole.fits
+    assert whole.prediction.seconds < 0.95 * cut.prediction.seconds

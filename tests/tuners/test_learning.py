@@ -1,0 +1,78 @@
+"""A cluster's picture after a study: corrected by what was measured, and only then."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import optuna
+import pytest
+import yaml
+
+from foldray.errors import UserError
+from foldray.planner.hardware import Hardware, load_hardware
+from foldray.planner.prediction import predict
+from foldray.recipe import Recipe
+from tuners.learning import learnt
+from tuners.space import Settings, candidate, changed
+from tuners.study import Outcome
+
+RECIPE = Recipe.parse({
+    "model": {"preset": "tiny", "layers": 4, "hidden": 1024, "heads": 8, "kv_heads": 8, "head_dim": 128, "expert_hidden": 4096},
+    "engine": {"kind": "torch"},
+    "data": {"seq_len": 2048},
+    "training": {"global_batch": 16},
+    "cluster": {"workers": 16, "storage": "runs"},
+    "fold": {"ep": 4},
+    "tune": {"space": {"tp": [1, 2], "cp": [1], "pp": [1], "kind": ["sequential", "one_a_one_m"], "degree": [1, 2, 4]}},
+})  # fmt: skip
+TABLE = Settings(RECIPE)
+
+
+def seconds(machines: Hardware) -> list[float]:
+    return [predict(candidate(changed(RECIPE, row)), machines).seconds for row in TABLE.rows]
+
+
+def outcome(measured: list[float]) -> Outcome:
+    """A study that has measured every row."""
+    trials = [
+        optuna.trial.create_trial(
+            value=each, params=TABLE.params(row), distributions=TABLE.distributions, user_attrs={"seconds": each}
+        )
+        for row, each in zip(TABLE.rows, measured, strict=True)
+    ]
+    return Outcome(RECIPE, TABLE.rows[0], min(measured, default=0.0), trials, None, TABLE)
+
+
+def off(machines: Hardware, measured: list[float]) -> float:
+    """Mean error of predictions."""
+    pairs = zip(seconds(machines), measured, strict=True)
+    return sum(abs(math.log(mine / theirs)) for mine, theirs in pairs) / len(measured)
+
+
+def test_predictions_come_near_to_what_was_measured(tmp_path: Path) -> None:
+    told = load_hardware("eos-h100")
+    slower = {name: told.constants.get(name, 1.0) * share for name, share in {"inter": 0.5, "memory": 0.6}.items()}
+    measured = seconds(told.model_copy(update={"constants": {**told.constants, **slower}}))
+    path = learnt(told, outcome(measured), tmp_path / "learnt.yaml")
+    better = load_hardware(str(path))
+    assert off(told, measured) > 0.08
+    assert off(better, measured) < 0.25 * off(told, measured)
+    assert "corrected by" in better.about
+    assert yaml.safe_load(path.read_text())["memory_gib"] == told.memory_gib, "data sheets stay"
+
+
+def test_what_was_measured_as_told_changes_nothing(tmp_path: Path) -> None:
+    told = load_hardware("eos-h100")
+    better = load_hardware(str(learnt(told, outcome(seconds(told)), tmp_path / "learnt.yaml")))
+    assert off(better, seconds(told)) < 1e-3
+
+
+def test_nothing_is_learnt_from_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "learnt.yaml"
+    nothing = Outcome(RECIPE, TABLE.rows[0], 0.0, [], None, TABLE)
+    with pytest.raises(UserError, match="needs a trial that was measured"):
+        learnt(load_hardware("eos-h100"), nothing, path)
+    assert not path.exists()
+    with pytest.raises(UserError, match="cannot be written"):
+        learnt(load_hardware("eos-h100"), outcome(seconds(load_hardware("eos-h100"))), tmp_path / "nowhere" / "learnt.yaml")
