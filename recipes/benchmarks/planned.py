@@ -51,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--link", type=int, default=200, metavar="MBIT", help="of each host, each way (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence (default %(default)s)")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence (default %(default)s)")
     parser.add_argument(
         "--folds", nargs="*", default=list(FOLDS), choices=list(FOLDS), metavar="FOLD", help=f"of {', '.join(FOLDS)}"
     )
@@ -95,7 +95,7 @@ def overrides(length: int, fold: dict[str, int]) -> list[str]:
     """What the lab's recipe has other than the quickstart's."""
     model = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn_hidden": 1024, "experts": 2, "topk": 1,
              "expert_hidden": 1024, "vocab": 256, "router": "{capacity_factor: 1.0, pad: true, balance_loss: 0.01}"}  # fmt: skip
-    changed = {"training.global_batch": 4, "training.micro_batch": 1, "data.seq_len": length, "fold.ep": 1}
+    changed = {"training.global_batch": 2, "training.micro_batch": 1, "data.seq_len": length, "fold.ep": 1}
     changed |= {f"model.{key}": value for key, value in model.items()} | {f"fold.{axis}": size for axis, size in fold.items()}
     return [f"{key}={value}" for key, value in changed.items()]
 
