@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 
-from foldray.comm import Communicator, Groups
+from foldray.comm import Communicator, Groups, Pending
 from foldray.errors import UserError
 from foldray.fold import Fold, divisors
 from foldray.moe.experts import expert_ffn
@@ -36,6 +36,7 @@ _ROUNDS, _AT_LEAST = 7, 0.02  # seconds of one measurement
 _STANDARD = 1024  # side of the product that everything is measured beside
 _SIDES = (64, 128, 256, 512, 1024, 2048)
 _BYTES = (1 << 14, 1 << 18, 1 << 22)  # that a rank sends
+_MESSAGES = 8  # at once, of the middle size, beside computation
 
 
 def calibrate(recipe: Recipe, path: Path, as_json: bool = False) -> int:
@@ -73,11 +74,11 @@ def measured(recipe: Recipe, everyone: Groups, device: torch.device, name: str) 
     peak = max(speed for _, speed in gemm)
     memory = _memory(meter, device)
     together = math.gcd(*Counter(_nodes(everyone.control)).values())
-    links, exchange = _links(meter, everyone, together, memory)
+    links, exchange, crowding = _links(meter, everyone, together, memory)
     constants = {
         "gemm": 1.0, "memory": 1.0, "optimizer": 1.0, "intra": 1.0, "inter": 1.0, "straggling": 0.0, "contention": 0.0,
         "workspace": 0.0, "attention": _attention(meter, device, dtype) / peak,
-        "grouped": min(1.0, _grouped(meter, device, dtype)), "exchange": exchange,
+        "grouped": min(1.0, _grouped(meter, device, dtype)), "exchange": exchange, "crowding": crowding,
     }  # fmt: skip
     hardware = {
         "name": name, "about": f"{world} workers of {recipe.name}", "source": "measured by foldray calibrate",
@@ -99,35 +100,35 @@ class Meter:
     def __init__(self, device: torch.device, control: Communicator, dtype: torch.dtype):
         self.device, self.control = device, control
         self._a, self._b = (torch.randn(_STANDARD, _STANDARD, device=device, dtype=dtype) for _ in range(2))
-        self.standard = statistics.median(self._took(self._product, 1) for _ in range(4 * _ROUNDS))
+        self.standard = statistics.median(self.took(self.product, 1) for _ in range(4 * _ROUNDS))
 
     def __call__(self, run: Callable[[], Any]) -> float:
         calls = self._calls(run)
-        rounds = [(self._took(self._product, 1), self._took(run, calls) / calls) for _ in range(_ROUNDS)]
+        rounds = [(self.took(self.product, 1), self.took(run, calls) / calls) for _ in range(_ROUNDS)]
         return self.slowest(statistics.median(took / beside for beside, took in rounds) * self.standard)
 
     def plain(self, run: Callable[[], Any]) -> float:
         """Of what does not compute."""
         calls = self._calls(run)
-        return self.slowest(statistics.median(self._took(run, calls) / calls for _ in range(_ROUNDS)))
+        return self.slowest(statistics.median(self.took(run, calls) / calls for _ in range(_ROUNDS)))
 
     @property
     def pace(self) -> float:
         """What a computation takes now over what it would take at the standard's moment."""
-        return statistics.median(self._took(self._product, 1) for _ in range(_ROUNDS)) / self.standard
+        return statistics.median(self.took(self.product, 1) for _ in range(_ROUNDS)) / self.standard
 
     def slowest(self, seconds: float) -> float:
         """The largest of all workers'."""
         return float(self.control.all_reduce(torch.tensor(seconds, dtype=torch.float64, device=self.device), "max"))
 
-    def _product(self) -> torch.Tensor:
+    def product(self) -> torch.Tensor:
         return self._a @ self._b
 
     def _calls(self, run: Callable[[], Any]) -> int:
-        self._took(run, 1)
-        return max(1, round(_AT_LEAST / max(self.slowest(self._took(run, 1)), 1e-7)))
+        self.took(run, 1)
+        return max(1, round(_AT_LEAST / max(self.slowest(self.took(run, 1)), 1e-7)))
 
-    def _took(self, run: Callable[[], Any], calls: int) -> float:
+    def took(self, run: Callable[[], Any], calls: int) -> float:
         self._wait()
         begin = time.perf_counter()
         for _ in range(calls):
@@ -140,15 +141,16 @@ class Meter:
             torch.cuda.synchronize(self.device)
 
 
-def _links(meter: Meter, everyone: Groups, together: int, memory: float) -> tuple[dict[str, dict[str, Any]], float]:
-    """Both lanes, by the size of groups; and what all-to-alls over the largest group reach, as a share of its all-gathers.
+def _links(meter: Meter, everyone: Groups, together: int, memory: float) -> tuple[dict[str, dict[str, Any]], float, float]:
+    """Both lanes, by the size of groups; what all-to-alls over the largest group reach, as a share of its all-gathers; and what
+    they take from computation beside them.
 
     Args:
         memory: bytes a second, for a lane that no two workers share.
     """
     world, device = everyone.fold.world_size, meter.device
     found: dict[str, list[tuple[int, float, float]]] = {"intra": [], "inter": []}
-    exchange = 1.0
+    exchange, crowding = 1.0, 0.0
     sizes = {"intra": divisors(together), "inter": divisors(world // together)}
     for name, size in [(lane, size) for lane in found for size in sizes[lane] if size > 1]:
         # Ranks of a node lie next to each other, so TP stays inside it, and EP beyond it goes from node to node.
@@ -158,11 +160,12 @@ def _links(meter: Meter, everyone: Groups, together: int, memory: float) -> tupl
         over = groups.tensor if name == "intra" else groups.tokens
         found[name].append((size, *_link(meter, over, device)))
         exchange = _exchange(meter, over, device) / found[name][-1][1]
+        crowding = _crowding(meter, over, device)
         groups.close()
     none = (1, memory / 1e9, 0.0)
     ends = {name: (each or [none])[-1] for name, each in found.items()}
     links = {name: {"gb_s": end[1], "latency_us": end[2], "by_size": found[name]} for name, end in ends.items()}
-    return links, exchange
+    return links, exchange, crowding
 
 
 def _nodes(control: Communicator) -> list[int]:
@@ -233,6 +236,28 @@ def _exchange(meter: Meter, over: Communicator, device: torch.device) -> float:
     return 1e-9 / _line(points)[0]
 
 
+def _crowding(meter: Meter, over: Communicator, device: torch.device) -> float:
+    """Seconds that computation takes longer, for each second that all-to-alls take, where both are at it at once."""
+    rows = _BYTES[1] // 4 // over.size
+    x, even = torch.zeros(rows * over.size, 1, device=device), [rows] * over.size
+
+    def travel() -> list[Pending]:
+        return [over.start_all_to_all(x, even, even) for _ in range(_MESSAGES)]
+
+    alone = meter.plain(lambda: [each.wait() for each in travel()])
+    products = math.ceil(2 * alone / meter.standard)
+
+    def compute(beside: bool) -> None:
+        on_their_way = travel() if beside else []
+        for _ in range(products):
+            meter.product()
+        for each in on_their_way:
+            each.wait()
+
+    pairs = [(meter.took(partial(compute, True), 1), meter.took(partial(compute, False), 1)) for _ in range(_ROUNDS)]
+    return min(1.0, max(0.0, meter.slowest(statistics.median(beside - by_itself for beside, by_itself in pairs)) / alone))
+
+
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Seconds for each byte and to start, from (bytes, seconds), smallest first: the largest tells the slope."""
     (small, first), (large, last) = points[0], points[-1]
@@ -259,6 +284,7 @@ def _table(hardware: Hardware, path: Path) -> str:
             f"  {f'{name} node, {size} ranks':<22}{gb_s:>10.3f} GB/s, {us:.0f} µs to start" for size, gb_s, us in link.by_size
         ]
     lines += [
-        f"  {name:<22}{hardware.constants[name]:>10.3g}" for name in ("attention", "grouped", "permute", "exchange", "launch")
+        f"  {name:<22}{hardware.constants[name]:>10.3g}"
+        for name in ("attention", "grouped", "permute", "exchange", "crowding", "launch")
     ]
     return "\n".join([*lines, "", f"written: {path}; plan with --cluster {path}"])

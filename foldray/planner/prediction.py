@@ -257,17 +257,25 @@ class Step:
                 computing.append(span)
                 shares["exposed_ep"] += span.end - span.start - sum(each.seconds for each in works)  # type: ignore[assignment]
         busy, total = length(merged(computing)), length(merged(spans))
+        travelled = length(merged(span for span, travels in zip(spans, alone.travels, strict=True) if travels))
+        lost = self._crowded(busy + travelled - total)
         shares["exposed_ep"] += total - busy  # type: ignore[assignment]
+        shares["crowding"] += lost  # type: ignore[assignment]
         seconds = max((span.end for span in spans), default=0.0)
         shares["idle"] += seconds - total  # type: ignore[assignment]
-        return Part(seconds, +shares, +traffic)
+        return Part(seconds + lost, +shares, +traffic)
+
+    def _crowded(self, hidden: float) -> float:
+        """Seconds that computation loses to so many of what travels beside it."""
+        return self.rank.device.share["crowding"] * hidden
 
     # The pipeline.
 
     def _ends(self, place: int) -> float:
         """When a position is done."""
         ended, backwards = self.pipeline[place]
-        return ended + sum(exposed for _, exposed in self._reductions(place, ended, backwards)) + self.behind[place]
+        reductions = self._reductions(place, ended, backwards)
+        return ended + sum(exposed + self._crowded(each.reduce - exposed) for each, exposed in reductions) + self.behind[place]
 
     def _position(self, place: int) -> Part:
         """All of one position: its stages, what it waits for, its gradients, its optimizer."""
@@ -279,6 +287,7 @@ class Step:
         shares, traffic = own.shares + waited, Counter(own.traffic)
         for each, exposed in self._reductions(place, ended, backwards):
             shares[f"exposed_{each.family}"] += exposed + each.back  # type: ignore[assignment]
+            shares["crowding"] += self._crowded(each.reduce - exposed)  # type: ignore[assignment]
             shares["optimizer"] += each.update  # type: ignore[assignment]
             traffic[each.family] += each.reduce + each.back  # type: ignore[assignment]
         return Part(math.fsum(shares.values()), +shares, +traffic)

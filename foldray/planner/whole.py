@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork
 from foldray.planner.prediction import Step
 from foldray.planner.simulator import Simulation, simulate
-from foldray.schedule import Op, OpCosts, StepGraph, step_schedule
+from foldray.schedule import Op, OpCosts, Span, StepGraph, step_schedule
+from foldray.timeline import usage
 
 
 def simulate_step(candidate: Candidate, work: OpWork) -> Simulation:
@@ -18,7 +21,15 @@ def simulate_step(candidate: Candidate, work: OpWork) -> Simulation:
 
 def whole_seconds(candidate: Candidate, work: OpWork) -> float:
     """Of a step, every op of it simulated, with its optimizer: the slowest position's stands for all."""
-    return simulate_step(candidate, work).seconds + max(Step(candidate, work).behind)
+    simulated, graph = simulate_step(candidate, work), candidate.reducing
+    beside = max(_hidden(graph, simulated.spans, place) for place in range(graph.pp))
+    return simulated.seconds + work.rank.device.share["crowding"] * beside + max(Step(candidate, work).behind)
+
+
+def _hidden(graph: StepGraph, spans: Mapping[Op, Span], place: int) -> float:
+    """Seconds of one position in which something travelled beside what it computed."""
+    used = usage(graph, {op: span for op, span in spans.items() if place in graph.where(op)})
+    return used.communication - used.exposed
 
 
 def _op_costs(graph: StepGraph, work: OpWork) -> OpCosts:

@@ -30,8 +30,8 @@ RECIPE = "recipes/quickstart.yaml"
 SIZE = {
     "training.global_batch": 4, "training.micro_batch": 1, "engine.kind": "torch", "cluster.workers": 4,
     "cluster.placement": "PACK",
-    "model.layers": 2, "model.hidden": 256, "model.heads": 4, "model.kv_heads": 4, "model.head_dim": 64, "model.ffn_hidden": 512,
-    "model.experts": 4, "model.topk": 1, "model.expert_hidden": 512, "model.vocab": 256,
+    "model.layers": 2, "model.hidden": 512, "model.heads": 8, "model.kv_heads": 8, "model.head_dim": 64, "model.ffn_hidden": 1024,
+    "model.experts": 4, "model.topk": 1, "model.expert_hidden": 1024, "model.vocab": 256,
     "model.router": "{capacity_factor: 1.0, pad: true, balance_loss: 0.01}", "fold.ep": 4, "fold.tp": 1,
 }  # fmt: skip
 SPACE = {
@@ -44,7 +44,7 @@ WAYS = {"ratio": "tuner", "cold": "without predictions", "random": "random", "pl
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--link", type=int, default=200, metavar="MBIT", help="of each host, each way (default %(default)s)")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence (default %(default)s)")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence (default %(default)s)")
     parser.add_argument("--turns", type=int, default=3, help="of the exhaustive measurement (default %(default)s)")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--cluster", type=Path, metavar="FILE.yaml", help="a calibration that there is already")

@@ -16,7 +16,7 @@ from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware, constants, known_hardware, load_hardware
 from foldray.planner.prediction import Step, predict
-from foldray.planner.whole import simulate_step
+from foldray.planner.whole import simulate_step, whole_seconds
 from foldray.schedule import Ordering, Overlap, Reduction, SliceCost, slice_sequence, step_schedule
 from foldray.spec import ModelSpec
 
@@ -111,19 +111,36 @@ def test_shares_sum_to_the_step(fold: dict[str, int], zero: int) -> None:
 FASTER = st.sampled_from(["memory_gb_s", "intra", "inter", "bf16"])
 
 
-@given(st.sampled_from(FOLDS), st.sampled_from([("sequential", 1), ("one_a_one_m", 4)]), FASTER, st.floats(1.0, 16.0))
+@given(st.sampled_from(FOLDS), st.sampled_from([("sequential", 1), ("one_a_one_m", 4)]), FASTER, st.floats(1.0, 16.0),
+       st.sampled_from([0.0, 0.5, 1.0]))  # fmt: skip
 @settings(max_examples=60, deadline=None)
-def test_better_hardware_never_costs_time(fold: dict[str, int], how: tuple[str, int], what: str, times: float) -> None:
-    plain = machines()
+def test_better_hardware_never_costs_time(
+    fold: dict[str, int], how: tuple[str, int], what: str, times: float, crowding: float
+) -> None:
+    plain = machines(constants={"crowding": crowding})
     if what == "bf16":
-        better = machines(peak_tflops={"bf16": plain.peak_tflops["bf16"] * times})
+        changes: dict[str, Any] = {"peak_tflops": {"bf16": plain.peak_tflops["bf16"] * times}}
     elif what == "memory_gb_s":
-        better = machines(memory_gb_s=plain.memory_gb_s * times)
+        changes = {what: plain.memory_gb_s * times}
     else:
         link = getattr(plain, what)
-        better = machines(**{what: link.model_copy(update={"gb_s": link.gb_s * times})})
+        changes = {what: link.model_copy(update={"gb_s": link.gb_s * times})}
+    better = plain.model_copy(update=changes)
     each = candidate(*how, fold)
     assert predict(each, better).seconds <= predict(each, plain).seconds * (1 + 1e-12)
+
+
+def test_what_travels_beside_computation_costs_it_time() -> None:
+    """In proportion to what is hidden, in parts as in the whole; where nothing is hidden, nothing."""
+    each = candidate("one_a_one_m", 4, {"ep": 8})
+    devices = [Device.of(each.job, machines(), {"crowding": crowding}) for crowding in (0.0, 0.25, 0.5)]
+    none, some, more = (whole_seconds(each, OpWork(each, device)) for device in devices)
+    assert some - none == pytest.approx(more - some, rel=1e-6)
+    assert some > 1.01 * none
+    parts = [Step(each, OpWork(each, device)).prediction().seconds for device in devices]
+    assert parts[2] - parts[0] == pytest.approx(more - none, rel=0.02)
+    alone = candidate("sequential", 1, {"ep": 8})
+    assert len({predict(alone, machines(), {"crowding": crowding}).seconds for crowding in (0.0, 0.5)}) == 1
 
 
 def test_one_expert_is_a_dense_model_with_a_router() -> None:
