@@ -29,7 +29,7 @@ from foldray.planner.candidate import DTYPES
 from foldray.planner.hardware import Hardware
 from foldray.recipe import Recipe
 from trainers import cluster
-from trainers.op_times import of_ops
+from trainers.op_times import of_ops, of_slices
 from trainers.telemetry import as_json as to_json
 
 _ROUNDS, _AT_LEAST = 7, 0.02  # seconds of one measurement
@@ -86,7 +86,8 @@ def measured(recipe: Recipe, everyone: Groups, device: torch.device, name: str) 
         "memory_gib": _room(device) / 2**30 / (1 if device.type == "cuda" else together), "memory_gb_s": memory / 1e9, **links,
         "constants": constants, "gemm": [(flops, speed / peak) for flops, speed in gemm],
     }  # fmt: skip
-    return {**hardware, "constants": constants | of_ops(meter, recipe, Hardware.model_validate(hardware))}
+    hardware["constants"] = constants | of_ops(meter, recipe, Hardware.model_validate(hardware))
+    return {**hardware, "attention": of_slices(meter, recipe, Hardware.model_validate(hardware))}
 
 
 class Meter:
@@ -278,6 +279,7 @@ def _table(hardware: Hardware, path: Path) -> str:
     lines += [f"  {'peak ' + dtype:<22}{peak:>10.3f} TFLOP/s" for dtype, peak in hardware.peak_tflops.items()]
     lines += [f"  {'product of ' + f'{(flops / 2) ** (1 / 3):.0f}³':<22}{share:>10.1%} of peak" for flops, share in hardware.gemm]
     lines.append(f"  {'memory':<22}{hardware.memory_gb_s:>10.2f} GB/s")
+    lines += [f"  {f'attention, {tokens} tokens':<22}{share:>10.1%} of its best" for tokens, share in hardware.attention]
     for name in ("intra", "inter"):
         link = getattr(hardware, name)
         lines += [

@@ -1,7 +1,9 @@
-"""What the runtime's own small ops take: how long starting a kernel takes, how fast rows are copied by index and weights updated.
+"""What the runtime's own small ops take: how long starting a kernel takes, how fast rows are copied by index and weights updated,
+how fast attention is when it is cut.
 
-The first two are read off recorded steps of small models on one rank. In the first, pieces are so small that nothing but
-starting kernels is left. In the second, experts are so thin that routing and permutation are what is left.
+All but weights' updates are read off recorded steps of small models on one rank. In the first, pieces are so small that nothing
+but starting kernels is left. In the second, experts are so thin that routing and permutation are what is left. The third one's
+attention is cut into ever smaller slices.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from trainers.calibrate import Meter
 
 _STEPS = 5  # recorded; the median of each op counts
+_LENGTH, _DEGREES = 2048, (1, 2, 4, 8, 16)  # of sequences that are cut
 _TINY: dict[str, Any] = {"preset": None, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn_hidden": 32, "experts": 4,
                          "topk": 2, "expert_hidden": 32, "shared_hidden": 0, "vocab": 64, "layers": 2}  # fmt: skip
 _THIN: dict[str, Any] = {"preset": None, "heads": 1, "kv_heads": 1, "head_dim": 16, "ffn_hidden": 16, "expert_hidden": 16,
@@ -59,6 +62,24 @@ def _optimizer(recipe: Recipe, meter: Meter, hardware: Hardware) -> float:
     candidate = Candidate(job, wide.placed_fold, Ordering(), zero=0)
     work = OpWork(candidate, Device.of(job, hardware, {"optimizer": 1.0}))
     return min(1.0, max(Step(candidate, work).behind) / took)
+
+
+def of_slices(meter: Meter, recipe: Recipe, hardware: Hardware) -> list[tuple[int, float]]:
+    """(Tokens of a slice, share of the constant `attention` that slices of so many reach), smallest first.
+
+    Read off recorded steps of one block: whatever else it costs to cut attention (keys and values kept, results merged) is in it.
+    """
+    found = []
+    for degree in _DEGREES:
+        cut = {"kind": "one_a_one_m", "degree": degree, "slicing": "token_uniform"} if degree > 1 else {}
+        sliced = _small(recipe, _WIDE, _LENGTH, cut)
+        took, core = _recorded(sliced, meter), _priced(sliced, hardware, "attention", {})
+        others = [_priced(sliced, hardware, what, {}) for what in ("gemm", "memory", "launch")]
+        ops = [op for op in took if op.kind == "attention"]
+        left = meter.slowest(sum(took[op] - sum(other[op] for other in others) for op in ops))
+        whole = sum(core[op] for op in ops)
+        found.append((_LENGTH // degree, whole / max(left, whole / 10)))
+    return found[::-1]
 
 
 def _small(recipe: Recipe, sizes: dict[str, Any], length: int, schedule: dict[str, Any]) -> Recipe:

@@ -215,7 +215,8 @@ class RankCosts:
         yield from self._tensor(wide, back)
         yield from self._products("gemm", wide, model.hidden, heads + 2 * kv, back)
         keys = tokens.stop * fold.cp * fold.tp - (len(tokens) * fold.cp * fold.tp - 1) / 2
-        core = self.device.attention((2.5 if back else 1) * 4 * wide * keys * heads)
+        queries = len(tokens) * fold.tp / (1 if fold.cp == 1 else 2)  # at a time: a slice, or a chunk of the ring's
+        core = self.device.attention((2.5 if back else 1) * 4 * wide * keys * heads, queries)
         yield Work(COMPUTE, "attention", core)
         whole = len(tokens) * fold.cp * fold.tp == self.job.seq_len
         if fold.cp > 1:

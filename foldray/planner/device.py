@@ -8,7 +8,7 @@ wave is seldom full.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -72,9 +72,9 @@ class Device:
         share = self._gemm(flops) * (self.share["grouped"] if groups > 1 else 1.0)
         return max(flops / (self.peak * share * self._waves(rows, columns, groups)), streamed / self.bandwidth)
 
-    def attention(self, flops: float) -> float:
-        """Seconds of attention's scores and sums, counted causally."""
-        return flops / (self.peak * self.share["attention"])
+    def attention(self, flops: float, tokens: float) -> float:
+        """Seconds of attention's scores and sums, counted causally, of so many tokens' queries at a time."""
+        return flops / (self.peak * self.share["attention"] * _between(self.hardware.attention, tokens))
 
     def passes(self, moved: float) -> float:
         """Seconds to read and write so many bytes."""
@@ -86,17 +86,7 @@ class Device:
 
     def _gemm(self, flops: float) -> float:
         """Share of peak of a product that fills its waves."""
-        table = self.hardware.gemm
-        if not table:
-            return self.share["gemm"]
-        at = math.log(max(flops, 1.0))
-        points = [(math.log(size), share) for size, share in table]
-        if at <= points[0][0]:
-            return points[0][1]
-        for (x0, y0), (x1, y1) in pairwise(points):
-            if at <= x1:
-                return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
-        return points[-1][1]
+        return self.share["gemm"] * _between(self.hardware.gemm, flops)
 
     def _waves(self, rows: float, columns: float, groups: float = 1) -> float:
         """How full the waves of a product are: its size over that of the tiles that whole waves have room for."""
@@ -107,3 +97,17 @@ class Device:
         waves = math.ceil(tiles / processors)
         edges = groups * rows * columns / (tiles * _TILE**2)
         return edges * tiles / (waves * processors)
+
+
+def _between(table: Sequence[tuple[float, float]], size: float) -> float:
+    """A measured share at a size, by the logarithms of its neighbours'; 1 where nothing was measured."""
+    if not table:
+        return 1.0
+    at = math.log(max(size, 1.0))
+    points = [(math.log(each), share) for each, share in table]
+    if at <= points[0][0]:
+        return points[0][1]
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if at <= x1:
+            return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+    return points[-1][1]

@@ -65,7 +65,12 @@ class Hardware(Strict):
     inter: Link = Field(description="between nodes")
     constants: dict[str, float] = Field({}, description="constants that are other here")
     gemm: tuple[tuple[float, float], ...] = Field(
-        (), description="measured products: (FLOPs, share of peak), smallest first; between them by their logarithm"
+        (),
+        description="measured products: (FLOPs, share of the constant `gemm`), smallest first; between them by their logarithm",
+    )
+
+    attention: tuple[tuple[int, float], ...] = Field(
+        (), description="measured slices: (tokens, share of the constant `attention`), smallest first; between them likewise"
     )
 
     def peak(self, dtype: str) -> float:

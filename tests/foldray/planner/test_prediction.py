@@ -143,6 +143,16 @@ def test_what_travels_beside_computation_costs_it_time() -> None:
     assert len({predict(alone, machines(), {"crowding": crowding}).seconds for crowding in (0.0, 0.5)}) == 1
 
 
+def test_small_slices_take_longer_where_that_was_measured() -> None:
+    each = candidate("one_a_one_m", 4, {"ep": 8})
+    plain = predict(each, machines()).breakdown["attention"]
+    as_fast, slower = (predict(each, machines(attention=((128, share), (4096, share)))).breakdown for share in (1.0, 0.5))
+    assert as_fast["attention"] == pytest.approx(plain)
+    assert slower["attention"] == pytest.approx(2 * plain)
+    some = predict(each, machines(attention=((128, 0.5), (4096, 1.0)))).breakdown["attention"]
+    assert plain < some < 2 * plain, "between what was measured, by the logarithm of the slice's tokens"
+
+
 def test_one_expert_is_a_dense_model_with_a_router() -> None:
     """EP = ETP = 1 and one expert: what is added is the router, its permutation and the sum behind it."""
     changes = {"experts": 1, "topk": 1}
