@@ -52,11 +52,11 @@ def off(machines: Hardware, measured: list[float]) -> float:
 
 def test_predictions_come_near_to_what_was_measured(tmp_path: Path) -> None:
     told = load_hardware("eos-h100")
-    slower = {name: told.constants.get(name, 1.0) * share for name, share in {"inter": 0.5, "memory": 0.6}.items()}
+    slower = {name: told.constants.get(name, 1.0) * share for name, share in {"exchange": 0.4, "inter": 0.5, "memory": 0.5}.items()}
     measured = seconds(told.model_copy(update={"constants": {**told.constants, **slower}}))
     path = learnt(told, outcome(measured), tmp_path / "learnt.yaml")
     better = load_hardware(str(path))
-    assert off(told, measured) > 0.08
+    assert off(told, measured) > 0.07
     assert off(better, measured) < 0.25 * off(told, measured)
     assert "corrected by" in better.about
     assert yaml.safe_load(path.read_text())["memory_gib"] == told.memory_gib, "data sheets stay"
