@@ -35,8 +35,7 @@ from tuners.storage import turn as alone
 
 _WHOLE = 500  # rows up to which every op of each is simulated; above, blocks are put together
 _SPACE, _REFERENCE = "space", "reference_s"
-METRIC = "step time (s)"
-"""What is minimised, as dashboards name it."""
+_METRIC = "step time (s)"  # what is minimised, as dashboards name it
 
 
 class Predictions(NamedTuple):
@@ -126,7 +125,7 @@ class FoldTuner:
             self._begin()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                self.study.set_metric_names([METRIC])
+                self.study.set_metric_names([_METRIC])
 
     def fit(self) -> Outcome:
         """Measure until all trials are spent; then the winner against the recipe as it stands.

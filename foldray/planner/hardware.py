@@ -68,7 +68,6 @@ class Hardware(Strict):
         (),
         description="measured products: (FLOPs, share of the constant `gemm`), smallest first; between them by their logarithm",
     )
-
     attention: tuple[tuple[int, float], ...] = Field(
         (), description="measured slices: (tokens, share of the constant `attention`), smallest first; between them likewise"
     )
