@@ -31,8 +31,8 @@ class Traffic:
     """Everything one rank sent, by class of traffic and operation.
 
     All-to-alls and sends are counted pair by pair. An all-reduce, all-gather or reduce-scatter is counted as a ring: each rank
-    sends its share, (n − 1)/n of the whole (twice for an all-reduce), to the next member. What a rank keeps is not counted. Neither
-    is which way a backend takes: over gloo, an all-gather's bytes go straight to every member.
+    sends its share, (n − 1)/n of the whole (twice for an all-reduce), to the next member. What a rank keeps is not counted,
+    nor which way a backend takes: over gloo, an all-gather's bytes go straight to every member.
     """
 
     counts: dict[tuple[str, str], Count] = field(default_factory=dict)
