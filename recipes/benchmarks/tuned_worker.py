@@ -18,7 +18,7 @@ from tuners.sampler import TableSampler
 from tuners.space import Settings, changed
 from tuners.study import FoldTuner, Predictions, compared, predictions
 
-TRIALS, PAIRS, STEPS, REPLAYS = 15, 9, 1, 25
+TRIALS, PAIRS, STEPS, REPLAYS = 15, 9, 2, 25
 
 
 def main(path: str, turns: str, seeds: str, recipe: str, *overrides: str) -> None:
