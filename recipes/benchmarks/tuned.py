@@ -122,12 +122,11 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
         trials = range(1, min(map(len, curves)) + 1)
         means = [statistics.mean(curve[number - 1] for curve in curves) for number in trials]
         worst = [max(curve[number - 1] for curve in curves) for number in trials]
-        front = 3 if way == "ratio" else 2
-        many = f", mean of {len(curves)} seeds" if len(curves) > 1 else ""
-        axes.plot(trials, means, color=colours[way], linewidth=2, label=f"{WAYS[way]}{many}", zorder=front)
-        if worst != means:
-            axes.plot(trials, worst, color=colours[way], linewidth=0.8, linestyle=":", label=f"{WAYS[way]}, worst")
-    axes.axhline(1.03, color="#1f2937", linewidth=0.8, linestyle="--", label="3 % from the best")
+        style = "--" if way == "planner" else "-"  # where it lies on the tuner's, both show
+        axes.plot(trials, means, color=colours[way], linewidth=2, linestyle=style, label=WAYS[way])
+        axes.plot(trials, worst, color=colours[way], linewidth=0.8, linestyle=":")
+    axes.plot([], [], color="#1f2937", linewidth=0.8, linestyle=":", label=f"worst of {len(curves)} seeds; lines: mean")
+    axes.axhline(1.03, color="#1f2937", linewidth=0.8, linestyle="--", alpha=0.5, label="3 % from the best")
     axes.set(xlabel="trials", ylabel="best so far × the exhaustive best", ylim=(0.995, HIGHEST))
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)

@@ -73,7 +73,7 @@ def replayed(way: str, table: Settings, known: Predictions, rows: Sequence[dict[
     import random
 
     best, curves = min(row["ratio"] for row in rows), []
-    for seed in range(1 if way == "planner" else REPLAYS):
+    for seed in range(REPLAYS):
         draw = random.Random(seed)
         kind = {"cold": "ratio"}.get(way, way)
         sampler = TableSampler(table, kind, seed, known.seconds if way in ("ratio", "planner") else None)
