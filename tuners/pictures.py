@@ -53,6 +53,22 @@ def draw_predicted(trials: Sequence[FrozenTrial], path: Path) -> None:
     _finish(figure, axes, path)
 
 
+def draw_front(trials: Sequence[FrozenTrial], front: Sequence[FrozenTrial], path: Path) -> None:
+    """Every setting's step and memory, and those that none beats at both."""
+    figure, axes = _figure("Step and memory; lower and further left is better", (7, 4.6))
+    best = {each.number for each in front}
+    others = [each for each in trials if each.state == TrialState.COMPLETE and each.number not in best]
+    for each, colour, label in ((others, _BLUE, "measured"), (list(front), _ORANGE, "none beats these at both")):
+        at = [[trial.user_attrs[key] for trial in each] for key in ("seconds", "peak_gib")]
+        axes.plot([1e3 * seconds for seconds in at[0]], at[1], "o", color=colour, label=label)
+    for trial in front:
+        at = (1e3 * trial.user_attrs["seconds"], trial.user_attrs["peak_gib"])
+        axes.annotate(trial.user_attrs["setting"], at, (6, 4), textcoords="offset points", fontsize=7, color=_INK)
+    axes.set(xlabel="step (ms)", ylabel="memory (GiB)")
+    axes.margins(x=0.15, y=0.12)
+    _finish(figure, axes, path)
+
+
 def draw_importance(importance: Mapping[str, float], path: Path) -> None:
     """Each knob's share of the differences between trials."""
     figure, axes = _figure("What mattered: share of the differences between trials", (7, 0.9 + 0.34 * len(importance)))

@@ -11,7 +11,7 @@ import optuna
 import yaml
 from optuna.trial import FrozenTrial, TrialState
 
-from tuners.pictures import draw_history, draw_importance, draw_predicted
+from tuners.pictures import draw_front, draw_history, draw_importance, draw_predicted
 from tuners.sampler import LOST, REASON
 from tuners.space import Setting
 from tuners.study import Outcome
@@ -30,6 +30,9 @@ def write(outcome: Outcome, study: optuna.Study, reference: float, folder: Path)
     if any(each.user_attrs.get("predicted_s") and each.user_attrs.get("seconds") for each in trials):
         files["predicted"] = folder / "predicted.png"
         draw_predicted(trials, files["predicted"])
+    if outcome.front:
+        files["front"] = folder / "front.png"
+        draw_front(trials, outcome.front, files["front"])
     weights = importance(study)
     if weights:
         files["importance"] = folder / "importance.png"
@@ -46,7 +49,7 @@ def importance(study: optuna.Study) -> dict[str, float]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return dict(optuna.importance.get_param_importances(study))
+            return dict(optuna.importance.get_param_importances(study, target=lambda each: each.values[0]))
         except (RuntimeError, ValueError):  # all trials equal
             return {}
 
@@ -58,6 +61,7 @@ def summary(outcome: Outcome, reference: float) -> dict[str, Any]:
         "best": outcome.best._asdict(), "step_time_s": outcome.seconds, "reference_step_time_s": reference,
         "gain": None if gain is None else {"times": gain.times, "low": gain.low, "high": gain.high, "pairs": gain.pairs},
         "trials": [trial_document(each) for each in outcome.trials if not each.user_attrs.get(LOST)],
+        **({"front": [each.number for each in outcome.front]} if outcome.front else {}),
     }  # fmt: skip
 
 
@@ -86,6 +90,13 @@ def table(outcome: Outcome) -> str:
         cells = _cells(each)
         note = f"  {cells['note']}" if cells["note"] else ""
         lines.append(f"{each.number:>5}{cells['ms']:>10}{cells['noise']:>7}{cells['predicted']:>11}  {cells['setting']}{note}")
+    if outcome.front:
+        lines += ["", "best at both time and memory:"]
+        lines += [
+            f"{each.number:>5}{each.user_attrs['seconds'] * 1e3:>10.0f} ms{each.user_attrs['peak_gib']:>8.2f} GiB  "
+            f"{each.user_attrs['setting']}"
+            for each in outcome.front
+        ]
     return "\n".join(lines)
 
 
@@ -124,6 +135,11 @@ def _page(
     ]  # fmt: skip
     if "predicted" in files:
         lines += [f"![Predicted and measured steps]({files['predicted']})", ""]
+    if "front" in files:
+        lines += [
+            f"None of the others beats these {len(outcome.front)} at both time and memory; the best recipe is the fastest:", "",
+            f"![Step and memory]({files['front']})", "",
+        ]  # fmt: skip
     if "importance" in files:
         first = max(weights, key=weights.__getitem__)
         lines += [f"What mattered most was `{first}`:", "", f"![Importance of each knob]({files['importance']})", ""]

@@ -4,13 +4,16 @@
 so that what the planner knows need not be found again, and the row with the largest expected improvement is next. The others
 are what it is to be compared with: `planner` takes the predicted best one after another and learns nothing, `random` any, `gp`
 and `tpe` are Optuna's samplers, whose proposals are moved to the nearest row.
+
+Where memory is to be small as well as time, every choice weighs the two anew, by chance, and looks for the best under these
+weights (Knowles, "ParEGO", IEEE Transactions on Evolutionary Computation 10(1), 2006): so choices spread over what is best at both.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +31,9 @@ REASON = "reason"
 MEMORY = "memory"
 """How the reason of a trial begins that needed more memory than there is."""
 
+_LEAST_GIB = 1 / 1024  # a logarithm is taken; a process may seem to need nothing where others left room
 _STARTS = 3  # random ones of Optuna's samplers; its default of 10 would leave few of 15 trials to the model
+_SUM = 0.05  # of both objectives beside the worse one (ParEGO's rho): no setting that is worse at one and equal at the other wins
 _LENGTHS, _NOISE = (0.3, 30.0), (1e-5, 1e-2)  # bounds: features differ by 1 to 20; noise is a variance of logarithms over theirs
 
 
@@ -38,6 +43,7 @@ class TableSampler(BaseSampler):
     Args:
         predicted: seconds of every row; None where nothing is predicted.
         held: bytes of every row, as predicted: what needs as much as a row that did not fit is not tried.
+        both: memory is to be small as well, not only seconds.
     """
 
     def __init__(
@@ -47,8 +53,9 @@ class TableSampler(BaseSampler):
         seed: int,
         predicted: Sequence[float] | None = None,
         held: Sequence[float] | None = None,
+        both: bool = False,
     ):
-        self.table, self.kind, self.held = table, kind, held
+        self.table, self.kind, self.held, self.both = table, kind, held, both
         self.predicted = None if predicted is None else np.log(np.asarray(predicted))
         self._random = np.random.default_rng(seed)
         starts = {"n_startup_trials": _STARTS, "seed": seed}
@@ -113,9 +120,8 @@ class TableSampler(BaseSampler):
         ]
         if len(done) < 2:
             return self._best_predicted(free)
-        base = np.zeros(len(self.table.rows)) if self.predicted is None else self.predicted
         rows = [self._number(each) for each in done]
-        told = np.log([each.user_attrs["seconds"] for each in done])
+        told, base = self._objective(done, rows)
         model = _fitted(self.table.features[rows], told - base[rows])
         running = [
             self._number(each)
@@ -129,6 +135,32 @@ class TableSampler(BaseSampler):
             model.fit(self.table.features[rows], told - base[rows])
         mean, deviation = model.predict(self.table.features[free], return_std=True)
         return free[int(expected_improvement(mean + base[free], deviation, float(told.min())).argmax())]
+
+    def _objective(self, done: Sequence[FrozenTrial], rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """What is to be small: of what was measured, and of every row as predicted (0 where nothing is)."""
+        none = np.zeros(len(self.table.rows))
+        seconds = np.log([each.user_attrs["seconds"] for each in done])
+        if not self.both:
+            return seconds, none if self.predicted is None else self.predicted
+        held = np.log([max(each.user_attrs["peak_gib"], _LEAST_GIB) * 2**30 for each in done])
+        told = np.stack([seconds, held], axis=1)
+        weigh = _weighed(told, float(self._random.random()))
+        if self.predicted is None or self.held is None:
+            return weigh(told), none
+        said = np.stack([self.predicted, np.log(np.asarray(self.held))], axis=1)
+        return weigh(told), weigh(said + np.median(told - said[rows], axis=0))  # level: which of both is worse goes by it
+
+
+def _weighed(told: np.ndarray, weight: float) -> Callable[[np.ndarray], np.ndarray]:
+    """One number from two, the worse of both by their weights, in spans of what was measured (ParEGO, section II)."""
+    low, span = told.min(axis=0), np.maximum(np.ptp(told, axis=0), 1e-6)
+    weights = np.array([weight, 1 - weight])
+
+    def weigh(values: np.ndarray) -> np.ndarray:
+        parts = weights * (values - low) / span
+        return parts.max(axis=1) + _SUM * parts.sum(axis=1)
+
+    return weigh
 
 
 def _fitted(features: np.ndarray, values: np.ndarray) -> Any:

@@ -103,7 +103,10 @@ class Alive(threading.Thread):
 
     def run(self) -> None:
         while not self._done.wait(_ALIVE_S):
-            self._trial.set_user_attr(SEEN, time.time())
+            try:
+                self._trial.set_user_attr(SEEN, time.time())
+            except optuna.exceptions.UpdateFinishedTrialError:
+                return
 
     def __enter__(self) -> Alive:
         self.start()

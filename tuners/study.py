@@ -35,7 +35,7 @@ from tuners.storage import turn as alone
 
 _WHOLE = 500  # rows up to which every op of each is simulated; above, blocks are put together
 _SPACE, _REFERENCE = "space", "reference_s"
-_METRIC = "step time (s)"  # what is minimised, as dashboards name it
+_METRIC, _SECOND = "step time (s)", "memory (GiB)"  # what is minimised, as dashboards name it
 
 
 class Predictions(NamedTuple):
@@ -69,6 +69,7 @@ class Outcome:
         seconds: of its step, in the reference's terms.
         trials: everything that was tried, in order.
         gain: None where the best is the recipe as it stands, or nothing kept its lead over it.
+        front: trials that none beats at both time and memory, fastest first; empty where memory was no objective.
     """
 
     recipe: Recipe
@@ -77,6 +78,7 @@ class Outcome:
     trials: list[FrozenTrial]
     gain: Gain | None
     table: Settings
+    front: tuple[FrozenTrial, ...] = ()
 
 
 class Watcher:
@@ -117,15 +119,17 @@ class FoldTuner:
         spec = recipe.tune
         held = self.predictions.held if self.predictions else None
         seconds = self.predictions.seconds if self.predictions else None
-        sampler = TableSampler(self.table, spec.sampler, spec.seed, seconds, held)
+        sampler = TableSampler(self.table, spec.sampler, spec.seed, seconds, held, both=spec.second is not None)
+        metrics = [_METRIC] if spec.second is None else [_METRIC, _SECOND]
         with self._alone():
             self.study = optuna.create_study(
-                storage=self._storage, study_name=spec.study, sampler=sampler, load_if_exists=True, direction="minimize"
-            )
+                storage=self._storage, study_name=spec.study, sampler=sampler, load_if_exists=True,
+                directions=["minimize"] * len(metrics),
+            )  # fmt: skip
             self._begin()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                self.study.set_metric_names([_METRIC])
+                self.study.set_metric_names(metrics)
 
     def fit(self) -> Outcome:
         """Measure until all trials are spent; then the winner against the recipe as it stands.
@@ -154,7 +158,7 @@ class FoldTuner:
 
     def _begin(self) -> None:
         """A new study gets its first trials; one that is there must be about the same."""
-        told = _fingerprint(self.table)
+        told = _fingerprint(self.table, self.recipe.tune.second)
         known = self.study.user_attrs.get(_SPACE)
         if known not in (None, told):
             rule = "is a study of another recipe or another space; choose another name"
@@ -232,25 +236,31 @@ class FoldTuner:
         trial.set_user_attr("setting", str(setting))
         if self.predictions is not None:
             trial.set_user_attr("predicted_s", self.predictions.seconds[self.table.number[setting]])
-        with Alive(trial):
-            try:
-                state, found = self._measure(bench, setting)
-            except RankFailure as failure:
-                trial.set_user_attr(REASON, failure.reason)
-                trial.set_user_attr("feasible", False)
-                trial.set_constraint("runs", 1.0)
-                told = self.study.tell(trial, state=TrialState.FAIL)
-            else:
-                told = self._tell(trial, setting, state, found)
+        try:
+            with Alive(trial):
+                told = self._measured(bench, trial, setting)
+        except optuna.exceptions.UpdateFinishedTrialError:  # silent for so long (asleep, say) that others gave its row back
+            return
         for watcher in self._watchers:
             watcher.finished(self.study, told)
+
+    def _measured(self, bench: Bench, trial: optuna.Trial, setting: Setting) -> FrozenTrial:
+        try:
+            state, found = self._measure(bench, setting)
+        except RankFailure as failure:
+            trial.set_user_attr(REASON, failure.reason)
+            trial.set_user_attr("feasible", False)
+            trial.set_constraint("runs", 1.0)
+            return self.study.tell(trial, state=TrialState.FAIL)
+        return self._tell(trial, setting, state, found)
 
     def _measure(self, bench: Bench, setting: Setting) -> tuple[TrialState, Measured]:
         """Turn by turn, until it is known well enough that it cannot be the best."""
         spec, found = self.recipe.tune, Measured()
+        prune = None if spec.second else spec.prune  # what is slow may yet be the one that needs least
         for found in bench.turns(changed(self.recipe, setting)):
             best = self._best_ratio()
-            if spec.prune and best and len(found.ratios) < spec.turns and found.surely_slower_than(best * spec.prune):
+            if prune and best and len(found.ratios) < spec.turns and found.surely_slower_than(best * prune):
                 return TrialState.PRUNED, found
         return TrialState.COMPLETE, found
 
@@ -278,7 +288,7 @@ class FoldTuner:
         if state == TrialState.PRUNED:
             trial.report(seconds, step=len(found.ratios))
             return self.study.tell(trial, state=state)
-        return self.study.tell(trial, seconds)
+        return self.study.tell(trial, seconds if self.recipe.tune.second is None else [seconds, found.peak / 2**30])
 
     # The end.
 
@@ -295,7 +305,13 @@ class FoldTuner:
         if gain is not None and gain.times <= 1:  # what looked fast was luck
             recipe, setting, gain = self.recipe, default, None
         seconds = self._reference_s if gain is None else best.user_attrs["seconds"]
-        return Outcome(recipe, setting, seconds, trials, gain, self.table)
+        return Outcome(recipe, setting, seconds, trials, gain, self.table, self._front())
+
+    def _front(self) -> tuple[FrozenTrial, ...]:
+        if self.recipe.tune.second is None:
+            return ()
+        found = [each for each in self.study.best_trials if each.user_attrs.get("feasible")]
+        return tuple(sorted(found, key=lambda each: each.user_attrs["seconds"]))
 
 
 def compared(bench: Bench, recipe: Recipe, pairs: int, seed: int = 0) -> Gain:
@@ -327,7 +343,7 @@ def predictions(table: Settings, hardware: Hardware) -> Predictions:
     return Predictions(seconds, held)
 
 
-def _fingerprint(table: Settings) -> str:
-    """Of what a study is about: the recipe but for how it is searched, and the table."""
+def _fingerprint(table: Settings, second: str | None) -> str:
+    """Of what a study is about: the recipe but for how it is searched, the table, and what is to be small."""
     about = table.recipe.model_dump(mode="json", exclude={"tune", "name", "tracking", "cluster"})
-    return hashlib.sha256(json.dumps([about, table.rows]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([about, table.rows, *([second] if second else [])]).encode()).hexdigest()[:16]

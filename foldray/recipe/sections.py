@@ -214,6 +214,7 @@ class TuneSpec(Strict):
     trial_s: float = Field(600, gt=0, description="seconds after which a trial has failed")
     beside: bool = Field(True, description="keep the reference in memory beside a trial (torch engine)")
     memory_gib: float | None = Field(None, gt=0, description="most that a worker may need; null is what it has")
+    second: Literal["memory"] | None = Field(None, description="what is to be small as well; null is time alone")
     parallel: int = Field(1, ge=1, description="trials at once, each on nodes of its own")
     pairs: int = Field(9, ge=2, description="turns of the winner and the recipe as it stands, at the end")
     study: str = Field("foldray", min_length=1, description="name; tuners with the same storage and name share their work")

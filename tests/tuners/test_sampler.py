@@ -71,6 +71,29 @@ def test_the_ratio_finds_the_best_where_the_planner_is_wrong() -> None:
         assert run("ratio", 12, seed).best_value == pytest.approx(best)
 
 
+def gib(row: Setting) -> float:
+    """Made up: what hides most needs most."""
+    return {"sequential": 1.0, "moe_only": 1.3, "stream": 1.8}[row.kind] / row.ep**0.3 * (1.2 if row.sp_bytes == 0 else 1.0)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["predicted", "cold"])
+def test_both_time_and_memory_are_looked_for(told: bool) -> None:
+    """Within a third of the table: the fastest row and the least, which are not the same."""
+    rows = table()
+    fastest, least = min(map(seconds, rows.rows)), min(map(gib, rows.rows))
+    assert not any(seconds(row) == fastest and gib(row) == least for row in rows.rows)
+    given = ([guessed(row) for row in rows.rows], [0.8 * gib(row) * 2**30 for row in rows.rows]) if told else (None, None)
+    study = optuna.create_study(directions=["minimize"] * 2, sampler=TableSampler(rows, "ratio", 0, *given, both=True))
+    for _ in range(len(rows.rows) // 3):
+        trial = study.ask(rows.distributions)
+        row = rows.row(trial.params)
+        trial.set_user_attr("seconds", seconds(row))
+        trial.set_user_attr("peak_gib", gib(row))
+        study.tell(trial, [seconds(row), gib(row)])
+    assert min(each.values[0] for each in study.best_trials) == pytest.approx(fastest)
+    assert min(each.values[1] for each in study.best_trials) == pytest.approx(least)
+
+
 def test_a_row_that_is_being_measured_is_not_taken() -> None:
     rows = table()
     sampler = TableSampler(rows, "ratio", 0, [guessed(row) for row in rows.rows])

@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import yaml
+from optuna.trial import TrialState
 
 from foldray.cli import main
+from foldray.errors import UserError
 from foldray.recipe import EngineSpec, Recipe
 from trainers.trial import Turn
 from tuners.measure import Measured, nodes_apart
-from tuners.sampler import REASON
+from tuners.report import summary, write
+from tuners.sampler import LOST, REASON
 from tuners.space import Setting
 from tuners.study import FoldTuner
 
@@ -95,6 +98,53 @@ def lucky(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, r
     state[row] = state.get(row, 0) + 1
     default = row.ep == 1 and row.kind == "sequential"
     return Turn([1.0 if default else 0.5 if state[row] <= 2 else 1.5] * steps, peak=1)
+
+
+def roomy(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, record: bool) -> Turn:
+    """What is fast needs much."""
+    row = Setting.of(Recipe.parse(given))
+    fast = row.ep == 2 and row.kind == "stream"
+    slow = row.ep == 2 and row.kind == "sequential"
+    return Turn([0.5 if fast else 4.0 if slow else 2.0] * steps, peak=(3 if fast else 1 if slow else 4) << 30)
+
+
+@pytest.mark.slow
+def test_memory_may_be_an_objective_too(ray_session, tmp_path: Path) -> None:
+    """The best is the fastest; what needs less is told beside it, and is not stopped for being slow."""
+    given = recipe(tmp_path, sampler="random", trials=50, prune=1.2, turns=3, second="memory")
+    tuner = FoldTuner(given, tmp_path, take=roomy)
+    outcome = tuner.fit()
+    assert (outcome.best.ep, outcome.best.kind) == (2, "stream")
+    assert {each.state.name for each in outcome.trials} == {"COMPLETE"}
+    found = {(round(each.user_attrs["seconds"], 6), each.user_attrs["peak_gib"]) for each in outcome.front}
+    assert found == {(0.5, 3.0), (4.0, 1.0)}
+    files = write(outcome, tuner.study, 2.0, tmp_path / "report")
+    assert files["front"].stat().st_size > 1000
+    assert "at both time and memory" in files["report"].read_text()
+    assert summary(outcome, 2.0)["front"] == [each.number for each in outcome.front]
+    with pytest.raises(UserError, match="study of another recipe"):
+        FoldTuner(recipe(tmp_path, sampler="random", trials=50), tmp_path, take=roomy)
+
+
+@pytest.mark.slow
+def test_a_tuner_that_slept_too_long_goes_on(ray_session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others gave its row back meanwhile: what it measured is dropped, and the study ends well."""
+    tuner = FoldTuner(recipe(tmp_path, sampler="random", trials=3), tmp_path, take=steady)
+    measure, slept = tuner._measure, []
+
+    def asleep(*given: Any) -> Any:
+        found = measure(*given)
+        if not slept:
+            slept.append(True)
+            running = tuner.study.get_trials(states=[TrialState.RUNNING])[0]
+            tuner._storage.set_trial_user_attr(running._trial_id, LOST, True)
+            tuner.study.tell(running.number, state=TrialState.FAIL)
+        return found
+
+    monkeypatch.setattr(tuner, "_measure", asleep)
+    outcome = tuner.fit()
+    assert [each.state.name for each in outcome.trials].count("COMPLETE") == 3
+    assert len(outcome.trials) == 4
 
 
 @pytest.mark.slow
