@@ -6,7 +6,7 @@ are what it is to be compared with: `planner` takes the predicted best one after
 and `tpe` are Optuna's samplers, whose proposals are moved to the nearest row.
 
 Where memory is to be small as well as time, every choice weighs the two anew, by chance, and looks for the best under these
-weights (Knowles, "ParEGO", IEEE Transactions on Evolutionary Computation 10(1), 2006): so choices spread over what is best at both.
+weights (Knowles, "ParEGO", IEEE Transactions on Evolutionary Computation 10(1), 2006): so choices spread over the best of both.
 """
 
 from __future__ import annotations
