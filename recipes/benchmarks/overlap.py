@@ -209,6 +209,9 @@ def report(run: dict[str, Any]) -> None:
             claimed, missed = each["claimed"]["median"], each["missed"]["max"]
             line += f"{each['simulated_ms']['median']:>10.0f}{f'{claimed - missed:.0f}/{claimed:.0f}':>9}"
         print(line)
+    for name in ("C", "X", "G"):
+        if "busy_ms" in run.get(name, {}):
+            print(f"{name}: its core is busy for {run[name]['busy_ms']['median']:.0f} ms")
     for name, seconds in run["held_up"].items():
         if any(seconds):
             figures = statistics.median(seconds), statistics.quantiles(seconds, n=20)[-1], max(seconds)

@@ -101,12 +101,15 @@ class Worker:
             print(f"{text:<60}", end="", file=sys.stderr)
 
     def together(self, run: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Run on all hosts; the slowest host's figures, for a step is done when all are. `stolen` is what others had of it."""
+        """Run on all hosts; the slowest host's figures, for a step is done when all are. `stolen` is what others had of its core,
+        `busy_ms` for how long that had work, the kernel's with messages among it.
+        """
         everyone: list[Any] = [None] * self.given.hosts
         dist.barrier()
-        begin, before = time.perf_counter(), _stolen(self.core)
+        begin, before = time.perf_counter(), _used(self.core)
         measured = run()
-        measured["stolen"] = (_stolen(self.core) - before) / (time.perf_counter() - begin)
+        busy, stolen = (now - then for now, then in zip(_used(self.core), before, strict=True))
+        measured |= {"stolen": stolen / (time.perf_counter() - begin), "busy_ms": 1e3 * busy}
         dist.all_gather_object(everyone, measured)
         return {key: max(each[key] for each in everyone) for key in measured}
 
@@ -258,10 +261,11 @@ def _resident(anew: bool = False) -> float:
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
-def _stolen(core: int) -> float:
-    """Seconds that the machine below has given to others while this core had work."""
+def _used(core: int) -> tuple[float, float]:
+    """Seconds for which a core has worked, and those that the machine below gave to others while it had work."""
     (line,) = [line for line in Path("/proc/stat").read_text().splitlines() if line.startswith(f"cpu{core} ")]
-    return int(line.split()[8]) / os.sysconf("SC_CLK_TCK")
+    user, nice, system, _, _, interrupts, soft, stolen, *_ = (int(each) / os.sysconf("SC_CLK_TCK") for each in line.split()[1:])
+    return user + nice + system + interrupts + soft, stolen
 
 
 def _medians(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
