@@ -63,27 +63,41 @@ class KeysAndValues:
         self.made: Tensor | None = None
         self.gradient: Tensor | None = None
         self._seen = 0  # how many tokens are there
+        self._reached = 0  # from which token on the gradient has been written
 
-    def put(self, block: Tensor, sight: Sight) -> None:
+    def put(self, keys: Tensor, values: Tensor, sight: Sight) -> None:
         """Keys and values of a slice, once: a forward that is computed again finds them."""
         if self.made is None:
-            self.made = block.new_empty((*block.shape[:3], sight.length, block.shape[-1]))
-        self.made[..., sight.tokens.start : sight.tokens.stop, :] = block
+            self.made = keys.new_empty((2, *keys.shape[:2], sight.length, keys.shape[-1]))
+        for all_BGLD, own in zip(self.made, (keys, values), strict=True):
+            all_BGLD[..., sight.tokens.start : sight.tokens.stop, :] = own
         self._seen = sight.tokens.stop
 
     def has(self, sight: Sight) -> bool:
         return self._seen >= sight.tokens.stop
 
-    def collect(self) -> Tensor:
-        """The gradient so far, to add to."""
+    def collect(self, sight: Sight) -> Tensor:
+        """The gradient so far."""
         assert self.made is not None
         if self.gradient is None:
-            self.gradient = torch.zeros_like(self.made, dtype=torch.promote_types(self.made.dtype, torch.float32))
+            # A member that is not alone meets its chunks with gaps between them; else the first share to come is what is there.
+            alone, dtype = len(sight.shards) == 1, torch.promote_types(self.made.dtype, torch.float32)
+            self.gradient = (torch.empty_like if alone else torch.zeros_like)(self.made, dtype=dtype)
+            self._reached = sight.tokens.stop if alone else 0
         return self.gradient
+
+    def add(self, part: Part, share: tuple[Tensor, Tensor], sight: Sight) -> None:
+        """A share of the gradient of a part's keys and values; where that is the first, it is what is there from now on."""
+        start, stop = part.keys.start, part.keys.stop
+        middle = min(max(start, self._reached), stop)
+        for total, more in zip(self.collect(sight), share, strict=True):
+            total[..., middle:stop, :] += more[..., middle - start :, :]
+            total[..., start:middle, :] = more[..., : middle - start, :]
+        self._reached = min(self._reached, start)
 
     def free(self) -> None:
         self.made = self.gradient = None
-        self._seen = 0
+        self._seen = self._reached = 0
 
 
 def slice_attention(
@@ -108,7 +122,9 @@ class _SliceAttention(torch.autograd.Function):
         communicator: Communicator,
     ) -> Tensor:
         if not memory.has(sight):
-            memory.put(_in_order(communicator.all_gather(torch.stack((k_BGSD, v_BGSD))), sight), sight)
+            alone = communicator.size == 1
+            gathered = None if alone else _in_order(communicator.all_gather(torch.stack((k_BGSD, v_BGSD))), sight)
+            memory.put(*((k_BGSD, v_BGSD) if gathered is None else gathered), sight)
         assert memory.made is not None
         outs, lses = [], []
         for q, parts in zip(_chunked(q_BNSD, sight), sight.parts, strict=True):
@@ -127,22 +143,22 @@ class _SliceAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         memory, sight, communicator = ctx.memory, ctx.sight, ctx.communicator
-        gradient, made, dqs = memory.collect(), memory.made, []
+        gradient, made, dqs = memory.collect(sight), memory.made, []
         each = zip(*(_chunked(x, sight) for x in (grads[0], *ctx.saved_tensors)), sight.parts, strict=True)
         for dout, q, out, lse, parts in each:
-            dq = torch.zeros_like(q, dtype=gradient.dtype)
-            for part in parts:
+            shares = []
+            for part in reversed(parts):  # later keys first: then what is there already has no gaps
                 # The *merged* output and log-sum-exp: a part's own would normalise its weights over its own keys.
-                share, dk, dv = attend_backward(dout, q, *_at(made, part.keys), out, lse, part.mask)
-                dq += share
-                for total, more in zip(_at(gradient, part.keys), (dk, dv), strict=True):
-                    total.add_(more)
-            dqs.append(dq)
+                share, *more = attend_backward(dout, q, *_at(made, part.keys), out, lse, part.mask)
+                memory.add(part, (more[0], more[1]), sight)
+                shares.append(share.to(gradient.dtype))
+            dqs.append(shares[0] if len(shares) == 1 else shares[0].add_(shares[1]))
         own = gradient[..., sight.tokens.start : sight.tokens.stop, :]
         dk_BGSD, dv_BGSD = communicator.reduce_scatter(_by_member(own, sight)).to(ctx.dtype)
         if sight.tokens.start == 0:
             memory.free()
-        return torch.cat(dqs, dim=2).to(ctx.saved_tensors[0].dtype), dk_BGSD, dv_BGSD, None, None, None
+        dq_BNSD = dqs[0] if len(dqs) == 1 else torch.cat(dqs, dim=2)
+        return dq_BNSD.to(ctx.saved_tensors[0].dtype), dk_BGSD, dv_BGSD, None, None, None
 
 
 def _parts(queries: range, segment_BL: Tensor | None) -> list[Part]:
