@@ -59,8 +59,8 @@ def draw_front(trials: Sequence[FrozenTrial], front: Sequence[FrozenTrial], path
     best = {each.number for each in front}
     others = [each for each in trials if each.state == TrialState.COMPLETE and each.number not in best]
     for each, colour, label in ((others, _BLUE, "measured"), (list(front), _ORANGE, "none beats these at both")):
-        at = [[trial.user_attrs[key] for trial in each] for key in ("seconds", "peak_gib")]
-        axes.plot([1e3 * seconds for seconds in at[0]], at[1], "o", color=colour, label=label)
+        steps, held = ([trial.user_attrs[key] for trial in each] for key in ("seconds", "peak_gib"))
+        axes.plot([1e3 * seconds for seconds in steps], held, "o", color=colour, label=label)
     for trial in front:
         at = (1e3 * trial.user_attrs["seconds"], trial.user_attrs["peak_gib"])
         axes.annotate(trial.user_attrs["setting"], at, (6, 4), textcoords="offset points", fontsize=7, color=_INK)

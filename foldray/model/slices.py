@@ -122,9 +122,9 @@ class _SliceAttention(torch.autograd.Function):
         communicator: Communicator,
     ) -> Tensor:
         if not memory.has(sight):
-            alone = communicator.size == 1
-            gathered = None if alone else _in_order(communicator.all_gather(torch.stack((k_BGSD, v_BGSD))), sight)
-            memory.put(*((k_BGSD, v_BGSD) if gathered is None else gathered), sight)
+            if communicator.size > 1:
+                k_BGSD, v_BGSD = _in_order(communicator.all_gather(torch.stack((k_BGSD, v_BGSD))), sight).unbind()
+            memory.put(k_BGSD, v_BGSD, sight)
         assert memory.made is not None
         outs, lses = [], []
         for q, parts in zip(_chunked(q_BNSD, sight), sight.parts, strict=True):
