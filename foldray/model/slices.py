@@ -146,11 +146,11 @@ class _SliceAttention(torch.autograd.Function):
         gradient, made, dqs = memory.collect(sight), memory.made, []
         each = zip(*(_chunked(x, sight) for x in (grads[0], *ctx.saved_tensors)), sight.parts, strict=True)
         for dout, q, out, lse, parts in each:
-            shares = []
+            shares = []  # of one part or two
             for part in reversed(parts):  # later keys first: then what is there already has no gaps
                 # The *merged* output and log-sum-exp: a part's own would normalise its weights over its own keys.
-                share, *more = attend_backward(dout, q, *_at(made, part.keys), out, lse, part.mask)
-                memory.add(part, (more[0], more[1]), sight)
+                share, dk, dv = attend_backward(dout, q, *_at(made, part.keys), out, lse, part.mask)
+                memory.add(part, (dk, dv), sight)
                 shares.append(share.to(gradient.dtype))
             dqs.append(shares[0] if len(shares) == 1 else shares[0].add_(shares[1]))
         own = gradient[..., sight.tokens.start : sight.tokens.stop, :]
