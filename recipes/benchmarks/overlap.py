@@ -16,7 +16,7 @@ process per host:
   before it leaves, they take half as long again one after another. Pieces overlap these pauses too: that would be no limit.)
 - G, with --gradients: the step's reductions of gradients, all started at once; then every variant has them too.
 - every variant KIND[:DEGREE[:LAG[:BACKWARD_LAG]]][@PARTS][+REDUCTION[=BYTES]] in the given order, and, with --peers, the same
-  blocks around other MoE layers.
+  blocks around other MoE layers. `+chunks=auto` is searched for as training does it, before anything is measured.
   `stream:DEGREE:best` goes by the simulator, which is asked after rounds of warming up have told what ops cost.
 
 With --hosts 1 there is nothing to hide, and what pieces cost shows. With --peaks, memory is measured instead of time.
@@ -219,6 +219,8 @@ def report(run: dict[str, Any]) -> None:
             print(f"{name}: chunks ahead hold all-to-alls up for {middle} ms (median), {high} (95 %), {most} (most)")
     for name, (forward, lag, backward, backward_lag) in run["chosen"].items():
         print(f"{name}: forward {forward} {lag}, backward {backward} {backward_lag}")
+    for name, size in run["picked"].items():
+        print(f"{name}: {size / 2**10:.0f} KiB")
     print(flush=True)
 
 

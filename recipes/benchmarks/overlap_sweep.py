@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -35,15 +33,8 @@ SIZES, SEEDS, PAIRS, SMALLEST = 12, 5, 15, 4 << 10
 def sweep(worker: Worker, variant: str) -> dict[str, Any]:
     """What was measured, in milliseconds of the slower host; the same on both."""
 
-    def took(size: int | None) -> float:
-        everyone: list[Any] = [None] * worker.given.hosts
-        dist.barrier()
-        dist.all_gather_object(everyone, worker.step(size and f"{variant}+chunks={size}")["step_ms"])
-        return max(everyone)
-
-    def tell(text: str) -> None:
-        if worker.rank == 0:
-            print(f"\r{text:<60}", end="", file=sys.stderr)
+    def took(size: int) -> float:
+        return worker.slowest(f"{variant}+chunks={size}")
 
     largest = max(chunk.bytes for chunk in worker.gradients.chunks(None))
     steps = (SIZES - 1) / math.log(largest / SMALLEST)
@@ -51,7 +42,7 @@ def sweep(worker: Worker, variant: str) -> dict[str, Any]:
     found: dict[int, list[float]] = {size: [] for size in sizes}
     for number in range(2 + worker.given.rounds):
         worker.measuring = number >= 2
-        tell(f"round {number - 1} of {worker.given.rounds}")
+        worker.tell(f"round {number - 1} of {worker.given.rounds}")
         for size in sizes:
             if (milliseconds := took(size)) and worker.measuring:
                 found[size].append(milliseconds)
@@ -59,10 +50,10 @@ def sweep(worker: Worker, variant: str) -> dict[str, Any]:
     best = min(medians, key=medians.__getitem__)
     searches = []
     for seed in range(SEEDS):
-        tell(f"search {seed + 1} of {SEEDS}")
-        searches.append(_search(worker, took, seed))
+        worker.tell(f"search {seed + 1} of {SEEDS}")
+        searches.append(search(worker, seed))
     for each in searches:
-        tell(f"{each['pick']} bytes against {best}")
+        worker.tell(f"{each['pick']} bytes against {best}")
         for worker.measuring in (False, False, True):  # what ops take is learnt again
             took(each["pick"])
         times = [took(size) for _ in range(PAIRS + 1) for size in (best, each["pick"])][2:]
@@ -71,8 +62,8 @@ def sweep(worker: Worker, variant: str) -> dict[str, Any]:
     return {"sizes": found, "best": best, "searches": searches}
 
 
-def _search(worker: Worker, took: Callable[[int | None], float], seed: int) -> dict[str, Any]:
-    """One search, as training does it."""
+def search(worker: Worker, seed: int) -> dict[str, Any]:
+    """One search for the size of chunks, as training does it, from how things are; then they are as it found best."""
     records: list[Tried] = []
     worker.measuring = True  # nothing is learnt about costs any more
     now = worker.execution.ordering
@@ -82,7 +73,7 @@ def _search(worker: Worker, took: Callable[[int | None], float], seed: int) -> d
     with suppress(StopIteration):
         next(going)
         while True:
-            going.send(took(None) / 1e3)
+            going.send(worker.slowest(None) / 1e3)
     told = [{"seed": seed, "pick": worker.execution.ordering.reduction.bytes,
              "measured": [(each["sp_bytes"], each["step_time_s"] * 1e3) for each in records]}]  # fmt: skip
     dist.broadcast_object_list(told, 0)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from common import GatedMlp
 from overlap import SIDES, WARM_UP, arguments, model_of
-from overlap_sweep import sweep
+from overlap_sweep import search, sweep
 from torch import Tensor, nn
 
 from foldray.comm import Communicator, Groups
@@ -56,6 +56,7 @@ class Worker:
         self.batches = [Batch(text[:, :-1], text[:, 1:])]
         self.cost = SliceCost.of_model(self.spec.hidden, self.spec.heads)
         self.chosen: dict[str, Ordering] = {}  # by name, with what rounds of warming up have told
+        self.picked: dict[str, int] = {}  # by name, bytes of a chunk that a search found
         self.measuring = False
         self.held_up: dict[str, list[float]] = {}  # by name, seconds that all-to-alls shared the link with chunks ahead of them
 
@@ -73,7 +74,7 @@ class Worker:
         found: dict[str, list[dict[str, float]]] = defaultdict(list)
         for number in range(WARM_UP + self.given.rounds):
             self.measuring = number >= WARM_UP
-            said = f"\rround {number - WARM_UP + 1} of {self.given.rounds}: "
+            said = f"round {number - WARM_UP + 1} of {self.given.rounds}: "
             if not self.given.peaks:
                 self.tell(f"{said}C")
                 self.alone = self.together(self.compute_alone)
@@ -89,16 +90,34 @@ class Worker:
                 found[name].append(measured)
             if not self.measuring:
                 found.clear()
+            if number == WARM_UP - 1:
+                self.search_sizes()
         if self.rank == 0:
             document = {name: _medians(each) for name, each in found.items()}
             best = {name: [*each.forward, *each.backward] for name, each in self.chosen.items() if ":best" in name}
-            found_out = {"bytes": self.bytes_sent(), "chosen": best, "held_up": self.held_up}
+            found_out = {"bytes": self.bytes_sent(), "chosen": best, "held_up": self.held_up, "picked": self.picked}
             self.given.result.write_text(json.dumps({**document, **found_out}))
         self.groups.close()
 
+    def search_sizes(self) -> None:
+        """Of every variant that asks for it: the size of chunks that training's own search finds."""
+        for name in (each for each in self.given.variants if each.endswith("=auto")):
+            self.tell(f"search of {name}")
+            self.execution.reorder(self.chosen[name])
+            self.picked[name] = search(self, 0)["pick"]
+            self.chosen[name] = self.execution.ordering
+        self.held_up.clear()
+
+    def slowest(self, name: str | None) -> float:
+        """Milliseconds of a step on the slowest host."""
+        everyone: list[Any] = [None] * self.given.hosts
+        dist.barrier()
+        dist.all_gather_object(everyone, self.step(name)["step_ms"])
+        return max(everyone)
+
     def tell(self, text: str) -> None:
         if self.rank == 0:
-            print(f"{text:<60}", end="", file=sys.stderr)
+            print(f"\r{text:<60}", end="", file=sys.stderr)
 
     def together(self, run: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Run on all hosts; the slowest host's figures, for a step is done when all are. `stolen` is what others had of its core,
@@ -170,7 +189,8 @@ class Worker:
         assert trace is not None
         ordering = execution.ordering
         if name is not None:
-            ordering = self.chosen.get(name) or named_ordering(name.replace(":best", ""), self.given.length, self.cost)
+            settled = name.replace(":best", "").removesuffix("=auto")
+            ordering = self.chosen.get(name) or named_ordering(settled, self.given.length, self.cost)
         if ordering != execution.ordering:
             execution.reorder(ordering)
         graph, _ = execution.step(self.batches)  # made before the clock runs
