@@ -46,6 +46,9 @@ class Ranks:
     Args:
         nodes: ids of the nodes to be on; None is any, placed as the recipe says.
 
+    Attributes:
+        hosts: addresses of the nodes that it is on, in the order of ranks.
+
     Raises:
         UserError: there is no room.
     """
@@ -80,6 +83,7 @@ class Ranks:
         host = places[order[0]][1]
         address = f"tcp://{host}:{self._wait([actors[0].free_port.remote()], _JOINED_S)[0]}"
         nodes = [places[number][0] for number in order]
+        self.hosts = list(dict.fromkeys(places[number][1] for number in order))
         local = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
         backend = "nccl" if recipe.cluster.gpu else "gloo"
         joins = [actor.join.remote(address, rank, len(actors), local[rank], backend) for rank, actor in enumerate(actors)]

@@ -115,6 +115,11 @@ class Bench:
             self.close()
             raise
 
+    @property
+    def hosts(self) -> list[str]:
+        """Addresses of the nodes that it measures on; none before it has."""
+        return self._ranks.hosts if self._ranks is not None else []
+
     def close(self) -> None:
         if self._ranks is not None:
             self._ranks.close()

@@ -67,7 +67,7 @@ def summary(outcome: Outcome, reference: float) -> dict[str, Any]:
 
 def trial_document(trial: FrozenTrial) -> dict[str, Any]:
     """One trial, for programs."""
-    keys = ("setting", "seconds", "ratio", "predicted_s", "peak_gib", "feasible", REASON)
+    keys = ("setting", "seconds", "ratio", "predicted_s", "peak_gib", "feasible", "hosts", REASON)
     return {"number": trial.number, "state": trial.state.name.lower(), **{key: trial.user_attrs.get(key) for key in keys}}
 
 

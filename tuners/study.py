@@ -111,6 +111,7 @@ class FoldTuner:
     def __init__(self, recipe: Recipe, folder: Path, watchers: tuple[Watcher, ...] = (), take: TakeTurn = turn):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.recipe, self._watchers, self._take = recipe, watchers, take
+        self._telling = threading.Lock()  # of watchers: trials on other nodes end at the same time
         self.table = Settings(recipe)
         self.hardware = load_hardware(recipe.tune.hardware) if recipe.tune.hardware else None
         self.predictions = predictions(self.table, self.hardware) if self.hardware else None
@@ -241,8 +242,9 @@ class FoldTuner:
                 told = self._measured(bench, trial, setting)
         except optuna.exceptions.UpdateFinishedTrialError:  # silent for so long (asleep, say) that others gave its row back
             return
-        for watcher in self._watchers:
-            watcher.finished(self.study, told)
+        with self._telling:
+            for watcher in self._watchers:
+                watcher.finished(self.study, told)
 
     def _measured(self, bench: Bench, trial: optuna.Trial, setting: Setting) -> FrozenTrial:
         try:
@@ -252,6 +254,7 @@ class FoldTuner:
             trial.set_user_attr("feasible", False)
             trial.set_constraint("runs", 1.0)
             return self.study.tell(trial, state=TrialState.FAIL)
+        trial.set_user_attr("hosts", bench.hosts)
         return self._tell(trial, setting, state, found)
 
     def _measure(self, bench: Bench, setting: Setting) -> tuple[TrialState, Measured]:
@@ -283,8 +286,9 @@ class FoldTuner:
             trial.set_constraint("memory", room)
             if room > 0:
                 trial.set_user_attr(REASON, f"{MEMORY}: {found.peak / 2**30:.2f} GiB, {limit:g} GiB are allowed")
-        for watcher in self._watchers:
-            watcher.measured(trial, setting, found)
+        with self._telling:
+            for watcher in self._watchers:
+                watcher.measured(trial, setting, found)
         if state == TrialState.PRUNED:
             trial.report(seconds, step=len(found.ratios))
             return self.study.tell(trial, state=state)

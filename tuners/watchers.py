@@ -145,6 +145,8 @@ class Runs(Watcher):
         told = trial.user_attrs
         if reason := told.get(REASON):
             tags["foldray.reason"] = reason
+        if hosts := told.get("hosts"):
+            tags["foldray.hosts"] = ", ".join(hosts)
         run: Run = self._client.create_run(self._at, run_name=f"trial {trial.number}: {told.get('setting', '')}"[:250], tags=tags)
         run_id = run.info.run_id
         for key, value in trial.params.items():

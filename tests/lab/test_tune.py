@@ -1,0 +1,56 @@
+"""A study on a Ray cluster of two nodes, two trials at once: each on a node of its own, none twice, the winner compared."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import optuna
+import pytest
+
+from tests.lab.hosts import hosts, why_not
+from tests.lab.ray_cluster import ray_cluster
+from tests.pool import repository
+
+_WHY_NOT = why_not()
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT)),
+]
+
+_TRIALS = 6
+_SPACE = "{tp: [1], cp: [1], pp: [1], ep: [1, 2], etp: [1], kind: [sequential, one_a_one_m], degree: [1, 2, 4]}"
+
+
+def test_two_trials_run_at_once_each_on_nodes_of_its_own(tmp_path: Path) -> None:
+    overrides = [
+        "model.layers=2", "engine.kind=torch", "data.seq_len=64", "cluster.workers=2", f"cluster.storage={tmp_path}",
+        "tune.parallel=2", f"tune.trials={_TRIALS}", "tune.turns=2", "tune.steps=1", "tune.pairs=2", "tune.prune=null",
+        "tune.sampler=random", f"tune.space={_SPACE}",
+    ]  # fmt: skip
+    with hosts(2) as lab, ray_cluster(lab, cpus=2) as cluster:
+        ray = [Path(sys.executable).parent / "ray", "job", "submit", "--address", cluster.address, "--working-dir", "."]
+        tune = ["python", "-m", "foldray", "tune", "recipes/quickstart.yaml", "--json", *overrides]
+        done: subprocess.CompletedProcess[str] = lab[0].run([*ray, "--", *tune], timeout=400, env=cluster.env, cwd=repository())
+        assert done.returncode == 0, done.stdout + done.stderr
+        addresses = {host.address for host in lab}
+    (folder,) = (tmp_path / "tune").iterdir()
+    study = optuna.load_study(study_name=folder.name, storage=f"sqlite:///{folder}/tune.db")
+    trials = study.get_trials()
+    assert [each.state.name for each in trials] == ["COMPLETE"] * _TRIALS
+    assert len({json.dumps(each.params, sort_keys=True) for each in trials}) == _TRIALS, "each setting once"
+    assert all(len(each.user_attrs["hosts"]) == 1 for each in trials), "both ranks of a trial on one node"
+    assert {each.user_attrs["hosts"][0] for each in trials} == addresses
+    together = [
+        (one.user_attrs["hosts"], other.user_attrs["hosts"])
+        for one, other in combinations(trials, 2)
+        if one.datetime_start < other.datetime_complete and other.datetime_start < one.datetime_complete
+    ]
+    assert together, "no two trials ran at the same time"
+    assert all(one != other for one, other in together), "two trials shared a node"
+    assert (folder / "best.yaml").exists()
