@@ -137,7 +137,7 @@ class FoldTuner:
 
         Raises:
             UserError: the recipe cannot run here.
-            RuntimeError: no trial succeeded.
+            RuntimeError: the recipe as it stands could not be measured, or no trial, or not the winner beside the recipe.
         """
         cluster.connect(self.recipe, crowded=True)
         cluster.check_room(self.recipe)
@@ -182,7 +182,10 @@ class FoldTuner:
         with self._alone():
             known = self.study.user_attrs.get(_REFERENCE)
             if known is None:
-                known = bench.step_seconds(self.recipe)
+                try:
+                    known = bench.step_seconds(self.recipe)
+                except RankFailure as failure:
+                    raise RuntimeError(f"the recipe as it stands could not be measured: {failure.reason}") from failure
                 self.study.set_user_attr(_REFERENCE, known)
         return float(known)
 
@@ -305,11 +308,21 @@ class FoldTuner:
         best = min(done, key=lambda each: each.user_attrs["seconds"])
         setting, default = self.table.row(best.params), self.table.default
         recipe = changed(self.recipe, setting)
-        gain = None if setting == default else compared(bench, recipe, self.recipe.tune.pairs)
+        gain = None if setting == default else self._gain(bench, recipe)
         if gain is not None and gain.times <= 1:  # what looked fast was luck
             recipe, setting, gain = self.recipe, default, None
         seconds = self._reference_s if gain is None else best.user_attrs["seconds"]
         return Outcome(recipe, setting, seconds, trials, gain, self.table, self._front())
+
+    def _gain(self, bench: Bench, recipe: Recipe, again: bool = True) -> Gain:
+        """The winner beside the recipe as it stands; where a rank is lost meanwhile, once more."""
+        try:
+            return compared(bench, recipe, self.recipe.tune.pairs)
+        except RankFailure as failure:
+            if again:
+                return self._gain(bench, recipe, again=False)
+            what = "all trials are done, but the winner could not be compared with the recipe as it stands"
+            raise RuntimeError(f"{what}: {failure.reason}; the same command tries it again") from failure
 
     def _front(self) -> tuple[FrozenTrial, ...]:
         if self.recipe.tune.second is None:

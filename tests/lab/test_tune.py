@@ -24,7 +24,9 @@ pytestmark = [
 ]
 
 _TRIALS = 6
-_SPACE = "{tp: [1], cp: [1], pp: [1], ep: [1, 2], etp: [1], kind: [sequential, one_a_one_m], degree: [1, 2, 4]}"
+_SPACE = (
+    "{tp: [1], cp: [1], pp: [1], ep: [1, 2], etp: [1], kind: [sequential, one_a_one_m], degree: [1, 2], sp_bytes: [null, 65536]}"
+)
 
 
 def test_two_trials_run_at_once_each_on_nodes_of_its_own(tmp_path: Path) -> None:

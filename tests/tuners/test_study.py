@@ -78,6 +78,46 @@ def test_a_sweep_survives_its_trials(ray_session, tmp_path: Path) -> None:
     assert len(outcome.trials) == len(tuner.table.rows), "each row once"
 
 
+def unwell(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, record: bool) -> Turn:
+    """The recipe as it stands does not run."""
+    if state["rank"] == 1:
+        raise MemoryError("no room")
+    time.sleep(3600)
+    return Turn([1.0] * steps, peak=1)
+
+
+@pytest.mark.slow
+def test_a_recipe_that_does_not_run_itself_is_told_in_one_line(ray_session, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"^the recipe as it stands could not be measured: memory: .*no room"):
+        FoldTuner(recipe(tmp_path, sampler="random", trials=3), tmp_path, take=unwell).fit()
+
+
+def killed_late(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, record: bool) -> Turn:
+    """All is well until the winner is compared; then ranks die as often as a file says."""
+    row = Setting.of(Recipe.parse(given))
+    state[row] = state.get(row, 0) + 1
+    deaths = Path(given["cluster"]["storage"]) / "deaths"
+    left = int(deaths.read_text())
+    if row.ep == 2 and state[row] > 2 and left and state["rank"] == 0:
+        deaths.write_text(str(left - 1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return steady(state, given, steps, keep, record)
+
+
+@pytest.mark.slow
+def test_a_rank_lost_while_the_winner_is_compared(ray_session, tmp_path: Path) -> None:
+    """Once is made good; twice ends it in one line, and the same study goes on from there."""
+    (tmp_path / "deaths").write_text("1")
+    given = recipe(tmp_path, sampler="random", trials=6)
+    outcome = FoldTuner(given, tmp_path, take=killed_late).fit()
+    assert outcome.gain is not None
+    assert outcome.gain.times == pytest.approx(4)
+    (tmp_path / "deaths").write_text("2")
+    with pytest.raises(RuntimeError, match=r"^all trials are done, but .* lost a worker.*; the same command tries it again$"):
+        FoldTuner(given, tmp_path, take=killed_late).fit()
+    assert len(FoldTuner(given, tmp_path, take=killed_late).fit().trials) == 6
+
+
 @pytest.mark.slow
 def test_trials_that_are_surely_slower_are_stopped(ray_session, tmp_path: Path) -> None:
     outcome = FoldTuner(recipe(tmp_path, sampler="random", trials=6, turns=4, prune=1.2), tmp_path, take=steady).fit()
