@@ -219,8 +219,8 @@ def report(run: dict[str, Any]) -> None:
             print(f"{name}: chunks ahead hold all-to-alls up for {middle} ms (median), {high} (95 %), {most} (most)")
     for name, (forward, lag, backward, backward_lag) in run["chosen"].items():
         print(f"{name}: forward {forward} {lag}, backward {backward} {backward_lag}")
-    for name, size in run["picked"].items():
-        print(f"{name}: {size / 2**10:.0f} KiB")
+    for name, found in run["picked"].items():
+        print(f"{name}: {found['pick'] / 2**10:.0f} KiB")
     print(flush=True)
 
 

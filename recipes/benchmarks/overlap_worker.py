@@ -56,7 +56,7 @@ class Worker:
         self.batches = [Batch(text[:, :-1], text[:, 1:])]
         self.cost = SliceCost.of_model(self.spec.hidden, self.spec.heads)
         self.chosen: dict[str, Ordering] = {}  # by name, with what rounds of warming up have told
-        self.picked: dict[str, int] = {}  # by name, bytes of a chunk that a search found
+        self.picked: dict[str, dict[str, Any]] = {}  # by name, what a search for the size of chunks found
         self.measuring = False
         self.held_up: dict[str, list[float]] = {}  # by name, seconds that all-to-alls shared the link with chunks ahead of them
 
@@ -104,7 +104,7 @@ class Worker:
         for name in (each for each in self.given.variants if each.endswith("=auto")):
             self.tell(f"search of {name}")
             self.execution.reorder(self.chosen[name])
-            self.picked[name] = search(self, 0)["pick"]
+            self.picked[name] = search(self, 0)
             self.chosen[name] = self.execution.ordering
         self.held_up.clear()
 
