@@ -15,7 +15,7 @@ from foldray.timeline import LETTERS, length, merged
 
 _COLOURS = {
     "attention": "#2364aa", "expert": "#d9630b", "ffn": "#8a6d00", "route": "#7aa6d6", "merge": "#f0b48a", "embed": "#b8bec8",
-    "head": "#6b7280", "dispatch": "#2f855a", "combine": "#6b4fbb", "counts": "#b91c1c", "handover": "#0e7490",
+    "head": "#6b7280", "dispatch": "#2f855a", "combine": "#6b4fbb", "counts": "#a21caf", "handover": "#0e7490",
     "reduce": "#b8860b",
 }  # fmt: skip
 _NAMES = {"ffn": "dense ffn", "route": "router", "expert": "experts", "merge": "weighted sum", "counts": "row counts",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +148,8 @@ class Runs(Watcher):
             tags["foldray.reason"] = reason
         if hosts := told.get("hosts"):
             tags["foldray.hosts"] = ", ".join(hosts)
-        run: Run = self._client.create_run(self._at, run_name=f"trial {trial.number}: {told.get('setting', '')}"[:250], tags=tags)
+        name = f"trial {trial.number}: {told.get('setting', '')}"[:250]
+        run: Run = self._client.create_run(self._at, start_time=_epoch_ms(trial.datetime_start), run_name=name, tags=tags)
         run_id = run.info.run_id
         for key, value in trial.params.items():
             self._client.log_param(run_id, key, value)
@@ -164,7 +166,8 @@ class Runs(Watcher):
             picture = self._pictures / f"trial-{trial.number}.png"
             if picture.exists():
                 self._client.log_artifact(run_id, str(picture))
-        self._client.set_terminated(run_id, "FAILED" if trial.state == TrialState.FAIL else "FINISHED")
+        status = "FAILED" if trial.state == TrialState.FAIL else "FINISHED"
+        self._client.set_terminated(run_id, status, end_time=_epoch_ms(trial.datetime_complete))
 
     def _try(self, call: Any, *given: Any) -> None:
         try:
@@ -173,6 +176,10 @@ class Runs(Watcher):
             if not self._warned:
                 self._warned = True
                 _log.warning("MLflow at %s fails (%s); the study goes on", self.server.uri, " ".join(str(error).split())[:160])
+
+
+def _epoch_ms(moment: datetime | None) -> int | None:
+    return None if moment is None else round(moment.timestamp() * 1e3)
 
 
 def timeline(folder: Path, number: int, setting: Setting, found: Measured) -> Path | None:

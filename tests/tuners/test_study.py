@@ -219,6 +219,8 @@ def test_from_tune_to_train(ray_session, tmp_path: Path, monkeypatch: pytest.Mon
     assert (len(parents), len(children)) == (1, 3)
     assert all(run.info.status == "FINISHED" for run in runs)
     assert all(run.data.metrics["step_time_s"] > 0 for run in children)
+    lasted = [(run.info.end_time - run.info.start_time) / 1e3 for run in children]
+    assert all(seconds > run.data.metrics["step_time_s"] for seconds, run in zip(lasted, children, strict=True))
     names = {each.path for each in client.list_artifacts(children[0].info.run_id)}
     assert "recipe.yaml" in names
 
