@@ -20,9 +20,9 @@ from foldray.runtime import Engine, Trace
 from foldray.schedule import SLICINGS, Ordering, SliceCost, Span, StepGraph
 from foldray.timeline import draw_text, perfetto
 from trainers import cluster
+from trainers.comparison import random_batches
 from trainers.engines import make_engine
 from trainers.telemetry import as_json as to_json
-from trainers.verify import random_batch
 
 DEFAULT = ("sequential", "moe_only:2", "moe_only:4", "one_a_one_m:2", "one_a_one_m:4", "stream:4")
 _WARM_UP = 2
@@ -136,7 +136,7 @@ def _timeline_loop(config: dict[str, Any]) -> dict[str, Any] | None:
 
 def _step(recipe: Recipe, engine: Engine, groups: Groups, device: Any) -> StepGraph:
     """One step of random text, which changes no weight."""
-    batches = [random_batch(recipe, groups.dp_rank, groups.fold.dp, m, device) for m in range(recipe.accumulation)]
+    batches = random_batches(recipe, groups, device)
     execution = engine.execution
     graph, _ = execution.step(batches)  # made before the clock runs
     groups.control.all_reduce(torch.zeros(1, device=device))  # all start together

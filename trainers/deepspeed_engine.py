@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
 import torch
@@ -21,16 +21,18 @@ from foldray.comm import Groups
 from foldray.model import Batch, Losses, Transformer
 from foldray.recipe import Recipe
 from foldray.runtime import (
+    Norms,
     State,
     StepModule,
     decay_groups,
     engine_state,
-    gradient_norm,
+    gradient_norms,
     make_optimizer,
     state_keys,
     whole_tensors,
 )
 from foldray.schedule import Ordering
+from foldray.spec.parameters import CLASSES, GradientClass
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -52,6 +54,8 @@ class DeepSpeedEngine:
 
     def __init__(self, model: Transformer, groups: Groups, recipe: Recipe):
         self.model, self.groups, self.spec, self.zero = model, groups, recipe.optimizer, recipe.engine.zero
+        self._classes: dict[nn.Parameter, GradientClass] = {p: name for name in CLASSES for p in model.by_class(name)}
+        self._norms = Norms()
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else a C++ build of half a minute starts
         deepspeed.init_distributed(dist_backend="nccl" if recipe.cluster.gpu else "gloo", verbose=False)
         name = _register(groups)
@@ -68,7 +72,9 @@ class DeepSpeedEngine:
             model=self.step, optimizer=make_optimizer(self.spec, parted), config=_config(recipe), mpu=_mpu(groups)
         )
         if reduced and self.zero:
-            self.optimizer.average_tensor = lambda *_: None
+            # It reduces nothing, but takes what a rank owns out of the sums: gradients of another precision than the parameters'
+            # reach its optimizer by this way alone.
+            self.optimizer.average_tensor = self.optimizer._add_full_reduction_to_compact_grad_partition
         elif reduced:
             self.engine.enable_backward_allreduce = False
         if self.zero:
@@ -80,12 +86,20 @@ class DeepSpeedEngine:
         self.engine.backward(self.engine(batches))
         return self.step.losses
 
-    def update(self, lr: float) -> float:
+    def update(self, lr: float) -> Norms:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
-        norm = None if self.zero else self._clip()
+        if not self.zero:
+            self._norms = self._clip()
         self.engine.step()
-        return float(self.engine.get_global_grad_norm() if norm is None else norm)
+        return self._norms
+
+    def weights(self) -> Iterator[tuple[GradientClass, torch.Tensor]]:
+        if not self.zero:
+            yield from ((self._classes[parameter], parameter.detach()) for parameter in self.model.parameters())
+            return
+        for parameters, flat in zip(self.optimizer.bit16_groups, self.optimizer.single_partition_of_fp32_groups, strict=True):
+            yield self._classes[parameters[0]], flat.detach()  # DeepSpeed keeps experts apart from all others
 
     def state(self) -> State:
         """Ranks of the same data parallel place put their tensors together; a collective call."""
@@ -143,7 +157,7 @@ class DeepSpeedEngine:
             self._remembered(parameter, key).copy_(value)
 
     def _partitioned_norm(self, norm_type: float = 2) -> torch.Tensor:
-        """What DeepSpeed reports and clips by: the norm of the reduced gradients, of which this rank has its partition."""
+        """What DeepSpeed clips by: the norm of the reduced gradients, of which this rank has its partition."""
         place, counted = self.groups.coordinate["attention"], []
         # What other ranks of the same data parallel place hold too, and count.
         copies = {*(self.model.by_class("replicated") if place["tp"] else ()), *(self.model.tied() if place["pp"] else ())}
@@ -151,17 +165,19 @@ class DeepSpeedEngine:
             # Behind the gradients of a partition's parameters there may be padding, which zip leaves out.
             for gradient, parameter in zip(self.optimizer.averaged_gradients[index], parameters, strict=False):
                 if parameter not in copies:
-                    counted.append(gradient)
-        return gradient_norm(counted, self.engine.device, self.groups)
+                    counted.append((self._classes[parameter], gradient))
+        self._norms = gradient_norms(counted, self.engine.device, self.groups)
+        return torch.tensor(self._norms.total, dtype=torch.float64, device=self.engine.device)
 
-    def _clip(self) -> torch.Tensor:
-        """Clip at stage 0, where every rank has whole gradients; the norm before."""
+    def _clip(self) -> Norms:
+        """Clip at stage 0, where every rank has whole gradients; the norms before."""
         gradients = {parameter: parameter.grad for parameter in self.model.parameters() if parameter.grad is not None}
-        norm = gradient_norm([gradients[parameter] for parameter in self.model.counted()], self.engine.device, self.groups)
-        if self.spec.clip is not None and norm > self.spec.clip:
+        counted = ((self._classes[parameter], gradients[parameter]) for parameter in self.model.counted())
+        norms = gradient_norms(counted, self.engine.device, self.groups)
+        if self.spec.clip is not None and norms.total > self.spec.clip:
             for gradient in gradients.values():
-                gradient.mul_(self.spec.clip / (norm + 1e-6))
-        return norm
+                gradient.mul_(self.spec.clip / (norms.total + 1e-6))
+        return norms
 
 
 class _Step(StepModule):

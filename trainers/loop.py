@@ -23,6 +23,7 @@ from foldray.spec import step_flops
 from trainers import checkpoints
 from trainers.data.packed import Batches, PackedData, Split
 from trainers.engines import DTYPES, make_engine
+from trainers.guard import Guard
 from trainers.online import Knobs, MakeSearch, Online
 from trainers.telemetry import Outbox, Place, Step, Validation
 
@@ -63,6 +64,7 @@ class Worker:
         self.outbox.send(_place(self.groups))
         probe(self.groups, self.device, DTYPES[recipe.precision])
         self.engine: Engine = make_engine(recipe, self.groups, self.device)
+        self.guard = Guard(self.engine, self.groups, recipe.model)
         self.saver = checkpoints.Saver(self.rank, recipe.checkpoint.asynchronous)
         self.peak = self._all_ranks(matmul_peak(self.device, DTYPES[recipe.precision]))
         self.validation: dict[str, Any] = {}
@@ -99,11 +101,11 @@ class Worker:
             [self._batch(self.data.train, self._indices(step, m)) for m in range(self.recipe.accumulation)]
         )
         rate = learning_rate(self.recipe.optimizer, step, training.steps)
-        norm = self.engine.update(rate)
+        norms = self.guard.update(step + 1, rate)
         totals = self._totals(losses)
         self.engine.model.update_biases(totals.count_ME)
         if self.rank == 0:
-            self.outbox.send(self._record(step + 1, totals, rate, norm, time.perf_counter() - started))
+            self.outbox.send(self._record(step + 1, totals, rate, norms.total, time.perf_counter() - started))
         return totals.language
 
     def _indices(self, step: int, m: int) -> ArrayLike:

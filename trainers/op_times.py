@@ -19,8 +19,8 @@ from foldray.planner.prediction import Step
 from foldray.recipe import Recipe
 from foldray.runtime import Trace
 from foldray.schedule import Op, Ordering
+from trainers.comparison import random_batch
 from trainers.engines import make_engine
-from trainers.verify import random_batch
 
 if TYPE_CHECKING:
     from trainers.calibrate import Meter

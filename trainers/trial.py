@@ -21,8 +21,8 @@ from foldray.planner import Recording
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, Trace
 from foldray.schedule import StepGraph
+from trainers.comparison import random_batches
 from trainers.engines import make_engine
-from trainers.verify import random_batch
 
 
 class Turn(NamedTuple):
@@ -93,7 +93,7 @@ def _prepared(state: dict[str, Any], given: dict[str, Any], keep: int) -> _Ready
     before = _now(device)
     groups = Groups.create(recipe.placed_fold, state["rank"])
     engine = make_engine(recipe, groups, device)
-    batches = [random_batch(recipe, groups.dp_rank, groups.fold.dp, m, device) for m in range(recipe.accumulation)]
+    batches = random_batches(recipe, groups, device)
     kept[key] = ready = _Ready(recipe, engine, groups, batches, before)
     execution = engine.execution
     _step(ready, device)

@@ -12,10 +12,11 @@ from foldray.comm import Groups
 from foldray.model import Batch, Losses, Transformer
 from foldray.recipe import OptimizerSpec
 from foldray.runtime.execution import Execution
-from foldray.runtime.gradients import Gradients
+from foldray.runtime.gradients import Gradients, Norms
 from foldray.runtime.optimizer import decay_groups, make_optimizer, state_keys
 from foldray.schedule import Ordering
 from foldray.spec import Piece
+from foldray.spec.parameters import GradientClass
 
 State = dict[str, torch.Tensor]
 
@@ -29,8 +30,11 @@ class Engine(Protocol):
     def train(self, batches: Sequence[Batch]) -> list[Losses]:
         """Forward and backward of a step's micro-batches; what this rank adds to the losses of each."""
 
-    def update(self, lr: float) -> float:
-        """Clip and step; the gradient norm before clipping."""
+    def update(self, lr: float) -> Norms:
+        """Clip and step; the gradient's norms before clipping."""
+
+    def weights(self) -> Iterator[tuple[GradientClass, torch.Tensor]]:
+        """What this rank's optimizer updates, in the optimizer's precision, each with its class."""
 
     def state(self) -> State:
         """This rank's weights and optimizer state by global name, in the optimizer's precision; what `load_state` takes.
@@ -70,14 +74,18 @@ class TorchEngine:
     def train(self, batches: Sequence[Batch]) -> list[Losses]:
         return self.execution.train(batches)
 
-    def update(self, lr: float) -> float:
-        norm = self.gradients.clip(self.spec.clip)
+    def update(self, lr: float) -> Norms:
+        norms = self.gradients.clip(self.spec.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self._spread()
         self.gradients.zero()
-        return norm
+        return norms
+
+    def weights(self) -> Iterator[tuple[GradientClass, torch.Tensor]]:
+        for parameter, master in self.masters.items():
+            yield self.gradients.buffer_of[parameter].name, master.detach()
 
     def state(self) -> State:
         """Ranks that share a parameter out put it together; a collective call."""

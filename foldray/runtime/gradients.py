@@ -18,6 +18,7 @@ those that it owns (ZeRO-1). With `release`, a gradient's memory is given back o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -28,7 +29,7 @@ from foldray.model import Transformer
 from foldray.runtime.sharding import Sharding
 from foldray.schedule import Chunk, cut_buffer
 from foldray.spec import GradientPart, made_at
-from foldray.spec.parameters import GradientClass
+from foldray.spec.parameters import CLASSES, GradientClass
 
 
 class GradientBuffer:
@@ -36,7 +37,7 @@ class GradientBuffer:
 
     Args:
         name: the class.
-        parameters: in the order in which backward has their gradients.
+        parameters: in the order in which backward has their gradients; one at least.
         parts: the same for the schedule: which ops make which elements.
         communicator: over whom they are summed.
         sharded: whether each rank gets only those sums that it owns.
@@ -56,7 +57,7 @@ class GradientBuffer:
         release: bool = False,
     ):
         self.name, self.parameters, self.parts, self.communicator = name, list(parameters), parts, communicator
-        example = self.parameters[0] if self.parameters else torch.empty(0)
+        example = self.parameters[0]
         self.dtype, self.device = torch.promote_types(example.dtype, torch.float32), example.device
         ranks = communicator.size if sharded else 1
         self.sharding = Sharding(sum(p.numel() for p in self.parameters), ranks, communicator.index if ranks > 1 else 0)
@@ -145,9 +146,12 @@ class Gradients:
         }  # fmt: skip
         parts = model.ownership.gradient_parts(groups.rank)
         made = {parameter: made_at(model.makers(parameter)) for parameter in model.parameters()}
+        # A rank may hold nothing of a class: a stage of dense blocks has no experts. Its whole group then holds nothing of it.
+        held = {name: sorted(model.by_class(name), key=made.__getitem__) for name in communicators}
         self.buffers = tuple(
-            GradientBuffer(name, sorted(model.by_class(name), key=made.__getitem__), parts[name], over, zero > 0, zero > 1)
+            GradientBuffer(name, held[name], parts[name], over, zero > 0, zero > 1)
             for name, over in communicators.items()
+            if held[name]
         )
         self.buffer_of = {parameter: buffer for buffer in self.buffers for parameter in buffer.parameters}
         self._tied, self._counted = model.tied(), set(model.counted())
@@ -194,30 +198,40 @@ class Gradients:
             self.start(chunk)
         self.finish()
 
-    def norm(self) -> torch.Tensor:
-        """Euclidean norm of the reduced gradients over the whole model, float64 scalar."""
-        counted = [
-            buffer.own(parameter)
+    def norms(self) -> Norms:
+        """Euclidean norms of the reduced gradients over the whole model."""
+        counted = (
+            (buffer.name, buffer.own(parameter))
             for parameter, buffer in self.buffer_of.items()
             if (parameter not in self._copies if buffer.sharded else parameter in self._counted)
-        ]
-        return gradient_norm(counted, self.buffers[0].device, self.groups)
+        )
+        return gradient_norms(counted, self.buffers[0].device, self.groups)
 
-    def clip(self, limit: float | None) -> float:
-        """Scale all gradients so that their norm is at most `limit`; the norm before."""
-        norm = float(self.norm())
-        if limit is not None and norm > limit:
+    def clip(self, limit: float | None) -> Norms:
+        """Scale all gradients so that their norm is at most `limit`; the norms before."""
+        norms = self.norms()
+        if limit is not None and norms.total > limit:
             for buffer in self.buffers:
-                buffer.sums.mul_(limit / (norm + 1e-6))
-        return norm
+                buffer.sums.mul_(limit / (norms.total + 1e-6))
+        return norms
 
 
-def gradient_norm(counted: Iterable[torch.Tensor], device: torch.device, groups: Groups) -> torch.Tensor:
-    """Euclidean norm over the whole model, float64 scalar, the same on every rank.
+class Norms(dict[GradientClass, float]):
+    """Euclidean norms over the whole model by gradient class, the same on every rank."""
+
+    @property
+    def total(self) -> float:
+        """Of all classes together."""
+        return math.hypot(*self.values())
+
+
+def gradient_norms(counted: Iterable[tuple[GradientClass, torch.Tensor]], device: torch.device, groups: Groups) -> Norms:
+    """Norms over the whole model; a collective call.
 
     Args:
-        counted: the reduced gradients that this rank counts (`Transformer.counted`).
+        counted: the reduced gradients that this rank counts (`Transformer.counted`), each with its class.
     """
-    parts = [torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in counted]
-    total = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
-    return groups.control.all_reduce(total).sqrt()
+    squares = torch.zeros(len(CLASSES), dtype=torch.float64, device=device)
+    for name, tensor in counted:
+        squares[CLASSES.index(name)] += torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+    return Norms(zip(CLASSES, groups.control.all_reduce(squares).sqrt().tolist(), strict=True))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from foldray.spec.model import ModelSpec
 
 GradientClass = Literal["dense", "replicated", "expert"]
+CLASSES: tuple[GradientClass, ...] = get_args(GradientClass)
 
 
 @dataclass(frozen=True)

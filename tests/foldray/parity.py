@@ -71,7 +71,7 @@ def go_on(engine: Engine, groups: Groups, recipe: Recipe, steps: range, document
     losses, norms, counts = [], [], torch.empty(0)
     for step in steps:
         passes = engine.train(batches(recipe, groups.dp_rank, step, documents))
-        norms.append(engine.update(recipe.optimizer.lr))
+        norms.append(engine.update(recipe.optimizer.lr).total)
         means = torch.stack([torch.stack([p.language, p.balance, p.z]) for p in passes]).mean(0)
         losses.append((groups.control.all_reduce(means) / groups.dense_gradients.size).tolist())
         counts = groups.control.all_reduce(torch.stack([p.count_ME for p in passes]).sum(0))

@@ -16,6 +16,8 @@ from foldray.spec import parameter_table
 from tests.foldray.parity import batches, drifted, engine_of, go_on, make_recipe, one_process, train, worst
 from tests.pool import RankPools
 from tests.rotation import rotated
+from trainers.comparison import compare_updates
+from trainers.verify import UPDATE_TOLERANCE
 
 _SECONDS = 240  # many ranks that import DeepSpeed at once take their time
 _SGD = {"kind": "sgd", "lr": 1.0}
@@ -161,7 +163,7 @@ def _norm_of_ones(rank: int, recipe: Recipe) -> float:
 
     engine.execution.train = fill  # type: ignore[assignment, method-assign]
     engine.train(batches(recipe, groups.dp_rank, 0))
-    norm = engine.update(0.0)
+    norm = engine.update(0.0).total
     engine.close()
     groups.close()
     return norm
@@ -196,6 +198,59 @@ def test_bfloat16_stays_near_float32(ranks, zero: int, micro_batch: int) -> None
     assert losses[:, 0] == pytest.approx(expected[:, 0], rel=0.01)
     assert losses == pytest.approx(expected, rel=0.03)  # of the balance loss, the torch engine in bfloat16 is as far away
     assert found[0]["norms"] == pytest.approx(reference["norms"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("workers", "fold", "sections"),
+    [
+        (2, {"pp": 2}, {"engine": {"kind": "torch", "zero": 1}, "schedule": {"virtual_stages": 2}}),
+        (4, {"tp": 2, "ep": 2}, {"schedule": {"reduction": "chunks", "sp_bytes": 1024}}),
+    ],
+    ids=["torch", "deepspeed"],
+)
+def test_adamw_in_float32_is_as_near_the_truth_as_one_process_is(ranks, workers: int, fold: dict, sections: dict) -> None:
+    """AdamW divides a gradient by its own size: where it is small, what rounding leaves shows in full in the weights.
+
+    So a fold and one process part by 1e-4 of a parameter's way and more, as two orders of adding up in one process do. What must
+    hold is that neither is farther than the other from what float64 gives.
+    """
+    given = {"model": {"norm": "layernorm", "layers": 4}, **sections}
+    recipe = _recipe(workers, fold, 2, {"kind": "adamw", "lr": 1e-3, "weight_decay": 0.1, "clip": 1.0}, **given)
+    truth = one_process(Recipe.parse(recipe.model_dump() | {"precision": "float64", "engine": {"kind": "torch"}}), steps=4)
+    folded, alone = ranks(workers).run(train, recipe, 4, timeout=_SECONDS), one_process(recipe, steps=4)
+    assert _squares(folded, truth) <= 4 * _squares([alone], truth)
+
+
+def _squares(found: list[dict[str, Any]], truth: dict[str, Any]) -> float:
+    """Mean squared distance of all weights that are held anywhere."""
+    apart = [
+        (tensor.double() - truth["weights"][name].tensor[box]).flatten()
+        for part in found
+        for name, (tensor, box) in part["weights"].items()
+    ]
+    return float(torch.cat(apart).square().mean())
+
+
+_REDUCTIONS: list[dict[str, Any]] = [{}, {"reduction": "buckets"}, {"reduction": "chunks", "sp_bytes": 1024}]
+
+
+@pytest.mark.parametrize(
+    ("workers", "fold", "zero", "schedule"),
+    rotated(3, [(2, {"ep": 2}), (4, {"tp": 2, "ep": 2}), (4, {"pp": 2, "cp": 2, "ep": 2})], [1, 2], _REDUCTIONS),
+    ids=str,
+)
+def test_bfloat16_trains_every_parameter(ranks, workers: int, fold: dict[str, int], zero: int, schedule: dict) -> None:
+    """Where precision, stage and reduction meet: gradients once stayed behind at stage 2, if they came reduced."""
+    recipe = _recipe(workers, fold, zero, {**_SGD, "clip": 0.5}, "bfloat16", schedule=schedule)
+    found = ranks(workers).run(_updates, recipe, timeout=_SECONDS)[0]
+    assert found["update_rel_diff"] <= UPDATE_TOLERANCE["bfloat16"], found
+
+
+def _updates(rank: int, recipe: Recipe) -> dict[str, Any] | None:
+    groups = Groups.create(recipe.placed_fold, rank)
+    found = compare_updates(recipe, groups, torch.device("cpu"))
+    groups.close()
+    return found
 
 
 def _interrupted(rank: int, recipe: Recipe) -> list[dict[str, Any]]:

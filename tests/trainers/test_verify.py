@@ -15,7 +15,7 @@ from foldray.runtime import Gradients
 from foldray.spec import PRESETS
 from tests.foldray.folds import legal_folds, name
 from tests.foldray.parity import make_recipe
-from trainers.verify import TOLERANCE, Verification, as_checked, compare, small
+from trainers.verify import TOLERANCE, UPDATE_TOLERANCE, Verification, as_checked, compared, on_rank, small
 
 _QUIET = {"optimizer": {"kind": "adamw", "lr": 1e-3}, "precision": "float32"}
 
@@ -32,7 +32,7 @@ def _compare(rank: int, recipe: Recipe, wrong: str = "") -> dict | None:
 
     Gradients.finish = doubled  # type: ignore[method-assign]
     try:
-        return compare(recipe, groups, torch.device("cpu"))
+        return on_rank(recipe, groups, torch.device("cpu"))
     finally:
         Gradients.finish = finish  # type: ignore[method-assign]
         groups.close()
@@ -52,21 +52,51 @@ def test_what_is_right_passes(ranks, workers: int, fold: dict, engine: dict, bac
     recipe = make_recipe(
         workers, fold, engine=engine, moe={"backend": backend, "experts": "grouped"}, model={"router": router}, **_QUIET
     )
-    found = Verification(**ranks(workers).run(_compare, as_checked(recipe))[0])
+    found = compared(recipe, ranks(workers).run(_compare, recipe)[0])
     assert (found.engine, found.backend) == (engine["kind"], backend)
     assert found.dtype == ("float64" if engine["kind"] == "torch" else "float32")
     assert found.passed, found
     assert 0 < found.grad_max_rel_diff <= TOLERANCE[found.dtype]
+    assert 0 < found.update_rel_diff <= UPDATE_TOLERANCE[found.precision]
+    assert found.changed == ({} if found.dtype == found.precision else {"precision": found.dtype})
 
 
 @pytest.mark.parametrize("wrong", ["dense", "replicated", "expert"])
 def test_a_doubled_gradient_class_is_found_and_named(ranks, wrong: str) -> None:
     recipe = make_recipe(4, {"tp": 2, "ep": 2}, **_QUIET)
-    found = Verification(**ranks(4).run(_compare, as_checked(recipe), wrong)[0])
+    found = compared(recipe, ranks(4).run(_compare, recipe, wrong)[0])
     assert not found.passed
-    assert found.grad_max_rel_diff == pytest.approx(1.0, rel=1e-6)
+    assert (found.grad_max_rel_diff, found.update_rel_diff) == pytest.approx((1.0, 1.0), rel=1e-4)
     named = {"dense": "attention|embedding|head|shared", "replicated": "norm|router", "expert": ".experts."}[wrong]
     assert any(part in found.worst_parameter for part in named.split("|"))
+    assert any(part in found.update_worst_parameter for part in named.split("|"))
+
+
+def _lost(rank: int, recipe: Recipe) -> dict | None:
+    """With DeepSpeed's own reduction taken away, and nothing put in its place."""
+    from trainers.deepspeed_engine import DeepSpeedEngine
+
+    make = DeepSpeedEngine.__init__
+
+    def without(self: DeepSpeedEngine, *given: object) -> None:
+        make(self, *given)  # type: ignore[arg-type]
+        self.optimizer.average_tensor = lambda *_: None
+
+    DeepSpeedEngine.__init__ = without  # type: ignore[method-assign]
+    try:
+        return _compare(rank, recipe)
+    finally:
+        DeepSpeedEngine.__init__ = make  # type: ignore[method-assign]
+
+
+def test_a_gradient_that_is_lost_in_one_precision_alone_is_found(ranks) -> None:
+    recipe = make_recipe(
+        2, 2, engine={"kind": "deepspeed", "zero": 2}, precision="bfloat16", schedule={"reduction": "buckets"},
+        optimizer={"kind": "adamw", "lr": 1e-3},
+    )  # fmt: skip
+    found = compared(recipe, ranks(2).run(_lost, recipe)[0])
+    assert found.grad_max_rel_diff <= TOLERANCE["float32"]
+    assert (found.update_rel_diff, found.passed) == (1.0, False)
 
 
 def test_drops_follow_whole_sequences_while_verifying() -> None:
@@ -100,8 +130,11 @@ def test_uneven_stages_stay_uneven() -> None:
 
 
 def test_not_a_number_fails() -> None:
-    assert not Verification("float32", "torch", "torch", float("nan"), 0.0, "x", {}).passed
-    assert not Verification("float32", "torch", "torch", 0.0, float("inf"), "x", {}).passed
+    nan, inf = float("nan"), float("inf")
+    for loss, gradient, update in ((nan, 0.0, 0.0), (0.0, inf, 0.0), (0.0, 0.0, nan)):
+        found = Verification("float32", "torch", "torch", loss, gradient, "x", {}, "bfloat16", update, "y", {})
+        assert not found.passed
+    assert Verification("float32", "torch", "torch", 0.0, 0.0, "x", {}, "bfloat16", 0.0, "y", {}).passed
 
 
 @pytest.mark.slow
@@ -113,6 +146,9 @@ def test_the_command_on_ray(ray_session, tmp_path, monkeypatch, capsys) -> None:
     assert main(["verify", "recipe.yaml", "--shrink", "--json"]) == 0
     out, _ = capsys.readouterr()
     found = json.loads(out)
-    assert set(found) == {"dtype", "engine", "backend", "loss_abs_diff", "grad_max_rel_diff", "worst_parameter", "passed"}
+    assert set(found) == {
+        "dtype", "engine", "backend", "loss_abs_diff", "grad_max_rel_diff", "worst_parameter", "passed",
+        "precision", "update_rel_diff", "update_worst_parameter", "changed",
+    }  # fmt: skip
     assert (found["dtype"], found["engine"], found["passed"]) == ("float64", "torch", True)
     assert sorted(path.name for path in tmp_path.rglob("*") if "verify" in path.name) == []
