@@ -79,6 +79,24 @@ def test_every_reduction_equals_one_process(ranks, world: int, fold: dict, zero:
             assert np.array(rank["losses"]) == pytest.approx(np.array(reference["losses"]), rel=1e-10)
 
 
+_WITHOUT: list[tuple[int, dict[str, int], dict[str, Any]]] = [
+    (2, {}, {"dense_first": 2}), (2, {"tp": 2}, {"dense_first": 2}), (2, {"pp": 2}, {"dense_first": 1}),
+    (4, {"pp": 2, "ep": 2}, {"dense_first": 1}), (8, {"pp": 2, "tp": 2, "ep": 2}, {"layers": 4, "dense_first": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "fold", "model", "zero"), rotated(2, _WITHOUT, [0, 1, 2]), ids=str)
+def test_ranks_without_parameters_of_a_class_equal_one_process(ranks, world: int, fold: dict, model: dict, zero: int) -> None:
+    """Positions of dense blocks alone have no expert gradients; a model of such blocks has none at all."""
+    recipe = make_recipe(world, fold, model=model, engine={"kind": "torch", "zero": zero}, optimizer=OPTIMIZERS[zero % 2])
+    found = next(zip(*ranks(world).run(trained, [recipe], 2), strict=True))
+    reference = one_process(recipe, steps=2)
+    difference, where = worst(list(found), reference, relative=False)
+    assert difference <= 1e-10, where
+    assert drifted(list(found)) == []
+    assert [rank["norms"] for rank in found] == [pytest.approx(reference["norms"], rel=1e-10)] * world
+
+
 SIZES = st.one_of(st.integers(1, 5000), st.just(1 << 30))
 
 
