@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -167,6 +168,52 @@ def test_a_violation_is_caught(path, source, fragment):
 )
 def test_what_is_allowed_passes(path, source):
     assert violations(path, source) == []
+
+
+DISTRIBUTIONS = {"yaml": "pyyaml", "sklearn": "scikit-learn", "grpc": "grpcio"}  # where import and distribution differ in name
+LIBRARIES = ("foldray", "trainers", "tuners")
+
+
+def undeclared(path: str, source: str, declared: set[str]) -> list[str]:
+    """Packages of others that a module imports and pyproject.toml does not name."""
+    tops = {module.split(".")[0] for _, module, _ in imports(PurePosixPath(path), source)}
+    tops -= {*sys.stdlib_module_names, *FOLDERS, "tests"}
+    return sorted(top for top in tops if DISTRIBUTIONS.get(top, canonicalize_name(top)) not in declared)
+
+
+def test_every_package_that_is_imported_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [name for key, names in project["optional-dependencies"].items() if key != "dev" for name in names]
+    declared = {canonicalize_name(Requirement(text).name) for text in [*project["dependencies"], *extras]}
+    paths = [path for path in modules() if path.split("/")[0] in LIBRARIES]
+    assert {path: found for path in paths if (found := undeclared(path, (ROOT / path).read_text(), declared))} == {}
+    assert undeclared("tuners/a.py", "def f():\n    from sklearn.base import x", declared - {"scikit-learn"}) == ["sklearn"]
+
+
+_MAKES = {"tensor", "zeros", "ones", "full", "empty", "arange", "randn", "rand"}
+_TALKS = {"all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "send"}
+
+
+def host_tensors_sent(source: str) -> list[int]:
+    """Lines where a tensor that is made on the spot, on no named device, goes through a communicator: NCCL refuses those."""
+    found = []
+    for call in ast.walk(ast.parse(source)):
+        if isinstance(call, ast.Call) and ast.unparse(call.func).split(".")[-1].removeprefix("start_") in _TALKS:
+            made = [node for given in call.args for node in ast.walk(given) if isinstance(node, ast.Call)]
+            found += [
+                node.lineno
+                for node in made
+                if ast.unparse(node.func) in {f"torch.{name}" for name in _MAKES}
+                and "device" not in {keyword.arg for keyword in node.keywords}
+            ]
+    return found
+
+
+def test_what_travels_is_made_on_the_device():
+    paths = [path for path in modules() if path.split("/")[0] in LIBRARIES]
+    assert {path: lines for path in paths if (lines := host_tensors_sent((ROOT / path).read_text()))} == {}
+    assert host_tensors_sent("control.all_gather(torch.tensor([own])).tolist()") == [1]
+    assert host_tensors_sent("control.all_gather(torch.tensor([own], device=device))") == []
 
 
 def closure(names: tuple[str, ...]) -> dict[str, importlib.metadata.Distribution]:

@@ -82,11 +82,9 @@ class Ranks:
         actors = [started[number] for number in order]
         host = places[order[0]][1]
         address = f"tcp://{host}:{self._wait([actors[0].free_port.remote()], _JOINED_S)[0]}"
-        nodes = [places[number][0] for number in order]
         self.hosts = list(dict.fromkeys(places[number][1] for number in order))
-        local = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
         backend = "nccl" if recipe.cluster.gpu else "gloo"
-        joins = [actor.join.remote(address, rank, len(actors), local[rank], backend) for rank, actor in enumerate(actors)]
+        joins = [actor.join.remote(address, rank, len(actors), backend) for rank, actor in enumerate(actors)]
         self._wait(joins, _JOINED_S)
         return actors
 
@@ -134,11 +132,12 @@ class _Rank:
             probe.bind(("", 0))
             return probe.getsockname()[1]
 
-    def join(self, address: str, rank: int, world: int, local: int, backend: str) -> None:
+    def join(self, address: str, rank: int, world: int, backend: str) -> None:
         host, port = address.removeprefix("tcp://").rsplit(":", 1)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(local), MASTER_ADDR=host, MASTER_PORT=port)
+        # Ray shows each actor its own GPU alone. DeepSpeed takes the local rank for the number of a GPU that it sees.
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0", MASTER_ADDR=host, MASTER_PORT=port)
         if backend == "nccl":
-            torch.cuda.set_device(0)  # Ray shows each actor its own
+            torch.cuda.set_device(0)
         dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, timeout=timedelta(seconds=_JOINED_S))
         self._state |= {"rank": rank, "device": torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")}
 

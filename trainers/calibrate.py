@@ -73,7 +73,7 @@ def measured(recipe: Recipe, everyone: Groups, device: torch.device, name: str) 
     gemm = _products(meter, device, dtype)
     peak = max(speed for _, speed in gemm)
     memory = _memory(meter, device)
-    together = math.gcd(*Counter(_nodes(everyone.control)).values())
+    together = math.gcd(*Counter(_nodes(everyone.control, device)).values())
     links, exchange, crowding = _links(meter, everyone, together, memory)
     constants = {
         "gemm": 1.0, "memory": 1.0, "optimizer": 1.0, "intra": 1.0, "inter": 1.0, "straggling": 0.0, "contention": 0.0,
@@ -169,10 +169,10 @@ def _links(meter: Meter, everyone: Groups, together: int, memory: float) -> tupl
     return links, exchange, crowding
 
 
-def _nodes(control: Communicator) -> list[int]:
+def _nodes(control: Communicator, device: torch.device) -> list[int]:
     """Each worker's node, as a number."""
     own = int(ray.get_runtime_context().get_node_id()[:15], 16)
-    return control.all_gather(torch.tensor([own])).tolist()
+    return control.all_gather(torch.tensor([own], device=device)).tolist()
 
 
 def _products(meter: Meter, device: torch.device, dtype: torch.dtype) -> list[tuple[float, float]]:
