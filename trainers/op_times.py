@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from foldray.comm import Groups
+from foldray.kinds import ATTENTION, ROUTE
 from foldray.planner.candidate import DTYPES, Candidate, Job
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
@@ -46,7 +47,7 @@ def of_ops(meter: Meter, recipe: Recipe, hardware: Hardware) -> dict[str, float]
     thin = _small(recipe, _THIN, max(512, recipe.data.seq_len), {})
     took, moved = _recorded(thin, meter), _priced(thin, hardware, "memory", {"permute": 1.0})
     starts = _priced(thin, hardware, "launch", {"launch": launch})
-    kinds = [op for op in took if op.kind == "route"]
+    kinds = [op for op in took if op.kind == ROUTE]
     slower = sum(took[op] - starts[op] for op in kinds) / sum(moved[op] for op in kinds)
     permute = min(1.0, 1 / max(1e-3, meter.slowest(slower)))
     return {"launch": launch, "permute": permute, "optimizer": _optimizer(recipe, meter, hardware)}
@@ -75,7 +76,7 @@ def of_slices(meter: Meter, recipe: Recipe, hardware: Hardware) -> list[tuple[in
         sliced = _small(recipe, _WIDE, _LENGTH, cut)
         took, core = _recorded(sliced, meter), _priced(sliced, hardware, "attention", {})
         others = [_priced(sliced, hardware, what, {}) for what in ("gemm", "memory", "launch")]
-        ops = [op for op in took if op.kind == "attention"]
+        ops = [op for op in took if op.kind == ATTENTION]
         left = meter.slowest(sum(took[op] - sum(other[op] for other in others) for op in ops))
         whole = sum(core[op] for op in ops)
         found.append((_LENGTH // degree, whole / max(left, whole / 10)))

@@ -10,16 +10,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from foldray.kinds import OP_KINDS
 from foldray.schedule import Graph, Op, Span
-from foldray.timeline import LETTERS, length, merged
+from foldray.timeline import length, merged
 
-_COLOURS = {
-    "attention": "#2364aa", "expert": "#d9630b", "ffn": "#8a6d00", "route": "#7aa6d6", "merge": "#f0b48a", "embed": "#b8bec8",
-    "head": "#6b7280", "dispatch": "#2f855a", "combine": "#6b4fbb", "counts": "#a21caf", "handover": "#0e7490",
-    "reduce": "#b8860b",
-}  # fmt: skip
-_NAMES = {"ffn": "dense ffn", "route": "router", "expert": "experts", "merge": "weighted sum", "counts": "row counts",
-          "reduce": "gradients"}  # fmt: skip
 _INK, _EXPOSED = "#1f2937", "#b91c1c"
 
 
@@ -37,8 +31,8 @@ def draw_timelines(graph: Graph, rows: Mapping[str, Mapping[Op, Span]], path: Pa
     for axes, (name, spans) in zip(panels, rows.items(), strict=True):
         _draw(axes, graph, name, spans, end)
     panels[-1].set_xlabel("milliseconds")
-    kinds = [kind for kind in _COLOURS if any(op.kind == kind for spans in rows.values() for op in spans)]
-    patches = [Patch(color=_COLOURS[kind], label=_NAMES.get(kind, kind)) for kind in kinds]
+    kinds = {op.kind for spans in rows.values() for op in spans}
+    patches = [Patch(color=row.colour, label=row.label) for name, row in OP_KINDS.items() if name in kinds]
     patches += [
         Patch(facecolor="#ffffff", edgecolor=_INK, hatch="////", label="backward"),
         Patch(color=_EXPOSED, label="exposed"),
@@ -54,11 +48,11 @@ def _draw(axes: Axes, graph: Graph, name: str, spans: Mapping[Op, Span], end: fl
         at = lanes.index(channel[0]) if channel else 0
         width = (span.end - span.start) * 1e3
         axes.broken_barh(
-            [(span.start * 1e3, width)], (at - 0.4, 0.8), facecolor=_COLOURS.get(op.kind, "#6b7280"), edgecolor="white",
+            [(span.start * 1e3, width)], (at - 0.4, 0.8), facecolor=OP_KINDS[op.kind].colour, edgecolor="white",
             linewidth=0.3, hatch="////" if op.direction == "B" else None, alpha=0.6 if op.direction == "R" else 1.0,
         )  # fmt: skip
         if width > 0.012 * end * 1e3:
-            text = f"{LETTERS.get(op.kind, '')}{op.layer}.{op.part}"
+            text = f"{OP_KINDS[op.kind].letter}{op.layer}.{op.part}"
             axes.text((span.start + span.end) * 500, at, text, ha="center", va="center", fontsize=5, color="white", clip_on=True)
     computing = merged(span for op, span in spans.items() if graph.channel(op) is None)
     talking = merged(span for op, span in spans.items() if graph.channel(op) is not None)

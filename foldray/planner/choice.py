@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foldray.planner.simulator import simulate
-from foldray.schedule import Cost, Overlap, StepGraph, step_schedule
+from foldray.schedule import ONE_A_ONE_M, STREAM, Cost, Overlap, StepGraph, step_schedule
 
 
 def best_overlaps(graph: StepGraph, cost: Cost) -> tuple[Overlap, Overlap]:
@@ -15,7 +15,8 @@ def best_overlaps(graph: StepGraph, cost: Cost) -> tuple[Overlap, Overlap]:
     def seconds(forward: Overlap, backward: Overlap) -> float:
         return simulate(graph, step_schedule(graph, forward, backward), cost).seconds
 
-    candidates = [Overlap("one_a_one_m"), *(Overlap("stream", lag) for lag in range(1, graph.slicing.degree + 1))]
+    lags = range(1, graph.slicing.degree + 1)
+    candidates = [Overlap(ONE_A_ONE_M.name), *(Overlap(STREAM.name, lag) for lag in lags)]
     forward = min(candidates, key=lambda way: seconds(way, candidates[0]))
     backward = min(candidates, key=lambda way: seconds(forward, way))
     return forward, backward

@@ -9,26 +9,40 @@ slices of FoldMoE's formula (5).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from foldray.fold import Fold
+from foldray.kinds import (
+    ATTENTION,
+    COMBINE,
+    DISPATCH,
+    EMBED,
+    EXCHANGES,
+    EXPERT,
+    FFN,
+    HANDOVER,
+    HEAD,
+    MERGE,
+    OP_KINDS,
+    REDUCE,
+    ROUTE,
+)
 from foldray.planner.candidate import FAMILY, Candidate, Job
 from foldray.planner.device import Device
 from foldray.planner.network import Network, Travel
 from foldray.schedule import COMPUTE, Chunk, Op, Slicing
 from foldray.spec import count_by_op
 
-_KERNELS = {"embed": 4, "attention": 12, "part": 6, "ffn": 8, "route": 26, "expert": 10, "merge": 6, "head": 12}
+_KERNELS = {EMBED: 4, ATTENTION: 12, "part": 6, FFN: 8, ROUTE: 26, EXPERT: 10, MERGE: 6, HEAD: 12}
 """Launches of a forward op: what torch starts for our modules."""
 
 Hiding = Literal["nothing", "within", "all"]
 """What a schedule may hide of all-to-alls: none of them, those inside of blocks that drain, or any."""
 
-_CHAIN = ("route", "dispatch", "expert", "combine", "merge")
-_TRAVELS = ("dispatch", "combine")
+_CHAIN = (ROUTE, DISPATCH, EXPERT, COMBINE, MERGE)
 _SUMS = 8  # bytes that move to add a gradient to its float32 sum, besides the gradient itself
 
 
@@ -65,10 +79,10 @@ class OpWork:
         return tuple((lane, seconds) for lane, _, seconds in self.work(op)) or ((COMPUTE, 0.0),)
 
     def work(self, op: Op) -> tuple[Work, ...]:
-        if op.kind == "handover":
+        if op.kind == HANDOVER:
             # Links are duplex, and a position sends while it receives: handovers meet those of their own channel alone.
             return (self.rank.handover._replace(lane=str(self.graph.channel(op))),)
-        if op.kind == "reduce":
+        if op.kind == REDUCE:
             return self.rank.reduce(self.candidate.reducing.chunk(op))
         return self.rank.of(op.kind, op.direction == "B", self.graph.tokens(op))
 
@@ -98,10 +112,10 @@ class RankCosts:
 
     def of(self, kind: str, back: bool, tokens: range) -> tuple[Work, ...]:
         """An op on these tokens of the local sequence."""
-        key = kind, back, tokens if kind == "attention" else len(tokens), self.traits[kind]
+        key = kind, back, tokens if kind == ATTENTION else len(tokens), self.traits[kind]
         found = self.known.get(key)
         if found is None:
-            found = tuple(each for each in getattr(self, f"_{kind}")(tokens, back) if each.seconds)
+            found = tuple(each for each in PRICES[kind](self, tokens, back) if each.seconds)
             self.known[key] = found
         return found
 
@@ -112,15 +126,15 @@ class RankCosts:
         tensor = fold.tp, shape("tp")
         spread = (shape("dp_cp"), shape("edp")) if self.zero == 3 else ()
         own: dict[str, tuple] = {
-            "embed": tensor,
-            "attention": (*tensor, fold.cp, shape("cp")),
-            "ffn": tensor,
-            "route": tensor if self.model.shared_hidden else (),
-            "dispatch": (shape("ep"),),
-            "expert": (fold.ep, fold.etp, shape("etp")),
-            "combine": (shape("ep"),),
-            "merge": (),
-            "head": tensor,
+            EMBED: tensor,
+            ATTENTION: (*tensor, fold.cp, shape("cp")),
+            FFN: tensor,
+            ROUTE: tensor if self.model.shared_hidden else (),
+            DISPATCH: (shape("ep"),),
+            EXPERT: (fold.ep, fold.etp, shape("etp")),
+            COMBINE: (shape("ep"),),
+            MERGE: (),
+            HEAD: tensor,
         }
         return {kind: (self.sequences, *each, *spread) for kind, each in own.items()}
 
@@ -141,9 +155,9 @@ class RankCosts:
         """
         weights, found = self.weights, {"dp_cp": 0.0, "edp": 0.0}
         for kind, count in kinds.items():
-            found["dp_cp"] += count * (weights["attention"] + weights["ffn" if kind == "dense" else "route"])
-            found["edp"] += count * weights["expert"] if kind == "moe" else 0.0
-        found["dp_cp"] += first * weights["embed"] + last * weights["head"]
+            found["dp_cp"] += count * (weights[ATTENTION] + weights[FFN if kind == "dense" else ROUTE])
+            found["edp"] += count * weights[EXPERT] if kind == "moe" else 0.0
+        found["dp_cp"] += first * weights[EMBED] + last * weights[HEAD]
         if last and not first and self.model.tied_embeddings:
             found["dp_cp"] += self.model.vocab * self.model.hidden / self.fold.tp
         return found
@@ -168,24 +182,24 @@ class RankCosts:
         A block that drains begins with attention and routing (backward, ends with them) of a piece, which nothing travels beside,
         and ends with a sum; and it ends no sooner than a piece comes back from the last expert.
         """
-        kinds = ("attention", "ffn") if kind == "dense" else ("attention", *_CHAIN)
+        kinds = (ATTENTION, FFN) if kind == "dense" else (ATTENTION, *_CHAIN)
         took = {each: self._took(each, slicing, back) for each in kinds}
-        computed = sum(took[each].total for each in kinds if each not in _TRAVELS)
+        computed = sum(took[each].total for each in kinds if each not in EXCHANGES)
         repeated = sum(self._took(each, slicing, False).total for each in kinds if each in again)
         if kind == "dense":
             return computed + repeated
-        travels, merge = took["dispatch"].total + took["combine"].total, took["merge"]
+        travels, merge = took[DISPATCH].total + took[COMBINE].total, took[MERGE]
         if how == "nothing":
             return computed + repeated + travels
         if how == "all":
             return max(computed + repeated, travels)
-        bound_by_link = took["attention"].first + took["route"].least + travels + merge.least
-        last_one_back = computed - merge.total + merge.least + took["combine"].least
+        bound_by_link = took[ATTENTION].first + took[ROUTE].least + travels + merge.least
+        last_one_back = computed - merge.total + merge.least + took[COMBINE].least
         return max(computed + repeated, bound_by_link, last_one_back)
 
     def _took(self, kind: str, slicing: Slicing, back: bool) -> _Took:
         """Of all pieces of a kind."""
-        cut = slicing.attention if kind in ("attention", "ffn") else slicing.moe
+        cut = slicing.attention if OP_KINDS[kind].cut == "slices" else slicing.moe
         key = "took", kind, cut, back, self.traits[kind]
         if key not in self.known:
             pieces = [range(end - size, end) for end, size in zip(accumulate(cut), cut, strict=True)]
@@ -204,13 +218,13 @@ class RankCosts:
         n = self._rows(tokens)
         yield self._memory((3 if back else 2) * n * self.fold.tp * self._width)
         yield self._travel("tp", self.network.gather("tp", n * self.fold.tp * self._width))
-        yield self._launch("embed", back)
+        yield self._launch(EMBED, back)
 
     def _attention(self, tokens: range, back: bool) -> Iterator[Work]:
         model, fold = self.model, self.fold
         n = self._rows(tokens)
         wide, heads, kv = n * fold.tp, model.heads * model.head_dim / fold.tp, model.kv_heads * model.head_dim / fold.tp
-        yield from self._zero3("attention", back)
+        yield from self._zero3(ATTENTION, back)
         yield self._memory((2 if back else 1) * (5 * n * self._width + 2 * wide * (heads + kv) * self.device.bytes))
         yield from self._tensor(wide, back)
         yield from self._products("gemm", wide, model.hidden, heads + 2 * kv, back)
@@ -229,7 +243,7 @@ class RankCosts:
         if fold.cp > 1 or not whole:
             yield from self._parts(tokens, whole, wide, back)
         yield from self._products("gemm", wide, heads, model.hidden, back)
-        yield self._launch("attention", back)
+        yield self._launch(ATTENTION, back)
 
     def _parts(self, tokens: range, whole: bool, wide: float, back: bool) -> Iterator[Work]:
         """Attention to some keys after others: results weighed against each other, gradients added up, in float32.
@@ -248,19 +262,19 @@ class RankCosts:
 
     def _ffn(self, tokens: range, back: bool) -> Iterator[Work]:
         n = self._rows(tokens)
-        yield from self._zero3("ffn", back)
+        yield from self._zero3(FFN, back)
         yield self._memory((2 if back else 1) * 5 * n * self._width)
         yield from self._dense(n, self.model.ffn_hidden, back)
-        yield self._launch("ffn", back)
+        yield self._launch(FFN, back)
 
     def _route(self, tokens: range, back: bool) -> Iterator[Work]:
         n, model = self._rows(tokens), self.model
         yield self._permuted((2 if back else 1) * (2 + 2 * model.topk) * n * self._width)
         yield from self._products("gemm", n, model.hidden, model.experts, back)
         if model.shared_hidden:
-            yield from self._zero3("route", back)
+            yield from self._zero3(ROUTE, back)
             yield from self._dense(n, model.shared_hidden, back)
-        yield self._launch("route", back)
+        yield self._launch(ROUTE, back)
 
     def _dispatch(self, tokens: range, back: bool) -> Iterator[Work]:
         yield self._travel("ep", self.network.exchange("ep", self._rows(tokens) * self.model.topk * self._width))
@@ -271,7 +285,7 @@ class RankCosts:
     def _expert(self, tokens: range, back: bool) -> Iterator[Work]:
         model, fold, device = self.model, self.fold, self.device
         rows, local, inner = self._rows(tokens) * model.topk * fold.etp, model.experts / fold.ep, model.expert_hidden / fold.etp
-        yield from self._zero3("expert", back)
+        yield from self._zero3(EXPERT, back)
         for _ in range(2):  # in, and out; backward the other way round
             yield self._travel("etp", self.network.gather("etp", rows * self._width))
         times = 2 if back else 1
@@ -284,11 +298,11 @@ class RankCosts:
                 yield Work(COMPUTE, "experts", device.grouped(local, m, k, n))
             if back:
                 yield self._memory(_SUMS * local * inside * outside)
-        yield self._launch("expert", back)
+        yield self._launch(EXPERT, back)
 
     def _merge(self, tokens: range, back: bool) -> Iterator[Work]:
         yield self._memory((2 if back else 1) * (self.model.topk + 3) * self._rows(tokens) * self._width)
-        yield self._launch("merge", back)
+        yield self._launch(MERGE, back)
 
     def _head(self, tokens: range, back: bool) -> Iterator[Work]:
         n, vocab = self._rows(tokens), self.model.vocab / self.fold.tp
@@ -296,7 +310,7 @@ class RankCosts:
         yield from self._tensor(wide, back, ways=1)
         yield from self._products("gemm", wide, self.model.hidden, vocab, back)
         yield self._memory((2 if back else 1) * (2 * n * self._width + wide * vocab * (4 + self.device.bytes)))
-        yield self._launch("head", back)
+        yield self._launch(HEAD, back)
 
     def reduce(self, chunk: Chunk) -> tuple[Work, ...]:
         """A chunk of gradients: an all-reduce, or with ZeRO a reduce-scatter."""
@@ -340,7 +354,7 @@ class RankCosts:
         """Weights gathered over those that share them out; backward their gradients are scattered too."""
         if self.zero < 3:
             return
-        family = "edp" if part == "expert" else "dp_cp"
+        family = "edp" if part == EXPERT else "dp_cp"
         whole = self.weights[part] * self.device.bytes
         for _ in range(2 if back else 1):
             yield self._travel(family, self.network.gather(family, whole))
@@ -369,3 +383,11 @@ class RankCosts:
     @staticmethod
     def _travel(what: str, travel: Travel) -> Work:
         return Work(travel.lane, what, travel.seconds)
+
+
+PRICES: Mapping[str, Callable[[RankCosts, range, bool], Iterator[Work]]] = {
+    EMBED: RankCosts._embed, ATTENTION: RankCosts._attention, FFN: RankCosts._ffn, ROUTE: RankCosts._route,
+    DISPATCH: RankCosts._dispatch, EXPERT: RankCosts._expert, COMBINE: RankCosts._combine, MERGE: RankCosts._merge,
+    HEAD: RankCosts._head,
+}  # fmt: skip
+"""What an op of each kind costs. Counts are not predicted: planned experts have room for a fixed number of rows."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from foldray.kinds import ATTENTION, EXPERT, FFN, ROUTE
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import RankCosts
 from foldray.schedule import PipelineGraph, Slicing, computed
@@ -128,16 +129,16 @@ def block_activations(
     model, fold, b = rank.model, rank.fold, rank.device.bytes
     n = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
     total = 2 * n * model.hidden * b  # what attention starts from, and what comes behind it
-    total += _attention(rank, n, "attention" in again, sliced)
+    total += _attention(rank, n, ATTENTION in again, sliced)
     if kind == "dense":
-        return total + (0.0 if "ffn" in again else _feed_forward(rank, n, model.ffn_hidden))
-    if "route" not in again:
+        return total + (0.0 if FFN in again else _feed_forward(rank, n, model.ffn_hidden))
+    if ROUTE not in again:
         total += n * (model.hidden * b + model.experts * 8 + model.topk * 32)
         if model.shared_hidden:
             total += _feed_forward(rank, n, model.shared_hidden) - n * model.hidden * b * (fold.tp == 1)  # they share their input
     rows = n * model.topk * imbalance
     total += rows * model.hidden * b  # as dispatched
-    if "expert" not in again:
+    if EXPERT not in again:
         regrouped = fold.etp > 1 or (fold.ep > 1 and model.experts > fold.ep)
         inner = (2 if model.ffn == "gated_silu" else 1) * model.expert_hidden / fold.etp
         total += rows * fold.etp * (model.hidden * regrouped + inner) * b
@@ -176,5 +177,5 @@ def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
     if slicing.degree > 1:
         found += 2 * 4 * slicing.length * rank.sequences * fold.cp * model.kv_heads * model.head_dim
     if rank.zero == 3:
-        found += b * (rank.weights["attention"] + rank.weights["expert"])
+        found += b * (rank.weights[ATTENTION] + rank.weights[EXPERT])
     return found

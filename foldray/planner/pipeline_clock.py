@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from foldray.kinds import HANDOVER, STAGE
 from foldray.schedule import Op, PipelineGraph, computed, one_order
 
 
@@ -33,8 +34,8 @@ def compiled(graph: PipelineGraph) -> tuple[Move, ...]:
     channels: dict[object, int] = {}
     for op in one_order(graph, tuple(computed(graph, place) for place in range(graph.pp))):
         places = graph.where(op)
-        needs = [number[need] for need in graph.needs(op) if op.kind == "handover" or need.kind == "handover"]
-        stage = op.layer + graph.stages * (op.direction == "B") if op.kind == "stage" else -1
+        needs = [number[need] for need in graph.needs(op) if HANDOVER in (op.kind, need.kind)]
+        stage = op.layer + graph.stages * (op.direction == "B") if op.kind == STAGE else -1
         channel = -1 if stage >= 0 else channels.setdefault(graph.channel(op), len(channels))
         number[op] = len(found)
         found.append(Move(places[0], places[-1], max(needs, default=-1), stage, channel))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from foldray.kinds import EMBED, HEAD
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import Hiding, OpWork
 from foldray.planner.device import Device
@@ -105,7 +106,8 @@ def hiding(ordering: Ordering) -> Hiding:
     """What of all-to-alls a schedule may hide."""
     if (ordering.slicing.degree if ordering.slicing else 1) * ordering.batch_degree == 1:
         return "nothing"
-    return "all" if "stream" in (ordering.forward.kind, ordering.backward.kind) or ordering.batch_degree > 1 else "within"
+    drains = ordering.forward.row.drains and ordering.backward.row.drains
+    return "within" if drains and ordering.batch_degree == 1 else "all"
 
 
 def predict(candidate: Candidate, hardware: Hardware, changed: Mapping[str, float] | None = None) -> Prediction:
@@ -187,14 +189,14 @@ class Step:
         """A stage's whole list, for one micro-batch of the pipeline's."""
         if (form, direction) not in self._known:
             overlap = getattr(self.candidate.ordering, "forward" if direction == "F" else "backward")
-            make = self._stream if overlap.kind == "stream" else self._drained
+            make = self._drained if overlap.row.drains else self._stream
             self._known[form, direction] = make(form, direction)
         return self._known[form, direction]
 
     def _drained(self, form: StageForm, direction: str) -> Part:
         """A stage of blocks one after another."""
         found = sum((self._block(kind, direction).times(count) for kind, count in Counter(form.kinds).items()), NOTHING)
-        ends = [("embed", form.first, 0), ("head", form.last, len(self.graph.blocks) - 1)]
+        ends = [(EMBED, form.first, 0), (HEAD, form.last, len(self.graph.blocks) - 1)]
         return sum((self._piece(kind, direction, layer) for kind, there, layer in ends if there), found)
 
     def _stream(self, form: StageForm, direction: str) -> Part:

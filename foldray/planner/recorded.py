@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import NamedTuple, cast
 
+from foldray.kinds import ATTENTION, HANDOVER, REDUCE
 from foldray.planner.simulator import Simulation
 from foldray.schedule import COMPUTE, Channel, Cost, Graph, Op, OpCosts, Schedule, Span, StepGraph, times
 from foldray.timeline import usage
@@ -148,9 +149,9 @@ def op_costs(graph: StepGraph, recordings: Sequence[Recording]) -> OpCosts:
     reductions = []
     for op in recordings[0].order:
         ((_, seconds),) = cost(op)
-        if op.kind == "reduce":
+        if op.kind == REDUCE:
             reductions.append((graph.chunk(op).bytes, seconds))
-        elif op.kind != "handover":
+        elif op.kind != HANDOVER:
             took[op.kind, op.direction, op.part].append(seconds)
     return OpCosts(tuple((key, median(took[key])) for key in sorted(took)), *_line(reductions))
 
@@ -173,7 +174,7 @@ def slice_timings(graph: StepGraph, spans: Mapping[Op, Span], ranks: int) -> lis
     """
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for op, span in spans.items():
-        if op.kind == "attention" and op.direction == "F":
+        if op.kind == ATTENTION and op.direction == "F":
             tokens, backward = graph.tokens(op), spans[op._replace(direction="B")]
             took = span.end - span.start + backward.end - backward.start
             found[len(tokens) * ranks, tokens.stop * ranks].append(took)

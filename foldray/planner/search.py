@@ -19,17 +19,28 @@ from typing import NamedTuple
 
 from foldray.errors import UserError
 from foldray.fold import Fold, divisors
+from foldray.kinds import ATTENTION, EXPERT, FFN
 from foldray.planner.candidate import Candidate, Job
 from foldray.planner.costs import Hiding, OpWork, RankCosts
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
 from foldray.planner.memory import GIB, Memory, block_activations, buffers, in_flight, ledger, parameters
 from foldray.planner.prediction import Prediction, Step, hiding
-from foldray.schedule import Ordering, Overlap, PipelineGraph, Reduction, SliceCost, Slicing, slice_sequence
+from foldray.schedule import (
+    SEARCHED,
+    Ordering,
+    PipelineGraph,
+    Reduction,
+    Sequences,
+    SliceCost,
+    Slicing,
+    make_ordering,
+    overlap_kind,
+)
 from foldray.spec.layout import smallest_slice
 
 DEGREES = (2, 4, 8)
-RECOMPUTE: tuple[tuple[str, ...], ...] = ((), ("expert",), ("attention", "ffn", "expert"))
+RECOMPUTE: tuple[tuple[str, ...], ...] = ((), (EXPERT,), (ATTENTION, FFN, EXPERT))
 MICRO_BATCHES = (1, 2, 4)
 
 
@@ -60,7 +71,7 @@ class Space:
     micro_batches: Sequence[int] = MICRO_BATCHES
     degrees: Sequence[int] = DEGREES
     recompute: Sequence[tuple[str, ...]] = RECOMPUTE
-    kinds: Sequence[str] = ("sequential", "moe_only", "one_a_one_m", "stream")
+    kinds: Sequence[str] = SEARCHED
     imbalance: float = 1.0
 
     def folds(self) -> Iterator[Fold]:
@@ -85,15 +96,11 @@ class Space:
         if fold.ep == 1:
             return
         cost = SliceCost.of_model(self.job.model.hidden, self.job.model.heads)
-        unit = smallest_slice(fold.cp, fold.tp)
+        sequences = Sequences(self.job.seq_len, cost, smallest_slice(fold.cp, fold.tp))
         for kind in self.kinds:
-            for degree in self.degrees if kind != "sequential" else ():
-                if self.job.seq_len // unit < degree:
-                    continue
-                slicing = slice_sequence("time_uniform", self.job.seq_len, degree, cost, unit)
-                if kind == "moe_only":
-                    slicing = slicing._replace(attention=(self.job.seq_len,))
-                yield Ordering(Overlap(kind, 1), Overlap(kind, 1), slicing, recompute, reduction=reduction)
+            for degree in self.degrees if overlap_kind(kind).cuts else ():
+                if sequences.length // sequences.multiple_of >= degree:
+                    yield make_ordering(sequences, kind, degree, 1, backward_lag=1, reduction=reduction, recompute=recompute)
 
     def _cuts_heads(self, tp: int) -> bool:
         model = self.job.model

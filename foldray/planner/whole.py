@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from foldray.kinds import REDUCE
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork
 from foldray.planner.prediction import Step
@@ -38,7 +39,7 @@ def _op_costs(graph: StepGraph, work: OpWork) -> OpCosts:
     def seconds(op: Op) -> float:
         return sum(each.seconds for each in work.work(op))
 
-    own = {(op.kind, op.direction, op.part): seconds(op) for op in graph.ops() if op.micro_batch == 0 and op.kind != "reduce"}
+    own = {(op.kind, op.direction, op.part): seconds(op) for op in graph.ops() if op.micro_batch == 0 and op.kind != REDUCE}
     points = sorted({(graph.chunk(op).bytes, seconds(op)) for place in range(graph.pp) for op in graph.reductions(place)})
     if not points:
         return OpCosts(tuple(own.items()), 0.0, 0.0)

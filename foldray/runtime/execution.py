@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from foldray.comm import Groups, Pending
+from foldray.kinds import HANDOVER, REDUCE
 from foldray.model import Batch, Losses, Transformer
 from foldray.planner import Recording, op_costs
 from foldray.runtime.gradients import Gradients
@@ -153,10 +154,10 @@ class _Run:
         if trace is not None:
             trace.start()
         for op in self.order:
-            if op.kind == "reduce":
+            if op.kind == REDUCE:
                 pending: Pending | None = self.gradients.start(self.graph.chunk(op))
             else:
-                pending = self._hand_over(op) if op.kind == "handover" else self.micro_batches[op.micro_batch].run(op)
+                pending = self._hand_over(op) if op.kind == HANDOVER else self.micro_batches[op.micro_batch].run(op)
             if trace is not None:
                 trace.ran(op, self.micro_batches[op.micro_batch].began, pending)
         for pending in self.sending.values():

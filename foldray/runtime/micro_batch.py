@@ -9,7 +9,7 @@ autograd. So what runs when is the schedule's choice. Gradients of parameters go
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from time import perf_counter
@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from foldray.comm import Pending
+from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, EMBED, EXPERT, FFN, HEAD, MERGE, ROUTE
 from foldray.model import Batch, KeysAndValues, Transformer, add_losses
 from foldray.moe import Dispatcher, Plan, Tally
 from foldray.runtime.buffer import TokenBuffer
@@ -79,7 +80,7 @@ class MicroBatch:
             self.began = perf_counter()
             self._build(op._replace(direction="F"), *self._again.pop(op._replace(direction="F")))
         else:
-            getattr(self, f"{op.kind}_{'forward' if op.direction == 'F' else 'backward'}")(op)
+            (FORWARD if op.direction == "F" else BACKWARD)[op.kind](self, op)
         return self.flight.get(op)
 
     # Forward.
@@ -131,7 +132,7 @@ class MicroBatch:
     def dispatch_forward(self, op: Op) -> None:
         piece, dispatcher = self._pieces[op.layer, op.part], self._dispatcher(op)
         if self.graph.ragged:
-            piece.plan = dispatcher.finish_counts(piece.plan, self.flight.pop(op._replace(kind="counts")))
+            piece.plan = dispatcher.finish_counts(piece.plan, self.flight.pop(op._replace(kind=COUNTS)))
         self.flight[op] = dispatcher.start_out(piece.rows, piece.plan)
         del piece.rows
 
@@ -142,8 +143,8 @@ class MicroBatch:
         def experts(rows_NH: torch.Tensor) -> list[torch.Tensor]:
             return [dispatcher.scatter(moe.run_experts(dispatcher.gather(rows_NH, plan), plan), plan)]
 
-        (y_NH,) = self._compute(op, experts, self._arrived(op, "dispatch"))
-        self.flight[op._replace(kind="combine")] = Pending([], (y_NH,))  # here until the list says that it leaves
+        (y_NH,) = self._compute(op, experts, self._arrived(op, DISPATCH))
+        self.flight[op._replace(kind=COMBINE)] = Pending([], (y_NH,))  # here until the list says that it leaves
 
     def combine_forward(self, op: Op) -> None:
         (y_NH,) = self.flight.pop(op).wait()
@@ -155,7 +156,7 @@ class MicroBatch:
         def merge(rows_NH: torch.Tensor, _: torch.Tensor) -> list[torch.Tensor]:
             return [dispatcher.combine_postprocess(rows_NH, piece.plan)]
 
-        (y_TH,) = self._compute(op, merge, self._arrived(op, "combine"), piece.weight)
+        (y_TH,) = self._compute(op, merge, self._arrived(op, COMBINE), piece.weight)
         y_BsH = piece.residual + y_TH.to(piece.residual.dtype).view_as(piece.residual)
         self.inputs[op.layer + 1].put(self._tokens(op), y_BsH)
         del piece.residual
@@ -181,15 +182,15 @@ class MicroBatch:
         piece.residual_gradient = self.input_gradients[op.layer + 1].take(self._tokens(op))
         flat_TH = piece.residual_gradient.reshape(-1, piece.residual_gradient.shape[-1])
         rows_NH, piece.weight_gradient = self._differentiate(op, [flat_TH])
-        self.flight[op._replace(kind="combine")] = Pending([], (rows_NH,))
+        self.flight[op._replace(kind=COMBINE)] = Pending([], (rows_NH,))
 
     def combine_backward(self, op: Op) -> None:
         (rows_NH,) = self.flight.pop(op).wait()
         self.flight[op] = self._dispatcher(op).start_out(rows_NH, self._pieces[op.layer, op.part].plan)
 
     def expert_backward(self, op: Op) -> None:
-        (rows_NH,) = self._differentiate(op, [self._arrived(op, "combine")])
-        self.flight[op._replace(kind="dispatch")] = Pending([], (rows_NH,))
+        (rows_NH,) = self._differentiate(op, [self._arrived(op, COMBINE)])
+        self.flight[op._replace(kind=DISPATCH)] = Pending([], (rows_NH,))
 
     def dispatch_backward(self, op: Op) -> None:
         (rows_NH,) = self.flight.pop(op).wait()
@@ -199,7 +200,7 @@ class MicroBatch:
         piece, router = self._pieces.pop((op.layer, op.part)), self.model.spec.router
         slope_BE, slope = self._tallies[op.layer].slopes()
         gradients = [
-            self._arrived(op, "dispatch"), piece.weight_gradient,
+            self._arrived(op, DISPATCH), piece.weight_gradient,
             slope_BE * (router.balance_loss * self.weight), self._scalar(slope * router.z_loss * self.weight),
             piece.residual_gradient,
         ]  # fmt: skip
@@ -271,3 +272,18 @@ class MicroBatch:
             if part is not None:
                 self.add(parameter, part)
         return [torch.zeros_like(leaf) if part is None else part for leaf, part in zip(graph.leaves, found, strict=False)]
+
+
+Run = Callable[[MicroBatch, Op], None]
+FORWARD: Mapping[str, Run] = {
+    EMBED: MicroBatch.embed_forward, ATTENTION: MicroBatch.attention_forward, FFN: MicroBatch.ffn_forward,
+    ROUTE: MicroBatch.route_forward, COUNTS: MicroBatch.counts_forward, DISPATCH: MicroBatch.dispatch_forward,
+    EXPERT: MicroBatch.expert_forward, COMBINE: MicroBatch.combine_forward, MERGE: MicroBatch.merge_forward,
+    HEAD: MicroBatch.head_forward,
+}  # fmt: skip
+BACKWARD: Mapping[str, Run] = {
+    EMBED: MicroBatch.embed_backward, ATTENTION: MicroBatch.attention_backward, FFN: MicroBatch.ffn_backward,
+    ROUTE: MicroBatch.route_backward, DISPATCH: MicroBatch.dispatch_backward, EXPERT: MicroBatch.expert_backward,
+    COMBINE: MicroBatch.combine_backward, MERGE: MicroBatch.merge_backward, HEAD: MicroBatch.head_backward,
+}  # fmt: skip
+"""What runs an op of each kind that belongs to a micro-batch. Counts have no gradient."""

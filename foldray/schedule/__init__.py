@@ -2,18 +2,12 @@
 
 from foldray.schedule.check import check, check_ranks, peak
 from foldray.schedule.clock import COMPUTE, Cost, ScheduleError, Span, times, unit_times
+from foldray.schedule.generators import Run
 from foldray.schedule.graph import Channel, Graph, PipelineGraph
+from foldray.schedule.lists import expand, position_list, stage_order, step_schedule
 from foldray.schedule.op import Direction, Op, Schedule, handover, stage
-from foldray.schedule.overlap import (
-    OVERLAPS,
-    Ordering,
-    Overlap,
-    expand,
-    named_ordering,
-    position_list,
-    stage_order,
-    step_schedule,
-)
+from foldray.schedule.ordering import Ordering, Sequences, make_ordering, named_ordering
+from foldray.schedule.overlaps import ONE_A_ONE_M, OVERLAPS, SEARCHED, SEQUENTIAL, STREAM, Overlap, OverlapKind, overlap_kind
 from foldray.schedule.pipeline import check_pipeline, computed, forward_only, interleaved, one_f_one_b, pipeline
 from foldray.schedule.reduction import REDUCTIONS, Chunk, Reduction, cut_buffer, place_reductions
 from foldray.schedule.slicing import SLICINGS, SliceCost, Slicing, slice_sequence
@@ -24,9 +18,13 @@ from foldray.schedule.weave import one_order, weave
 
 __all__ = [
     "COMPUTE",
+    "ONE_A_ONE_M",
     "OVERLAPS",
     "REDUCTIONS",
+    "SEARCHED",
+    "SEQUENTIAL",
     "SLICINGS",
+    "STREAM",
     "BlockKind",
     "Channel",
     "Chunk",
@@ -37,10 +35,13 @@ __all__ = [
     "OpCosts",
     "Ordering",
     "Overlap",
+    "OverlapKind",
     "PipelineGraph",
     "Reduction",
+    "Run",
     "Schedule",
     "ScheduleError",
+    "Sequences",
     "SliceCost",
     "Slicing",
     "Span",
@@ -55,9 +56,11 @@ __all__ = [
     "forward_only",
     "handover",
     "interleaved",
+    "make_ordering",
     "named_ordering",
     "one_f_one_b",
     "one_order",
+    "overlap_kind",
     "peak",
     "pipeline",
     "place_reductions",

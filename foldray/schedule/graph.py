@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from foldray.errors import UserError
+from foldray.kinds import HANDOVER, STAGE
 from foldray.schedule.op import Op, handover, stage
 
 Channel = tuple[str, int, int]
@@ -86,26 +87,26 @@ class PipelineGraph:
                     yield handover("B", layer, micro_batch)
 
     def needs(self, op: Op) -> tuple[Op, ...]:
-        if op.kind == "handover":
-            return (op._replace(kind="stage"),)
+        if op.kind == HANDOVER:
+            return (op._replace(kind=STAGE),)
         if op.direction == "F":
             return (handover("F", op.layer - 1, op.micro_batch),) if op.layer > 0 else ()
         own = stage("F", op.layer, op.micro_batch)
         return (own, handover("B", op.layer + 1, op.micro_batch)) if op.layer < self.stages - 1 else (own,)
 
     def where(self, op: Op) -> tuple[int, ...]:
-        if op.kind == "stage":
+        if op.kind == STAGE:
             return (op.layer % self.pp,)
         return op.layer % self.pp, self._receiver(op) % self.pp
 
     def channel(self, op: Op) -> Channel | None:
-        if op.kind == "stage":
+        if op.kind == STAGE:
             return None
         low, high = sorted(self.where(op))
         return "activations" if op.direction == "F" else "gradients", low, high
 
     def frees(self, op: Op) -> tuple[Op, ...]:
-        return (op._replace(direction="F"),) if (op.kind, op.direction) == ("stage", "B") else ()
+        return (op._replace(direction="F"),) if (op.kind, op.direction) == (STAGE, "B") else ()
 
     def _receiver(self, op: Op) -> int:
         return op.layer + (1 if op.direction == "F" else -1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from foldray.kinds import HANDOVER, STAGE
+
 Direction = Literal["F", "R", "B"]
 """Forward, recomputation of a forward, backward."""
 
@@ -30,7 +32,7 @@ class Op(NamedTuple):
     def __str__(self) -> str:
         """`F3.1`: forward of stage 3, micro-batch 1; other kinds in front (`handover B3.1`), parts after the first behind."""
         name = f"{self.direction}{self.layer}.{self.micro_batch}" + (f"/{self.part}" if self.part else "")
-        return name if self.kind == "stage" else f"{self.kind} {name}"
+        return name if self.kind == STAGE else f"{self.kind} {name}"
 
 
 Schedule = tuple[tuple[Op, ...], ...]
@@ -38,8 +40,8 @@ Schedule = tuple[tuple[Op, ...], ...]
 
 
 def stage(direction: Direction, layer: int, micro_batch: int) -> Op:
-    return Op("stage", direction, layer, micro_batch=micro_batch)
+    return Op(STAGE, direction, layer, micro_batch=micro_batch)
 
 
 def handover(direction: Direction, layer: int, micro_batch: int) -> Op:
-    return Op("handover", direction, layer, micro_batch=micro_batch)
+    return Op(HANDOVER, direction, layer, micro_batch=micro_batch)

@@ -4,20 +4,8 @@ A micro-batch's sequences are cut twice (`Slicing`): attention and what is dense
 their own. Both cut the same tokens, so who needs whom across the two is a matter of which tokens they share; that is FoldMoE's
 token buffer (section 4.2). Pieces that need no slicing are slicings of one piece.
 
-| kind | what it does | works on |
-|---|---|---|
-| `embed` | rows of the vocabulary | slices |
-| `attention` | norm, attention to everything up to this slice, residual | slices |
-| `ffn` | norm, dense feed-forward, residual | slices |
-| `route` | norm, router, shared expert, rows sorted by expert | micro-batches |
-| `counts` | how many rows go where; only if `ragged` | micro-batches, network |
-| `dispatch` | rows to their experts | micro-batches, network |
-| `expert` | the experts | micro-batches |
-| `combine` | rows back | micro-batches, network |
-| `merge` | weighted sum of a token's rows, residual | micro-batches |
-| `head` | norm, logits, loss | as the last block's end |
-| `handover` | activations, or their gradient, between stages | whole, network |
-| `reduce` | gradients to their sum over ranks; `layer` is the pipeline position, `part` the chunk | a chunk, network |
+`foldray/kinds.py` says what the kinds of ops do and what they are cut by. Of a `reduce`, `layer` is the pipeline position and
+`part` the chunk.
 """
 
 from __future__ import annotations
@@ -28,6 +16,21 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
+from foldray.kinds import (
+    ATTENTION,
+    COMBINE,
+    COUNTS,
+    DISPATCH,
+    EMBED,
+    EXPERT,
+    FFN,
+    HANDOVER,
+    HEAD,
+    MERGE,
+    OP_KINDS,
+    REDUCE,
+    ROUTE,
+)
 from foldray.schedule.graph import Channel, PipelineGraph
 from foldray.schedule.op import Direction, Op, handover
 from foldray.schedule.reduction import Chunk
@@ -35,9 +38,13 @@ from foldray.schedule.slicing import Slicing
 
 BlockKind = Literal["dense", "moe"]
 
-_CHAIN = ("route", "counts", "dispatch", "expert", "combine", "merge")
-_ON_SLICES = ("embed", "attention", "ffn")
-_NETWORK = {"counts": "counts", "dispatch": "tokens", "combine": "tokens", "handover": "activations"}
+_CHAIN = (ROUTE, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE)
+_BEFORE = {
+    FFN: (ATTENTION,), COUNTS: (ROUTE,), DISPATCH: (ROUTE, COUNTS), EXPERT: (DISPATCH,), COMBINE: (EXPERT,),
+    MERGE: (ROUTE, COMBINE),
+}  # fmt: skip
+_AFTER = {EMBED: (ATTENTION,), ROUTE: (DISPATCH, MERGE), DISPATCH: (EXPERT,), EXPERT: (COMBINE,), COMBINE: (MERGE,)}
+"""Of ops on the same piece: whose results a forward op works on, and who works on its results."""
 
 
 @dataclass(frozen=True)
@@ -101,16 +108,16 @@ class StepGraph:
                 for op in reversed(forward):
                     if op.kind in self.recompute:
                         yield op._replace(direction="R")
-                    if op.kind == "handover":
+                    if op.kind == HANDOVER:
                         yield handover("B", op.layer + 1, m)
-                    elif op.kind != "counts":
+                    elif op.kind != COUNTS:
                         yield op._replace(direction="B")
         for position in range(len(self.chunks)):
             yield from self.reductions(position)
 
     def reductions(self, position: int) -> Iterator[Op]:
         """Of a position's chunks, buffer by buffer."""
-        return (Op("reduce", "B", position, part) for part in range(len(self.chunks[position]) if self.chunks else 0))
+        return (Op(REDUCE, "B", position, part) for part in range(len(self.chunks[position]) if self.chunks else 0))
 
     def chunk(self, op: Op) -> Chunk:
         """What a `reduce` op reduces."""
@@ -120,18 +127,18 @@ class StepGraph:
         """A stage's forward ops, piece by piece."""
         layers = self.layers[stage]
         if stage == 0:
-            yield from self.pieces("embed", 0, m)
+            yield from self.pieces(EMBED, 0, m)
         for layer in layers:
-            yield from self.pieces("attention", layer, m)
+            yield from self.pieces(ATTENTION, layer, m)
             if self.blocks[layer] == "dense":
-                yield from self.pieces("ffn", layer, m)
+                yield from self.pieces(FFN, layer, m)
                 continue
             for part in range(self.slicing.degree):
-                yield from (Op(kind, "F", layer, part, m) for kind in _CHAIN if self.ragged or kind != "counts")
+                yield from (Op(kind, "F", layer, part, m) for kind in _CHAIN if self.ragged or kind != COUNTS)
         if stage < len(self.stages) - 1:
             yield handover("F", stage, m)
         else:
-            yield from self.pieces("head", layers[-1], m)
+            yield from self.pieces(HEAD, layers[-1], m)
 
     def pieces(self, kind: str, layer: int, m: int = 0, direction: Direction = "F") -> Iterator[Op]:
         """All ops of a kind at a block."""
@@ -139,19 +146,19 @@ class StepGraph:
 
     def tokens(self, op: Op) -> range:
         """Positions of the (local) sequence that an op works on."""
-        if op.kind == "handover":
+        if op.kind == HANDOVER:
             return range(self.slicing.length)
         cuts = self._cuts(op.kind, op.layer)
         return range(cuts[op.part], cuts[op.part + 1])
 
     def output(self, layer: int) -> str:
         """The kind of op that makes a block's output."""
-        return "merge" if self.blocks[layer] == "moe" else "ffn"
+        return MERGE if self.blocks[layer] == "moe" else FFN
 
     # What binds it.
 
     def needs(self, op: Op) -> tuple[Op, ...]:
-        if op.kind == "reduce":
+        if op.kind == REDUCE:
             passes = range(self.micro_batches)
             makers = self.chunk(op).makers
             return tuple(each for kind, layer in makers for m in passes for each in self.pieces(kind, layer, m, "B"))
@@ -160,27 +167,27 @@ class StepGraph:
         if op.direction == "F":
             return self._inputs(op)
         gradients = tuple(self._backward(user) for user in self._users(op))
-        return gradients if op.kind in _NETWORK else (*gradients, self._state(op))
+        return gradients if OP_KINDS[op.kind].travels else (*gradients, self._state(op))
 
     def where(self, op: Op) -> tuple[int, ...]:
-        if op.kind == "reduce":
+        if op.kind == REDUCE:
             return (op.layer,)
-        if op.kind != "handover":
+        if op.kind != HANDOVER:
             return (self.stage_of[op.layer] % self.pp,)
         receiver = op.layer + (1 if op.direction == "F" else -1)
         return op.layer % self.pp, receiver % self.pp
 
     def channel(self, op: Op) -> Channel | None:
-        if op.kind == "reduce":
+        if op.kind == REDUCE:
             return f"{self.chunk(op).name}_gradients", op.layer, op.layer
-        name = _NETWORK.get(op.kind)
+        name = OP_KINDS[op.kind].travels
         if name is None:
             return None
         ends = sorted(self.where(op))
-        return ("gradients" if op.kind == "handover" and op.direction == "B" else name), ends[0], ends[-1]
+        return ("gradients" if op.kind == HANDOVER and op.direction == "B" else name), ends[0], ends[-1]
 
     def frees(self, op: Op) -> tuple[Op, ...]:
-        if op.direction != "B" or op.kind in _NETWORK or op.kind == "reduce":
+        if op.direction != "B" or OP_KINDS[op.kind].travels:
             return ()
         forward = op._replace(direction="F")
         return (forward, self._state(op)) if op.kind in self.recompute else (forward,)
@@ -188,23 +195,19 @@ class StepGraph:
     def _inputs(self, op: Op) -> tuple[Op, ...]:
         """Forward ops whose results an op works on."""
         kind, layer, part, m = op.kind, op.layer, op.part, op.micro_batch
-        if kind == "embed":
+        if kind == EMBED:
             return ()
-        if kind == "attention":
+        if kind == ATTENTION:
             return (*self._entering(op), *((op._replace(part=part - 1),) if part else ()))
-        if kind == "ffn":
-            return (op._replace(kind="attention"),)
-        if kind == "route":
+        if kind == ROUTE:
             # In order, for counters and statistics run through a sequence.
-            return (*self._sharing(op, "attention", layer), *((op._replace(part=part - 1),) if part else ()))
-        if kind == "head":
+            return (*self._sharing(op, ATTENTION, layer), *((op._replace(part=part - 1),) if part else ()))
+        if kind == HEAD:
             return tuple(self._sharing(op, self.output(layer), layer))
-        if kind == "handover":
+        if kind == HANDOVER:
             last = self.layers[layer][-1]
             return tuple(self.pieces(self.output(last), last, m))
-        before = {"counts": ("route",), "dispatch": ("route", "counts"), "expert": ("dispatch",), "combine": ("expert",)}
-        kinds = before.get(kind, ("route", "combine"))
-        return tuple(op._replace(kind=name) for name in kinds if self.ragged or name != "counts")
+        return tuple(op._replace(kind=name) for name in _BEFORE[kind] if self.ragged or name != COUNTS)
 
     def _entering(self, op: Op) -> tuple[Op, ...]:
         """Who makes the tokens that a slice of attention starts from."""
@@ -212,36 +215,33 @@ class StepGraph:
         if op.layer > self.layers[stage][0]:
             return tuple(self._sharing(op, self.output(op.layer - 1), op.layer - 1))
         if stage == 0:
-            return (op._replace(kind="embed"),)
+            return (op._replace(kind=EMBED),)
         return (handover("F", stage - 1, op.micro_batch),)
 
     def _users(self, op: Op) -> tuple[Op, ...]:
         """Forward ops that work on a forward op's results, and so give it their gradient."""
         op = op._replace(direction="F")
         kind, layer, m = op.kind, op.layer, op.micro_batch
-        if kind == "embed":
-            return (op._replace(kind="attention"),)
-        if kind == "attention":
-            own = "route" if self.blocks[layer] == "moe" else "ffn"
+        if kind == ATTENTION:
+            own = ROUTE if self.blocks[layer] == "moe" else FFN
             following = (op._replace(part=op.part + 1),) if op.part + 2 < len(self._cuts(kind, layer)) else ()
             return (*self._sharing(op, own, layer), *following)
-        if kind == "head":
+        if kind == HEAD:
             return ()
-        if kind == "handover":  # B: of a stage's input
-            return tuple(self.pieces("attention", self.layers[layer][0], m))
-        if kind in ("merge", "ffn"):
+        if kind == HANDOVER:  # B: of a stage's input
+            return tuple(self.pieces(ATTENTION, self.layers[layer][0], m))
+        if kind in (MERGE, FFN):
             return self._leaving(op)
-        after = {"route": ("dispatch", "merge"), "dispatch": ("expert",), "expert": ("combine",), "combine": ("merge",)}
-        return tuple(op._replace(kind=name) for name in after[kind])
+        return tuple(op._replace(kind=name) for name in _AFTER[kind])
 
     def _leaving(self, op: Op) -> tuple[Op, ...]:
         """Who uses tokens that a block has made."""
         stage = self.stage_of[op.layer]
         if op.layer < self.layers[stage][-1]:
-            return tuple(self._sharing(op, "attention", op.layer + 1))
+            return tuple(self._sharing(op, ATTENTION, op.layer + 1))
         if stage < len(self.stages) - 1:
             return (handover("F", stage, op.micro_batch),)
-        return tuple(self._sharing(op, "head", op.layer))
+        return tuple(self._sharing(op, HEAD, op.layer))
 
     def _sharing(self, op: Op, kind: str, layer: int) -> Iterator[Op]:
         """Ops of a kind at a block that work on some of the same tokens."""
@@ -252,15 +252,15 @@ class StepGraph:
                 yield other
 
     def _backward(self, op: Op) -> Op:
-        return handover("B", op.layer + 1, op.micro_batch) if op.kind == "handover" else op._replace(direction="B")
+        return handover("B", op.layer + 1, op.micro_batch) if op.kind == HANDOVER else op._replace(direction="B")
 
     def _state(self, op: Op) -> Op:
         """The op that made what a backward op differentiates."""
         return op._replace(direction="R" if op.kind in self.recompute else "F")
 
     def _cuts(self, kind: str, layer: int) -> tuple[int, ...]:
-        slices = kind in _ON_SLICES or (kind == "head" and self.output(layer) == "ffn")
-        return self._slice_cuts if slices else self._micro_batch_cuts
+        cut = OP_KINDS[self.output(layer) if kind == HEAD else kind].cut
+        return self._slice_cuts if cut == "slices" else self._micro_batch_cuts
 
     @cached_property
     def _slice_cuts(self) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from foldray.kinds import HANDOVER, REDUCE
 from foldray.schedule.op import Op
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def by_urgency(graph: StepGraph, order: Sequence[Op], costs: OpCosts) -> tuple[O
     """
     walk = _Walk(graph, costs)
     for op in order:
-        if op.kind == "reduce":
+        if op.kind == REDUCE:
             walk.waiting.append(op)
         else:
             walk.take(op)
@@ -76,11 +77,11 @@ class _Walk:
 
     def _travel(self, op: Op) -> None:
         self.found.append(op)
-        if op.kind != "handover":  # those wait for other positions, of which this clock knows nothing
+        if op.kind != HANDOVER:  # those wait for other positions, of which this clock knows nothing
             self.link = max(self.link, self.now) + self._takes(op)
             self.arrival[op] = self.link
 
     def _takes(self, op: Op) -> float:
-        if op.kind == "reduce":
+        if op.kind == REDUCE:
             return self.costs.startup + self.costs.per_byte * self.graph.chunk(op).bytes
         return self.seconds.get((op.kind, op.direction, op.part), 0.0)

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, ROUTE
 from foldray.spec.model import ModelSpec
 
 GradientClass = Literal["dense", "replicated", "expert"]
@@ -52,14 +53,14 @@ class ParameterSpec:
 def parameter_table(model: ModelSpec) -> tuple[ParameterSpec, ...]:
     """All parameters of the model, in order of use."""
     std, vocabulary = model.init_std, (model.vocab, model.hidden)
-    table = [ParameterSpec("embedding.weight", vocabulary, -1, "embed", cut=0, init=std)]
+    table = [ParameterSpec("embedding.weight", vocabulary, -1, EMBED, cut=0, init=std)]
     if model.positions == "learned":
-        table.append(ParameterSpec("positions.weight", (model.max_positions, model.hidden), -1, "embed", "replicated", init=std))
+        table.append(ParameterSpec("positions.weight", (model.max_positions, model.hidden), -1, EMBED, "replicated", init=std))
     for layer in range(model.layers):
         table += _block(model, layer)
-    table += _norm(model, "final_norm", model.layers, "head")
+    table += _norm(model, "final_norm", model.layers, HEAD)
     if not model.tied_embeddings:
-        table.append(ParameterSpec("head.weight", vocabulary, model.layers, "head", cut=0, init=std))
+        table.append(ParameterSpec("head.weight", vocabulary, model.layers, HEAD, cut=0, init=std))
     return tuple(table)
 
 
@@ -82,18 +83,18 @@ def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
     name, std, hidden = f"blocks.{layer}", model.init_std, model.hidden
     out_std = std / math.sqrt(2 * model.layers)  # residual branches add up: GPT-2's scaled initialisation
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    rows = _norm(model, f"{name}.attention_norm", layer, "attention")
+    rows = _norm(model, f"{name}.attention_norm", layer, ATTENTION)
     for part, width in (("query", queries), ("key", keys), ("value", keys)):
-        rows.append(ParameterSpec(f"{name}.attention.{part}", (hidden, width), layer, "attention", cut=1, init=std))
-    rows.append(ParameterSpec(f"{name}.attention.out", (queries, hidden), layer, "attention", cut=0, init=out_std))
-    rows += _norm(model, f"{name}.ffn_norm", layer, "route" if model.is_moe(layer) else "ffn")
+        rows.append(ParameterSpec(f"{name}.attention.{part}", (hidden, width), layer, ATTENTION, cut=1, init=std))
+    rows.append(ParameterSpec(f"{name}.attention.out", (queries, hidden), layer, ATTENTION, cut=0, init=out_std))
+    rows += _norm(model, f"{name}.ffn_norm", layer, ROUTE if model.is_moe(layer) else FFN)
     if not model.is_moe(layer):
-        return rows + _ffn(model, f"{name}.ffn", model.ffn_hidden, layer, out_std, "ffn")
-    rows.append(ParameterSpec(f"{name}.moe.router.weight", (hidden, model.experts), layer, "route", "replicated", init=std))
+        return rows + _ffn(model, f"{name}.ffn", model.ffn_hidden, layer, out_std, FFN)
+    rows.append(ParameterSpec(f"{name}.moe.router.weight", (hidden, model.experts), layer, ROUTE, "replicated", init=std))
     for expert in range(model.experts):
-        rows += _ffn(model, f"{name}.moe.experts.{expert}", model.expert_hidden, layer, out_std, "expert", "expert")
+        rows += _ffn(model, f"{name}.moe.experts.{expert}", model.expert_hidden, layer, out_std, EXPERT, "expert")
     if model.shared_hidden:
-        rows += _ffn(model, f"{name}.moe.shared", model.shared_hidden, layer, out_std, "route")
+        rows += _ffn(model, f"{name}.moe.shared", model.shared_hidden, layer, out_std, ROUTE)
     return rows
 
 

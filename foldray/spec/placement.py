@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from foldray.errors import UserError
 from foldray.fold import Fold, divisors
+from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, ROUTE
 from foldray.spec.model import ModelSpec
 from foldray.spec.parameters import GradientClass, ParameterSpec, parameter_table
 
@@ -71,7 +72,7 @@ class Piece:
 Maker = tuple[str, int]
 """Kind and block of the ops that add to a gradient."""
 
-_BACKWARD = ("expert", "route", "ffn", "attention")  # of a block
+_BACKWARD = (EXPERT, ROUTE, FFN, ATTENTION)  # of a block
 
 
 class GradientPart(NamedTuple):
@@ -84,9 +85,9 @@ class GradientPart(NamedTuple):
 def made_at(makers: tuple[Maker, ...]) -> tuple[int, int]:
     """Sorts gradients by when backward has the last of them."""
     kind, block = makers[-1]
-    if kind == "head":
+    if kind == HEAD:
         return (-block - 1, -1)
-    return (1, 0) if kind == "embed" else (-block, _BACKWARD.index(kind))
+    return (1, 0) if kind == EMBED else (-block, _BACKWARD.index(kind))
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,8 @@ class Ownership:
         held, last = self.held_stages(rank), self.model.layers - 1
         if spec.layer < 0:
             tied = self.model.tied_embeddings and spec.name == "embedding.weight"
-            at_head = [("head", last)] if tied and any(stage.last for stage in held) else []
-            return (*at_head, *([("embed", 0)] if any(stage.first for stage in held) else []))
+            at_head = [(HEAD, last)] if tied and any(stage.last for stage in held) else []
+            return (*at_head, *([(EMBED, 0)] if any(stage.first for stage in held) else []))
         return ((spec.op, min(spec.layer, last)),)
 
     def gradient_parts(self, rank: int) -> dict[GradientClass, tuple[GradientPart, ...]]:

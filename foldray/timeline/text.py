@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from foldray.kinds import OP_KINDS
 from foldray.schedule import Graph, Op, Span
-
-LETTERS = {
-    "embed": "i", "attention": "A", "ffn": "F", "route": "R", "expert": "E", "merge": "M", "head": "H",
-    "counts": "n", "dispatch": "D", "combine": "C", "handover": ">", "reduce": "g", "stage": "S",
-}  # fmt: skip
-_NAMES = {
-    "i": "embed", "A": "attention", "F": "dense ffn", "R": "router", "E": "experts", "M": "sum", "H": "head",
-    "D": "dispatch", "C": "combine", ">": "handover", "g": "gradients",
-}  # fmt: skip
 
 
 def draw_text(graph: Graph, spans: Mapping[Op, Span], width: int = 110) -> str:
@@ -35,14 +27,14 @@ def draw_text(graph: Graph, spans: Mapping[Op, Span], width: int = 110) -> str:
         cells = [" "] * width
         for span, op in sorted(held):
             first, last = round((span.start - begin) * scale), max(round((span.end - begin) * scale), 1)
-            name = _name(op) if last - first > len(_name(op)) else LETTERS.get(op.kind, "?")
+            name = _name(op) if last - first > len(_name(op)) else OP_KINDS[op.kind].letter
             for column, letter in zip(range(first, min(last, width)), name.ljust(last - first, "─"), strict=False):
                 cells[column] = letter
         lines.append(f"{lane:>{label}} │{''.join(cells).rstrip()}")
-    kinds = {LETTERS.get(op.kind, "?") for op in spans}
-    legend = "  ".join(f"{letter} {name}" for letter, name in _NAMES.items() if letter in kinds)
+    kinds = {op.kind for op in spans}
+    legend = "  ".join(f"{row.letter} {row.label}" for name, row in OP_KINDS.items() if name in kinds)
     return "\n".join([*lines, f"{'':>{label}}  {legend}; ' is backward"])
 
 
 def _name(op: Op) -> str:
-    return f"{'R' if op.direction == 'R' else ''}{LETTERS.get(op.kind, '?')}{op.part}{chr(39) if op.direction == 'B' else ''}"
+    return f"{'R' if op.direction == 'R' else ''}{OP_KINDS[op.kind].letter}{op.part}{chr(39) if op.direction == 'B' else ''}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from foldray.kinds import EXCHANGES, REDUCE
 from foldray.schedule import Graph, Op, Span
 
 
@@ -51,10 +52,10 @@ def overlaps(graph: Graph, order: Sequence[Op], spans: Mapping[Op, Span]) -> tup
 
 def held_up(graph: Graph, spans: Mapping[Op, Span]) -> list[float]:
     """Of every all-to-all how long it was in flight beside chunks of gradients that had left before it, and shared the link."""
-    chunks = [span for op, span in spans.items() if op.kind == "reduce"]
+    chunks = [span for op, span in spans.items() if op.kind == REDUCE]
     found = []
     for op, span in spans.items():
-        if op.kind in ("dispatch", "combine"):
+        if op.kind in EXCHANGES:
             ahead = [min(chunk.end, span.end) for chunk in chunks if chunk.start < span.start < chunk.end]
             found.append(max(ahead, default=span.start) - span.start)
     return found

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from foldray.fold import Fold
+from foldray.kinds import EXCHANGES
 from foldray.planner import hardware, prediction
 from foldray.planner.candidate import Candidate, Job
 from foldray.planner.costs import OpWork
@@ -64,7 +65,7 @@ def bounds(model: str, length: int, machines: hardware.Hardware) -> tuple[float,
     whole = step(model, length, "sequential", machines)
     took: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for op in whole.graph.ops():
-        took[op.direction, op.layer][op.kind in ("dispatch", "combine")] += sum(work.seconds for work in whole.work.work(op))
+        took[op.direction, op.layer][op.kind in EXCHANGES] += sum(work.seconds for work in whole.work.work(op))
     apart = sum(map(sum, took.values()))
     inside = sum(map(max, took.values()))
     ways = [[sum(each[kind] for (way, _), each in took.items() if way == direction) for kind in (0, 1)] for direction in "FB"]

@@ -22,7 +22,7 @@ from tests.foldray.folds import name
 from tests.foldray.parity import MODEL, batches, engine_of, gradients, make_recipe, sample
 
 LENGTH, BATCH = 64, 4
-KINDS = [kind for kind in OVERLAPS[1:] if kind != "flow"]  # which is aaam along the batch; see test_reduction_parity.py
+KINDS = [kind for kind in list(OVERLAPS)[1:] if kind != "flow"]  # which is aaam along the batch; see test_reduction_parity.py
 DEGREES = (1, 2, 3, 4, 8)
 FOLDS: list[tuple[int, dict[str, int]]] = [
     (1, {}), (2, {"ep": 2}), (4, {"ep": 4}), (4, {"tp": 2, "ep": 4}), (4, {"cp": 2, "ep": 4}), (4, {"pp": 2, "ep": 2}),

@@ -79,7 +79,7 @@ SECONDS = st.fixed_dictionaries(
 )
 
 
-@given(SECONDS, st.sampled_from(OVERLAPS), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.floats(1.0, 4.0))
+@given(SECONDS, st.sampled_from(list(OVERLAPS)), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.floats(1.0, 4.0))
 @settings(max_examples=60, deadline=None)
 def test_no_step_beats_the_bound_and_bandwidth_never_costs_time(seconds, kind, degree, lag, other, faster) -> None:
     cut = slice_sequence("time_uniform", 40, degree, SliceCost(1, 1))

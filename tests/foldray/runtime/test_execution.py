@@ -19,7 +19,7 @@ from tests.foldray.parity import MODEL, engine_of, make_recipe, model_of, sample
 
 LENGTH = 32
 COST = SliceCost.of_model(MODEL["hidden"], MODEL["heads"])
-NAMES = ["sequential", *(f"{kind}:4@1" for kind in OVERLAPS[1:])]
+NAMES = ["sequential", *(f"{kind}:4@1" for kind in list(OVERLAPS)[1:])]
 
 
 def batches_of(vocab: int, number: int = 2) -> list[Batch]:

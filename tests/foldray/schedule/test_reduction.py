@@ -121,7 +121,7 @@ def clock_of(graph: StepGraph, costs: OpCosts) -> Any:
 
 
 @given(
-    st.sampled_from(OVERLAPS), st.sampled_from(REDUCTIONS), st.integers(1, 4), st.integers(1, 3),
+    st.sampled_from(list(OVERLAPS)), st.sampled_from(REDUCTIONS), st.integers(1, 4), st.integers(1, 3),
     st.one_of(st.none(), st.integers(1, 2000)), st.booleans(), st.sampled_from([1, 2]), SECONDS, st.integers(1, 3),
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
@@ -164,7 +164,14 @@ def test_flow_goes_through_micro_batches_side_by_side() -> None:
     assert halves == sorted(halves), "the second pair follows the first"
 
 
-CASES = (st.sampled_from(OVERLAPS), st.integers(1, 4), st.integers(1, 3), st.integers(20, 1000), SECONDS, st.floats(0.0001, 0.02))
+CASES = (
+    st.sampled_from(list(OVERLAPS)),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(20, 1000),
+    SECONDS,
+    st.floats(0.0001, 0.02),
+)
 
 
 @given(*CASES, st.floats(0.0, 2.0))

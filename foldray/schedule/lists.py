@@ -1,0 +1,100 @@
+"""From orders to lists: everything that a pipeline position does in a step, in the order in which it starts.
+
+The pipeline says which stage computes when, a generator what a stage computes (`overlaps.py`). A stage's backward is the mirror
+of a forward order. Collectives start as soon as what they carry is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from foldray.kinds import COMBINE, COUNTS, DISPATCH, EXPERT, HEAD, MERGE, ROUTE, STAGE
+from foldray.schedule.generators import Run, group
+from foldray.schedule.op import Op, Schedule
+from foldray.schedule.ordering import Ordering
+from foldray.schedule.overlaps import Overlap
+from foldray.schedule.pipeline import pipeline
+from foldray.schedule.reduction import Reduction, place_reductions
+from foldray.schedule.step_graph import StepGraph
+from foldray.schedule.traffic import OpCosts, by_urgency
+
+
+def step_schedule(
+    graph: StepGraph,
+    forward: Overlap,
+    backward: Overlap | None = None,
+    reduction: Reduction | None = None,
+    costs: OpCosts | None = None,
+) -> Schedule:
+    """The lists of all positions: the pipeline's order of stages, each written out, and the reductions of their gradients.
+
+    Args:
+        backward: None is as forward.
+        reduction: of `graph.chunks`; None is at the end.
+        costs: what ops take, if it is known (`Ordering`).
+
+    Raises:
+        UserError: virtual stages that do not fit (`check_pipeline`).
+    """
+    ordering = Ordering(forward, backward or forward, reduction=reduction or Reduction(), costs=costs)
+    return tuple(position_list(graph, position, ordering) for position in range(graph.positions))
+
+
+def position_list(graph: StepGraph, position: int, ordering: Ordering) -> tuple[Op, ...]:
+    """Everything that a pipeline position does, in order."""
+    order = expand(graph, pipeline(graph.pipeline)[position], ordering.forward, ordering.backward)
+    if graph.chunks:
+        order = place_reductions(graph, order, position, ordering.reduction.kind)
+    if ordering.costs is None or not ordering.goes_by_costs:
+        return order
+    return by_urgency(graph, order, ordering.costs)
+
+
+def expand(graph: StepGraph, stages: Iterable[Op], forward: Overlap, backward: Overlap | None = None) -> tuple[Op, ...]:
+    """A position's list, its `stage` ops written out."""
+    settings = {"F": forward, "B": backward or forward}
+    orders: dict[tuple[int, str], tuple[Op, ...]] = {}
+    found: list[Op] = []
+    for op in stages:
+        first = op.micro_batch * graph.batch_degree
+        if op.kind != STAGE:
+            found += [op._replace(micro_batch=first + m) for m in range(graph.batch_degree)]
+            continue
+        key = op.layer, op.direction
+        if key not in orders:
+            orders[key] = stage_order(graph, op.layer, op.direction, settings[op.direction])
+        found += [piece._replace(micro_batch=first + piece.micro_batch) for piece in orders[key]]
+    return tuple(found)
+
+
+def stage_order(graph: StepGraph, stage: int, direction: str, overlap: Overlap) -> tuple[Op, ...]:
+    """One direction of a stage for the first micro-batches that go together, collectives included."""
+    layers, row = list(graph.layers[stage]), overlap.row
+    has_head = stage == len(graph.stages) - 1
+    order: list[Op] = []
+    for blocks in [[layer] for layer in layers] if row.drains else [layers]:
+        run = Run(graph, blocks, head=has_head and not row.drains, staggered=direction == "B")
+        order += row.order(run, overlap.lag)
+    if has_head and row.drains:
+        order += group(graph, HEAD, layers[-1])
+    return _with_collectives(graph, order if direction == "F" else list(_mirrored(graph, order)))
+
+
+def _mirrored(graph: StepGraph, order: list[Op]) -> Iterator[Op]:
+    for op in reversed(order):
+        if op.kind in graph.recompute:
+            yield op._replace(direction="R")
+        yield op._replace(direction="B")
+
+
+def _with_collectives(graph: StepGraph, order: list[Op]) -> tuple[Op, ...]:
+    """Every collective behind the last op that it needs."""
+    after = {
+        (ROUTE, "F"): (COUNTS, DISPATCH) if graph.ragged else (DISPATCH,),
+        (EXPERT, "F"): (COMBINE,),
+        (MERGE, "B"): (COMBINE,),
+        (EXPERT, "B"): (DISPATCH,),
+    }
+    return tuple(
+        each for op in order for each in (op, *(op._replace(kind=kind) for kind in after.get((op.kind, op.direction), ())))
+    )
