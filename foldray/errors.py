@@ -6,6 +6,10 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+from foldray.urls import told_without, without_secrets
+
+_LONGEST = 1000  # characters of a rule, or of all legal values
+
 
 class UserError(Exception):
     """A mistake that the user can mend: field, value, rule, legal values, in one line.
@@ -20,15 +24,16 @@ class UserError(Exception):
     """
 
     def __init__(self, field: str, value: Any, rule: str, legal: Iterable[Any] | None = None):
-        self.field, self.value, self.rule = field, value, rule
+        # A password would otherwise be in every log that keeps the line.
+        self.field, self.value, self.rule = field, without_secrets(value) if isinstance(value, str) else value, told_without(rule)
         self.legal = None if legal is None else list(legal)
-        super().__init__(field, value, rule, self.legal)
+        super().__init__(field, self.value, self.rule, self.legal)
 
     def __str__(self) -> str:
-        text = f"{self.field}={_short(self.value)}: {self.rule}"
+        text = f"{_cut(self.field)}={_short(self.value)}: {_cut(self.rule, _LONGEST)}"
         if self.legal is not None:
-            text += f"; legal: {', '.join(str(item) for item in self.legal)}"
-        return " ".join(text.split())
+            text += f"; legal: {_cut(', '.join(map(str, self.legal)), _LONGEST)}"
+        return "".join(each if each.isprintable() else repr(each)[1:-1] for each in " ".join(text.split()))
 
     def __reduce__(self):
         return type(self), (self.field, self.value, self.rule, self.legal)
@@ -39,7 +44,7 @@ class MissingPackage(UserError):
 
     def __init__(self, field: str, value: Any, package: str, install: str):
         super().__init__(field, value, f"needs the package {package!r}, which is not installed; install it with: {install}")
-        self._given = (field, value, package, install)
+        self._given = (field, self.value, package, install)
 
     def __reduce__(self):
         return type(self), self._given
@@ -47,7 +52,7 @@ class MissingPackage(UserError):
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the nearest of the known words, or nothing."""
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    match = difflib.get_close_matches(word[:100], list(known), n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
@@ -57,6 +62,13 @@ def multiples_near(value: int, unit: int) -> list[int]:
     return [below, below + unit] if below > 0 else [unit]
 
 
-def _short(value: Any, limit: int = 80) -> str:
-    text = repr(value) if value == "" or (isinstance(value, str) and value != value.strip()) else str(value)
+def _short(value: Any) -> str:
+    try:
+        text = value if isinstance(value, str) else without_secrets(str(value))
+    except (ValueError, RecursionError):  # Python writes out no number of thousands of digits, and no list of such a depth
+        return f"a {type(value).__name__} beyond all bounds"
+    return _cut(repr(text) if text == "" or text != text.strip() else text)
+
+
+def _cut(text: str, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"

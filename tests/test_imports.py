@@ -19,7 +19,10 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("foldray", "trainers", "tuners", "recipes")  # ground first
 ENGINE_NEEDS = ("torch", "numpy", "scipy", "pydantic", "PyYAML")
 ENGINE_IMPORTS = {"torch", "numpy", "scipy", "pydantic", "yaml"}
-WITHOUT_TORCH = {"__init__", "__main__", "errors", "kinds", "fold", "spec", "recipe", "schedule", "planner", "drawing", "arguments"}
+WITHOUT_TORCH = {
+    "__init__", "__main__", "urls", "errors", "files", "kinds", "fold", "spec", "recipe", "schedule", "planner", "drawing",
+    "arguments",
+}  # fmt: skip
 
 
 def floors() -> list[str]:
