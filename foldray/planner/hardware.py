@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-import yaml
 from pydantic import Field, ValidationError
 
 from foldray.errors import UserError, nearest
+from foldray.files import load_yaml
 from foldray.spec.model import Strict
 
 _HERE = Path(__file__).parent
@@ -86,7 +85,7 @@ class Hardware(Strict):
 @cache
 def constants() -> Mapping[str, Constant]:
     """All constants of the planner, by name."""
-    given = yaml.safe_load((_HERE / "constants.yaml").read_text())
+    given = load_yaml("constants", _HERE / "constants.yaml")
     return {name: Constant.model_validate(fields) for name, fields in given.items()}
 
 
@@ -108,12 +107,7 @@ def load_hardware(name: str) -> Hardware:
             known = known_hardware()
             raise UserError("cluster", name, f"is no known cluster nor a YAML file{nearest(name, known)}", known)
     try:
-        given: Any = yaml.safe_load(path.read_text())
-        found = Hardware.model_validate(given)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError("cluster", name, f"cannot be read ({getattr(error, 'strerror', error)})") from None
-    except yaml.YAMLError as error:
-        raise UserError("cluster", name, f"is no YAML ({str(error).splitlines()[0]})") from None
+        found = Hardware.model_validate(load_yaml("cluster", path))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "cluster"

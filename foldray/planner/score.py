@@ -8,6 +8,7 @@ sequence, gradients reduced in buckets during backward.
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from foldray.errors import UserError
+from foldray.files import read_text
 from foldray.fold import Fold
 from foldray.planner.candidate import Candidate, Job
 from foldray.planner.costs import RankCosts
@@ -54,15 +56,11 @@ def read_rows(path: Path) -> list[Row]:
     Raises:
         UserError: no such file, a column that is missing, a row that makes no sense.
     """
-    try:
-        with path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-            if missing:
-                raise UserError("score", str(path), f"has no column {missing[0]}", COLUMNS)
-            return [_told_row(fields) for fields in reader]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError("score", str(path), f"cannot be read ({getattr(error, 'strerror', error)})") from None
+    reader = csv.DictReader(io.StringIO(read_text("score", path), newline=""))
+    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+    if missing:
+        raise UserError("score", str(path), f"has no column {missing[0]}", COLUMNS)
+    return [_told_row(fields) for fields in reader]
 
 
 def _told_row(fields: dict[str, str]) -> Row:

@@ -11,6 +11,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from foldray.errors import UserError, nearest
+from foldray.files import one_line, read_yaml
+
+_DEEPEST = 10  # sections inside one another; more than there are
 
 _PLAIN = {
     "int": "is not a valid integer",
@@ -41,40 +44,18 @@ def apply(given: dict[str, Any], override: str) -> None:
         UserError: it does not read so.
     """
     key, equals, text = override.partition("=")
-    if not equals or not all(key.split(".")):
+    *parents, last = key.split(".")
+    if not equals or not all((*parents, last)) or len(parents) > _DEEPEST:
         raise UserError("override", override, "must read key.sub=value")
     try:
         value = read_yaml(text)
-    except Exception:  # PyYAML promises no type
-        raise UserError(key, text, "is not a YAML value") from None
-    *parents, last = key.split(".")
+    except Exception as error:
+        raise UserError(key, text, f"is not a YAML value ({one_line(error)})") from None
     for parent in parents:
         given = given.setdefault(parent, {})
         if not isinstance(given, dict):
             raise UserError(key, value, f"{parent} is not a section")
     given[last] = value
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML whose keys stand once each: PyYAML would take the last of several, and drop the others in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise ValueError(f"the key {key.value!r} stands twice, the second time in line {key.start_mark.line + 1}")
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
-        if "\0" in str(node.value):
-            raise ValueError(f"a zero byte in line {node.start_mark.line + 1}, which no name or path may hold")
-        return super().construct_scalar(node)
-
-
-def read_yaml(text: str) -> Any:
-    """The values of a YAML text in which no key stands twice; PyYAML promises no type for what it raises."""
-    return yaml.load(text, _Loader)
 
 
 def refuse_booleans(model: type[BaseModel], given: Any, prefix: str = "") -> None:
@@ -84,33 +65,35 @@ def refuse_booleans(model: type[BaseModel], given: Any, prefix: str = "") -> Non
         if field is None:
             continue
         section = _section(field.annotation)
+        values = value if isinstance(value, list) else [value]
         if section is not None:
             refuse_booleans(section, value, f"{prefix}{key}.")
-        elif isinstance(value, bool) and {int, float} & {field.annotation, *get_args(field.annotation)}:
+        elif any(isinstance(each, bool) for each in values) and _is_number(field.annotation):
             raise UserError(f"{prefix}{key}", str(value).lower(), "is not a valid number")
 
 
-def one_line(error: Exception) -> str:
-    """What an error says, without its line breaks."""
-    return " ".join(str(error).replace('"<unicode string>", ', "").split())
+def _is_number(annotation: Any) -> bool:
+    """Whether a type, or a list of it, takes numbers."""
+    return annotation in (int, float) or any(_is_number(part) for part in get_args(annotation))
 
 
 def first_mistake(model: type[BaseModel], error: ValidationError) -> UserError:
     """The first of pydantic's findings as one line in plain words."""
-    first = error.errors()[0]
+    first = error.errors(include_url=False)[0]
     path = [str(part) for part in first["loc"]]
     field, kind = ".".join(path), first["type"]
     value = "null" if first["input"] is None else first["input"]
+    section, key = _lookup(model, path)
     if kind in ("extra_forbidden", "invalid_key"):
-        known = list(_lookup(model, path[:-1]))
+        known = list(section.model_fields)
         return UserError(field, value, f"is no known key{nearest(path[-1], known)}", known)
     if kind == "missing":
         return UserError(field, "nothing", "is required")
     if kind == "literal_error":
-        return UserError(field, value, "is none of the legal values", _choices(_lookup(model, path[:-1])[path[-1]]))
+        return UserError(field, value, "is none of the legal values", None if key is None else _words(key.annotation))
     if kind == "string_pattern_mismatch":
         return UserError(field, value, "may hold letters, digits, '.', '_' and '-', a letter or digit first")
-    return UserError(field, value, _rule(kind, first["msg"]), _lookup(model, path) if kind == "model_type" else None)
+    return UserError(field, value, _rule(kind, first["msg"]), section.model_fields if kind == "model_type" else None)
 
 
 def _rule(kind: str, message: str) -> str:
@@ -119,18 +102,27 @@ def _rule(kind: str, message: str) -> str:
     return plain or f"must {message.split(' should ')[-1].replace(' after validation', '')}"
 
 
-def _lookup(model: type[BaseModel], path: list[str]) -> dict[str, FieldInfo]:
+def _lookup(model: type[BaseModel], path: list[str]) -> tuple[type[BaseModel], FieldInfo | None]:
+    """The section that a path leads into, and the key of it that the path names; behind a key may be places in its list."""
     for part in path:
-        model = _section(model.model_fields[part].annotation) or model
-    return model.model_fields
+        field = model.model_fields.get(part)
+        section = field and _section(field.annotation)
+        if section is None:
+            return model, field
+        model = section
+    return model, None
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
-def _choices(field: FieldInfo) -> list[Any]:
-    return list(get_args(field.annotation))
+def _words(annotation: Any) -> list[Any]:
+    """The words that a type, or a list of it, takes."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    words = [word for part in get_args(annotation) for word in _words(part)]
+    return [*words, "null"] if type(None) in get_args(annotation) and words else words
 
 
 def _legal(field: FieldInfo) -> str:

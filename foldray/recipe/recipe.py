@@ -9,9 +9,10 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from foldray.errors import UserError
+from foldray.files import load_yaml
 from foldray.fold import Fold, divisors
 from foldray.recipe.checks import check_all
-from foldray.recipe.reading import apply, first_mistake, one_line, read_yaml, refuse_booleans
+from foldray.recipe.reading import apply, first_mistake, refuse_booleans
 from foldray.recipe.sections import (
     CheckpointSpec,
     ClusterSpec,
@@ -54,12 +55,7 @@ class Recipe(Strict):
     @classmethod
     def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         """Read a YAML file, apply `key.sub=value` overrides (values are YAML) and validate."""
-        try:
-            given = read_yaml(Path(path).read_text())
-        except OSError as error:
-            raise UserError("recipe", path, f"cannot be read ({error.strerror or error})") from None
-        except Exception as error:  # PyYAML promises no type: ValueError (a date), KeyError (a tag), RecursionError were seen
-            raise UserError("recipe", path, f"is not YAML ({one_line(error)})") from None
+        given = load_yaml("recipe", path)
         if not isinstance(given, dict):
             raise UserError("recipe", path, "must be a mapping of sections", cls.model_fields)
         for override in overrides:
