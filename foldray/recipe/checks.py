@@ -7,15 +7,31 @@ from typing import TYPE_CHECKING
 from foldray.errors import UserError, multiples_near
 from foldray.fold import divisors, nearest_folds
 from foldray.schedule import PipelineGraph, Slicing, check_pipeline
-from foldray.spec import check_length
+from foldray.spec import check_length, count_by_cut
 
 if TYPE_CHECKING:
     from foldray.recipe.recipe import Recipe
 
+_MOST_PARAMETERS, _MOST_EXPERTS, _MOST_CHUNKS = 10**14, 2**18, 2**20
+
 
 def check_all(recipe: Recipe) -> None:
-    for check in (_check_fold, _check_batch, _check_schedule, _check_data, _check_backend, _check_engine):
+    for check in (_check_size, _check_fold, _check_batch, _check_schedule, _check_data, _check_backend, _check_engine):
         check(recipe)
+
+
+def _check_size(recipe: Recipe) -> None:
+    """What comes behind this counts parameters, experts and chunks one by one."""
+    model, fold, sp_bytes = recipe.model, recipe.fold, recipe.schedule.sp_bytes
+    outside, inside = count_by_cut(model)
+    if outside + inside > _MOST_PARAMETERS:
+        raise UserError("model", f"{outside + inside:.2g} parameters", f"must have at most {_MOST_PARAMETERS:.0e}")
+    if (experts := len(model.moe_layers) * model.experts) > _MOST_EXPERTS:
+        raise UserError("model.experts", model.experts, f"makes {experts} experts in all blocks, at most {_MOST_EXPERTS} can be")
+    elements = outside // (fold.tp * fold.pp) + inside // (fold.ep * fold.etp * fold.pp)
+    if isinstance(sp_bytes, int) and (chunks := 4 * elements // sp_bytes) > _MOST_CHUNKS:
+        rule = f"cuts a worker's gradients into {chunks} chunks, at most {_MOST_CHUNKS} can be"
+        raise UserError("schedule.sp_bytes", sp_bytes, rule, [f"{-(-4 * elements // _MOST_CHUNKS)}…"])
 
 
 def _check_fold(recipe: Recipe) -> None:

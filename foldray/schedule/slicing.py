@@ -6,8 +6,8 @@ never runs dry, which is the paper's constraint (2): behind its first j slices, 
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -139,8 +139,12 @@ def algorithm1(micro_batches: Sequence[int], cost: SliceCost, multiple_of: int =
     for number in range(1, degree):
         last = length - (degree - 1 - number) * multiple_of  # each of the others keeps something
         least = min((number + 1) * first, last)
-        ends = range(least, last + 1, multiple_of) if number < degree - 1 else [last]
-        end = min(ends, key=lambda end: abs(flops(end - start, end) - ideal))
+        ends = range(least, last + 1, multiple_of) if number < degree - 1 else range(last, last + 1)
+        above = bisect_left(
+            ends, ideal, key=lambda end: flops(end - start, end)
+        )  # nobody looks at all ends: there may be millions
+        near = ends[max(above - 1, 0) : above + 1] or ends[-1:]
+        end = min(near, key=lambda end: abs(flops(end - start, end) - ideal))
         slices.append(end - start)
         start = end
     return tuple(slices)
@@ -153,20 +157,23 @@ def time_uniform(micro_batches: Sequence[int], cost: SliceCost, multiple_of: int
     of the sequence ask for reach alone. So the smallest limit that suffices is found by bisection.
     """
     needed = [tokens // multiple_of for tokens in accumulate(micro_batches)]
-    costs = [cost.before(unit * multiple_of) for unit in range(needed[-1] + 1)]
-    low, high = 0.0, float(costs[-1])
-    best = _furthest(needed, costs, high)  # a limit of the whole suffices
+
+    def before(unit: int) -> float:
+        return cost.before(unit * multiple_of)
+
+    low, high = 0.0, float(before(needed[-1]))
+    best = _furthest(needed, before, high)  # a limit of the whole suffices
     while low < (middle := (low + high) / 2) < high:
-        found = _furthest(needed, costs, middle)
+        found = _furthest(needed, before, middle)
         low, high, best = (middle, high, best) if found is None else (low, middle, found)
     return tuple(units * multiple_of for units in best or ())
 
 
-def _furthest(needed: Sequence[int], costs: Sequence[float], limit: float) -> list[int] | None:
+def _furthest(needed: Sequence[int], before: Callable[[int], float], limit: float) -> list[int] | None:
     """Slices none of which but the first costs more than the limit, each as long as can be; None if they fall short."""
     slices, start, count = [needed[0]], needed[0], len(needed)
     for number in range(1, count):
-        end = bisect_right(costs, costs[start] + limit, start) - 1
+        end = bisect_right(range(needed[-1] + 1), before(start) + limit, start, key=before) - 1
         end = min(end, needed[-1] - (count - 1 - number))  # each of the others keeps something
         if end <= start or end < needed[number]:
             return None

@@ -3,7 +3,7 @@
 from foldray.spec.flops import forward_flops_per_token, step_flops
 from foldray.spec.layout import Layout, check_length, smallest_slice
 from foldray.spec.model import ModelSpec, RouterSpec, Strict
-from foldray.spec.parameters import ParameterSpec, count_by_op, count_parameters, parameter_table
+from foldray.spec.parameters import ParameterSpec, count_by_cut, count_by_op, count_parameters, parameter_table
 from foldray.spec.placement import GradientPart, Maker, Ownership, Piece, Stage, made_at, make_stages
 from foldray.spec.presets import PRESETS
 
@@ -20,6 +20,7 @@ __all__ = [
     "Stage",
     "Strict",
     "check_length",
+    "count_by_cut",
     "count_by_op",
     "count_parameters",
     "forward_flops_per_token",

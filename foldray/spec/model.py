@@ -10,11 +10,14 @@ from foldray.errors import UserError, nearest
 from foldray.fold import divisors
 from foldray.spec.presets import PRESETS
 
+# Far above what can be trained; but what is larger cannot even be refused in time, for some of it is counted one by one.
+_MOST_LAYERS, _MOST_EXPERTS, _WIDEST, _LARGEST = 2**12, 2**14, 2**20, 2**24
+
 
 class Strict(BaseModel):
     """A frozen section of a recipe; unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, str_max_length=4096)
 
 
 class RouterSpec(Strict):
@@ -30,7 +33,7 @@ class RouterSpec(Strict):
     z_loss: float = Field(0.0, ge=0, description="weight of the router z-loss")
     bias_rate: float = Field(0.0, ge=0, description="step of the auxiliary-loss-free balancing bias (sigmoid scores)")
     capacity_factor: float | None = Field(
-        None, gt=0, description="tokens per expert and sequence, over the even share; null is dropless"
+        None, gt=0, le=_MOST_EXPERTS, description="tokens per expert and sequence, over the even share; null is dropless"
     )
     drop: Literal["probability", "position"] = Field(
         "probability", description="who is dropped beyond capacity: least probable, or latest"
@@ -49,24 +52,24 @@ class ModelSpec(Strict):
     """
 
     preset: str | None = Field(None, description="a named model; every other key changes it")
-    layers: int = Field(ge=1, description="blocks")
-    hidden: int = Field(ge=1, description="width of the residual stream")
-    heads: int = Field(ge=1, description="query heads")
-    kv_heads: int = Field(ge=1, description="key/value heads (fewer than heads: grouped-query attention)")
-    head_dim: int = Field(ge=1, description="size of a head; heads × head_dim is free of hidden")
-    ffn_hidden: int = Field(ge=1, description="inner width of dense blocks")
-    experts: int = Field(ge=1, description="experts in a MoE block")
-    topk: int = Field(ge=1, description="experts per token")
-    expert_hidden: int = Field(ge=1, description="inner width of an expert")
-    shared_hidden: int = Field(0, ge=0, description="inner width of the shared expert; 0 is none")
-    vocab: int = Field(ge=1, description="rows of the embedding")
-    moe_every: int = Field(1, ge=1, description="every n-th block is a MoE block")
-    dense_first: int = Field(0, ge=0, description="leading dense blocks")
+    layers: int = Field(ge=1, le=_MOST_LAYERS, description="blocks")
+    hidden: int = Field(ge=1, le=_WIDEST, description="width of the residual stream")
+    heads: int = Field(ge=1, le=2**14, description="query heads")
+    kv_heads: int = Field(ge=1, le=2**14, description="key/value heads (fewer than heads: grouped-query attention)")
+    head_dim: int = Field(ge=1, le=2**14, description="size of a head; heads × head_dim is free of hidden")
+    ffn_hidden: int = Field(ge=1, le=_WIDEST, description="inner width of dense blocks")
+    experts: int = Field(ge=1, le=_MOST_EXPERTS, description="experts in a MoE block")
+    topk: int = Field(ge=1, le=_MOST_EXPERTS, description="experts per token")
+    expert_hidden: int = Field(ge=1, le=_WIDEST, description="inner width of an expert")
+    shared_hidden: int = Field(0, ge=0, le=_WIDEST, description="inner width of the shared expert; 0 is none")
+    vocab: int = Field(ge=1, le=_LARGEST, description="rows of the embedding")
+    moe_every: int = Field(1, ge=1, le=_MOST_LAYERS, description="every n-th block is a MoE block")
+    dense_first: int = Field(0, ge=0, le=_MOST_LAYERS, description="leading dense blocks")
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = Field(1e-5, gt=0)
     positions: Literal["rope", "learned"] = "rope"
     rope_theta: float = Field(10000.0, gt=0)
-    max_positions: int = Field(2048, ge=1, description="longest sequence with learned positions")
+    max_positions: int = Field(2048, ge=1, le=_LARGEST, description="longest sequence with learned positions")
     ffn: Literal["gated_silu", "gelu"] = "gated_silu"
     tied_embeddings: bool = Field(False, description="head shares the embedding's weight")
     init_std: float = Field(0.02, gt=0)

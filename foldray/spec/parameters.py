@@ -65,7 +65,22 @@ def parameter_table(model: ModelSpec) -> tuple[ParameterSpec, ...]:
 
 
 def count_parameters(model: ModelSpec) -> int:
-    return sum(parameter.count for parameter in parameter_table(model))
+    return sum(count_by_cut(model))
+
+
+def count_by_cut(model: ModelSpec) -> tuple[int, int]:
+    """Elements outside of the experts, and of all experts: what tp, and what ep and etp, share out.
+
+    In closed form: a model may have to be refused because its table would be too long.
+    """
+    hidden, heads, matrices = model.hidden, model.heads + model.kv_heads, 3 if model.ffn == "gated_silu" else 2
+    norm = hidden * (2 if model.norm == "layernorm" else 1)
+    sparse = (model.layers - model.dense_first) // model.moe_every
+    edges = (1 if model.tied_embeddings else 2) * model.vocab + (model.max_positions if model.positions == "learned" else 0)
+    blocks = model.layers * (2 * heads * model.head_dim * hidden + 2 * norm)
+    dense = (model.layers - sparse) * matrices * hidden * model.ffn_hidden
+    routed = sparse * hidden * (model.experts + matrices * model.shared_hidden)
+    return edges * hidden + norm + blocks + dense + routed, sparse * model.experts * matrices * hidden * model.expert_hidden
 
 
 def count_by_op(model: ModelSpec) -> dict[str, tuple[int, int]]:

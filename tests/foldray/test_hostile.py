@@ -1,0 +1,198 @@
+"""Input that would take the machine along, or end in a traceback: values for every key, files of every kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foldray import Recipe
+from foldray.files import read_yaml
+from foldray.spec import PRESETS, ModelSpec
+from tests.foldray.hostile import VALUES, overrides
+from tests.rotation import rotated
+
+ROOT = Path(__file__).parents[2]
+PARTS = 11  # has no divisor in common with the number of values: every part tries every value on some keys
+
+
+def run(*arguments: str, seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A Python of its own, which is killed when it takes too long."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *arguments], timeout=seconds, capture_output=True, text=True, env=environment, **options
+    )
+
+
+@pytest.mark.parametrize("part", rotated(PARTS, range(PARTS)))
+def test_every_key_refuses_what_it_does_not_take_in_one_line(part: int) -> None:
+    done = run("-m", "tests.foldray.hostile", str(part), str(PARTS), seconds=240, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    print(f"{found['count']} values, slowest {found['slowest']}, peak {found['peak'] / 2**20:.0f} MiB")
+    assert not found["failures"], "\n".join(found["failures"])
+    assert found["count"] > 1000
+    assert found["peak"] < 2**30
+
+
+def test_there_are_many_values_and_they_are_the_same_every_time() -> None:
+    assert len(overrides()) > 5000
+    assert overrides() == overrides()
+    assert len(set(VALUES)) == len(VALUES)
+    assert len(VALUES) % PARTS
+
+
+def without_bounds(schema: Any, path: str = "") -> list[str]:
+    """Numbers and lists of a JSON schema that may be of any size."""
+    if isinstance(schema, list):
+        return [found for each in schema for found in without_bounds(each, path)]
+    if not isinstance(schema, dict):
+        return []
+    open_number = schema.get("type") == "integer" and not {"maximum", "exclusiveMaximum", "enum", "const"} & set(schema)
+    open_list = schema.get("type") == "array" and "maxItems" not in schema
+    inside = [found for key, each in schema.items() for found in without_bounds(each, f"{path}.{key}")]
+    return [path, *inside] if open_number or open_list else inside
+
+
+def test_every_whole_number_and_every_list_of_a_recipe_has_a_bound() -> None:
+    assert not without_bounds(Recipe.model_json_schema())
+
+
+KIMI = {
+    "layers": 61, "hidden": 7168, "heads": 64, "kv_heads": 64, "head_dim": 128, "ffn_hidden": 18432, "experts": 384, "topk": 8,
+    "expert_hidden": 2048, "shared_hidden": 2048, "vocab": 163840, "dense_first": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [*({"preset": name} for name in PRESETS), KIMI], ids=[*PRESETS, "a-million-million"])
+def test_models_that_are_trained_somewhere_are_legal_on_thousands_of_gpus(model: dict[str, Any]) -> None:
+    length = 2**15 if ModelSpec(**model).positions == "learned" else 2**17
+    if model.get("preset") == "tiny-gpt":
+        length = 2048
+    given = {
+        "model": model, "data": {"seq_len": length}, "training": {"global_batch": 2**15}, "schedule": {"reduction": "chunks"},
+        "cluster": {"workers": 2**13, "gpu": True}, "optimizer": {"warmup_steps": 2000}, "precision": "bfloat16",
+    }  # fmt: skip
+    given["training"]["steps"] = 10**6
+    assert Recipe.parse(given).accumulation == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (["model.layers=1000000000000000000"], "model.layers=1000000000000000000: must be less than or equal to 4096"),
+        (["model.hidden=123456789012345678901"], "model.hidden=123456789012345678901: must be less than or equal to 1048576"),
+        (["model.vocab=123456789012345678901"], "model.vocab=123456789012345678901: must be less than or equal to 16777216"),
+        (
+            ["model.layers=4096", "model.experts=65"],
+            "model.experts=65: makes 266240 experts in all blocks, at most 262144 can be",
+        ),
+        (
+            ["model.layers=4096", "model.hidden=1000000", "model.expert_hidden=1000000"],
+            "model=9.8e+16 parameters: must have at most 1e+14",
+        ),
+        (["schedule={reduction: chunks, sp_bytes: 1}"], "schedule.sp_bytes=1: cuts a worker's gradients into 10408448 chunks"),
+        ([f"schedule.degrees={list(range(1, 500))}"], "schedule.degrees=[1, 2, 3"),
+        (["schedule.recompute=[x]"], "schedule.recompute.0=x: is none of the legal values; legal: attention, ffn, expert"),
+        (["tune.space.kind=[stream, x]"], "tune.space.kind.1=x: is none of the legal values; legal: sequential, moe_only"),
+        (["schedule.degrees=[true]"], "schedule.degrees=[true]: is not a valid number"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_before_anything_counts_them(given: list[str], line: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("model: {preset: tiny}\n")
+    done = run("-m", "foldray", "submit", str(tmp_path / "recipe.yaml"), *given, "--address", "nowhere", seconds=30)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"foldray: {line}")
+    assert done.stderr.count("\n") == 1
+
+
+LAUGHS = "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))])
+MERGES = "\n".join(["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 12))])
+CONTENTS: dict[str, tuple[bytes, str]] = {
+    "laughs": (LAUGHS.encode(), "more than 10000 values, with all aliases followed"),
+    "merges": (MERGES.encode(), "more than 10000 values, with all aliases followed"),
+    "itself": (b"model: &a [*a]\n", "more than 10000 values, with all aliases followed"),
+    "many": (b"".join(b"k%d: 1\n" % number for number in range(20_000)), "more than 10000 values"),
+    "deep": (b"[" * 100_000, "nested deeper than 40 levels"),
+    "digits": (b"name: " + b"1:" * 50_000 + b"1\n", "a value of more than 8192 characters"),
+    "control": (b'name: "a\\eb"\n', "the control character '\\x1b' in line 1"),
+}
+FILES: dict[str, str] = {
+    "folder": "cannot be read (Is a directory)",
+    "fifo": "cannot be read (it is no regular file)",
+    "zero": "cannot be read (it is no regular file)",
+    "loop": "cannot be read (Too many levels of symbolic links)",
+    "large": "cannot be read (it is larger than 256 KiB)",
+    "binary": "is no UTF-8 text",
+    "latin": "is no UTF-8 text",
+}
+TRIES = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
+from foldray.cli import main
+*arguments, last = sys.argv[1:]
+for path in last.split(","):
+    print(path, flush=True)
+    print(main([path if each == "FILE" else each for each in arguments]), file=sys.stderr)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+"""
+PLAN = ("plan", "--model", "tiny", "--gpus", "1", "--seq-len", "64", "--global-batch", "1", "--cluster")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every kind of file that is no recipe, all named *.yaml."""
+    place = tmp_path_factory.mktemp("files")
+    (place / "folder.yaml").mkdir()
+    os.mkfifo(place / "fifo.yaml")
+    (place / "zero.yaml").symlink_to("/dev/zero")
+    (place / "loop.yaml").symlink_to("loop.yaml")
+    with (place / "large.yaml").open("wb") as file:
+        file.truncate(100 * 2**20)
+    (place / "binary.yaml").write_bytes(bytes(range(256)) * 100)
+    (place / "latin.yaml").write_bytes("name: café\n".encode("latin-1"))
+    for name, (content, _) in CONTENTS.items():
+        (place / f"{name}.yaml").write_bytes(content)
+    return place
+
+
+@pytest.mark.parametrize(
+    ("command", "contents"),
+    [
+        (("train", "FILE"), True),
+        (("submit", "FILE", "--address", "nowhere"), True),
+        ((*PLAN, "FILE"), True),
+        ((*PLAN, "eos-h100", "--score", "FILE"), False),
+    ],
+    ids=["train", "submit", "cluster", "score"],
+)
+def test_files_of_every_kind_are_refused_in_one_line(place: Path, command: tuple[str, ...], contents: bool) -> None:
+    wanted = FILES | ({name: rule for name, (_, rule) in CONTENTS.items()} if contents else {})
+    done = run("-c", TRIES, *command, ",".join(f"{name}.yaml" for name in wanted), seconds=60, cwd=place)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr[-2000:]}"
+    told = done.stderr.splitlines()
+    assert len(told) == 2 * len(wanted), done.stderr
+    for (name, rule), line, code in zip(wanted.items(), told[::2], told[1::2], strict=True):
+        assert line.startswith("foldray: ")
+        assert f"={name}.yaml: " in line
+        assert rule in line
+        assert code == "2"
+    assert int(done.stdout.splitlines()[-1]) < 1024, "MiB at most"
+
+
+def test_an_override_is_read_as_carefully_as_a_file(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("model: {preset: tiny}\n")
+    flow = "[&a0 [x], " + ", ".join(f"&a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)) + "]"
+    done = run("-m", "foldray", "submit", str(tmp_path / "recipe.yaml"), f"name={flow}", "--address", "nowhere", seconds=30)
+    assert done.returncode == 2
+    assert "is not a YAML value (more than 10000 values, with all aliases followed" in done.stderr
+
+
+def test_what_a_merge_brings_does_not_count_as_written_twice() -> None:
+    text = "outer: {inner: &inner {<<: {k: 0}, k: 1}}\nbeside: {<<: *inner}\n"
+    assert read_yaml(text) == {"outer": {"inner": {"k": 1}}, "beside": {"k": 1}}
