@@ -15,6 +15,7 @@ from foldray.errors import UserError
 from foldray.fold import divisors
 from foldray.planner.candidate import DTYPES, Candidate, Job
 from foldray.recipe import Recipe
+from foldray.schedule import SEARCHED, SEQUENTIAL, overlap_kind
 from tuners.table import Table
 
 KEYS: Mapping[str, str] = {
@@ -25,7 +26,6 @@ KEYS: Mapping[str, str] = {
 }  # fmt: skip
 """By name of a parameter: the recipe's key that it sets."""
 
-_KINDS = ("sequential", "moe_only", "one_a_one_m", "stream")
 _AXES = ("tp", "cp", "pp", "ep", "etp")
 
 
@@ -67,8 +67,8 @@ class Setting(NamedTuple):
     def _plain(self) -> Setting:
         """The same with one value for what has no effect."""
         return self._replace(
-            kind=self.kind if self.degree * self.batch_degree > 1 else "sequential",
-            slicing=self.slicing if self.degree > 1 and self.kind != "moe_only" else "time_uniform",
+            kind=self.kind if self.degree * self.batch_degree > 1 else SEQUENTIAL.name,
+            slicing=self.slicing if self.degree > 1 and overlap_kind(self.kind).cuts_attention else "time_uniform",
             sp_bytes=self.sp_bytes if self.reduction != "end" else 0,
         )
 
@@ -97,7 +97,7 @@ def changed(recipe: Recipe, setting: Setting) -> Recipe:
         given[section][key] = value
     given["schedule"]["recompute"] = () if setting.recompute == "none" else tuple(setting.recompute.split("+"))
     given["schedule"] |= {"sp_bytes": setting.sp_bytes or None, "degrees": None}
-    if setting.degree == 1 or setting.kind == "moe_only":
+    if setting.degree == 1 or not overlap_kind(setting.kind).cuts_attention:
         given["schedule"]["slices"] = None
     if setting.kind != recipe.schedule.kind:
         given["schedule"]["backward"] = None
@@ -131,7 +131,7 @@ def _legal(recipe: Recipe) -> Iterator[Setting]:
     space, own = recipe.tune.space, Setting.of(recipe)
     among = divisors(recipe.cluster.workers)
     sizes = itertools.product(*(getattr(space, axis) or among for axis in _AXES))
-    plain = own._replace(kind="sequential", degree=1, batch_degree=1, virtual_stages=1, micro_batch=1)
+    plain = own._replace(kind=SEQUENTIAL.name, degree=1, batch_degree=1, virtual_stages=1, micro_batch=1)
     for fold in sizes:
         axes = dict(zip(_AXES, fold, strict=True))
         if math.prod(fold[:3]) > among[-1] or not _is_legal(recipe, plain._replace(**axes)):
@@ -143,13 +143,13 @@ def _legal(recipe: Recipe) -> Iterator[Setting]:
 
 def _of_fold(recipe: Recipe, start: Setting) -> Iterator[Setting]:
     space = recipe.tune.space
-    kinds = space.kind or _KINDS
+    kinds = space.kind or SEARCHED
     virtual = space.virtual_stages or (start.virtual_stages,)
     # Where no token travels there is nothing to hide.
-    cuts = [("sequential", 1, 1)] if "sequential" in kinds else []
+    cuts = [(kind, 1, 1) for kind in kinds if not overlap_kind(kind).cuts]
     if start.ep > 1:
         parts = itertools.product(kinds, space.degree, space.batch_degree)
-        cuts += [(kind, degree, batch) for kind, degree, batch in parts if kind != "sequential" and degree * batch > 1]
+        cuts += [(kind, degree, batch) for kind, degree, batch in parts if overlap_kind(kind).cuts and degree * batch > 1]
     reductions: Sequence[tuple[str, int]] = [("end", 0)] if None in space.sp_bytes else []
     reductions = [*reductions, *(("chunks", size) for size in space.sp_bytes if size)]
     recompute = ["+".join(each) or "none" for each in space.recompute]

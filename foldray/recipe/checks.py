@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from foldray.errors import UserError, multiples_near
 from foldray.fold import divisors, nearest_folds
-from foldray.schedule import PipelineGraph, Slicing, check_pipeline
+from foldray.schedule import PipelineGraph, Slicing, check_pipeline, overlap_kind
 from foldray.spec import check_length, count_by_cut
 
 if TYPE_CHECKING:
@@ -53,8 +53,10 @@ def _check_schedule(recipe: Recipe) -> None:
     check_pipeline(PipelineGraph(recipe.fold.pp, recipe.accumulation, recipe.schedule.virtual_stages))
     schedule, router, ranks = recipe.schedule, recipe.model.router, recipe.fold.cp * recipe.fold.tp
     for key in ("degree", "batch_degree"):
-        if schedule.kind == "sequential" and (value := getattr(schedule, key)) > 1:
-            raise UserError(f"schedule.{key}", value, "kind=sequential cuts nothing; choose a kind that overlaps", [1])
+        if not overlap_kind(schedule.kind).cuts and (value := getattr(schedule, key)) > 1:
+            raise UserError(f"schedule.{key}", value, f"kind={schedule.kind} cuts nothing; choose a kind that overlaps", [1])
+    if schedule.backward is not None and not overlap_kind(schedule.backward).cuts:
+        raise UserError("schedule.backward", schedule.backward, "cuts nothing; choose a kind that overlaps", ["null"])
     if recipe.training.micro_batch % schedule.batch_degree:
         rule = f"must divide training.micro_batch={recipe.training.micro_batch}, which it cuts"
         raise UserError("schedule.batch_degree", schedule.batch_degree, rule, divisors(recipe.training.micro_batch))
@@ -100,8 +102,8 @@ def _check_degrees(recipe: Recipe) -> None:
 def _check_slices(recipe: Recipe, slicing: Slicing) -> None:
     given, length, degree = recipe.schedule.slices or (), recipe.data.seq_len, recipe.schedule.degree
     unit, legal = recipe.slice_unit, ["null", list(recipe.cut("time_uniform", degree).attention)]
-    if recipe.schedule.kind == "moe_only":
-        raise UserError("schedule.slices", list(given), "kind=moe_only does not cut attention", ["null"])
+    if not overlap_kind(kind := recipe.schedule.kind).cuts_attention:
+        raise UserError("schedule.slices", list(given), f"kind={kind} does not cut attention", ["null"])
     if len(given) != degree or sum(given) != length or min(given) < 1 or any(tokens % unit for tokens in given):
         multiples = f"multiples of {unit}" if unit > 1 else "at least 1"
         rule = f"must be {degree} lengths, {multiples}, that sum to seq_len={length}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, PlainValidator, ValidationError
 from pydantic.fields import FieldInfo
 
 from foldray.errors import UserError, nearest
@@ -24,6 +24,41 @@ _PLAIN = {
     "model_type": "is a section and needs a valid dictionary of its keys",
 }
 """Plain words for pydantic's error types, or for what they begin with."""
+
+
+class _Refused(ValueError):
+    """What pydantic is told of a UserError."""
+
+    def __init__(self, error: UserError):
+        super().__init__(error.rule)
+        self.rule, self.legal = error.rule, error.legal or []
+
+
+class Among(NamedTuple):
+    """Checks a text that is one of some words, which help texts list.
+
+    Args:
+        words: what is listed.
+        find: raises a UserError for what is not legal; None takes the words alone.
+    """
+
+    words: tuple[str, ...]
+    find: Callable[[str], object] | None = None
+
+    def __call__(self, given: Any) -> str:
+        try:
+            if self.find is not None and isinstance(given, str):
+                self.find(given)
+            elif given not in self.words:
+                raise UserError("", given, "is none of the legal values", self.words)
+        except UserError as error:
+            raise _Refused(error) from None
+        return given
+
+
+def among(words: Iterable[str], find: Callable[[str], object] | None = None) -> PlainValidator:
+    """For a type: a text that is one of these words, or that `find` does not refuse."""
+    return PlainValidator(Among(tuple(words), find))  # type: ignore[arg-type] # mypy does not see that it can be called
 
 
 def describe(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
@@ -91,6 +126,10 @@ def first_mistake(model: type[BaseModel], error: ValidationError) -> UserError:
         return UserError(field, "nothing", "is required")
     if kind == "literal_error":
         return UserError(field, value, "is none of the legal values", None if key is None else _words(key.annotation))
+    if isinstance(refused := first.get("ctx", {}).get("error"), _Refused):
+        whole = key is not None and section.model_fields.get(path[-1]) is key  # not a place in its list
+        more = ["null"] if key is not None and whole and type(None) in get_args(key.annotation) else []
+        return UserError(field, value, refused.rule, [*refused.legal, *more])
     if kind == "string_pattern_mismatch":
         return UserError(field, value, "may hold letters, digits, '.', '_' and '-', a letter or digit first")
     return UserError(field, value, _rule(kind, first["msg"]), section.model_fields if kind == "model_type" else None)
@@ -129,15 +168,22 @@ def _legal(field: FieldInfo) -> str:
     annotation = field.annotation
     parts = get_args(annotation) if get_origin(annotation) in (types.UnionType, Union) else (annotation,)
     plain = {type(None): "null", tuple: "list"}
-    names: list[str] = []
-    for part in parts:
+    names = _listed(field.metadata)
+    for part in () if names else parts:
         origin = get_origin(part) or part
+        listed: list[str] = []
         if origin is Annotated:
-            part = get_args(part)[0]
-            origin = get_origin(part) or part
+            part, *marks = get_args(part)
+            origin, listed = get_origin(part) or part, _listed(marks)
         one = plain.get(origin) or str(getattr(part, "__name__", part))
-        names += map(str, get_args(part)) if origin is Literal else [one]
+        names += listed or (map(str, get_args(part)) if origin is Literal else [one])
     return "|".join(names)
+
+
+def _listed(marks: Iterable[Any]) -> list[str]:
+    """The words of a text that is marked as one of some."""
+    checks = (mark.func for mark in marks if isinstance(mark, PlainValidator))
+    return [word for check in checks if isinstance(check, Among) for word in check.words]
 
 
 def _as_yaml(value: Any) -> str:

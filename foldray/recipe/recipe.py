@@ -26,7 +26,7 @@ from foldray.recipe.sections import (
     TrainingSpec,
     TuneSpec,
 )
-from foldray.schedule import Ordering, Overlap, Reduction, SliceCost, Slicing, named_ordering, slice_sequence
+from foldray.schedule import Ordering, Reduction, Sequences, SliceCost, Slicing, make_ordering, named_ordering
 from foldray.spec import ModelSpec, Ownership, Strict, smallest_slice
 
 
@@ -84,15 +84,15 @@ class Recipe(Strict):
     @property
     def slicing(self) -> Slicing | None:
         """How a sequence is cut; None where it is not."""
-        schedule = self.schedule
-        if schedule.degree == 1:
-            return None
-        found = self.cut(schedule.slicing, schedule.degree)
-        return found._replace(attention=(found.length,) if schedule.kind == "moe_only" else schedule.slices or found.attention)
+        return self.ordering.slicing
 
     def cut(self, kind: str, degree: int) -> Slicing:
         """This recipe's sequences in slices of another kind (`slice_sequence`)."""
-        return slice_sequence(kind, self.data.seq_len, degree, self.slice_cost, self.slice_unit)
+        return self._sequences.cut(kind, degree)
+
+    @property
+    def _sequences(self) -> Sequences:
+        return Sequences(self.data.seq_len, self.slice_cost, self.slice_unit)
 
     @property
     def slice_cost(self) -> SliceCost:
@@ -109,14 +109,11 @@ class Recipe(Strict):
     def ordering(self) -> Ordering:
         """How sequences are cut, and in which order their pieces go."""
         schedule = self.schedule
-        return Ordering(
-            Overlap(schedule.kind, schedule.lag),
-            Overlap(schedule.backward or schedule.kind, schedule.backward_lag),
-            self.slicing,
-            schedule.recompute,
-            schedule.batch_degree,
-            Reduction(schedule.reduction, None if schedule.sp_bytes == "auto" else schedule.sp_bytes),
-        )
+        reduction = Reduction(schedule.reduction, None if schedule.sp_bytes == "auto" else schedule.sp_bytes)
+        return make_ordering(
+            self._sequences, schedule.kind, schedule.degree, schedule.lag, schedule.backward, schedule.backward_lag,
+            schedule.slicing, schedule.slices, schedule.batch_degree, reduction, schedule.recompute,
+        )  # fmt: skip
 
     @property
     def orderings(self) -> dict[int, Ordering]:

@@ -7,6 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainSerializer, field_validator, model_validator
 
 from foldray.errors import UserError
+from foldray.kinds import RECOMPUTABLE
+from foldray.recipe.reading import among
+from foldray.schedule import OVERLAPS, SEARCHED, SEQUENTIAL, overlap_kind
 from foldray.spec import Strict
 from foldray.urls import without_secrets
 
@@ -26,7 +29,8 @@ Cost = Annotated[float, Field(ge=0, le=1e30)]
 Size = Annotated[int, Field(ge=1, le=_MOST_BYTES)]
 Few = Field(min_length=1, max_length=16)  # each is tried while training, or multiplies what a tuner tries
 Sizes = Annotated[tuple[Size, ...], Few]
-Operations = Annotated[tuple[Literal["attention", "ffn", "expert"], ...], Field(max_length=3)]
+Operations = Annotated[tuple[Annotated[str, among(RECOMPUTABLE)], ...], Field(max_length=len(RECOMPUTABLE))]
+OverlapName = Annotated[str, among((*OVERLAPS, "module:NAME"), overlap_kind)]
 Url = Annotated[str, PlainSerializer(without_secrets, when_used="json")]
 """Its secrets stay in this process: files, logs and workers get a recipe as JSON has it."""
 
@@ -66,12 +70,8 @@ class FoldSpec(Strict):
 class ScheduleSpec(Strict):
     """In which order a step's pieces run."""
 
-    kind: Literal["sequential", "moe_only", "aaam", "one_a_one_m", "stream", "flow"] = Field(
-        "sequential", description="what hides the all-to-alls"
-    )
-    backward: Literal["moe_only", "aaam", "one_a_one_m", "stream", "flow"] | None = Field(
-        None, description="going backward; null is as kind"
-    )
+    kind: OverlapName = Field(SEQUENTIAL.name, description="hides all-to-alls")
+    backward: Annotated[str, among(("a kind",), overlap_kind)] | None = Field(None, description="going backward; null is as kind")
     degree: int = Field(1, ge=1, le=_MOST_PIECES, description="pieces that a sequence is cut into")
     degrees: Sizes | None = Field(None, description="degrees that training tries in its first steps; null keeps degree")
     slicing: Literal["token_uniform", "algorithm1", "time_uniform"] = Field("time_uniform", description="how attention is cut")
@@ -120,10 +120,12 @@ class ScheduleSpec(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _flow(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("kind") == "flow":
-            return {"batch_degree": 2, "reduction": "chunks", **given}
-        return given
+    def _as_kind_has_it(cls, given: Any) -> Any:
+        try:
+            row = overlap_kind(given["kind"])
+        except (UserError, TypeError, KeyError, AttributeError):
+            return given  # which is refused, or the default
+        return {"batch_degree": row.batch_degree, "reduction": row.reduction, **given}
 
 
 class MoeSpec(Strict):
@@ -211,9 +213,7 @@ class SpaceSpec(Strict):
     etp: Sizes | None = None
     virtual_stages: Sizes | None = Field(None, description="null is the recipe's")
     micro_batch: Sizes | None = Field(None, description="null is the recipe's")
-    kind: tuple[Literal["sequential", "moe_only", "aaam", "one_a_one_m", "stream", "flow"], ...] | None = Field(
-        None, min_length=1, max_length=16, description="null is sequential, moe_only, one_a_one_m and stream"
-    )
+    kind: tuple[OverlapName, ...] | None = Field(None, min_length=1, max_length=16, description=f"null is {', '.join(SEARCHED)}")
     degree: Sizes = (1, 2, 4, 8)
     slicing: Annotated[tuple[Literal["token_uniform", "algorithm1", "time_uniform"], ...], Few] = ("time_uniform",)
     batch_degree: Sizes = (1,)

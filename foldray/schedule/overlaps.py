@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from foldray.errors import UserError, nearest
+from foldray.errors import UserError
 from foldray.schedule.generators import Run, all_attention_first, experts_one_behind, experts_some_behind
 from foldray.schedule.op import Op
+
+_IMPORTABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class OverlapKind(NamedTuple):
@@ -80,15 +83,16 @@ def overlap_kind(name: str) -> OverlapKind:
     """
     if name in OVERLAPS:
         return OVERLAPS[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise UserError("schedule.kind", name, f"names no kind of schedule{nearest(name, OVERLAPS)}", [*OVERLAPS, "module:NAME"])
+    legal = [*OVERLAPS, "module:NAME"]
+    module, _, attribute = name.partition(":")
+    if not _IMPORTABLE.fullmatch(name):
+        raise UserError("schedule.kind", name, "is none of the legal values", legal)
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError("schedule.kind", name, f"cannot be imported ({error})", [*OVERLAPS, "module:NAME"]) from None
+    except Exception as error:  # a module that is imported may raise anything
+        raise UserError("schedule.kind", name, f"cannot be imported ({type(error).__name__}: {error})", legal) from None
     if not isinstance(found, OverlapKind):
-        raise UserError("schedule.kind", name, f"is a {type(found).__name__}, not an OverlapKind of foldray.schedule")
+        raise UserError("schedule.kind", name, f"is a {type(found).__name__}, not a foldray.schedule.OverlapKind", legal)
     return found
 
 

@@ -98,7 +98,7 @@ def test_models_that_are_trained_somewhere_are_legal_on_thousands_of_gpus(model:
         ),
         (["schedule={reduction: chunks, sp_bytes: 1}"], "schedule.sp_bytes=1: cuts a worker's gradients into 10408448 chunks"),
         ([f"schedule.degrees={list(range(1, 500))}"], "schedule.degrees=[1, 2, 3"),
-        (["schedule.recompute=[x]"], "schedule.recompute.0=x: is none of the legal values; legal: attention, ffn, expert"),
+        (["schedule.recompute=[x]"], "schedule.recompute.0=x: is none of the legal values; legal: attention, expert, ffn"),
         (["tune.space.kind=[stream, x]"], "tune.space.kind.1=x: is none of the legal values; legal: sequential, moe_only"),
         (["schedule.degrees=[true]"], "schedule.degrees=[true]: is not a valid number"),
     ],

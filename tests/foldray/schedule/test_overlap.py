@@ -102,8 +102,9 @@ BLOCKS = st.lists(st.sampled_from(["dense", "moe"]), min_size=1, max_size=3).map
 
 @given(
     st.integers(1, 80), st.integers(1, 8), st.integers(1, 512), st.integers(1, 16), st.lists(BLOCKS, min_size=1, max_size=4),
-    st.sampled_from(list(OVERLAPS)), st.sampled_from(list(OVERLAPS)), st.sampled_from(SLICINGS), st.integers(1, 5), st.integers(1, 5),
-    st.integers(1, 3), st.booleans(), st.sets(st.sampled_from(["attention", "ffn", "expert"])), st.booleans(), st.integers(1, 4),
+    st.sampled_from(list(OVERLAPS)), st.sampled_from(list(OVERLAPS)), st.sampled_from(SLICINGS), st.integers(1, 5),
+    st.integers(1, 5), st.integers(1, 3),
+    st.booleans(), st.sets(st.sampled_from(["attention", "ffn", "expert"])), st.booleans(), st.integers(1, 4),
 )  # fmt: skip
 @settings(max_examples=200, deadline=None)
 def test_whatever_is_generated_passes_the_checker(

@@ -1,0 +1,19 @@
+"""A kind of overlap that foldray does not know: attention of two pieces, then their experts, and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from foldray.schedule import Op, OverlapKind, Run
+
+
+def in_pairs(run: Run, lag: int) -> Iterator[Op]:
+    """A0 A1 E0 E1 A2 A3 E2 E3 M0 M1 M2 M3."""
+    for step in run.steps:
+        yield from run.attend(step)
+        if step % 2:
+            yield from run.experts(step)
+    yield from run.end()
+
+
+PAIRS = OverlapKind("pairs", "this test", "all-to-alls behind the other piece of a pair", in_pairs)

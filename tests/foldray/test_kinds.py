@@ -1,0 +1,59 @@
+"""Kinds of ops and of overlaps stand in their tables, and nowhere else."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from foldray.kinds import EXCHANGES, OP_KINDS, RECOMPUTABLE
+from foldray.planner.costs import PRICES
+from foldray.runtime.micro_batch import BACKWARD, FORWARD
+from foldray.schedule import OVERLAPS
+
+ROOT = Path(__file__).parents[2]
+TABLES = {"foldray/kinds.py", "foldray/schedule/overlaps.py"}
+NAMES = {*OP_KINDS, *OVERLAPS}
+ELSEWHERE = {"handover", "reduce", "stage"}  # ops that belong to no micro-batch
+
+
+def compared(source: str) -> list[int]:
+    """Lines where a kind is compared with a text: `op.kind == "expert"`, `kind in ("stream", …)`, `name is "head"`."""
+
+    def texts(node: ast.expr) -> set[str]:
+        return {each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            if any("kind" in ast.unparse(side) for side in sides) and NAMES & set().union(*map(texts, sides)):
+                found.append(node.lineno)
+    return found
+
+
+def test_nobody_compares_kinds_with_texts():
+    paths = [path for folder in ("foldray", "trainers", "tuners") for path in sorted((ROOT / folder).rglob("*.py"))]
+    named = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+    assert {path: lines for path, text in named.items() if path not in TABLES and (lines := compared(text))} == {}
+
+
+@pytest.mark.parametrize(
+    "source", ['op.kind == "expert"', 'x if schedule.kind in ("stream", "flow") else y', 'if "moe_only" != kind: pass']
+)
+def test_a_comparison_is_seen(source):
+    assert compared(source) == [1]
+
+
+def test_every_op_of_a_micro_batch_runs_and_has_a_price():
+    assert set(FORWARD) == set(OP_KINDS) - ELSEWHERE
+    assert set(BACKWARD) == set(PRICES) == set(FORWARD) - {"counts"}
+
+
+def test_the_table_tells_what_travels_and_what_is_computed_again():
+    assert EXCHANGES == ("dispatch", "combine")
+    assert set(RECOMPUTABLE) == {"attention", "ffn", "expert"}
+    assert not any(OP_KINDS[kind].travels for kind in RECOMPUTABLE)
+    for letters in ({row.letter for row in OP_KINDS.values()}, {row.label for row in OP_KINDS.values()}):
+        assert len(letters) == len(OP_KINDS), "drawings tell kinds apart"
