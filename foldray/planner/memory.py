@@ -62,15 +62,16 @@ def ledger(candidate: Candidate, rank: RankCosts, imbalance: float = 1.0) -> Mem
         rank: what the candidate's ranks cost.
         imbalance: rows of the fullest rank over the mean.
     """
-    stages, pp = candidate.graph.stages, candidate.fold.pp
+    stages, pipeline, pp = candidate.graph.stages, candidate.graph.pipeline, candidate.fold.pp
     # Of positions with stages alike, the first one has most micro-batches in flight.
-    different = {(tuple(stages[place::pp]), place == 0, place == pp - 1): place for place in reversed(range(pp))}
+    own = [tuple(stages[stage] for stage in pipeline.stages_at(place)) for place in range(pp)]
+    different = {(own[place], place == 0, place == pp - 1): place for place in reversed(range(pp))}
     return max((_position(candidate, rank, place, imbalance) for place in different.values()), key=lambda each: each.total)
 
 
 def _position(candidate: Candidate, rank: RankCosts, place: int, imbalance: float) -> Memory:
     graph = candidate.graph
-    stages = range(place, len(graph.stages), graph.pp)
+    stages = graph.pipeline.stages_at(place)
     kinds: Counter[str] = Counter(kind for number in stages for kind in graph.stages[number])
     held = parameters(rank, rank.elements(kinds, place == 0, place == graph.pp - 1))
     flying, sliced = in_flight(graph.pipeline, place), graph.slicing.degree > 1

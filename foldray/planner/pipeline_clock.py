@@ -75,5 +75,5 @@ def pipeline_ends(
             at += handover
             quiet[channel] = at
         ends.append(at)
-    backwards = [last[graph.stages + place :: graph.pp] for place in range(graph.pp)]
+    backwards = [[last[graph.stages + stage] for stage in graph.stages_at(place)] for place in range(graph.pp)]
     return [(max(each), each) for each in backwards]

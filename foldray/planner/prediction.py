@@ -131,6 +131,9 @@ class Step:
         self.form_of = [numbers.setdefault(StageForm(kinds, number == 0, number == last), len(numbers))
                         for number, kinds in enumerate(self.graph.stages)]  # fmt: skip
 
+        pipeline = self.graph.pipeline
+        self.forms_at = [[self.form_of[stage] for stage in pipeline.stages_at(place)] for place in range(pipeline.pp)]
+
     def prediction(self) -> Prediction:
         """The whole step: of the position that ends last."""
         job, device = self.candidate.job, self.rank.device
@@ -152,7 +155,7 @@ class Step:
         again.
         """
         each = [sum(part.back + part.update for part in after) for after in self._after]
-        return [sum(each[form] for form in self.form_of[place :: self.graph.pp]) for place in range(self.graph.pp)]
+        return [sum(each[form] for form in forms) for forms in self.forms_at]
 
     def floor(self, seconds: Callable[[StageForm], float]) -> float:
         """Seconds that the step takes at least: a position computes its stages for every micro-batch, then updates its weights.
@@ -161,10 +164,9 @@ class Step:
         Args:
             seconds: of a stage forward and backward, at least.
         """
-        found, before, first, rounds, pp = 0.0, 0.0, 0.0, self.graph.pipeline.micro_batches, self.graph.pp
+        found, before, first, rounds = 0.0, 0.0, 0.0, self.graph.pipeline.micro_batches
         own = [seconds(form) for form in self.forms]
-        for place, after in enumerate(self.behind):
-            forms = self.form_of[place::pp]
+        for place, (after, forms) in enumerate(zip(self.behind, self.forms_at, strict=True)):
             computed = rounds * sum(own[form] for form in forms)
             first = after if place == 0 else first
             found = max(found, computed + max(before + first, after))
@@ -282,7 +284,7 @@ class Step:
     def _position(self, place: int) -> Part:
         """All of one position: its stages, what it waits for, its gradients, its optimizer."""
         own, (ended, backwards), forms = NOTHING, self.pipeline[place], list(self.forms)
-        for number, count in Counter(self.form_of[place :: self.graph.pp]).items():
+        for number, count in Counter(self.forms_at[place]).items():
             both = self.stage(forms[number], "F") + self.stage(forms[number], "B")
             own += both.times(count * self.graph.pipeline.micro_batches)
         waited: Counter[str] = Counter({"bubble": ended - own.seconds})  # type: ignore[dict-item]
@@ -304,7 +306,7 @@ class Step:
         each = [[self.stage(form, direction).seconds for form in self.forms] for direction in "FB"]
         seconds = tuple(tuple(way[form] for form in self.form_of) for way in each)
         some = _PERIODS * whole.pp
-        if whole.micro_batches <= some + whole.pp or whole.micro_batches % whole.pp:
+        if whole.micro_batches <= some + whole.pp or not whole.full_rounds:
             return pipeline_ends(whole, seconds, self._handover)
         # In steady state a round of micro-batches takes as long as the one before.
         before, after = (
@@ -324,7 +326,7 @@ class Step:
         end.
         """
         at_end, free, forms = self.candidate.ordering.reduction.kind == "end", 0.0, list(self.forms)
-        for ready, number in sorted(zip(backwards, self.form_of[place :: self.graph.pp], strict=True)):
+        for ready, number in sorted(zip(backwards, self.forms_at[place], strict=True)):
             form = forms[number]
             blocks = max(1, len(form.kinds))
             last = ended if at_end else ready

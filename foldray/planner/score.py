@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from foldray.errors import UserError
 from foldray.files import read_text
-from foldray.fold import Fold
+from foldray.fold import Fold, divisors
 from foldray.planner.candidate import Candidate, Job
 from foldray.planner.costs import RankCosts
 from foldray.planner.device import Device
@@ -80,7 +80,7 @@ def _row(fields: dict[str, str]) -> Row:
     model = ModelSpec.model_validate({"preset": fields["model"]})
     tp, cp, pp, etp = (numbers[key] for key in ("tp", "cp", "pp", "etp_effective"))
     fold = Fold(numbers["gpus"], tp, cp, pp, how.get("ep", numbers["ep"]), etp)
-    virtual = model.layers // pp if pp > 1 and model.layers % pp == 0 else 1
+    virtual = model.layers // pp if pp > 1 and pp in divisors(model.layers) else 1
     job = Job(model, numbers["seq_len"], numbers["gbs"])
     candidate = Candidate(job, fold, Ordering(reduction=Reduction("buckets")), 1, virtual, how["zero"])
     return Row(name, method, candidate, _share(fields["mfu_pct"]))

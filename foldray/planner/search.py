@@ -316,7 +316,8 @@ class _Floors:
 
     def _virtual(self, group: _Group) -> list[int]:
         pp, layers = group.rank.fold.pp, self.space.job.model.layers
-        return [1] if pp == 1 or self._rounds(group) % pp or layers % pp else divisors(layers // pp)
+        even = pp in divisors(layers) and PipelineGraph(pp, self._rounds(group)).full_rounds
+        return divisors(layers // pp) if pp > 1 and even else [1]
 
 
 @lru_cache(maxsize=4096)

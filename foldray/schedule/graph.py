@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from foldray.errors import UserError
 from foldray.kinds import HANDOVER, STAGE
 from foldray.schedule.op import Op, handover, stage
+from foldray.spec import stage_positions
 
 Channel = tuple[str, int, int]
 """Class of what travels, and the two pipeline positions, the lower one first. A channel is one queue."""
@@ -39,7 +41,7 @@ class Graph(Protocol):
 
 @dataclass(frozen=True)
 class PipelineGraph:
-    """A pipeline whose virtual stage s lives at position s mod pp, as Megatron-LM interleaves them.
+    """A pipeline of stages that stand where `stage_positions` says.
 
     Args:
         pp: pipeline positions.
@@ -75,6 +77,20 @@ class PipelineGraph:
         """Virtual stages of the whole pipeline."""
         return self.pp * self.virtual_stages
 
+    @cached_property
+    def at(self) -> tuple[int, ...]:
+        """The position of every stage."""
+        return stage_positions(self.stages, self.pp)
+
+    def stages_at(self, position: int) -> tuple[int, ...]:
+        """The stages of a position, in order."""
+        return tuple(stage for stage, where in enumerate(self.at) if where == position)
+
+    @property
+    def full_rounds(self) -> bool:
+        """Whether micro-batches go through the pipeline in rounds of pp, none of them smaller."""
+        return divmod(self.micro_batches, self.pp)[1] == 0
+
     def ops(self) -> Iterator[Op]:
         for micro_batch in range(self.micro_batches):
             for layer in range(self.stages):
@@ -96,8 +112,8 @@ class PipelineGraph:
 
     def where(self, op: Op) -> tuple[int, ...]:
         if op.kind == STAGE:
-            return (op.layer % self.pp,)
-        return op.layer % self.pp, self._receiver(op) % self.pp
+            return (self.at[op.layer],)
+        return self.at[op.layer], self.at[self._receiver(op)]
 
     def channel(self, op: Op) -> Channel | None:
         if op.kind == STAGE:

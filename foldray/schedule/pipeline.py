@@ -21,7 +21,7 @@ def check_pipeline(graph: PipelineGraph) -> None:
     Raises:
         UserError: virtual stages, and micro_batches is no multiple of pp.
     """
-    if graph.backward and graph.virtual_stages > 1 and graph.micro_batches % graph.pp:
+    if graph.backward and graph.virtual_stages > 1 and not graph.full_rounds:
         rule = f"interleaving needs the micro-batches of a step ({graph.micro_batches}) to be a multiple of pp={graph.pp}"
         raise UserError("schedule.virtual_stages", graph.virtual_stages, rule, [1])
 
@@ -79,7 +79,7 @@ def computed(graph: PipelineGraph, position: int) -> tuple[Op, ...]:
 
 def _passes(graph: PipelineGraph, direction: Direction, position: int) -> tuple[Op, ...]:
     """All ops of one direction at a position: a round of pp micro-batches through each of its stages, then the next round."""
-    layers = range(position, graph.stages, graph.pp)
+    layers = graph.stages_at(position)
     rounds = [range(graph.micro_batches)[first : first + graph.pp] for first in range(0, graph.micro_batches, graph.pp)]
     layers = layers if direction == "F" else layers[::-1]
     return tuple(stage(direction, layer, m) for group in rounds for layer in layers for m in group)

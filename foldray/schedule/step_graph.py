@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from foldray.kinds import (
     ATTENTION,
@@ -47,12 +47,19 @@ _AFTER = {EMBED: (ATTENTION,), ROUTE: (DISPATCH, MERGE), DISPATCH: (EXPERT,), EX
 """Of ops on the same piece: whose results a forward op works on, and who works on its results."""
 
 
+class Place(NamedTuple):
+    """Pipeline positions of a block's two halves, the same one where they share workers."""
+
+    attention: int
+    experts: int
+
+
 @dataclass(frozen=True)
 class StepGraph:
     """Micro-batches through pipeline stages of dense and MoE blocks.
 
     Args:
-        stages: kinds of the blocks of every virtual stage, in order; stage s lives at position s mod pp.
+        stages: kinds of the blocks of every virtual stage, in order.
         slicing: of every micro-batch's sequences.
         pp: pipeline positions.
         micro_batches: of one optimizer step.
@@ -61,6 +68,7 @@ class StepGraph:
         backward: False for evaluation.
         batch_degree: micro-batches that go through a stage as one (FlowMoE's R); `micro_batches` is a multiple of it.
         chunks: by position, the chunks in which its gradients are reduced; none if that is not the step's business.
+        places: by block, where its attention and its experts stand; none if all of a stage stands at its position.
     """
 
     stages: tuple[tuple[BlockKind, ...], ...]
@@ -72,6 +80,7 @@ class StepGraph:
     backward: bool = True
     batch_degree: int = 1
     chunks: tuple[tuple[Chunk, ...], ...] = ()
+    places: tuple[Place, ...] = ()
 
     @property
     def positions(self) -> int:
@@ -97,6 +106,14 @@ class StepGraph:
     def stage_of(self) -> tuple[int, ...]:
         """Stage of every block."""
         return tuple(number for number, layers in enumerate(self.layers) for _ in layers)
+
+    @cached_property
+    def at(self) -> tuple[Place, ...]:
+        """Where every block stands."""
+        if self.places:
+            return self.places
+        where = self.pipeline.at
+        return tuple(Place(where[stage], where[stage]) for stage in self.stage_of)
 
     # What there is to do.
 
@@ -172,10 +189,18 @@ class StepGraph:
     def where(self, op: Op) -> tuple[int, ...]:
         if op.kind == REDUCE:
             return (op.layer,)
-        if op.kind != HANDOVER:
-            return (self.stage_of[op.layer] % self.pp,)
-        receiver = op.layer + (1 if op.direction == "F" else -1)
-        return op.layer % self.pp, receiver % self.pp
+        if op.kind == HANDOVER:
+            # Forward, what the stage's last block makes goes to the first one of the next.
+            sender, receiver = (-1, op.layer + 1) if op.direction == "F" else (0, op.layer - 1)
+            ends = self.layers[op.layer][sender], self.layers[receiver][-1 - sender]
+            return self.at[ends[0]].attention, self.at[ends[1]].attention
+        place, half = self.at[op.layer], OP_KINDS[op.kind].half
+        if half == "attention" or place.attention == place.experts:
+            return (place.attention,)
+        if half == "experts":
+            return (place.experts,)
+        outwards = (op.kind == COMBINE) == (op.direction == "B")  # rows to the experts, or gradients of rows that came back
+        return place if outwards else (place.experts, place.attention)
 
     def channel(self, op: Op) -> Channel | None:
         if op.kind == REDUCE:

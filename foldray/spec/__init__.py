@@ -4,8 +4,9 @@ from foldray.spec.flops import forward_flops_per_token, step_flops
 from foldray.spec.layout import Layout, check_length, smallest_slice
 from foldray.spec.model import ModelSpec, RouterSpec, Strict
 from foldray.spec.parameters import ParameterSpec, count_by_cut, count_by_op, count_parameters, parameter_table
-from foldray.spec.placement import GradientPart, Maker, Ownership, Piece, Stage, made_at, make_stages
+from foldray.spec.placement import GradientPart, Maker, Ownership, Piece, made_at
 from foldray.spec.presets import PRESETS
+from foldray.spec.stages import Stage, make_stages, stage_positions
 
 __all__ = [
     "PRESETS",
@@ -28,5 +29,6 @@ __all__ = [
     "make_stages",
     "parameter_table",
     "smallest_slice",
+    "stage_positions",
     "step_flops",
 ]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 from foldray.errors import UserError
@@ -14,46 +13,7 @@ from foldray.fold import Fold, divisors
 from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, ROUTE
 from foldray.spec.model import ModelSpec
 from foldray.spec.parameters import GradientClass, ParameterSpec, parameter_table
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A run of blocks that one pipeline position computes in one go.
-
-    Args:
-        number: among all virtual stages, from 0; it stands at pipeline position number mod pp.
-        layers: its blocks.
-        first, last: whether it begins with the embedding, ends with the head and the loss.
-    """
-
-    number: int
-    layers: range
-    first: bool
-    last: bool
-
-
-def make_stages(layers: int, pp: int, virtual_stages: int = 1, sizes: Sequence[int] | None = None) -> tuple[Stage, ...]:
-    """Cut `layers` blocks into pp · virtual_stages stages, in order; `sizes` says how, else evenly, longer ones first.
-
-    Raises:
-        UserError: too few blocks, or sizes that do not fit.
-    """
-    count = pp * virtual_stages
-    if count > layers:
-        rule = f"makes {count} stages (pp={pp} × {virtual_stages}) of {layers} blocks; every stage needs one at least"
-        if virtual_stages == 1:
-            raise UserError("fold.pp", pp, rule, [f"1…{layers}"])
-        raise UserError("schedule.virtual_stages", virtual_stages, rule, [f"1…{max(1, layers // pp)}"])
-    even = [layers // count + (number < layers % count) for number in range(count)]
-    sizes = even if sizes is None else sizes
-    if len(sizes) != count or sum(sizes) != layers or min(sizes) < 1:
-        rule = f"must be {count} numbers of blocks (pp={pp} × {virtual_stages} virtual stages), each at least 1, {layers} in sum"
-        raise UserError("schedule.stage_layers", list(sizes), rule, ["null", even])
-    ends = list(accumulate(sizes))
-    return tuple(
-        Stage(number, range(end - size, end), number == 0, number == count - 1)
-        for number, (end, size) in enumerate(zip(ends, sizes, strict=True))
-    )
+from foldray.spec.stages import Stage, make_stages
 
 
 @dataclass(frozen=True)
@@ -115,7 +75,7 @@ class Ownership:
 
     def held_stages(self, rank: int) -> tuple[Stage, ...]:
         position = self.fold.attention.coordinate(rank)["pp"]
-        return tuple(stage for stage in self.stages if stage.number % self.fold.pp == position)
+        return tuple(stage for stage in self.stages if stage.position == position)
 
     def experts(self, rank: int) -> range:
         """Global ids of the experts that a rank holds, of every MoE block of its stages."""

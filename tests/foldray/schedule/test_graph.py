@@ -1,8 +1,28 @@
 """Ops, the pipeline's graph, and weaving orders of computation into schedules."""
 
+import re
+from pathlib import Path
+
 import pytest
 
-from foldray.schedule import Direction, Op, PipelineGraph, ScheduleError, check, handover, peak, pipeline, show, stage, weave
+from foldray.schedule import (
+    COMPUTE,
+    Direction,
+    Op,
+    PipelineGraph,
+    Place,
+    ScheduleError,
+    Slicing,
+    StepGraph,
+    check,
+    handover,
+    peak,
+    pipeline,
+    show,
+    stage,
+    times,
+    weave,
+)
 
 
 @pytest.mark.parametrize(
@@ -76,3 +96,35 @@ def test_other_orders_can_be_woven():
     gpipe = weave(graph, ((*F0, *B0), (*F1, *B1)))
     check(graph, gpipe)
     assert peak(graph, gpipe) == (2, 2)
+
+
+AF = tuple(Place(layer % 2, 2 + layer % 3) for layer in range(4))
+
+
+def test_halves_of_a_block_may_stand_apart() -> None:
+    """Attention on two positions, experts on three others: what travels between them names both, sender first."""
+    graph = StepGraph((("moe",),) * 4, Slicing((4, 4), (4, 4)), 5, micro_batches=2, places=AF)
+    assert graph.where(Op("attention", "F", 3)) == graph.where(Op("merge", "B", 3)) == (1,)
+    assert graph.where(Op("expert", "B", 2)) == (4,)
+    for op in (Op("counts", "F", 2), Op("dispatch", "F", 2), Op("combine", "B", 2)):
+        assert graph.where(op) == (0, 4)
+    for op in (Op("combine", "F", 2), Op("dispatch", "B", 2)):
+        assert graph.where(op) == (4, 0)
+    assert graph.channel(Op("combine", "F", 2)) == ("tokens", 0, 4)
+    assert graph.where(Op("handover", "F", 0)) == (0, 1)
+    assert graph.where(Op("handover", "B", 2)) == (0, 1)
+    lists = tuple(tuple(op for op in graph.ops() if position in graph.where(op)) for position in range(5))
+    check(graph, lists)
+    times(graph, lists, lambda op: ((COMPUTE, 1.0),))
+
+
+def test_one_function_counts_positions() -> None:
+    """Wherever stages stand is data: only `stage_positions` takes a number modulo pp."""
+    root = Path(__file__).parents[3]
+    found = {
+        path.relative_to(root).as_posix(): lines
+        for folder in ("foldray", "trainers", "tuners")
+        for path in sorted((root / folder).rglob("*.py"))
+        if (lines := re.findall(r"%\s*(?:\w+\.)*pp\b|::\s*(?:\w+\.)*pp\]", path.read_text()))
+    }
+    assert found == {"foldray/spec/stages.py": ["% pp"]}

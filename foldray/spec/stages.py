@@ -1,0 +1,59 @@
+"""Stages of a pipeline, and at which of its positions each stands. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from foldray.errors import UserError
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of blocks that one pipeline position computes in one go.
+
+    Args:
+        number: among all virtual stages, from 0.
+        position: the pipeline position where it stands.
+        layers: its blocks.
+        first, last: whether it begins with the embedding, ends with the head and the loss.
+    """
+
+    number: int
+    position: int
+    layers: range
+    first: bool
+    last: bool
+
+
+def stage_positions(stages: int, pp: int) -> tuple[int, ...]:
+    """The position of every stage: s mod pp, as Megatron-LM interleaves them (arXiv:2104.04473, section 2.2).
+
+    Nobody else counts positions: graph, ownership and planner ask for this tuple.
+    """
+    return tuple(stage % pp for stage in range(stages))
+
+
+def make_stages(layers: int, pp: int, virtual_stages: int = 1, sizes: Sequence[int] | None = None) -> tuple[Stage, ...]:
+    """Cut `layers` blocks into pp · virtual_stages stages, in order; `sizes` says how, else evenly, longer ones first.
+
+    Raises:
+        UserError: too few blocks, or sizes that do not fit.
+    """
+    count = pp * virtual_stages
+    if count > layers:
+        rule = f"makes {count} stages (pp={pp} × {virtual_stages}) of {layers} blocks; every stage needs one at least"
+        if virtual_stages == 1:
+            raise UserError("fold.pp", pp, rule, [f"1…{layers}"])
+        raise UserError("schedule.virtual_stages", virtual_stages, rule, [f"1…{max(1, layers // pp)}"])
+    even = [layers // count + (number < layers % count) for number in range(count)]
+    sizes = even if sizes is None else sizes
+    if len(sizes) != count or sum(sizes) != layers or min(sizes) < 1:
+        rule = f"must be {count} numbers of blocks (pp={pp} × {virtual_stages} virtual stages), each at least 1, {layers} in sum"
+        raise UserError("schedule.stage_layers", list(sizes), rule, ["null", even])
+    ends = list(accumulate(sizes))
+    return tuple(
+        Stage(number, position, range(end - size, end), number == 0, number == count - 1)
+        for number, (position, end, size) in enumerate(zip(stage_positions(count, pp), ends, sizes, strict=True))
+    )
