@@ -145,7 +145,8 @@ def _from_folder(name: str, folder: Path) -> Any:
     if not any(path for sign in _SIGNS for path in folder.glob(sign)):
         raise UserError("data.tokenizer", name, "holds no Hugging Face tokenizer; there is no tokenizer.json or the like in it")
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        # Without a word about code of the folder's own, a terminal would be asked whether to run it.
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers promises no type: OSError, ValueError, JSONDecodeError, KeyError were seen
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError("data.tokenizer", name, f"holds no Hugging Face tokenizer that can be loaded ({reason})") from None

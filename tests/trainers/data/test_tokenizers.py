@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import pickle
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +116,21 @@ def test_no_such_folder(tmp_path: Path):
 def test_folder_without_tokenizer(tmp_path: Path):
     with pytest.raises(UserError, match=r"^data.tokenizer=.*holds no Hugging Face tokenizer"):
         load_tokenizer(str(tmp_path))
+
+
+def test_code_in_the_folder_is_not_run(tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nor is anybody asked whether it may be, on whose terminal "y" waits as the next command's first letter."""
+    canary = tmp_path / "canary"
+    (tokenizer_folder / "own.py").write_text(f"open({str(canary)!r}, 'w')\nclass Own: pass\n")
+    config = json.loads((tokenizer_folder / "tokenizer_config.json").read_text())
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    (tokenizer_folder / "tokenizer_config.json").write_text(json.dumps(config | own))
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "y")
+    with suppress(UserError):  # what else is in the folder may do, or not
+        load_tokenizer(str(tokenizer_folder))
+    assert not asked
+    assert not canary.exists()
 
 
 def test_tokenizer_without_separator(make_tokenizer):
