@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
+from pydantic import Field, TypeAdapter
 
 from foldray.errors import UserError
 from trainers.data.baselines import Baselines
+from trainers.folders import Checked, Count, DamagedFile, Folder, read_json
 
 FORMAT = 1
 """Version of what is on disk; it is part of the cache's digest."""
@@ -36,18 +38,22 @@ class PackedData:
         self.folder, self.meta = folder, meta
         self.train = Split(folder, "train", meta)
         self.validation = Split(folder, "validation", meta)
-        self._bits = np.load(folder / "validation-bits.npy", mmap_mode="r")
+        self._bits = _mapped(folder, "validation-bits", "f", (2, len(self.validation) + 1))
 
     @classmethod
     def open(cls, folder: str | Path) -> PackedData:
         """Map the folder's files into memory.
 
         Raises:
-            UserError: it holds no packed data, or some of it is missing.
+            UserError: it holds no packed data, or some of it is missing or damaged.
         """
         if not is_intact(Path(folder)):
             raise UserError("data.cache", folder, "holds no complete packed data; prepare it again")
-        return cls(Path(folder), json.loads((Path(folder) / "meta.json").read_text()))
+        try:
+            return cls(Path(folder), json.loads((Path(folder) / "meta.json").read_text()))
+        except (OSError, ValueError) as error:
+            rule = f"holds packed data that cannot be read ({error}); delete it, and it is prepared again"
+            raise UserError("data.cache", folder, rule) from None
 
     def baselines(self, sequences: int | None = None) -> Baselines:
         """Bits per byte of the byte models on the bytes that the first `sequences` validation sequences predict (all of them)."""
@@ -69,10 +75,13 @@ class Split:
         self.seq_len: int = meta["seq_len"]
         self._count: int = meta[name]["sequences"]
         self._per_shard: int = meta[name]["shard_sequences"]
-        self._shards = [np.load(folder / shard, mmap_mode="r") for shard in meta[name]["shards"]]
-        self._starts = np.load(folder / f"{name}-starts.npy", mmap_mode="r")
-        self._bytes = np.load(folder / f"{name}-bytes.npy", mmap_mode="r")
-        self._order = np.load(folder / f"{name}-order.npy", mmap_mode="r") if meta[name]["shuffled"] else None
+        self._shards = [
+            _mapped(folder, shard.removesuffix(".npy"), "u", (self._in_shard(number) * self.seq_len + 1,))
+            for number, shard in enumerate(meta[name]["shards"])
+        ]
+        self._starts = _mapped(folder, f"{name}-starts", "i", (meta[name]["documents"],))
+        self._bytes = _mapped(folder, f"{name}-bytes", "i", (self._count + 1,))
+        self._order = _mapped(folder, f"{name}-order", "i", (self._count,)) if meta[name]["shuffled"] else None
 
     def __len__(self) -> int:
         return self._count
@@ -94,6 +103,9 @@ class Split:
     def bytes(self, sequences: int | None = None) -> int:
         """Bytes of text that the targets of the first `sequences` stand for (of all); separators have none."""
         return int(self._bytes[self._count if sequences is None else sequences])
+
+    def _in_shard(self, number: int) -> int:
+        return min(self._per_shard, self._count - number * self._per_shard)
 
     def _places(self, indices: ArrayLike) -> np.ndarray:
         places = np.asarray(indices, np.int64).reshape(-1)
@@ -159,10 +171,40 @@ class Batches:
         return self._order(start, start + micro_batch)
 
 
+class _SplitMeta(Checked):
+    documents: Count
+    sequences: Annotated[int, Field(ge=1)]
+    shard_sequences: Annotated[int, Field(ge=1)]
+    shards: list[Annotated[str, Field(pattern=r"^[\w-]+\.npy$")]]
+    shuffled: bool
+
+
+class _Meta(Checked):
+    """What is relied on of `meta.json`."""
+
+    format: Annotated[int, Field(ge=FORMAT, le=FORMAT)]
+    seq_len: Annotated[int, Field(ge=1)]
+    sizes: dict[Annotated[str, Field(pattern=r"^[\w-]+\.(npy|json)$")], Count]
+    train: _SplitMeta
+    validation: _SplitMeta
+
+
 def is_intact(folder: Path) -> bool:
     """Whether the folder holds packed data of this format, with every file at its full size."""
+    here = Folder(str(folder))
     try:
-        meta = json.loads((folder / "meta.json").read_text())
-        return meta["format"] == FORMAT and all((folder / name).stat().st_size == size for name, size in meta["sizes"].items())
-    except (OSError, ValueError, KeyError, TypeError):
+        meta = read_json(here, "meta.json", TypeAdapter(_Meta))
+        return all(here.size(name) == size for name, size in meta.sizes.items())
+    except (DamagedFile, OSError):
         return False
+
+
+def _mapped(folder: Path, name: str, kind: str, shape: tuple[int, ...]) -> np.ndarray:
+    """An array in a file, which is mapped into memory."""
+    try:
+        found = np.load(folder / f"{name}.npy", mmap_mode="r")
+    except ValueError:  # in many words, which advise to unpickle
+        raise ValueError(f"{name}.npy holds no array") from None
+    if not isinstance(found, np.ndarray) or found.dtype.kind != kind or found.shape != shape:
+        raise ValueError(f"{name}.npy holds another array than it should")
+    return found

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,3 +128,63 @@ def test_open_refuses_what_is_not_whole(tmp_path: Path):
     (tmp_path / "meta.json").write_text(json.dumps({"format": 1, "sizes": {"train-00000.npy": 10}}))
     with pytest.raises(UserError, match="holds no complete packed data"):
         PackedData.open(tmp_path)
+
+
+def packed(folder: Path) -> dict[str, Any]:
+    """Write a whole folder; its meta.json."""
+    counts = {}
+    for name in ("train", "validation"):
+        writer = SplitWriter(folder, name, SEQ_LEN, np.dtype(np.uint16))
+        writer.add(whole := piece(DOCUMENTS), np.ones((2, len(whole.tokens))))
+        counts[name] = writer.finish(shuffled=name == "validation")
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    meta = {"format": 1, "seq_len": SEQ_LEN, "sizes": sizes, **counts}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return meta
+
+
+FORGED: list[Callable[[dict[str, Any]], Any]] = [
+    lambda meta: [],
+    lambda meta: meta.update(sizes=[]),
+    lambda meta: meta.update(seq_len="5"),
+    lambda meta: meta["sizes"].update({"../../secret.npy": 1}),
+    lambda meta: meta["train"].update(shards=["../../secret.npy"]),
+    lambda meta: meta["train"].update(sequences=-1),
+    lambda meta: meta.pop("validation"),
+]
+
+
+@pytest.mark.parametrize("forge", FORGED)
+def test_forged_meta_is_not_whole(tmp_path: Path, forge: Callable[[dict[str, Any]], Any]):
+    meta = packed(tmp_path)
+    assert len(PackedData.open(tmp_path).train) == meta["train"]["sequences"]
+    other = forge(meta)
+    (tmp_path / "meta.json").write_text(json.dumps(other if isinstance(other, list) else meta))
+    with pytest.raises(UserError, match="holds no complete packed data"):
+        PackedData.open(tmp_path)
+
+
+def test_open_refuses_arrays_of_others(tmp_path: Path):
+    """A pickle is not opened, nor an array of another shape or kind, even where it has the size that was noted."""
+    meta, shard = packed(tmp_path), tmp_path / "train-00000.npy"
+    canary = tmp_path / "canary"
+    whole = np.load(shard)
+    damaged = (np.array([Payload(canary)], object), whole[:-1], whole.astype(np.int16), whole.reshape(1, -1))
+    for other in damaged:
+        np.save(shard, other, allow_pickle=True)
+        meta["sizes"][shard.name] = shard.stat().st_size
+        (tmp_path / "meta.json").write_text(json.dumps(meta))
+        with pytest.raises(UserError, match=r"train-00000\.npy holds (no|another) array.*delete it") as told:
+            PackedData.open(tmp_path)
+        assert "pickle" not in str(told.value)
+    assert not canary.exists()
+
+
+class Payload:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
