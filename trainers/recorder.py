@@ -12,8 +12,12 @@ from typing import Any
 
 import numpy as np
 import yaml
+from pydantic import ConfigDict, TypeAdapter
+from typing_extensions import TypedDict  # as pydantic asks for below Python 3.12
 
+from foldray.errors import UserError
 from foldray.recipe import Recipe
+from trainers.folders import DamagedFile, Folder, read_json
 from trainers.pictures import draw_expert_load, draw_loss, draw_tried
 from trainers.telemetry import LOAD_WINDOW, History, Record, as_json
 
@@ -63,12 +67,26 @@ class RunFolder:
         recipe: what is trained.
         baselines: bits per byte of simple predictors on the validation text ("unigram", "bigram").
         bytes_per_token: mean length of a token; 1 for the byte tokenizer.
+        history: what the folder's run has done so far; read from there if not given.
+        start: the checkpoint that the run begins at, if any; one that was noted before stays.
+
+    Raises:
+        UserError: what the folder holds of a run cannot be read.
     """
 
-    def __init__(self, path: Path, recipe: Recipe, baselines: Mapping[str, float], bytes_per_token: float = 1.0):
+    def __init__(
+        self,
+        path: Path,
+        recipe: Recipe,
+        baselines: Mapping[str, float],
+        bytes_per_token: float = 1.0,
+        history: History | None = None,
+        start: str | None = None,
+    ):
         self.path = path.absolute()
         self.previous = read_run(path)
-        self.history = History.read(self._metrics)
+        self.history = read_history(path) if history is None else history
+        self._start = start or (self.previous or {}).get("started_from")
         self._recipe, self._baselines, self._bytes_per_token = recipe, dict(baselines), bytes_per_token
         self._mlflow: tuple[str | None, str | None, str | None] = (None, None, None)
         self._drawn = time.monotonic()
@@ -171,7 +189,8 @@ class RunFolder:
     def _write_run(self, status: str) -> Summary:
         summary = self.summary(status)
         workers = [self.history.places[rank] for rank in sorted(self.history.places)]
-        document = summary.as_dict() | {"resumed_at": self.history.resumes, "workers": workers}
+        begun = {"started_from": self._start, "resumed_at": self.history.resumes}
+        document = summary.as_dict() | begun | {"workers": workers}
         half = self.path / ".run.json"
         half.write_text(json.dumps(json.loads(as_json(document)), indent=2) + "\n")
         half.replace(self.path / "run.json")
@@ -183,10 +202,43 @@ class RunFolder:
             self._metrics.write_bytes(text[: text.rfind(b"\n") + 1])
 
 
+class _Run(TypedDict, total=False):
+    """What a later part of a run needs of its `run.json`."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]  # pydantic's way
+
+    mlflow_run_id: str | None
+    started_from: str | None
+
+
 def read_run(path: Path) -> dict[str, Any] | None:
-    """The `run.json` of a run folder, or None where there is none."""
-    file = path / "run.json"
-    return json.loads(file.read_text()) if file.exists() else None
+    """The `run.json` of a run folder, or None where there is none.
+
+    Raises:
+        UserError: it is no such file.
+    """
+    if not (path / "run.json").exists():
+        return None
+    try:
+        return dict(read_json(Folder(str(path)), "run.json", TypeAdapter(_Run)))
+    except DamagedFile as error:
+        raise UserError("resume", path.name, f"its {error}; mend or delete that file") from None
+
+
+def read_history(path: Path) -> History:
+    """What a run folder's `metrics.jsonl` tells.
+
+    Raises:
+        UserError: it tells no history.
+    """
+    file = path / "metrics.jsonl"
+    try:
+        if file.exists():
+            Folder(str(path)).size(file.name)  # a device could be read for ever
+        return History.read(file)
+    except (DamagedFile, ValueError) as error:
+        what = error if isinstance(error, DamagedFile) else DamagedFile(file.name, f"cannot be read ({error})")
+        raise UserError("resume", path.name, f"its {what}; mend or delete that file") from None
 
 
 def as_yaml(recipe: Recipe) -> str:

@@ -10,7 +10,7 @@ from ray.util.queue import Queue
 
 from foldray.recipe import Recipe
 from trainers.data.packed import PackedData
-from trainers.recorder import RunFolder, Summary, read_run
+from trainers.recorder import RunFolder, Summary, read_history, read_run
 from trainers.report import Console
 from trainers.telemetry import Inbox
 from trainers.tracking import Status, Tracker
@@ -24,18 +24,23 @@ class Run:
         root: local folder of runs.
         data: what the baselines are taken from.
         console: where progress is shown; None shows nothing.
+        start: the checkpoint that it begins at, if any.
 
     Raises:
-        UserError: the tracking server does not answer, or refuses.
+        UserError: what an earlier part of the run has left cannot be read, or the tracking server does not answer, or refuses.
     """
 
-    def __init__(self, recipe: Recipe, name: str, root: Path, data: PackedData, console: Console | None):
+    def __init__(
+        self, recipe: Recipe, name: str, root: Path, data: PackedData, console: Console | None, start: str | None = None
+    ):
         held_back = min(len(data.validation), recipe.training.eval_sequences or len(data.validation))
         baselines = data.baselines(held_back)
         length = data.validation.bytes(held_back) / (held_back * recipe.data.seq_len)
         # First what can be refused: a tracking server that does not answer leaves no folder behind.
+        history = read_history(root / name)
         self.tracker = Tracker(recipe, name, root, (read_run(root / name) or {}).get("mlflow_run_id"))
-        self.folder = RunFolder(root / name, recipe, {"unigram": baselines.unigram, "bigram": baselines.bigram}, length)
+        bits = {"unigram": baselines.unigram, "bigram": baselines.bigram}
+        self.folder = RunFolder(root / name, recipe, bits, length, history, start)
         self.folder.tracked_by(self.tracker.uri, self.tracker.run_id, self.tracker.view_command())
         self.summary: Summary | None = None
         last = recipe.training.stop_after or recipe.training.steps

@@ -16,12 +16,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
 import ray
+from pydantic import ConfigDict, Field, TypeAdapter
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from typing_extensions import TypedDict  # as pydantic asks for below Python 3.12
 
 LOAD_WINDOW = 20  # steps whose expert loads are summed: one step's load is mostly the chance of its batch
 
@@ -108,6 +110,9 @@ class Saved(TypedDict):
 
 
 Record = Place | Step | Validation | Resumed | Tried | Saved
+_RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")], config=ConfigDict(strict=True))
+_FINITE = ("loss", "lr", "tokens_per_s", "step_time_s", "bits_per_byte")
+_LONGEST_LINE = 1 << 28
 Subscriber = Callable[[Record], None]
 
 
@@ -235,16 +240,34 @@ class History:
 
     @classmethod
     def read(cls, path: Path) -> History:
-        """The history in a `metrics.jsonl`; a last line torn by a crash is passed over."""
+        """The history in a `metrics.jsonl`; a line torn by a crash is passed over.
+
+        Raises:
+            ValueError: a line holds something else than a record.
+        """
         history = cls()
         if path.exists():
             with path.open() as lines:
-                for line in lines:
-                    try:
-                        history.receive(json.loads(line))
-                    except json.JSONDecodeError:
-                        continue
+                for number, line in enumerate(iter(lambda: lines.readline(_LONGEST_LINE), ""), 1):
+                    history._read_line(number, line)
         return history
+
+    def _read_line(self, number: int, line: str) -> None:
+        if len(line) == _LONGEST_LINE:
+            raise ValueError(f"line {number} has no end")
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            return
+        except (RecursionError, ValueError):
+            raise ValueError(f"line {number} holds no record") from None
+        try:
+            # Numbers that are not finite are written as null.
+            known = {key: 0.0 if value is None and key in _FINITE else value for key, value in record.items()}
+            _RECORD.validate_python(known)
+            self.receive(record)
+        except (AttributeError, ArithmeticError, LookupError, TypeError, ValueError):
+            raise ValueError(f"line {number} holds no record of a run") from None
 
     def receive(self, record: Record) -> None:
         """Take in a record."""
