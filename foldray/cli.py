@@ -41,7 +41,7 @@ def train(given: argparse.Namespace) -> int:
     recipe = _recipe(given)
     from trainers.entry import train as run
 
-    return run(recipe, resume=given.resume, as_json=given.json, search=_search(recipe))
+    return run(recipe, resume=given.resume, start=given.start, as_json=given.json, search=_search(recipe))
 
 
 def _search(recipe: Recipe) -> Any:
@@ -255,7 +255,9 @@ def _parser() -> argparse.ArgumentParser:
 
     command = _add(commands, "train", train, "train a recipe", epilog=_recipe_keys())
     _add_recipe(command, joins=True)
-    command.add_argument("--resume", metavar="RUN_ID", help="go on from the last checkpoint of a run in the same storage")
+    begin = command.add_mutually_exclusive_group()
+    begin.add_argument("--resume", metavar="RUN_ID", help="go on from the last checkpoint of a run in the same storage")
+    begin.add_argument("--from", dest="start", metavar="PATH", help="begin a new run at a checkpoint: …/RUN_ID/step_XXXXXXXX")
 
     command = _add(commands, "submit", submit, "send a recipe to a Ray cluster as a job, and follow its log")
     _add_recipe(command)

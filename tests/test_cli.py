@@ -365,7 +365,12 @@ def test_json_leaves_standard_output_empty_when_refused(refused: Refused, argume
 def test_options_and_overrides_stand_in_any_order(here: Path, trained: Trained, arguments: str) -> None:
     assert main(arguments.split()) == 0
     assert [recipe.training.steps for recipe in trained.recipes] == [30]
-    assert trained.options == [{"resume": "r", "as_json": True, "search": None}]
+    assert trained.options == [{"resume": "r", "start": None, "as_json": True, "search": None}]
+
+
+def test_a_checkpoint_to_begin_at(here: Path, trained: Trained) -> None:
+    assert main(["train", "good.yaml", "--from", "s3://runs/r/step_00000010"]) == 0
+    assert trained.options == [{"resume": None, "start": "s3://runs/r/step_00000010", "as_json": False, "search": None}]
 
 
 def test_the_address_goes_into_the_recipe(here: Path, trained: Trained) -> None:

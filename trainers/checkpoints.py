@@ -1,8 +1,8 @@
 """Checkpoints: `torch.distributed.checkpoint` files under Ray's `Checkpoint`, keyed by global names, in boxes of whole tensors.
 
 A rank copies its state to host memory, and a background thread writes it and hands it to Ray's storage while training goes
-on. Ray registers a checkpoint only when every rank's files have arrived, so a half-written one is never resumed from; sizes
-of all files are written beside them, so a damaged one is found before it is read.
+on. Ray registers a checkpoint only when every rank's files have arrived, so a half-written one is never resumed from. Sizes and
+hashes of all files are written beside them (`stored.py`), so that damage is found before it is trained on.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import ray
 import ray.train
-import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ray.train import Checkpoint
 from ray.train.v2.api.report_config import CheckpointUploadMode
@@ -26,14 +27,28 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from foldray.comm import host_group
 from foldray.runtime import State
-from trainers.boxes import LoadBoxes, Pieces, SaveBoxes
+from trainers.boxes import LoadBoxes, Pieces, ReadBoxes, SaveBoxes
+from trainers.folders import DamagedFile, Folder
+from trainers.stored import PROGRESS, Stored, look, seal
 
-PROGRESS = "progress.json"
 _TIMEOUT = timedelta(minutes=30)
 
 
-class DamagedCheckpoint(RuntimeError):
-    """A checkpoint that cannot be read, with the file and what is wrong with it."""
+class DamagedCheckpoint(Exception):
+    """A checkpoint that cannot be gone on from; all ranks raise it, and another attempt would find the same.
+
+    Args:
+        path: the checkpoint's, in its storage.
+        file: that is damaged.
+        what: is wrong with it.
+    """
+
+    def __init__(self, path: str, file: str, what: str):
+        super().__init__(path, file, what)
+        self.path, self.file, self.what = path, file, what
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.path} is damaged: {self.file} {self.what}"
 
 
 class Saver:
@@ -43,8 +58,8 @@ class Saver:
         asynchronous: write in the background; a save waits for the one before it.
     """
 
-    def __init__(self, rank: int, asynchronous: bool):
-        self.rank, self.asynchronous = rank, asynchronous
+    def __init__(self, asynchronous: bool):
+        self.asynchronous = asynchronous
         self.group = host_group(_TIMEOUT)
         self._written = threading.Event()
         self._written.set()
@@ -55,7 +70,7 @@ class Saver:
         Args:
             state: tensors by global name; copied before this returns.
             pieces: the box of the whole that each tensor is.
-            progress: what else is needed to go on; `progress["step"]` names the checkpoint.
+            progress: what else is needed to go on (`stored.Progress`); `progress["step"]` names the checkpoint.
             last: wait until it is written.
         """
         copy = {key: tensor.detach().to("cpu", copy=True) for key, tensor in state.items()}
@@ -66,7 +81,7 @@ class Saver:
 
         def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
             try:
-                self._write(folder, copy, pieces, progress)
+                write(folder, copy, pieces, progress, self.group)
                 return storage.persist_current_checkpoint(checkpoint, name)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -83,56 +98,59 @@ class Saver:
         )
         return storage.build_checkpoint_path_from_name(name)
 
-    def _write(self, folder: Path, state: State, pieces: Pieces, progress: dict[str, Any]) -> None:
-        write(folder, state, pieces, self.group)
-        if self.rank == 0:
-            (folder / PROGRESS).write_text(json.dumps(progress))
-        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-        (folder / f"sizes.{self.rank}.json").write_text(json.dumps(sizes))
+
+def write(folder: Path, state: State, pieces: Pieces, progress: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Write this rank's share of a checkpoint into a folder of its own; every rank of the group calls this."""
+    writer, planner = dcp.FileSystemWriter(folder), SaveBoxes(pieces)
+    dcp.save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    rank = 0 if group is None else dist.get_rank(group)
+    if rank == 0:
+        (folder / PROGRESS).write_text(json.dumps(progress))
+    seal(folder, rank)
 
 
 @contextmanager
-def opened(checkpoint: Checkpoint) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """A checkpoint's folder on this machine and its progress, after a look at every file's size.
+def opened(checkpoint: Checkpoint, group: dist.ProcessGroup | None) -> Iterator[Stored]:
+    """What a checkpoint holds, on this machine, for `load`; every rank of the group calls this.
 
     Raises:
-        DamagedCheckpoint: a file is missing or has another size than when it was written.
+        DamagedCheckpoint: a rank finds here, or in `load`, that something is missing, or is not what was written.
     """
     with checkpoint.as_directory() as folder:
-        path = Path(folder)
-        lists = sorted(path.glob("sizes.*.json"))
-        if not lists:
-            raise DamagedCheckpoint(f"checkpoint {checkpoint.path}: no list of file sizes; it was never completed")
-        for name, size in (item for file in lists for item in _read(checkpoint, file).items()):
-            found = (path / name).stat().st_size if (path / name).exists() else None
-            if found != size:
-                what = "is missing" if found is None else f"has {found} bytes instead of {size}"
-                raise DamagedCheckpoint(f"checkpoint {checkpoint.path}: {name} {what}; go on from an earlier one")
-        yield path, _read(checkpoint, path / PROGRESS)
+        try:
+            yield _look(Folder(folder), group)
+        except DamagedFile as error:
+            raise DamagedCheckpoint(checkpoint.path, error.name, error.what) from None
 
 
-def write(folder: Path, state: State, pieces: Pieces, group: torch.distributed.ProcessGroup | None) -> None:
-    """Write this rank's share of a checkpoint; every rank of the group calls this."""
-    writer, planner = dcp.FileSystemWriter(folder), SaveBoxes(pieces)
-    dcp.save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-
-
-def load(folder: Path, state: State, pieces: Pieces, group: torch.distributed.ProcessGroup | None) -> None:
+def load(stored: Stored, state: State, pieces: Pieces, group: dist.ProcessGroup | None) -> None:
     """Fill the tensors of `state`, each a box of the whole, from a checkpoint that any fold wrote.
 
     Raises:
-        DamagedCheckpoint: a tensor is missing or has another shape.
+        DamagedFile: (on all ranks) a tensor is missing, has another shape, or lies in a file that is damaged.
     """
+    reader, planner = ReadBoxes(stored), LoadBoxes(pieces)
     try:
-        reader, planner = dcp.FileSystemReader(folder), LoadBoxes(pieces)
         dcp.load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:  # derives from BaseException: nothing above would catch it
-        reasons = "; ".join(str(failure[0] if isinstance(failure, tuple) else failure) for failure in error.failures.values())
-        raise DamagedCheckpoint(f"checkpoint {folder} does not fit this model: {' '.join(reasons.split())[:300]}") from None
+        failures = [failure[0] if isinstance(failure, tuple) else failure for failure in error.failures.values()]
+        damage = next((failure for failure in failures if isinstance(failure, DamagedFile)), None)
+        reasons = "; ".join(map(str, failures))[:300]
+        raise damage or RuntimeError(f"checkpoint {stored.folder.path} cannot be read: {reasons}") from None
 
 
-def _read(checkpoint: Checkpoint, file: Path) -> dict[str, Any]:
+def _look(folder: Folder, group: dist.ProcessGroup | None) -> Stored:
+    """Look, and raise on all ranks what one of them finds; else the others would wait for it."""
+    found: Stored | DamagedFile
     try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise DamagedCheckpoint(f"checkpoint {checkpoint.path}: {file.name} cannot be read ({error})") from None
+        found = look(folder)
+    except DamagedFile as error:
+        found = error
+    damages = [found if isinstance(found, DamagedFile) else None]
+    if group is not None:
+        damages *= dist.get_world_size(group)
+        dist.all_gather_object(damages, damages[0], group=group)
+    for damage in filter(None, damages):
+        raise damage
+    assert isinstance(found, Stored), "a rank without damage has looked"
+    return found

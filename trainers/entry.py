@@ -15,17 +15,25 @@ from trainers.report import Console
 from trainers.trainer import FoldTrainer
 
 
-def train(recipe: Recipe, resume: str | None = None, as_json: bool = False, search: MakeSearch | None = None) -> int:
+def train(
+    recipe: Recipe,
+    resume: str | None = None,
+    start: str | None = None,
+    as_json: bool = False,
+    search: MakeSearch | None = None,
+) -> int:
     """Train and report; 0 on success, 1 when training failed.
 
     Args:
+        resume: id of a run to go on with.
+        start: folder of a checkpoint to begin a new run at.
         search: makes what searches for `schedule.sp_bytes: auto` and `schedule.degrees`.
 
     Raises:
         UserError: the recipe cannot run here; nothing has been written.
     """
     console = Console(as_json)
-    trainer = FoldTrainer(recipe, resume=resume, search=search, console=console)
+    trainer = FoldTrainer(recipe, resume=resume, start=start, search=search, console=console)
     failure = None
     try:
         trainer.fit()
@@ -45,7 +53,7 @@ def train(recipe: Recipe, resume: str | None = None, as_json: bool = False, sear
         console.close(summary, trainer.run.tracker.view_url)
     if failure is not None:
         cause, file = root_cause(failure), _keep(failure, Path(summary.run_dir))
-        reason = textwrap.shorten(f"{type(cause).__name__}: {cause}", 300, placeholder=" …")
+        reason = textwrap.shorten(f"{type(cause).__name__}: {cause}", 600, placeholder=" …")
         print(f"foldray: training failed after step {summary.steps}: {reason}; the traceback is in {file}", file=sys.stderr)
         return 1
     return 0

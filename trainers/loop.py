@@ -25,16 +25,22 @@ from trainers.data.packed import Batches, PackedData, Split
 from trainers.engines import DTYPES, make_engine
 from trainers.guard import Guard
 from trainers.online import Knobs, MakeSearch, Online
+from trainers.stored import Found
 from trainers.telemetry import Outbox, Place, Step, Validation
 
 _EVALUATED = 8  # micro-batches on their way through the pipeline at once, for each of its positions
 
 
 def train_loop(config: dict[str, Any]) -> dict[str, Any]:
-    """Ray's entry: `config` holds the recipe (plain), the folder of packed data and the telemetry queue."""
+    """Ray's entry: `config` holds the recipe (plain), the folder of packed data, the telemetry queue and the start, if any.
+
+    Raises:
+        DamagedCheckpoint: (on all ranks) what it was to go on from cannot be read.
+    """
     recipe = Recipe.parse(config["recipe"])
     torch.set_num_threads(recipe.cluster.cpus_per_worker)
-    worker = Worker(recipe, PackedData.open(config["data"]), Outbox(config["queue"]), config.get("search"))
+    data, outbox = PackedData.open(config["data"]), Outbox(config["queue"])
+    worker = Worker(recipe, data, outbox, config.get("search"), config.get("start"))
     try:
         return worker.run()
     finally:
@@ -53,10 +59,21 @@ class Totals(NamedTuple):
 
 
 class Worker:
-    """One rank of a training."""
+    """One rank of a training.
 
-    def __init__(self, recipe: Recipe, data: PackedData, outbox: Outbox, search: MakeSearch | None = None):
-        self.recipe, self.data, self.outbox = recipe, data, outbox
+    Args:
+        start: the checkpoint of another run to begin at, while this one has none of its own.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        data: PackedData,
+        outbox: Outbox,
+        search: MakeSearch | None = None,
+        start: ray.train.Checkpoint | None = None,
+    ):
+        self.recipe, self.data, self.outbox, self.start = recipe, data, outbox, start
         self.batches = Batches(data.train, recipe.training.seed)
         self.rank = ray.train.get_context().get_world_rank()
         self.device = ray.train.torch.get_device() if recipe.cluster.gpu else torch.device("cpu")
@@ -65,7 +82,7 @@ class Worker:
         probe(self.groups, self.device, DTYPES[recipe.precision])
         self.engine: Engine = make_engine(recipe, self.groups, self.device)
         self.guard = Guard(self.engine, self.groups, recipe.model)
-        self.saver = checkpoints.Saver(self.rank, recipe.checkpoint.asynchronous)
+        self.saver = checkpoints.Saver(recipe.checkpoint.asynchronous)
         self.peak = self._all_ranks(matmul_peak(self.device, DTYPES[recipe.precision]))
         self.validation: dict[str, Any] = {}
         self.search = search
@@ -149,7 +166,8 @@ class Worker:
 
     def _save(self, done: int, loss: float, final: bool) -> None:
         fold, data = self.recipe.fold.model_dump(), self.data.folder.name
-        progress = {"step": done, "data": data, "fold": fold, "validation": self.validation}
+        order = {"seed": self.recipe.training.seed, "global_batch": self.recipe.training.global_batch}
+        progress = {"step": done, "data": data, "fold": fold, "validation": self.validation, **order}
         progress["online"] = {"on": self.ground, "chosen": self.online.chosen}
         state = self.engine.state()
         pieces = state_pieces(self.engine.model, state)
@@ -159,28 +177,25 @@ class Worker:
 
     def _restore(self) -> int:
         """Steps that are done already."""
-        checkpoint = ray.train.get_checkpoint()
+        checkpoint = ray.train.get_checkpoint() or self.start
         if checkpoint is None:
             return 0
-        with checkpoints.opened(checkpoint) as (folder, progress):
-            if progress["data"] != self.data.folder.name:
-                raise RuntimeError(
-                    f"checkpoint {checkpoint.path} was trained on other data, or in other lengths, than this recipe"
-                )
+        with checkpoints.opened(checkpoint, self.saver.group) as stored:
             state = {key: tensor.detach().to("cpu", copy=True) for key, tensor in self.engine.state().items()}
-            checkpoints.load(folder, state, state_pieces(self.engine.model, state), self.saver.group)
+            checkpoints.load(stored, state, state_pieces(self.engine.model, state), self.saver.group)
             self.engine.load_state(state)
-        self.validation = progress["validation"]
-        self._recall(progress.get("online"))
+        step = stored.progress.step
+        self.validation = stored.progress.validation
+        self._recall(stored.progress.online)
         if self.rank == 0:
-            self.outbox.send({"kind": "resumed", "step": progress["step"]})
-        return progress["step"]
+            self.outbox.send({"kind": "resumed", "step": step})
+        return step
 
-    def _recall(self, known: dict[str, Any] | None) -> None:
+    def _recall(self, known: Found | None) -> None:
         """What an earlier search chose, if it may be chosen here."""
-        if self.search is None or not known or known["on"] != self.ground or not known["chosen"]:
+        if self.search is None or known is None or known.on != self.ground or known.chosen is None:
             return
-        knobs = Knobs(*known["chosen"])
+        knobs = Knobs(*known.chosen)
         if knobs.degree in self.online.orderings and bool(knobs.sp_bytes) == self.online.sizes:
             self.search = None
             self.online.choose(knobs)

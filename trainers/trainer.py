@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import secrets
 import time
 import traceback
@@ -16,16 +15,17 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from foldray.errors import MissingPackage, UserError
 from foldray.recipe import Recipe
-from foldray.runtime import state_keys
-from foldray.spec import parameter_table
 from trainers import cluster
-from trainers.checkpoints import PROGRESS
+from trainers.checkpoints import DamagedCheckpoint
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
 from trainers.engines import make_backend
+from trainers.folders import Folder
 from trainers.loop import train_loop
 from trainers.online import MakeSearch
+from trainers.recorder import read_run
 from trainers.report import Console
+from trainers.resuming import Beginning, check_resumable, offer
 from trainers.run import Run
 
 _CONTROLLER_FAILURES = 2  # times that Ray may fail to place the workers; without a limit it tries for ever
@@ -43,13 +43,14 @@ class FoldTrainer(TorchTrainer):
         run_config: Ray's; a name or storage_path given here takes the place of the recipe's.
         torch_config: Ray's; gloo on CPU and NCCL on GPU if not given.
         resume: id of a run in the same storage to go on with, under this recipe (any legal fold).
+        start: folder of a checkpoint, `…/RUN/step_XXXXXXXX` (a path or a URI); a new run begins there, as if it went on with RUN.
         search: makes what searches for `schedule.sp_bytes: auto` and `schedule.degrees`, such as `tuners.OnlineSearch`.
         console: where progress is shown; None shows nothing.
         **ray_arguments: everything else that `TorchTrainer` takes.
 
     Raises:
-        UserError: the recipe does not fit the scaling configuration, asks for a search that is not given, or the run to resume
-            is not there.
+        UserError: the recipe does not fit the scaling configuration, asks for a search that is not given, the run to resume
+            is not there, or both a run and a checkpoint are given.
     """
 
     def __init__(
@@ -60,12 +61,15 @@ class FoldTrainer(TorchTrainer):
         run_config: RunConfig | None = None,
         torch_config: TorchConfig | None = None,
         resume: str | None = None,
+        start: str | Path | None = None,
         search: MakeSearch | None = None,
         console: Console | None = None,
         **ray_arguments: Any,
     ):
         self.recipe = recipe if scaling_config is None else _scaled(recipe, scaling_config)
-        self.console, self.resume = console, resume
+        if resume is not None and start is not None:
+            raise UserError("from", start, f"begins a new run, and resume={resume} goes on with an old one; give one of them")
+        self.console, self.resume, self.start = console, resume, None if start is None else str(start)
         opened = self.recipe.schedule.opened
         if opened and search is None:
             rule = "needs a search: FoldTrainer(recipe, search=tuners.OnlineSearch), or `foldray train`"
@@ -86,27 +90,59 @@ class FoldTrainer(TorchTrainer):
         """Train to the end of the recipe, or to `training.stop_after`.
 
         Raises:
-            UserError: the recipe cannot run on this cluster, its data cannot be read, a package is missing, or the run to resume
-                has other data or another model.
+            UserError: the recipe cannot run on this cluster, its data cannot be read, a package is missing, or the checkpoint to
+                begin at is damaged, or has other data or another model.
+            DamagedCheckpoint: the run lost a worker, and the checkpoint to go on from has been damaged since.
             ray.train.TrainingFailedError: the workers failed more often than `cluster.max_failures` allows.
         """
         _check_packages(self.recipe)
+        begin = self._begin()
+        stored = begin and begin.look()
         cluster.connect(self.recipe)
         cluster.check_room(self.recipe)
         data = self._prepare()
-        if self.resume is not None:
-            _check_resumable(self._root / self.resume, self.recipe, data)
-        self.run = Run(self.recipe, str(self.run_config.name), self._root, data, self.console)
+        if begin and stored:
+            check_resumable(begin, stored, self.recipe, data)
+        start = begin.folder if begin and begin.field == "from" else None
+        name, noted = str(self.run_config.name), None if start is None else start.name
+        self.run = Run(self.recipe, name, self._root, data, self.console, noted)
         with self.run:
             told = {"recipe": self.recipe.model_dump(), "data": str(data.folder), "queue": self.run.queue}
-            self.train_loop_config = told | {"search": self.search}
-            return super().fit()
+            self.train_loop_config = told | {"search": self.search, "start": start and start.checkpoint}
+            result = super().fit()
+            if damaged := result.return_value.get("damaged"):
+                raise self._refused(begin, *damaged)
+            return result
+
+    def _begin(self) -> Beginning | None:
+        """Where the training goes on, if it does."""
+        if self.start is not None:
+            if Beginning.newest(self._folder):
+                raise UserError("from", self.start, f"begins a new run, and {self.run_config.name} has checkpoints already")
+            return Beginning.at(self.start)
+        if self.resume is None:
+            return None
+        # A run that began at another's checkpoint and was stopped before its own first one begins there again.
+        origin = (read_run(self._root / self.resume) or {}).get("started_from")
+        return Beginning.newest(self._folder) or (Beginning.at(origin) if origin else None)
+
+    def _refused(self, begin: Beginning | None, path: str, file: str, what: str) -> Exception:
+        """What to say of a checkpoint that the workers have found damaged."""
+        name = Path(path).name
+        if begin and name == begin.folder.last:
+            return begin.refused(file, what)
+        return DamagedCheckpoint(path, file, f"{what}; {offer(self._folder, name)}")
 
     def _prepare(self) -> PackedData:
         spec = self.recipe.data
         cache = self._root / "data" if spec.cache is None else Path(spec.cache)
         progress = None if self.console is None else self.console.files
         return prepare(spec, self.recipe.model.vocab, cache, progress)
+
+    @property
+    def _folder(self) -> Folder:
+        """The run's, where Ray keeps its checkpoints."""
+        return Folder(str(self.run_config.storage_path), self.run_config.storage_filesystem) / str(self.run_config.name)
 
     @property
     def _root(self) -> Path:
@@ -116,9 +152,14 @@ class FoldTrainer(TorchTrainer):
 
 
 def _told_train_loop(config: dict[str, Any]) -> dict[str, Any]:
-    """`train_loop`, whose exceptions carry their traceback as a note: Ray hands on the exception alone."""
+    """`train_loop`, whose exceptions carry their traceback as a note: Ray hands on the exception alone.
+
+    A damaged checkpoint becomes a result: Ray would try again, as often as it may, and find the same.
+    """
     try:
         return train_loop(config)
+    except DamagedCheckpoint as error:
+        return {"damaged": (error.path, error.file, error.what)}
     except Exception as error:
         error.add_note(traceback.format_exc())
         raise
@@ -131,32 +172,6 @@ def _check_packages(recipe: Recipe) -> None:
             raise MissingPackage(field, kind, kind, "pip install deepspeed")
     if recipe.moe.backend == "tutel":
         make_backend(recipe)
-
-
-def _check_resumable(run: Path, recipe: Recipe, data: PackedData) -> None:
-    """Refuse at once a checkpoint that no worker could go on from; one that lies elsewhere is for the workers to look at."""
-    saved = sorted(run.glob(f"step_*/{PROGRESS}"))
-    if not saved:
-        return
-    if json.loads(saved[-1].read_text())["data"] != data.folder.name:
-        raise UserError("resume", run.name, "was trained on other data, or in other lengths, than this recipe's section data")
-    before = Recipe.load(run / "recipe.yaml")
-    for key in ("seed", "global_batch"):  # with another one, some text would be trained on twice and some never
-        was, now = getattr(before.training, key), getattr(recipe.training, key)
-        if was != now:
-            raise UserError(f"training.{key}", now, f"run {run.name} takes its text in another order; keep its own", [was])
-    theirs, ours = ({row.name: row.shape for row in parameter_table(given.model)} for given in (before, recipe))
-    for name in [*ours, *theirs]:
-        if theirs.get(name) != ours.get(name):
-            rule = f"has another model: its {name} is {_size(theirs.get(name))}, this recipe's is {_size(ours.get(name))}"
-            raise UserError("resume", run.name, rule)
-    if not set(state_keys(recipe.optimizer)) <= set(state_keys(before.optimizer)):
-        rule = f"run {run.name} has no optimizer state for it; keep its own"
-        raise UserError("optimizer.kind", recipe.optimizer.kind, rule, [before.optimizer.kind])
-
-
-def _size(shape: tuple[int, ...] | None) -> str:
-    return "not there" if shape is None else "×".join(map(str, shape))
 
 
 def _scaled(recipe: Recipe, scaling: ScalingConfig) -> Recipe:

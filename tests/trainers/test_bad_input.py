@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 import sys
 import threading
@@ -20,7 +21,7 @@ import yaml
 
 from foldray.cli import main
 from foldray.recipe import DataSpec, Recipe
-from trainers import cluster
+from trainers import cluster, resuming
 from trainers.data.packed import sample_order
 from trainers.data.prepare import prepare
 
@@ -298,7 +299,7 @@ RESUME: list[tuple[str, tuple[str, ...]]] = [
     ("data.seq_len=16", ("resume=RUN", "or in other lengths")),
     ("model.hidden=64", ("resume=RUN", "embedding.weight is 264×32, this recipe's is 264×64")),
     ("model.layers=3", ("resume=RUN", "blocks.2.attention_norm.weight is not there, this recipe's is 32")),
-    ("model.layers=1", ("resume=RUN", "blocks.1.attention_norm.weight is 32, this recipe's is not there")),
+    ("model.layers=1", ("resume=RUN", "blocks.1.attention.key is 32×16, this recipe's is not there")),
     ("training.seed=1", ("training.seed=1", "RUN takes its text in another order", "legal: 0")),
     ("training.global_batch=16", ("training.global_batch=16", "RUN takes its text in another order", "legal: ")),
     ("optimizer.kind=sgd  optimizer.momentum=0.9", ("optimizer.kind=sgd", "RUN has no optimizer state for it", "legal: adamw")),
@@ -312,6 +313,85 @@ def test_a_run_that_cannot_be_gone_on_with(refused: Refused, finished: Path, ove
     for fragment in fragments:
         assert fragment.replace("RUN", finished.name) in line
     assert contents(finished) == before
+
+
+@pytest.mark.parametrize(("overrides", "fragments"), RESUME, ids=[overrides for overrides, _ in RESUME])
+def test_a_checkpoint_that_cannot_be_begun_at(
+    refused: Refused, finished: Path, overrides: str, fragments: tuple[str, ...]
+) -> None:
+    before, start = contents(finished), finished / "step_00000002"
+    line = refused("--from", str(start), *overrides.split("  "))
+    for fragment in fragments:
+        fragment = fragment.replace("resume=RUN", f"from={start}"[:79]).replace("RUN", f"checkpoint {start}")
+        assert fragment in line
+    assert contents(finished) == before
+
+
+def test_where_no_run_can_begin(refused: Refused, finished: Path, tmp_path: Path) -> None:
+    assert "from=/nowhere: is no checkpoint's folder, or is not there\n" in refused("--from", "/nowhere")
+    assert "from=htp://x: is no storage that can be reached" in refused("--from", "htp://x")
+    assert f"from={tmp_path}"[:79] in (line := refused("--from", str(tmp_path)))
+    assert "holds no checkpoint\n" in line
+    assert f"holds no checkpoint; legal: {finished}/step_00000002\n" in refused("--from", str(finished))
+    start = str(finished / "step_00000002")
+    assert "training.steps=2: the checkpoint to begin at has 2 steps behind it already" in refused(
+        "--from", start, "training.steps=2"
+    )
+    assert "training.stop_after=1: " in refused("--from", start, "training.stop_after=1")
+    assert "not allowed with argument --resume" in refused("--resume", "a", "--from", start)
+
+
+def moved(finished: Path, to: Path) -> Path:
+    """The run in another storage, to do damage to."""
+    shutil.copytree(finished.parent / "data", to / "data")
+    return Path(shutil.copytree(finished, to / finished.name))
+
+
+def test_damage_that_workers_find(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Path, capfd) -> None:
+    """It is told in one line, and no other attempt is made."""
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(resuming, "_MOST_HASHED", 0)
+    run = moved(finished, tmp_path)
+    victim = run / "step_00000002" / "__1_0.distcp"
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    capfd.readouterr()
+    assert main(["train", "recipe.yaml", f"cluster.storage={tmp_path}", "--resume", run.name, "cluster.max_failures=3"]) == 2
+    assert capfd.readouterr().err == (
+        f"foldray: resume={run.name}: its checkpoint step_00000002 is damaged: __1_0.distcp has other bytes than were written "
+        "(its SHA-256 differs); no earlier one of the run is whole\n"
+    )
+    records = [json.loads(line)["kind"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert records.count("place") == 2 * len(("the first part of the run", "this one"))
+    assert json.loads((run / "run.json").read_text())["status"] == "failed"
+
+
+FORGED = [
+    ("run.json", "{", "its run.json cannot be read (Invalid JSON"),
+    ("run.json", '{"mlflow_run_id": 3}', "its run.json cannot be read (mlflow_run_id: Input should be a valid string)"),
+    ("run.json", '{"started_from": ["x"]}', "its run.json cannot be read (started_from: Input should be a valid string)"),
+    ("metrics.jsonl", '{"kind": "step", "step": 1}\n', "its metrics.jsonl cannot be read (line 1 holds no record of a run)"),
+    (
+        "metrics.jsonl",
+        '\n{"kind": "resumed", "step": "3"}\n',
+        "its metrics.jsonl cannot be read (line 2 holds no record of a run)",
+    ),
+    ("metrics.jsonl", "[" * 200_000, "its metrics.jsonl cannot be read (line 1 holds no record)"),
+    ("metrics.jsonl", "3\n", "its metrics.jsonl cannot be read (line 1 holds no record of a run)"),
+    ("checkpoint_manager_snapshot.json", "[]", "its checkpoint_manager_snapshot.json cannot be read ("),
+]
+
+
+@pytest.mark.parametrize(("file", "content", "fragment"), FORGED)
+def test_a_forged_file_of_a_run(refused: Refused, finished: Path, tmp_path: Path, file: str, content: str, fragment: str) -> None:
+    storage = tmp_path / "elsewhere"
+    run = moved(finished, storage)
+    (run / file).write_text(content)
+    before = contents(storage)
+    line = refused(f"cluster.storage={storage}", "--resume", run.name)
+    assert f"resume={run.name}: {fragment}" in line
+    assert contents(storage) == before
 
 
 @pytest.mark.parametrize("resume", ["absent", "", "data", "../place", "mlflow.db"])

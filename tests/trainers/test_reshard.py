@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from ray.train import Checkpoint
 
 from foldray.comm import Groups
 from foldray.fold import Fold
@@ -45,7 +46,12 @@ def _save(rank: int, recipe: Recipe, folder: Path) -> None:
     engine = engine_of(recipe, groups)
     go_on(engine, groups, recipe, range(_SAVED))
     state = engine.state()
-    checkpoints.write(folder, state, state_pieces(engine.model, state), dist.group.WORLD)
+    own = folder / f"rank{rank}"
+    own.mkdir()
+    progress = {"step": _SAVED, "data": "", "fold": {}, "validation": {}}
+    checkpoints.write(own, state, state_pieces(engine.model, state), progress, dist.group.WORLD)
+    for path in own.iterdir():  # as Ray puts the ranks' folders together
+        path.rename(folder / path.name)
     groups.close()
 
 
@@ -53,7 +59,8 @@ def _resume(rank: int, recipe: Recipe, folder: Path) -> dict[str, Any]:
     groups = Groups.create(recipe.placed_fold, rank)
     engine = engine_of(recipe, groups)
     state = {key: tensor.clone() for key, tensor in engine.state().items()}
-    checkpoints.load(folder, state, state_pieces(engine.model, state), dist.group.WORLD)
+    with checkpoints.opened(Checkpoint.from_directory(str(folder)), dist.group.WORLD) as stored:
+        checkpoints.load(stored, state, state_pieces(engine.model, state), dist.group.WORLD)
     engine.load_state(state)
     found = go_on(engine, groups, recipe, range(_SAVED, _SAVED + _THEN))
     groups.close()

@@ -12,16 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from mlflow import MlflowClient
-from ray.train import RunConfig, ScalingConfig, TrainingFailedError
+from ray.train import RunConfig, ScalingConfig
 
 from foldray.cli import main
+from foldray.errors import UserError
 from foldray.recipe import Recipe
-from trainers import FoldTrainer
+from trainers import FoldTrainer, checkpoints
+from trainers.folders import Folder
+from trainers.recorder import RunFolder, read_run
+from trainers.stored import look
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
-STEPS, STOP = 60, 25
+STEPS, BEFORE, STOP = 60, 20, 25
 _MODEL = {
     "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_hidden": 64, "experts": 4, "topk": 2,
     "expert_hidden": 48, "vocab": 264, "moe_every": 1,
@@ -65,6 +70,19 @@ def losses(trainer: FoldTrainer) -> list[float]:
     steps = trainer.run.folder.history.steps
     assert sorted(steps) == list(range(1, len(steps) + 1))
     return [steps[step]["loss"] for step in sorted(steps)]
+
+
+def weights(trainer: FoldTrainer) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state of a run's last checkpoint."""
+    assert trainer.run is not None
+    stored = look(Folder(str(trainer.run.folder.path / f"step_{STEPS:08d}")))
+    state = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in stored.contents.tensors.items()}
+    checkpoints.load(stored, state, {}, None)
+    return state
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 @pytest.fixture(scope="module", params=["deepspeed", "torch"])
@@ -128,6 +146,7 @@ def test_stopping_and_resuming_changes_no_bit(engine: dict, whole: FoldTrainer, 
     assert second.run is not None
     assert second.run.folder.history.resumes == [STOP]
     assert losses(second) == losses(whole)
+    assert same(weights(second), weights(whole))
     assert second.run.summary is not None
     assert whole.run is not None
     assert second.run.summary.val_bpb == whole.run.summary.val_bpb  # type: ignore[union-attr]
@@ -165,12 +184,47 @@ def test_a_checkpoint_loads_under_another_fold_and_engine(
     assert losses(second) == pytest.approx(losses(whole)[: STOP + 15], rel=1e-4)
 
 
-def test_a_damaged_checkpoint_is_named(engine: dict, stopped: FoldTrainer, storage: Path) -> None:
+def test_a_new_run_begins_where_a_damaged_one_was_whole(
+    engine: dict, whole: FoldTrainer, stopped: FoldTrainer, storage: Path
+) -> None:
+    """The message names the checkpoint before the damaged one, and what begins there ends as if nothing had happened."""
     folder = copied(stopped, f"damaged-{engine['engine']['kind']}")
     victim = next((folder / f"step_{STOP:08d}").glob("*.distcp"))
     victim.write_bytes(victim.read_bytes()[:-100])
-    with pytest.raises(TrainingFailedError, match=rf"step_{STOP:08d}: {victim.name} has \d+ bytes instead of \d+"):
-        fit(recipe(storage, **engine, cluster={"max_failures": 0}), resume=folder.name)
+    with pytest.raises(UserError, match=rf"step_{STOP:08d} is damaged: {victim.name} has \d+ bytes instead of \d+") as told:
+        fit(recipe(storage, **engine), resume=folder.name)
+    offered = Path(str(told.value).rpartition(" --from ")[2])
+    assert offered == folder / f"step_{BEFORE:08d}"
+    second = fit(recipe(storage, **engine), start=offered)
+    assert second.run is not None
+    assert second.run.folder.path != folder
+    assert second.run.folder.history.resumes == [BEFORE]
+    assert [step["loss"] for step in second.run.folder.history.steps.values()] == losses(whole)[BEFORE:]
+    assert same(weights(second), weights(whole))
+    assert (read_run(second.run.folder.path) or {})["started_from"] == str(offered)
+
+
+def test_a_checkpoint_damaged_in_the_middle_of_a_run_is_no_mistake_of_the_users(storage: Path, stopped: FoldTrainer) -> None:
+    """It is a failure, which names the one before as well."""
+    run = copied(stopped, "middle")
+    trainer = FoldTrainer(recipe(storage), run_config=RunConfig(name=run.name, storage_path=str(storage)))
+    told = trainer._refused(None, f"{run}/step_{STOP:08d}", "__0_0.distcp", "is missing")
+    assert isinstance(told, checkpoints.DamagedCheckpoint)
+    assert str(told) == (
+        f"checkpoint {run}/step_{STOP:08d} is damaged: __0_0.distcp is missing; "
+        f"the newest one before it that is whole: foldray train RECIPE --from {run}/step_{BEFORE:08d}"
+    )
+
+
+def test_a_run_stopped_before_its_first_checkpoint_begins_again_where_it_began(storage: Path, tmp_path: Path) -> None:
+    origin = str(tmp_path / "run" / "step_00000003")
+    folder = storage / "begun"
+    RunFolder(folder, recipe(storage), {}, start=origin).close("killed")
+    RunFolder(folder, recipe(storage), {}).close("killed")  # a resume that did not come far either
+    trainer = FoldTrainer(recipe(storage), resume="begun")
+    with pytest.raises(UserError, match="is no checkpoint's folder, or is not there") as told:
+        trainer.fit()
+    assert (told.value.field, told.value.value) == ("from", origin)
 
 
 def test_rays_own_configurations_are_taken(storage: Path) -> None:
