@@ -19,9 +19,9 @@ Model = TypeVar("Model")
 
 
 class Checked(BaseModel):
-    """What is read from a file that others may have written: values of other types are refused, and not converted."""
+    """What is read from a file that others may have written, with `read_json`."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class DamagedFile(Exception):
@@ -124,7 +124,7 @@ class Folder:
 
 
 def read_json(folder: Folder, name: str, kind: TypeAdapter[Model]) -> Model:
-    """A file's JSON as what it should be.
+    """A file's JSON as what it should be; values of other types are refused, and not converted.
 
     Raises:
         DamagedFile: it is something else.

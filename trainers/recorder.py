@@ -205,7 +205,7 @@ class RunFolder:
 class _Run(TypedDict, total=False):
     """What a later part of a run needs of its `run.json`."""
 
-    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]  # pydantic's way
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way
 
     mlflow_run_id: str | None
     started_from: str | None

@@ -40,11 +40,12 @@ def make_run(folder: Path) -> Path:
     return folder
 
 
-def load(folder: Path, into: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+def load(folder: Path | Checkpoint, into: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """As a worker does."""
     found = {key: torch.zeros_like(tensor) for key, tensor in state(0).items()} if into is None else into
     pieces: dict[str, Piece] = {}
-    with checkpoints.opened(Checkpoint.from_directory(str(folder)), None) as stored:
+    handle = folder if isinstance(folder, Checkpoint) else Checkpoint.from_directory(str(folder))
+    with checkpoints.opened(handle, None) as stored:
         checkpoints.load(stored, found, pieces, None)
     return found
 

@@ -38,9 +38,9 @@ def run(tmp_path: Path) -> Path:
     return make_run(tmp_path / "run")
 
 
-def saved(value: Any) -> bytes:
+def saved(value: Any, zipped: bool = True) -> bytes:
     out = io.BytesIO()
-    torch.save(value, out)
+    torch.save(value, out, _use_new_zipfile_serialization=zipped)
     return out.getvalue()
 
 
@@ -168,7 +168,8 @@ OTHER: list[tuple[str, Damage, str, str]] = [
 ]  # fmt: skip
 LATE: list[tuple[str, Damage, str, str]] = [
     ("code for a tensor", holding(lambda folder: saved(Payload(canary(folder)))), FILE, PLAIN + "(UnpicklingError)"),
-    ("a bare pickle", holding(lambda folder: pickle.dumps(Payload(canary(folder)), 2)), FILE, PLAIN + "(UnpicklingError)"),
+    ("code as torch saved it once", holding(lambda folder: saved(Payload(canary(folder)), zipped=False)), FILE,
+     PLAIN + "(UnpicklingError)"),
     ("a dictionary for a tensor", holding(lambda _: saved({"a": 1})), FILE, PLAIN + "(dict)"),
     ("another shape", holding(lambda _: saved(torch.zeros(8, 7))), FILE,
      "holds model/b as (8, 7) in torch.float32, and .metadata says (8, 6)"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 from ray.train import Checkpoint
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -101,6 +102,20 @@ def test_storage_elsewhere(run: Path) -> None:
     assert (Folder("s3://bucket/runs?region=x") / "run").name == "s3://bucket/runs/run?region=x"
     with pytest.raises(UserError, match=r"^from=htp://x: is no storage that can be reached"):
         Beginning.at("htp://x")
+
+
+def test_what_a_worker_downloads_is_read_and_looked_at(run: Path) -> None:
+    remote = SubTreeFileSystem(str(run.parent), LocalFileSystem())  # to Ray, whatever is not its own disk is a cloud
+    handle = Folder("run/step_00000003", remote).checkpoint
+    found = {key: torch.zeros_like(tensor) for key, tensor in state(3).items()}
+    with checkpoints.opened(handle, None) as stored:
+        assert stored.folder.path != str(run / "step_00000003")
+        checkpoints.load(stored, found, {}, None)
+    assert all(torch.equal(found[key], tensor) for key, tensor in state(3).items())
+    flipped(FILE)(run / "step_00000003")
+    Beginning("resume", "run", Folder("run/step_00000003", remote)).look()  # a driver does not hash what is far away
+    with pytest.raises(DamagedCheckpoint, match=r"^checkpoint run/step_00000003 is damaged: __0_0\.distcp has other bytes"):
+        load(handle)
 
 
 def result(step: int) -> dict[str, Any]:
