@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from foldray.comm import Groups
 from foldray.fold import Fold
-from foldray.model import Batch, Losses, Transformer
+from foldray.model import Batch, Transformer, all_losses
 from foldray.moe import MoeBackend
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, TorchEngine
@@ -34,7 +34,7 @@ def compare_gradients(recipe: Recipe, groups: Groups, device: torch.device) -> d
         recipe: one whose optimizer is SGD with momentum: its memory after the first step is the gradient that it got.
     """
     engine = make_engine(recipe, groups, device)
-    means = groups.control.all_reduce(_means(engine.train(random_batches(recipe, groups, device)))) / groups.dense_gradients.size
+    means = all_losses(engine.train(random_batches(recipe, groups, device)), groups.control).means()
     engine.update(0.0)
     own, reference = _tensors(engine, "optimizer/{}/momentum_buffer"), means
     whole: Tensors = {}
@@ -42,7 +42,7 @@ def compare_gradients(recipe: Recipe, groups: Groups, device: torch.device) -> d
     first = groups.rank == groups.fold.offset
     if first:
         alone, dp = _one_process(recipe, recipe.precision, device), groups.fold.dp
-        reference = _means(alone.train(_all_batches(recipe, dp, device)))
+        reference = all_losses(alone.train(_all_batches(recipe, dp, device)), Groups.create(Fold(1)).control).means()
         alone.update(0.0)
         whole = _tensors(alone, "optimizer/{}/momentum_buffer")
     found = []
@@ -147,11 +147,6 @@ def _shared(recipe: Recipe, whole: Tensors, groups: Groups, device: torch.device
         if groups.control.group is not None:
             dist.broadcast(tensor, groups.fold.offset, group=groups.control.group)
         yield spec, tensor
-
-
-def _means(losses: Sequence[Losses]) -> torch.Tensor:
-    """[language, balance, z] over micro-batches."""
-    return torch.stack([torch.stack([part.language, part.balance, part.z]) for part in losses]).mean(0)
 
 
 def _ranked(differences: Any) -> dict[str, float]:

@@ -194,6 +194,7 @@ class _Step(StepModule):
             return super().hand_over(scale)
         data_parallel, views = self.groups.dense_gradients, self.gradients.views
         for buffer in self.gradients.buffers:
+            buffer.sums.mul_(data_parallel.size)  # DeepSpeed takes means
             if buffer.name == "replicated":
                 self.groups.tensor.all_reduce(buffer.sums)
         for parameter in self.model.tied():

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+import numpy as np
 import ray
 import ray.train
 import torch
-from numpy.typing import ArrayLike
 
 from foldray.comm import TRAFFIC, Count, Groups, probe
-from foldray.model import Batch, Losses
+from foldray.model import IGNORED, Batch, Losses, all_losses
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, learning_rate, state_pieces
 from foldray.runtime.peak import matmul_peak
@@ -125,7 +126,7 @@ class Worker:
             self.outbox.send(self._record(step + 1, totals, rate, norms.total, time.perf_counter() - started))
         return totals.language
 
-    def _indices(self, step: int, m: int) -> ArrayLike:
+    def _indices(self, step: int, m: int) -> np.ndarray:
         """Sequences of a step's micro-batch m; the same on all ranks of a data-parallel place."""
         training, dp = self.recipe.training, self.groups.fold.dp
         return self.batches.indices(step, m, self.groups.dp_rank, dp, training.micro_batch, training.global_batch)
@@ -150,14 +151,12 @@ class Worker:
         """Loss over the first validation sequences; every rank runs as many micro-batches, for they meet in the all-to-all."""
         size, fold, split = self.recipe.training.micro_batch, self.groups.fold, self.data.validation
         count = min(len(split), self.recipe.training.eval_sequences or len(split))
-        starts, nats = range(self.groups.dp_rank * size, count + fold.dp * size, fold.dp * size), 0.0
-        starts = starts[: math.ceil(count / (fold.dp * size))]
+        starts = range(self.groups.dp_rank * size, count + fold.dp * size, fold.dp * size)
+        starts, losses = starts[: math.ceil(count / (fold.dp * size))], list[Losses]()
         for first in range(0, len(starts), _EVALUATED * fold.pp):
-            # Nothing left for this rank: it takes part without counting.
             mine = [range(start, min(count, start + size)) for start in starts[first : first + _EVALUATED * fold.pp]]
-            losses = self.engine.execution.evaluate([self._batch(split, list(indices) or [0]) for indices in mine])
-            nats += sum(float(part.language) * len(indices) for part, indices in zip(losses, mine, strict=True))
-        loss = self._all_ranks(nats) / fold.cp / count
+            losses += self.engine.execution.evaluate([self._batch(split, indices) for indices in mine])
+        loss = float(all_losses(losses, self.groups.control).means()[0])
         bits = loss * count * self.recipe.data.seq_len / math.log(2) / split.bytes(count)
         record: Validation = {"kind": "validation", "step": done, "loss": loss, "bits_per_byte": bits, "sequences": count}
         self.validation = dict(record)
@@ -200,31 +199,26 @@ class Worker:
             self.search = None
             self.online.choose(knobs)
 
-    def _batch(self, split: Split, indices: ArrayLike) -> Batch:
-        """Inputs, targets and, if attention stops at documents, their numbers."""
-        tokens = split.tokens(indices).to(self.device)
-        segments = split.segments(indices).to(self.device) if self.recipe.data.mask_documents else None
-        return Batch(tokens[:, :-1], tokens[:, 1:], segments)
+    def _batch(self, split: Split, indices: Sequence[int] | np.ndarray) -> Batch:
+        """Inputs, targets and, if attention stops at documents, their numbers; without indices a sequence that does not count."""
+        some = indices if len(indices) else [0]
+        tokens = split.tokens(some).to(self.device)
+        segments = split.segments(some).to(self.device) if self.recipe.data.mask_documents else None
+        targets = tokens[:, 1:] if len(indices) else torch.full_like(tokens[:, 1:], IGNORED)
+        return Batch(tokens[:, :-1], targets, segments)
 
     def _totals(self, losses: list[Losses]) -> Totals:
-        """Means and sums over ranks and micro-batches; added up in float64, where counts are exact."""
-        own = self.groups.traffic.by_name()
+        """Means and sums over ranks and micro-batches."""
+        own, total = self.groups.traffic.by_name(), all_losses(losses, self.groups.control)
         sent = [own.get(name, Count()) for name in TRAFFIC]
         traffic = torch.tensor([(count.calls, count.inside_bytes, count.across_bytes) for count in sent], dtype=torch.float64)
-        sums = torch.stack([_flat(part) for part in losses]).sum(0)
-        total = self.groups.control.all_reduce(torch.cat([sums, traffic.flatten().to(self.device)])).cpu()
-        language, balance, z = (total[:3] / (len(losses) * self.groups.dense_gradients.size)).tolist()
-        counts, calls = total[4:].split([losses[0].count_ME.numel(), traffic.numel()])
-        everything = {name: Count(*map(int, row)) for name, row in zip(TRAFFIC, calls.view_as(traffic).tolist(), strict=True)}
-        return Totals(language, balance, z, float(total[3]), counts.view_as(losses[0].count_ME).long(), everything)
+        rows = self.groups.control.all_reduce(traffic.to(self.device)).tolist()
+        everything = {name: Count(*map(int, row)) for name, row in zip(TRAFFIC, rows, strict=True)}
+        language, balance, z = total.means().tolist()
+        return Totals(language, balance, z, float(total.dropped), total.count_ME.cpu(), everything)
 
     def _all_ranks(self, value: float) -> float:
         return float(self.groups.control.all_reduce(torch.tensor(value, dtype=torch.float64, device=self.device)))
-
-
-def _flat(losses: Losses) -> torch.Tensor:
-    parts = (losses.language, losses.balance, losses.z, losses.dropped, losses.count_ME)
-    return torch.cat([part.double().flatten() for part in parts])
 
 
 def _nodes() -> list[int]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foldray.comm import Communicator, gather_sequence, scatter_sequence
+from foldray.model.batch import IGNORED
 from foldray.moe.experts import expert_ffn
 from foldray.moe.lean import keeping_inputs
 from foldray.spec import ModelSpec
@@ -91,12 +92,13 @@ class Vocabulary(nn.Module):
         return F.linear(gather_sequence(x_BsH, self.tensor), self.weight)
 
     def loss(self, x_BsH: Tensor, target_BS: Tensor) -> Tensor:
-        """Mean cross-entropy over the shard's positions, the same on all TP ranks, in at least float32."""
+        """Cross-entropy summed over the shard's positions that count, the same on all TP ranks, in at least float32."""
         logits_BSV = self.logits(x_BsH)
         logits_TV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32)).flatten(0, 1)
         if self.tensor.size == 1:
-            return F.cross_entropy(logits_TV, target_BS.flatten())
-        return vocabulary_cross_entropy(logits_TV, target_BS.flatten(), self.first, self.tensor).mean()
+            return F.cross_entropy(logits_TV, target_BS.flatten(), reduction="sum", ignore_index=IGNORED)
+        loss_T = vocabulary_cross_entropy(logits_TV, target_BS.flatten(), self.first, self.tensor)
+        return (loss_T * (target_BS.flatten() != IGNORED)).sum()
 
 
 def vocabulary_cross_entropy(logits_TV: Tensor, target_T: Tensor, first: int, tensor: Communicator) -> Tensor:

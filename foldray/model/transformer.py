@@ -9,57 +9,20 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import nn
 
 from foldray.comm import Groups
 from foldray.model.attention import Attention, ContextMode, Place
+from foldray.model.batch import IGNORED, Batch, Losses, add_losses
 from foldray.model.layers import FeedForward, Norm, Vocabulary
 from foldray.model.parts import parts_below
 from foldray.model.slices import KeysAndValues, Sight
 from foldray.moe import MoeBackend, MoELayer, Router, Tally
 from foldray.spec import Layout, Maker, ModelSpec, Ownership, ParameterSpec
 from foldray.spec.parameters import GradientClass
-
-
-class Batch(NamedTuple):
-    """Whole sequences of one micro-batch; all ranks of a data-parallel place get the same, and each takes its piece.
-
-    Shapes: token_BL, target_BL int64; segment_BL document numbers that attention does not cross, or None.
-    """
-
-    token_BL: torch.Tensor
-    target_BL: torch.Tensor
-    segment_BL: torch.Tensor | None = None
-
-    def cut(self, parts: int) -> list[Batch]:
-        """The same in so many equal parts along the batch.
-
-        Raises:
-            ValueError: it cannot be shared out evenly.
-        """
-        size, rest = divmod(len(self.token_BL), parts)
-        if rest:
-            raise ValueError(f"{len(self.token_BL)} sequences cannot be cut into {parts} equal parts")
-        ranges = [slice(part * size, (part + 1) * size) for part in range(parts)]
-        documents = self.segment_BL
-        return [Batch(self.token_BL[at], self.target_BL[at], None if documents is None else documents[at]) for at in ranges]
-
-
-class Losses(NamedTuple):
-    """What a rank adds to the losses of a micro-batch, or of several: summed over all ranks, over DP·CP, they are means.
-
-    Shapes: language, balance, z scalars, means over tokens; balance and z also over MoE blocks. count_ME int64, assignments per
-    MoE block and expert; dropped int64 scalar: sums.
-    """
-
-    language: torch.Tensor
-    balance: torch.Tensor
-    z: torch.Tensor
-    count_ME: torch.Tensor
-    dropped: torch.Tensor
 
 
 class Block(nn.Module):
@@ -162,16 +125,16 @@ class Transformer(nn.Module):
         self._positions.clear()
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, Losses]:
-        """Objective and losses in one autograd graph, for a rank that holds all stages: what every schedule must equal."""
+        """Objective and losses in one autograd graph, for a rank that holds all of the model: what every schedule must equal."""
         (place,) = self.places(batch)
-        x_BsH, objective, losses = self.embed(batch, place), torch.zeros(()), self.no_losses()
+        x_BsH, routers, losses = self.embed(batch, place), torch.zeros(()), self.start_losses(batch)
         for layer, block in self.blocks.items():
             x_BsH, tally = block(x_BsH, place)
             if tally is not None:
-                objective = objective + tally.objective(self.spec.router)
+                routers = routers + tally.objective(self.spec.router)
                 losses = add_losses(losses, self.router_losses(int(layer), tally))
         language, reported = self.head_loss(x_BsH, batch, range(x_BsH.shape[1]))
-        return objective + language, add_losses(losses, reported)
+        return language / losses.tokens + routers / losses.sequences, add_losses(losses, reported)
 
     def logits(self, token_BL: torch.Tensor, segment_BL: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of this rank's shard and vocabulary [B, S, V], for a rank that holds all stages."""
@@ -187,7 +150,15 @@ class Transformer(nn.Module):
         device = next(self.parameters()).device
         zero, none = (torch.zeros((), dtype=dtype, device=device) for dtype in (torch.float64, torch.int64))
         blocks = len(self.spec.moe_layers)
-        return Losses(zero, zero, zero, none.new_zeros(blocks, self.spec.experts if blocks else 0), none)
+        return Losses(zero, zero, zero, none, none, none.new_zeros(blocks, self.spec.experts if blocks else 0), none)
+
+    def start_losses(self, batch: Batch) -> Losses:
+        """Losses of a batch before any op: how many tokens count, and sequences; of ranks with the same ones, the first tells."""
+        place, nothing = self.groups.coordinate["attention"], self.no_losses()
+        if place["tp"] or place["cp"] or place["pp"]:
+            return nothing
+        counted = (batch.target_BL != IGNORED).sum()
+        return nothing._replace(tokens=counted, sequences=nothing.sequences + len(batch.target_BL))
 
     def update_biases(self, count_ME: torch.Tensor) -> None:
         """Move the routers' selection biases, from the assignments of a whole optimizer step over all ranks."""
@@ -239,12 +210,11 @@ class Transformer(nn.Module):
         return x_BsH
 
     def head_loss(self, x_BsH: torch.Tensor, batch: Batch, tokens: range) -> tuple[torch.Tensor, Losses]:
-        """What some of this rank's tokens (places in its piece) add to the mean language loss, to differentiate and to report."""
+        """What some of this rank's tokens (places in its piece) add to the language loss, to differentiate and to report."""
         length = batch.token_BL.shape[1]
         # Tensor-parallel ranks put their tokens together for the head, rank by rank.
         target_BS = batch.target_BL[:, self._pieces(length)[:, tokens.start : tokens.stop].flatten()]
-        share = len(tokens) * self.layout.tp * self.layout.cp / length
-        language = self._head.loss(self.final_norm(x_BsH), target_BS) * share
+        language = self._head.loss(self.final_norm(x_BsH), target_BS)
         # All tensor-parallel ranks differentiate the same loss, each its own part of it; one of them reports it.
         reported = language.detach().double() * (self.layout.tp_rank == 0)
         return language, self.no_losses()._replace(language=reported)
@@ -255,7 +225,7 @@ class Transformer(nn.Module):
         count_ME = nothing.count_ME.clone()
         count_ME[blocks.index(layer)] = tally.count_BE.sum(0)
         balance, z = (value.detach().double() / len(blocks) for value in tally.losses())
-        return Losses(nothing.language, balance, z, count_ME, tally.dropped)
+        return nothing._replace(balance=balance, z=z, count_ME=count_ME, dropped=tally.dropped)
 
     def parameters_of(self, kind: str, layer: int) -> list[nn.Parameter]:
         """The parameters that an op of a schedule has a gradient for."""
@@ -287,10 +257,6 @@ class Transformer(nn.Module):
             for name, index in self.global_parts[local]:
                 piece = self.pieces[name]
                 parameter[index].copy_(_drawn(piece.spec.shape, piece.spec.init, seed, name)[piece.box])
-
-
-def add_losses(total: Losses, more: Losses | None) -> Losses:
-    return total if more is None else Losses(*(a + b for a, b in zip(total, more, strict=True)))
 
 
 def _drawn(shape: tuple[int, ...], std: float | None, seed: int, name: str) -> torch.Tensor:

@@ -46,21 +46,21 @@ class Tally:
         """After the last piece: whole sequences' shares, over all ranks that hold a piece of them (a collective call)."""
         count_BE = sequences.sum(self.count_BE).to(self.score_BE.dtype)
         self._share_BE = count_BE / count_BE.sum(-1, keepdim=True)
-        # Means are over the tokens of a data- and context-parallel place, of which tensor-parallel ranks hold a share each.
-        self._place = self.sequences * self.tokens * sequences.tp
+        self._length = self.tokens * sequences.ranks
 
     def slopes(self) -> tuple[torch.Tensor, float]:
         """What balance_loss is per unit of score_BE, and z_loss per unit of z.
 
-        Balance is E · Σ_e f_e · P_e of every sequence, averaged over sequences, with f_e the share of a sequence's assignments
+        Balance is E · Σ_e f_e · P_e of every sequence, summed over sequences, with f_e the share of a sequence's assignments
         and P_e its mean score (Switch Transformer, equation 4); evenly used experts make it 1. Shares are those of whole
-        sequences, so it depends neither on the fold, nor on the micro-batch, nor on pieces.
+        sequences, so it depends neither on the fold, nor on the micro-batch, nor on pieces. z is the mean over a sequence's
+        tokens, summed over sequences.
         """
         assert self._share_BE is not None, "pieces are missing"
-        return self._share_BE * (self._share_BE.shape[1] / self._place), 1 / self._place
+        return self._share_BE * (self._share_BE.shape[1] / self._length), 1 / self._length
 
     def losses(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's contributions to balance and z-loss; the sum over all ranks, over DP·CP, is the mean."""
+        """This rank's contributions to balance and z-loss: sums over sequences."""
         slope_BE, slope = self.slopes()
         return (slope_BE * self.score_BE).sum(), self.z * slope
 

@@ -14,6 +14,7 @@ from foldray.planner import Recording, op_costs
 from foldray.runtime.gradients import Gradients
 from foldray.runtime.micro_batch import MicroBatch
 from foldray.runtime.trace import Trace
+from foldray.runtime.weights import Weights
 from foldray.schedule import Chunk, Op, Ordering, Slicing, Span, StepGraph, position_list
 
 
@@ -38,6 +39,7 @@ class Execution:
         self.model, self.groups, self.gradients, self.reduces = model, groups, gradients, reduces
         self.trace: Trace | None = None
         self.last: StepGraph | None = None  # of the last step of training
+        self.weights: Weights | None = None
         self.reorder(ordering or Ordering())
         self._position, self._stage = groups.coordinate["attention"]["pp"], groups.replicated_gradients
 
@@ -69,15 +71,14 @@ class Execution:
     def train(self, batches: Sequence[Batch]) -> list[Losses]:
         """Forward and backward of one optimizer step; what this rank adds to each micro-batch's losses.
 
-        The gradient is that of the mean over micro-batches, of this rank's share of the objective; reduced, if the ordering
-        says how.
+        The gradient is that of the step's objective (`Weights`), as far as this rank sees it; reduced, if the ordering says how.
 
         Raises:
             ValueError: a micro-batch cannot be cut into `ordering.batch_degree` parts.
         """
         together = self.ordering.batch_degree
         run = _Run(self, [part for batch in batches for part in batch.cut(together)], training=True)
-        self.last = run.graph
+        self.last, self.weights = run.graph, run.weights
         return run.run()
 
     @torch.no_grad()
@@ -142,10 +143,9 @@ class _Run:
         self.groups, self.graph, self.trace = execution.groups, execution.graph(batches, training), execution.trace
         self.gradients = execution.gradients
         self.order = execution.order(self.graph)
-        self.micro_batches = [
-            MicroBatch(model, self.graph, batch, self.gradients.add, 1 / len(batches), training) for batch in batches
-        ]
         self.like = next(model.parameters())
+        self.weights = Weights(batches, self.groups, torch.promote_types(self.like.dtype, torch.float32)) if training else None
+        self.micro_batches = [MicroBatch(model, self.graph, batch, self.gradients.add, self.weights) for batch in batches]
         self.shapes = [(len(batch.token_BL), self.graph.slicing.length, model.spec.hidden) for batch in batches]
         self.sending: dict[tuple[str, int], Pending] = {}  # the last one to each neighbour
 

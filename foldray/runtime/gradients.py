@@ -1,6 +1,7 @@
 """One gradient rule and one norm rule.
 
-Every gradient is scaled by 1/(DP·CP) and summed over the ranks that have seen other data with the same weights:
+Ops differentiate the step's objective, a mean over all tokens that count (`weights.py`). So gradients are summed, and scaled by
+nothing, over the ranks that have seen other data with the same weights:
 
 | class | who holds it | summed over |
 |---|---|---|
@@ -93,14 +94,14 @@ class GradientBuffer:
             return ()
         return cut_buffer(self.name, self.parts, self.dtype.itemsize, most, self.sharding.deal)
 
-    def start(self, start: int, stop: int, scale: float) -> Pending:
-        """Scale a run of the buffer, and start to sum it over the ranks."""
+    def start(self, start: int, stop: int) -> Pending:
+        """Start to sum a run of the buffer over the ranks."""
         if not self.sharded:
             assert self.flat is not None
-            return self.communicator.start_all_reduce(self.flat[start:stop].mul_(scale))
+            return self.communicator.start_all_reduce(self.flat[start:stop])
         run = self.flat[start:stop] if self.flat is not None else self._take(start, stop)
         mine = self.sums[self.sharding.own(start, stop)]
-        return self.communicator.start_reduce_scatter(self.sharding.by_owner(run).mul_(scale), mine)
+        return self.communicator.start_reduce_scatter(self.sharding.by_owner(run), mine)
 
     def zero(self) -> None:
         for tensor in (self.flat, self.sums):
@@ -140,7 +141,7 @@ class Gradients:
     """
 
     def __init__(self, model: Transformer, groups: Groups, zero: int = 0):
-        self.groups, self.scale = groups, 1.0 / groups.dense_gradients.size
+        self.groups = groups
         communicators: dict[GradientClass, Communicator] = {
             "dense": groups.dense_gradients, "replicated": groups.replicated_gradients, "expert": groups.expert_gradients,
         }  # fmt: skip
@@ -177,17 +178,14 @@ class Gradients:
 
     def start(self, chunk: Chunk) -> Pending:
         """Start to reduce a chunk, all of which has been made."""
-        pending = self._by_name[chunk.name].start(chunk.start, chunk.stop, self.scale)  # type: ignore[index]
+        pending = self._by_name[chunk.name].start(chunk.start, chunk.stop)  # type: ignore[index]
         self._travelling.append(pending)
         return pending
 
     def finish(self) -> None:
-        """Wait for all chunks: the buffers then hold the gradient of the mean loss over all data."""
+        """Wait for all chunks: the buffers then hold the gradient of the step's objective."""
         while self._travelling:
             self._travelling.pop().wait()
-        for buffer in self.buffers:
-            if buffer.communicator.size == 1:
-                buffer.sums.mul_(self.scale)
         for parameter in self._tied:
             # Last of all, as a sum of two numbers: it has the same bits on both stages, which therefore never drift apart.
             self.groups.tied_gradients.all_reduce(self.buffer_of[parameter].own(parameter))

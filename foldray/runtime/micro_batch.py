@@ -24,6 +24,7 @@ from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, EMBED, EXPERT, F
 from foldray.model import Batch, KeysAndValues, Transformer, add_losses
 from foldray.moe import Dispatcher, Plan, Tally
 from foldray.runtime.buffer import TokenBuffer
+from foldray.runtime.weights import Weights
 from foldray.schedule import Op, StepGraph
 
 AddGradient = Callable[[nn.Parameter, torch.Tensor], None]
@@ -53,16 +54,15 @@ class MicroBatch:
 
     Args:
         add: takes a parameter's gradient as soon as there is one; sums up.
-        weight: of this micro-batch's objective in the step's.
-        training: whether ops go backward.
+        weights: of tokens and sequences in the step's objective; None if no op goes backward.
 
     Attributes:
         began: when the last op that computes began to, behind all waiting.
     """
 
-    def __init__(self, model: Transformer, graph: StepGraph, batch: Batch, add: AddGradient, weight: float, training: bool):
-        self.model, self.graph, self.batch, self.add, self.weight, self.training = model, graph, batch, add, weight, training
-        self.losses, self.began = model.no_losses(), perf_counter()
+    def __init__(self, model: Transformer, graph: StepGraph, batch: Batch, add: AddGradient, weights: Weights | None):
+        self.model, self.graph, self.batch, self.add, self.weights = model, graph, batch, add, weights
+        self.losses, self.began = model.start_losses(batch), perf_counter()
         self.inputs: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block; behind the last one, the stage's output
         self.middles: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block, behind attention
         self.input_gradients: dict[int, TokenBuffer] = defaultdict(TokenBuffer)
@@ -73,6 +73,11 @@ class MicroBatch:
         self._pieces: dict[tuple[int, int], _Piece] = defaultdict(_Piece)  # by block and part
         self._tallies: dict[int, Tally] = {}
         self._memories: dict[int, KeysAndValues] = defaultdict(KeysAndValues)
+
+    @property
+    def training(self) -> bool:
+        """Whether ops go backward."""
+        return self.weights is not None
 
     def run(self, op: Op) -> Pending | None:
         """Run an op; what it has sent on its way, if it communicates."""
@@ -174,7 +179,8 @@ class MicroBatch:
     # Backward.
 
     def head_backward(self, op: Op) -> None:
-        (gradient,) = self._differentiate(op, [self._scalar(self.weight)])
+        assert self.weights is not None
+        (gradient,) = self._differentiate(op, [self.weights.token])
         self.input_gradients[op.layer + 1].put(self._tokens(op), gradient)
 
     def merge_backward(self, op: Op) -> None:
@@ -198,11 +204,11 @@ class MicroBatch:
 
     def route_backward(self, op: Op) -> None:
         piece, router = self._pieces.pop((op.layer, op.part)), self.model.spec.router
-        slope_BE, slope = self._tallies[op.layer].slopes()
+        assert self.weights is not None
+        (slope_BE, slope), share = self._tallies[op.layer].slopes(), self.weights.sequence
         gradients = [
             self._arrived(op, DISPATCH), piece.weight_gradient,
-            slope_BE * (router.balance_loss * self.weight), self._scalar(slope * router.z_loss * self.weight),
-            piece.residual_gradient,
+            slope_BE * (share * router.balance_loss), share * (slope * router.z_loss), piece.residual_gradient,
         ]  # fmt: skip
         (gradient,) = self._differentiate(op, gradients)
         self.middle_gradients[op.layer].put(self._tokens(op), gradient + piece.residual_gradient)
@@ -229,11 +235,6 @@ class MicroBatch:
 
     def _dispatcher(self, op: Op) -> Dispatcher:
         return self.model.block(op.layer).moe.dispatcher
-
-    def _scalar(self, value: float) -> torch.Tensor:
-        """A gradient of a loss, which is in at least float32."""
-        weight = next(self.model.parameters())
-        return torch.tensor(value, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
 
     def _arrived(self, op: Op, kind: str) -> torch.Tensor:
         """What the op's own collective of this kind has brought."""

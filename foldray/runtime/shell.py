@@ -44,7 +44,9 @@ class StepModule(nn.Module):
     def run(self, batches: Sequence[Batch]) -> torch.Tensor:
         with torch.enable_grad():
             self.losses = self.execution.train(batches)
-        return torch.stack([losses.language for losses in self.losses]).mean().float()
+        assert self.execution.weights is not None
+        language = torch.stack([losses.language for losses in self.losses]).sum()
+        return language.float() * self.execution.weights.token.float()
 
     def hand_over(self, scale: torch.Tensor) -> list[torch.Tensor]:
         """This rank's gradients in the parameters' precision; sums start anew."""

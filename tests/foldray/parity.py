@@ -8,7 +8,7 @@ import torch
 
 from foldray.comm import Groups
 from foldray.fold import Fold
-from foldray.model import Batch, Transformer
+from foldray.model import IGNORED, Batch, Transformer, all_losses
 from foldray.recipe import Recipe
 from foldray.runtime import Engine
 from foldray.spec import ModelSpec, Ownership
@@ -50,11 +50,11 @@ def make_recipe(workers: int, fold: dict[str, Any] | int = 1, **sections: Any) -
     )
 
 
-def train(rank: int, recipe: Recipe, steps: int = 1, documents: bool = False) -> dict[str, Any]:
+def train(rank: int, recipe: Recipe, steps: int = 1, **options: bool) -> dict[str, Any]:
     """Post-step weights, losses and norms of this rank; every global sample is its own random text."""
     groups = Groups.create(recipe.placed_fold, rank)
     engine = engine_of(recipe, groups)
-    found = go_on(engine, groups, recipe, range(steps), documents)
+    found = go_on(engine, groups, recipe, range(steps), **options)
     engine.close()
     groups.close()
     return found
@@ -66,28 +66,36 @@ def engine_of(recipe: Recipe, groups: Groups) -> Engine:
     return make_engine(recipe, groups, torch.device("cpu"))
 
 
-def go_on(engine: Engine, groups: Groups, recipe: Recipe, steps: range, documents: bool = False) -> dict[str, Any]:
+def go_on(engine: Engine, groups: Groups, recipe: Recipe, steps: range, **options: bool) -> dict[str, Any]:
     """Train the given steps: weights behind the last, losses and norms of each, counts of the last."""
     losses, norms, counts = [], [], torch.empty(0)
     for step in steps:
-        passes = engine.train(batches(recipe, groups.dp_rank, step, documents))
+        passes = engine.train(batches(recipe, groups.dp_rank, step, **options))
         norms.append(engine.update(recipe.optimizer.lr).total)
-        means = torch.stack([torch.stack([p.language, p.balance, p.z]) for p in passes]).mean(0)
-        losses.append((groups.control.all_reduce(means) / groups.dense_gradients.size).tolist())
-        counts = groups.control.all_reduce(torch.stack([p.count_ME for p in passes]).sum(0))
+        total = all_losses(passes, groups.control)
+        losses.append(total.means().tolist())
+        counts = total.count_ME
         engine.model.update_biases(counts)
     return {"weights": weights(engine), "losses": losses, "norms": norms, "counts": counts}
 
 
-def batches(recipe: Recipe, dp_rank: int, step: int, documents: bool = False) -> list[Batch]:
-    """The micro-batches of a step for a data-parallel place."""
+def batches(recipe: Recipe, dp_rank: int, step: int, documents: bool = False, masked: bool = False) -> list[Batch]:
+    """The micro-batches of a step for a data-parallel place.
+
+    Args:
+        documents: attention stops at documents.
+        masked: some targets do not count, in each sequence others and in one of them all.
+    """
     dp, size, length = recipe.placed_fold.dp, recipe.training.micro_batch, recipe.data.seq_len
     tokens = sample(step, recipe.training.global_batch, length + 1, recipe.model.vocab)
     segments = (tokens[:, :-1] % 5 == 0).cumsum(1) if documents else None
+    targets = tokens[:, 1:].clone()
+    for number, target_L in enumerate(targets if masked else ()):
+        target_L[torch.randperm(length, generator=torch.Generator().manual_seed(number))[: 2 * number + 2]] = IGNORED
     found = []
     for m in range(recipe.accumulation):
         mine = slice((m * dp + dp_rank) * size, (m * dp + dp_rank + 1) * size)
-        found.append(Batch(tokens[mine, :-1], tokens[mine, 1:], None if segments is None else segments[mine]))
+        found.append(Batch(tokens[mine, :-1], targets[mine], None if segments is None else segments[mine]))
     return found
 
 

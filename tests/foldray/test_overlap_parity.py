@@ -12,7 +12,7 @@ import torch
 
 from foldray.comm import Groups
 from foldray.fold import Fold
-from foldray.model import Batch, Transformer
+from foldray.model import Batch, Transformer, all_losses
 from foldray.moe import MoeBackend, router
 from foldray.moe.capacity import capacity, keep_within
 from foldray.recipe import Recipe
@@ -53,7 +53,7 @@ def _wanted(model: str, documents: bool) -> Wanted:
     objective, losses = whole(Batch(text[:, :-1], text[:, 1:], segments))
     found = torch.autograd.grad(objective, list(whole.parameters()))
     parts = ((whole.global_parts[local], grad) for (local, _), grad in zip(whole.named_parameters(), found, strict=True))
-    return Wanted(losses.language, {name: grad[index] for each, grad in parts for name, index in each})
+    return Wanted(losses.means()[0], {name: grad[index] for each, grad in parts for name, index in each})
 
 
 def differences(rank: int, recipes: list[Recipe], wanted: Wanted, documents: bool) -> list[tuple[float, str]]:
@@ -64,8 +64,7 @@ def differences(rank: int, recipes: list[Recipe], wanted: Wanted, documents: boo
     for recipe in recipes:
         engine.execution.reorder(recipe.ordering)
         losses = engine.train(batches(recipe, groups.dp_rank, 0, documents))
-        language = torch.stack([each.language for each in losses]).mean()
-        language = groups.control.all_reduce(language) / groups.dense_gradients.size
+        language = all_losses(losses, groups.control).means()[0]
         off = [(float((language - wanted.language).abs()), "loss")]
         off += [(float((held - wanted.gradients[key][box]).abs().max()), key) for key, (held, box) in gradients(engine).items()]
         found.append(max(off))

@@ -154,11 +154,12 @@ def _norm_of_ones(rank: int, recipe: Recipe) -> float:
     gradients = engine.step.gradients  # type: ignore[attr-defined]
 
     def fill(given: list) -> list:
-        ones = {"dense": 1.0, "replicated": 1 / fold.tp, "expert": fold.dp * fold.cp / fold.edp}
+        places = fold.dp * fold.cp
+        ones = {"dense": 1 / places, "replicated": 1 / places / fold.tp, "expert": 1 / fold.edp}
         for buffer in gradients.buffers:
             buffer.sums.fill_(ones[buffer.name])
         for parameter in engine.model.tied():
-            gradients.views[parameter].fill_(0.5)
+            gradients.views[parameter].fill_(0.5 / places)
         return [engine.model.no_losses() for _ in given]
 
     engine.execution.train = fill  # type: ignore[assignment, method-assign]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foldray.comm import Groups
 from foldray.fold import Fold
+from foldray.model import IGNORED
 from foldray.model.layers import FeedForward, Norm, Vocabulary, vocabulary_cross_entropy
 from foldray.spec import ModelSpec
 from tests.foldray.parity import MODEL
@@ -64,10 +65,11 @@ def _embedding(rank: int, fold: Fold) -> None:
 
 def _loss(rank: int, fold: Fold) -> None:
     groups, target_BS = Groups.create(fold, rank), tokens()
+    target_BS[:, ::3] = IGNORED
     x_BSH, weight_VH = with_grad(data(3, B, S, H)), with_grad(data(4, V, H))
     made, rows, piece = held(groups, weight_VH)
     logits_BSV = x_BSH @ weight_VH.T
-    loss = F.cross_entropy(logits_BSV.flatten(0, 1), target_BS.flatten())
+    loss = F.cross_entropy(logits_BSV.flatten(0, 1), target_BS.flatten(), reduction="sum")
     gradients = torch.autograd.grad(loss, (x_BSH, weight_VH))
     own_BsH = with_grad(x_BSH.detach()[:, piece])
     check(made.logits(own_BsH), logits_BSV[..., rows])

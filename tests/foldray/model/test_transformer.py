@@ -123,7 +123,7 @@ def test_the_ops_hold_every_parameter_and_their_losses_add_up(tied: bool) -> Non
     batch = Batch(text[:, :-1], text[:, 1:])
     logits = model.logits(batch.token_BL)
     language = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.target_BL.flatten())
-    torch.testing.assert_close(model(batch)[1].language, language.detach())
+    torch.testing.assert_close(model(batch)[1].means()[0], language.detach())
     x_BsH = torch.randn(2, 8, model.spec.hidden, dtype=torch.float64)
     parts = [model.head_loss(x_BsH[:, part.start : part.stop], batch, part)[0] for part in (range(5), range(5, 8))]
     torch.testing.assert_close(sum(parts), model.head_loss(x_BsH, batch, range(8))[0])
@@ -176,4 +176,4 @@ def test_a_dense_model_has_no_balance_terms() -> None:
     objective, losses = model_of(dense_first=2)(Batch(tokens(2, 5), tokens(2, 5, seed=1)))
     assert losses.count_ME.numel() == 0
     assert float(losses.balance) == float(losses.z) == 0
-    assert float(objective.detach()) == pytest.approx(float(losses.language))
+    assert float(objective.detach()) == pytest.approx(float(losses.means()[0]))

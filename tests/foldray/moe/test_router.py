@@ -55,7 +55,7 @@ def test_dropping_and_balance_do_not_depend_on_the_micro_batch(scope: str) -> No
     whole, tally = router.whole(x_BSH.flatten(0, 1), 6)
     parts, tallies = zip(*(router.whole(x_SH, 1) for x_SH in x_BSH), strict=True)
     assert whole.keep_TK.tolist() == torch.cat([part.keep_TK for part in parts]).tolist()
-    torch.testing.assert_close(tally.losses()[0], torch.stack([each.losses()[0] for each in tallies]).mean())
+    torch.testing.assert_close(tally.losses()[0], torch.stack([each.losses()[0] for each in tallies]).sum())
     assert int(whole.dropped) == sum(int(part.dropped) for part in parts) > 0
 
 
@@ -104,11 +104,11 @@ def route(groups: Groups, micro_batch: int, **router: Any) -> Routed:
     own_BsH = hidden(BATCH, LENGTH)[place["dp"] :: fold.dp, piece]
     micro = min(micro_batch, BATCH // fold.dp)
     passes, tallies = zip(*(made.whole(x_BsH.flatten(0, 1), micro) for x_BsH in own_BsH.split(micro)), strict=True)
-    balance, z = (torch.stack(terms).mean() for terms in zip(*(tally.losses() for tally in tallies), strict=True))
+    balance, z = (torch.stack(terms).sum() for terms in zip(*(tally.losses() for tally in tallies), strict=True))
     (balance + 0.1 * z).backward()
     assert made.weight.grad is not None
     summed = torch.cat([balance.detach()[None], z.detach()[None], made.weight.grad.flatten()])
-    summed = groups.replicated_gradients.all_reduce(summed) / groups.dense_gradients.size
+    summed = groups.replicated_gradients.all_reduce(summed) / BATCH
     count_E = groups.replicated_gradients.all_reduce(torch.stack([p.count_BE.sum(0) for p in passes]).sum(0))
     keep_BsK = torch.cat([p.keep_TK.view(micro, len(piece), 3) for p in passes if p.keep_TK is not None])
     return Routed(keep_BsK, count_E, float(summed[0]), float(summed[1]), summed[2:], passes[0].capacity)

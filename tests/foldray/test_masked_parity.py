@@ -1,0 +1,60 @@
+"""Tokens that do not count: the loss is a mean over those of the whole step that do, wherever they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from foldray.model import IGNORED
+from foldray.recipe import Recipe
+from tests.foldray.parity import batches, drifted, make_recipe, one_process, train, worst
+from tests.rotation import rotated
+
+FOLDS: list[tuple[int, dict[str, int]]] = [
+    (2, {}), (2, {"ep": 2}), (2, {"tp": 2}), (2, {"cp": 2}), (2, {"pp": 2}), (4, {"ep": 2}), (4, {"tp": 2, "etp": 2}),
+    (4, {"cp": 2, "ep": 4}), (4, {"pp": 2, "ep": 2}), (8, {"tp": 2, "cp": 2, "ep": 4}),
+    (8, {"tp": 2, "pp": 2, "ep": 2, "etp": 2}), (8, {"tp": 2, "cp": 2, "pp": 2, "ep": 4}),
+]  # fmt: skip
+SCHEDULES: list[dict[str, Any]] = [
+    {"kind": "sequential"},
+    {"kind": "one_a_one_m", "degree": 4, "reduction": "buckets", "sp_bytes": 4096},
+    {"kind": "stream", "degree": 2, "backward": "aaam"},
+    {"kind": "flow", "batch_degree": 1, "sp_bytes": 4096, "degree": 2},
+]
+
+
+def _equal_one_process(ranks: Any, recipe: Recipe, tolerance: float, relative: bool = False) -> None:
+    found = ranks(recipe.cluster.workers).run(_train, recipe, timeout=240)
+    reference = one_process(recipe, steps=2, masked=True)
+    difference, where = worst(found, reference, relative=relative)
+    assert difference <= tolerance, where
+    assert drifted(found) == []
+    for rank in found:
+        assert torch.tensor(rank["losses"]).sub(torch.tensor(reference["losses"])).abs().max() <= max(tolerance, 1e-10)
+
+
+def _train(rank: int, recipe: Recipe) -> dict[str, Any]:
+    return train(rank, recipe, 2, masked=True)
+
+
+@pytest.mark.parametrize(("workers", "fold", "schedule"), rotated(4, FOLDS, SCHEDULES), ids=str)
+def test_every_fold_and_schedule_equals_one_process(ranks, workers: int, fold: dict[str, int], schedule: dict) -> None:
+    _equal_one_process(ranks, make_recipe(workers, fold, schedule=schedule), 1e-10)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_deepspeed_equals_one_process(ranks, zero: int) -> None:
+    optimizer = {"kind": "sgd", "lr": 1.0, "clip": 0.1}
+    recipe = make_recipe(
+        4, {"tp": 2, "ep": 2}, engine={"kind": "deepspeed", "zero": zero}, precision="float32", optimizer=optimizer
+    )
+    _equal_one_process(ranks, recipe, 1e-6, relative=True)
+
+
+def test_what_counts_differs_from_rank_to_rank() -> None:
+    recipe = make_recipe(8, {})
+    counted = [sum(int((batch.target_BL != IGNORED).sum()) for batch in batches(recipe, r, 0, masked=True)) for r in range(8)]
+    assert len(set(counted)) == 8
+    assert min(counted) == 0, "one rank has nothing that counts"
