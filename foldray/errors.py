@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from foldray.urls import told_without, without_secrets
+from foldray.urls import HIDDEN, told_without, without_secrets
 
 _LONGEST = 1000  # characters of a rule, or of all legal values
 
@@ -48,6 +48,14 @@ class MissingPackage(UserError):
 
     def __reduce__(self):
         return type(self), self._given
+
+
+def refuse_hidden(field: str, url: str) -> None:
+    """Raise a UserError if a URL comes from a file that foldray wrote, without its secret."""
+    if HIDDEN in url:
+        raise UserError(
+            field, url, f"stands here without its secret, which is written to no file; give {field} once more in full"
+        )
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -9,21 +9,19 @@ HIDDEN = "***"
 _ON_DISK = ("sqlite", "journal", "file")  # schemes whose URLs name a path: an "@" in it ends no user
 _PARAMETER = re.compile(r"[?&;#]([^?&;#=]*)=")
 _SECRET = re.compile("pass|pwd|secret|token|key|cred|auth|sig", re.IGNORECASE)
+_NAME = re.compile(r"[\w.+-]*")
 _URL = re.compile(r"[\w+.-]+://[^\s'\"]+")
 
 
 def without_secrets(url: str) -> str:
-    """A URL, however malformed, without its user, its password, and what secret-looking parameters of its query hold."""
+    """A URL, however malformed, without its password, and without what secret-looking parameters of its query hold."""
     url, query = _query(url)
     user = _user(url)
     return url[: user.start] + HIDDEN * (user.stop > user.start) + url[user.stop :] + HIDDEN * bool(query)
 
 
-def holds_password(url: str) -> bool:
-    """Whether a URL tells more than who asks: `abfss://CONTAINER@HOST` is a place, `s3://KEY:SECRET@BUCKET` is none."""
-    url, query = _query(url)
-    user = _user(url)
-    return bool(query) or ":" in url[user.start : user.stop]
+def holds_secret(url: str) -> bool:
+    return without_secrets(url) != url
 
 
 def told_without(text: str, url: str | None = None) -> str:
@@ -49,11 +47,16 @@ def _query(url: str) -> tuple[str, str]:
 
 
 def _user(url: str) -> range:
-    """Where user and password are: a password may hold any character, escaped or not, so it ends at the last "@"."""
+    """Where user and password are: a password may hold any character, escaped or not, so it ends at the last "@".
+
+    A name alone is no secret (`postgresql://USER@HOST`, `abfss://CONTAINER@HOST`), but to a web server it may be a token.
+    """
     end = max(url.rfind("@"), 0)
     begin = url.find("://", 0, end) + 3
     if begin < 3:  # no URL, or half of one: `USER:PASSWORD@HOST`
         is_path = url.startswith("/") and not url.startswith("//")
         return range(end if ":" in url[:end] and not is_path else 0)
-    is_path = url[: begin - 3].endswith(_ON_DISK) and url[begin] == "/"
-    return range(begin, begin if is_path else end)
+    scheme, user = url[: begin - 3], url[begin:end]
+    is_path = scheme.endswith(_ON_DISK) and user.startswith("/")
+    is_name = _NAME.fullmatch(user) and not scheme.endswith(("http", "https"))
+    return range(begin, begin if is_path or is_name else end)

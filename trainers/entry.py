@@ -9,6 +9,7 @@ from pathlib import Path
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
+from foldray.urls import told_without
 from trainers import telemetry
 from trainers.online import MakeSearch
 from trainers.report import Console
@@ -53,7 +54,7 @@ def train(
         console.close(summary, trainer.run.tracker.view_url)
     if failure is not None:
         cause, file = root_cause(failure), _keep(failure, Path(summary.run_dir))
-        reason = textwrap.shorten(f"{type(cause).__name__}: {cause}", 600, placeholder=" …")
+        reason = textwrap.shorten(told_without(f"{type(cause).__name__}: {cause}"), 600, placeholder=" …")
         print(f"foldray: training failed after step {summary.steps}: {reason}; the traceback is in {file}", file=sys.stderr)
         return 1
     return 0
@@ -64,7 +65,7 @@ def _keep(failure: Exception, folder: Path) -> Path:
     workers = {f"rank {rank}": error for rank, error in getattr(failure, "worker_failures", {}).items()}
     texts = [f"{where}\n{''.join(traceback.format_exception(error))}" for where, error in {**workers, "driver": failure}.items()]
     file = folder / "error.txt"
-    file.write_text("\n".join(texts))
+    file.write_text(told_without("\n".join(texts)))
     return file
 
 

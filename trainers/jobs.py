@@ -17,12 +17,22 @@ import yaml
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
+from foldray.urls import holds_secret
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 WANTS_TOKEN = "the cluster wants its token; put it into ~/.ray/auth_token, or set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+_STORED = (
+    "holds a secret, and a job's recipe is stored on its cluster; let the cluster's environment have it, such as "
+    "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or PGPASSWORD"
+)
 _PACKAGES = ("foldray", "trainers", "tuners")
+
+
+def in_job() -> bool:
+    """Whether this process was started by `ray job submit`."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
 def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = True) -> int:
@@ -34,9 +44,11 @@ def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = Tru
     anywhere.
 
     Raises:
-        UserError: nothing answers at the address, or it refuses the token.
+        UserError: nothing answers at the address, or it refuses the token; the recipe holds a secret that the job would need.
     """
     _check_address(address)
+    if recipe.tracking.uri is not None and holds_secret(recipe.tracking.uri):
+        raise UserError("tracking.uri", recipe.tracking.uri, _STORED)
     _send_token()
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobStatus, JobSubmissionClient

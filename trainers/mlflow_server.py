@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from foldray.errors import UserError
+from foldray.errors import UserError, refuse_hidden
 from foldray.recipe import Recipe
+from foldray.urls import told_without, without_secrets
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -34,16 +35,21 @@ class TrackingServer:
     Args:
         storage: local folder for the database, where the recipe names none, and for artifacts, where no server keeps them.
 
+    Attributes:
+        uri: as it is told to people, without secrets.
+
     Raises:
-        UserError: the server does not answer, or refuses.
+        UserError: the server does not answer, or refuses; its address stands without its secret.
     """
 
     def __init__(self, recipe: Recipe, storage: Path):
-        self.uri = _absolute(recipe.tracking.uri) if recipe.tracking.uri else default_uri(storage)
+        self._given = _absolute(recipe.tracking.uri) if recipe.tracking.uri else default_uri(storage)
+        self.uri = without_secrets(self._given)
         self.experiment = recipe.tracking.experiment
         self._artifacts = storage.absolute() / "mlartifacts"
-        with told_as_user_error(self.uri):
-            self.client = _connect(self.uri)
+        refuse_hidden("tracking.uri", self._given)
+        with self.told_as_user_error():
+            self.client = _connect(self._given)
             self.experiment_id = self._find_experiment()
 
     def view_url(self, run_id: str) -> str:
@@ -57,6 +63,19 @@ class TrackingServer:
             return None
         options = ["--backend-store-uri", self.uri, "--artifacts-destination", str(self._artifacts)]
         return shlex.join([*_mlflow(), "server", *options, "--host", "127.0.0.1", "--port", "5000", "--workers", "1"])
+
+    @contextmanager
+    def told_as_user_error(self) -> Iterator[None]:
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError("tracking.uri", self.uri, f"no MLflow tracking there ({self.reason(error)})", _URI_EXAMPLES) from None
+
+    def reason(self, error: Exception) -> str:
+        """Why it fails, in one line without secrets."""
+        return told_without(line(error), self._given)
 
     def _find_experiment(self) -> str:
         known = self.client.get_experiment_by_name(self.experiment)
@@ -144,16 +163,6 @@ def _check_reachable(uri: str) -> None:
         database.close()
     elif scheme in _DATABASE_PORTS:
         socket.create_connection((parts.hostname or "localhost", parts.port or _DATABASE_PORTS[scheme]), timeout=5).close()
-
-
-@contextmanager
-def told_as_user_error(uri: str) -> Iterator[None]:
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError("tracking.uri", uri, f"no MLflow tracking there ({line(error)})", _URI_EXAMPLES) from error
 
 
 def _absolute(uri: str) -> str:

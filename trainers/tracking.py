@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from foldray.recipe import Recipe
-from trainers.mlflow_server import TrackingServer, line, log_recipe, told_as_user_error
+from trainers.mlflow_server import TrackingServer, log_recipe
 from trainers.telemetry import Record, Step
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Tracker:
         self._logged: dict[str, int] = {}
         self._warned, self._tried = False, 0
         self._client, self.experiment_id = self._server.client, self._server.experiment_id
-        with told_as_user_error(self.uri):
+        with self._server.told_as_user_error():
             self.run_id = self._reopen(mlflow_run_id) or self._create(recipe, name)
         self._sender = _Sender(lambda metrics: self._client.log_batch(self.run_id, metrics=metrics), self._warn)
         self._sender.start()
@@ -155,7 +155,9 @@ class Tracker:
     def _warn(self, error: Exception) -> None:
         if not self._warned:
             self._warned = True
-            _log.warning("MLflow at %s fails (%s); training goes on, metrics.jsonl has everything", self.uri, line(error))
+            _log.warning(
+                "MLflow at %s fails (%s); training goes on, metrics.jsonl has everything", self.uri, self._server.reason(error)
+            )
 
 
 class _Sender(threading.Thread):

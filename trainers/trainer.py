@@ -107,7 +107,7 @@ class FoldTrainer(TorchTrainer):
         name, noted = str(self.run_config.name), None if start is None else start.name
         self.run = Run(self.recipe, name, self._root, data, self.console, noted)
         with self.run:
-            told = {"recipe": self.recipe.model_dump(), "data": str(data.folder), "queue": self.run.queue}
+            told = {"recipe": self.recipe.model_dump(mode="json"), "data": str(data.folder), "queue": self.run.queue}
             self.train_loop_config = told | {"search": self.search, "start": start and start.checkpoint}
             result = super().fit()
             if damaged := result.return_value.get("damaged"):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from foldray.errors import MissingPackage, UserError
 from foldray.recipe import Recipe
+from foldray.urls import without_secrets
 from trainers import cluster
 from trainers.telemetry import as_json as to_json
 from tuners import report
@@ -47,7 +48,11 @@ def tune(recipe: Recipe, as_json: bool = False) -> int:
     runs.close("FINISHED", list(files.values()))
     if as_json:
         paths = {name: str(path) for name, path in files.items()}
-        document = report.summary(outcome, reference) | {"files": paths, "storage": tuner.url, "mlflow_uri": runs.server.uri}
+        document = report.summary(outcome, reference) | {
+            "files": paths,
+            "storage": without_secrets(tuner.url),
+            "mlflow_uri": runs.server.uri,
+        }
         print(to_json(document))
     else:
         print(_closing(recipe, outcome, files, runs))

@@ -23,7 +23,8 @@ from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from foldray.errors import MissingPackage, UserError
+from foldray.errors import MissingPackage, UserError, refuse_hidden
+from foldray.urls import told_without
 from tuners.sampler import LOST, REASON
 
 _ALIVE_S, _SILENT_S, _CONNECT_S = 5.0, 60.0, 10
@@ -36,9 +37,10 @@ def open_storage(url: str) -> BaseStorage:
     """A storage by its URL.
 
     Raises:
-        UserError: it cannot be opened.
+        UserError: it cannot be opened, or stands without its secret.
         MissingPackage: its driver is not installed.
     """
+    refuse_hidden("tune.storage", url)
     try:
         if url.startswith("journal://"):
             path = Path(url.removeprefix("journal://"))
@@ -53,11 +55,11 @@ def open_storage(url: str) -> BaseStorage:
         raise MissingPackage(
             "tune.storage", url, name, f"pip install {name}-binary" if name == "psycopg2" else f"pip install {name}"
         ) from None
-    except ImportError as error:
-        raise MissingPackage("tune.storage", url, "psycopg2", "pip install psycopg2-binary") from error
+    except ImportError:
+        raise MissingPackage("tune.storage", url, "psycopg2", "pip install psycopg2-binary") from None
     except Exception as error:
-        reason = " ".join(str(error.__cause__ or error).split())[:160]
-        raise UserError("tune.storage", _without_password(url), f"cannot be opened ({reason})", _EXAMPLES) from None
+        reason = told_without(" ".join(str(error.__cause__ or error).split()), url)[:160]
+        raise UserError("tune.storage", url, f"cannot be opened ({reason})", _EXAMPLES) from None
 
 
 @contextmanager
@@ -157,12 +159,3 @@ def _in_time(url: str) -> dict[str, Any]:
 def _lock_path(url: str) -> Path:
     path = url.removeprefix("sqlite:///").removeprefix("journal://")
     return Path(f"{path}.turn")  # Optuna's journal has a .lock of its own
-
-
-def _without_password(url: str) -> str:
-    from sqlalchemy.engine import make_url
-
-    try:
-        return make_url(url).render_as_string(hide_password=True)
-    except Exception:
-        return url

@@ -175,7 +175,7 @@ class Runs(Watcher):
         except Exception as error:
             if not self._warned:
                 self._warned = True
-                _log.warning("MLflow at %s fails (%s); the study goes on", self.server.uri, " ".join(str(error).split())[:160])
+                _log.warning("MLflow at %s fails (%s); the study goes on", self.server.uri, self.server.reason(error))
 
 
 def _epoch_ms(moment: datetime | None) -> int | None:
