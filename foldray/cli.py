@@ -168,13 +168,19 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     for name in ("model", "gpus", "seq_len", "global_batch"):
         if getattr(given, name) is None:
             raise UserError(name, "nothing", "is needed unless published rows are scored (--score, --fit)")
-    for name in ("gpus", "seq_len", "global_batch", "top", *_AXES):
-        if getattr(given, name) is not None and getattr(given, name) < 1:
-            raise UserError(name, getattr(given, name), "must be at least 1")
+    _check_range(given, gpus=_MOST_RANKS, seq_len=2**24, global_batch=2**20, top=1000, **dict.fromkeys(_AXES, _MOST_RANKS))
     job = Job(ModelSpec.model_validate({"preset": given.model}), given.seq_len, given.global_batch, given.dtype)
     machines.peak(given.dtype)
     pins = {axis: getattr(given, axis) for axis in _AXES if getattr(given, axis) is not None}
     return Space(job, machines, given.gpus, pins, {"zero1": 1, "zero3": 3}[given.sharding])
+
+
+def _check_range(given: argparse.Namespace, **most: int) -> None:
+    """Sizes beyond these would take the machine along before anybody could say that they cannot be."""
+    for name, limit in most.items():
+        value = getattr(given, name)
+        if value is not None and not 1 <= value <= limit:
+            raise UserError(name, value, f"must be at least 1, and at most {limit}")
 
 
 def _plan_picture(found: Any, machines: Any, path: Path) -> None:
@@ -184,9 +190,7 @@ def _plan_picture(found: Any, machines: Any, path: Path) -> None:
 
 
 def slice_(given: argparse.Namespace) -> int:
-    for name in ("hidden", "heads"):
-        if getattr(given, name) < 1:
-            raise UserError(name, getattr(given, name), "must be at least 1")
+    _check_range(given, seq_len=2**24, degree=2**8, multiple_of=2**24, hidden=2**20, heads=2**14)
     cost = SliceCost.of_model(given.hidden, given.heads)
     found = slice_sequence(given.kind, given.seq_len, given.degree, cost, given.multiple_of)
     if given.json:

@@ -124,6 +124,12 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
     (["train", "good.yaml", "--json=3"], ("arguments=good.yaml --json=3", "ignored explicit argument '3'")),
     (["train", "good.yaml", "good.yaml"], ("override=good.yaml", "must read key.sub=value")),
     (["submit", "good.yaml"], ("arguments=good.yaml", "required: --address")),
+    (
+        ["slice", "--seq-len", "1" + 18 * "0", "--degree", "4", "--hidden", "8", "--heads", "1"],
+        ("seq_len=1000", "at most 16777216"),
+    ),
+    (["slice", "--seq-len", "64", "--degree", "100000", "--hidden", "8", "--heads", "1"], ("degree=100000", "at most 256")),
+    (["slice", "--seq-len", "64", "--degree", "4", "--hidden", "0", "--heads", "1"], ("hidden=0", "must be at least 1")),
     (["submit", "good.yaml", "--address", "127.0.0.1:8265"], ("address=127.0.0.1:8265", "such as http://HOST:8265")),
     (["submit", "good.yaml", "--address", "ray://127.0.0.1:10001"], ("address=ray://127.0.0.1:10001", "such as http://HOST")),
     (["submit", "good.yaml", "--address", "http://[::1"], ("address=http://[::1", "such as http://HOST")),
