@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
-import pyarrow
-import pyarrow.fs
 import ray
 import ray.train
 import torch
+from ray._common.utils import get_system_memory
 from ray._private.grpc_utils import init_grpc_channel
 from ray.exceptions import AuthenticationError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -23,8 +21,12 @@ from ray.train.torch import TorchTrainer
 
 from foldray.comm import Groups
 from foldray.errors import UserError
+from foldray.planner.memory import GIB, parameters
 from foldray.recipe import Recipe
-from trainers.jobs import WANTS_TOKEN
+from foldray.spec import count_by_cut
+from foldray.urls import told_without
+from trainers.jobs import WANTS_TOKEN, in_job
+from trainers.run_storage import storage_folder
 
 # What Ray's own processes read; set before it starts, never over a user's value.
 _QUIET = {
@@ -39,12 +41,8 @@ _QUIET = {
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
 """Workers' environment: else glibc would hand every large block back to the kernel and fault its pages in again, every step."""
 _ANSWER_S = 10.0  # seconds for a cluster to answer at its address
+_PROCESS_BYTES, _GPU_BYTES = 128 * 2**20, 512 * 2**30  # less than any worker's process takes, more than any GPU has
 _OBJECT_STORE = 512 * 2**20  # bytes; training data does not travel through Ray
-
-
-def in_job() -> bool:
-    """Whether this process was started by `ray job submit`."""
-    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
 def connect(recipe: Recipe, crowded: bool = False) -> None:
@@ -54,7 +52,7 @@ def connect(recipe: Recipe, crowded: bool = False) -> None:
         crowded: a Ray started here takes as many workers as the recipe has, whatever the number of cores.
 
     Raises:
-        UserError: no cluster answers at the address, or it refuses the token.
+        UserError: no cluster answers at the address, or it refuses the token; the model is too large for this machine.
     """
     for key, value in _QUIET.items():
         os.environ.setdefault(key, value)
@@ -63,6 +61,7 @@ def connect(recipe: Recipe, crowded: bool = False) -> None:
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     address = recipe.cluster.address
     if address is None and not in_job() and "RAY_ADDRESS" not in os.environ:
+        _check_memory(recipe, get_system_memory(), "this machine")
         cpus = max(os.cpu_count() or 1, recipe.cluster.workers * recipe.cluster.cpus_per_worker) if crowded else None
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=_OBJECT_STORE, **quiet)
         return
@@ -73,7 +72,7 @@ def connect(recipe: Recipe, crowded: bool = False) -> None:
     except AuthenticationError:
         raise UserError("cluster.address", named, WANTS_TOKEN) from None
     except (OSError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:160]
+        reason = told_without(" ".join(str(error).split()), named)[:160]
         raise UserError("cluster.address", named, f"no Ray cluster answers there, or not to this token ({reason})") from None
 
 
@@ -98,7 +97,7 @@ def check_room(recipe: Recipe) -> None:
     """Refuse at once what could never be placed.
 
     Raises:
-        UserError: more workers, CPUs or GPUs than the cluster's nodes have.
+        UserError: more workers, CPUs or GPUs than the cluster's nodes have, or a model that their memory cannot hold.
     """
     cluster = recipe.cluster
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -112,6 +111,21 @@ def check_room(recipe: Recipe) -> None:
         each = f"{cluster.cpus_per_worker} CPU" + (" and 1 GPU" if cluster.gpu else "")
         rule = f"the cluster has room for {room} workers of {each} each on {len(nodes)} node(s), placed {cluster.placement}"
         raise UserError("cluster.workers", cluster.workers, rule, [f"1 to {room}"] if room else None)
+    # Ray tells what was free as it started, of GPUs nothing: what is surely too much is more than anyone may have.
+    free = sum(node.get("memory", 0.0) + node.get("object_store_memory", 0.0) for node in nodes)
+    _check_memory(recipe, cluster.workers * _GPU_BYTES if cluster.gpu else 2 * free, "the cluster")
+
+
+def _check_memory(recipe: Recipe, there: float, where: str) -> None:
+    """Refuse what surely does not fit: every worker's process, its even share of weights and gradients, and Adam's moments."""
+    fold, workers, (outside, inside) = recipe.fold, recipe.cluster.workers, count_by_cut(recipe.model)
+    count = {"dp_cp": outside / (fold.tp * fold.pp), "edp": inside / (fold.ep * fold.etp * fold.pp)}
+    held = parameters(recipe.placed_fold, recipe.engine.zero, getattr(torch, recipe.precision).itemsize, count)
+    each = held.weights + held.gradients + (held.optimizer if recipe.optimizer.kind == "adamw" else 0.0)
+    needed = workers * (each + (0 if recipe.cluster.gpu else _PROCESS_BYTES))
+    if needed > there:
+        rule = f"{workers} workers need {needed / GIB:.3g} GiB for weights, gradients and optimizer at least, {where} has "
+        raise UserError("model", f"{outside + inside:.3g} parameters", f"{rule}{there / GIB:.3g} GiB")
 
 
 def scaling(recipe: Recipe) -> ScalingConfig:
@@ -133,12 +147,12 @@ def on_workers(recipe: Recipe, loop: Callable[[dict[str, Any]], Any], name: str,
     Raises:
         UserError: the recipe cannot run here.
     """
+    storage, folder = storage_folder(recipe), f"{name}-{secrets.token_hex(4)}"
     connect(recipe, crowded=True)
     check_room(recipe)
-    storage, folder = storage_folder(recipe), f"{name}-{secrets.token_hex(4)}"
     trainer = TorchTrainer(
         loop,
-        train_loop_config={"recipe": recipe.model_dump(), **config},
+        train_loop_config={"recipe": recipe.model_dump(mode="json"), **config},
         scaling_config=scaling(recipe),
         run_config=RunConfig(
             name=folder,
@@ -161,42 +175,6 @@ def worker(config: dict[str, Any]) -> tuple[Recipe, Groups, torch.device]:
     torch.set_num_threads(recipe.cluster.cpus_per_worker)
     device = ray.train.torch.get_device() if recipe.cluster.gpu else torch.device("cpu")
     return recipe, Groups.create(recipe.placed_fold, ray.train.get_context().get_world_rank()), device
-
-
-def storage_folder(recipe: Recipe) -> str:
-    """Where runs go: an absolute folder, or a URI that Ray's storage understands.
-
-    Raises:
-        UserError: a relative folder inside a Ray job, whose working folder is deleted; a folder that cannot be written; a URI
-            that cannot be opened.
-    """
-    given = recipe.cluster.storage
-    if given is not None and "://" in given:
-        return _reachable(given)
-    try:
-        folder = Path(given).expanduser() if given else (Path.home() / "foldray" / "runs" if in_job() else Path("runs"))
-    except RuntimeError:
-        raise UserError("cluster.storage", given, "names the home of a user who is not known here") from None
-    if in_job() and given is not None and not folder.is_absolute():
-        raise UserError(
-            "cluster.storage", given, "a Ray job's working folder is deleted with the job; give an absolute folder or a URI"
-        )
-    folder = folder.absolute()
-    try:
-        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        with tempfile.TemporaryFile(dir=existing):  # tried, because permissions do not tell of root, /proc and full disks
-            return str(folder)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError("cluster.storage", folder, f"is no folder that can be written to ({reason})") from None
-
-
-def _reachable(uri: str) -> str:
-    try:
-        pyarrow.fs.FileSystem.from_uri(uri)
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise UserError("cluster.storage", uri, f"is no storage that can be reached ({error})") from None
-    return uri
 
 
 def _places(node: dict[str, float], cpus: int, gpu: bool) -> int:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from foldray.fold import Fold
 from foldray.kinds import ATTENTION, EXPERT, FFN, ROUTE
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import RankCosts
@@ -73,7 +74,7 @@ def _position(candidate: Candidate, rank: RankCosts, place: int, imbalance: floa
     graph = candidate.graph
     stages = graph.pipeline.stages_at(place)
     kinds: Counter[str] = Counter(kind for number in stages for kind in graph.stages[number])
-    held = parameters(rank, rank.elements(kinds, place == 0, place == graph.pp - 1))
+    held = parameters(rank.fold, rank.zero, rank.device.bytes, rank.elements(kinds, place == 0, place == graph.pp - 1))
     flying, sliced = in_flight(graph.pipeline, place), graph.slicing.degree > 1
     kept = 0.0
     for number in stages:
@@ -87,18 +88,17 @@ def _position(candidate: Candidate, rank: RankCosts, place: int, imbalance: floa
     return Memory(*held, kept, buffers(rank, graph.slicing, imbalance), logits, rank.device.share["workspace"] * GIB)
 
 
-def parameters(rank: RankCosts, count: Mapping[str, float]) -> Held:
-    """What so many parameters of a rank cost it, by family.
+def parameters(fold: Fold, zero: int, itemsize: int, count: Mapping[str, float]) -> Held:
+    """What so many parameters of a rank cost it, by family, if it computes with so many bytes of each.
 
     The optimizer updates float32 weights: copies where a rank computes in less, or where it updates only those that it owns. Sums
     of gradients that are shared out lie beside the gradients, unless these are given back as they leave.
     """
-    fold, zero, b = rank.fold, rank.zero, rank.device.bytes
     weights = gradients = optimizer = 0.0
     for family, ranks in (("dp_cp", fold.dp * fold.cp), ("edp", fold.edp)):
         whole, shared = count[family], zero > 0 and ranks > 1
         own = whole / ranks if shared else whole
-        weights += (own if zero == 3 else whole) * b + (own * 4 if b < 4 or (shared and zero < 3) else 0)
+        weights += (own if zero == 3 else whole) * itemsize + (own * 4 if itemsize < 4 or (shared and zero < 3) else 0)
         gradients += 4 * ((own if shared else 0) + (whole if zero < 2 or not shared else 0))
         optimizer += 8 * own
     return Held(weights, gradients, optimizer)

@@ -294,7 +294,9 @@ class _Floors:
         for kind in self._kinds:
             weights, kept = ("parameters", kind, fold), ("kept", kind, rank.alike, group.recompute, sliced)
             if weights not in self._known:
-                self._known[weights] = sum(parameters(rank, rank.elements({kind: most}, True, False)))
+                self._known[weights] = sum(
+                    parameters(rank.fold, rank.zero, rank.device.bytes, rank.elements({kind: most}, True, False))
+                )
             if kept not in self._known:
                 self._known[kept] = block_activations(rank, kind, group.recompute, sliced, self.space.imbalance)
             found = min(found, self._known[weights] + flying * self._known[kept])

@@ -112,11 +112,11 @@ DATA: list[tuple[str, tuple[str, ...]]] = [
     ("data.path=texts/*.md", ("data.path=texts/*.md", "matches no file", "texts/*.md)")),
     ("data.path=texts", ("data.path=texts", "is a folder; name a file or a glob, such as texts/*")),
     ("data.path=~nobody-of-this-name/a", ("data.path=~nobody-of-this-name/a", "matches no file")),
-    (f"data.path={'x' * 5000}", ("data.path=xxx", "matches no file")),
+    (f"data.path={'x' * 4000}", ("data.path=xxx", "matches no file")),
     ("data.path=empty/*", ("data.seq_len=32", "needs 33 tokens, but the training documents have 0")),
     ("data.path=short/*", ("data.seq_len=32", "needs 33 tokens, but the training documents have 12")),
     ("data.validation.path=short/*", ("data.seq_len=32", "needs 33 tokens, but the validation documents have 18")),
-    (f"data.seq_len=1{'0' * 30}", ("data.seq_len=1000000", "but the training documents have")),
+    ("data.seq_len=16777216", ("data.seq_len=16777216", "but the training documents have")),
     ("data.path=binary/*", ("data.path=", "/binary/", "is no UTF-8 text", "zero bytes")),
     ("data.path=utf16/*", ("data.path=", "/utf16/", "another encoding")),
     ("data.path=partly/*", ("data.path=", "/partly/z", "is no UTF-8 text", "zero bytes")),
@@ -150,6 +150,12 @@ STORAGE: list[tuple[str, tuple[str, ...]]] = [
     (f"cluster.storage={'x' * 300}", ("cluster.storage=/", "(File name too long)")),
     ("cluster.storage=~nobody-of-this-name/runs", ("cluster.storage=~nobody-of-this-name/runs", "a user who is not known")),
     ("cluster.storage=ftpp://host/runs", ("cluster.storage=ftpp://host/runs", "is no storage that can be reached", "ftpp")),
+    ("cluster.storage=file:///proc/foldray", ("cluster.storage=/proc/foldray", "is no folder that can be written to")),
+    ("cluster.storage=file://host/runs", ("cluster.storage=file://host/runs", "is no folder on this machine")),
+    (
+        "cluster.storage=s3://runs/x?endpoint_override=127.0.0.1:9&scheme=http&region=x",
+        ("cluster.storage=s3://runs/x?endpoint_override=127.0.0.1:9", "is no storage that can be reached and written to"),
+    ),
 ]
 TRACKING: list[tuple[str, tuple[str, ...]]] = [
     ("tracking.uri=http://127.0.0.1:9", ("tracking.uri=http://127.0.0.1:9", "Connection refused", "legal: sqlite:///")),
@@ -162,6 +168,10 @@ TRACKING: list[tuple[str, tuple[str, ...]]] = [
     ("tracking.uri=sqlite:///texts/a", ("tracking.uri=sqlite:////", "/texts/a", "file is not a database")),
 ]
 CLUSTER: list[tuple[str, tuple[str, ...]]] = [
+    (
+        "model.vocab=16000000  model.hidden=100000",
+        ("model=3.2e+12 parameters", "2 workers need", "GiB for weights, gradients and optimizer at least, the cluster has"),
+    ),
     ("cluster.workers=8  training.global_batch=16", ("cluster.workers=8", "has room for 2 workers of 1 CPU", "legal: 1 to 2")),
     ("cluster.workers=131072  training.global_batch=262144", ("cluster.workers=131072", "has room for 2 workers", "1 to 2")),
     ("cluster.cpus_per_worker=2", ("cluster.workers=2", "has room for 1 workers of 2 CPU", "legal: 1 to 1")),

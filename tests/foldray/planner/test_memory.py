@@ -53,7 +53,7 @@ def test_mixtral_by_hand() -> None:
     assert count == {"dp_cp": 7 * block + 32000 * 6144 // 2, "edp": 7 * expert}
     # dp = 8; experts: 128 / (8 · 8) = 2. bf16 weights and float32 gradients whole; float32 weights, sums, two moments shared out.
     dense, experts = count["dp_cp"], count["edp"]
-    held = parameters(rank, count)
+    held = parameters(rank.fold, rank.zero, rank.device.bytes, count)
     assert held.weights == 2 * (dense + experts) + 4 * (dense / 8 + experts / 2)
     assert held.gradients == 4 * (dense + experts) + 4 * (dense / 8 + experts / 2)
     assert held.optimizer == 8 * (dense / 8 + experts / 2)
@@ -81,7 +81,7 @@ def test_a_small_model_by_hand() -> None:
     count = rank.elements({"dense": 2, "moe": 2}, first=True, last=True)
     assert count == {"dp_cp": 4 * attention + 2 * (dense + route) + ends, "edp": 2 * 4 * 2 * 8 * 8}
     own = sum(count.values()) / 2
-    assert parameters(rank, count) == (own * 4, own * 4, own * 8)
+    assert parameters(rank.fold, rank.zero, rank.device.bytes, count) == (own * 4, own * 4, own * 8)
 
 
 @pytest.mark.parametrize(("pp", "virtual", "most"), [(1, 1, [1]), (4, 1, [4, 3, 2, 1]), (4, 2, [11, 9, 7, 5])])
@@ -115,7 +115,7 @@ def test_parameters_are_those_of_a_run(ranks, fold: dict[str, int], zero: int) -
         stages = Ownership(model, placed).held_stages(number)
         kinds = Counter(model.block_kind(layer) for stage in stages for layer in stage.layers)
         count = rank.elements(kinds, stages[0].first, stages[-1].last)
-        assert parameters(rank, count) == pytest.approx(found, rel=0.01)
+        assert parameters(rank.fold, rank.zero, rank.device.bytes, count) == pytest.approx(found, rel=0.01)
 
 
 def _held(rank: int, recipe: Recipe) -> list[int]:

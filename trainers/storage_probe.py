@@ -1,0 +1,25 @@
+"""Writes a small file to a storage and deletes it again: `storage_probe.py URI`. What is wrong goes to standard output."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+
+from pyarrow.fs import FileSystem
+
+
+def probe(uri: str) -> None:
+    """Raises whatever the storage's client raises."""
+    files, folder = FileSystem.from_uri(uri)
+    path = f"{folder.rstrip('/')}/.foldray-{secrets.token_hex(4)}"
+    with files.open_output_stream(path) as stream:
+        stream.write(b"foldray was here")
+    files.delete_file(path)
+
+
+if __name__ == "__main__":
+    try:
+        probe(sys.argv[1])
+    except Exception as error:
+        print(" ".join(str(error).split()))
+        raise SystemExit(1) from None
