@@ -42,7 +42,7 @@ bench: setup ## measure the MoE layer, and schedules over a slow link between tw
 	$(BIN)/python recipes/benchmarks/moe_layer.py
 	$(BIN)/python recipes/benchmarks/overlap.py
 
-gpu-check: ## check the engine on a GPU with the Python at hand (needs torch there, no installation)
+gpu-check: ## check the engine on a GPU with the Python at hand (needs torch, numpy, scipy, pydantic, PyYAML)
 	$(PYTHON) tests/gpu/check.py
 
 clean: ## remove caches and build leftovers; the environment and runs/ stay
