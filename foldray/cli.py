@@ -13,7 +13,7 @@ from typing import Any
 from foldray.arguments import Parser
 from foldray.drawing import explanation
 from foldray.errors import MissingPackage, UserError
-from foldray.fold import Fold, Placement, best_order, nearest_folds
+from foldray.fold import Fold, Placement, best_order, nearest_disjoint, nearest_folds
 from foldray.recipe import Recipe, describe
 from foldray.schedule import SLICINGS, SliceCost, Slicing, slice_sequence
 
@@ -214,13 +214,17 @@ def _slices(slicing: Slicing, cost: SliceCost) -> str:
 def _legal_fold(given: argparse.Namespace) -> Fold:
     """The fold that was asked for; a refused one is told together with its neighbours that are legal."""
     sizes = {axis: getattr(given, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
+    apart = {"expert_ranks": given.expert_ranks, "expert_pp": given.expert_pp}
     shown = given.world_size <= _MOST_RANKS
     try:
         if not shown:
             raise UserError("world_size", given.world_size, f"at most {_MOST_RANKS} ranks are shown")
-        return Fold(given.world_size, **sizes, order=given.order, moe_order=given.moe_order)
+        return Fold(given.world_size, **sizes, order=given.order, moe_order=given.moe_order, **apart)
     except UserError as error:
-        near = nearest_folds(given.world_size, sizes) if shown else []
+        near = nearest_folds(given.world_size, sizes) if shown and not given.expert_ranks else []
+        if shown and given.expert_ranks:
+            wanted = {**sizes, "expert_pp": given.expert_pp or given.pp}
+            near = nearest_disjoint(given.world_size, given.expert_ranks, wanted)
         ordered = error.field in ("order", "moe_order")
         if given.json:
             orders = {"order": _ORDERS[0], "moe_order": _ORDERS[1]} if ordered else {}
@@ -328,6 +332,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--world-size", type=int, required=True, metavar="W", help="ranks")
     for axis, meaning in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
         command.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{meaning} parallel size (default 1)")
+    command.add_argument(
+        "--expert-ranks",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the experts have the last N ranks to themselves (default 0: none)",
+    )
+    command.add_argument("--expert-pp", type=int, metavar="N", help="their pipeline positions, if they do (default: pp)")
     command.add_argument("--order", default=_ORDERS[0], help="attention axes, fastest first (default %(default)s)")
     command.add_argument("--moe-order", default=_ORDERS[1], help="expert axes, fastest first (default %(default)s)")
     command.add_argument("--ranks-per-node", type=int, metavar="N", help="also tell which groups stay inside nodes of N ranks")

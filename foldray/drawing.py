@@ -52,16 +52,19 @@ def draw(fold: Fold, ranks_per_node: int | None = None) -> str:
     nodes = None if ranks_per_node is None else Placement(fold, ranks_per_node)
     whole = fold.world_size <= _WHOLE
     sides = [[name] for name in ("attention", "experts")]
-    for stage in range(fold.pp if whole else 1):
-        tables = [Table.of(grid, stage) for grid in (fold.attention, fold.moe)]
-        name = f"pp{stage}" if fold.pp > 1 else ""
-        blocks = [_block(table, name, nodes, stage == 0, len(table.rows) if whole else _ROWS) for table in tables]
+    for stage in range(max(fold.pp, fold.moe_pp) if whole else 1):
+        blocks = []
+        for grid, stages in ((fold.attention, fold.pp), (fold.moe, fold.moe_pp)):
+            table = Table.of(grid, stage) if stage < stages else None
+            rows = len(table.rows) if table and whole else _ROWS
+            blocks.append(_block(table, f"pp{stage}" if stages > 1 else "", nodes, stage == 0, rows) if table else [])
         for side, block in zip(sides, blocks, strict=True):
             side += block + [""] * (max(map(len, blocks)) - len(block))
     width = max(map(len, sides[0])) + 3
     lines = [f"{left:{width}}{right}".rstrip() for left, right in zip_longest(*sides)]
-    if not whole and fold.pp > 1:
-        lines.append(f"… {fold.pp - 1} more stages like this one, each {fold.attention.stride('pp')} ranks further")
+    for name, grid, stages in (("", fold.attention, fold.pp), ("of the experts ", fold.moe, fold.moe_pp)):
+        if not whole and stages > 1 and (fold.disjoint or not name):
+            lines.append(f"… {stages - 1} more stages {name}like this one, each {grid.stride('pp')} ranks further")
     return "\n".join(filter(None, lines))
 
 
@@ -98,7 +101,9 @@ def explanation(fold: Fold, nodes: Placement | None, best: Placement | None) -> 
     ranks = f"{fold.world_size} rank{'s' * (fold.world_size > 1)}" + (f", {nodes.ranks_per_node} per node" if nodes else "")
     lines = [f"{ranks}: {fold}", "", draw(fold, nodes.ranks_per_node if nodes else None)]
     for view, families in FAMILIES.items():
-        lines += ["", "experts" if view == "moe" else view, *(_family(fold, family, nodes) for family in families)]
+        held = fold.views[view].ranks
+        on = f" on ranks {held[0]}–{held[-1]}" if fold.disjoint else ""
+        lines += ["", f"{'experts' if view == 'moe' else view}{on}", *(_family(fold, view, family, nodes) for family in families)]
     if nodes:
         lines += [
             "",
@@ -111,9 +116,9 @@ def explanation(fold: Fold, nodes: Placement | None, best: Placement | None) -> 
     return "\n".join(lines)
 
 
-def _family(fold: Fold, family: str, nodes: Placement | None) -> str:
+def _family(fold: Fold, view: str, family: str, nodes: Placement | None) -> str:
     """A family in one line: its groups' number and size, whether they leave a node, and the first of them."""
-    groups = fold.groups(family)
+    groups = fold.groups(family, view)
     size = len(groups[0])
     line = f"  {family:10}{len(groups):>6} group{'s' if len(groups) > 1 else ' '} of {size:<6}"
     if size == 1:

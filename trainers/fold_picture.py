@@ -84,7 +84,8 @@ def draw_fold(fold: Fold, path: Path, ranks_per_node: int | None = None) -> None
     """
     nodes = None if ranks_per_node is None else Placement(fold, ranks_per_node)
     panels = _panels(fold, nodes)
-    heights = [max(panel.height(stage) for panel in panels) for stage in range(len(panels[0].tables))]
+    stages = range(max(len(panel.tables) for panel in panels))
+    heights = [max(panel.height(stage) for panel in panels if stage < len(panel.tables)) for stage in stages]
     width, height = max(sum(panel.width for panel in panels) + 0.6, 7.0), _TOP + sum(heights) + 0.1
     figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)
@@ -96,9 +97,9 @@ def draw_fold(fold: Fold, path: Path, ranks_per_node: int | None = None) -> None
     for panel, left in zip(panels, (0.3, 0.5 + panels[0].width), strict=True):
         _draw_names(axes, panel, left + panel.margin)
         top = _TOP
-        for stage, stage_height in enumerate(heights):
-            _draw_stage(axes, panel, panel.tables[stage], left + panel.margin, top, colors)
-            if len(heights) > 1:
+        for stage, (table, stage_height) in enumerate(zip(panel.tables, heights, strict=False)):
+            _draw_stage(axes, panel, table, left + panel.margin, top, colors)
+            if len(panel.tables) > 1:
                 axes.text(left, top + panel.cell / 2, f"pp{stage}", fontsize=10, weight="bold", color=INK, va="center")
             top += stage_height
     figure.savefig(path, format="png")
@@ -106,9 +107,9 @@ def draw_fold(fold: Fold, path: Path, ranks_per_node: int | None = None) -> None
 
 def _panels(fold: Fold, nodes: Placement | None) -> list[_Panel]:
     across = 8 if fold.world_size <= 128 else 16 if fold.world_size <= 256 else 32
-    stages = range(min(fold.pp, _STAGES) if fold.world_size <= _RANKS else 1)
     panels = []
-    for name, grid in (("Attention", fold.attention), ("Experts", fold.moe)):
+    for name, grid, pp in (("Attention", fold.attention, fold.pp), ("Experts", fold.moe, fold.moe_pp)):
+        stages = range(min(pp, _STAGES) if fold.world_size <= _RANKS else 1)
         tables = [Table.of(grid, stage, across) for stage in stages]
         panels.append(_Panel(name, [replace(table, rows=table.rows[:_ROWS]) for table in tables], across, nodes))
     return panels
@@ -117,21 +118,28 @@ def _panels(fold: Fold, nodes: Placement | None) -> list[_Panel]:
 def _subtitle(fold: Fold, panels: Sequence[_Panel]) -> str:
     nodes = panels[0].nodes
     parts = [f"{fold.world_size} rank{'s' * (fold.world_size > 1)}" + (f", {nodes.ranks_per_node} per node" if nodes else "")]
-    if fold.tp * fold.cp > 1:
+    if fold.disjoint:
+        parts.append(f"experts on ranks {fold.moe.ranks[0]}–{fold.moe.ranks[-1]}")
+    elif fold.tp * fold.cp > 1:
         parts.append("same hue: same sequences" + ("; same shade: same part of them" if fold.cp > 1 else ""))
     elif fold.ep > 1:
         parts.append("same hue: same EP group")
-    drawn = min(sum(len(box) for table in panel.tables for _, row in table.rows for box in row) for panel in panels)
-    return " · ".join([*parts, *(["the rest goes on like this"] if drawn < fold.world_size else [])])
+    drawn = [sum(len(box) for table in panel.tables for _, row in table.rows for box in row) for panel in panels]
+    some = drawn[0] < fold.attention_ranks or drawn[1] < fold.moe_ranks
+    return " · ".join([*parts, *(["the rest goes on like this"] if some else [])])
 
 
 def _colors(fold: Fold) -> dict[int, Color]:
     """Hue by sequence, the same in every stage, and shade by part of it; without TP and CP, hue by EP group."""
     colors = {}
     for rank in fold.groups("world")[0]:
-        attention, moe = fold.coordinate(rank).values()
-        index = attention["dp"] if fold.tp * fold.cp > 1 else moe["edp"] * fold.etp + moe["etp"] if fold.ep > 1 else 0
-        white = 0.45 + 0.4 * attention["cp"] / fold.cp
+        seat = fold.coordinate(rank)
+        attention, moe = seat.get("attention"), seat.get("moe")
+        index, white = 0, 0.45 + 0.4 * (attention["cp"] / fold.cp if attention else 0)
+        if attention and (fold.tp * fold.cp > 1 or fold.disjoint):
+            index = attention["dp"]
+        elif moe and fold.ep > 1:
+            index = moe["edp"] * fold.etp + moe["etp"] + (fold.dp if fold.disjoint else 0)
         red, green, blue = to_rgb(HUES[index % len(HUES)])
         colors[rank] = (white + (1 - white) * red, white + (1 - white) * green, white + (1 - white) * blue)
     return colors

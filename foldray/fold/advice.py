@@ -33,5 +33,30 @@ def nearest_folds(world_size: int, sizes: dict[str, int], count: int = 3) -> lis
     return [{axis: getattr(fold, axis) for axis in dict.fromkeys(ATTENTION_AXES + MOE_AXES)} for fold in folds]
 
 
+def nearest_disjoint(world_size: int, expert_ranks: int, sizes: dict[str, int], count: int = 3) -> list[dict[str, int]]:
+    """Legal folds whose experts have ranks of their own, the nearest first; each half is settled by itself.
+
+    Args:
+        sizes: tp, cp, pp, ep, etp and expert_pp, as they were asked for.
+    """
+    if not 0 < expert_ranks < world_size:
+        return []
+
+    def half(ranks: int, axes: tuple[str, str, str]) -> list[dict[str, int]]:
+        legal = [(a, b, pp) for a, b in _pairs(ranks) for pp in divisors(ranks // a // b)]
+        wanted = [max(1, sizes.get(axis, 1)) for axis in axes]
+
+        def far(three: tuple[int, ...]) -> float:
+            return sum(abs(math.log2(n / size)) for n, size in zip(three, wanted, strict=True))
+
+        return [dict(zip(axes, three, strict=True)) for three in sorted(legal, key=lambda three: (far(three), three))[:count]]
+
+    attention, experts = half(world_size - expert_ranks, ("tp", "cp", "pp")), half(expert_ranks, ("ep", "etp", "expert_pp"))
+    # The second nearest of one half goes with the nearest of the other.
+    options = [(0, 0), (1, 0), (0, 1), (1, 1)]
+    found = [attention[a] | experts[b] for a, b in options if a < len(attention) and b < len(experts)]
+    return [{**each, "expert_ranks": expert_ranks} for each in found[:count]]
+
+
 def _pairs(ranks: int) -> Iterator[tuple[int, int]]:
     return ((a, b) for a in divisors(ranks) for b in divisors(ranks // a))

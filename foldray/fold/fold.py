@@ -1,6 +1,8 @@
-"""A fold: one set of ranks, factorised once for attention and once for the experts.
+"""A fold: two grids of ranks, one for attention and one for the experts.
 
-Source: MoE Parallel Folding, section 3.2. The one law: the pipeline groups have the same members in both views.
+As a rule both lie over the same ranks (MoE Parallel Folding, section 3.2). Then there is one law: the pipeline groups have the
+same members in both views. Or the experts have ranks of their own, behind attention's (DisagMoE, section 3). Then each grid has a
+pipeline of its own, and nothing binds the two.
 """
 
 from __future__ import annotations
@@ -25,14 +27,17 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Fold:
-    """Sizes of both factorisations of the same `world_size` ranks; dp and edp follow from the rest.
+    """Sizes of both grids of `world_size` ranks; dp and edp follow from the rest.
 
     Args:
         world_size: ranks in the fold.
-        tp, cp, pp: tensor, context and pipeline parallel sizes of attention; dp = world_size / (tp·cp·pp).
-        ep, etp: expert and expert-tensor parallel sizes; edp = world_size / (etp·ep·pp). etp defaults to 1, whatever tp is.
+        tp, cp, pp: tensor, context and pipeline parallel sizes of attention; dp is what is left of its ranks.
+        ep, etp: expert and expert-tensor parallel sizes; edp is what is left of the experts' ranks. etp defaults to 1, whatever
+            tp is.
         order, moe_order: axes of each view, leftmost fastest.
         offset: first rank of the fold in a larger cluster.
+        expert_ranks: how many ranks, the last ones, the experts have to themselves; 0 if both grids lie over all ranks.
+        expert_pp: pipeline positions of experts that have ranks of their own; None is pp.
 
     Raises:
         UserError: a size does not divide, an order is not a permutation of its axes, or the two views disagree on the
@@ -48,20 +53,33 @@ class Fold:
     order: str = "tp-cp-dp-pp"
     moe_order: str = "etp-ep-edp-pp"
     offset: int = 0
+    expert_ranks: int = 0
+    expert_pp: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "tp", "cp", "pp", "ep", "etp"):
-            if getattr(self, name) < 1:
-                raise UserError(name, getattr(self, name), "a size is at least 1")
+        for name in ("world_size", "tp", "cp", "pp", "ep", "etp", "expert_pp"):
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise UserError(name, size, "a size is at least 1")
+        if not 0 <= self.expert_ranks < self.world_size:
+            rule = f"must leave at least one of {self.world_size} ranks to attention; 0 is experts on the same ranks"
+            raise UserError("expert_ranks", self.expert_ranks, rule, [f"0…{self.world_size - 1}"])
+        if self.expert_pp is not None and not self.disjoint:
+            raise UserError("expert_pp", self.expert_pp, "is pp, unless the experts have ranks of their own (expert_ranks)")
         for name, axes in (("order", ATTENTION_AXES), ("moe_order", MOE_AXES)):
             if sorted(getattr(self, name).split("-")) != sorted(axes):
                 raise UserError(name, getattr(self, name), f"must name each of {'-'.join(axes)} once")
-        for product, sizes in (("tp·cp·pp", (self.tp, self.cp, self.pp)), ("etp·ep·pp", (self.etp, self.ep, self.pp))):
-            if self.world_size % math.prod(sizes):
-                values = "·".join(map(str, sizes))
-                raise UserError(
-                    "fold", values, f"{product} must divide the world size {self.world_size}", divisors(self.world_size)
-                )
+        expert_pp = "expert_pp" if self.disjoint else "pp"
+        for product, sizes, ranks, whose in (
+            ("tp·cp·pp", (self.tp, self.cp, self.pp), self.attention_ranks, "attention's"),
+            (f"etp·ep·{expert_pp}", (self.etp, self.ep, self.moe_pp), self.moe_ranks, "the experts'"),
+        ):
+            if ranks % math.prod(sizes):
+                whole = f"{whose} {ranks} ranks" if self.disjoint else f"the world size {self.world_size}"
+                raise UserError("fold", "·".join(map(str, sizes)), f"{product} must divide {whole}", divisors(ranks))
+        if not self.disjoint:
+            self._check_pipelines()
+
+    def _check_pipelines(self) -> None:
         # Groups along one axis are equal when its stride is: the one that begins at the first rank already tells.
         strides = [grid.stride("pp") for grid in (self.attention, self.moe)]
         if self.pp > 1 and strides[0] != strides[1]:
@@ -71,23 +89,49 @@ class Fold:
             raise UserError("order", f"{self.order} | {self.moe_order}", rule, [legal])
 
     @property
+    def disjoint(self) -> bool:
+        """Whether the experts have ranks of their own."""
+        return self.expert_ranks > 0
+
+    @property
+    def attention_ranks(self) -> int:
+        return self.world_size - self.expert_ranks
+
+    @property
+    def moe_ranks(self) -> int:
+        return self.expert_ranks or self.world_size
+
+    @property
+    def moe_pp(self) -> int:
+        """Pipeline positions of the experts."""
+        return self.pp if self.expert_pp is None else self.expert_pp
+
+    @property
     def dp(self) -> int:
-        return self.world_size // (self.tp * self.cp * self.pp)
+        return self.attention_ranks // (self.tp * self.cp * self.pp)
 
     @property
     def edp(self) -> int:
-        return self.world_size // (self.etp * self.ep * self.pp)
+        return self.moe_ranks // (self.etp * self.ep * self.moe_pp)
 
     @cached_property
     def attention(self) -> Grid:
-        return self._grid(self.order)
+        axes = tuple(self.order.split("-"))
+        return Grid(axes, tuple(getattr(self, axis) for axis in axes), self.offset)
 
     @cached_property
     def moe(self) -> Grid:
-        return self._grid(self.moe_order)
+        axes = tuple(self.moe_order.split("-"))
+        sizes = tuple(self.moe_pp if axis == "pp" else getattr(self, axis) for axis in axes)
+        return Grid(axes, sizes, self.offset + (self.attention_ranks if self.disjoint else 0))
 
-    def groups(self, family: str) -> tuple[tuple[int, ...], ...]:
-        """The rank table of a group family.
+    @property
+    def views(self) -> dict[str, Grid]:
+        """Both grids by name."""
+        return {"attention": self.attention, "moe": self.moe}
+
+    def groups(self, family: str, view: str | None = None) -> tuple[tuple[int, ...], ...]:
+        """The rank table of a group family; `view` tells which pp is meant where the two differ, else it is attention's.
 
         Attention's: tp, cp, dp, pp; dp_cp (ranks that hold the same weights), tp_cp (ranks that share a sequence), tp_dp_cp (a
         pipeline stage), world, and embedding (first and last stage, which share a tied embedding). The experts': etp, ep, edp, pp
@@ -96,42 +140,42 @@ class Fold:
         Raises:
             UserError: no such family.
         """
-        grid, axes = self.axes(family)
+        grid, axes = self.axes(family, view)
+        if family == "world":
+            return (tuple(range(self.offset, self.offset + self.world_size)),)
         groups = grid.groups(axes)
         return tuple(tuple(dict.fromkeys((group[0], group[-1]))) for group in groups) if family == "embedding" else groups
 
-    def axes(self, family: str) -> tuple[Grid, tuple[str, ...]]:
+    def axes(self, family: str, view: str | None = None) -> tuple[Grid, tuple[str, ...]]:
         """The view that a group family belongs to, and the axes along which its groups lie.
 
         Raises:
             UserError: no such family.
         """
-        for view, families in FAMILIES.items():
-            if family in families:
-                return getattr(self, view), families[family]
+        for name, families in FAMILIES.items():
+            if family in families and view in (None, name):
+                return self.views[name], families[family]
         legal = [name for families in FAMILIES.values() for name in families]
         raise UserError("family", family, "is no group family", dict.fromkeys(legal))
 
     def coordinate(self, rank: int) -> dict[str, dict[str, int]]:
-        """A rank's place in both views."""
-        return {"attention": self.attention.coordinate(rank), "moe": self.moe.coordinate(rank)}
+        """A rank's seat: its place in those views that it belongs to."""
+        return {view: grid.coordinate(rank) for view, grid in self.views.items() if rank in grid.ranks}
 
     def as_dict(self) -> dict:
         """The document that `foldray explain --json` prints for a legal fold."""
         views = {
-            view: {axis: getattr(self, axis) for axis in axes}
-            | {"groups": {family: [list(group) for group in self.groups(family)] for family in FAMILIES[view]}}
-            for view, axes in (("attention", ATTENTION_AXES), ("moe", MOE_AXES))
+            view: {axis: grid.sizes[grid.axes.index(axis)] for axis in (ATTENTION_AXES if view == "attention" else MOE_AXES)}
+            | {"ranks": [grid.ranks[0], grid.ranks[-1]]}
+            | {"groups": {family: [list(group) for group in self.groups(family, view)] for family in FAMILIES[view]}}
+            for view, grid in self.views.items()
         }
-        return {"legal": True, "world_size": self.world_size, **views}
+        return {"legal": True, "world_size": self.world_size, "disjoint": self.disjoint, **views}
 
     def __str__(self) -> str:
         attention = " ".join(f"{axis.upper()}{getattr(self, axis)}" for axis in ATTENTION_AXES)
-        return f"{attention} | " + " ".join(f"{axis.upper()}{getattr(self, axis)}" for axis in MOE_AXES[:3])
-
-    def _grid(self, order: str) -> Grid:
-        axes = tuple(order.split("-"))
-        return Grid(axes, tuple(getattr(self, axis) for axis in axes), self.offset)
+        moe = " ".join(f"{axis.upper()}{getattr(self, axis)}" for axis in MOE_AXES[:3])
+        return f"{attention} & {moe} PP{self.moe_pp}" if self.disjoint else f"{attention} | {moe}"
 
 
 def divisors(n: int) -> list[int]:

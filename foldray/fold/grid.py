@@ -26,8 +26,18 @@ class Grid:
     def stride(self, axis: str) -> int:
         return math.prod(self.sizes[: self.axes.index(axis)])
 
+    @property
+    def ranks(self) -> range:
+        return range(self.offset, self.offset + self.size)
+
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Place of a rank on every axis."""
+        """Place of a rank on every axis.
+
+        Raises:
+            ValueError: the rank is not in the grid.
+        """
+        if rank not in self.ranks:
+            raise ValueError(f"rank {rank} is not in the grid of ranks {self.ranks[0]}…{self.ranks[-1]}")
         rest, place = rank - self.offset, {}
         for axis, size in zip(self.axes, self.sizes, strict=True):
             rest, place[axis] = divmod(rest, size)

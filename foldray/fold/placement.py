@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from foldray.errors import UserError
 from foldray.fold.fold import FAMILIES, Fold
+from foldray.fold.grid import Grid
 
 HEAT: Mapping[str, float] = MappingProxyType({"etp": 32, "tp": 16, "ep": 8, "cp": 4, "edp": 2, "dp_cp": 2, "pp": 1})
 """How much a family suffers from a slow link: an ordering, each rank twice the next, and nothing that was measured.
@@ -108,7 +109,7 @@ def best_order(fold: Fold, ranks_per_node: int, heat: Mapping[str, float] = HEAT
         return _score(heat, partial(crossing, candidate)), candidate != fold, candidate.order, candidate.moe_order
 
     legal = []
-    for order, moe_order in itertools.product(_orders(fold, fold.order), _orders(fold, fold.moe_order)):
+    for order, moe_order in itertools.product(_orders(fold.attention), _orders(fold.moe)):
         with suppress(UserError):  # whose pipeline groups differ
             legal.append(replace(fold, order=order, moe_order=moe_order))
     return min(legal, key=rank)
@@ -119,10 +120,9 @@ def _score(heat: Mapping[str, float], crossing: Callable[[str], float]) -> float
     return round(math.fsum(weight * crossing(family) for family, weight in heat.items()), 9)
 
 
-def _orders(fold: Fold, order: str) -> Iterator[str]:
+def _orders(grid: Grid) -> Iterator[str]:
     """Every order of the axes, those of size 1 left where they are: to move them changes no group."""
-    axes = order.split("-")
-    moving = [axis for axis in axes if getattr(fold, axis) > 1]
+    moving = [axis for axis, size in zip(grid.axes, grid.sizes, strict=True) if size > 1]
     for permuted in itertools.permutations(moving):
         rest = iter(permuted)
-        yield "-".join(next(rest) if axis in moving else axis for axis in axes)
+        yield "-".join(next(rest) if axis in moving else axis for axis in grid.axes)

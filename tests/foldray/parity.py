@@ -50,11 +50,11 @@ def make_recipe(workers: int, fold: dict[str, Any] | int = 1, **sections: Any) -
     )
 
 
-def train(rank: int, recipe: Recipe, steps: int = 1, **options: bool) -> dict[str, Any]:
-    """Post-step weights, losses and norms of this rank; every global sample is its own random text."""
+def train(rank: int, recipe: Recipe, steps: int = 1, documents: bool = False, masked: bool = False) -> dict[str, Any]:
+    """Post-step weights, losses and norms of this rank; every global sample is its own random text (`batches`)."""
     groups = Groups.create(recipe.placed_fold, rank)
     engine = engine_of(recipe, groups)
-    found = go_on(engine, groups, recipe, range(steps), **options)
+    found = go_on(engine, groups, recipe, range(steps), documents=documents, masked=masked)
     engine.close()
     groups.close()
     return found

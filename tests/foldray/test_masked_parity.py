@@ -26,17 +26,13 @@ SCHEDULES: list[dict[str, Any]] = [
 
 
 def _equal_one_process(ranks: Any, recipe: Recipe, tolerance: float, relative: bool = False) -> None:
-    found = ranks(recipe.cluster.workers).run(_train, recipe, timeout=240)
+    found = ranks(recipe.cluster.workers).run(train, recipe, 2, False, True, timeout=240)
     reference = one_process(recipe, steps=2, masked=True)
     difference, where = worst(found, reference, relative=relative)
     assert difference <= tolerance, where
     assert drifted(found) == []
     for rank in found:
         assert torch.tensor(rank["losses"]).sub(torch.tensor(reference["losses"])).abs().max() <= max(tolerance, 1e-10)
-
-
-def _train(rank: int, recipe: Recipe) -> dict[str, Any]:
-    return train(rank, recipe, 2, masked=True)
 
 
 @pytest.mark.parametrize(("workers", "fold", "schedule"), rotated(4, FOLDS, SCHEDULES), ids=str)

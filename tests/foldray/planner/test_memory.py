@@ -22,6 +22,7 @@ from foldray.planner.memory import block_activations, in_flight, ledger, paramet
 from foldray.recipe import Recipe
 from foldray.runtime import Execution, Gradients
 from foldray.runtime.micro_batch import MicroBatch
+from foldray.runtime.weights import Weights
 from foldray.schedule import PipelineGraph, SliceCost, named_ordering
 from foldray.spec import ModelSpec, Ownership
 from tests.foldray.parity import engine_of, go_on, make_recipe, model_of, sample
@@ -179,7 +180,7 @@ def _kept(model: Transformer, name: str, again: tuple[str, ...], sequences: int,
         return tensor
 
     before = _alive()
-    micro_batch = MicroBatch(model, graph, batch, gradients.add, 1.0, True)
+    micro_batch = MicroBatch(model, graph, batch, gradients.add, Weights([batch], groups, torch.float32))
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         for op in order:
             if op.direction == "F" and op.kind != "head":
