@@ -20,8 +20,8 @@ FOLDERS = ("foldray", "trainers", "tuners", "recipes")  # ground first
 ENGINE_NEEDS = ("torch", "numpy", "scipy", "pydantic", "PyYAML")
 ENGINE_IMPORTS = {"torch", "numpy", "scipy", "pydantic", "yaml"}
 WITHOUT_TORCH = {
-    "__init__", "__main__", "urls", "errors", "files", "kinds", "fold", "spec", "recipe", "schedule", "planner", "drawing",
-    "arguments",
+    "__init__", "__main__", "urls", "errors", "files", "tables", "activations", "kinds", "fold", "spec", "recipe", "schedule",
+    "planner", "drawing", "arguments",
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foldray.activations import find_activation
 from foldray.comm import Communicator, gather_sequence, scatter_sequence
 from foldray.model.batch import IGNORED
 from foldray.moe.experts import expert_ffn
@@ -53,7 +54,7 @@ class FeedForward(nn.Module):
     ):
         super().__init__()
         self.ffn, self.tensor, self.inner = model.ffn, tensor, inner // tensor.size
-        width = 2 * self.inner if self.ffn == "gated_silu" else self.inner
+        width = self.inner * len(model.activation.inwards)
         self.up = nn.Parameter(torch.empty(model.hidden, width, device=device, dtype=dtype))
         self.down = nn.Parameter(torch.empty(self.inner, model.hidden, device=device, dtype=dtype))
 
@@ -65,7 +66,7 @@ class FeedForward(nn.Module):
         return scatter_sequence(y_TH.view_as(x_BSH), self.tensor)
 
     def parts(self) -> Parts:
-        return {"up": ffn_columns(self.ffn == "gated_silu", self.inner), "down": [("down", ())]}
+        return {"up": ffn_columns(find_activation(self.ffn).inwards, self.inner), "down": [("down", ())]}
 
 
 class Vocabulary(nn.Module):

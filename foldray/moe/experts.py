@@ -1,6 +1,6 @@
 """What experts compute: rows sorted by expert → up, activation, down; forward and backward.
 
-Legend: N rows, n rows of one expert, H hidden, F inner, W width of up (2F for gated_silu, gate columns first; F for gelu),
+Legend: N rows, n rows of one expert, H hidden, F inner, W width of up (2F where gated, gate columns first),
 E experts. Weights are [in, out], so y = x @ W, and there are no biases.
 
 `expert_ffn` has three implementations: `reference_ffn` in a loop (ordinary autograd), `_PerExpert` (one expert after another,
@@ -18,23 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Ffn = Literal["gated_silu", "gelu"]
+from foldray.moe.activations import kernel_of
+
 Kind = Literal["loop", "grouped"]
 
 # Up to this many multiply-adds in an expert's product its own time matters less than the time to start it.
 SMALL_PRODUCT = 1 << 21
 
 
-def reference_ffn(x_NH: Tensor, up_HW: Tensor, down_FH: Tensor, ffn: Ffn) -> Tensor:
+def reference_ffn(x_NH: Tensor, up_HW: Tensor, down_FH: Tensor, ffn: str) -> Tensor:
     """One expert in ordinary autograd: y_NH."""
-    up_NW = x_NH @ up_HW
-    if ffn == "gelu":
-        return F.gelu(up_NW) @ down_FH
-    gate_NF, value_NF = up_NW.chunk(2, -1)
-    return (F.silu(gate_NF) * value_NF) @ down_FH
+    return kernel_of(ffn).plain(x_NH @ up_HW) @ down_FH
 
 
-def expert_ffn(x_NH: Tensor, counts: list[int], up_EHW: Tensor, down_EFH: Tensor, ffn: Ffn, kind: Kind) -> Tensor:
+def expert_ffn(x_NH: Tensor, counts: list[int], up_EHW: Tensor, down_EFH: Tensor, ffn: str, kind: Kind) -> Tensor:
     """Every expert on its rows.
 
     Args:
@@ -42,7 +39,7 @@ def expert_ffn(x_NH: Tensor, counts: list[int], up_EHW: Tensor, down_EFH: Tensor
         counts: rows of each expert; they sum to N, zeros are allowed.
         up_EHW: weights into the activation.
         down_EFH: weights out of it.
-        ffn: what happens between.
+        ffn: name of the activation between.
         kind: "loop" is the plain reference, "grouped" the fast one; the same result but for rounding.
 
     Returns:
@@ -81,12 +78,12 @@ class _Grouped(torch.autograd.Function):
     """All experts in each product."""
 
     @staticmethod
-    def forward(ctx: Any, x_NH: Tensor, up_EHW: Tensor, down_EFH: Tensor, counts: list[int], ffn: Ffn) -> Tensor:
+    def forward(ctx: Any, x_NH: Tensor, up_EHW: Tensor, down_EFH: Tensor, counts: list[int], ffn: str) -> Tensor:
         ends_E = torch.tensor(counts).cumsum(0).to(x_NH.device, torch.int32)
         up_NW = F.grouped_mm(x_NH, up_EHW, offs=ends_E)
         ctx.counts, ctx.ffn = counts, ffn
         ctx.save_for_backward(x_NH, up_EHW, down_EFH, up_NW, ends_E)
-        return F.grouped_mm(_activate(up_NW, ffn), down_EFH, offs=ends_E)
+        return F.grouped_mm(kernel_of(ffn).forward(up_NW), down_EFH, offs=ends_E)
 
     @staticmethod
     @once_differentiable
@@ -94,7 +91,7 @@ class _Grouped(torch.autograd.Function):
         x_NH, up_EHW, down_EFH, up_NW, ends_E = ctx.saved_tensors
         dy_NH = dy_NH.contiguous()  # grouped_mm refuses expanded gradients
         dh_NF = F.grouped_mm(dy_NH, down_EFH.transpose(1, 2), offs=ends_E)
-        h_NF, dup_NW = _activate_backward(dh_NF, up_NW, ctx.ffn)
+        h_NF, dup_NW = kernel_of(ctx.ffn).backward(dh_NF, up_NW)
         dx_NH = F.grouped_mm(dup_NW, up_EHW.transpose(1, 2), offs=ends_E)
         dup_EHW = F.grouped_mm(x_NH.t(), dup_NW, offs=ends_E)
         ddown_EFH = F.grouped_mm(h_NF.t(), dy_NH, offs=ends_E)
@@ -109,11 +106,11 @@ class _PerExpert(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_NH: Tensor, up_EHW: Tensor, down_EFH: Tensor, counts: list[int], ffn: Ffn) -> Tensor:
-        y_NH, saved = torch.empty_like(x_NH), []
+    def forward(ctx: Any, x_NH: Tensor, up_EHW: Tensor, down_EFH: Tensor, counts: list[int], ffn: str) -> Tensor:
+        y_NH, saved, activate = torch.empty_like(x_NH), [], kernel_of(ffn).forward
         for e, rows, padded in _spans(x_NH, counts):
             up_nW = _mm(_pad(x_NH[rows], padded), up_EHW[e])
-            _mm(_activate(up_nW, ffn), down_EFH[e], out=y_NH[rows])
+            _mm(activate(up_nW), down_EFH[e], out=y_NH[rows])
             saved.append(up_nW)
         ctx.counts, ctx.ffn = counts, ffn
         ctx.save_for_backward(x_NH, up_EHW, down_EFH, *saved)
@@ -125,35 +122,14 @@ class _PerExpert(torch.autograd.Function):
         x_NH, up_EHW, down_EFH, *saved = ctx.saved_tensors
         dx_NH, dup_EHW, ddown_EFH = torch.empty_like(x_NH), torch.empty_like(up_EHW), torch.empty_like(down_EFH)
         _zero_idle(ctx.counts, dup_EHW, ddown_EFH)
-        dy_NH = dy_NH.contiguous()
+        dy_NH, backward = dy_NH.contiguous(), kernel_of(ctx.ffn).backward
         for (e, rows, padded), up_nW in zip(_spans(x_NH, ctx.counts), saved, strict=True):
             dy_nH = _pad(dy_NH[rows], padded)
-            h_nF, dup_nW = _activate_backward(_mm(dy_nH, down_EFH[e].t()), up_nW, ctx.ffn)
+            h_nF, dup_nW = backward(_mm(dy_nH, down_EFH[e].t()), up_nW)
             _mm(h_nF.t(), dy_nH, out=ddown_EFH[e])
             _mm(dup_nW, up_EHW[e].t(), out=dx_NH[rows])
             _mm(_pad(x_NH[rows], padded).t(), dup_nW, out=dup_EHW[e])
         return dx_NH, dup_EHW, ddown_EFH, None, None
-
-
-def _activate(up_NW: Tensor, ffn: Ffn) -> Tensor:
-    """h_NF. Rows of zeros stay zero, which is what makes padding harmless."""
-    if ffn == "gelu":
-        return F.gelu(up_NW)
-    gate_NF, value_NF = up_NW.chunk(2, -1)
-    return F.silu(gate_NF).mul_(value_NF)
-
-
-def _activate_backward(dh_NF: Tensor, up_NW: Tensor, ffn: Ffn) -> tuple[Tensor, Tensor]:
-    """h_NF once more, and the gradient of `up_NW`; overwrites `dh_NF`."""
-    if ffn == "gelu":
-        return F.gelu(up_NW), torch.ops.aten.gelu_backward(dh_NF, up_NW)
-    gate_NF, value_NF = up_NW.chunk(2, -1)
-    dup_NW = torch.empty_like(up_NW)
-    dgate_NF, dvalue_NF = dup_NW.chunk(2, -1)
-    silu_NF = F.silu(gate_NF)
-    torch.mul(dh_NF, silu_NF, out=dvalue_NF)
-    torch.ops.aten.silu_backward.grad_input(dh_NF.mul_(value_NF), gate_NF, grad_input=dgate_NF)
-    return silu_NF.mul_(value_NF), dup_NW
 
 
 def _zero_idle(counts: list[int], *grads: Tensor) -> None:

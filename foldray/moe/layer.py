@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from foldray.activations import find_activation
 from foldray.comm import Groups
 from foldray.moe.dispatcher import Dispatcher, Permutation, Plan
 from foldray.moe.experts import expert_ffn
@@ -35,7 +36,7 @@ class Experts(nn.Module):
         count = model.experts // groups.tokens.size
         first = groups.tokens.index * count
         self.ids, self.ffn, self.inner = range(first, first + count), model.ffn, model.expert_hidden // groups.expert_slices.size
-        width = 2 * self.inner if model.ffn == "gated_silu" else self.inner
+        width = self.inner * len(model.activation.inwards)
         self.up = nn.Parameter(torch.empty(count, model.hidden, width, device=device, dtype=dtype))
         self.down = nn.Parameter(torch.empty(count, self.inner, model.hidden, device=device, dtype=dtype))
 
@@ -46,7 +47,7 @@ class Experts(nn.Module):
         inwards = [
             (f"{expert}.{part}", index)
             for i, expert in enumerate(self.ids)
-            for part, index in ffn_columns(self.ffn == "gated_silu", self.inner, (i, slice(None)))
+            for part, index in ffn_columns(find_activation(self.ffn).inwards, self.inner, (i, slice(None)))
         ]
         return {"up": inwards, "down": [(f"{expert}.down", (i,)) for i, expert in enumerate(self.ids)]}
 

@@ -361,7 +361,7 @@ class RankCosts:
 
     @property
     def _inwards(self) -> int:
-        return 1 if self.model.ffn == "gelu" else 2
+        return len(self.model.activation.inwards)
 
     @property
     def _width(self) -> float:

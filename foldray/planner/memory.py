@@ -141,7 +141,7 @@ def block_activations(
     total += rows * model.hidden * b  # as dispatched
     if EXPERT not in again:
         regrouped = fold.etp > 1 or (fold.ep > 1 and model.experts > fold.ep)
-        inner = (2 if model.ffn == "gated_silu" else 1) * model.expert_hidden / fold.etp
+        inner = len(model.activation.inwards) * model.expert_hidden / fold.etp
         total += rows * fold.etp * (model.hidden * regrouped + inner) * b
     return total + n * model.topk * (model.hidden * b + 16)  # as combined
 
@@ -163,7 +163,7 @@ def _attention(rank: RankCosts, n: float, again: bool, sliced: bool) -> float:
 def _feed_forward(rank: RankCosts, n: float, inner: int) -> float:
     """Its input, and the first product, of a gated one both halves."""
     model, tp = rank.model, rank.fold.tp
-    return n * (tp * model.hidden + (2 if model.ffn == "gated_silu" else 1) * inner) * rank.device.bytes
+    return n * (tp * model.hidden + len(model.activation.inwards) * inner) * rank.device.bytes
 
 
 def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, PlainValidator, ValidationError
@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from foldray.errors import UserError, nearest
 from foldray.files import one_line, read_yaml
+from foldray.tables import Among, Refused
 
 _DEEPEST = 10  # sections inside one another; more than there are
 
@@ -24,41 +25,6 @@ _PLAIN = {
     "model_type": "is a section and needs a valid dictionary of its keys",
 }
 """Plain words for pydantic's error types, or for what they begin with."""
-
-
-class _Refused(ValueError):
-    """What pydantic is told of a UserError."""
-
-    def __init__(self, error: UserError):
-        super().__init__(error.rule)
-        self.rule, self.legal = error.rule, error.legal or []
-
-
-class Among(NamedTuple):
-    """Checks a text that is one of some words, which help texts list.
-
-    Args:
-        words: what is listed.
-        find: raises a UserError for what is not legal; None takes the words alone.
-    """
-
-    words: tuple[str, ...]
-    find: Callable[[str], object] | None = None
-
-    def __call__(self, given: Any) -> str:
-        try:
-            if self.find is not None and isinstance(given, str):
-                self.find(given)
-            elif given not in self.words:
-                raise UserError("", given, "is none of the legal values", self.words)
-        except UserError as error:
-            raise _Refused(error) from None
-        return given
-
-
-def among(words: Iterable[str], find: Callable[[str], object] | None = None) -> PlainValidator:
-    """For a type: a text that is one of these words, or that `find` does not refuse."""
-    return PlainValidator(Among(tuple(words), find))  # type: ignore[arg-type] # mypy does not see that it can be called
 
 
 def describe(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
@@ -126,7 +92,7 @@ def first_mistake(model: type[BaseModel], error: ValidationError) -> UserError:
         return UserError(field, "nothing", "is required")
     if kind == "literal_error":
         return UserError(field, value, "is none of the legal values", None if key is None else _words(key.annotation))
-    if isinstance(refused := first.get("ctx", {}).get("error"), _Refused):
+    if isinstance(refused := first.get("ctx", {}).get("error"), Refused):
         whole = key is not None and section.model_fields.get(path[-1]) is key  # not a place in its list
         more = ["null"] if key is not None and whole and type(None) in get_args(key.annotation) else []
         return UserError(field, value, refused.rule, [*refused.legal, *more])

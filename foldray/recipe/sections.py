@@ -8,9 +8,9 @@ from pydantic import Field, PlainSerializer, field_validator, model_validator
 
 from foldray.errors import UserError
 from foldray.kinds import RECOMPUTABLE
-from foldray.recipe.reading import among
 from foldray.schedule import OVERLAPS, SEARCHED, SEQUENTIAL, overlap_kind
 from foldray.spec import Strict
+from foldray.tables import OWN, among
 from foldray.urls import without_secrets
 
 # Bounds far above what can be trained. What lies beyond would not be refused elsewhere: it would take the machine along.
@@ -30,7 +30,7 @@ Size = Annotated[int, Field(ge=1, le=_MOST_BYTES)]
 Few = Field(min_length=1, max_length=16)  # each is tried while training, or multiplies what a tuner tries
 Sizes = Annotated[tuple[Size, ...], Few]
 Operations = Annotated[tuple[Annotated[str, among(RECOMPUTABLE)], ...], Field(max_length=len(RECOMPUTABLE))]
-OverlapName = Annotated[str, among((*OVERLAPS, "module:NAME"), overlap_kind)]
+OverlapName = Annotated[str, among((*OVERLAPS, OWN), overlap_kind)]
 Url = Annotated[str, PlainSerializer(without_secrets, when_used="json")]
 """Its secrets stay in this process: files, logs and workers get a recipe as JSON has it."""
 

@@ -5,16 +5,12 @@
 
 from __future__ import annotations
 
-import importlib
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from foldray.errors import UserError
 from foldray.schedule.generators import Run, all_attention_first, experts_one_behind, experts_some_behind
 from foldray.schedule.op import Op
-
-_IMPORTABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+from foldray.tables import find_row
 
 
 class OverlapKind(NamedTuple):
@@ -81,19 +77,7 @@ def overlap_kind(name: str) -> OverlapKind:
     Raises:
         UserError: there is none.
     """
-    if name in OVERLAPS:
-        return OVERLAPS[name]
-    legal = [*OVERLAPS, "module:NAME"]
-    module, _, attribute = name.partition(":")
-    if not _IMPORTABLE.fullmatch(name):
-        raise UserError("schedule.kind", name, "is none of the legal values", legal)
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a module that is imported may raise anything
-        raise UserError("schedule.kind", name, f"cannot be imported ({type(error).__name__}: {error})", legal) from None
-    if not isinstance(found, OverlapKind):
-        raise UserError("schedule.kind", name, f"is a {type(found).__name__}, not a foldray.schedule.OverlapKind", legal)
-    return found
+    return find_row("schedule.kind", OVERLAPS, OverlapKind, name)
 
 
 class Overlap(NamedTuple):

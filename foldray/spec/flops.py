@@ -12,7 +12,7 @@ from foldray.spec.model import ModelSpec
 def forward_flops_per_token(model: ModelSpec, seq_len: int, causal: bool = True) -> float:
     """FLOPs of one token's forward pass, averaged over a sequence of `seq_len` tokens."""
     heads, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    matrices = 2 if model.ffn == "gelu" else 3
+    matrices = 1 + len(model.activation.inwards)
     keys = (seq_len + 1) / 2 if causal else seq_len
     attention = 2 * model.hidden * (heads + 2 * kv) + 2 * heads * model.hidden + 4 * heads * keys
     dense = 2 * matrices * model.hidden * model.ffn_hidden

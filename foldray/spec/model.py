@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from foldray.activations import ACTIVATIONS, Activation, find_activation
 from foldray.errors import UserError, nearest
 from foldray.fold import divisors
 from foldray.spec.presets import PRESETS
+from foldray.tables import OWN, among
 
 # Far above what can be trained; but what is larger cannot even be refused in time, for some of it is counted one by one.
 _MOST_LAYERS, _MOST_EXPERTS, _WIDEST, _LARGEST = 2**12, 2**14, 2**20, 2**24
@@ -70,7 +72,7 @@ class ModelSpec(Strict):
     positions: Literal["rope", "learned"] = "rope"
     rope_theta: float = Field(10000.0, gt=0)
     max_positions: int = Field(2048, ge=1, le=_LARGEST, description="longest sequence with learned positions")
-    ffn: Literal["gated_silu", "gelu"] = "gated_silu"
+    ffn: Annotated[str, among((*ACTIVATIONS, OWN), find_activation)] = "gated_silu"
     tied_embeddings: bool = Field(False, description="head shares the embedding's weight")
     init_std: float = Field(0.02, gt=0)
     router: RouterSpec = RouterSpec()
@@ -112,6 +114,11 @@ class ModelSpec(Strict):
         if router.pad and router.capacity_factor is None:
             raise UserError("model.router.pad", True, "needs a capacity_factor to pad to", [False])
         return self
+
+    @property
+    def activation(self) -> Activation:
+        """What stands between the products of a feed-forward network."""
+        return find_activation(self.ffn)
 
     def is_moe(self, layer: int) -> bool:
         return layer >= self.dense_first and (layer - self.dense_first + 1) % self.moe_every == 0

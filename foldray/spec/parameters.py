@@ -73,7 +73,7 @@ def count_by_cut(model: ModelSpec) -> tuple[int, int]:
 
     In closed form: a model may have to be refused because its table would be too long.
     """
-    hidden, heads, matrices = model.hidden, model.heads + model.kv_heads, 3 if model.ffn == "gated_silu" else 2
+    hidden, heads, matrices = model.hidden, model.heads + model.kv_heads, 1 + len(model.activation.inwards)
     norm = hidden * (2 if model.norm == "layernorm" else 1)
     sparse = (model.layers - model.dense_first) // model.moe_every
     edges = (1 if model.tied_embeddings else 2) * model.vocab + (model.max_positions if model.positions == "learned" else 0)
@@ -116,9 +116,11 @@ def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
 def _ffn(
     model: ModelSpec, name: str, inner: int, layer: int, out_std: float, op: str, kind: GradientClass = "dense"
 ) -> list[ParameterSpec]:
-    inwards = ("gate", "up") if model.ffn == "gated_silu" else ("up",)
     return [
-        *(ParameterSpec(f"{name}.{part}", (model.hidden, inner), layer, op, kind, 1, model.init_std) for part in inwards),
+        *(
+            ParameterSpec(f"{name}.{part}", (model.hidden, inner), layer, op, kind, 1, model.init_std)
+            for part in model.activation.inwards
+        ),
         ParameterSpec(f"{name}.down", (inner, model.hidden), layer, op, kind, 0, out_std),
     ]
 

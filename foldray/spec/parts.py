@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 Index = tuple[slice | int, ...]
 Parts = dict[str, list[tuple[str, Index]]]
@@ -19,6 +19,6 @@ def columns(widths: Mapping[str, int], before: Index = (slice(None),)) -> list[t
     return found
 
 
-def ffn_columns(gated: bool, inner: int, before: Index = (slice(None),)) -> list[tuple[str, Index]]:
-    """The parts of a feed-forward layer's inward product: gate beside up, or up alone."""
-    return columns({"gate": inner, "up": inner} if gated else {"up": inner}, before)
+def ffn_columns(inwards: Iterable[str], inner: int, before: Index = (slice(None),)) -> list[tuple[str, Index]]:
+    """The parts of a feed-forward layer's inward product, side by side."""
+    return columns(dict.fromkeys(inwards, inner), before)

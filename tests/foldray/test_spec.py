@@ -214,9 +214,9 @@ def test_stages_are_even_and_the_longer_ones_come_first(layers, pp, virtual, exp
 
 def test_stages_of_given_sizes():
     first, second, third, fourth = make_stages(9, 2, 2, (1, 3, 4, 1))
-    assert first == Stage(0, range(0, 1), True, False)
+    assert first == Stage(0, 0, range(0, 1), True, False)
     assert (second.layers, third.layers) == (range(1, 4), range(4, 8))
-    assert fourth == Stage(3, range(8, 9), False, True)
+    assert fourth == Stage(3, 1, range(8, 9), False, True)
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from foldray.moe import experts
-from foldray.moe.experts import Ffn, Kind, expert_ffn, reference_ffn
+from foldray.moe.activations import kernel_of
+from foldray.moe.experts import Kind, expert_ffn, reference_ffn
 
-FFNS: tuple[Ffn, ...] = ("gated_silu", "gelu")
+FFNS = ("gated_silu", "gelu")
 # Rows per expert: even, ragged, idle experts at both ends and between, one row, all rows in one, none at all.
 COUNTS = [[8, 8, 8, 8], [1, 30, 0, 17], [0, 5, 0, 0], [0, 0, 0, 33], [0, 0, 0, 0]]
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def make(counts: list[int], ffn: Ffn, hidden: int = 16, inner: int = 32, dtype: torch.dtype = torch.float32) -> Inputs:
+def make(counts: list[int], ffn: str, hidden: int = 16, inner: int = 32, dtype: torch.dtype = torch.float32) -> Inputs:
     """x_NH, up_EHW, down_EFH with a gradient, values of order one throughout."""
     generator = torch.Generator().manual_seed(sum(counts) + len(counts))
     width = 2 * inner if ffn == "gated_silu" else inner
@@ -28,7 +29,7 @@ def make(counts: list[int], ffn: Ffn, hidden: int = 16, inner: int = 32, dtype: 
     return x, up, down
 
 
-def run(inputs: Inputs, counts: list[int], ffn: Ffn, kind: Kind) -> list[torch.Tensor]:
+def run(inputs: Inputs, counts: list[int], ffn: str, kind: Kind) -> list[torch.Tensor]:
     """Output and the gradients of all inputs, for an output gradient that differs from row to row."""
     leaves = [value.detach().requires_grad_() for value in inputs]
     y_NH = expert_ffn(leaves[0], counts, leaves[1], leaves[2], ffn, kind)
@@ -36,7 +37,7 @@ def run(inputs: Inputs, counts: list[int], ffn: Ffn, kind: Kind) -> list[torch.T
     return [y_NH.detach(), *torch.autograd.grad(y_NH, leaves, dy_NH.to(y_NH.dtype))]
 
 
-def dense(inputs: Inputs, counts: list[int], ffn: Ffn) -> torch.Tensor:
+def dense(inputs: Inputs, counts: list[int], ffn: str) -> torch.Tensor:
     """Row by row, straight from the definition."""
     x_NH, up_EHW, down_EFH = inputs
     rows = []
@@ -69,7 +70,7 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("ffn", FFNS)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_loop_is_the_definition(counts: list[int], ffn: Ffn) -> None:
+def test_loop_is_the_definition(counts: list[int], ffn: str) -> None:
     inputs = make(counts, ffn, dtype=torch.float64)
     torch.testing.assert_close(expert_ffn(inputs[0], counts, inputs[1], inputs[2], ffn, "loop"), dense(inputs, counts, ffn))
 
@@ -77,7 +78,7 @@ def test_loop_is_the_definition(counts: list[int], ffn: Ffn) -> None:
 @pytest.mark.parametrize("ffn", FFNS)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["float32", "bfloat16"])
-def test_fast_equals_loop(implementation: str, counts: list[int], ffn: Ffn, dtype: torch.dtype, tolerance: float) -> None:
+def test_fast_equals_loop(implementation: str, counts: list[int], ffn: str, dtype: torch.dtype, tolerance: float) -> None:
     inputs = make(counts, ffn, dtype=dtype)
     x, up, down = (value.detach().double() for value in inputs)
     want = [value.to(dtype) for value in run((x, up, down), counts, ffn, "loop")]
@@ -86,7 +87,7 @@ def test_fast_equals_loop(implementation: str, counts: list[int], ffn: Ffn, dtyp
 
 @pytest.mark.parametrize("ffn", FFNS)
 @pytest.mark.parametrize("rows", [100, 600, 1100])
-def test_fast_equals_loop_at_padded_sizes(ffn: Ffn, rows: int) -> None:
+def test_fast_equals_loop_at_padded_sizes(ffn: str, rows: int) -> None:
     """As this machine would run it: products large enough for the path of one expert after another."""
     counts = [rows, 0, rows + 29, 1]
     inputs = make(counts, ffn, hidden=128, inner=512)
@@ -96,7 +97,7 @@ def test_fast_equals_loop_at_padded_sizes(ffn: Ffn, rows: int) -> None:
 
 @pytest.mark.parametrize("ffn", FFNS)
 @pytest.mark.parametrize("kind", ["loop", "grouped"])
-def test_gradients_by_differences(ffn: Ffn, kind: Kind) -> None:
+def test_gradients_by_differences(ffn: str, kind: Kind) -> None:
     counts = [2, 0, 3]
     inputs = make(counts, ffn, hidden=3, inner=4, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda x, up, down: expert_ffn(x, counts, up, down, ffn, kind), inputs)
@@ -106,11 +107,11 @@ def test_activation_backward_by_differences() -> None:
     """The formulas that all fast implementations share, away from the products."""
     for ffn in FFNS:
         up_NW = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        h_NF = experts._activate(up_NW, ffn)
+        h_NF = kernel_of(ffn).forward(up_NW)
         dh_NF = torch.linspace(-1, 1, h_NF.numel(), dtype=torch.float64).view_as(h_NF)
         plain = F.gelu(up_NW) if ffn == "gelu" else F.silu(up_NW[:, :4]) * up_NW[:, 4:]
         (want,) = torch.autograd.grad(plain, up_NW, dh_NF)
-        again_NF, got = experts._activate_backward(dh_NF.clone(), up_NW.detach(), ffn)
+        again_NF, got = kernel_of(ffn).backward(dh_NF.clone(), up_NW.detach())
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(again_NF, plain.detach())
 
