@@ -51,11 +51,11 @@ class Guard:
         return norms
 
     def _compare(self, step: int, lr: float, before: dict[GradientClass, int]) -> None:
-        after = self._bits()
-        changed = torch.tensor([after.get(name) != before.get(name) for name in self.classes], dtype=torch.int64)
-        device = next(self.engine.model.parameters()).device
-        for name, moved in zip(self.classes, self.groups.control.all_reduce(changed.to(device)).tolist(), strict=True):
-            if not moved:
+        after, device = self._bits(), next(self.engine.model.parameters()).device
+        told = [(name in after, after.get(name) != before.get(name)) for name in self.classes]
+        ranks = self.groups.control.all_reduce(torch.tensor(told, dtype=torch.int64, device=device)).tolist()
+        for name, (holding, changed) in zip(self.classes, ranks, strict=True):
+            if holding and not changed:  # an engine may keep a class among another one's weights
                 raise NothingTrained(f"step {step}: no {name} weight has changed, at a learning rate of {lr:g}")
 
     def _bits(self) -> dict[GradientClass, int]:
