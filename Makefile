@@ -27,11 +27,11 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: setup ## train a small MoE model on two workers of this machine
 	$(BIN)/python -m foldray train recipes/quickstart.yaml
 
-test: setup ## run the tests
-	$(BIN)/python -m pytest
+test: setup ## run the tests, the ground floors first; stops after three failures
+	$(BIN)/python -m pytest --maxfail 3
 
-nightly: setup ## run the tests that a normal run leaves out
-	$(BIN)/python -m pytest -m nightly
+nightly: setup ## run the tests that a normal run leaves out; SHARE=I/N runs one in N of them
+	$(BIN)/python -m pytest -m nightly $(if $(SHARE),--share $(SHARE))
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check

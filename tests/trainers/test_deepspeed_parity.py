@@ -12,6 +12,7 @@ import torch
 
 from foldray.comm import Groups
 from foldray.recipe import Recipe
+from foldray.runtime.weights import Weights
 from foldray.spec import parameter_table
 from tests.foldray.parity import batches, drifted, engine_of, go_on, make_recipe, one_process, train, worst
 from tests.pool import RankPools
@@ -160,6 +161,7 @@ def _norm_of_ones(rank: int, recipe: Recipe) -> float:
             buffer.sums.fill_(ones[buffer.name])
         for parameter in engine.model.tied():
             gradients.views[parameter].fill_(0.5 / places)
+        engine.execution.weights = Weights(given, groups, torch.float32)
         return [engine.model.no_losses() for _ in given]
 
     engine.execution.train = fill  # type: ignore[assignment, method-assign]
