@@ -21,6 +21,7 @@ _WHY_NOT = why_not()
 pytestmark = [
     pytest.mark.lab,
     pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.timeout(600),
     pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT)),
 ]

@@ -66,6 +66,7 @@ def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) 
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_timeline_is_drawn_and_traced(ray_session, recipe: Path, capsys) -> None:
     assert main(["timeline", str(recipe), "--picture", "step.png", "--trace", "step.json"]) == 0
     shown = capsys.readouterr().out

@@ -117,7 +117,7 @@ _SCHEDULES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("workers", "fold", "schedule", "zero"),
-    rotated(2, [(2, {"ep": 2}), (4, {"tp": 2, "pp": 2, "ep": 2})], _SCHEDULES, [1, 2]),
+    rotated(3, [(2, {"ep": 2}), (4, {"tp": 2, "pp": 2, "ep": 2})], _SCHEDULES, [1, 2]),
     ids=_name,
 )
 def test_every_schedule_equals_one_process(ranks, workers: int, fold: dict[str, int], schedule: dict, zero: int) -> None:
@@ -179,6 +179,7 @@ def test_the_norm_counts_every_parameter_once(ranks, workers: int, fold: dict[st
     assert ranks(workers).run(_norm_of_ones, recipe, timeout=_SECONDS) == pytest.approx([expected] * workers, rel=1e-12)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("fold", "zero"), rotated(2, [{"ep": 2}, {"tp": 2, "pp": 2, "ep": 2}], [1, 2]), ids=_name)
 def test_engines_agree_after_20_steps(ranks, fold: dict[str, int], zero: int) -> None:
     optimizer, training = {**_ADAMW, "clip": 1.0}, {"steps": 20, "micro_batch": 2}

@@ -116,6 +116,7 @@ def by_degree(rank: int, degree: int, number: int) -> float:
     return {1: 3.0, 2: 1.0, 4: 2.0}[degree]
 
 
+@pytest.mark.nightly
 def test_degrees_take_turns_and_each_learns_its_costs_once(ranks) -> None:
     """Of each degree the costs are learnt when it is first run; nothing else about the steps changes."""
     rows = [Knobs(4), Knobs(2), Knobs(1)]

@@ -181,6 +181,7 @@ def test_workers_are_told_no_password(ray_session: None, place: Path, tracked: s
     assert "HUSH" not in "".join(told)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_study_leaves_no_password_anywhere(
     ray_session: None, place: Path, tracked: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -85,7 +85,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-@pytest.fixture(scope="module", params=["deepspeed", "torch"])
+@pytest.fixture(scope="module", params=["deepspeed", pytest.param("torch", marks=pytest.mark.nightly)])
 def engine(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"engine": {"kind": request.param}}
 
