@@ -17,7 +17,7 @@ class Activation(NamedTuple):
     Args:
         name: as recipes have it.
         gated: whether the first product has two halves, a gate beside the values, or values alone.
-        kernel: where its `foldray.moe.activations.Kernel` stands, or a function of the first product, as `module:NAME`.
+        kernel: where its `foldray.kernels.activations.Kernel` stands, or a function of the first product, as `module:NAME`.
     """
 
     name: str
@@ -33,8 +33,8 @@ class Activation(NamedTuple):
 ACTIVATIONS: Mapping[str, Activation] = {
     row.name: row
     for row in (
-        Activation("gated_silu", True, "foldray.moe.activations:GATED_SILU"),
-        Activation("gelu", False, "foldray.moe.activations:GELU"),
+        Activation("gated_silu", True, "foldray.kernels.activations:GATED_SILU"),
+        Activation("gelu", False, "foldray.kernels.activations:GELU"),
     )
 }
 

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(given: argparse.Namespace) -> int:
     recipe = _recipe(given)
-    from trainers.entry import train as run
+    from trainers.driver.entry import train as run
 
     return run(recipe, resume=given.resume, start=given.start, as_json=given.json, search=_search(recipe))
 
@@ -55,28 +55,28 @@ def _search(recipe: Recipe) -> Any:
 
 def submit(given: argparse.Namespace) -> int:
     recipe = _recipe(given)
-    from trainers.jobs import submit as run
+    from trainers.cluster.jobs import submit as run
 
     return run(recipe, given.address, as_json=given.json, wait=not given.no_wait)
 
 
 def verify(given: argparse.Namespace) -> int:
     recipe = _recipe(given)
-    from trainers.verify import verify as run
+    from trainers.measure.verify import verify as run
 
     return run(recipe, shrink=given.shrink, as_json=given.json)
 
 
 def bench(given: argparse.Namespace) -> int:
     recipe = _recipe(given)
-    from trainers.bench import bench as run
+    from trainers.measure.bench import bench as run
 
     return run(recipe, given.schedules, given.rounds, as_json=given.json)
 
 
 def timeline(given: argparse.Namespace) -> int:
     recipe = _recipe(given)
-    from trainers.bench import timeline as run
+    from trainers.measure.bench import timeline as run
 
     return run(recipe, given.picture, given.trace, as_json=given.json)
 
@@ -120,7 +120,7 @@ def explain(given: argparse.Namespace) -> int:
 
 def calibrate(given: argparse.Namespace) -> int:
     recipe = _recipe(given)
-    from trainers.calibrate import calibrate as run
+    from trainers.measure.calibrate import calibrate as run
 
     return run(recipe, given.out, as_json=given.json)
 
@@ -161,9 +161,9 @@ def _fit(given: argparse.Namespace, machines: Any) -> int:
 
 def _space(given: argparse.Namespace, machines: Any) -> Any:
     """What `foldray plan` is to search."""
+    from foldray.blueprint import ModelSpec
     from foldray.planner.candidate import Job
     from foldray.planner.search import Space
-    from foldray.spec import ModelSpec
 
     for name in ("model", "gpus", "seq_len", "global_batch"):
         if getattr(given, name) is None:
@@ -184,7 +184,7 @@ def _check_range(given: argparse.Namespace, **most: int) -> None:
 
 
 def _plan_picture(found: Any, machines: Any, path: Path) -> None:
-    from trainers.plan_picture import draw_plan
+    from trainers.pictures.plan import draw_plan
 
     draw_plan(found, machines, path)
 
@@ -236,7 +236,7 @@ def _legal_fold(given: argparse.Namespace) -> Fold:
 
 
 def _fold_picture(fold: Fold, ranks_per_node: int | None, path: Path) -> None:
-    from trainers.fold_picture import draw_fold
+    from trainers.pictures.fold import draw_fold
 
     draw_fold(fold, path, ranks_per_node)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 # Ranks are forked off a process that has imported what takes long, and nothing else: no threads, no groups.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed", "trainers.deepspeed_engine", "tests.foldray.parity"])
+_CONTEXT.set_forkserver_preload(["torch.distributed", "trainers.worker.deepspeed_engine", "tests.foldray.parity"])
 
 # Process groups have threads, and wait for garbage collection where cycles keep them.
 _MANY_THREADS = 30

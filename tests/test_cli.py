@@ -32,7 +32,7 @@ Refused = Callable[..., str]
 
 
 class Trained:
-    """Stands where `trainers.entry` does: what passes the command line is taken down, not trained."""
+    """Stands where `trainers.driver.entry` does: what passes the command line is taken down, not trained."""
 
     def __init__(self) -> None:
         self.recipes: list[Recipe] = []
@@ -47,7 +47,7 @@ class Trained:
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
     recorder = Trained()
-    monkeypatch.setitem(sys.modules, "trainers.entry", SimpleNamespace(train=recorder.train))
+    monkeypatch.setitem(sys.modules, "trainers.driver.entry", SimpleNamespace(train=recorder.train))
     return recorder
 
 
@@ -388,7 +388,7 @@ def test_an_interrupt_is_no_traceback(here: Path, monkeypatch: pytest.MonkeyPatc
     def interrupted(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(sys.modules, "trainers.entry", SimpleNamespace(train=interrupted))
+    monkeypatch.setitem(sys.modules, "trainers.driver.entry", SimpleNamespace(train=interrupted))
     assert main(["train", "good.yaml"]) == 130
     assert capsys.readouterr() == ("", "foldray: interrupted\n")
 
@@ -472,7 +472,7 @@ def test_explain_draws_a_picture(here: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_picture_needs_matplotlib(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "trainers.fold_picture", raising=False)
+    monkeypatch.delitem(sys.modules, "trainers.pictures.fold", raising=False)
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [_NoMatplotlib(), *sys.meta_path])

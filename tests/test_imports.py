@@ -20,18 +20,19 @@ FOLDERS = ("foldray", "trainers", "tuners", "recipes")  # ground first
 ENGINE_NEEDS = ("torch", "numpy", "scipy", "pydantic", "PyYAML")
 ENGINE_IMPORTS = {"torch", "numpy", "scipy", "pydantic", "yaml"}
 WITHOUT_TORCH = {
-    "__init__", "__main__", "urls", "errors", "files", "tables", "activations", "kinds", "fold", "spec", "recipe", "schedule",
-    "planner", "drawing", "arguments",
+    "__init__", "__main__", "urls", "errors", "files", "tables", "activations", "kinds", "fold", "blueprint", "recipe",
+    "schedule", "timeline", "planner", "drawing", "arguments",
 }  # fmt: skip
 
 
-def floors() -> list[str]:
-    """Floors of foldray/, ground first, as the table of docs/architecture.md has them."""
-    table = (ROOT / "docs" / "architecture.md").read_text().split("| floor | one line |")[1].split("\n\n")[0]
+def rows(title: str) -> list[str]:
+    """The modules and packages of a table of docs/architecture.md, ground first."""
+    table = (ROOT / "docs" / "architecture.md").read_text().split(f"| {title} | one line |")[1].split("\n\n")[0]
     return re.findall(r"^\| `(\w+)(?:\.py|/)` \|", table, re.MULTILINE)
 
 
-FLOORS = floors()
+FLOORS = rows("floor")
+ROOMS = rows("room")  # of trainers/
 
 
 def imports(path: PurePosixPath, source: str) -> Iterator[tuple[int, str, bool]]:
@@ -87,6 +88,8 @@ def _against_direction(source: tuple[str, ...], target: tuple[str, ...], inside:
     if source[0] != "foldray" or target[0] != "foldray":
         if source[:2] == ("foldray", "cli.py") and inside:
             return None
+        if source[0] == target[0] == "trainers":
+            return _between_rooms(source, target)
         return "against the direction" if FOLDERS.index(target[0]) > FOLDERS.index(source[0]) else None
     here, there = room(source), room(target)
     if here == "__main__":
@@ -96,6 +99,15 @@ def _against_direction(source: tuple[str, ...], target: tuple[str, ...], inside:
     if there == "__init__":
         return None if here == "cli" else "a floor imports from floors, not from what foldray offers to others"
     return "against the direction" if FLOORS.index(there) > FLOORS.index(here) else None
+
+
+def _between_rooms(source: tuple[str, ...], target: tuple[str, ...]) -> str | None:
+    here, there = (parts[1].removesuffix(".py") if len(parts) > 1 else "__init__" for parts in (source, target))
+    if here == "__init__":
+        return None
+    if there not in ROOMS:
+        return "a room imports from rooms, not from what trainers offers to others"
+    return "against the direction" if ROOMS.index(there) > ROOMS.index(here) else None
 
 
 def _not_for_the_engine(source: tuple[str, ...], package: str, inside: bool) -> str | None:
@@ -118,8 +130,41 @@ def test_imports_follow_the_direction():
     assert not found, "\n".join(found)
 
 
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other, in order; none where there is no circle."""
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name not in done:
+            for other in sorted(edges.get(name, ())):
+                if found := visit(other, (*path, name)):
+                    return found
+        done.add(name)
+        return []
+
+    return next((found for name in sorted(edges) if (found := visit(name, ()))), [])
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    """Imports for type checkers, and those inside functions, count too."""
+    names = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in modules()}
+    edges = {}
+    for name, path in names.items():
+        targets = {module for _, module, _ in imports(PurePosixPath(path), (ROOT / path).read_text())}
+        edges[name] = {module if module in names else module.rpartition(".")[0] for module in targets} & set(names) - {name}
+    assert circle(edges) == []
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+
+
+def test_every_room_of_trainers_is_in_the_architecture_page():
+    entries = {PurePosixPath(path).parts[1].removesuffix(".py") for path in modules() if path.startswith("trainers/")}
+    assert entries - {"__init__"} == set(ROOMS)
+
+
 def test_every_floor_is_in_the_architecture_page():
-    assert {"errors", "kinds", "fold", "spec", "recipe"} <= set(FLOORS)
+    assert {"errors", "kinds", "fold", "blueprint", "recipe"} <= set(FLOORS)
     entries = {PurePosixPath(path).parts[1].removesuffix(".py") for path in modules() if path.startswith("foldray/")}
     assert entries - {"__init__", "__main__"} <= set(FLOORS)
 
@@ -133,7 +178,7 @@ def test_every_floor_is_in_the_architecture_page():
         ("foldray/moe/layer.py", "if True:\n    import transformers", "nothing beyond torch"),
         ("foldray/moe/layer.py", "import tutel", "inside the function"),
         ("foldray/model/block.py", "def f():\n    import tutel", "nothing beyond torch"),
-        ("foldray/moe/layer.py", "import trainers.loop", "against the direction"),
+        ("foldray/moe/layer.py", "import trainers.worker.loop", "against the direction"),
         ("foldray/moe/layer.py", "from foldray.model import Transformer", "against the direction"),
         ("foldray/moe/layer.py", "from foldray import model", "against the direction"),
         ("foldray/moe/layer.py", "from ..model import Transformer", "against the direction"),
@@ -145,8 +190,10 @@ def test_every_floor_is_in_the_architecture_page():
         ("foldray/__init__.py", "from .comm import Groups", "brings no torch"),
         ("foldray/cli.py", "from trainers import FoldTrainer", "against the direction"),
         ("foldray/cli.py", "def train():\n    import ray", "nothing beyond torch"),
-        ("trainers/loop.py", "import tuners", "against the direction"),
-        ("trainers/loop.py", "def f():\n    import optuna", "tuners/"),
+        ("trainers/worker/loop.py", "import tuners", "against the direction"),
+        ("trainers/worker/loop.py", "from trainers.driver import run", "against the direction"),
+        ("trainers/worker/loop.py", "from trainers import FoldTrainer", "imports from rooms"),
+        ("trainers/worker/loop.py", "def f():\n    import optuna", "tuners/"),
         ("tuners/study.py", "import recipes.quickstart", "no package"),
         ("recipes/run.py", "from tests.lab import hosts", "nothing imports tests"),
     ],

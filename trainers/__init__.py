@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainers.trainer import FoldTrainer
+    from trainers.driver.trainer import FoldTrainer
 
 __all__ = ["FoldTrainer"]
 
@@ -13,7 +13,7 @@ __all__ = ["FoldTrainer"]
 def __getattr__(name: str) -> Any:
     # Ray takes seconds to import; whoever needs only a part of this package does not wait for it.
     if name == "FoldTrainer":
-        from trainers.trainer import FoldTrainer
+        from trainers.driver.trainer import FoldTrainer
 
         return FoldTrainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

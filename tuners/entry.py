@@ -9,8 +9,8 @@ from pathlib import Path
 from foldray.errors import MissingPackage, UserError
 from foldray.recipe import Recipe
 from foldray.urls import without_secrets
-from trainers import cluster
-from trainers.telemetry import as_json as to_json
+from trainers.cluster.run_storage import storage_folder
+from trainers.records import as_json as to_json
 from tuners import report
 from tuners.learning import learnt
 from tuners.storage import open_storage
@@ -90,7 +90,7 @@ def study_folder(recipe: Recipe) -> Path:
     Raises:
         UserError: runs are stored where no files can be written.
     """
-    storage = cluster.storage_folder(recipe)
+    storage = storage_folder(recipe)
     if "://" in storage:
         raise UserError("cluster.storage", storage, "must be a folder for tuning; a study's pictures are written there")
     return Path(storage) / "tune" / recipe.tune.study

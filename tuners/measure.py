@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from foldray.planner import Recording
 from foldray.recipe import Recipe
 from foldray.schedule import StepGraph
-from trainers.actors import RankFailure, Ranks
-from trainers.trial import Turn, turn
+from foldray.timeline import Recording
+from trainers.cluster.actors import RankFailure, Ranks
+from trainers.measure.trial import Turn, turn
 
 TakeTurn = Callable[..., Turn]
-"""What every rank runs: `trainers.trial.turn`."""
+"""What every rank runs: `trainers.measure.trial.turn`."""
 
 _SURE = 2.0  # standard errors beyond which a trial is surely slower
 _LEAST_NOISE = 0.01  # of a turn's ratio: two turns that happen to agree do not tell that there is none

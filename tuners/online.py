@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import optuna
 
-from trainers.online import Knobs
+from trainers.worker.online import Knobs
 from tuners.sampler import TableSampler
 from tuners.table import Table
 

@@ -24,9 +24,9 @@ from foldray.planner.memory import ledger
 from foldray.planner.prediction import predict
 from foldray.planner.whole import whole_seconds
 from foldray.recipe import Recipe
-from trainers import cluster
-from trainers.actors import MEMORY, RankFailure
-from trainers.trial import turn
+from trainers.cluster import joining
+from trainers.cluster.actors import MEMORY, RankFailure
+from trainers.measure.trial import turn
 from tuners.measure import Bench, Measured, TakeTurn, nodes_apart
 from tuners.sampler import LOST, REASON, TableSampler
 from tuners.space import Setting, Settings, candidate, changed
@@ -139,8 +139,8 @@ class FoldTuner:
             UserError: the recipe cannot run here.
             RuntimeError: the recipe as it stands could not be measured, or no trial, or not the winner beside the recipe.
         """
-        cluster.connect(self.recipe, crowded=True)
-        cluster.check_room(self.recipe)
+        joining.connect(self.recipe, crowded=True)
+        joining.check_room(self.recipe)
         for watcher in self._watchers:
             watcher.started(self.study, self.table, self.predictions)
         benches = [Bench(self.recipe, nodes, self._take) for nodes in self._nodes()]

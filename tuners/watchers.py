@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from foldray.recipe import Recipe
 from foldray.schedule import Span
-from trainers.mlflow_server import TrackingServer, log_recipe
-from trainers.timeline_picture import draw_timelines
+from trainers.driver.mlflow_server import TrackingServer, log_recipe
+from trainers.pictures.timeline import draw_timelines
 from tuners import report
 from tuners.measure import Measured
 from tuners.sampler import REASON

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from foldray.blueprint import ModelSpec
+from foldray.blueprint.parts import Parts, columns
 from foldray.comm import Groups, gather_sequence, scatter_sequence
 from foldray.model.context import context_attention
 from foldray.model.slices import KeysAndValues, Sight, slice_attention
-from foldray.spec import ModelSpec
-from foldray.spec.parts import Parts, columns
 
 ContextMode = Literal["ring", "all_gather"]
 

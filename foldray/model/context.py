@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from foldray.blueprint import Layout
 from foldray.comm import Communicator, Pending
-from foldray.model.kernels import Mask, attend, attend_backward, merge
-from foldray.spec import Layout
+from foldray.kernels.attention import Mask, attend, attend_backward, merge
 
 Mode = Literal["ring", "all_gather"]
 

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foldray.activations import find_activation
+from foldray.blueprint import ModelSpec
+from foldray.blueprint.parts import Parts, ffn_columns
 from foldray.comm import Communicator, gather_sequence, scatter_sequence
+from foldray.kernels.experts import expert_ffn
+from foldray.kernels.lean import keeping_inputs
 from foldray.model.batch import IGNORED
-from foldray.moe.experts import expert_ffn
-from foldray.moe.lean import keeping_inputs
-from foldray.spec import ModelSpec
-from foldray.spec.parts import Parts, ffn_columns
 
 
 class Norm(nn.Module):

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import nn
 
-from foldray.spec.parts import Parts
+from foldray.blueprint.parts import Parts
 
 
 @runtime_checkable

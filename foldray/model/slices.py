@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from foldray.comm import Communicator
-from foldray.model.kernels import Mask, attend, attend_backward, merge
+from foldray.kernels.attention import Mask, attend, attend_backward, merge
 
 
 class Part(NamedTuple):

@@ -14,6 +14,8 @@ from typing import cast
 import torch
 from torch import nn
 
+from foldray.blueprint import Layout, Maker, ModelSpec, Ownership, ParameterSpec
+from foldray.blueprint.parameters import GradientClass
 from foldray.comm import Groups
 from foldray.model.attention import Attention, ContextMode, Place
 from foldray.model.batch import IGNORED, Batch, Losses, add_losses
@@ -21,8 +23,6 @@ from foldray.model.layers import FeedForward, Norm, Vocabulary
 from foldray.model.parts import parts_below
 from foldray.model.slices import KeysAndValues, Sight
 from foldray.moe import MoeBackend, MoELayer, Router, Tally
-from foldray.spec import Layout, Maker, ModelSpec, Ownership, ParameterSpec
-from foldray.spec.parameters import GradientClass
 
 
 class Block(nn.Module):

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from foldray.activations import find_activation
+from foldray.blueprint import ModelSpec
+from foldray.blueprint.parts import Parts, ffn_columns
 from foldray.comm import Groups
+from foldray.kernels.experts import expert_ffn
 from foldray.moe.dispatcher import Dispatcher, Permutation, Plan
-from foldray.moe.experts import expert_ffn
 from foldray.moe.router import Gate, Router
 from foldray.moe.tally import Tally
 from foldray.moe.torch_backend import TorchPermutation
-from foldray.spec import ModelSpec
-from foldray.spec.parts import Parts, ffn_columns
 
 
 @dataclass(frozen=True)

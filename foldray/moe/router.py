@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from foldray.blueprint import ModelSpec, RouterSpec
 from foldray.comm import Groups
-from foldray.moe.capacity import capacity, keep_within
-from foldray.moe.lean import keeping_inputs
+from foldray.kernels.capacity import capacity, keep_within
+from foldray.kernels.lean import keeping_inputs
 from foldray.moe.sequence import Sequences
 from foldray.moe.tally import Tally
-from foldray.spec import ModelSpec, RouterSpec
 
 # Chooses experts from logits: (logits_TE, bias_E) -> (expert_TK, weight_TK).
 Gate = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from foldray.blueprint import Layout
 from foldray.comm import Groups
-from foldray.spec import Layout
 
 
 class Sequences:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from foldray.blueprint import RouterSpec
 from foldray.moe.sequence import Sequences
-from foldray.spec import RouterSpec
 
 
 class Tally:

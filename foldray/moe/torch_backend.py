@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from foldray.moe.permutation import combine, permute, sort_by_expert
+from foldray.kernels.permutation import combine, permute, sort_by_expert
 from foldray.moe.router import Routing
 
 

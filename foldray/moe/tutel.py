@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from foldray.errors import MissingPackage
-from foldray.moe.permutation import sort_by_expert
+from foldray.kernels.permutation import sort_by_expert
 from foldray.moe.router import Routing
 
 INSTALL = "NO_CUDA=1 pip install --no-build-isolation 'foldray[tutel]' (leave NO_CUDA out on a GPU; needs a C++ compiler)"

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from foldray.blueprint import ModelSpec, Ownership
 from foldray.errors import UserError
 from foldray.fold import Fold
 from foldray.schedule import Chunk, Ordering, Slicing, StepGraph, cut_buffer
-from foldray.spec import ModelSpec, Ownership
 
 FAMILY: Mapping[str, str] = {"dense": "dp_cp", "replicated": "tp_dp_cp", "expert": "edp"}
 """By class of gradient: the family over whose groups it is summed."""

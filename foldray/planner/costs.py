@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
+from foldray.blueprint import count_by_op
 from foldray.fold import Fold
 from foldray.kinds import (
     ATTENTION,
@@ -34,7 +35,6 @@ from foldray.planner.candidate import FAMILY, Candidate, Job
 from foldray.planner.device import Device
 from foldray.planner.network import Network, Travel
 from foldray.schedule import COMPUTE, Chunk, Op, Slicing
-from foldray.spec import count_by_op
 
 _KERNELS = {EMBED: 4, ATTENTION: 12, "part": 6, FFN: 8, ROUTE: 26, EXPERT: 10, MERGE: 6, HEAD: 12}
 """Launches of a forward op: what torch starts for our modules."""

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
+from foldray.blueprint.model import Strict
 from foldray.errors import UserError, nearest
 from foldray.files import load_yaml
-from foldray.spec.model import Strict
 
 _HERE = Path(__file__).parent
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from foldray.blueprint import step_flops
 from foldray.kinds import EMBED, HEAD
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import Hiding, OpWork
@@ -21,7 +22,6 @@ from foldray.planner.hardware import Hardware
 from foldray.planner.pipeline_clock import pipeline_ends
 from foldray.planner.stage_clock import Alone, piece_alone, stage_alone
 from foldray.schedule import COMPUTE, Ordering, PipelineGraph
-from foldray.spec import step_flops
 from foldray.timeline.usage import length, merged
 
 _PERIODS = 2  # of a pipeline after which each takes as long as the one before

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from foldray.blueprint import ModelSpec
 from foldray.errors import UserError
 from foldray.files import read_text
 from foldray.fold import Fold, divisors
@@ -25,7 +26,6 @@ from foldray.planner.hardware import Hardware, constants
 from foldray.planner.memory import GIB, Memory, ledger
 from foldray.planner.prediction import Prediction, predict
 from foldray.schedule import Ordering, Reduction
-from foldray.spec import ModelSpec
 
 METHODS: dict[str, dict[str, int]] = {
     "FSDP": {"zero": 3, "ep": 1},

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
+from foldray.blueprint.layout import smallest_slice
 from foldray.errors import UserError
 from foldray.fold import Fold, divisors
 from foldray.kinds import ATTENTION, EXPERT, FFN
@@ -37,7 +38,6 @@ from foldray.schedule import (
     make_ordering,
     overlap_kind,
 )
-from foldray.spec.layout import smallest_slice
 
 DEGREES = (2, 4, 8)
 RECOMPUTE: tuple[tuple[str, ...], ...] = ((), (EXPERT,), (ATTENTION, FFN, EXPERT))

@@ -8,9 +8,9 @@ from foldray.kinds import REDUCE
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork
 from foldray.planner.prediction import Step
-from foldray.planner.simulator import Simulation, simulate
 from foldray.schedule import Op, OpCosts, Span, StepGraph, step_schedule
 from foldray.timeline import usage
+from foldray.timeline.simulator import Simulation, simulate
 
 
 def simulate_step(candidate: Candidate, work: OpWork) -> Simulation:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from foldray.blueprint import check_length, count_by_cut
 from foldray.errors import UserError, multiples_near
 from foldray.fold import divisors, nearest_folds
+from foldray.recipe.description import Description
 from foldray.schedule import PipelineGraph, Slicing, check_pipeline, overlap_kind
-from foldray.spec import check_length, count_by_cut
-
-if TYPE_CHECKING:
-    from foldray.recipe.recipe import Recipe
 
 _MOST_PARAMETERS, _MOST_EXPERTS, _MOST_CHUNKS = 10**14, 2**18, 2**20
 
 
-def check_all(recipe: Recipe) -> None:
+def check_all(recipe: Description) -> None:
     for check in (_check_size, _check_fold, _check_batch, _check_schedule, _check_data, _check_backend, _check_engine):
         check(recipe)
 
 
-def _check_size(recipe: Recipe) -> None:
+def _check_size(recipe: Description) -> None:
     """What comes behind this counts parameters, experts and chunks one by one."""
     model, fold, sp_bytes = recipe.model, recipe.fold, recipe.schedule.sp_bytes
     outside, inside = count_by_cut(model)
@@ -34,7 +30,7 @@ def _check_size(recipe: Recipe) -> None:
         raise UserError("schedule.sp_bytes", sp_bytes, rule, [f"{-(-4 * elements // _MOST_CHUNKS)}…"])
 
 
-def _check_fold(recipe: Recipe) -> None:
+def _check_fold(recipe: Description) -> None:
     workers, sizes = recipe.cluster.workers, recipe.fold
     try:
         fold = recipe.placed_fold
@@ -49,7 +45,7 @@ def _check_fold(recipe: Recipe) -> None:
     check_length(recipe.data.seq_len, fold.cp, fold.tp)
 
 
-def _check_schedule(recipe: Recipe) -> None:
+def _check_schedule(recipe: Description) -> None:
     check_pipeline(PipelineGraph(recipe.fold.pp, recipe.accumulation, recipe.schedule.virtual_stages))
     schedule, router, ranks = recipe.schedule, recipe.model.router, recipe.fold.cp * recipe.fold.tp
     for key in ("degree", "batch_degree"):
@@ -88,7 +84,7 @@ def _check_schedule(recipe: Recipe) -> None:
             raise UserError("schedule.slicing", schedule.slicing, rule, ["token_uniform"])
 
 
-def _check_degrees(recipe: Recipe) -> None:
+def _check_degrees(recipe: Description) -> None:
     given = list(recipe.schedule.degrees or ())
     if recipe.schedule.slices is not None:
         raise UserError("schedule.degrees", given, "cannot go with slices, which are of one degree", ["null"])
@@ -99,7 +95,7 @@ def _check_degrees(recipe: Recipe) -> None:
             raise UserError("schedule.degrees", given, f"has {degree}, with which {error.field}: {error.rule}") from None
 
 
-def _check_slices(recipe: Recipe, slicing: Slicing) -> None:
+def _check_slices(recipe: Description, slicing: Slicing) -> None:
     given, length, degree = recipe.schedule.slices or (), recipe.data.seq_len, recipe.schedule.degree
     unit, legal = recipe.slice_unit, ["null", list(recipe.cut("time_uniform", degree).attention)]
     if not overlap_kind(kind := recipe.schedule.kind).cuts_attention:
@@ -113,7 +109,7 @@ def _check_slices(recipe: Recipe, slicing: Slicing) -> None:
         raise UserError("schedule.slices", list(given), rule, legal)
 
 
-def _check_batch(recipe: Recipe) -> None:
+def _check_batch(recipe: Description) -> None:
     training, dp = recipe.training, recipe.placed_fold.dp
     unit, batch = dp * training.micro_batch, training.global_batch
     if batch % unit:
@@ -125,7 +121,7 @@ def _check_batch(recipe: Recipe) -> None:
         raise UserError("optimizer.warmup_steps", recipe.optimizer.warmup_steps, f"must be at most steps={training.steps}")
 
 
-def _check_data(recipe: Recipe) -> None:
+def _check_data(recipe: Description) -> None:
     data, model = recipe.data, recipe.model
     if data.source == "stdlib" and data.path is not None:
         raise UserError(
@@ -137,7 +133,7 @@ def _check_data(recipe: Recipe) -> None:
         raise UserError("data.seq_len", data.seq_len, f"must be at most model.max_positions={model.max_positions}")
 
 
-def _check_engine(recipe: Recipe) -> None:
+def _check_engine(recipe: Description) -> None:
     engine, optimizer = recipe.engine, recipe.optimizer
     if engine.kind == "torch" and engine.zero and recipe.model.tied_embeddings and recipe.fold.pp > 1:
         rule = "the torch engine cannot share out an embedding that two pipeline stages tie; kind=deepspeed can"
@@ -152,7 +148,7 @@ def _check_engine(recipe: Recipe) -> None:
         raise UserError("optimizer.momentum", optimizer.momentum, "has no meaning with kind=adamw", [0])
 
 
-def _check_backend(recipe: Recipe) -> None:
+def _check_backend(recipe: Description) -> None:
     backend, router = recipe.moe.backend, recipe.model.router
     if backend == "tutel" and recipe.precision != "float32":
         raise UserError("moe.backend", backend, f"Tutel's kernels run in float32, not in {recipe.precision}", ["torch"])

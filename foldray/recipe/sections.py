@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainSerializer, field_validator, model_validator
 
+from foldray.blueprint import Strict
 from foldray.errors import UserError
 from foldray.kinds import RECOMPUTABLE
 from foldray.schedule import OVERLAPS, SEARCHED, SEQUENTIAL, overlap_kind
-from foldray.spec import Strict
 from foldray.tables import OWN, among
 from foldray.urls import without_secrets
 

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from foldray.blueprint import Piece
+from foldray.blueprint.parameters import GradientClass
 from foldray.comm import Groups
 from foldray.model import Batch, Losses, Transformer
 from foldray.recipe import OptimizerSpec
@@ -15,8 +17,6 @@ from foldray.runtime.execution import Execution
 from foldray.runtime.gradients import Gradients, Norms
 from foldray.runtime.optimizer import decay_groups, make_optimizer, state_keys
 from foldray.schedule import Ordering
-from foldray.spec import Piece
-from foldray.spec.parameters import GradientClass
 
 State = dict[str, torch.Tensor]
 

@@ -10,12 +10,12 @@ import torch
 from foldray.comm import Groups, Pending
 from foldray.kinds import HANDOVER, REDUCE
 from foldray.model import Batch, Losses, Transformer
-from foldray.planner import Recording, op_costs
 from foldray.runtime.gradients import Gradients
 from foldray.runtime.micro_batch import MicroBatch
 from foldray.runtime.trace import Trace
 from foldray.runtime.weights import Weights
 from foldray.schedule import Chunk, Op, Ordering, Slicing, Span, StepGraph, position_list
+from foldray.timeline import Recording, op_costs
 
 
 class Execution:

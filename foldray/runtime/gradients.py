@@ -25,12 +25,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
+from foldray.blueprint import GradientPart, made_at
+from foldray.blueprint.parameters import CLASSES, GradientClass
 from foldray.comm import Communicator, Groups, Pending
 from foldray.model import Transformer
 from foldray.runtime.sharding import Sharding
 from foldray.schedule import Chunk, cut_buffer
-from foldray.spec import GradientPart, made_at
-from foldray.spec.parameters import CLASSES, GradientClass
 
 
 class GradientBuffer:

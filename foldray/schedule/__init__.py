@@ -1,6 +1,7 @@
 """Schedules as data: ops, the graph that binds them, generators, the checker, the drawing. Pure Python."""
 
 from foldray.schedule.check import check, check_ranks, peak
+from foldray.schedule.chunks import REDUCTIONS, Chunk, Reduction, cut_buffer
 from foldray.schedule.clock import COMPUTE, Cost, ScheduleError, Span, times, unit_times
 from foldray.schedule.generators import Run
 from foldray.schedule.graph import Channel, Graph, PipelineGraph
@@ -9,7 +10,7 @@ from foldray.schedule.op import Direction, Op, Schedule, handover, stage
 from foldray.schedule.ordering import Ordering, Sequences, make_ordering, named_ordering
 from foldray.schedule.overlaps import ONE_A_ONE_M, OVERLAPS, SEARCHED, SEQUENTIAL, STREAM, Overlap, OverlapKind, overlap_kind
 from foldray.schedule.pipeline import check_pipeline, computed, forward_only, interleaved, one_f_one_b, pipeline
-from foldray.schedule.reduction import REDUCTIONS, Chunk, Reduction, cut_buffer, place_reductions
+from foldray.schedule.reduction import place_reductions
 from foldray.schedule.slicing import SLICINGS, SliceCost, Slicing, slice_sequence
 from foldray.schedule.step_graph import BlockKind, Place, StepGraph
 from foldray.schedule.text import show

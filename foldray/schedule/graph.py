@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+from foldray.blueprint import stage_positions
 from foldray.errors import UserError
 from foldray.kinds import HANDOVER, STAGE
 from foldray.schedule.op import Op, handover, stage
-from foldray.spec import stage_positions
 
 Channel = tuple[str, int, int]
 """Class of what travels, and the two pipeline positions, the lower one first. A channel is one queue."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from foldray.kinds import COMBINE, COUNTS, DISPATCH, EXPERT, HEAD, MERGE, ROUTE, STAGE
+from foldray.schedule.chunks import Reduction
 from foldray.schedule.generators import Run, group
 from foldray.schedule.op import Op, Schedule
 from foldray.schedule.ordering import Ordering
 from foldray.schedule.overlaps import Overlap
 from foldray.schedule.pipeline import pipeline
-from foldray.schedule.reduction import Reduction, place_reductions
+from foldray.schedule.reduction import place_reductions
 from foldray.schedule.step_graph import StepGraph
 from foldray.schedule.traffic import OpCosts, by_urgency
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from foldray.errors import UserError
+from foldray.schedule.chunks import REDUCTIONS, Reduction
 from foldray.schedule.overlaps import OVERLAPS, Overlap, overlap_kind
-from foldray.schedule.reduction import REDUCTIONS, Reduction
 from foldray.schedule.slicing import SliceCost, Slicing, slice_sequence
 from foldray.schedule.traffic import OpCosts
 

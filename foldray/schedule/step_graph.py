@@ -31,9 +31,9 @@ from foldray.kinds import (
     REDUCE,
     ROUTE,
 )
+from foldray.schedule.chunks import Chunk
 from foldray.schedule.graph import Channel, PipelineGraph
 from foldray.schedule.op import Direction, Op, handover
-from foldray.schedule.reduction import Chunk
 from foldray.schedule.slicing import Slicing
 
 BlockKind = Literal["dense", "moe"]

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from foldray.kinds import HANDOVER, REDUCE
 from foldray.schedule.op import Op
-
-if TYPE_CHECKING:
-    from foldray.schedule.step_graph import StepGraph
+from foldray.schedule.step_graph import StepGraph
 
 
 class OpCosts(NamedTuple):

@@ -1,7 +1,28 @@
-"""Spans of ops, recorded or simulated: what they add up to, and how they look."""
+"""Spans of ops, recorded or simulated: what they add up to, how they look, and recorded steps run again in another order."""
 
+from foldray.timeline.choice import best_overlaps
 from foldray.timeline.perfetto import perfetto
+from foldray.timeline.recorded import Recording, op_costs, recorded_cost, replay, slice_timings
+from foldray.timeline.simulator import Simulation, simulate
 from foldray.timeline.text import draw_text
 from foldray.timeline.usage import Usage, held_up, length, merged, overlaps, queued, usage
 
-__all__ = ["Usage", "draw_text", "held_up", "length", "merged", "overlaps", "perfetto", "queued", "usage"]
+__all__ = [
+    "Recording",
+    "Simulation",
+    "Usage",
+    "best_overlaps",
+    "draw_text",
+    "held_up",
+    "length",
+    "merged",
+    "op_costs",
+    "overlaps",
+    "perfetto",
+    "queued",
+    "recorded_cost",
+    "replay",
+    "simulate",
+    "slice_timings",
+    "usage",
+]

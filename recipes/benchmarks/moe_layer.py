@@ -33,10 +33,10 @@ import torch.distributed as dist
 from common import MALLOC, GatedMlp, processor
 from torch import Tensor, nn
 
+from foldray.blueprint import ModelSpec
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.moe import MoeBackend, MoELayer
-from foldray.spec import ModelSpec
 
 WARM_UP = 2
 

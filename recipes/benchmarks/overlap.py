@@ -46,7 +46,7 @@ import torch  # noqa: E402
 from common import MALLOC, processor  # noqa: E402
 from overlap_sweep import report_sweep  # noqa: E402
 
-from foldray.spec import ModelSpec  # noqa: E402
+from foldray.blueprint import ModelSpec  # noqa: E402
 
 SIZES = {
     "hosts": 2, "batch": 1, "length": 4096, "hidden": 512, "heads": 8, "inner": 1024, "shared": 0, "blocks": 4, "every": 1,

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from trainers.online import Online
+from trainers.worker.online import Online
 from tuners import OnlineSearch
 
 if TYPE_CHECKING:
     from overlap_worker import Worker
 
-    from trainers.telemetry import Tried
+    from trainers.records import Tried
 
 SIZES, SEEDS, PAIRS, SMALLEST = 12, 5, 15, 4 << 10
 

@@ -22,14 +22,13 @@ from overlap import SIDES, WARM_UP, arguments, model_of
 from overlap_sweep import search, sweep
 from torch import Tensor, nn
 
+from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Communicator, Groups
 from foldray.fold import Fold
 from foldray.model import Batch, Transformer
-from foldray.planner import Recording, best_overlaps, recorded_cost, replay
 from foldray.runtime import Execution, Gradients, Trace
 from foldray.schedule import Ordering, SliceCost, named_ordering
-from foldray.spec import ModelSpec, Ownership
-from foldray.timeline import held_up, overlaps
+from foldray.timeline import Recording, best_overlaps, held_up, overlaps, recorded_cost, replay
 
 _STOLEN, _DRIFT, _TRIES = 0.05, 0.1, 4  # share of a core that may be missing, of C that it may change by; measurements at most
 

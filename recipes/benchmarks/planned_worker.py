@@ -18,9 +18,9 @@ from planned import FOLDS, RECIPE, overrides
 
 from foldray.planner.hardware import load_hardware
 from foldray.recipe import Recipe
-from trainers import cluster
-from trainers.actors import Ranks
-from trainers.trial import turn
+from trainers.cluster import joining
+from trainers.cluster.actors import Ranks
+from trainers.measure.trial import turn
 
 _PRODUCTS = 15
 
@@ -32,7 +32,7 @@ def main(path: str, rounds: str, hardware: str, length: str, *folds: str) -> Non
     standard = 2.0 * side**3 / (machines.peak("fp32") * share)
     recipes = {(fold, schedule): recipe(fold, schedule, int(length)) for fold in folds for schedule in FOLDS[fold][1]}
     first = next(iter(recipes.values()))
-    cluster.connect(first)
+    joining.connect(first)
     ranks = Ranks(first)
     rows: list[dict[str, Any]] = [{"fold": fold, "schedule": schedule, "steps": []} for fold, schedule in recipes]
     try:

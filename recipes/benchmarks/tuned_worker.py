@@ -12,7 +12,7 @@ import optuna
 
 from foldray.planner.hardware import load_hardware
 from foldray.recipe import Recipe
-from trainers import cluster
+from trainers.cluster import joining
 from tuners.measure import Bench
 from tuners.sampler import TableSampler
 from tuners.space import Settings, changed
@@ -23,7 +23,7 @@ TRIALS, PAIRS, STEPS, REPLAYS = 15, 9, 2, 25
 
 def main(path: str, turns: str, seeds: str, recipe: str, *overrides: str) -> None:
     given = Recipe.load(recipe, [*overrides, f"tune.turns={turns}", f"tune.steps={STEPS}", "tune.prune=null"])
-    cluster.connect(given)
+    joining.connect(given)
     table = Settings(given)
     known = predictions(table, load_hardware(str(given.tune.hardware)))
     tell(f"{len(table.rows)} settings")

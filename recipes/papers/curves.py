@@ -25,7 +25,7 @@ import ray
 
 from foldray import Recipe
 from trainers import FoldTrainer
-from trainers.telemetry import History, number
+from trainers.records import History, number
 
 Curves = dict[str, dict[int, float]]
 

@@ -26,6 +26,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from foldray.blueprint import ModelSpec
 from foldray.fold import Fold
 from foldray.planner import hardware
 from foldray.planner.candidate import Candidate, Job
@@ -33,7 +34,6 @@ from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.whole import simulate_step
 from foldray.schedule import SliceCost, named_ordering
-from foldray.spec import ModelSpec
 
 FOLD = Fold(16, ep=16)
 SIZES = tuple(1 << power for power in range(17, 26, 2))

@@ -27,13 +27,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.model import Batch, Transformer
 from foldray.moe import MoeBackend
 from foldray.recipe import OptimizerSpec
 from foldray.runtime import TorchEngine
-from foldray.spec import ModelSpec, Ownership
 
 WORLD, PER_NODE, LENGTH, SEQUENCES = 8, 4, 512, 8
 MODEL = ModelSpec(

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from foldray.blueprint import ModelSpec
+from foldray.blueprint.layout import smallest_slice
 from foldray.fold import Fold
 from foldray.kinds import EXCHANGES
 from foldray.planner import hardware, prediction
@@ -28,8 +30,6 @@ from foldray.planner.candidate import Candidate, Job
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.schedule import SliceCost, named_ordering
-from foldray.spec import ModelSpec
-from foldray.spec.layout import smallest_slice
 
 MODELS, LENGTHS, DEGREES = ("gpt-moe-s", "gpt-moe-m", "gpt-moe-l"), (4096, 8192, 16384, 32768), (2, 4, 8, 16)
 FOLD = Fold(16, tp=8, ep=16)

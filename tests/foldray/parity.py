@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.model import IGNORED, Batch, Transformer, all_losses
 from foldray.recipe import Recipe
 from foldray.runtime import Engine
-from foldray.spec import ModelSpec, Ownership
 
 MODEL: dict[str, Any] = {
     "layers": 2, "hidden": 16, "heads": 8, "kv_heads": 4, "head_dim": 6, "ffn_hidden": 24, "experts": 8, "topk": 2,
@@ -61,7 +61,7 @@ def train(rank: int, recipe: Recipe, steps: int = 1, documents: bool = False, ma
 
 
 def engine_of(recipe: Recipe, groups: Groups) -> Engine:
-    from trainers.engines import make_engine
+    from trainers.worker.engines import make_engine
 
     return make_engine(recipe, groups, torch.device("cpu"))
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from foldray import Recipe
+from foldray.blueprint import PRESETS, ModelSpec
 from foldray.files import read_yaml
-from foldray.spec import PRESETS, ModelSpec
 from tests.foldray.hostile import VALUES, overrides
 from tests.rotation import rotated
 

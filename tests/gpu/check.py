@@ -18,6 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.model import Batch, Transformer, all_losses
@@ -25,7 +26,6 @@ from foldray.moe import MoeBackend, MoELayer
 from foldray.recipe import OptimizerSpec
 from foldray.runtime import TorchEngine
 from foldray.runtime.peak import matmul_peak
-from foldray.spec import ModelSpec, Ownership
 
 GROUPS = Groups.create(Fold(1))
 SPEC = ModelSpec(preset="tiny")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trainers.telemetry import History, Place, Record, Resumed, Saved, Step, Validation
+from trainers.records import History, Place, Record, Resumed, Saved, Step, Validation
 
 
 def place(rank: int) -> Place:

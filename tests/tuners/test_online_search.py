@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from trainers.online import Knobs
+from trainers.worker.online import Knobs
 from tuners import OnlineSearch
 
 SMALLEST, LARGEST = 64 << 10, 64 << 20

@@ -17,7 +17,7 @@ from optuna.trial import TrialState
 from foldray.cli import main
 from foldray.errors import UserError
 from foldray.recipe import EngineSpec, Recipe
-from trainers.trial import Turn
+from trainers.measure.trial import Turn
 from tuners.measure import Measured, nodes_apart
 from tuners.report import summary, write
 from tuners.sampler import LOST, REASON

@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foldray.blueprint import Layout
 from foldray.comm import Communicator, Groups
 from foldray.errors import UserError
 from foldray.fold import Fold
-from foldray.model import context, kernels
+from foldray.kernels import attention as kernels
+from foldray.kernels.attention import Mask, attend, attend_backward, merge
+from foldray.model import context
 from foldray.model.context import Mode, context_attention
-from foldray.model.kernels import Mask, attend, attend_backward, merge
-from foldray.spec import Layout
 from tests.foldray.model.sequences import ALL, HEADS, B, D, L, data_of, reference, segments
 
 MODES: list[Mode] = ["ring", "all_gather"]

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foldray.blueprint import ModelSpec
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.model import IGNORED
 from foldray.model.layers import FeedForward, Norm, Vocabulary, vocabulary_cross_entropy
-from foldray.spec import ModelSpec
 from tests.foldray.parity import MODEL
 
 B, S, H, V = 3, 8, MODEL["hidden"], MODEL["vocab"]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from foldray.blueprint import Layout
 from foldray.comm import Communicator, Groups
 from foldray.fold import Fold
 from foldray.model import slices as module
 from foldray.model.slices import KeysAndValues, Sight, slice_attention
-from foldray.spec import Layout
 from tests.foldray.model.sequences import ALL, HEADS, B, D, L, data_of, reference, segments
 
 CUTS = [(48,), (24, 24), (16, 24, 8), (8, 8, 16, 8, 8), (40, 8)]

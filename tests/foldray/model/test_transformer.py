@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 import torch
 
+from foldray.blueprint import PRESETS, ModelSpec, Ownership, parameter_table
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.model import Batch, Transformer
 from foldray.model.attention import document_mask, rotary_angles, rotate
-from foldray.spec import PRESETS, ModelSpec, Ownership, parameter_table
 from tests.foldray.parity import MODEL, model_of
 
 FOLDS = [

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from foldray.comm import Groups
 from foldray.fold import Fold
+from foldray.kernels.capacity import keep_within
 from foldray.moe import Dispatcher, Routing
-from foldray.moe.capacity import keep_within
 from foldray.moe.torch_backend import TorchPermutation
 from tests.pool import RankPool
 

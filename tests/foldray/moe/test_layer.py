@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from foldray.blueprint import ModelSpec
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.moe import MoeBackend, MoELayer
-from foldray.spec import ModelSpec
 from tests.foldray.parity import MODEL, make_recipe, one_process, train, worst
 
 GROUPS = Groups.create(Fold(1))
@@ -98,7 +98,7 @@ def _backend(name: str, model: ModelSpec) -> MoeBackend:
         from foldray.moe.tutel import TutelPermutation
 
         return MoeBackend(permutation=TutelPermutation())
-    from trainers.deepspeed_gates import deepspeed_gate
+    from trainers.worker.deepspeed_gates import deepspeed_gate
 
     return MoeBackend(gate=deepspeed_gate(model))
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from foldray.blueprint import Layout, ModelSpec
 from foldray.comm import Groups
 from foldray.fold import Fold
+from foldray.kernels.capacity import capacity, keep_within
 from foldray.moe import Router
-from foldray.moe.capacity import capacity, keep_within
 from foldray.recipe import Recipe
-from foldray.spec import Layout, ModelSpec
 from tests.foldray.parity import MODEL, make_recipe, one_process, train, worst
 
 GROUPS = Groups.create(Fold(1))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.model import Batch, Transformer
@@ -24,7 +25,6 @@ from foldray.runtime import Execution, Gradients
 from foldray.runtime.micro_batch import MicroBatch
 from foldray.runtime.weights import Weights
 from foldray.schedule import PipelineGraph, SliceCost, named_ordering
-from foldray.spec import ModelSpec, Ownership
 from tests.foldray.parity import engine_of, go_on, make_recipe, model_of, sample
 from tests.rotation import rotated
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foldray.blueprint import ModelSpec
 from foldray.fold import Fold
-from foldray.planner import simulate
 from foldray.planner.candidate import Candidate, Job
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
@@ -18,7 +18,7 @@ from foldray.planner.hardware import Hardware, constants, known_hardware, load_h
 from foldray.planner.prediction import Step, predict
 from foldray.planner.whole import simulate_step, whole_seconds
 from foldray.schedule import Ordering, Overlap, Reduction, SliceCost, slice_sequence, step_schedule
-from foldray.spec import ModelSpec
+from foldray.timeline import simulate
 
 MODEL = ModelSpec.model_validate({"preset": "mixtral-8x22b", "layers": 8})
 FOLDS: list[dict[str, int]] = [

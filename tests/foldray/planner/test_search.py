@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from foldray.blueprint import ModelSpec, Ownership
 from foldray.errors import UserError
 from foldray.fold import Fold, divisors
 from foldray.planner.candidate import Job
@@ -14,7 +15,6 @@ from foldray.planner.hardware import load_hardware
 from foldray.planner.memory import ledger
 from foldray.planner.prediction import Step
 from foldray.planner.search import Planned, Space, _Floors, search
-from foldray.spec import ModelSpec, Ownership
 
 MODEL = ModelSpec.model_validate({"preset": "mixtral-8x22b", "layers": 4, "heads": 8, "kv_heads": 4, "hidden": 1024})
 

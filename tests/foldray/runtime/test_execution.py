@@ -11,10 +11,9 @@ import torch
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.model import Batch
-from foldray.planner import Recording, replay
 from foldray.runtime import Execution, Gradients, StepModule, Trace
 from foldray.schedule import OVERLAPS, Op, Ordering, Overlap, SliceCost, named_ordering
-from foldray.timeline import usage
+from foldray.timeline import Recording, replay, usage
 from tests.foldray.parity import MODEL, engine_of, make_recipe, model_of, sample
 
 LENGTH = 32

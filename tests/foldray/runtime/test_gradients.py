@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from foldray.blueprint import ModelSpec, Ownership, count_parameters, parameter_table
 from foldray.comm import Groups, Pending
 from foldray.fold import Fold
 from foldray.model import Batch, Transformer
 from foldray.recipe import OptimizerSpec
 from foldray.runtime import Gradients, TorchEngine, learning_rate
 from foldray.runtime.peak import matmul_peak
-from foldray.spec import ModelSpec, Ownership, count_parameters, parameter_table
 from tests.foldray.parity import MODEL, model_of
 
 ORDERS = {"order": "cp-tp-dp-pp", "moe_order": "edp-ep-etp-pp"}

@@ -127,4 +127,4 @@ def test_one_function_counts_positions() -> None:
         for path in sorted((root / folder).rglob("*.py"))
         if (lines := re.findall(r"%\s*(?:\w+\.)*pp\b|::\s*(?:\w+\.)*pp\]", path.read_text()))
     }
-    assert found == {"foldray/spec/stages.py": ["% pp"]}
+    assert found == {"foldray/blueprint/stages.py": ["% pp"]}

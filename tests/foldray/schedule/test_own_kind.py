@@ -8,13 +8,12 @@ import inspect
 import pytest
 
 from foldray.errors import UserError
-from foldray.planner import simulate
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.prediction import Step, predict
 from foldray.planner.search import Space
 from foldray.schedule import COMPUTE, Overlap, SliceCost, StepGraph, check, slice_sequence, stage_order, step_schedule
-from foldray.timeline import draw_text
+from foldray.timeline import draw_text, simulate
 from tests.foldray.parity import make_recipe, one_process, train, worst
 from tests.foldray.planner.test_prediction import candidate, machines
 from tests.foldray.schedule import zigzag

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foldray.blueprint import GradientPart, ModelSpec, Ownership
 from foldray.fold import Fold
-from foldray.planner import Recording, op_costs, simulate
 from foldray.schedule import (
     COMPUTE,
     OVERLAPS,
@@ -29,7 +29,7 @@ from foldray.schedule import (
     slice_sequence,
     step_schedule,
 )
-from foldray.spec import GradientPart, ModelSpec, Ownership
+from foldray.timeline import Recording, op_costs, simulate
 from tests.foldray.parity import MODEL
 
 PARTS = st.lists(st.integers(0, 300), max_size=8).map(

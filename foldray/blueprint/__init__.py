@@ -1,0 +1,34 @@
+"""What a model is: configuration, presets, parameter table, FLOPs. Pure."""
+
+from foldray.blueprint.flops import forward_flops_per_token, step_flops
+from foldray.blueprint.layout import Layout, check_length, smallest_slice
+from foldray.blueprint.model import ModelSpec, RouterSpec, Strict
+from foldray.blueprint.parameters import ParameterSpec, count_by_cut, count_by_op, count_parameters, parameter_table
+from foldray.blueprint.placement import GradientPart, Maker, Ownership, Piece, made_at
+from foldray.blueprint.presets import PRESETS
+from foldray.blueprint.stages import Stage, make_stages, stage_positions
+
+__all__ = [
+    "PRESETS",
+    "GradientPart",
+    "Layout",
+    "Maker",
+    "ModelSpec",
+    "Ownership",
+    "ParameterSpec",
+    "Piece",
+    "RouterSpec",
+    "Stage",
+    "Strict",
+    "check_length",
+    "count_by_cut",
+    "count_by_op",
+    "count_parameters",
+    "forward_flops_per_token",
+    "made_at",
+    "make_stages",
+    "parameter_table",
+    "smallest_slice",
+    "stage_positions",
+    "step_flops",
+]

@@ -1,0 +1,132 @@
+"""The parameter table: every parameter's global name, shape, layer and gradient class. No torch.
+
+The table is what the model builds from, what a checkpoint is keyed by and what counts are taken from. Every matrix that
+tensor parallelism cuts is cut along one axis into equal pieces: queries, keys and values are three matrices for that reason.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from foldray.blueprint.model import ModelSpec
+from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, ROUTE
+
+GradientClass = Literal["dense", "replicated", "expert"]
+CLASSES: tuple[GradientClass, ...] = get_args(GradientClass)
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter of the whole model.
+
+    Args:
+        name: global name; an expert's carries the expert's global id.
+        shape: shape in the whole model, matrices as [in, out].
+        layer: block index; -1 for the embeddings, `layers` for the final norm and the head.
+        op: kind of the schedule's op that computes with it.
+        gradient_class: "dense" is summed over DP×CP; "replicated", whole on every tensor-parallel rank but seeing only that
+            rank's piece of the sequence, over TP×DP×CP; "expert" over EDP. All are scaled by 1/(DP·CP).
+        cut: the axis along which tp ("dense") or etp ("expert") cuts it; None leaves it whole.
+        init: standard deviation of the normal initialisation; None initialises to one (norm weights), 0 to zero.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int
+    op: str
+    gradient_class: GradientClass = "dense"
+    cut: int | None = None
+    init: float | None = None
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def expert(self) -> int | None:
+        """Global id of the expert it belongs to."""
+        return int(self.name.split(".experts.")[1].split(".")[0]) if self.gradient_class == "expert" else None
+
+
+def parameter_table(model: ModelSpec) -> tuple[ParameterSpec, ...]:
+    """All parameters of the model, in order of use."""
+    std, vocabulary = model.init_std, (model.vocab, model.hidden)
+    table = [ParameterSpec("embedding.weight", vocabulary, -1, EMBED, cut=0, init=std)]
+    if model.positions == "learned":
+        table.append(ParameterSpec("positions.weight", (model.max_positions, model.hidden), -1, EMBED, "replicated", init=std))
+    for layer in range(model.layers):
+        table += _block(model, layer)
+    table += _norm(model, "final_norm", model.layers, HEAD)
+    if not model.tied_embeddings:
+        table.append(ParameterSpec("head.weight", vocabulary, model.layers, HEAD, cut=0, init=std))
+    return tuple(table)
+
+
+def count_parameters(model: ModelSpec) -> int:
+    return sum(count_by_cut(model))
+
+
+def count_by_cut(model: ModelSpec) -> tuple[int, int]:
+    """Elements outside of the experts, and of all experts: what tp, and what ep and etp, share out.
+
+    In closed form: a model may have to be refused because its table would be too long.
+    """
+    hidden, heads, matrices = model.hidden, model.heads + model.kv_heads, 1 + len(model.activation.inwards)
+    norm = hidden * (2 if model.norm == "layernorm" else 1)
+    sparse = (model.layers - model.dense_first) // model.moe_every
+    edges = (1 if model.tied_embeddings else 2) * model.vocab + (model.max_positions if model.positions == "learned" else 0)
+    blocks = model.layers * (2 * heads * model.head_dim * hidden + 2 * norm)
+    dense = (model.layers - sparse) * matrices * hidden * model.ffn_hidden
+    routed = sparse * hidden * (model.experts + matrices * model.shared_hidden)
+    return edges * hidden + norm + blocks + dense + routed, sparse * model.experts * matrices * hidden * model.expert_hidden
+
+
+def count_by_op(model: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Elements that one op of each kind computes with: those that are cut among ranks, and those that each has whole."""
+    layer: dict[str, int] = {}
+    found: dict[str, tuple[int, int]] = {}
+    for each in parameter_table(model):
+        if layer.setdefault(each.op, each.layer) == each.layer:  # blocks of a kind are alike
+            cut, whole = found.get(each.op, (0, 0))
+            found[each.op] = (cut, whole + each.count) if each.cut is None else (cut + each.count, whole)
+    return found
+
+
+def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
+    name, std, hidden = f"blocks.{layer}", model.init_std, model.hidden
+    out_std = std / math.sqrt(2 * model.layers)  # residual branches add up: GPT-2's scaled initialisation
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    rows = _norm(model, f"{name}.attention_norm", layer, ATTENTION)
+    for part, width in (("query", queries), ("key", keys), ("value", keys)):
+        rows.append(ParameterSpec(f"{name}.attention.{part}", (hidden, width), layer, ATTENTION, cut=1, init=std))
+    rows.append(ParameterSpec(f"{name}.attention.out", (queries, hidden), layer, ATTENTION, cut=0, init=out_std))
+    rows += _norm(model, f"{name}.ffn_norm", layer, ROUTE if model.is_moe(layer) else FFN)
+    if not model.is_moe(layer):
+        return rows + _ffn(model, f"{name}.ffn", model.ffn_hidden, layer, out_std, FFN)
+    rows.append(ParameterSpec(f"{name}.moe.router.weight", (hidden, model.experts), layer, ROUTE, "replicated", init=std))
+    for expert in range(model.experts):
+        rows += _ffn(model, f"{name}.moe.experts.{expert}", model.expert_hidden, layer, out_std, EXPERT, "expert")
+    if model.shared_hidden:
+        rows += _ffn(model, f"{name}.moe.shared", model.shared_hidden, layer, out_std, ROUTE)
+    return rows
+
+
+def _ffn(
+    model: ModelSpec, name: str, inner: int, layer: int, out_std: float, op: str, kind: GradientClass = "dense"
+) -> list[ParameterSpec]:
+    return [
+        *(
+            ParameterSpec(f"{name}.{part}", (model.hidden, inner), layer, op, kind, 1, model.init_std)
+            for part in model.activation.inwards
+        ),
+        ParameterSpec(f"{name}.down", (inner, model.hidden), layer, op, kind, 0, out_std),
+    ]
+
+
+def _norm(model: ModelSpec, name: str, layer: int, op: str) -> list[ParameterSpec]:
+    rows = [ParameterSpec(f"{name}.weight", (model.hidden,), layer, op, "replicated")]
+    if model.norm == "layernorm":
+        rows.append(ParameterSpec(f"{name}.bias", (model.hidden,), layer, op, "replicated", init=0.0))
+    return rows

@@ -1,0 +1,165 @@
+"""Who owns which piece of which layer: the pipeline's stages, and each rank's box of each parameter. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from foldray.blueprint.model import ModelSpec
+from foldray.blueprint.parameters import GradientClass, ParameterSpec, parameter_table
+from foldray.blueprint.stages import Stage, make_stages
+from foldray.errors import UserError
+from foldray.fold import Fold, divisors
+from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, ROUTE
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rank's box of one parameter of the whole model: from `offset`, of `shape`, in `spec.shape`."""
+
+    spec: ParameterSpec
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
+
+
+Maker = tuple[str, int]
+"""Kind and block of the ops that add to a gradient."""
+
+_BACKWARD = (EXPERT, ROUTE, FFN, ATTENTION)  # of a block
+
+
+class GradientPart(NamedTuple):
+    """Neighbours in a flat buffer of gradients that the same ops make, the last of these at last."""
+
+    elements: int
+    makers: tuple[Maker, ...]
+
+
+def made_at(makers: tuple[Maker, ...]) -> tuple[int, int]:
+    """Sorts gradients by when backward has the last of them."""
+    kind, block = makers[-1]
+    if kind == HEAD:
+        return (-block - 1, -1)
+    return (1, 0) if kind == EMBED else (-block, _BACKWARD.index(kind))
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """The one owner map: which stages and which pieces of parameters a rank holds.
+
+    A tied embedding stands on the first and on the last stage; the first one counts as its owner.
+
+    Raises:
+        UserError: the fold does not divide the model.
+    """
+
+    model: ModelSpec
+    fold: Fold
+    virtual_stages: int = 1
+    stage_layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check_divides(self.model, self.fold)
+        assert self.stages
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        return make_stages(self.model.layers, self.fold.pp, self.virtual_stages, self.stage_layers)
+
+    def held_stages(self, rank: int) -> tuple[Stage, ...]:
+        position = self.fold.attention.coordinate(rank)["pp"]
+        return tuple(stage for stage in self.stages if stage.position == position)
+
+    def experts(self, rank: int) -> range:
+        """Global ids of the experts that a rank holds, of every MoE block of its stages."""
+        local = self.model.experts // self.fold.ep
+        first = self.fold.moe.coordinate(rank)["ep"] * local
+        return range(first, first + local)
+
+    def pieces(self, rank: int) -> dict[str, Piece]:
+        """A rank's share of the model, by global name."""
+        tp, etp = self.fold.attention.coordinate(rank)["tp"], self.fold.moe.coordinate(rank)["etp"]
+        held, experts = self.held_stages(rank), self.experts(rank)
+        found = {}
+        for spec in parameter_table(self.model):
+            if self._is_held(spec, held) and (spec.expert is None or spec.expert in experts):
+                expert = spec.gradient_class == "expert"
+                found[spec.name] = _cut(spec, *((etp, self.fold.etp) if expert else (tp, self.fold.tp)))
+        return found
+
+    def counted(self, rank: int) -> Iterator[str]:
+        """Names of the pieces that this rank counts in a norm: every element of the model is counted by one rank."""
+        attention, moe = self.fold.attention.coordinate(rank), self.fold.moe.coordinate(rank)
+        first_copy = {
+            "dense": attention["dp"] == attention["cp"] == 0,
+            "replicated": attention["dp"] == attention["cp"] == attention["tp"] == 0,
+            "expert": moe["edp"] == 0,
+        }
+        for name, piece in self.pieces(rank).items():
+            tied_copy = name == "embedding.weight" and attention["pp"] > 0
+            if first_copy[piece.spec.gradient_class] and not tied_copy:
+                yield name
+
+    def makers(self, spec: ParameterSpec, rank: int) -> tuple[Maker, ...]:
+        """The ops of a rank whose backward adds to a parameter's gradient, in the order in which they first do."""
+        held, last = self.held_stages(rank), self.model.layers - 1
+        if spec.layer < 0:
+            tied = self.model.tied_embeddings and spec.name == "embedding.weight"
+            at_head = [(HEAD, last)] if tied and any(stage.last for stage in held) else []
+            return (*at_head, *([(EMBED, 0)] if any(stage.first for stage in held) else []))
+        return ((spec.op, min(spec.layer, last)),)
+
+    def gradient_parts(self, rank: int) -> dict[GradientClass, tuple[GradientPart, ...]]:
+        """A rank's gradients of each class in the order in which backward has the last of them: a flat buffer, from its start.
+
+        Backward goes through the blocks from the last one on, whatever the schedule.
+        """
+        sizes: dict[GradientClass, dict[tuple[Maker, ...], int]] = {"dense": {}, "replicated": {}, "expert": {}}
+        for piece in self.pieces(rank).values():
+            of_class, makers = sizes[piece.spec.gradient_class], self.makers(piece.spec, rank)
+            of_class[makers] = of_class.get(makers, 0) + math.prod(piece.shape)
+        return {
+            name: tuple(GradientPart(parts[makers], makers) for makers in sorted(parts, key=made_at))
+            for name, parts in sizes.items()
+        }
+
+    def _is_held(self, spec: ParameterSpec, held: tuple[Stage, ...]) -> bool:
+        tied = self.model.tied_embeddings and spec.name == "embedding.weight"
+        if spec.layer < 0:
+            return any(stage.first or (tied and stage.last) for stage in held)
+        return any(spec.layer in stage.layers or (stage.last and spec.layer == self.model.layers) for stage in held)
+
+
+def _cut(spec: ParameterSpec, index: int, parts: int) -> Piece:
+    offset, shape = [0] * len(spec.shape), list(spec.shape)
+    if spec.cut is not None:
+        shape[spec.cut] //= parts
+        offset[spec.cut] = index * shape[spec.cut]
+    return Piece(spec, tuple(offset), tuple(shape))
+
+
+def _check_divides(model: ModelSpec, fold: Fold) -> None:
+    dense = len(model.moe_layers) < model.layers
+    rules = [
+        ("tp", "heads", True),
+        ("tp", "kv_heads", True),
+        ("tp", "ffn_hidden", dense),
+        ("tp", "shared_hidden", model.shared_hidden > 0),
+        ("ep", "experts", bool(model.moe_layers)),
+        ("etp", "expert_hidden", bool(model.moe_layers)),
+    ]
+    for axis, field, applies in rules:
+        size, whole = getattr(fold, axis), getattr(model, field)
+        if applies and whole % size:
+            legal = [d for d in divisors(fold.world_size) if whole % d == 0]
+            raise UserError(f"fold.{axis}", size, f"must divide model.{field}={whole}", legal)
+    if model.vocab % fold.tp:
+        rule = f"must be a multiple of fold.tp={fold.tp}; rows beyond the tokenizer's are padding"
+        raise UserError("model.vocab", model.vocab, rule, [model.vocab + -model.vocab % fold.tp])

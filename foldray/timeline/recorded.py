@@ -1,0 +1,181 @@
+"""Recorded steps: run again on the simulator's clock, and what can be learnt from them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean, median
+from typing import NamedTuple, cast
+
+from foldray.kinds import ATTENTION, HANDOVER, REDUCE
+from foldray.schedule import COMPUTE, Channel, Cost, Graph, Op, OpCosts, Schedule, Span, StepGraph, times
+from foldray.timeline.simulator import Simulation
+from foldray.timeline.usage import usage
+
+
+class Recording(NamedTuple):
+    """What one rank ran: its list, and the span of every op by a clock of its own."""
+
+    order: tuple[Op, ...]
+    spans: Mapping[Op, Span]
+
+
+class _RankedOp(NamedTuple):
+    """An op at a rank; of a collective, `rank` is -1 for all that share it, of a handover the pair of neighbours."""
+
+    op: Op
+    rank: int
+
+
+class _Ranks:
+    """A step's graph with a position for each rank, so that ranks wait for each other as they do when they run.
+
+    Ranks of one pipeline position meet in every collective; their i-th members are neighbours along the pipeline.
+    """
+
+    def __init__(self, graph: Graph, recordings: Sequence[Recording]):
+        self.graph = graph
+        self.at: dict[int, list[int]] = defaultdict(list)  # pipeline position → ranks
+        self.place: list[tuple[int, int]] = []  # rank → pipeline position, number there
+        for rank, recording in enumerate(recordings):
+            position = next(graph.where(op)[0] for op in recording.order if graph.channel(op) is None)
+            self.place.append((position, len(self.at[position])))
+            self.at[position].append(rank)
+        self.lists = tuple(tuple(self.ranked(op, rank) for op in each.order) for rank, each in enumerate(recordings))
+
+    @property
+    def positions(self) -> int:
+        return len(self.lists)
+
+    def ops(self) -> Iterator[_RankedOp]:
+        return iter({op for ops in self.lists for op in ops})
+
+    def ranked(self, op: Op, rank: int) -> _RankedOp:
+        if self.graph.channel(op) is None:
+            return _RankedOp(op, rank)
+        return _RankedOp(op, self.place[rank][1] if len(self.graph.where(op)) > 1 else -1)
+
+    def where(self, ranked: _RankedOp) -> tuple[int, ...]:
+        if self.graph.channel(ranked.op) is None:
+            return (ranked.rank,)
+        positions = self.graph.where(ranked.op)
+        if len(positions) > 1:
+            return tuple(self.at[position][ranked.rank] for position in positions)
+        return tuple(self.at[positions[0]])
+
+    def needs(self, ranked: _RankedOp) -> tuple[_RankedOp, ...]:
+        found: dict[_RankedOp, None] = {}  # in order, each once
+        for rank in self.where(ranked):
+            for need in self.graph.needs(ranked.op):
+                if self.place[rank][0] in self.graph.where(need):
+                    found[self.ranked(need, rank)] = None
+        return tuple(found)
+
+    def channel(self, ranked: _RankedOp) -> tuple[Channel, int] | None:
+        channel = self.graph.channel(ranked.op)
+        return channel and (channel, ranked.rank)
+
+    def travel(self, recordings: Sequence[Recording]) -> dict[_RankedOp, float]:
+        """Seconds of every collective, on one clock for all ranks that share it."""
+        spans: dict[_RankedOp, list[Span]] = defaultdict(list)
+        for rank, (recording, ahead) in enumerate(zip(recordings, self._ahead(recordings), strict=True)):
+            for op, span in recording.spans.items():
+                if self.graph.channel(op) is not None:
+                    spans[self.ranked(op, rank)].append(Span(span.start - ahead, span.end - ahead))
+        whole = {op: Span(max(span.start for span in each), fmean(span.end for span in each)) for op, each in spans.items()}
+        arrived: dict[object, float] = {}
+        found = {}
+        for ranked, span in sorted(whole.items(), key=lambda item: item[1].end):
+            channel = self.channel(ranked)
+            found[ranked] = max(0.0, span.end - max(span.start, arrived.get(channel, span.start)))
+            arrived[channel] = span.end
+        return found
+
+    def _ahead(self, recordings: Sequence[Recording]) -> list[float]:
+        """How far each rank's clock is ahead of that of the first rank of its pipeline position: collectives end together."""
+        found = []
+        for rank, recording in enumerate(recordings):
+            first = recordings[self.at[self.place[rank][0]][0]].spans
+            shared = [op for op in first if self.graph.channel(op) and len(self.graph.where(op)) == 1]
+            apart = [recording.spans[op].end - first[op].end for op in shared]
+            found.append(median(apart) if apart else 0.0)
+        return found
+
+
+def replay(graph: Graph, recordings: Sequence[Recording]) -> Simulation:
+    """A recorded step on the simulator's clock; the spans are the first rank's.
+
+    What computes takes as long as it did on its rank. A collective takes the time from when the last rank started it, and the one
+    before it on the same channel had arrived, until it had arrived itself.
+    """
+    ranks = _Ranks(graph, recordings)
+    travel = ranks.travel(recordings)
+
+    def cost(ranked: _RankedOp) -> tuple[tuple[str, float], ...]:
+        channel = graph.channel(ranked.op)
+        if channel is not None:
+            return ((channel[0], travel[ranked]),)
+        span = recordings[ranked.rank].spans[ranked.op]
+        return ((COMPUTE, span.end - span.start),)
+
+    # The clock asks a graph about whatever its lists hold.
+    spans = times(cast(Graph, ranks), cast(Schedule, ranks.lists), cast(Callable, cost))
+    own = [{each.op: spans[cast(Op, each)] for each in ops} for ops in ranks.lists]
+    return Simulation(own[0], max(span.end for span in spans.values()), tuple(usage(graph, each) for each in own))
+
+
+def recorded_cost(graph: Graph, recordings: Sequence[Recording]) -> Cost:
+    """What ops cost, for other orders of the same: means over ranks, and over those pairs of ranks that hand over."""
+    ranks = _Ranks(graph, recordings)
+    seconds: dict[Op, list[float]] = defaultdict(list)
+    for ranked, took in ranks.travel(recordings).items():
+        seconds[ranked.op].append(took)
+    for recording in recordings:
+        for op, span in recording.spans.items():
+            if graph.channel(op) is None:
+                seconds[op].append(span.end - span.start)
+
+    def cost(op: Op) -> tuple[tuple[str, float], ...]:
+        channel = graph.channel(op)
+        return ((channel[0] if channel else COMPUTE, fmean(seconds[op])),)
+
+    return cost
+
+
+def op_costs(graph: StepGraph, recordings: Sequence[Recording]) -> OpCosts:
+    """What a recorded step's ops took, as urgency goes by it: medians over blocks and micro-batches."""
+    cost = recorded_cost(graph, recordings)
+    took: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    reductions = []
+    for op in recordings[0].order:
+        ((_, seconds),) = cost(op)
+        if op.kind == REDUCE:
+            reductions.append((graph.chunk(op).bytes, seconds))
+        elif op.kind != HANDOVER:
+            took[op.kind, op.direction, op.part].append(seconds)
+    return OpCosts(tuple((key, median(took[key])) for key in sorted(took)), *_line(reductions))
+
+
+def _line(timings: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds to start a reduction, and per byte, neither negative, from (bytes, seconds)."""
+    from scipy.optimize import nnls
+
+    if len({size for size, _ in timings}) < 2:
+        return 0.0, median([seconds / size for size, seconds in timings]) if timings else 0.0
+    startup, per_byte = nnls([(1.0, size) for size, _ in timings], [seconds for _, seconds in timings])[0]
+    return float(startup), float(per_byte)
+
+
+def slice_timings(graph: StepGraph, spans: Mapping[Op, Span], ranks: int) -> list[tuple[int, int, float]]:
+    """Every recorded slice of attention as `SliceCost.measured` takes it: tokens, context, seconds forward and backward.
+
+    Args:
+        ranks: how many share a sequence (cp·tp).
+    """
+    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for op, span in spans.items():
+        if op.kind == ATTENTION and op.direction == "F":
+            tokens, backward = graph.tokens(op), spans[op._replace(direction="B")]
+            took = span.end - span.start + backward.end - backward.start
+            found[len(tokens) * ranks, tokens.stop * ranks].append(took)
+    return [(tokens, context, median(took)) for (tokens, context), took in found.items()]

@@ -1,0 +1,15 @@
+"""An activation that foldray does not know: the square of what is positive, gated (as in ReGLU)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from foldray.activations import Activation
+
+
+def gated_squares(up_NW: Tensor) -> Tensor:
+    gate_NF, value_NF = up_NW.chunk(2, -1)
+    return gate_NF.relu().square() * value_NF
+
+
+SQUARES = Activation("squares", True, "tests.foldray.kernels.squares:gated_squares")

@@ -1,0 +1,146 @@
+"""Small checkpoints, and ways to damage and to forge them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from ray.train import Checkpoint
+from torch.distributed.checkpoint.metadata import Metadata
+
+from foldray.blueprint import Piece
+from trainers.checkpoints import tensors
+from trainers.checkpoints.stored import seal
+
+FILE = "__0_0.distcp"
+Damage = Callable[[Path], Any]
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(step)
+    drawn = {name: torch.randn(8, 6, generator=random) for name in ("model/a", "model/b", "optimizer/a/exp_avg")}
+    return {**drawn, "optimizer/a/step": torch.tensor(float(step))}
+
+
+def write(folder: Path, step: int) -> None:
+    folder.mkdir(parents=True)
+    progress = {"step": step, "data": "d", "fold": {}, "validation": {"loss": float("nan")}, "seed": 0, "global_batch": 8}
+    tensors.write(folder, state(step), {}, progress, None)
+
+
+def make_run(folder: Path) -> Path:
+    """A run with three checkpoints, to do damage to."""
+    for step in (1, 2, 3):
+        write(folder / f"step_{step:08d}", step)
+    return folder
+
+
+def load(folder: Path | Checkpoint, into: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """As a worker does."""
+    found = {key: torch.zeros_like(tensor) for key, tensor in state(0).items()} if into is None else into
+    pieces: dict[str, Piece] = {}
+    handle = folder if isinstance(folder, Checkpoint) else Checkpoint.from_directory(str(folder))
+    with tensors.opened(handle, None) as stored:
+        tensors.load(stored, found, pieces, None)
+    return found
+
+
+class Payload:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, canary: Path):
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.canary}",)
+
+
+def canary(folder: Path) -> Path:
+    return folder.parent.parent / "canary"
+
+
+def forged(folder: Path) -> None:
+    """Make the manifest fit what has been done to the files, as a forger would."""
+    (folder / "manifest.0.json").unlink()
+    seal(folder, 0)
+
+
+def flipped(name: str) -> Damage:
+    def damage(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (folder / name).write_bytes(content)
+
+    return damage
+
+
+def replaced(name: str, content: Any, seals: bool = True) -> Damage:
+    def damage(folder: Path) -> None:
+        made = content(folder) if callable(content) else content
+        (folder / name).write_bytes(made if isinstance(made, bytes) else made.encode())
+        if seals:
+            forged(folder)
+
+    return damage
+
+
+def linked(name: str, to: str) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to(to)
+
+    return damage
+
+
+def metadata(change: Callable[[Metadata, Path], Any]) -> Damage:
+    """Change what `.metadata` says; the change may give something else to be pickled."""
+
+    def damage(folder: Path) -> None:
+        found = pickle.loads((folder / ".metadata").read_bytes())
+        other = change(found, folder)
+        (folder / ".metadata").write_bytes(pickle.dumps(found if other is None else other))
+        forged(folder)
+
+    return damage
+
+
+def progress(**changes: Any) -> Damage:
+    def damage(folder: Path) -> None:
+        found = json.loads((folder / "progress.json").read_text())
+        (folder / "progress.json").write_text(json.dumps(found | changes))
+        forged(folder)
+
+    return damage
+
+
+def manifest(change: Callable[[dict[str, Any]], Any]) -> Damage:
+    def damage(folder: Path) -> None:
+        found = json.loads((folder / "manifest.0.json").read_text())
+        other = change(found)
+        (folder / "manifest.0.json").write_text(json.dumps(found if other is None else other))
+
+    return damage
+
+
+def holding(make: Callable[[Path], bytes]) -> Damage:
+    """Put other bytes where the tensor model/b lies."""
+
+    def damage(folder: Path) -> None:
+        content = make(folder)
+
+        def change(found: Metadata, folder: Path) -> None:
+            for index, place in found.storage_data.items():
+                if index.fqn == "model/b":
+                    place.offset, place.length = 0, len(content)
+                else:
+                    place.offset += len(content)
+
+        (folder / FILE).write_bytes(content + (folder / FILE).read_bytes())
+        metadata(change)(folder)
+
+    return damage

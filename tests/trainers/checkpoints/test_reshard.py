@@ -1,0 +1,95 @@
+"""A checkpoint saved under one fold goes on under any other, optimizer state included, as if nothing had happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from ray.train import Checkpoint
+
+from foldray.comm import Groups
+from foldray.fold import Fold
+from foldray.recipe import Recipe
+from foldray.runtime import state_pieces
+from tests.foldray.parity import engine_of, go_on, make_recipe, train
+from trainers.checkpoints import tensors
+
+_SAVED, _THEN = 3, 5
+_MODEL = {"layers": 4, "tied_embeddings": True, "router": {"score": "sigmoid", "normalize": True, "bias_rate": 0.01}}
+_ADAMW = {"kind": "adamw", "lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1, "clip": 0.5}
+
+# (workers, fold, schedule) that writes → that reads
+_PAIRS = [
+    ((1, {}), (8, {"tp": 2, "cp": 2, "pp": 2, "ep": 4})),
+    ((8, {"tp": 2, "cp": 2, "pp": 2, "ep": 4}), (1, {})),
+    ((8, {"tp": 2, "cp": 2, "ep": 8}), (4, {"pp": 4})),
+    ((4, {"pp": 4}), (8, {"tp": 4, "etp": 2, "ep": 4})),
+    ((8, {"tp": 4, "etp": 2, "ep": 4}), (2, {"etp": 2})),
+    ((2, {"etp": 2}), (4, {"tp": 2, "pp": 2, "ep": 2})),
+    ((4, {"tp": 2, "pp": 2, "ep": 2}), (4, {"cp": 4, "etp": 2, "ep": 2})),
+    ((4, {"cp": 4, "etp": 2, "ep": 2}), (2, {"tp": 2})),
+    ((2, {"tp": 2}), (2, {"pp": 2, "virtual_stages": 2})),
+    ((2, {"pp": 2, "virtual_stages": 2}), (4, {"ep": 4})),
+    ((4, {"ep": 4}), (8, {"etp": 4, "ep": 2, "cp": 2, "tp": 2})),
+    ((8, {"etp": 4, "ep": 2, "cp": 2, "tp": 2}), (4, {"tp": 4, "ep": 2})),
+    ((4, {"tp": 2, "ep": 2, "zero": 1}), (2, {"ep": 2, "zero": 2})),  # an optimizer that is shared out, otherwise and not
+    ((2, {"ep": 2, "zero": 2}), (4, {"cp": 2, "ep": 2})),
+    ((1, {}), (4, {"tp": 2, "ep": 4, "zero": 1})),
+]
+
+
+def _save(rank: int, recipe: Recipe, folder: Path) -> None:
+    groups = Groups.create(recipe.placed_fold, rank)
+    engine = engine_of(recipe, groups)
+    go_on(engine, groups, recipe, range(_SAVED))
+    state = engine.state()
+    own = folder / f"rank{rank}"
+    own.mkdir()
+    progress = {"step": _SAVED, "data": "", "fold": {}, "validation": {}}
+    tensors.write(own, state, state_pieces(engine.model, state), progress, dist.group.WORLD)
+    for path in own.iterdir():  # as Ray puts the ranks' folders together
+        path.rename(folder / path.name)
+    groups.close()
+
+
+def _resume(rank: int, recipe: Recipe, folder: Path) -> dict[str, Any]:
+    groups = Groups.create(recipe.placed_fold, rank)
+    engine = engine_of(recipe, groups)
+    state = {key: tensor.clone() for key, tensor in engine.state().items()}
+    with tensors.opened(Checkpoint.from_directory(str(folder)), dist.group.WORLD) as stored:
+        tensors.load(stored, state, state_pieces(engine.model, state), dist.group.WORLD)
+    engine.load_state(state)
+    found = go_on(engine, groups, recipe, range(_SAVED, _SAVED + _THEN))
+    groups.close()
+    return found
+
+
+def _recipe(workers: int, fold: dict[str, int], seed: int = 0) -> Recipe:
+    fold = dict(fold)
+    engine = {"kind": "torch", "zero": fold.pop("zero", 0)}
+    schedule = {"virtual_stages": fold.pop("virtual_stages", 1)}
+    few = max(1, 4 // Fold(workers, **fold).dp)  # few passes: what takes time is the number of collectives
+    training = {"seed": seed, "micro_batch": few}
+    return make_recipe(workers, fold, model=_MODEL, optimizer=_ADAMW, schedule=schedule, training=training, engine=engine)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Any]:
+    return train(0, _recipe(1, {}), _SAVED + _THEN)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [pytest.param(*pair, marks=() if number % 2 == 0 else pytest.mark.nightly) for number, pair in enumerate(_PAIRS)],
+    ids=lambda given: f"{given[0]}:{given[1]}".replace("'", ""),
+)
+def test_a_checkpoint_goes_on_under_another_fold(ranks, undisturbed, tmp_path: Path, writer: tuple, reader: tuple) -> None:
+    ranks(writer[0]).run(_save, _recipe(*writer), tmp_path)
+    # Another seed: whatever is not read back would show.
+    found = ranks(reader[0]).run(_resume, _recipe(*reader, seed=1), tmp_path)
+    for part in found:
+        assert np.array(part["losses"]) == pytest.approx(np.array(undisturbed["losses"][_SAVED:]), abs=1e-10)
+        assert part["norms"] == pytest.approx(undisturbed["norms"][_SAVED:], abs=1e-10)

@@ -1,0 +1,39 @@
+"""Ranks that stay: their world, and what fails in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.foldray.parity import make_recipe
+from trainers.cluster.actors import RankFailure, Ranks
+
+
+@pytest.fixture
+def pair(ray_session) -> Iterator[Ranks]:
+    ranks = Ranks(make_recipe(2, 2))
+    yield ranks
+    ranks.close()
+
+
+def _world(state: dict[str, Any]) -> tuple[int, str, str, str]:
+    return state["rank"], os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
+
+
+def _fail_once(state: dict[str, Any], rank: int) -> int:
+    if state["rank"] == rank:
+        raise ValueError("not today")
+    return state["rank"]
+
+
+def test_every_rank_knows_its_place_and_that_it_sees_one_device(pair: Ranks) -> None:
+    """Ray shows each actor its own GPU as number 0; DeepSpeed takes LOCAL_RANK for such a number."""
+    assert pair.call(_world, timeout=60) == [(0, "0", "2", "0"), (1, "1", "2", "0")]
+
+
+def test_a_rank_that_fails_is_told_in_one_line(pair: Ranks) -> None:
+    with pytest.raises(RankFailure, match="failed: ValueError: not today"):
+        pair.call(_fail_once, 1, timeout=60)

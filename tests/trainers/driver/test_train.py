@@ -1,0 +1,240 @@
+"""Whole trainings on Ray: what they leave behind, and that stopping, killing and repeating changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mlflow import MlflowClient
+from ray.train import RunConfig, ScalingConfig
+
+from foldray.cli import main
+from foldray.errors import UserError
+from foldray.recipe import Recipe
+from trainers import FoldTrainer
+from trainers.checkpoints import tensors
+from trainers.checkpoints.stored import look
+from trainers.driver.recorder import RunFolder, read_run
+from trainers.folders import Folder
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+STEPS, BEFORE, STOP = 60, 20, 25
+_MODEL = {
+    "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_hidden": 64, "experts": 4, "topk": 2,
+    "expert_hidden": 48, "vocab": 264, "moe_every": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("storage")
+    texts = folder / "texts"
+    texts.mkdir()
+    for i in range(4):
+        (texts / f"{i}.txt").write_text("".join(f"{i} times {j} is {i * j}. " for j in range(2000)))
+    return folder
+
+
+def recipe(storage: Path, **sections: Any) -> Recipe:
+    base: dict[str, Any] = {
+        "name": "test",
+        "model": _MODEL,
+        "data": {"source": "text", "path": str(storage / "texts" / "*.txt"), "seq_len": 32, "validation": {"fraction": 0.3}},
+        "fold": {"ep": 2},
+        "optimizer": {"lr": 3e-3},
+        "training": {"steps": STEPS, "global_batch": 8, "micro_batch": 2, "eval_sequences": 24},
+        "checkpoint": {"every": 10},
+        "cluster": {"workers": 2, "storage": str(storage)},
+    }
+    return Recipe.parse(
+        {key: {**base.get(key, {}), **sections.get(key, {})} if key != "name" else "test" for key in base | sections}
+    )
+
+
+def fit(recipe: Recipe, **options: Any) -> FoldTrainer:
+    trainer = FoldTrainer(recipe, **options)
+    trainer.fit()
+    return trainer
+
+
+def losses(trainer: FoldTrainer) -> list[float]:
+    assert trainer.run is not None
+    steps = trainer.run.folder.history.steps
+    assert sorted(steps) == list(range(1, len(steps) + 1))
+    return [steps[step]["loss"] for step in sorted(steps)]
+
+
+def weights(trainer: FoldTrainer) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state of a run's last checkpoint."""
+    assert trainer.run is not None
+    stored = look(Folder(str(trainer.run.folder.path / f"step_{STEPS:08d}")))
+    state = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in stored.contents.tensors.items()}
+    tensors.load(stored, state, {}, None)
+    return state
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.fixture(scope="module", params=["deepspeed", pytest.param("torch", marks=pytest.mark.nightly)])
+def engine(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {"engine": {"kind": request.param}}
+
+
+@pytest.fixture(scope="module")
+def whole(engine: dict[str, Any], storage: Path, ray_session: None) -> FoldTrainer:
+    """An uninterrupted run."""
+    return fit(recipe(storage, **engine))
+
+
+@pytest.fixture(scope="module")
+def stopped(engine: dict[str, Any], storage: Path, ray_session: None) -> FoldTrainer:
+    """The same, stopped early."""
+    return fit(recipe(storage, **engine, training={"stop_after": STOP}))
+
+
+def copied(trainer: FoldTrainer, name: str) -> Path:
+    """A run's folder under another name, to go on with."""
+    assert trainer.run is not None
+    return Path(shutil.copytree(trainer.run.folder.path, trainer.run.folder.path.with_name(name), dirs_exist_ok=True))
+
+
+def test_a_run_leaves_what_people_look_at(whole: FoldTrainer) -> None:
+    run = whole.run
+    assert run is not None
+    assert run.summary is not None
+    assert run.summary.steps == STEPS
+    assert run.summary.val_bpb is not None
+    assert losses(whole)[-1] < losses(whole)[0]
+    folder = Path(run.summary.run_dir)
+    assert {"recipe.yaml", "run.json", "metrics.jsonl", "loss.png", "expert_load.png"} <= {path.name for path in folder.iterdir()}
+    assert Recipe.load(folder / "recipe.yaml") == whole.recipe
+    logged = MlflowClient(run.tracker.uri).get_metric_history(run.tracker.run_id, "loss")
+    assert [metric.value for metric in sorted(logged, key=lambda metric: metric.step)] == losses(whole)
+    assert len(sorted(folder.glob("step_*"))) == whole.recipe.checkpoint.keep
+
+
+def test_the_run_record_agrees_with_the_fold_that_explain_shows(whole: FoldTrainer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert whole.run is not None
+    workers = json.loads((whole.run.folder.path / "run.json").read_text())["workers"]
+    assert main(["explain", "--world-size", "2", "--ep", "2", "--json"]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    assert [worker["rank"] for worker in workers] == [0, 1]
+    assert len({worker["actor"] for worker in workers}) == 2
+    for view, families in (("attention", ("tp", "cp", "dp", "pp")), ("moe", ("etp", "ep", "edp", "pp"))):
+        for family in families:
+            for group in explained[view]["groups"][family]:
+                assert [workers[rank][view][family] for rank in group] == list(range(len(group)))
+    assert all(worker["node"] and worker["pid"] for worker in workers)
+
+
+def test_the_same_seed_gives_identical_losses(whole: FoldTrainer, stopped: FoldTrainer) -> None:
+    assert losses(stopped) == losses(whole)[:STOP]
+
+
+def test_stopping_and_resuming_changes_no_bit(engine: dict, whole: FoldTrainer, stopped: FoldTrainer, storage: Path) -> None:
+    second = fit(recipe(storage, **engine), resume=copied(stopped, f"again-{engine['engine']['kind']}").name)
+    assert second.run is not None
+    assert second.run.folder.history.resumes == [STOP]
+    assert losses(second) == losses(whole)
+    assert same(weights(second), weights(whole))
+    assert second.run.summary is not None
+    assert whole.run is not None
+    assert second.run.summary.val_bpb == whole.run.summary.val_bpb  # type: ignore[union-attr]
+
+
+def test_a_killed_worker_costs_nothing_before_the_last_checkpoint(engine: dict, whole: FoldTrainer, storage: Path) -> None:
+    trainer = FoldTrainer(recipe(storage, **engine))
+    killer = threading.Thread(target=_kill_rank_1_after, args=(trainer, 30), daemon=True)
+    killer.start()
+    trainer.fit()
+    killer.join(10)
+    assert trainer.run is not None
+    assert len(trainer.run.folder.history.resumes) == 1, "the worker must have been killed in mid-run"
+    assert trainer.run.folder.history.resumes[0] >= 10
+    assert losses(trainer) == losses(whole)
+
+
+def _kill_rank_1_after(trainer: FoldTrainer, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        history = trainer.run.folder.history if trainer.run is not None else None
+        if history is not None and history.last_step >= step:
+            os.kill(history.places[1]["pid"], signal.SIGKILL)
+            return
+        time.sleep(0.01)
+
+
+def test_a_checkpoint_loads_under_another_fold_and_engine(
+    engine: dict, whole: FoldTrainer, stopped: FoldTrainer, storage: Path
+) -> None:
+    """Saved by two ranks with two experts each; loaded by one rank with all, into the other engine."""
+    other = {"deepspeed": "torch", "torch": "deepspeed"}[engine["engine"]["kind"]]
+    changed = recipe(storage, engine={"kind": other}, fold={"ep": 1}, cluster={"workers": 1}, training={"stop_after": STOP + 15})
+    second = fit(changed, resume=copied(stopped, f"other-{other}").name)
+    assert losses(second) == pytest.approx(losses(whole)[: STOP + 15], rel=1e-4)
+
+
+def test_a_new_run_begins_where_a_damaged_one_was_whole(
+    engine: dict, whole: FoldTrainer, stopped: FoldTrainer, storage: Path
+) -> None:
+    """The message names the checkpoint before the damaged one, and what begins there ends as if nothing had happened."""
+    folder = copied(stopped, f"damaged-{engine['engine']['kind']}")
+    victim = next((folder / f"step_{STOP:08d}").glob("*.distcp"))
+    victim.write_bytes(victim.read_bytes()[:-100])
+    with pytest.raises(UserError, match=rf"step_{STOP:08d} is damaged: {victim.name} has \d+ bytes instead of \d+") as told:
+        fit(recipe(storage, **engine), resume=folder.name)
+    offered = Path(str(told.value).rpartition(" --from ")[2])
+    assert offered == folder / f"step_{BEFORE:08d}"
+    second = fit(recipe(storage, **engine), start=offered)
+    assert second.run is not None
+    assert second.run.folder.path != folder
+    assert second.run.folder.history.resumes == [BEFORE]
+    assert [step["loss"] for step in second.run.folder.history.steps.values()] == losses(whole)[BEFORE:]
+    assert same(weights(second), weights(whole))
+    assert (read_run(second.run.folder.path) or {})["started_from"] == str(offered)
+
+
+def test_a_checkpoint_damaged_in_the_middle_of_a_run_is_no_mistake_of_the_users(storage: Path, stopped: FoldTrainer) -> None:
+    """It is a failure, which names the one before as well."""
+    run = copied(stopped, "middle")
+    trainer = FoldTrainer(recipe(storage), run_config=RunConfig(name=run.name, storage_path=str(storage)))
+    told = trainer._refused(None, f"{run}/step_{STOP:08d}", "__0_0.distcp", "is missing")
+    assert isinstance(told, tensors.DamagedCheckpoint)
+    assert str(told) == (
+        f"checkpoint {run}/step_{STOP:08d} is damaged: __0_0.distcp is missing; "
+        f"the newest one before it that is whole: foldray train RECIPE --from {run}/step_{BEFORE:08d}"
+    )
+
+
+def test_a_run_stopped_before_its_first_checkpoint_begins_again_where_it_began(storage: Path, tmp_path: Path) -> None:
+    origin = str(tmp_path / "run" / "step_00000003")
+    folder = storage / "begun"
+    RunFolder(folder, recipe(storage), {}, start=origin).close("killed")
+    RunFolder(folder, recipe(storage), {}).close("killed")  # a resume that did not come far either
+    trainer = FoldTrainer(recipe(storage), resume="begun")
+    with pytest.raises(UserError, match="is no checkpoint's folder, or is not there") as told:
+        trainer.fit()
+    assert (told.value.field, told.value.value) == ("from", origin)
+
+
+def test_rays_own_configurations_are_taken(storage: Path) -> None:
+    trainer = FoldTrainer(
+        recipe(storage, training={"steps": 2}, fold={"ep": 1}),
+        scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1}),
+        run_config=RunConfig(name="mine", storage_path=str(storage / "other")),
+    )
+    result = trainer.fit()
+    assert result.return_value["steps"] == 2
+    assert Path(result.path) == storage / "other" / "mine"
+    assert (storage / "other" / "mine" / "loss.png").exists()

@@ -1,0 +1,109 @@
+"""`foldray bench` and `foldray timeline` on Ray, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from foldray.cli import main
+from foldray.errors import UserError
+from foldray.recipe import Recipe
+from trainers.measure.bench import DEFAULT
+
+RECIPE = """
+model: {preset: tiny, layers: 2}
+data: {seq_len: 64}
+fold: {ep: 2}
+schedule: {kind: stream, degree: 4}
+cluster: {workers: 2}
+engine: {kind: torch}
+training: {global_batch: 4, micro_batch: 2}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return tmp_path / "recipe.yaml"
+
+
+@pytest.mark.slow
+def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) -> None:
+    asked = ["--schedule", "sequential", "--schedule", "one_a_one_m-even:2", "--schedule", "stream:4:1"]
+    assert main(["bench", str(recipe), "--json", "--rounds", "2", *asked]) == 0
+    document = json.loads(capsys.readouterr().out)
+    results = document["results"]
+    if (cost := document["slice_cost"]) is not None:  # slices this short may show nothing but noise
+        assert len(cost) == 2
+        assert min(cost) >= 0 < max(cost)
+    assert [(r["schedule"], r["degree"], r["slicing"]) for r in results] == [
+        ("sequential", 1, "whole"), ("one_a_one_m", 2, "token_uniform"), ("stream", 4, "time_uniform"),
+    ]  # fmt: skip
+    keys = {
+        "schedule",
+        "degree",
+        "slicing",
+        "reduction",
+        "batch_degree",
+        "sp_bytes",
+        "engine",
+        "backend",
+        "step_ms",
+        "forward_ms",
+        "backward_ms",
+        "compute_ms",
+    }
+    for result in results:
+        assert set(result) == {*keys, "comm_ms", "exposed_comm_ms"}
+        step = result["step_ms"]
+        assert 0 < step["min"] <= step["median"] <= step["max"]
+        assert result["forward_ms"] + result["backward_ms"] == pytest.approx(step["median"], rel=0.5)
+        assert 0 <= result["exposed_comm_ms"] <= result["comm_ms"] <= step["max"]
+        assert 0 < result["compute_ms"] <= step["max"]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_timeline_is_drawn_and_traced(ray_session, recipe: Path, capsys) -> None:
+    assert main(["timeline", str(recipe), "--picture", "step.png", "--trace", "step.json"]) == 0
+    shown = capsys.readouterr().out
+    assert "measured on the first worker" in shown
+    assert "simulated from these op times" in shown
+    assert sum(line.split("│")[0].strip() == "compute" for line in shown.split("\n")) == 2
+    assert Path("step.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads(Path("step.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert {event["cat"] for event in events if event["ph"] == "X"} >= {"attention", "expert", "dispatch", "combine"}
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["recipe.yaml", "runs", "step.json", "step.png"]
+    assert list(Path("runs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["bench", "--rounds", "0"], "rounds=0: must be at least 1"),
+        (["bench", "--schedule", "steam:4"], "schedule=steam:4: names no kind of schedule; legal: sequential, moe_only"),
+        (["bench", "--schedule", "stream:4:x"], "schedule=stream:4:x: must read KIND:DEGREE:LAG:BACKWARD_LAG"),
+        (["bench", "--schedule", "stream:99"], "schedule.degree=99: a sequence of 64 tokens has at most 64 slices; legal: 1…64"),
+        (["timeline", "--picture", "step.jpg"], "picture=step.jpg: is written as PNG"),
+        (["timeline", "--trace", "nowhere/step.json"], "trace=nowhere/step.json: cannot be written"),
+    ],
+)
+def test_mistakes_are_one_line(recipe: Path, capsys, arguments: list[str], words: str) -> None:
+    assert main([arguments[0], str(recipe), *arguments[1:]]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert len(err.strip().split("\n")) == 1
+    assert [path.name for path in recipe.parent.iterdir()] == ["recipe.yaml"]
+
+
+def test_the_default_schedules_fit_a_plain_recipe() -> None:
+    recipe = Recipe.parse({"model": {"preset": "tiny"}})
+    assert [recipe.named_ordering(name).forward.kind for name in DEFAULT] == [name.split(":")[0] for name in DEFAULT]
+    shared = {"fold": {"tp": 2, "cp": 2}, "cluster": {"workers": 4}, "training": {"global_batch": 4}}
+    with pytest.raises(UserError, match="at most 64 slices of 4"):
+        Recipe.parse({"model": {"preset": "tiny"}, **shared}).named_ordering("stream:65")

@@ -1,0 +1,154 @@
+"""`foldray verify`: passes what is right, names the parameter of what is wrong, and shrinks any recipe to its fold."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from foldray.blueprint import PRESETS
+from foldray.cli import main
+from foldray.comm import Groups
+from foldray.errors import UserError
+from foldray.recipe import Recipe
+from foldray.runtime import Gradients
+from tests.foldray.folds import legal_folds, name
+from tests.foldray.parity import make_recipe
+from trainers.measure.verify import TOLERANCE, UPDATE_TOLERANCE, Verification, as_checked, compared, on_rank, small
+
+_QUIET = {"optimizer": {"kind": "adamw", "lr": 1e-3}, "precision": "float32"}
+
+
+def _compare(rank: int, recipe: Recipe, wrong: str = "") -> dict | None:
+    groups = Groups.create(recipe.placed_fold, rank)
+    finish = Gradients.finish
+
+    def doubled(self: Gradients) -> None:
+        finish(self)
+        for buffer in self.buffers:
+            if buffer.name == wrong and self.groups.fold.world_size > 1:  # the one process stays right
+                buffer.sums.mul_(2.0)
+
+    Gradients.finish = doubled  # type: ignore[method-assign]
+    try:
+        return on_rank(recipe, groups, torch.device("cpu"))
+    finally:
+        Gradients.finish = finish  # type: ignore[method-assign]
+        groups.close()
+
+
+@pytest.mark.parametrize(
+    ("workers", "fold", "engine", "backend"),
+    [
+        (4, {"tp": 2, "cp": 2, "ep": 4}, {"kind": "torch"}, "torch"),
+        (4, {"pp": 2, "etp": 2}, {"kind": "torch"}, "torch"),
+        (4, {"tp": 2, "pp": 2, "ep": 2}, {"kind": "deepspeed", "zero": 1}, "torch"),
+        (2, {"cp": 2, "ep": 2}, {"kind": "deepspeed", "zero": 2}, "deepspeed"),
+    ],
+)
+def test_what_is_right_passes(ranks, workers: int, fold: dict, engine: dict, backend: str) -> None:
+    router = {"softmax": "before_topk", "normalize": True} if backend == "deepspeed" else {}
+    recipe = make_recipe(
+        workers, fold, engine=engine, moe={"backend": backend, "experts": "grouped"}, model={"router": router}, **_QUIET
+    )
+    found = compared(recipe, ranks(workers).run(_compare, recipe)[0])
+    assert (found.engine, found.backend) == (engine["kind"], backend)
+    assert found.dtype == ("float64" if engine["kind"] == "torch" else "float32")
+    assert found.passed, found
+    assert 0 < found.grad_max_rel_diff <= TOLERANCE[found.dtype]
+    assert 0 < found.update_rel_diff <= UPDATE_TOLERANCE[found.precision]
+    assert found.changed == ({} if found.dtype == found.precision else {"precision": found.dtype})
+
+
+@pytest.mark.parametrize("wrong", ["dense", "replicated", "expert"])
+def test_a_doubled_gradient_class_is_found_and_named(ranks, wrong: str) -> None:
+    recipe = make_recipe(4, {"tp": 2, "ep": 2}, **_QUIET)
+    found = compared(recipe, ranks(4).run(_compare, recipe, wrong)[0])
+    assert not found.passed
+    assert (found.grad_max_rel_diff, found.update_rel_diff) == pytest.approx((1.0, 1.0), rel=1e-4)
+    named = {"dense": "attention|embedding|head|shared", "replicated": "norm|router", "expert": ".experts."}[wrong]
+    assert any(part in found.worst_parameter for part in named.split("|"))
+    assert any(part in found.update_worst_parameter for part in named.split("|"))
+
+
+def _lost(rank: int, recipe: Recipe) -> dict | None:
+    """With DeepSpeed's own reduction taken away, and nothing put in its place."""
+    from trainers.worker.deepspeed_engine import DeepSpeedEngine
+
+    make = DeepSpeedEngine.__init__
+
+    def without(self: DeepSpeedEngine, *given: object) -> None:
+        make(self, *given)  # type: ignore[arg-type]
+        self.optimizer.average_tensor = lambda *_: None
+
+    DeepSpeedEngine.__init__ = without  # type: ignore[method-assign]
+    try:
+        return _compare(rank, recipe)
+    finally:
+        DeepSpeedEngine.__init__ = make  # type: ignore[method-assign]
+
+
+def test_a_gradient_that_is_lost_in_one_precision_alone_is_found(ranks) -> None:
+    recipe = make_recipe(
+        2, 2, engine={"kind": "deepspeed", "zero": 2}, precision="bfloat16", schedule={"reduction": "buckets"},
+        optimizer={"kind": "adamw", "lr": 1e-3},
+    )  # fmt: skip
+    found = compared(recipe, ranks(2).run(_lost, recipe)[0])
+    assert found.grad_max_rel_diff <= TOLERANCE["float32"]
+    assert (found.update_rel_diff, found.passed) == (1.0, False)
+
+
+def test_drops_follow_whole_sequences_while_verifying() -> None:
+    recipe = make_recipe(4, {"tp": 2, "cp": 2}, model={"router": {"capacity_factor": 1.0}}, **_QUIET)
+    assert as_checked(recipe).model.router.drop_scope == "sequence"
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_every_fold_of_every_named_model_can_be_shrunk(world: int) -> None:
+    for preset in PRESETS:
+        for fold in legal_folds(world):
+            try:
+                model = {"preset": preset, **_padded(preset)}
+                recipe = Recipe.parse({"model": model, "fold": fold, "cluster": {"workers": world}})
+            except UserError:
+                continue  # a fold that this model does not divide into
+            shrunk = small(recipe)
+            assert shrunk.placed_fold == recipe.placed_fold, f"{preset} {name(fold)}"
+            assert shrunk.model.hidden <= 64
+            assert bool(shrunk.model.moe_layers) == bool(recipe.model.moe_layers)
+
+
+def _padded(preset: str) -> dict[str, int]:
+    return {"vocab": PRESETS[preset]["vocab"] + -PRESETS[preset]["vocab"] % 8}
+
+
+def test_uneven_stages_stay_uneven() -> None:
+    recipe = make_recipe(2, {"pp": 2}, model={"layers": 7}, schedule={"stage_layers": [4, 3]}, **_QUIET)
+    assert small(recipe).schedule.stage_layers == (2, 1)
+    assert small(recipe).model.layers == 3
+
+
+def test_not_a_number_fails() -> None:
+    nan, inf = float("nan"), float("inf")
+    for loss, gradient, update in ((nan, 0.0, 0.0), (0.0, inf, 0.0), (0.0, 0.0, nan)):
+        found = Verification("float32", "torch", "torch", loss, gradient, "x", {}, "bfloat16", update, "y", {})
+        assert not found.passed
+    assert Verification("float32", "torch", "torch", 0.0, 0.0, "x", {}, "bfloat16", 0.0, "y", {}).passed
+
+
+@pytest.mark.slow
+def test_the_command_on_ray(ray_session, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(
+        "model: {preset: tiny}\nfold: {tp: 2, ep: 2}\ncluster: {workers: 2}\nengine: {kind: torch}\ntraining: {global_batch: 8}\n"
+    )
+    assert main(["verify", "recipe.yaml", "--shrink", "--json"]) == 0
+    out, _ = capsys.readouterr()
+    found = json.loads(out)
+    assert set(found) == {
+        "dtype", "engine", "backend", "loss_abs_diff", "grad_max_rel_diff", "worst_parameter", "passed",
+        "precision", "update_rel_diff", "update_worst_parameter", "changed",
+    }  # fmt: skip
+    assert (found["dtype"], found["engine"], found["passed"]) == ("float64", "torch", True)
+    assert sorted(path.name for path in tmp_path.rglob("*") if "verify" in path.name) == []

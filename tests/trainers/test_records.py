@@ -1,0 +1,139 @@
+"""Records: how they travel, and the history they make."""
+
+import json
+import math
+import time
+
+import pytest
+import ray
+from ray.util.queue import Queue
+
+from tests.trainers.records import history, place, resumed, saved, step, validation
+from trainers.cluster.mailbox import Inbox, Outbox
+from trainers.records import LOAD_WINDOW, History, Record, as_json, number
+
+
+@ray.remote(num_cpus=0)
+def worker(queue: Queue, rank: int, steps: int) -> bool:
+    outbox = Outbox(queue)
+    outbox.send(place(rank))
+    if rank == 0:
+        for count in range(1, steps + 1):
+            outbox.send(step(count))
+    return outbox.flush()
+
+
+def test_all_records_of_all_ranks_arrive_in_order(ray_session):
+    seen: list[Record] = []
+    seen_too: list[Record] = []
+    with Inbox([seen.append, seen_too.append]) as inbox:
+        assert all(ray.get([worker.remote(inbox.queue, rank, 300) for rank in range(2)]))
+    assert {record["rank"] for record in seen if record["kind"] == "place"} == {0, 1}
+    assert [record["step"] for record in seen if record["kind"] == "step"] == list(range(1, 301))
+    assert all(abs(record["time"] - time.time()) < 60 for record in seen)
+    assert seen == seen_too
+
+
+def test_records_are_followed_while_the_training_runs(ray_session):
+    seen: list[Record] = []
+    with Inbox([seen.append], period=0.01) as inbox:
+        Outbox(inbox.queue).send(step(1))
+        deadline = time.monotonic() + 20
+        while not seen and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert [record["step"] for record in seen if record["kind"] == "step"] == [1]
+
+
+def test_a_failing_subscriber_is_reported_and_stops_nobody(ray_session, caplog):
+    seen: list[Record] = []
+
+    def fails(record):
+        raise OSError("disk full")
+
+    def train():
+        with Inbox([fails, seen.append]) as inbox:
+            assert ray.get(worker.remote(inbox.queue, 0, 3))
+
+    with pytest.raises(OSError, match="disk full"):
+        train()
+    assert [record["step"] for record in seen if record["kind"] == "step"] == [1, 2, 3]
+    assert caplog.text.count("disk full") == 1
+
+
+def test_a_failing_subscriber_does_not_hide_the_trainings_own_failure(ray_session):
+    def fails(record):
+        raise OSError("disk full")
+
+    def train():
+        with Inbox([fails]) as inbox:
+            assert ray.get(worker.remote(inbox.queue, 0, 3))
+            raise RuntimeError("worker lost")
+
+    with pytest.raises(RuntimeError, match="worker lost"):
+        train()
+
+
+def test_a_queue_that_is_gone_costs_records_and_not_the_training(ray_session):
+    queue = Queue(actor_options={"num_cpus": 0})
+    assert queue.empty()
+    outbox = Outbox(queue, limit=50)
+    queue.shutdown(force=True)
+    began = time.monotonic()
+    for count in range(200):
+        outbox.send(step(count))
+    outbox.flush(timeout=5)
+    assert time.monotonic() - began < 15
+
+
+def test_an_inbox_that_lost_its_queue_says_so(ray_session, caplog):
+    with pytest.raises(ray.exceptions.RayError), Inbox([lambda record: None], period=0.01) as inbox:
+        ray.kill(inbox.queue.actor)
+    assert "the queue is gone" in caplog.text
+
+
+def test_a_history_keeps_the_records_by_step():
+    past = history(place(0), step(1), step(2), validation(2), saved(2), step(3, loss=1.5))
+    assert list(past.steps) == [1, 2, 3]
+    assert (past.last_step, past.steps[3]["loss"]) == (3, 1.5)
+    assert (past.validations[2]["bits_per_byte"], past.checkpoints[2]["path"]) == (3.0, "/storage/run/checkpoint_2")
+    assert past.places[0]["pid"] == 100
+
+
+def test_steps_that_are_run_again_take_the_place_of_the_earlier_ones():
+    lost = [step(count, loss=9.0, load=[[9, 1]]) for count in range(1, 6)]
+    again = [step(count, loss=1.0, load=[[1, 1]]) for count in range(3, 5)]
+    past = history(*lost[:4], validation(4), saved(2), lost[4], resumed(2), *again)
+    assert {count: record["loss"] for count, record in past.steps.items()} == {1: 9.0, 2: 9.0, 3: 1.0, 4: 1.0}
+    assert (past.resumes, past.validations, list(past.checkpoints)) == ([2], {}, [2])
+    assert past.load is not None
+    assert past.load.tolist() == [[20, 4]]
+    assert list(past.imbalance) == [1, 2, 3, 4]
+
+
+def test_an_attempt_from_the_beginning_starts_the_history_anew():
+    past = history(step(1, loss=9.0), step(2, loss=9.0), validation(2), step(1, loss=1.0))
+    assert {count: record["loss"] for count, record in past.steps.items()} == {1: 1.0}
+    assert past.validations == {}
+
+
+def test_loads_are_summed_over_the_newest_steps_only():
+    past = history(*(step(count, load=[[count, 0, 0, 0]]) for count in range(1, LOAD_WINDOW + 11)))
+    assert past.load is not None
+    assert past.load.tolist() == [[sum(range(11, LOAD_WINDOW + 11)), 0, 0, 0]]
+    assert past.imbalance[1].tolist() == [4.0]
+    assert history(step(1)).load is None
+
+
+def test_a_history_is_read_back_from_its_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    records = [place(0), step(1, load=[[1, 2]]), step(2, loss=math.nan), validation(2), resumed(1), step(2)]
+    path.write_text("".join(as_json(record) + "\n" for record in records) + '{"kind": "ste')
+    past = History.read(path)
+    assert list(past.steps) == [1, 2]
+    assert (past.resumes, past.validations) == ([1], {})
+    assert History.read(tmp_path / "nothing").steps == {}
+
+
+def test_lines_are_strict_json():
+    line = as_json(step(1, loss=math.inf))
+    assert math.isnan(number(json.loads(line, parse_constant=pytest.fail)["loss"]))

@@ -1,0 +1,316 @@
+"""DeepSpeed with our groups against one process of the torch engine; its master weights are float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from foldray.blueprint import parameter_table
+from foldray.comm import Groups
+from foldray.recipe import Recipe
+from foldray.runtime.weights import Weights
+from tests.foldray.parity import batches, drifted, engine_of, go_on, make_recipe, one_process, train, worst
+from tests.pool import RankPools
+from tests.rotation import rotated
+from trainers.measure.comparison import compare_updates
+from trainers.measure.verify import UPDATE_TOLERANCE
+
+_SECONDS = 240  # many ranks that import DeepSpeed at once take their time
+_SGD = {"kind": "sgd", "lr": 1.0}
+_ADAMW = {"kind": "adamw", "lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
+_FOLDS: list[tuple[int, dict[str, int]]] = [
+    (1, {}),
+    (2, {}),
+    (2, {"ep": 2}),
+    (2, {"tp": 2}),
+    (2, {"cp": 2}),
+    (2, {"pp": 2}),
+    (2, {"etp": 2}),
+    (4, {"ep": 2}),
+    (4, {"tp": 2, "cp": 2, "ep": 4}),
+    (4, {"tp": 2, "pp": 2, "etp": 2}),
+    (4, {"pp": 4}),
+    (8, {"tp": 2, "cp": 2, "pp": 2, "ep": 4}),
+    (8, {"tp": 2, "cp": 2, "ep": 8}),
+    (8, {"tp": 4, "ep": 4, "etp": 2}),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_end_here(ranks: RankPools) -> Iterator[None]:
+    """What follows runs on Ray, and has the memory of these ranks."""
+    yield
+    ranks.close()
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, dict) and "kind" in value:
+        return f"{value['kind']}-{value['degree']}"
+    return "-".join(f"{axis}{size}" for axis, size in value.items()) or "dp" if isinstance(value, dict) else str(value)
+
+
+def _recipe(
+    workers: int, fold: dict[str, int], zero: int, optimizer: dict, precision: str = "float32", **sections: Any
+) -> Recipe:
+    sections = {"engine": {"kind": "deepspeed", "zero": zero}, "training": {"micro_batch": 2}} | sections
+    return make_recipe(workers, fold, precision=precision, optimizer=optimizer, **sections)
+
+
+def _equals_one_process(ranks, recipe: Recipe) -> None:
+    """Two steps, each of several micro-batches: what one step leaves behind in a gradient shows in the next."""
+    found, reference = ranks(recipe.cluster.workers).run(train, recipe, 2, timeout=_SECONDS), one_process(recipe, steps=2)
+    if recipe.optimizer.clip is not None:
+        assert min(reference["norms"]) > recipe.optimizer.clip, "the test needs norms above the limit"
+    difference, where = worst(found, reference, relative=True)
+    assert difference <= 1e-6, where
+    assert drifted(found) == [], "copies of the same weights part"
+    for part in found:
+        assert part["norms"] == pytest.approx(reference["norms"], rel=1e-5)
+        assert np.array(part["losses"]) == pytest.approx(np.array(reference["losses"]), rel=1e-5)
+
+
+@pytest.mark.parametrize(("workers", "fold", "zero"), rotated(2, _FOLDS, [1, 2]), ids=_name)
+def test_every_fold_equals_one_process(ranks, workers: int, fold: dict[str, int], zero: int) -> None:
+    _equals_one_process(ranks, _recipe(workers, fold, zero, {**_SGD, "clip": 0.5}))
+
+
+@pytest.mark.parametrize(
+    ("workers", "fold", "clip"),
+    rotated(2, [(2, {"ep": 2}), (4, {"tp": 2, "cp": 2, "ep": 4}), (4, {"tp": 2, "pp": 2})], [None, 0.5]),
+    ids=_name,
+)
+def test_stage_0_equals_one_process(ranks, workers: int, fold: dict[str, int], clip: float | None) -> None:
+    _equals_one_process(ranks, _recipe(workers, fold, 0, {**_SGD, "clip": clip}))
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize(
+    ("workers", "fold", "sections"),
+    [
+        (4, {"pp": 2, "cp": 2, "ep": 2}, {"model": {"tied_embeddings": True}}),
+        (8, {"tp": 2, "pp": 2, "ep": 4}, {"model": {"tied_embeddings": True, "positions": "learned", "norm": "layernorm"}}),
+        (2, {"pp": 2}, {"model": {"dense_first": 1}}),  # the first stage has no experts, and one parameter group less
+        (4, {"pp": 2, "ep": 2}, {"schedule": {"virtual_stages": 2}}),
+        (4, {"tp": 2, "ep": 2}, {"moe": {"experts": "grouped"}, "model": {"experts": 16, "topk": 1}}),  # some experts idle
+    ],
+    ids=["tied", "tied-tp", "stage-without-experts", "interleaved", "idle-experts"],
+)
+def test_kinds_of_models_and_schedules_equal_one_process(
+    ranks, workers: int, fold: dict[str, int], sections: dict[str, Any], zero: int
+) -> None:
+    _equals_one_process(ranks, _recipe(workers, fold, zero, {**_SGD, "clip": 0.5}, **sections))
+
+
+_SCHEDULES: list[dict[str, Any]] = [
+    {"kind": "moe_only", "degree": 4},
+    {"kind": "aaam", "degree": 4, "slices": [6, 4, 4, 2]},
+    {"kind": "one_a_one_m", "degree": 4, "slices": [6, 4, 4, 2], "recompute": ["attention", "expert"]},
+    {"kind": "stream", "degree": 4, "slices": [6, 4, 4, 2], "backward": "one_a_one_m"},
+    {"kind": "stream", "degree": 2, "lag": 1, "backward_lag": 3},
+]
+
+
+@pytest.mark.parametrize(
+    ("workers", "fold", "schedule", "zero"),
+    rotated(3, [(2, {"ep": 2}), (4, {"tp": 2, "pp": 2, "ep": 2})], _SCHEDULES, [1, 2]),
+    ids=_name,
+)
+def test_every_schedule_equals_one_process(ranks, workers: int, fold: dict[str, int], schedule: dict, zero: int) -> None:
+    _equals_one_process(ranks, _recipe(workers, fold, zero, {**_SGD, "clip": 0.5}, schedule=schedule))
+
+
+_CHUNKS: list[dict[str, Any]] = [
+    {"reduction": "buckets", "sp_bytes": 3000},
+    {"reduction": "chunks", "sp_bytes": 1024, "kind": "one_a_one_m", "degree": 4},
+    {"kind": "flow", "sp_bytes": 10_000},
+    {"reduction": "chunks", "kind": "stream", "degree": 2},
+]
+
+
+_CHUNKED = [(2, {"ep": 2}), (4, {"ep": 2}), (4, {"tp": 2, "cp": 2, "ep": 4}), (4, {"tp": 2, "pp": 2, "ep": 2})]
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, len(_CHUNKS)))])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize(("workers", "fold"), _CHUNKED, ids=_name)
+def test_gradients_that_come_reduced_equal_one_process(ranks, workers: int, fold: dict, part: int, zero: int) -> None:
+    schedule = _CHUNKS[(part + zero + _CHUNKED.index((workers, fold))) % len(_CHUNKS)]
+    _equals_one_process(ranks, _recipe(workers, fold, zero, {**_SGD, "clip": 0.5}, schedule=schedule))
+
+
+def test_a_tied_embedding_comes_reduced_too(ranks) -> None:
+    recipe = _recipe(4, {"pp": 2, "ep": 2}, 1, {**_SGD, "clip": 0.5}, schedule=_CHUNKS[1], model={"tied_embeddings": True})
+    _equals_one_process(ranks, recipe)
+
+
+def _norm_of_ones(rank: int, recipe: Recipe) -> float:
+    """The norm that the engine reports when every reduced gradient is to be made of ones."""
+    groups = Groups.create(recipe.placed_fold, rank)
+    engine, fold = engine_of(recipe, groups), recipe.placed_fold
+    gradients = engine.step.gradients  # type: ignore[attr-defined]
+
+    def fill(given: list) -> list:
+        places = fold.dp * fold.cp
+        ones = {"dense": 1 / places, "replicated": 1 / places / fold.tp, "expert": 1 / fold.edp}
+        for buffer in gradients.buffers:
+            buffer.sums.fill_(ones[buffer.name])
+        for parameter in engine.model.tied():
+            gradients.views[parameter].fill_(0.5 / places)
+        engine.execution.weights = Weights(given, groups, torch.float32)
+        return [engine.model.no_losses() for _ in given]
+
+    engine.execution.train = fill  # type: ignore[assignment, method-assign]
+    engine.train(batches(recipe, groups.dp_rank, 0))
+    norm = engine.update(0.0).total
+    engine.close()
+    groups.close()
+    return norm
+
+
+@pytest.mark.parametrize(("workers", "fold", "zero"), rotated(2, [*_FOLDS[3:6], *_FOLDS[8:]], [0, 1]), ids=_name)
+def test_the_norm_counts_every_parameter_once(ranks, workers: int, fold: dict[str, int], zero: int) -> None:
+    recipe = _recipe(workers, fold, zero, _SGD, model={"tied_embeddings": True})
+    expected = math.sqrt(sum(spec.count for spec in parameter_table(recipe.model)))
+    assert ranks(workers).run(_norm_of_ones, recipe, timeout=_SECONDS) == pytest.approx([expected] * workers, rel=1e-12)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("fold", "zero"), rotated(2, [{"ep": 2}, {"tp": 2, "pp": 2, "ep": 2}], [1, 2]), ids=_name)
+def test_engines_agree_after_20_steps(ranks, fold: dict[str, int], zero: int) -> None:
+    optimizer, training = {**_ADAMW, "clip": 1.0}, {"steps": 20, "micro_batch": 2}
+    torch_engine = make_recipe(4, fold, precision="float32", optimizer=optimizer, training=training)
+    ours = ranks(4).run(train, torch_engine, 20, timeout=_SECONDS)
+    theirs = ranks(4).run(train, _recipe(4, fold, zero, optimizer, training=training), 20, timeout=_SECONDS)
+    for mine, other in zip(ours, theirs, strict=True):
+        for name, (tensor, _) in mine["weights"].items():
+            scale = float(tensor.abs().max())
+            torch.testing.assert_close(other["weights"][name].tensor, tensor, rtol=0, atol=1e-4 * scale, msg=name)
+        assert np.array(other["losses"]) == pytest.approx(np.array(mine["losses"]), rel=1e-5)
+
+
+@pytest.mark.parametrize(("zero", "micro_batch"), [(1, 1), (1, 4), (2, 1)])
+def test_bfloat16_stays_near_float32(ranks, zero: int, micro_batch: int) -> None:
+    recipe = _recipe(2, {"ep": 2}, zero, _ADAMW, "bfloat16", moe={"experts": "grouped"}, training={"micro_batch": micro_batch})
+    reference = one_process(make_recipe(2, 2, precision="float32", optimizer=_ADAMW), steps=4)
+    found = ranks(2).run(train, recipe, 4, timeout=_SECONDS)
+    losses, expected = np.array(found[0]["losses"]), np.array(reference["losses"])
+    assert losses[:, 0] == pytest.approx(expected[:, 0], rel=0.01)
+    assert losses == pytest.approx(expected, rel=0.03)  # of the balance loss, the torch engine in bfloat16 is as far away
+    assert found[0]["norms"] == pytest.approx(reference["norms"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("workers", "fold", "sections"),
+    [
+        (2, {"pp": 2}, {"engine": {"kind": "torch", "zero": 1}, "schedule": {"virtual_stages": 2}}),
+        (4, {"tp": 2, "ep": 2}, {"schedule": {"reduction": "chunks", "sp_bytes": 1024}}),
+    ],
+    ids=["torch", "deepspeed"],
+)
+def test_adamw_in_float32_is_as_near_the_truth_as_one_process_is(ranks, workers: int, fold: dict, sections: dict) -> None:
+    """AdamW divides a gradient by its own size: where it is small, what rounding leaves shows in full in the weights.
+
+    So a fold and one process part by 1e-4 of a parameter's way and more, as two orders of adding up in one process do. What must
+    hold is that neither is farther than the other from what float64 gives.
+    """
+    given = {"model": {"norm": "layernorm", "layers": 4}, **sections}
+    recipe = _recipe(workers, fold, 2, {"kind": "adamw", "lr": 1e-3, "weight_decay": 0.1, "clip": 1.0}, **given)
+    truth = one_process(Recipe.parse(recipe.model_dump() | {"precision": "float64", "engine": {"kind": "torch"}}), steps=4)
+    folded, alone = ranks(workers).run(train, recipe, 4, timeout=_SECONDS), one_process(recipe, steps=4)
+    assert _squares(folded, truth) <= 4 * _squares([alone], truth)
+
+
+def _squares(found: list[dict[str, Any]], truth: dict[str, Any]) -> float:
+    """Mean squared distance of all weights that are held anywhere."""
+    apart = [
+        (tensor.double() - truth["weights"][name].tensor[box]).flatten()
+        for part in found
+        for name, (tensor, box) in part["weights"].items()
+    ]
+    return float(torch.cat(apart).square().mean())
+
+
+_REDUCTIONS: list[dict[str, Any]] = [{}, {"reduction": "buckets"}, {"reduction": "chunks", "sp_bytes": 1024}]
+
+
+@pytest.mark.parametrize(
+    ("workers", "fold", "zero", "schedule"),
+    rotated(3, [(2, {"ep": 2}), (4, {"tp": 2, "ep": 2}), (4, {"pp": 2, "cp": 2, "ep": 2})], [1, 2], _REDUCTIONS),
+    ids=str,
+)
+def test_bfloat16_trains_every_parameter(ranks, workers: int, fold: dict[str, int], zero: int, schedule: dict) -> None:
+    """Where precision, stage and reduction meet: gradients once stayed behind at stage 2, if they came reduced."""
+    recipe = _recipe(workers, fold, zero, {**_SGD, "clip": 0.5}, "bfloat16", schedule=schedule)
+    found = ranks(workers).run(_updates, recipe, timeout=_SECONDS)[0]
+    assert found["update_rel_diff"] <= UPDATE_TOLERANCE["bfloat16"], found
+
+
+def _updates(rank: int, recipe: Recipe) -> dict[str, Any] | None:
+    groups = Groups.create(recipe.placed_fold, rank)
+    found = compare_updates(recipe, groups, torch.device("cpu"))
+    groups.close()
+    return found
+
+
+def _interrupted(rank: int, recipe: Recipe) -> list[dict[str, Any]]:
+    """Two steps after two: straight on, by a new engine from the state between, and by a torch engine from it."""
+    groups = Groups.create(recipe.placed_fold, rank)
+    engine = engine_of(recipe, groups)
+    engine.state()  # looking is allowed before the first step
+    go_on(engine, groups, recipe, range(2))
+    state = {key: tensor.clone() for key, tensor in engine.state().items()}
+    found = [go_on(engine, groups, recipe, range(2, 4))]
+    engine.close()
+    groups.close()
+    for other in ({}, {"engine": {"kind": "torch", "zero": 0}}):
+        groups = Groups.create(recipe.placed_fold, rank)
+        fresh = engine_of(
+            Recipe.parse({**recipe.model_dump(), **other, "training": {**recipe.training.model_dump(), "seed": 1}}), groups
+        )
+        assert {key: tensor.shape for key, tensor in fresh.state().items()} == {
+            key: tensor.shape for key, tensor in state.items()
+        }
+        fresh.load_state(state)
+        found.append(go_on(fresh, groups, recipe, range(2, 4)))
+        fresh.close()
+        groups.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fold", "zero", "optimizer"),
+    [
+        ({"tp": 2, "cp": 2, "ep": 2, "etp": 2}, 0, _ADAMW),
+        ({"tp": 2, "cp": 2, "ep": 2, "etp": 2}, 1, _ADAMW),
+        ({"tp": 2, "pp": 2, "ep": 2}, 2, _ADAMW),
+        ({"tp": 2, "pp": 2, "ep": 2}, 1, {**_SGD, "lr": 0.1, "momentum": 0.9}),
+    ],
+    ids=["stage-0", "stage-1", "stage-2", "momentum"],
+)
+def test_training_goes_on_from_saved_state(ranks, fold: dict[str, int], zero: int, optimizer: dict) -> None:
+    model = {"router": {"score": "sigmoid", "normalize": True, "bias_rate": 0.01}}
+    recipe = _recipe(4, fold, zero, {**optimizer, "clip": 0.5}, model=model)
+    for straight, resumed, torch_engine in ranks(4).run(_interrupted, recipe, timeout=_SECONDS):
+        for name, (tensor, _) in straight["weights"].items():
+            assert torch.equal(resumed["weights"][name].tensor, tensor), name
+            near = 1e-5 * float(tensor.abs().max())
+            torch.testing.assert_close(torch_engine["weights"][name].tensor, tensor, rtol=0, atol=near, msg=name)
+        assert resumed["norms"] == straight["norms"]
+
+
+def _dtypes(rank: int, recipe: Recipe) -> set[torch.dtype]:
+    groups = Groups.create(recipe.placed_fold, rank)
+    engine = engine_of(recipe, groups)
+    found = {bias.dtype for bias in engine.model.biases().values()}
+    engine.close()
+    groups.close()
+    return found
+
+
+def test_selection_biases_of_a_bfloat16_model_stay_float32(ranks) -> None:
+    assert ranks(2).run(_dtypes, _recipe(2, {"ep": 2}, 1, _ADAMW, "bfloat16"), timeout=_SECONDS) == [{torch.float32}] * 2

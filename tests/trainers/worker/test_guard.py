@@ -1,0 +1,83 @@
+"""A step that trains nothing ends the training, whatever the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from foldray.comm import Groups
+from foldray.recipe import Recipe
+from foldray.runtime import Engine, TorchEngine
+from tests.foldray.parity import batches, engine_of, make_recipe
+from trainers.worker.guard import Guard, NothingTrained
+
+_ADAMW = {"kind": "adamw", "lr": 1e-3, "weight_decay": 0.1}
+_TORCH, _DEEPSPEED = {"kind": "torch", "zero": 1}, {"kind": "deepspeed", "zero": 2}
+
+
+def _steps(rank: int, recipe: Recipe, harm: Callable[[Any], None] | None, rates: list[float]) -> str:
+    """What the guard says of some steps; nothing if all is well."""
+    groups = Groups.create(recipe.placed_fold, rank)
+    engine: Engine = engine_of(recipe, groups)
+    guard = Guard(engine, groups, recipe.model)
+    if harm is not None:
+        harm(engine)
+    try:
+        for step, rate in enumerate(rates):
+            engine.train(batches(recipe, groups.dp_rank, step))
+            guard.update(step + 1, rate)
+    except NothingTrained as error:
+        return str(error)
+    finally:
+        engine.close()
+        groups.close()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("engine", "precision"),
+    [(_TORCH, "float64"), (_TORCH, "bfloat16"), (_DEEPSPEED, "bfloat16"), ({"kind": "deepspeed", "zero": 0}, "float32")],
+    ids=str,
+)
+def test_training_passes(ranks, engine: dict[str, Any], precision: str) -> None:
+    recipe = make_recipe(4, {"pp": 2, "ep": 2}, engine=engine, precision=precision, optimizer=_ADAMW)
+    assert ranks(4).run(_steps, recipe, None, [0.0, 1e-6, 1e-3]) == [""] * 4
+
+
+def _lose_gradients(engine: Any) -> None:
+    engine.optimizer.average_tensor = lambda *_: None
+
+
+def _forget_experts(engine: TorchEngine) -> None:
+    add, experts = engine.gradients.add, set(engine.model.by_class("expert"))
+    engine.execution.gradients.add = lambda p, gradient: None if p in experts else add(p, gradient)  # type: ignore[method-assign]
+
+
+def _become_nan(engine: TorchEngine) -> None:
+    add = engine.gradients.add
+    engine.execution.gradients.add = lambda p, gradient: add(p, gradient * float("nan"))  # type: ignore[method-assign]
+
+
+def _stand_still(engine: TorchEngine) -> None:
+    engine.optimizer.step = lambda: None  # type: ignore[assignment, method-assign]
+
+
+@pytest.mark.parametrize(
+    ("harm", "engine", "precision", "rates", "said"),
+    [
+        (_lose_gradients, _DEEPSPEED, "bfloat16", [1e-3], "step 1: the gradient norm of dense weights is 0.0"),
+        (_forget_experts, _TORCH, "float32", [1e-3], "step 1: the gradient norm of expert weights is 0.0"),
+        (_become_nan, _TORCH, "float32", [1e-3], "step 1: the gradient norm of dense weights is nan"),
+        (_stand_still, _TORCH, "float32", [0.0, 1e-3], "step 2: no dense weight has changed, at a learning rate of 0.001"),
+    ],
+    ids=["lost gradients", "experts without gradients", "not a number", "no update"],
+)
+def test_what_trains_nothing_is_stopped_on_every_rank(
+    ranks, harm: Callable, engine: dict[str, Any], precision: str, rates: list[float], said: str
+) -> None:
+    recipe = make_recipe(
+        2, 2, engine=engine, precision=precision, optimizer=_ADAMW, schedule={"reduction": "buckets"}
+    )  # weight decay moves weights that have no gradient
+    assert ranks(2).run(_steps, recipe, harm, rates) == [said] * 2

@@ -1,0 +1,187 @@
+"""The first steps of a training: costs are learnt, degrees and sizes tried, the best measured one is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mlflow import MlflowClient
+
+from foldray.comm import Groups
+from foldray.errors import UserError
+from foldray.recipe import Recipe
+from trainers import FoldTrainer
+from trainers.worker.online import SMALLEST, STEPS, TURNS, Knobs, Online
+from tuners import OnlineSearch
+
+MODEL = {
+    "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_hidden": 64, "experts": 4, "topk": 2,
+    "expert_hidden": 48, "vocab": 264,
+}  # fmt: skip
+
+
+class Known:
+    """A search that tries what it is given."""
+
+    def __init__(self, rows: list[Knobs]):
+        self.rows, self.told = list(rows), {}
+
+    def ask(self) -> Knobs | None:
+        return self.rows.pop(0) if self.rows else None
+
+    def tell(self, knobs: Knobs, seconds: float) -> None:
+        self.told[knobs] = seconds
+
+    @property
+    def ranked(self) -> list[Knobs]:
+        return sorted(self.told, key=self.told.__getitem__)
+
+
+SIZES = [Knobs(1, 1000), Knobs(1, 2000), Knobs(1, 500)]
+
+
+def tuned(
+    ranks: Any, seconds: Callable[..., float], steps: int, rows: list[Knobs] = SIZES, **schedule: Any
+) -> list[dict[str, Any]]:
+    return ranks(2).run(_tune, seconds, steps, rows, schedule)
+
+
+def _tune(rank: int, seconds: Callable[..., float], steps: int, rows: list[Knobs], schedule: dict[str, Any]) -> dict[str, Any]:
+    """Steps whose times are made up: by rank, size (or degree, where that is searched) and how often it was run by then."""
+    from tests.foldray.parity import batches, engine_of, make_recipe
+
+    recipe = make_recipe(2, {"ep": 2}, schedule={"reduction": "chunks", **schedule})
+    groups = Groups.create(recipe.placed_fold, rank)
+    execution, known, records = engine_of(recipe, groups).execution, Known(rows), []
+    online = Online(execution, groups, torch.device("cpu"), recipe.orderings, sizes=rows[0].sp_bytes > 0)
+    going = online.steps(lambda degrees, sizes: known, records.append)
+    next(going)
+    sizes: list[int | None] = []
+    for _ in range(steps):
+        execution.train(batches(recipe, groups.dp_rank, 0))
+        execution.gradients.zero()
+        slicing = execution.ordering.slicing
+        degree = slicing.degree if slicing else 1
+        sizes.append(degree if recipe.schedule.degrees else execution.ordering.reduction.bytes)
+        try:
+            going.send(seconds(rank, sizes[-1], sizes.count(sizes[-1])))
+        except StopIteration:
+            break
+    groups.close()
+    return {"sizes": sizes, "told": known.told, "records": records, "costs": execution.ordering.costs,
+            "chosen": online.chosen, "runs": execution.ordering}  # fmt: skip
+
+
+def made_up(rank: int, size: int | None, number: int) -> float:
+    """The first steps are slow, one is an outlier, and the second rank is slower with 500."""
+    if number <= 2:
+        return 50.0
+    if number == 6:
+        return 9.0
+    return {1000: 3.0, 2000: 2.0, 500: 1.0 + 4 * rank}.get(size or 0, 7.0)
+
+
+def test_all_ranks_try_the_same_sizes_and_the_slowest_counts(ranks) -> None:
+    first, second = tuned(ranks, made_up, 2 + 3 * STEPS + 4 * TURNS)
+    last = [2000] * TURNS + [1000] * 2 * TURNS + [2000] * TURNS
+    assert first["sizes"] == second["sizes"] == [None] * 2 + [1000] * STEPS + [2000] * STEPS + [500] * STEPS + last
+    assert list(first["told"].values()) == [3.0, 2.0, 5.0], "medians behind the warm-up, of the slower rank"
+    assert second["told"] == {}
+    assert first["chosen"] == second["chosen"] == Knobs(1, 2000)
+    assert first["runs"].reduction.bytes == second["runs"].reduction.bytes == 2000
+    assert first["costs"] == second["costs"] is not None, "both go by the first rank's"
+    assert [record["sp_bytes"] for record in first["records"]] == [1000, 2000, 500, 2000]
+    assert [record["step_time_s"] for record in first["records"]] == [3.0, 2.0, 5.0, 2.0]
+    assert [record["chosen"] for record in first["records"]] == [False, False, False, True]
+    assert second["records"] == []
+
+
+def drifting(rank: int, size: int | None, number: int) -> float:
+    """While 1000 was tried, something else slowed the machine down."""
+    return 1.0 if size == 1000 and number > STEPS else made_up(rank, size, number)
+
+
+def test_the_best_two_take_turns_and_these_decide(ranks) -> None:
+    first, second = tuned(ranks, drifting, 2 + 3 * STEPS + 4 * TURNS)
+    assert list(first["told"].values()) == [3.0, 2.0, 5.0]
+    assert first["chosen"] == second["chosen"] == Knobs(1, 1000)
+    assert first["records"][-1] == {"kind": "tried", "degree": 1, "sp_bytes": 1000, "step_time_s": 1.0, "chosen": True}
+
+
+def by_degree(rank: int, degree: int, number: int) -> float:
+    return {1: 3.0, 2: 1.0, 4: 2.0}[degree]
+
+
+@pytest.mark.nightly
+def test_degrees_take_turns_and_each_learns_its_costs_once(ranks) -> None:
+    """Of each degree the costs are learnt when it is first run; nothing else about the steps changes."""
+    rows = [Knobs(4), Knobs(2), Knobs(1)]
+    first, second = tuned(ranks, by_degree, 6 + 3 * STEPS + 4 * TURNS, rows, kind="one_a_one_m", degrees=[1, 2, 4])
+    last = [2] * TURNS + [4] * 2 * TURNS + [2] * TURNS
+    assert first["sizes"] == second["sizes"] == [1] * 2 + [4] * (2 + STEPS) + [2] * (2 + STEPS) + [1] * STEPS + last
+    assert list(first["told"].values()) == [2.0, 1.0, 3.0]
+    assert first["chosen"] == second["chosen"] == Knobs(2)
+    assert first["runs"] == second["runs"]
+    assert (first["runs"].slicing.degree, first["runs"].forward.kind) == (2, "one_a_one_m")
+    assert first["runs"].costs is not None
+    assert {record["sp_bytes"] for record in first["records"]} == {None}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    (tmp_path / "text.txt").write_text("".join(f"{i} and {i * i}. " for i in range(4000)))
+    (tmp_path / "more.txt").write_text("".join(f"{i} or {i * 7}. " for i in range(2000)))
+    return Recipe.parse(
+        {
+            "name": "chunks", "model": MODEL, "engine": {"kind": "torch"}, "fold": {"ep": 2},
+            "data": {"source": "text", "path": str(tmp_path / "*.txt"), "seq_len": 32, "validation": {"fraction": 0.5}},
+            "training": {"steps": 45, "global_batch": 4, "micro_batch": 2, "eval_sequences": 8},
+            "schedule": {"kind": "one_a_one_m", "degree": 2, "reduction": "chunks", "sp_bytes": "auto"},
+            "cluster": {"workers": 2, "storage": str(tmp_path / "runs")},
+        }
+    )  # fmt: skip
+
+
+def test_what_is_left_open_needs_a_search(recipe: Recipe) -> None:
+    with pytest.raises(UserError, match=r"schedule.sp_bytes=auto: needs a search: FoldTrainer\(recipe, search="):
+        FoldTrainer(recipe)
+    schedule = {"kind": "stream", "degree": 2, "degrees": [2, 4]}
+    with pytest.raises(UserError, match=r"schedule.degrees=\(2, 4\): needs a search"):
+        FoldTrainer(Recipe.parse({**recipe.model_dump(), "schedule": schedule}))
+
+
+@pytest.mark.slow
+def test_what_is_found_while_training_changes_nothing(ray_session, recipe: Recipe) -> None:
+    trainer = FoldTrainer(recipe, search=OnlineSearch)
+    trainer.fit()
+    assert trainer.run is not None
+    assert trainer.run.summary is not None
+    history, folder = trainer.run.folder.history, Path(trainer.run.summary.run_dir)
+    tried, (chosen,) = [record for record in history.tried if not record["chosen"]], [r for r in history.tried if r["chosen"]]
+    assert 1 < len(tried) == len({record["sp_bytes"] for record in tried}) <= 8
+    assert all(record["sp_bytes"] >= SMALLEST for record in tried)
+    assert chosen["sp_bytes"] in [record["sp_bytes"] for record in sorted(tried, key=lambda record: record["step_time_s"])[:2]]
+    assert (folder / "online_search.png").read_bytes().startswith(b"\x89PNG")
+    client = MlflowClient(trainer.run.tracker.uri)
+    logged = client.get_metric_history(trainer.run.tracker.run_id, "online/step_time_s")
+    assert sorted(metric.value for metric in logged) == sorted(record["step_time_s"] for record in history.tried)
+    assert "online_search.png" in {each.path for each in client.list_artifacts(trainer.run.tracker.run_id)}
+
+    plain = FoldTrainer(Recipe.parse({**recipe.model_dump(), "schedule": {"kind": "one_a_one_m", "degree": 2}}))
+    plain.fit()
+    assert plain.run is not None
+    steps = plain.run.folder.history.steps
+    assert [history.steps[step]["loss"] for step in steps] == [steps[step]["loss"] for step in steps], "sums of two are exact"
+
+    again = FoldTrainer(recipe.model_copy(update={"training": recipe.training.model_copy(update={"steps": 48})}),
+                        resume=folder.name, search=OnlineSearch)  # fmt: skip
+    again.fit()
+    assert again.run is not None
+    assert again.run.folder.history.last_step == 48
+    assert len(again.run.folder.history.tried) == len(tried) + 1, "the same fold on the same nodes does not search again"
+    last = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-1]
+    assert last["kind"] in ("step", "validation", "checkpoint")

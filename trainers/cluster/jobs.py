@@ -1,0 +1,119 @@
+"""Sending a recipe to a Ray cluster as a job."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import yaml
+
+from foldray.errors import UserError
+from foldray.recipe import Recipe
+from foldray.urls import holds_secret
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
+
+WANTS_TOKEN = "the cluster wants its token; put it into ~/.ray/auth_token, or set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+_STORED = (
+    "holds a secret, and a job's recipe is stored on its cluster; let the cluster's environment have it, such as "
+    "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or PGPASSWORD"
+)
+_PACKAGES = ("foldray", "trainers", "tuners")
+
+
+def in_job() -> bool:
+    """Whether this process was started by `ray job submit`."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
+def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = True) -> int:
+    """Submit `foldray train` as a Ray job and follow its log.
+
+    Returns 0 if the job succeeded (or was accepted), 2 if it ended over a user's mistake, else 1.
+
+    The packages and the resolved recipe travel: the cluster needs foldray's dependencies, not foldray, and the recipe may lie
+    anywhere.
+
+    Raises:
+        UserError: nothing answers at the address, or it refuses the token; the recipe holds a secret that the job would need.
+    """
+    _check_address(address)
+    if recipe.tracking.uri is not None and holds_secret(recipe.tracking.uri):
+        raise UserError("tracking.uri", recipe.tracking.uri, _STORED)
+    _send_token()
+    from ray.exceptions import AuthenticationError
+    from ray.job_submission import JobStatus, JobSubmissionClient
+
+    with tempfile.TemporaryDirectory(prefix="foldray-job-") as folder:
+        _pack(Path(folder), recipe)
+        entrypoint = shlex.join(["python", "-m", "foldray", "train", "recipe.yaml", *(["--json"] if as_json else [])])
+        try:
+            client = JobSubmissionClient(address)
+            environment = {"working_dir": folder, "env_vars": {"PYTHONUNBUFFERED": "1"}}
+            job = client.submit_job(entrypoint=entrypoint, runtime_env=environment, metadata={"recipe": recipe.name})
+        except AuthenticationError as error:
+            reason = error.message.split("\n")[0].split(". ")[0]
+            raise UserError("address", address, f"{WANTS_TOKEN} ({reason})") from None
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            # What is no JSON was sent by somebody else than Ray.
+            strange = isinstance(error, json.JSONDecodeError)
+            reason = "what answers there is no Ray dashboard" if strange else " ".join(str(error).split())[:200]
+            raise UserError("address", address, f"the cluster does not take the job ({reason})") from None
+    print(f"job {job} at {address}", file=sys.stderr)
+    if not wait:
+        if as_json:
+            print(json.dumps({"job_id": job, "address": address}))
+        return 0
+    asyncio.run(_follow(client, job, as_json))
+    details = client.get_job_info(job)
+    print(f"job {job}: {details.status.value.lower()}", file=sys.stderr)
+    if details.status == JobStatus.SUCCEEDED:
+        return 0
+    return 2 if details.driver_exit_code == 2 else 1
+
+
+def _check_address(address: str) -> None:
+    """Ray's client also takes what is no dashboard's address, and tries some of it for minutes."""
+    try:
+        parts = urlsplit(address)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        known = False
+    if not known:
+        raise UserError("address", address, "must be the address of the cluster's dashboard, such as http://HOST:8265")
+
+
+def _send_token() -> None:
+    """Ray's job client leaves the token out unless it is asked for, and refuses to go without one if it is."""
+    named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if named or (Path.home() / ".ray" / "auth_token").exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+def _pack(folder: Path, recipe: Recipe) -> None:
+    root = Path(__file__).parents[2]
+    for package in _PACKAGES:
+        shutil.copytree(root / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    plain = recipe.model_dump(mode="json")
+    plain["cluster"]["address"] = None  # the job runs on the cluster that it is sent to
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(plain, sort_keys=False))
+
+
+async def _follow(client: JobSubmissionClient, job: str, as_json: bool) -> None:
+    """Print the job's log as it grows. It mixes both outputs of the job: as_json, only the document at its end is for ours."""
+    end = ""  # the last two lines, the newest perhaps unfinished
+    async for text in client.tail_job_logs(job):
+        print(text, end="", flush=True, file=sys.stderr if as_json else sys.stdout)
+        end = "\n".join((end + text).split("\n")[-2:])
+    document = end.strip().rpartition("\n")[2]
+    if as_json and document.startswith("{"):
+        print(document)

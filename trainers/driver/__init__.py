@@ -1,0 +1,1 @@
+"""What runs beside the user: the trainer, a run's folder, MLflow, the terminal."""

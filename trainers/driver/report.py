@@ -1,0 +1,202 @@
+"""What a run says on the terminal: a progress line, progress of the data preparation, and a closing table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import rich.console
+from rich.control import Control
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
+from rich.progress import Progress as Bar
+from rich.segment import ControlType
+from rich.table import Column, Table
+
+from trainers.driver.recorder import Summary
+from trainers.records import Record, Step
+
+_PLAIN_PERIOD_S = 10.0
+_BAR_WIDTH = 30
+
+
+class Console:
+    """Where reports go: standard output, or standard error where standard output is kept for one JSON document.
+
+    Args:
+        json: keep standard output free.
+        out: a rich console to write to instead.
+    """
+
+    def __init__(self, json: bool = False, out: rich.console.Console | None = None):
+        self.out = out or rich.console.Console(stderr=json)
+        self._told = 0.0
+
+    def say(self, text: str) -> None:
+        """Print a line as it is."""
+        self.out.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def files(self, done: int, total: int, what: str) -> None:
+        """Progress of the data preparation: a bar that updates in place on a terminal, elsewhere a line now and then."""
+        now = time.monotonic()
+        if done < total and now - self._told < (0.1 if self.out.is_interactive else _PLAIN_PERIOD_S):
+            return
+        self._told = now
+        if not self.out.is_interactive:
+            self.say(f"{what}: {done}/{total} files")
+            return
+        # Drawn by hand: a bar of rich hides the cursor until it is stopped, and preparing may end in an exception.
+        filled = _BAR_WIDTH * done // max(total, 1)
+        self.out.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
+        bar = f"[bold]{escape(what)}[/] [green]{'━' * filled}[/][dim]{'━' * (_BAR_WIDTH - filled)}[/] {done}/{total} files"
+        self.out.print(bar, highlight=False, end="\n" if done >= total else "")
+
+    def progress(self, name: str, total: int) -> Progress:
+        """The progress line of a run that ends at step `total`."""
+        return Progress(name, total, self)
+
+    def close(self, summary: Summary, view_url: str | None = None) -> None:
+        """Print the closing table, and below it, unbroken to be copied, how to see the run in MLflow."""
+        self.out.print()
+        self.out.print(closing_table(summary))
+        if summary.mlflow_command:
+            self.say(f"\nTo see the run in MLflow, start its server:\n  {summary.mlflow_command}")
+        if view_url:
+            self.say(f"{'and open' if summary.mlflow_command else 'The run in MLflow:'}\n  {view_url}")
+
+
+class Progress:
+    """One line per run: a bar that updates in place on a terminal, elsewhere a plain line now and then.
+
+    Use it as a context manager. A plain line is printed after every tenth of the steps and every ten seconds.
+
+    Args:
+        name: the run's id.
+        total: the step at which this training ends.
+        console: where to write.
+    """
+
+    def __init__(self, name: str, total: int, console: Console):
+        self._name, self._total, self._console = name, total, console
+        self._validation: float | None = None
+        self._began: tuple[int, float] | None = None
+        self._printed = (0, time.monotonic())
+        self._bar: Bar | None = None
+        self._task = TaskID(0)
+
+    def __enter__(self) -> Progress:
+        if self._console.out.is_interactive:
+            name = TextColumn("[bold]{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=2))
+            bar, text = (
+                BarColumn(bar_width=None, table_column=Column(ratio=1)),
+                TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True)),
+            )
+            self._bar = Bar(name, bar, MofNCompleteColumn(), text, console=self._console.out, expand=True)
+            self._task = self._bar.add_task(escape(self._name), total=self._total, text="starting workers")
+            self._bar.start()
+        else:
+            self._say(f"{self._name}: starting workers, {self._total} steps")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def receive(self, record: Record) -> None:
+        """Show what a record says."""
+        if record["kind"] == "validation":
+            self._validation = record["bits_per_byte"]
+        elif record["kind"] == "resumed":
+            self._began = None
+            self._printed = (record["step"], self._printed[1])
+            self._say(f"{self._name}: goes on from step {record['step']}")
+        elif record["kind"] == "step":
+            self._show(record)
+
+    def _show(self, record: Step) -> None:
+        step, now = record["step"], time.monotonic()
+        if self._began is None or step < self._began[0]:
+            self._began = (step, now)
+        parts = [f"loss {_number(record['loss'], '.3f')}"]
+        if self._validation is not None:
+            parts.append(f"validation {self._validation:.3f} bits/byte")
+        parts += [f"{_short(record['tokens_per_s'])} tokens/s", f"{self._left(step, now)} left"]
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, text=" · ".join(parts).replace("validation", "val"))
+        elif self._is_due(step, now):
+            self._printed = (step, now)
+            self._say(f"{self._name}: step {step}/{self._total} · {' · '.join(parts)}")
+
+    def _is_due(self, step: int, now: float) -> bool:
+        tenths = step * 10 // self._total > self._printed[0] * 10 // self._total
+        return tenths or now - self._printed[1] >= _PLAIN_PERIOD_S
+
+    def _left(self, step: int, now: float) -> str:
+        assert self._began is not None, "the first step has been seen"
+        first, began = self._began
+        return _clock((now - began) / (step - first) * (self._total - step)) if step > first else "–:––"
+
+    def _say(self, text: str) -> None:
+        self._console.say(text)
+
+
+def closing_table(summary: Summary) -> Table:
+    """The run in a dozen rows: what came out, how fast, how balanced, and where everything lies."""
+    table = Table(title=f"run {escape(summary.run_id)}", title_justify="left", title_style="bold", show_header=False, box=None)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in _rows(summary):
+        table.add_row(label, text)
+    return table
+
+
+def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
+    if summary.status != "finished":
+        yield "status", f"[bold red]{escape(summary.status)}"
+    yield "steps", str(summary.steps)
+    yield "final loss", f"{_number(summary.final_loss, '.4f')} nats per token"
+    if summary.val_bpb is not None:
+        yield "validation", f"{summary.val_bpb:.3f} bits per byte: {_verdict(summary)}"
+    if summary.tokens_per_s is not None:
+        yield "speed", f"{_short(summary.tokens_per_s)} tokens/s (median)"
+    if summary.mfu is not None:
+        yield "MFU", f"{summary.mfu:.1%} of measured matmul peak (median)"
+    if summary.load_max_over_mean is not None:
+        busiest = f"a step's busiest expert has {summary.load_max_over_mean:.2f}× the even share (layer {summary.busiest_layer})"
+        yield "expert balance", busiest
+        yield "dead experts", f"[bold red]{summary.dead_experts}" if summary.dead_experts else "none"
+    if summary.drop_rate is not None:
+        yield "dropped tokens", f"{summary.drop_rate:.2%}"
+    folder = f"{summary.run_dir}/"
+    yield "run folder", escape(summary.run_dir)
+    yield "checkpoint", escape((summary.checkpoint or "none").removeprefix(folder))
+    yield "pictures", escape(", ".join(picture.removeprefix(folder) for picture in summary.pictures) or "none")
+
+
+def _verdict(summary: Summary) -> str:
+    unigram, bigram, value = summary.unigram_bpb, summary.bigram_bpb, summary.val_bpb
+    if unigram is None or bigram is None or value is None:
+        return "no baselines to compare with"
+    if value < bigram:
+        return f"[bold green]beats the bigram baseline[/] ({bigram:.3f}; unigram {unigram:.3f})"
+    if value < unigram:
+        return f"[yellow]beats unigram ({unigram:.3f}), not yet bigram ({bigram:.3f})"
+    return f"[bold red]no better than byte frequencies[/] (unigram {unigram:.3f}, bigram {bigram:.3f})"
+
+
+def _number(value: float | None, form: str) -> Any:
+    return "not a number" if value is None or value != value else format(value, form)
+
+
+def _short(value: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{letter}"
+    return f"{value:.0f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,68 @@
+"""One training as people see it: its folder, its MLflow run, its progress line, all fed by the workers' records."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from ray.util.queue import Queue
+
+from foldray.recipe import Recipe
+from trainers.cluster.mailbox import Inbox
+from trainers.data.packed import PackedData
+from trainers.driver.recorder import RunFolder, Summary, read_history, read_run
+from trainers.driver.report import Console
+from trainers.driver.tracking import Status, Tracker
+
+
+class Run:
+    """A context around the training; workers send to `queue`, and `summary` is there on leaving.
+
+    Args:
+        name: the run's id, and its folder's name.
+        root: local folder of runs.
+        data: what the baselines are taken from.
+        console: where progress is shown; None shows nothing.
+        start: the checkpoint that it begins at, if any.
+
+    Raises:
+        UserError: what an earlier part of the run has left cannot be read, or the tracking server does not answer, or refuses.
+    """
+
+    def __init__(
+        self, recipe: Recipe, name: str, root: Path, data: PackedData, console: Console | None, start: str | None = None
+    ):
+        held_back = min(len(data.validation), recipe.training.eval_sequences or len(data.validation))
+        baselines = data.baselines(held_back)
+        length = data.validation.bytes(held_back) / (held_back * recipe.data.seq_len)
+        # First what can be refused: a tracking server that does not answer leaves no folder behind.
+        history = read_history(root / name)
+        self.tracker = Tracker(recipe, name, root, (read_run(root / name) or {}).get("mlflow_run_id"))
+        bits = {"unigram": baselines.unigram, "bigram": baselines.bigram}
+        self.folder = RunFolder(root / name, recipe, bits, length, history, start)
+        self.folder.tracked_by(self.tracker.uri, self.tracker.run_id, self.tracker.view_command())
+        self.summary: Summary | None = None
+        last = recipe.training.stop_after or recipe.training.steps
+        self._progress = None if console is None else console.progress(name, last)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Run:
+        subscribers = [self.folder.receive, self.tracker.receive]
+        if self._progress is not None:
+            subscribers.append(self._stack.enter_context(self._progress).receive)
+        self._inbox = self._stack.enter_context(Inbox(subscribers))
+        return self
+
+    @property
+    def queue(self) -> Queue:
+        return self._inbox.queue
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self._stack.__exit__(kind, error, trace)
+        finally:
+            status: Status = "FINISHED" if error is None else "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+            self.summary = self.folder.close(status.lower())
+            self.tracker.store(self.folder.artifacts)
+            self.tracker.close(status)

@@ -1,0 +1,204 @@
+"""MLflow: one run, written by the driver alone, through a client that names the run in every call.
+
+MLflow's fluent functions keep an active run in global state; nothing here uses them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from foldray.recipe import Recipe
+from trainers.driver.mlflow_server import TrackingServer, log_recipe
+from trainers.records import Record, Step
+
+if TYPE_CHECKING:
+    from mlflow.entities import Metric
+
+_STEP_METRICS = {
+    "loss": "loss",
+    "learning_rate": "lr",
+    "grad_norm": "grad_norm",
+    "tokens_per_s": "tokens_per_s",
+    "step_time_s": "step_time_s",
+    "mfu": "mfu",
+    "balance_loss": "balance_loss",
+    "z_loss": "z_loss",
+    "drop_rate": "drop_rate",
+    "expert_load/max_over_mean": "load_max_over_mean",
+    "expert_load/dead": "dead_experts",
+}
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+_log = logging.getLogger(__name__)
+
+
+class Tracker:
+    """The MLflow run of a training.
+
+    Metrics travel in the background; a server that stops answering costs one warning, and what it missed is sent when it
+    answers again. MLflow's histories cannot be rewritten: of a step that is run again after a restart, the first value stays.
+
+    Args:
+        recipe: what is trained; becomes the run's parameters.
+        name: the run's name.
+        storage: local folder for the database, where the recipe names none, and for artifacts, where no server keeps them.
+        mlflow_run_id: the run to go on with; one that the server does not know is begun anew.
+
+    Raises:
+        UserError: the tracking server does not answer, or refuses.
+    """
+
+    def __init__(self, recipe: Recipe, name: str, storage: Path, mlflow_run_id: str | None = None):
+        self._server = TrackingServer(recipe, storage)
+        self._layers = recipe.model.moe_layers
+        self._logged: dict[str, int] = {}
+        self._warned, self._tried = False, 0
+        self._client, self.experiment_id = self._server.client, self._server.experiment_id
+        with self._server.told_as_user_error():
+            self.run_id = self._reopen(mlflow_run_id) or self._create(recipe, name)
+        self._sender = _Sender(lambda metrics: self._client.log_batch(self.run_id, metrics=metrics), self._warn)
+        self._sender.start()
+
+    def receive(self, record: Record) -> None:
+        """Log what a record holds."""
+        if record["kind"] == "step":
+            values = {name: record[key] for name, key in _STEP_METRICS.items()}  # type: ignore[literal-required]
+            self._send("loss", record["step"], values | self._per_layer(record) | _traffic(record))
+        elif record["kind"] == "validation":
+            name = "validation/bits_per_byte"
+            self._send(name, record["step"], {name: record["bits_per_byte"], "validation/loss": record["loss"]})
+        elif record["kind"] == "tried":
+            self._tried += 1
+            values = {"online/degree": record["degree"], "online/step_time_s": record["step_time_s"]}
+            if record["sp_bytes"] is not None:
+                values["online/sp_bytes"] = record["sp_bytes"]
+            self._send("online/step_time_s", self._tried, values)
+
+    def store(self, paths: Iterable[Path]) -> None:
+        """Copy the files that exist to the run's artifacts; never raises."""
+        try:
+            for path in paths:
+                if path.exists():
+                    self._client.log_artifact(self.run_id, str(path))
+        except Exception as error:
+            self._warn(error)
+
+    def close(self, status: Status) -> None:
+        """Send what is left and end the run; never raises."""
+        self._sender.close()
+        try:
+            self._client.set_terminated(self.run_id, status)
+        except Exception as error:
+            self._warn(error)
+
+    @property
+    def uri(self) -> str:
+        """Of the tracking server, or of its database."""
+        return self._server.uri
+
+    @property
+    def view_url(self) -> str:
+        """Where a browser shows the run."""
+        return self._server.view_url(self.run_id)
+
+    def view_command(self) -> str | None:
+        """The command that starts a server showing the run; None where one runs already."""
+        return self._server.view_command()
+
+    def _create(self, recipe: Recipe, name: str) -> str:
+        run = self._client.create_run(self.experiment_id, run_name=name)
+        log_recipe(self._client, run.info.run_id, recipe)
+        return run.info.run_id
+
+    def _reopen(self, run_id: str | None) -> str | None:
+        from mlflow.exceptions import MlflowException
+
+        if run_id is None:
+            return None
+        try:
+            self.experiment_id = self._client.get_run(run_id).info.experiment_id
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
+        self._client.update_run(run_id, status="RUNNING")
+        for name in ("loss", "validation/bits_per_byte"):
+            self._logged[name] = max((metric.step for metric in self._client.get_metric_history(run_id, name)), default=-1)
+        return run_id
+
+    def _per_layer(self, record: Step) -> dict[str, float]:
+        return {
+            f"expert_load/layer_{layer}/max_over_mean": max(load) * len(load) / max(sum(load), 1)
+            for layer, load in zip(self._layers, record["load"] or [], strict=False)
+        }
+
+    def _send(self, name: str, step: int, values: Mapping[str, float | None]) -> None:
+        from mlflow.entities import Metric
+
+        if step <= self._logged.get(name, -1):
+            return
+        self._logged[name] = step
+        now = int(time.time() * 1000)
+        # Infinity would be stored as 1.8e308 and flatten every chart.
+        known = {key: float(value) for key, value in values.items() if value is not None}
+        finite = {key: value if math.isfinite(value) else math.nan for key, value in known.items()}
+        self._sender.put([Metric(key, value, now, step) for key, value in finite.items()])
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "MLflow at %s fails (%s); training goes on, metrics.jsonl has everything", self.uri, self._server.reason(error)
+            )
+
+
+class _Sender(threading.Thread):
+    """Sends metrics in batches, some seconds late, and keeps for later what could not be sent.
+
+    Ours rather than MLflow's asynchronous logging, which gives up a batch at its first failure, reports each, and makes the
+    process wait at exit for a server that is gone.
+    """
+
+    def __init__(self, send: Callable[[list[Metric]], object], warn: Callable[[Exception], None]):
+        super().__init__(name="foldray-mlflow", daemon=True)
+        self._send, self._warn = send, warn
+        self._pending: deque[Metric] = deque(maxlen=500_000)  # a server may be gone for days
+        self._closing = threading.Event()
+
+    def put(self, metrics: list[Metric]) -> None:
+        self._pending.extend(metrics)
+
+    def close(self, timeout: float = 30.0) -> None:
+        self._closing.set()
+        self.join(timeout)
+
+    def run(self) -> None:
+        while not self._closing.wait(1.0):
+            if not self._send_pending():
+                self._closing.wait(30.0)
+        self._send_pending()
+
+    def _send_pending(self) -> bool:
+        while self._pending:
+            batch = [self._pending.popleft() for _ in range(min(len(self._pending), 1000))]
+            try:
+                self._send(batch)
+            except Exception as error:
+                self._pending.extendleft(reversed(batch))
+                self._warn(error)
+                return False
+        return True
+
+
+def _traffic(record: Step) -> dict[str, int]:
+    """Bytes that a step's collectives sent inside of nodes and across, by class of traffic."""
+    sides = ("inside_bytes", "across_bytes")
+    return {f"traffic/{name}/{side}": count[side] for name, count in record.get("traffic", {}).items() for side in sides}

@@ -1,0 +1,1 @@
+"""Measurements on workers: verify, bench, timeline, calibrate, a tuner's trials."""

@@ -1,0 +1,214 @@
+"""`foldray bench` and `foldray timeline`: a recipe's step under several schedules, measured side by side on its workers."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from foldray.comm import Groups
+from foldray.errors import MissingPackage, UserError
+from foldray.recipe import Recipe
+from foldray.runtime import Engine, Trace
+from foldray.schedule import SLICINGS, Ordering, SliceCost, Span, StepGraph
+from foldray.timeline import Recording, draw_text, perfetto, replay, slice_timings
+from trainers.cluster import workers
+from trainers.measure.comparison import random_batches
+from trainers.records import as_json as to_json
+from trainers.worker.engines import make_engine
+
+DEFAULT = ("sequential", "moe_only:2", "moe_only:4", "one_a_one_m:2", "one_a_one_m:4", "stream:4")
+_WARM_UP = 2
+
+
+def bench(recipe: Recipe, names: Sequence[str], rounds: int, as_json: bool = False) -> int:
+    """Measure and report; the variants alternate within a round.
+
+    Args:
+        names: orderings as `named_ordering` reads them; none is the recipe's own beside `DEFAULT`, as far as they fit.
+
+    Raises:
+        UserError: a name that does not fit, or a recipe that cannot run here.
+    """
+    if rounds < 1:
+        raise UserError("rounds", rounds, "must be at least 1")
+    chosen = {name: recipe.named_ordering(name) for name in names} or _defaults(recipe)
+    print(f"{len(chosen)} schedules, {rounds} rounds, on {recipe.cluster.workers} workers …", file=sys.stderr)
+    found = workers.on_workers(recipe, _bench_loop, "bench", orderings=list(chosen.values()), rounds=rounds)
+    measured = zip(chosen.values(), found["measured"], strict=True)
+    results = [_result(recipe, ordering, each) for ordering, each in measured]
+    cost = _slice_cost(found["slices"])
+    if as_json:
+        print(to_json({"results": results, "slice_cost": cost}))
+    else:
+        print(_table(list(chosen), results, rounds))
+        if cost:
+            print(f"\ntime-uniform slices as measured here: schedule.slice_cost=[{cost[0]:.3e},{cost[1]:.3e}]")
+    return 0
+
+
+def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: bool = False) -> int:
+    """Record a step of the recipe's own schedule, simulate it from its op times, and draw both.
+
+    Raises:
+        UserError: a file that cannot be written, or a recipe that cannot run here.
+    """
+    if picture is not None and picture.suffix.lower() != ".png":
+        raise UserError("picture", picture, "is written as PNG: the name must end in .png")
+    for name, path in (("picture", picture), ("trace", trace)):
+        if path is not None and not path.parent.is_dir():
+            raise UserError(name, path, f"cannot be written (there is no folder {path.parent})")
+    print(f"a step on {recipe.cluster.workers} workers …", file=sys.stderr)
+    found = workers.on_workers(recipe, _timeline_loop, "timeline")
+    graph, recordings = found["graph"], found["recordings"]
+    ranks, expected = [each.spans for each in recordings], replay(graph, recordings)
+    measured, begin = ranks[0], min(span.start for spans in ranks for span in spans.values())
+    if trace is not None:
+        _write(trace, json.dumps(perfetto(graph, ranks, begin)))
+    if picture is not None:
+        _draw(recipe, graph, measured, expected.spans, begin, picture)
+    if as_json:
+        print(to_json({"measured": found["times"], "simulated_step_ms": expected.seconds * 1e3}))
+        return 0
+    print(f"measured on the first worker: {found['times']['step_ms']:.1f} ms")
+    print(draw_text(graph, measured))
+    print(f"\nsimulated from these op times: {expected.seconds * 1e3:.1f} ms")
+    print(draw_text(graph, expected.spans))
+    return 0
+
+
+def _defaults(recipe: Recipe) -> dict[str, Ordering]:
+    found: dict[str, Ordering] = {"recipe": recipe.ordering} if recipe.slicing else {}
+    for name in DEFAULT:
+        try:
+            found[name] = recipe.named_ordering(name)
+        except UserError:  # a sequence too short for so many pieces
+            continue
+    return found
+
+
+def _bench_loop(config: dict[str, Any]) -> dict[str, Any] | None:
+    recipe, groups, device = workers.worker(config)
+    engine = make_engine(recipe, groups, device)
+    execution, trace = engine.execution, Trace(device)
+    execution.trace = trace
+    measured: list[list[dict[str, float]]] = [[] for _ in config["orderings"]]
+    slices: list[tuple[int, int, float]] = []
+    learnt: dict[Ordering, Ordering] = {}  # those whose chunks give way, by what ops were seen to take
+    for number in range(_WARM_UP + config["rounds"]):
+        for ordering, rounds in zip(config["orderings"], measured, strict=True):
+            execution.reorder(learnt.get(ordering, ordering))
+            graph = _step(recipe, engine, groups, device)
+            if execution.lacks_costs:
+                execution.learn_costs()
+                learnt[ordering] = execution.ordering
+            slowest = _slowest(groups, trace.times(graph), device)
+            if number >= _WARM_UP:
+                rounds.append(slowest)
+                slices += slice_timings(graph, trace.spans, groups.fold.cp * groups.fold.tp)
+    return {"measured": measured, "slices": slices} if groups.rank == groups.fold.offset else None
+
+
+def _timeline_loop(config: dict[str, Any]) -> dict[str, Any] | None:
+    recipe, groups, device = workers.worker(config)
+    engine = make_engine(recipe, groups, device)
+    trace = engine.execution.trace = Trace(device)
+    for _ in range(_WARM_UP + 1):
+        graph = _step(recipe, engine, groups, device)
+        if engine.execution.lacks_costs:
+            engine.execution.learn_costs()
+    mine = Recording(engine.execution.order(graph), trace.spans)
+    everyone: list[Any] = [mine] * groups.control.size
+    if groups.control.group is not None:
+        dist.all_gather_object(everyone, mine, group=groups.control.group)
+    times = _slowest(groups, trace.times(graph), device)
+    if groups.rank != groups.fold.offset:
+        return None
+    return {"graph": graph, "recordings": everyone, "times": times}
+
+
+def _step(recipe: Recipe, engine: Engine, groups: Groups, device: Any) -> StepGraph:
+    """One step of random text, which changes no weight."""
+    batches = random_batches(recipe, groups, device)
+    execution = engine.execution
+    graph, _ = execution.step(batches)  # made before the clock runs
+    groups.control.all_reduce(torch.zeros(1, device=device))  # all start together
+    engine.train(batches)
+    engine.update(0.0)
+    return graph
+
+
+def _slowest(groups: Groups, times: dict[str, float], device: torch.device) -> dict[str, float]:
+    """The slowest rank's figures: a step is done when all are."""
+    values = groups.control.all_reduce(torch.tensor(list(times.values()), dtype=torch.float64, device=device), "max")
+    return dict(zip(times, values.tolist(), strict=True))
+
+
+def _result(recipe: Recipe, ordering: Ordering, rounds: list[dict[str, float]]) -> dict[str, Any]:
+    columns = {key: [each[key] for each in rounds] for key in rounds[0]}
+    step = columns.pop("step_ms")
+    degree, reduction = ordering.slicing.degree if ordering.slicing else 1, ordering.reduction
+    return {
+        "schedule": ordering.forward.kind, "degree": degree, "slicing": _slicing(recipe, ordering),
+        "batch_degree": ordering.batch_degree, "reduction": reduction.kind, "sp_bytes": reduction.most,
+        "engine": recipe.engine.kind, "backend": recipe.moe.backend,
+        "step_ms": {"min": min(step), "median": statistics.median(step), "max": max(step)},
+        **{key: statistics.median(values) for key, values in columns.items()},
+    }  # fmt: skip
+
+
+def _slicing(recipe: Recipe, ordering: Ordering) -> str:
+    """How attention is cut: a kind of slicing, `whole` where it is not, or the lengths where no kind gives them."""
+    cut = ordering.slicing
+    if cut is None or len(cut.attention) == 1:
+        return "whole"
+    kinds = (kind for kind in SLICINGS if recipe.cut(kind, cut.degree).attention == cut.attention)
+    return next(kinds, ",".join(map(str, cut.attention)))
+
+
+def _slice_cost(timings: list[tuple[int, int, float]]) -> SliceCost | None:
+    """What slices of attention cost here, in seconds; None if too few kinds of slices ran, or so short ones that only their
+    start shows.
+    """
+    cost = SliceCost.measured(timings) if len({timing[:2] for timing in timings}) > 2 else None
+    return cost if cost and max(cost) > 0 else None
+
+
+def _table(names: Sequence[str], results: Sequence[dict[str, Any]], rounds: int) -> str:
+    fastest = min(result["step_ms"]["median"] for result in results)
+    lines = [
+        f"milliseconds of a step, medians of {rounds} rounds, all taking turns; exposed is communication that nothing hides",
+        f"{'schedule':<22}{'step':>9}{'min':>9}{'max':>9}{'forward':>9}{'backward':>9}{'compute':>9}{'comm':>9}{'exposed':>9}",
+    ]
+    for name, result in zip(names, results, strict=True):
+        step = result["step_ms"]
+        figures = [step["median"], step["min"], step["max"]]
+        figures += [result[key] for key in ("forward_ms", "backward_ms", "compute_ms", "comm_ms", "exposed_comm_ms")]
+        mark = "  fastest" if step["median"] == fastest else ""
+        lines.append(f"{name:<22}" + "".join(f"{figure:>9.1f}" for figure in figures) + mark)
+    return "\n".join(lines)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise UserError("trace", path, f"cannot be written ({error.strerror or error})") from None
+
+
+def _draw(recipe: Recipe, graph: StepGraph, measured: Any, simulated: Any, begin: float, path: Path) -> None:
+    try:
+        from trainers.pictures.timeline import draw_timelines
+    except ModuleNotFoundError as error:
+        raise MissingPackage("picture", path, error.name or "matplotlib", "pip install matplotlib") from None
+    rows = {"measured": {op: Span(span.start - begin, span.end - begin) for op, span in measured.items()}, "simulated": simulated}
+    try:
+        draw_timelines(graph, rows, path, f"{recipe.name}: {recipe.schedule.kind}, degree {recipe.schedule.degree}")
+    except OSError as error:
+        raise UserError("picture", path, f"cannot be written ({error.strerror or error})") from None

@@ -1,0 +1,122 @@
+"""What the runtime's own small ops take: how long starting a kernel takes, how fast rows are copied by index and weights updated,
+how fast attention is when it is cut.
+
+All but weights' updates are read off recorded steps of small models on one rank. In the first, pieces are so small that nothing
+but starting kernels is left. In the second, experts are so thin that routing and permutation are what is left. The third one's
+attention is cut into ever smaller slices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foldray.comm import Groups
+from foldray.kinds import ATTENTION, ROUTE
+from foldray.planner.candidate import DTYPES, Candidate, Job
+from foldray.planner.costs import OpWork
+from foldray.planner.device import Device
+from foldray.planner.hardware import Hardware
+from foldray.planner.prediction import Step
+from foldray.recipe import Recipe
+from foldray.runtime import Trace
+from foldray.schedule import Op, Ordering
+from trainers.measure.comparison import random_batch
+from trainers.measure.meter import Meter
+from trainers.worker.engines import make_engine
+
+_STEPS = 5  # recorded; the median of each op counts
+_LENGTH, _DEGREES = 2048, (1, 2, 4, 8, 16)  # of sequences that are cut
+_TINY: dict[str, Any] = {"preset": None, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn_hidden": 32, "experts": 4,
+                         "topk": 2, "expert_hidden": 32, "shared_hidden": 0, "vocab": 64, "layers": 2}  # fmt: skip
+_THIN: dict[str, Any] = {"preset": None, "heads": 1, "kv_heads": 1, "head_dim": 16, "ffn_hidden": 16, "expert_hidden": 16,
+                         "shared_hidden": 0, "vocab": 64, "layers": 2}  # fmt: skip
+_WIDE: dict[str, Any] = {"preset": None, "hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn_hidden": 1024,
+                         "experts": 8, "topk": 2, "expert_hidden": 1024, "shared_hidden": 0, "vocab": 1024,
+                         "layers": 1}  # fmt: skip
+
+
+def of_ops(meter: Meter, recipe: Recipe, hardware: Hardware) -> dict[str, float]:
+    """Constants `launch` (s), `permute` and `optimizer` (shares), with the recipe's router and optimizer."""
+    tiny = _small(recipe, _TINY, 64, {"kind": "one_a_one_m", "degree": 4})
+    took, kernels = _recorded(tiny, meter), _priced(tiny, hardware, "launch", {"launch": 1.0})
+    kinds = [op for op in took if kernels[op]]
+    launch = meter.slowest(sum(took[op] for op in kinds) / sum(kernels[op] for op in kinds))
+
+    thin = _small(recipe, _THIN, max(512, recipe.data.seq_len), {})
+    took, moved = _recorded(thin, meter), _priced(thin, hardware, "memory", {"permute": 1.0})
+    starts = _priced(thin, hardware, "launch", {"launch": launch})
+    kinds = [op for op in took if op.kind == ROUTE]
+    slower = sum(took[op] - starts[op] for op in kinds) / sum(moved[op] for op in kinds)
+    permute = min(1.0, 1 / max(1e-3, meter.slowest(slower)))
+    return {"launch": launch, "permute": permute, "optimizer": _optimizer(recipe, meter, hardware)}
+
+
+def _optimizer(recipe: Recipe, meter: Meter, hardware: Hardware) -> float:
+    """What updating weights reaches of the bandwidth, by the bytes that the planner counts for it."""
+    wide = _small(recipe, _WIDE, 64, {})
+    engine = make_engine(wide, Groups.create(wide.placed_fold), meter.device)
+    engine.train([random_batch(wide, 0, 1, 0, meter.device)])
+    took = meter(lambda: engine.update(0.0))
+    job = Job(wide.model, 64, 1, DTYPES[recipe.precision])
+    candidate = Candidate(job, wide.placed_fold, Ordering(), zero=0)
+    work = OpWork(candidate, Device.of(job, hardware, {"optimizer": 1.0}))
+    return min(1.0, max(Step(candidate, work).behind) / took)
+
+
+def of_slices(meter: Meter, recipe: Recipe, hardware: Hardware) -> list[tuple[int, float]]:
+    """(Tokens of a slice, share of the constant `attention` that slices of so many reach), smallest first.
+
+    Read off recorded steps of one block: whatever else it costs to cut attention (keys and values kept, results merged) is in it.
+    """
+    found = []
+    for degree in _DEGREES:
+        cut = {"kind": "one_a_one_m", "degree": degree, "slicing": "token_uniform"} if degree > 1 else {}
+        sliced = _small(recipe, _WIDE, _LENGTH, cut)
+        took, core = _recorded(sliced, meter), _priced(sliced, hardware, "attention", {})
+        others = [_priced(sliced, hardware, what, {}) for what in ("gemm", "memory", "launch")]
+        ops = [op for op in took if op.kind == ATTENTION]
+        left = meter.slowest(sum(took[op] - sum(other[op] for other in others) for op in ops))
+        whole = sum(core[op] for op in ops)
+        found.append((_LENGTH // degree, whole / max(left, whole / 10)))
+    return found[::-1]
+
+
+def _small(recipe: Recipe, sizes: dict[str, Any], length: int, schedule: dict[str, Any]) -> Recipe:
+    """For one rank, by the recipe's model but for some sizes."""
+    return Recipe.parse(
+        {
+            "model": {**recipe.model.model_dump(), **sizes},
+            "data": {"seq_len": length},
+            "precision": recipe.precision,
+            "engine": {"kind": "torch"},
+            "moe": recipe.moe.model_dump(),
+            "training": {"global_batch": 1},
+            "schedule": schedule,
+        }
+    )
+
+
+def _recorded(recipe: Recipe, meter: Meter) -> dict[Op, float]:
+    """Seconds of every op that computes, of a step on one rank."""
+    device = meter.device
+    groups = Groups.create(recipe.placed_fold)
+    engine = make_engine(recipe, groups, device)
+    batches, execution = [random_batch(recipe, 0, 1, 0, device)], engine.execution
+    execution.trace = trace = Trace(device)
+    graph, _ = execution.step(batches)
+    steps: list[dict[Op, float]] = []
+    for _ in range(2 + _STEPS):
+        pace = meter.pace
+        engine.train(batches)
+        engine.update(0.0)
+        trace.times(graph)
+        steps.append({op: (span.end - span.start) / pace for op, span in trace.spans.items() if graph.channel(op) is None})
+    return {op: sorted(step[op] for step in steps[2:])[_STEPS // 2] for op in steps[-1]}
+
+
+def _priced(recipe: Recipe, hardware: Hardware, what: str, changed: dict[str, float]) -> dict[Op, float]:
+    """What the planner has for one kind of work in every op."""
+    job = Job(recipe.model, recipe.data.seq_len, recipe.training.global_batch, DTYPES[recipe.precision])
+    candidate = Candidate(job, recipe.placed_fold, recipe.ordering, zero=recipe.engine.zero)
+    work = OpWork(candidate, Device.of(job, hardware, changed))
+    return {op: sum(each.seconds for each in work.work(op) if each.what == what) for op in candidate.graph.ops()}

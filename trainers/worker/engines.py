@@ -1,0 +1,48 @@
+"""From a recipe to the engine that trains it."""
+
+from __future__ import annotations
+
+import torch
+
+from foldray.comm import Groups
+from foldray.errors import MissingPackage
+from foldray.model import Transformer
+from foldray.moe import MoeBackend
+from foldray.recipe import Recipe
+from foldray.runtime import Engine, TorchEngine
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def make_engine(recipe: Recipe, groups: Groups, device: torch.device) -> Engine:
+    """Model, backend and optimizer of one rank.
+
+    Raises:
+        MissingPackage: the recipe asks for a package that is not installed.
+    """
+    seed, dtype, context = recipe.training.seed, DTYPES[recipe.precision], recipe.schedule.context
+    model = Transformer(recipe.ownership, groups, make_backend(recipe), context, seed, device, dtype)
+    if recipe.engine.kind == "torch":
+        return TorchEngine(model, groups, recipe.optimizer, recipe.ordering, recipe.engine.zero)
+    try:
+        from trainers.worker.deepspeed_engine import DeepSpeedEngine
+    except ModuleNotFoundError as error:
+        raise MissingPackage("engine.kind", "deepspeed", error.name or "deepspeed", "pip install deepspeed") from None
+    return DeepSpeedEngine(model, groups, recipe)
+
+
+def make_backend(recipe: Recipe) -> MoeBackend:
+    """The MoE layers' kernels."""
+    kind, experts = recipe.moe.backend, recipe.moe.experts
+    if kind == "tutel":
+        from foldray.moe.tutel import TutelPermutation
+
+        return MoeBackend(permutation=TutelPermutation(), experts=experts)
+    if kind == "deepspeed":
+        try:
+            from trainers.worker.deepspeed_gates import deepspeed_gate
+
+            return MoeBackend(gate=deepspeed_gate(recipe.model), experts=experts)
+        except ModuleNotFoundError as error:
+            raise MissingPackage("moe.backend", kind, error.name or kind, "pip install deepspeed") from None
+    return MoeBackend(experts=experts)

@@ -1,0 +1,241 @@
+"""What a worker does: build its part, go on from a checkpoint if there is one, step, look, save, tell."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+import ray.train
+import torch
+
+from foldray.blueprint import step_flops
+from foldray.comm import TRAFFIC, Count, Groups, probe
+from foldray.model import IGNORED, Batch, Losses, all_losses
+from foldray.recipe import Recipe
+from foldray.runtime import Engine, learning_rate, state_pieces
+from foldray.runtime.peak import matmul_peak
+from trainers.checkpoints import tensors
+from trainers.checkpoints.stored import Found
+from trainers.cluster.mailbox import Outbox
+from trainers.data.packed import Batches, PackedData, Split
+from trainers.records import Place, Step, Validation
+from trainers.worker.engines import DTYPES, make_engine
+from trainers.worker.guard import Guard
+from trainers.worker.online import Knobs, MakeSearch, Online
+
+_EVALUATED = 8  # micro-batches on their way through the pipeline at once, for each of its positions
+
+
+def train_loop(config: dict[str, Any]) -> dict[str, Any]:
+    """Ray's entry: `config` holds the recipe (plain), the folder of packed data, the records' queue and the start, if any.
+
+    Raises:
+        DamagedCheckpoint: (on all ranks) what it was to go on from cannot be read.
+    """
+    recipe = Recipe.parse(config["recipe"])
+    torch.set_num_threads(recipe.cluster.cpus_per_worker)
+    data, outbox = PackedData.open(config["data"]), Outbox(config["queue"])
+    worker = Worker(recipe, data, outbox, config.get("search"), config.get("start"))
+    try:
+        return worker.run()
+    finally:
+        worker.outbox.flush()
+
+
+class Totals(NamedTuple):
+    """What an optimizer step adds up to over all ranks and micro-batches."""
+
+    language: float
+    balance: float
+    z: float
+    dropped: float
+    count_ME: torch.Tensor
+    traffic: dict[str, Count]
+
+
+class Worker:
+    """One rank of a training.
+
+    Args:
+        start: the checkpoint of another run to begin at, while this one has none of its own.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        data: PackedData,
+        outbox: Outbox,
+        search: MakeSearch | None = None,
+        start: ray.train.Checkpoint | None = None,
+    ):
+        self.recipe, self.data, self.outbox, self.start = recipe, data, outbox, start
+        self.batches = Batches(data.train, recipe.training.seed)
+        self.rank = ray.train.get_context().get_world_rank()
+        self.device = ray.train.torch.get_device() if recipe.cluster.gpu else torch.device("cpu")
+        self.groups = Groups.create(recipe.placed_fold, self.rank, node=_nodes().__getitem__)
+        self.outbox.send(_place(self.groups))
+        probe(self.groups, self.device, DTYPES[recipe.precision])
+        self.engine: Engine = make_engine(recipe, self.groups, self.device)
+        self.guard = Guard(self.engine, self.groups, recipe.model)
+        self.saver = tensors.Saver(recipe.checkpoint.asynchronous)
+        self.peak = self._all_ranks(matmul_peak(self.device, DTYPES[recipe.precision]))
+        self.validation: dict[str, Any] = {}
+        self.search = search
+        sizes = recipe.schedule.sp_bytes == "auto"
+        self.online = Online(self.engine.execution, self.groups, self.device, recipe.orderings, sizes)
+        # What was found holds for a fold on a cluster: on another one it is searched for again.
+        self.ground = {"fold": recipe.fold.model_dump(), "workers": recipe.cluster.workers, "nodes": _nodes()}
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end of the recipe; the summary that Ray returns for rank 0."""
+        training = self.recipe.training
+        first, last = self._restore(), training.stop_after or training.steps
+        loss = math.nan
+        online = self.online.steps(self.search, self.outbox.send)
+        next(online, None)
+        for step in range(first, last):
+            started = time.perf_counter()
+            loss = self._step(step)
+            with suppress(StopIteration):
+                online.send(time.perf_counter() - started)
+            done, final = step + 1, step + 1 == last
+            if final or (training.eval_every and done % training.eval_every == 0):
+                self._validate(done)
+            if final or (self.recipe.checkpoint.every and done % self.recipe.checkpoint.every == 0):
+                self._save(done, loss, final)
+        return {"steps": max(first, last), "final_loss": loss, "validation": self.validation}
+
+    def _step(self, step: int) -> float:
+        """One optimizer step, numbered from 0; the mean loss over all tokens."""
+        started, training = time.perf_counter(), self.recipe.training
+        self.groups.traffic.clear()
+        losses = self.engine.train(
+            [self._batch(self.data.train, self._indices(step, m)) for m in range(self.recipe.accumulation)]
+        )
+        rate = learning_rate(self.recipe.optimizer, step, training.steps)
+        norms = self.guard.update(step + 1, rate)
+        totals = self._totals(losses)
+        self.engine.model.update_biases(totals.count_ME)
+        if self.rank == 0:
+            self.outbox.send(self._record(step + 1, totals, rate, norms.total, time.perf_counter() - started))
+        return totals.language
+
+    def _indices(self, step: int, m: int) -> np.ndarray:
+        """Sequences of a step's micro-batch m; the same on all ranks of a data-parallel place."""
+        training, dp = self.recipe.training, self.groups.fold.dp
+        return self.batches.indices(step, m, self.groups.dp_rank, dp, training.micro_batch, training.global_batch)
+
+    def _record(self, done: int, totals: Totals, rate: float, norm: float, seconds: float) -> Step:
+        training, length = self.recipe.training, self.recipe.data.seq_len
+        flops, counts = step_flops(self.recipe.model, length, training.global_batch), totals.count_ME
+        moe = counts.numel() > 0
+        return {
+            "kind": "step", "step": done, "loss": totals.language, "lr": rate, "grad_norm": norm,
+            "balance_loss": totals.balance if moe else None, "z_loss": totals.z if moe else None,
+            "drop_rate": totals.dropped / float(counts.sum()) if moe else None,
+            "tokens_per_s": training.global_batch * length / seconds, "step_time_s": seconds,
+            "mfu": flops / seconds / self.peak,
+            "load": counts.tolist() if moe else None,
+            "load_max_over_mean": float((counts.amax(1) / counts.double().mean(1)).max()) if moe else None,
+            "dead_experts": int((counts == 0).sum()) if moe else None,
+            "traffic": {name: asdict(count) for name, count in totals.traffic.items() if count.calls},
+        }  # fmt: skip
+
+    def _validate(self, done: int) -> None:
+        """Loss over the first validation sequences; every rank runs as many micro-batches, for they meet in the all-to-all."""
+        size, fold, split = self.recipe.training.micro_batch, self.groups.fold, self.data.validation
+        count = min(len(split), self.recipe.training.eval_sequences or len(split))
+        starts = range(self.groups.dp_rank * size, count + fold.dp * size, fold.dp * size)
+        starts, losses = starts[: math.ceil(count / (fold.dp * size))], list[Losses]()
+        for first in range(0, len(starts), _EVALUATED * fold.pp):
+            mine = [range(start, min(count, start + size)) for start in starts[first : first + _EVALUATED * fold.pp]]
+            losses += self.engine.execution.evaluate([self._batch(split, indices) for indices in mine])
+        loss = float(all_losses(losses, self.groups.control).means()[0])
+        bits = loss * count * self.recipe.data.seq_len / math.log(2) / split.bytes(count)
+        record: Validation = {"kind": "validation", "step": done, "loss": loss, "bits_per_byte": bits, "sequences": count}
+        self.validation = dict(record)
+        if self.rank == 0:
+            self.outbox.send(record)
+
+    def _save(self, done: int, loss: float, final: bool) -> None:
+        fold, data = self.recipe.fold.model_dump(), self.data.folder.name
+        order = {"seed": self.recipe.training.seed, "global_batch": self.recipe.training.global_batch}
+        progress = {"step": done, "data": data, "fold": fold, "validation": self.validation, **order}
+        progress["online"] = {"on": self.ground, "chosen": self.online.chosen}
+        state = self.engine.state()
+        pieces = state_pieces(self.engine.model, state)
+        path = self.saver.save(state, pieces, progress, {"step": done, "loss": loss}, last=final)
+        if self.rank == 0:
+            self.outbox.send({"kind": "checkpoint", "step": done, "path": path})
+
+    def _restore(self) -> int:
+        """Steps that are done already."""
+        checkpoint = ray.train.get_checkpoint() or self.start
+        if checkpoint is None:
+            return 0
+        with tensors.opened(checkpoint, self.saver.group) as stored:
+            state = {key: tensor.detach().to("cpu", copy=True) for key, tensor in self.engine.state().items()}
+            tensors.load(stored, state, state_pieces(self.engine.model, state), self.saver.group)
+            self.engine.load_state(state)
+        step = stored.progress.step
+        self.validation = stored.progress.validation
+        self._recall(stored.progress.online)
+        if self.rank == 0:
+            self.outbox.send({"kind": "resumed", "step": step})
+        return step
+
+    def _recall(self, known: Found | None) -> None:
+        """What an earlier search chose, if it may be chosen here."""
+        if self.search is None or known is None or known.on != self.ground or known.chosen is None:
+            return
+        knobs = Knobs(*known.chosen)
+        if knobs.degree in self.online.orderings and bool(knobs.sp_bytes) == self.online.sizes:
+            self.search = None
+            self.online.choose(knobs)
+
+    def _batch(self, split: Split, indices: Sequence[int] | np.ndarray) -> Batch:
+        """Inputs, targets and, if attention stops at documents, their numbers; without indices a sequence that does not count."""
+        some = indices if len(indices) else [0]
+        tokens = split.tokens(some).to(self.device)
+        segments = split.segments(some).to(self.device) if self.recipe.data.mask_documents else None
+        targets = tokens[:, 1:] if len(indices) else torch.full_like(tokens[:, 1:], IGNORED)
+        return Batch(tokens[:, :-1], targets, segments)
+
+    def _totals(self, losses: list[Losses]) -> Totals:
+        """Means and sums over ranks and micro-batches."""
+        own, total = self.groups.traffic.by_name(), all_losses(losses, self.groups.control)
+        sent = [own.get(name, Count()) for name in TRAFFIC]
+        traffic = torch.tensor([(count.calls, count.inside_bytes, count.across_bytes) for count in sent], dtype=torch.float64)
+        rows = self.groups.control.all_reduce(traffic.to(self.device)).tolist()
+        everything = {name: Count(*map(int, row)) for name, row in zip(TRAFFIC, rows, strict=True)}
+        language, balance, z = total.means().tolist()
+        return Totals(language, balance, z, float(total.dropped), total.count_ME.cpu(), everything)
+
+    def _all_ranks(self, value: float) -> float:
+        return float(self.groups.control.all_reduce(torch.tensor(value, dtype=torch.float64, device=self.device)))
+
+
+def _nodes() -> list[int]:
+    """The node of every rank, numbered in order of rank."""
+    node = ray.get_runtime_context().get_node_id()
+    nodes = [node]
+    if torch.distributed.is_initialized():
+        nodes = [node] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(nodes, node)
+    return [list(dict.fromkeys(nodes)).index(each) for each in nodes]
+
+
+def _place(groups: Groups) -> Place:
+    context, coordinate = ray.get_runtime_context(), groups.coordinate
+    return {
+        "kind": "place", "rank": groups.rank, "actor": context.get_actor_id(), "node": context.get_node_id(),
+        "node_ip": ray.util.get_node_ip_address(), "pid": os.getpid(),
+        "attention": coordinate["attention"], "moe": coordinate["moe"],
+    }  # fmt: skip
