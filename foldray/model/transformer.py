@@ -22,7 +22,7 @@ from foldray.model.batch import IGNORED, Batch, Losses, add_losses
 from foldray.model.layers import FeedForward, Norm, Vocabulary
 from foldray.model.parts import parts_below
 from foldray.model.slices import KeysAndValues, Sight
-from foldray.moe import MoeBackend, MoELayer, Router, Tally
+from foldray.moe import Balance, MoeBackend, MoELayer, Router
 
 
 class Block(nn.Module):
@@ -51,13 +51,13 @@ class Block(nn.Module):
         else:
             self.ffn = FeedForward(model, model.ffn_hidden, groups.tensor, device, dtype)
 
-    def forward(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, Tally | None]:
+    def forward(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, Balance | None]:
         """The whole block in one autograd graph: what every schedule must equal."""
         x_BsH = self.attend(x_BsH, place)
         if not self.is_moe:
             return self.feed(x_BsH), None
-        y_BsH, tally = self.moe(self.ffn_norm(x_BsH))
-        return x_BsH + y_BsH, tally
+        y_BsH, balance = self.moe(self.ffn_norm(x_BsH))
+        return x_BsH + y_BsH, balance
 
     def attend(self, x_BsH: torch.Tensor, place: Place, memory: KeysAndValues | None = None) -> torch.Tensor:
         return x_BsH + self.attention(self.attention_norm(x_BsH), place, memory)
@@ -129,10 +129,10 @@ class Transformer(nn.Module):
         (place,) = self.places(batch)
         x_BsH, routers, losses = self.embed(batch, place), torch.zeros(()), self.start_losses(batch)
         for layer, block in self.blocks.items():
-            x_BsH, tally = block(x_BsH, place)
-            if tally is not None:
-                routers = routers + tally.objective(self.spec.router)
-                losses = add_losses(losses, self.router_losses(int(layer), tally))
+            x_BsH, balance = block(x_BsH, place)
+            if balance is not None:
+                routers = routers + balance.objective(self.spec.router)
+                losses = add_losses(losses, self.router_losses(int(layer), balance))
         language, reported = self.head_loss(x_BsH, batch, range(x_BsH.shape[1]))
         return language / losses.tokens + routers / losses.sequences, add_losses(losses, reported)
 
@@ -219,13 +219,13 @@ class Transformer(nn.Module):
         reported = language.detach().double() * (self.layout.tp_rank == 0)
         return language, self.no_losses()._replace(language=reported)
 
-    def router_losses(self, layer: int, tally: Tally) -> Losses:
+    def router_losses(self, layer: int, balance: Balance) -> Losses:
         """What a MoE block's routers add to the reported losses."""
         blocks, nothing = self.spec.moe_layers, self.no_losses()
         count_ME = nothing.count_ME.clone()
-        count_ME[blocks.index(layer)] = tally.count_BE.sum(0)
-        balance, z = (value.detach().double() / len(blocks) for value in tally.losses())
-        return nothing._replace(balance=balance, z=z, count_ME=count_ME, dropped=tally.dropped)
+        count_ME[blocks.index(layer)] = balance.tally.count_BE.sum(0)
+        losses = [value.detach().double() / len(blocks) for value in balance.losses()]
+        return nothing._replace(balance=losses[0], z=losses[1], count_ME=count_ME, dropped=balance.tally.dropped)
 
     def parameters_of(self, kind: str, layer: int) -> list[nn.Parameter]:
         """The parameters that an op of a schedule has a gradient for."""

@@ -1,8 +1,41 @@
-"""Mixture of Experts: router, six-stage dispatcher, experts."""
+"""Mixture of Experts: the router, the two sides of a layer, and the exchange between them."""
 
-from foldray.moe.dispatcher import Dispatcher, Permutation, Plan
-from foldray.moe.layer import Experts, MoeBackend, MoELayer
+from foldray.moe.balance import Balance, Tally
+from foldray.moe.contracts import (
+    Exchange,
+    Layer,
+    Permutation,
+    PlainExchange,
+    PlainLayer,
+    Received,
+    Sent,
+    combine,
+    dispatch,
+    run_layer,
+)
+from foldray.moe.exchange import AllToAll
+from foldray.moe.experts import Experts
+from foldray.moe.layer import MoeBackend, MoELayer
 from foldray.moe.router import Gate, Router, Routing
-from foldray.moe.tally import Tally
 
-__all__ = ["Dispatcher", "Experts", "Gate", "MoELayer", "MoeBackend", "Permutation", "Plan", "Router", "Routing", "Tally"]
+__all__ = [
+    "AllToAll",
+    "Balance",
+    "Exchange",
+    "Experts",
+    "Gate",
+    "Layer",
+    "MoELayer",
+    "MoeBackend",
+    "Permutation",
+    "PlainExchange",
+    "PlainLayer",
+    "Received",
+    "Router",
+    "Routing",
+    "Sent",
+    "Tally",
+    "combine",
+    "dispatch",
+    "run_layer",
+]

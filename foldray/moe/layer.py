@@ -1,4 +1,4 @@
-"""A Mixture-of-Experts layer: router, dispatcher, experts, shared expert."""
+"""The Mixture-of-Experts layer of ranks that own both tokens and experts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Literal
 import torch
 from torch import nn
 
-from foldray.activations import find_activation
 from foldray.blueprint import ModelSpec
-from foldray.blueprint.parts import Parts, ffn_columns
 from foldray.comm import Groups
-from foldray.kernels.experts import expert_ffn
-from foldray.moe.dispatcher import Dispatcher, Permutation, Plan
-from foldray.moe.router import Gate, Router
-from foldray.moe.tally import Tally
+from foldray.moe.balance import Balance, Tally
+from foldray.moe.contracts import Permutation, Received, Sent, run_layer
+from foldray.moe.exchange import AllToAll
+from foldray.moe.experts import Experts
+from foldray.moe.router import Gate, Router, Routing
 from foldray.moe.torch_backend import TorchPermutation
 
 
@@ -28,32 +27,8 @@ class MoeBackend:
     experts: Literal["grouped", "loop"] = "grouped"
 
 
-class Experts(nn.Module):
-    """This rank's slices of its experts, stacked: `up` [E_local, H, W] and `down` [E_local, F, H], F the width over ETP."""
-
-    def __init__(self, model: ModelSpec, groups: Groups, device: torch.device | None, dtype: torch.dtype | None):
-        super().__init__()
-        count = model.experts // groups.tokens.size
-        first = groups.tokens.index * count
-        self.ids, self.ffn, self.inner = range(first, first + count), model.ffn, model.expert_hidden // groups.expert_slices.size
-        width = self.inner * len(model.activation.inwards)
-        self.up = nn.Parameter(torch.empty(count, model.hidden, width, device=device, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(count, self.inner, model.hidden, device=device, dtype=dtype))
-
-    def forward(self, x_NH: torch.Tensor, counts: list[int], kind: Literal["grouped", "loop"]) -> torch.Tensor:
-        return expert_ffn(x_NH, counts, self.up, self.down, self.ffn, kind)
-
-    def parts(self) -> Parts:
-        inwards = [
-            (f"{expert}.{part}", index)
-            for i, expert in enumerate(self.ids)
-            for part, index in ffn_columns(find_activation(self.ffn).inwards, self.inner, (i, slice(None)))
-        ]
-        return {"up": inwards, "down": [(f"{expert}.down", (i,)) for i, expert in enumerate(self.ids)]}
-
-
 class MoELayer(nn.Module):
-    """[B, s, H] → [B, s, H] through the experts of an EP×ETP group; `forward` runs the stages one after another."""
+    """[B, s, H] → [B, s, H] through the experts of an EP×ETP group; keeps the contract of `contracts.Layer`."""
 
     def __init__(
         self,
@@ -65,25 +40,25 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.backend = backend
         self.router = Router(model, groups, backend.gate, device, dtype)
-        self.experts = Experts(model, groups, device, dtype)
+        self.experts = Experts(model, groups, backend.experts, device, dtype)
         self.shared = shared
-        self.dispatcher = Dispatcher(groups, backend.permutation or TorchPermutation())
+        self.exchange = AllToAll(groups)
+        self.permutation = backend.permutation or TorchPermutation()
 
-    def forward(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, Tally]:
+    def forward(self, h_BSH: torch.Tensor) -> tuple[torch.Tensor, Balance]:
         """All stages one after another in one autograd graph: what every schedule must equal."""
-        x_TH, stages = x_BSH.reshape(-1, x_BSH.shape[-1]), self.dispatcher
-        routing, tally = self.router.whole(x_TH, x_BSH.shape[0])
-        rows_NH, plan = stages.dispatch_preprocess(x_TH, routing)
-        plan = stages.exchange_counts(plan)
-        y_NH = self.run_experts(stages.dispatch(rows_NH, plan), plan)
-        y_TH = stages.combine_postprocess(stages.combine(y_NH, plan), plan)
-        y_BSH = y_TH.to(x_BSH.dtype).view_as(x_BSH)
-        return y_BSH if self.shared is None else y_BSH + self.shared(x_BSH), tally
+        y_BSH, balance = run_layer(self, h_BSH)
+        return y_BSH if self.shared is None else y_BSH + self.shared(h_BSH), balance
 
-    def run_experts(self, rows_NH: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """Local: rows as dispatch brings them → results as combine takes them."""
-        rows_NH = self.dispatcher.dispatch_postprocess(rows_NH, plan)
-        y_NH = self.experts(rows_NH, plan.rows_per_expert, self.backend.experts)
-        return self.dispatcher.combine_preprocess(y_NH, plan)
+    def route(self, h_TH: torch.Tensor, sequences: int, length: int | None = None, before: Tally | None = None) -> Routing:
+        return self.router(h_TH, sequences, length, before)
+
+    def dispatch_preprocess(self, h_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Sent]:
+        return self.permutation.encode(h_TH, routing)
+
+    def run_experts(self, rows_NH: torch.Tensor, received: Received) -> torch.Tensor:
+        return self.experts(rows_NH, received)
+
+    def combine_postprocess(self, y_NH: torch.Tensor, sent: Sent, weight_TK: torch.Tensor) -> torch.Tensor:
+        return self.permutation.decode(y_NH, sent, weight_TK)

@@ -16,8 +16,8 @@ from foldray.blueprint import ModelSpec, RouterSpec
 from foldray.comm import Groups
 from foldray.kernels.capacity import capacity, keep_within
 from foldray.kernels.lean import keeping_inputs
+from foldray.moe.balance import Balance, Tally
 from foldray.moe.sequence import Sequences
-from foldray.moe.tally import Tally
 
 # Chooses experts from logits: (logits_TE, bias_E) -> (expert_TK, weight_TK).
 Gate = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -25,30 +25,21 @@ Gate = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens go.
+    """Where the tokens of a piece go.
 
     Args:
         expert_TK: chosen experts, int64, best first.
         weight_TK: factors on the experts' outputs; carries the router's gradient.
         keep_TK: assignments within capacity, bool; None when nothing can be dropped.
         capacity: rows that every expert is padded to; None for ragged rows.
-        count_BE: assignments per sequence and expert before dropping, int64.
-        score_BE, z: sums over the tokens of a sequence's scores, and over all tokens of the squared log-sum-exp of their logits;
-            both with a gradient.
+        tally: what the piece adds to the balance of its micro-batch; its scores and z carry gradients.
     """
 
     expert_TK: torch.Tensor
     weight_TK: torch.Tensor
     keep_TK: torch.Tensor | None
     capacity: int | None
-    count_BE: torch.Tensor
-    score_BE: torch.Tensor
-    z: torch.Tensor
-
-    @property
-    def dropped(self) -> torch.Tensor:
-        """Number of assignments beyond capacity."""
-        return self.count_BE.new_zeros(()) if self.keep_TK is None else (~self.keep_TK).sum()
+    tally: Tally
 
 
 class Router(nn.Module):
@@ -73,47 +64,56 @@ class Router(nn.Module):
         self.bias: torch.Tensor
         self.register_buffer("bias", torch.zeros(model.experts, device=device, dtype=_at_least_float32(dtype or torch.float32)))
 
-    def forward(self, x_TH: torch.Tensor, tally: Tally) -> Routing:
-        """Route one piece of a micro-batch, of `tally.sequences` sequences; pieces come in the order of their tokens."""
-        dtype, sequences = _at_least_float32(x_TH.dtype), tally.sequences
+    def forward(self, x_TH: torch.Tensor, sequences: int, length: int | None = None, before: Tally | None = None) -> Routing:
+        """Route one piece of a micro-batch; pieces come in the order of their tokens.
+
+        Args:
+            sequences: B, of which the piece has T / B tokens each.
+            length: tokens of each sequence that this rank has in all pieces; None if this piece is all of them.
+            before: sum over the pieces before this one.
+        """
+        dtype, experts = _at_least_float32(x_TH.dtype), self.model.experts
         logits_TE = keeping_inputs(lambda x_TH, weight_HE: x_TH.to(dtype) @ weight_HE.to(dtype), x_TH, self.weight)
         expert_TK, weight_TK = self.gate(logits_TE, self.bias)
-        keep_TK, limit = self._keep(expert_TK, weight_TK.detach(), tally)
-        return Routing(
-            expert_TK, weight_TK, keep_TK,
-            capacity=limit if self.spec.pad else None,
-            count_BE=_count(expert_TK, sequences, self.model.experts),
-            score_BE=scores(logits_TE, self.spec).view(sequences, -1, self.model.experts).sum(1),
+        length = x_TH.shape[0] // sequences if length is None else length
+        keep_TK, limit, competed_BE = self._keep(expert_TK, weight_TK.detach(), sequences, length, before)
+        count_BE = _count(expert_TK, sequences, experts)
+        tally = Tally(
+            count_BE,
+            score_BE=scores(logits_TE, self.spec).view(sequences, -1, experts).sum(1),
             z=logits_TE.logsumexp(-1).square().sum(),
-        )  # fmt: skip
+            dropped=count_BE.new_zeros(()) if keep_TK is None else (~keep_TK).sum(),
+            competed_BE=competed_BE,
+        )
+        return Routing(expert_TK, weight_TK, keep_TK, limit if self.spec.pad else None, tally)
 
-    def whole(self, x_TH: torch.Tensor, sequences: int) -> tuple[Routing, Tally]:
-        """Route a micro-batch in one piece; its tally carries gradients."""
-        tally = Tally(sequences, x_TH.shape[0] // sequences)
-        routing = self(x_TH, tally)
-        tally.add(routing.count_BE, routing.score_BE, routing.z, routing.dropped)
-        tally.close(self.sequences)
-        return routing, tally
+    def whole(self, x_TH: torch.Tensor, sequences: int) -> tuple[Routing, Balance]:
+        """Route a micro-batch in one piece; its balance carries gradients."""
+        routing = self(x_TH, sequences)
+        return routing, routing.tally.balance(self.sequences, x_TH.shape[0] // sequences)
 
-    def _keep(self, expert_TK: torch.Tensor, score_TK: torch.Tensor, tally: Tally) -> tuple[torch.Tensor | None, int | None]:
-        """Who stays within capacity, and the most rows an expert can then get from this rank's piece."""
+    def _keep(
+        self, expert_TK: torch.Tensor, score_TK: torch.Tensor, sequences: int, length: int, before: Tally | None
+    ) -> tuple[torch.Tensor | None, int | None, torch.Tensor | None]:
+        """Who stays within capacity, the most rows an expert can then get from this rank's piece, and who competed."""
         factor, experts, drop = self.spec.capacity_factor, self.model.experts, self.spec.drop
         if factor is None:
-            return None, None
-        sequences, own = tally.sequences, expert_TK.shape[0] // tally.sequences
+            return None, None, None
+        own = expert_TK.shape[0] // sequences
         shared = self.spec.drop_scope == "sequence" and self.sequences.ranks > 1
         ranks = self.sequences.ranks if shared else 1
         # The most probable are chosen within a piece; the earliest, within all pieces, which counters carry from one to the next.
-        tokens = (own if drop == "probability" else tally.tokens) * ranks
+        tokens = (own if drop == "probability" else length) * ranks
         limit = capacity(tokens, expert_TK.shape[1], experts, factor)
         if shared:
             expert_BLK, score_BLK = (self.sequences.whole(x.view(sequences, own, -1)) for x in (expert_TK, score_TK))
             expert_TK, score_TK = expert_BLK.flatten(0, 1), score_BLK.flatten(0, 1)
-        before_BE = None if drop == "probability" else tally.compete(_count(expert_TK, sequences, experts))
+        competed_BE = None if drop == "probability" else _count(expert_TK, sequences, experts)
+        before_BE = None if before is None else before.competed_BE
         keep_TK = keep_within(limit, expert_TK, score_TK, sequences, experts, drop, before_BE)
         if shared:
             keep_TK = self.sequences.own(keep_TK.view_as(expert_BLK)).flatten(0, 1)
-        return keep_TK, min(limit, own) * sequences
+        return keep_TK, min(limit, own) * sequences, competed_BE
 
     @torch.no_grad()
     def update_bias(self, count_E: torch.Tensor) -> None:

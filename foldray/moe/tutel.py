@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 
 from foldray.errors import MissingPackage
 from foldray.kernels.permutation import sort_by_expert
+from foldray.moe.contracts import Sent
 from foldray.moe.router import Routing
 
 INSTALL = "NO_CUDA=1 pip install --no-build-isolation 'foldray[tutel]' (leave NO_CUDA out on a GPU; needs a C++ compiler)"
@@ -32,17 +32,23 @@ class TutelPermutation:
             logging.disable(level)
         self._fast_dispatcher = moe.fast_dispatcher
 
-    def encode(self, x_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def encode(self, x_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Sent]:
         """Needs float32 tokens; the kernels have no other type on a CPU."""
-        experts = routing.count_BE.shape[1]
+        experts = routing.tally.count_BE.shape[1]
         _, position_TK, count_E = sort_by_expert(routing.expert_TK, routing.keep_TK, experts)
         rows = max(1, int(count_E.max())) if routing.capacity is None else routing.capacity
         place_TK = position_TK - (count_E.cumsum(0) - count_E)[routing.expert_TK]
         place_TK = place_TK.masked_fill(position_TK < 0, rows)  # beyond the block: the kernels pass over it
         dispatcher = self._fast_dispatcher(experts, rows, x_TH.shape[1], torch.float32)
-        columns = [[part.contiguous() for part in table.unbind(1)] for table in (routing.expert_TK, place_TK, routing.weight_TK)]
-        dispatcher.update(*columns, capacity=rows)
-        return dispatcher.encode(x_TH.contiguous()), torch.full_like(count_E, rows), dispatcher
+        slots = _columns(routing.expert_TK), _columns(place_TK)
+        dispatcher.update(*slots, _columns(routing.weight_TK.detach()), capacity=rows)
+        return dispatcher.encode(x_TH.contiguous()), Sent(torch.full_like(count_E, rows), (dispatcher, slots, rows))
 
-    def decode(self, y_NH: torch.Tensor, memory: Any) -> torch.Tensor:
-        return memory.decode(y_NH.contiguous())
+    def decode(self, y_NH: torch.Tensor, sent: Sent, weight_TK: torch.Tensor) -> torch.Tensor:
+        dispatcher, slots, rows = sent.memory
+        dispatcher.update(*slots, _columns(weight_TK), capacity=rows)
+        return dispatcher.decode(y_NH.contiguous())
+
+
+def _columns(table_TK: torch.Tensor) -> list[torch.Tensor]:
+    return [column.contiguous() for column in table_TK.unbind(1)]

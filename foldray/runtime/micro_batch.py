@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,13 +21,24 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from foldray.comm import Pending
 from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, EMBED, EXPERT, FFN, HEAD, MERGE, ROUTE
 from foldray.model import Batch, KeysAndValues, Transformer, add_losses
-from foldray.moe import Dispatcher, Plan, Tally
+from foldray.moe import Balance, Layer, Received, Sent, Tally
 from foldray.runtime.buffer import TokenBuffer
 from foldray.runtime.weights import Weights
 from foldray.schedule import Op, StepGraph
 
 AddGradient = Callable[[nn.Parameter, torch.Tensor], None]
-Compute = Callable[..., Sequence[torch.Tensor]]
+
+
+class Computed(NamedTuple):
+    """What an op has computed: tensors that may have a gradient, and anything else."""
+
+    ends: Sequence[torch.Tensor]
+    aside: Any = None
+
+
+Compute = Callable[..., Computed]
+Part = tuple[int, int]
+"""Number of a block, and of a part of it."""
 
 
 class _Graph(NamedTuple):
@@ -38,15 +48,11 @@ class _Graph(NamedTuple):
     leaves: list[torch.Tensor]
 
 
-class _Piece:
-    """A MoE micro-batch between its router and its sum, and on the way back."""
+class _Bypass(NamedTuple):
+    """What goes from a piece's router to its sum without passing through experts; on the way back, the gradient of it."""
 
-    rows: torch.Tensor
-    weight: torch.Tensor
-    plan: Plan
-    residual: torch.Tensor
-    weight_gradient: torch.Tensor
-    residual_gradient: torch.Tensor
+    weight_TK: torch.Tensor
+    residual_BsH: torch.Tensor
 
 
 class MicroBatch:
@@ -70,8 +76,11 @@ class MicroBatch:
         self.flight: dict[Op, Pending] = {}
         self._graphs: dict[Op, _Graph] = {}  # by forward op
         self._again: dict[Op, tuple[Compute, Sequence[torch.Tensor]]] = {}  # by forward op that is to be computed again
-        self._pieces: dict[tuple[int, int], _Piece] = defaultdict(_Piece)  # by block and part
-        self._tallies: dict[int, Tally] = {}
+        self._sent: dict[Part, Sent] = {}
+        self._received: dict[Part, Received] = {}
+        self._bypasses: dict[Part, _Bypass] = {}
+        self._tallies: dict[int, Tally] = {}  # by block, of the parts so far
+        self._balances: dict[int, Balance] = {}  # by block, behind its last part
         self._memories: dict[int, KeysAndValues] = defaultdict(KeysAndValues)
 
     @property
@@ -91,90 +100,85 @@ class MicroBatch:
     # Forward.
 
     def embed_forward(self, op: Op) -> None:
-        (x_BsH,) = self._compute(op, lambda: (self.model.embed(self.batch, self._places[op.part]),))
+        (x_BsH,), _ = self._compute(op, lambda: Computed([self.model.embed(self.batch, self._places[op.part])]))
         self.inputs[op.layer].put(self._tokens(op), x_BsH)
 
     def attention_forward(self, op: Op) -> None:
         block, place, memory = self.model.block(op.layer), self._places[op.part], self._memories[op.layer]
         x_BsH = self.inputs[op.layer].take(self._tokens(op))
-        (z_BsH,) = self._compute(op, lambda x: (block.attend(x, place, memory),), x_BsH)
+        (z_BsH,), _ = self._compute(op, lambda x: Computed([block.attend(x, place, memory)]), x_BsH)
         self.middles[op.layer].put(self._tokens(op), z_BsH)
         if not self.training and op.part == len(self._places) - 1:
             memory.free()
 
     def ffn_forward(self, op: Op) -> None:
         z_BsH = self.middles[op.layer].take(self._tokens(op))
-        (y_BsH,) = self._compute(op, lambda z: (self.model.block(op.layer).feed(z),), z_BsH)
+        (y_BsH,), _ = self._compute(op, lambda z: Computed([self.model.block(op.layer).feed(z)]), z_BsH)
         self.inputs[op.layer + 1].put(self._tokens(op), y_BsH)
 
     def route_forward(self, op: Op) -> None:
-        block, piece = self.model.block(op.layer), self._pieces[op.layer, op.part]
-        z_BsH = self.middles[op.layer].take(self._tokens(op))
-        tally = self._tallies.setdefault(op.layer, Tally(z_BsH.shape[0], self.graph.slicing.length))
+        block, layer, part = self.model.block(op.layer), self._layer(op), _part(op)
+        z_BsH, before = self.middles[op.layer].take(self._tokens(op)), self._tallies.get(op.layer)
+        length = self.graph.slicing.length
 
-        def route(z_BsH: torch.Tensor) -> list[torch.Tensor]:
+        def route(z_BsH: torch.Tensor) -> Computed:
             h_BsH = block.ffn_norm(z_BsH)
-            h_TH = h_BsH.reshape(-1, h_BsH.shape[-1])
-            routing = block.moe.router(h_TH, tally)
-            # The sum behind the experts is differentiated by weights of its own; what it finds comes back in `route_backward`.
-            piece.weight = routing.weight_TK.detach().requires_grad_(self.training)
-            rows_NH, piece.plan = block.moe.dispatcher.dispatch_preprocess(h_TH, replace(routing, weight_TK=piece.weight))
-            tally.add(routing.count_BE, routing.score_BE.detach(), routing.z.detach(), routing.dropped)
+            h_TH = h_BsH.flatten(0, 1)
+            routing = layer.route(h_TH, len(h_BsH), length, before)
+            rows_NH, sent = layer.dispatch_preprocess(h_TH, routing)
             shared = [] if block.moe.shared is None else [block.moe.shared(h_BsH)]
-            return [rows_NH, routing.weight_TK, routing.score_BE, routing.z, *shared]
+            tally = routing.tally
+            return Computed([rows_NH, routing.weight_TK, tally.score_BE, tally.z, *shared], (sent, tally.detach()))
 
-        piece.rows, _, _, _, *shared = self._compute(op, route, z_BsH)
-        piece.residual = z_BsH.detach() + shared[0] if shared else z_BsH.detach()
+        (rows_NH, weight_TK, _, _, *shared), (sent, tally) = self._compute(op, route, z_BsH)
+        self._sent[part] = sent
+        self._bypasses[part] = _Bypass(weight_TK, z_BsH.detach() + shared[0] if shared else z_BsH.detach())
+        self.flight[op._replace(kind=DISPATCH)] = Pending([], (rows_NH,))  # here until the list says that it leaves
         if not self.graph.ragged:
-            piece.plan = block.moe.dispatcher.fixed_counts(piece.plan)
+            self._received[part] = layer.exchange.equal_counts(sent)
+        self._tallies[op.layer] = tally if before is None else before + tally
         if op.part == self.graph.slicing.degree - 1:
-            tally.close(block.moe.router.sequences)
-            self.losses = add_losses(self.losses, self.model.router_losses(op.layer, tally))
+            self._balances[op.layer] = self._tallies.pop(op.layer).balance(block.moe.router.sequences, length)
+            self.losses = add_losses(self.losses, self.model.router_losses(op.layer, self._balances[op.layer]))
 
     def counts_forward(self, op: Op) -> None:
-        self.flight[op] = self._dispatcher(op).start_counts(self._pieces[op.layer, op.part].plan)
+        self.flight[op] = self._layer(op).exchange.start_counts(self._sent[_part(op)])
 
     def dispatch_forward(self, op: Op) -> None:
-        piece, dispatcher = self._pieces[op.layer, op.part], self._dispatcher(op)
         if self.graph.ragged:
-            piece.plan = dispatcher.finish_counts(piece.plan, self.flight.pop(op._replace(kind=COUNTS)))
-        self.flight[op] = dispatcher.start_out(piece.rows, piece.plan)
-        del piece.rows
+            counts = self.flight.pop(op._replace(kind=COUNTS))
+            self._received[_part(op)] = self._layer(op).exchange.finish_counts(counts)
+        self._start_out(op)
 
     def expert_forward(self, op: Op) -> None:
-        moe, plan = self.model.block(op.layer).moe, self._pieces[op.layer, op.part].plan
-        dispatcher = moe.dispatcher
-
-        def experts(rows_NH: torch.Tensor) -> list[torch.Tensor]:
-            return [dispatcher.scatter(moe.run_experts(dispatcher.gather(rows_NH, plan), plan), plan)]
-
-        (y_NH,) = self._compute(op, experts, self._arrived(op, DISPATCH))
-        self.flight[op._replace(kind=COMBINE)] = Pending([], (y_NH,))  # here until the list says that it leaves
+        layer, received = self._layer(op), self._received[_part(op)]
+        (y_NH,), _ = self._compute(
+            op, lambda rows_NH: Computed([layer.run_experts(rows_NH, received)]), self._arrived(op, DISPATCH)
+        )
+        self.flight[op._replace(kind=COMBINE)] = Pending([], (y_NH,))
 
     def combine_forward(self, op: Op) -> None:
-        (y_NH,) = self.flight.pop(op).wait()
-        self.flight[op] = self._dispatcher(op).start_back(y_NH, self._pieces[op.layer, op.part].plan)
+        self._start_back(op)
 
     def merge_forward(self, op: Op) -> None:
-        piece, dispatcher = self._pieces[op.layer, op.part], self._dispatcher(op)
-
-        def merge(rows_NH: torch.Tensor, _: torch.Tensor) -> list[torch.Tensor]:
-            return [dispatcher.combine_postprocess(rows_NH, piece.plan)]
-
-        (y_TH,) = self._compute(op, merge, self._arrived(op, COMBINE), piece.weight)
-        y_BsH = piece.residual + y_TH.to(piece.residual.dtype).view_as(piece.residual)
-        self.inputs[op.layer + 1].put(self._tokens(op), y_BsH)
-        del piece.residual
+        layer, part = self._layer(op), _part(op)
+        sent, (weight_TK, residual_BsH) = self._sent[part], self._bypasses.pop(part)
+        # The sum is differentiated by weights of its own; what it finds goes back to the router in `route_backward`.
+        (y_TH,), _ = self._compute(
+            op, lambda y_NH, weight_TK: Computed([layer.combine_postprocess(y_NH, sent, weight_TK)]),
+            self._arrived(op, COMBINE), weight_TK,
+        )  # fmt: skip
+        self.inputs[op.layer + 1].put(self._tokens(op), residual_BsH + y_TH.to(residual_BsH.dtype).view_as(residual_BsH))
         if not self.training:
-            del self._pieces[op.layer, op.part]
+            del self._sent[part], self._received[part]
 
     def head_forward(self, op: Op) -> None:
-        def head(x_BsH: torch.Tensor) -> list[torch.Tensor]:
+        def head(x_BsH: torch.Tensor) -> Computed:
             language, losses = self.model.head_loss(x_BsH, self.batch, self._tokens(op))
-            self.losses = add_losses(self.losses, losses)
-            return [language]
+            return Computed([language], losses)
 
-        self._compute(op, head, self.inputs[op.layer + 1].take(self._tokens(op)))
+        _, losses = self._compute(op, head, self.inputs[op.layer + 1].take(self._tokens(op)))
+        self.losses = add_losses(self.losses, losses)
 
     # Backward.
 
@@ -184,34 +188,32 @@ class MicroBatch:
         self.input_gradients[op.layer + 1].put(self._tokens(op), gradient)
 
     def merge_backward(self, op: Op) -> None:
-        piece = self._pieces[op.layer, op.part]
-        piece.residual_gradient = self.input_gradients[op.layer + 1].take(self._tokens(op))
-        flat_TH = piece.residual_gradient.reshape(-1, piece.residual_gradient.shape[-1])
-        rows_NH, piece.weight_gradient = self._differentiate(op, [flat_TH])
+        residual_BsH = self.input_gradients[op.layer + 1].take(self._tokens(op))
+        rows_NH, weight_TK = self._differentiate(op, [residual_BsH.flatten(0, 1)])
+        self._bypasses[_part(op)] = _Bypass(weight_TK, residual_BsH)
         self.flight[op._replace(kind=COMBINE)] = Pending([], (rows_NH,))
 
     def combine_backward(self, op: Op) -> None:
-        (rows_NH,) = self.flight.pop(op).wait()
-        self.flight[op] = self._dispatcher(op).start_out(rows_NH, self._pieces[op.layer, op.part].plan)
+        self._start_out(op)
 
     def expert_backward(self, op: Op) -> None:
         (rows_NH,) = self._differentiate(op, [self._arrived(op, COMBINE)])
         self.flight[op._replace(kind=DISPATCH)] = Pending([], (rows_NH,))
 
     def dispatch_backward(self, op: Op) -> None:
-        (rows_NH,) = self.flight.pop(op).wait()
-        self.flight[op] = self._dispatcher(op).start_back(rows_NH, self._pieces[op.layer, op.part].plan)
+        self._start_back(op)
+        del self._sent[_part(op)], self._received[_part(op)]
 
     def route_backward(self, op: Op) -> None:
-        piece, router = self._pieces.pop((op.layer, op.part)), self.model.spec.router
+        (weight_TK, residual_BsH), router = self._bypasses.pop(_part(op)), self.model.spec.router
         assert self.weights is not None
-        (slope_BE, slope), share = self._tallies[op.layer].slopes(), self.weights.sequence
+        (slope_BE, slope), share = self._balances[op.layer].slopes(), self.weights.sequence
         gradients = [
-            self._arrived(op, DISPATCH), piece.weight_gradient,
-            slope_BE * (share * router.balance_loss), share * (slope * router.z_loss), piece.residual_gradient,
+            self._arrived(op, DISPATCH), weight_TK,
+            slope_BE * (share * router.balance_loss), share * (slope * router.z_loss), residual_BsH,
         ]  # fmt: skip
         (gradient,) = self._differentiate(op, gradients)
-        self.middle_gradients[op.layer].put(self._tokens(op), gradient + piece.residual_gradient)
+        self.middle_gradients[op.layer].put(self._tokens(op), gradient + residual_BsH)
 
     def ffn_backward(self, op: Op) -> None:
         (gradient,) = self._differentiate(op, [self.input_gradients[op.layer + 1].take(self._tokens(op))])
@@ -233,32 +235,42 @@ class MicroBatch:
     def _tokens(self, op: Op) -> range:
         return self.graph.tokens(op)
 
-    def _dispatcher(self, op: Op) -> Dispatcher:
-        return self.model.block(op.layer).moe.dispatcher
+    def _layer(self, op: Op) -> Layer:
+        return self.model.block(op.layer).moe
+
+    def _start_out(self, op: Op) -> None:
+        """What lies ready for this op starts for the owners of experts."""
+        (rows_NH,) = self.flight.pop(op).wait()
+        self.flight[op] = self._layer(op).exchange.start_out(rows_NH, self._sent[_part(op)], self._received[_part(op)])
+
+    def _start_back(self, op: Op) -> None:
+        """What lies ready for this op starts for the owners of tokens."""
+        (rows_NH,) = self.flight.pop(op).wait()
+        self.flight[op] = self._layer(op).exchange.start_back(rows_NH, self._sent[_part(op)], self._received[_part(op)])
 
     def _arrived(self, op: Op, kind: str) -> torch.Tensor:
         """What the op's own collective of this kind has brought."""
         (tensor,) = self.flight.pop(op._replace(kind=kind)).wait()
         return tensor
 
-    def _compute(self, op: Op, compute: Compute, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    def _compute(self, op: Op, compute: Compute, *inputs: torch.Tensor) -> Computed:
         """Results of an op, outside of any graph."""
         self.began = perf_counter()
         if not self.training or op.kind in self.graph.recompute:
             if self.training:
                 self._again[op] = compute, inputs
             with torch.no_grad():
-                return list(compute(*inputs))
+                return compute(*inputs)
         return self._build(op, compute, inputs)
 
-    def _build(self, op: Op, compute: Compute, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _build(self, op: Op, compute: Compute, inputs: Sequence[torch.Tensor]) -> Computed:
         """Results of an op, whose graph is kept for its backward."""
         with torch.enable_grad():
             leaves = [x if x.is_leaf and x.requires_grad else x.detach().requires_grad_() for x in inputs]
-            results = compute(*leaves)
+            results, aside = compute(*leaves)
         edges = [get_gradient_edge(result) if result.requires_grad else None for result in results]
         self._graphs[op] = _Graph(edges, leaves)
-        return [result.detach() for result in results]
+        return Computed([result.detach() for result in results], aside)
 
     def _differentiate(self, op: Op, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Gradients of an op's inputs from those of its results; those of its parameters are added up."""
@@ -273,6 +285,10 @@ class MicroBatch:
             if part is not None:
                 self.add(parameter, part)
         return [torch.zeros_like(leaf) if part is None else part for leaf, part in zip(graph.leaves, found, strict=False)]
+
+
+def _part(op: Op) -> Part:
+    return op.layer, op.part
 
 
 Run = Callable[[MicroBatch, Op], None]

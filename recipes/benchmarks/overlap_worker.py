@@ -50,7 +50,7 @@ class Worker:
         self.gradients = Gradients(model, self.groups)
         self.execution = Execution(model, self.groups, self.gradients, reduces=given.gradients)
         self.execution.trace = Trace()
-        self.dispatchers = [model.block(layer).moe.dispatcher for layer in self.spec.moe_layers]
+        self.exchanges = [model.block(layer).moe.exchange for layer in self.spec.moe_layers]
         text = torch.randint(0, self.spec.vocab, (given.batch, given.length + 1))
         self.batches = [Batch(text[:, :-1], text[:, 1:])]
         self.cost = SliceCost.of_model(self.spec.hidden, self.spec.heads)
@@ -148,13 +148,13 @@ class Worker:
 
     def compute_alone(self) -> dict[str, float]:
         """The blocks uncut, with experts' rows going nowhere."""
-        for dispatcher in self.dispatchers:
-            dispatcher.tokens = Communicator("tokens", self.groups.tokens.ranks, self.rank, None)
+        for exchange in self.exchanges:
+            exchange.tokens = Communicator("tokens", self.groups.tokens.ranks, self.rank, None)
         self.execution.reduces = False
         measured = self.step("sequential")
         self.execution.reduces = self.given.gradients
-        for dispatcher in self.dispatchers:
-            dispatcher.tokens = self.groups.tokens
+        for exchange in self.exchanges:
+            exchange.tokens = self.groups.tokens
         return measured
 
     def reduce_alone(self) -> dict[str, float]:

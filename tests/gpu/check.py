@@ -65,8 +65,8 @@ def grouped_equals_loop(dtype: torch.dtype, limit: float) -> float:
         for parameter in layer.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
         x = torch.randn(2, 33, SPEC.hidden, device="cuda", dtype=dtype).requires_grad_()
-        out, tally = layer(x)
-        (out.float().square().sum() + tally.losses()[0]).backward()
+        out, balance = layer(x)
+        (out.float().square().sum() + balance.losses()[0]).backward()
         results.append([out.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())])
     return _worst(*results, limit=limit)
 

@@ -59,9 +59,9 @@ def test_the_layer_is_the_weighted_sum_of_its_experts(router: dict) -> None:
     if made.router.spec.bias_rate:
         made.router.bias += torch.tensor([5.0, 0, 0, 0, 0, 0, 0, -5.0])
     x = torch.randn(3, 7, 16, dtype=torch.float64)
-    out, tally = made(x)
+    out, balance = made(x)
     torch.testing.assert_close(out, naive(made, x))
-    assert int(tally.count_BE.sum()) == 3 * 7 * 2
+    assert int(balance.tally.count_BE.sum()) == 3 * 7 * 2
 
 
 def test_padding_changes_neither_output_nor_gradients() -> None:
@@ -78,17 +78,17 @@ def test_padding_changes_neither_output_nor_gradients() -> None:
 def test_padding_beyond_the_tokens_is_clamped() -> None:
     made = layer(spec(experts=2, router={"capacity_factor": 100.0, "pad": True}))
     x_TH = torch.randn(5, 16, dtype=torch.float64)
-    rows, counts, _ = made.dispatcher.permutation.encode(x_TH, made.router.whole(x_TH, 1)[0])
-    assert counts.tolist() == [5, 5]
+    rows, sent = made.permutation.encode(x_TH, made.router.whole(x_TH, 1)[0])
+    assert sent.rows_E.tolist() == [5, 5]
     assert rows.shape == (10, 16)
 
 
 def test_the_router_computes_in_float32_at_least() -> None:
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
         made = layer(spec(), dtype)
-        out, tally = made(torch.randn(1, 5, 16, dtype=dtype))
+        out, balance_of = made(torch.randn(1, 5, 16, dtype=dtype))
         assert out.dtype == dtype
-        balance, z = tally.losses()
+        balance, z = balance_of.losses()
         assert balance.dtype == z.dtype == made.router.bias.dtype == expected
 
 
@@ -115,8 +115,8 @@ def test_backends_give_the_same_numbers(name: str, topk: int, router: dict) -> N
         for parameter in made.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
         x = torch.randn(2, 12, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()
-        out, tally = made(x)
-        (out.square().sum() + tally.losses()[0]).backward()
+        out, balance = made(x)
+        (out.square().sum() + balance.losses()[0]).backward()
         results.append([out.detach(), x.grad, *(parameter.grad for parameter in made.parameters())])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)

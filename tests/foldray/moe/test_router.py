@@ -52,11 +52,11 @@ def test_dropping_keeps_the_most_probable_or_the_earliest_of_each_sequence() -> 
 def test_dropping_and_balance_do_not_depend_on_the_micro_batch(scope: str) -> None:
     router = router_of(router={"capacity_factor": 0.7, "drop_scope": scope})
     x_BSH = hidden(6, 8)
-    whole, tally = router.whole(x_BSH.flatten(0, 1), 6)
-    parts, tallies = zip(*(router.whole(x_SH, 1) for x_SH in x_BSH), strict=True)
+    whole, balance = router.whole(x_BSH.flatten(0, 1), 6)
+    parts, balances = zip(*(router.whole(x_SH, 1) for x_SH in x_BSH), strict=True)
     assert whole.keep_TK.tolist() == torch.cat([part.keep_TK for part in parts]).tolist()
-    torch.testing.assert_close(tally.losses()[0], torch.stack([each.losses()[0] for each in tallies]).sum())
-    assert int(whole.dropped) == sum(int(part.dropped) for part in parts) > 0
+    torch.testing.assert_close(balance.losses()[0], torch.stack([each.losses()[0] for each in balances]).sum())
+    assert int(whole.tally.dropped) == sum(int(part.tally.dropped) for part in parts) > 0
 
 
 def test_the_balance_loss_is_one_when_even_and_E_when_one_expert_takes_all() -> None:
@@ -103,13 +103,13 @@ def route(groups: Groups, micro_batch: int, **router: Any) -> Routed:
     made = router_of(groups, topk=3, router={"capacity_factor": 1.0, **router})
     own_BsH = hidden(BATCH, LENGTH)[place["dp"] :: fold.dp, piece]
     micro = min(micro_batch, BATCH // fold.dp)
-    passes, tallies = zip(*(made.whole(x_BsH.flatten(0, 1), micro) for x_BsH in own_BsH.split(micro)), strict=True)
-    balance, z = (torch.stack(terms).sum() for terms in zip(*(tally.losses() for tally in tallies), strict=True))
+    passes, balances = zip(*(made.whole(x_BsH.flatten(0, 1), micro) for x_BsH in own_BsH.split(micro)), strict=True)
+    balance, z = (torch.stack(terms).sum() for terms in zip(*(balance.losses() for balance in balances), strict=True))
     (balance + 0.1 * z).backward()
     assert made.weight.grad is not None
     summed = torch.cat([balance.detach()[None], z.detach()[None], made.weight.grad.flatten()])
     summed = groups.replicated_gradients.all_reduce(summed) / BATCH
-    count_E = groups.replicated_gradients.all_reduce(torch.stack([p.count_BE.sum(0) for p in passes]).sum(0))
+    count_E = groups.replicated_gradients.all_reduce(torch.stack([p.tally.count_BE.sum(0) for p in passes]).sum(0))
     keep_BsK = torch.cat([p.keep_TK.view(micro, len(piece), 3) for p in passes if p.keep_TK is not None])
     return Routed(keep_BsK, count_E, float(summed[0]), float(summed[1]), summed[2:], passes[0].capacity)
 

@@ -1,4 +1,4 @@
-"""The dispatcher's stages with identity experts and rank-distinct tokens: what comes back, what it sends, and to whom.
+"""A layer's stages with identity experts and rank-distinct tokens: what comes back, what it sends, and to whom.
 
 An identity expert's ETP slice gives 1/etp of its rows, so that the sum over slices restores them.
 """
@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from foldray.comm import Groups
+from foldray.comm import Groups, gather_rows, scatter_rows
 from foldray.fold import Fold
 from foldray.kernels.capacity import keep_within
-from foldray.moe import Dispatcher, Routing
+from foldray.moe import AllToAll, Received, Routing, Sent, Tally, combine, dispatch
+from foldray.moe.experts import combine_preprocess, dispatch_postprocess
 from foldray.moe.torch_backend import TorchPermutation
 from tests.pool import RankPool
 
@@ -63,7 +64,10 @@ def tokens(rank: int, case: str) -> Tokens:
         assert (~keep_TK).sum() > count // 2
         capacity = 2 if case == "pad" else None
     count_BE = torch.bincount(expert_TK.flatten(), minlength=E).unsqueeze(0)
-    return Tokens(x_TH, grad_TH, Routing(expert_TK, weight_TK, keep_TK, capacity, count_BE, torch.zeros(()), torch.zeros(())))
+    nothing = torch.zeros(())
+    return Tokens(
+        x_TH, grad_TH, Routing(expert_TK, weight_TK, keep_TK, capacity, Tally(count_BE, nothing, nothing, nothing, None))
+    )
 
 
 def rows(rank: int, case: str) -> list[int]:
@@ -98,20 +102,20 @@ def round_trip(groups: Groups, case: str) -> dict[str, tuple[int, int, int]]:
     x_TH, grad_TH, routing = tokens(groups.rank, case)
     x_TH.requires_grad_()
     routing.weight_TK.requires_grad_()
-    stages = Dispatcher(groups, TorchPermutation())
-    rows_NH, plan = stages.dispatch_preprocess(x_TH, routing)
+    exchange, permutation, slices = AllToAll(groups), TorchPermutation(), groups.expert_slices
+    rows_NH, sides = permutation.encode(x_TH, routing)
     assert groups.traffic.counts == {}
-    plan = stages.exchange_counts(plan)
+    received = exchange.finish_counts(exchange.start_counts(sides))
     measure("exchange")
-    rows_NH = stages.dispatch(rows_NH, plan)
+    rows_NH = gather_rows(dispatch(exchange, rows_NH, sides, received), slices, received.rows_by_slice)
     measure("dispatch")
-    rows_NH = stages.dispatch_postprocess(rows_NH, plan)
-    _check_arrivals(rows_NH, plan.rows_per_expert, groups, case)
-    y_NH = stages.combine_preprocess(rows_NH / groups.fold.etp, plan)
+    rows_NH = dispatch_postprocess(rows_NH, received)
+    _check_arrivals(rows_NH, received.rows_by_expert, groups, case)
+    y_NH = combine_preprocess(rows_NH / groups.fold.etp, received)
     assert groups.traffic.counts == {}
-    y_NH = stages.combine(y_NH, plan)
+    y_NH = combine(exchange, scatter_rows(y_NH, slices, received.rows_by_slice), sides, received)
     measure("combine")
-    out_TH = stages.combine_postprocess(y_NH, plan)
+    out_TH = permutation.decode(y_NH, sides, routing.weight_TK)
     out_TH.backward(grad_TH)
     measure("backward")
 
@@ -200,7 +204,7 @@ def test_one_rank_alone_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_round_trips_restore_tokens_and_gradients_and_send_what_the_formula_says(ranks, world: int) -> None:
+def test_round_trips_restore_tokens_and_gradients_and_send_what_the_volumes_says(ranks, world: int) -> None:
     check(ranks(world).run(round_trips, FOLDS[world], timeout=240), FOLDS[world])
 
 
@@ -219,18 +223,19 @@ def test_round_trips_over_sixteen_ranks() -> None:
         pool.close()
 
 
-def _formula(rank: int, fold: Fold) -> list[tuple[int, int, int]]:
+def _volumes(rank: int, fold: Fold) -> list[tuple[int, int, int]]:
     """Rows of this rank's dispatch: those that leave it over EP, those that reached it, those that reached the other slices."""
     groups = Groups.create(fold, rank)
     x_TH, _, routing = tokens(rank, "any weights")
-    stages = Dispatcher(groups, TorchPermutation())
-    rows_NH, plan = stages.dispatch_preprocess(x_TH, routing)
-    plan = stages.exchange_counts(plan)
-    stages.combine(stages.dispatch(rows_NH, plan), plan)
-    received = plan.arrivals().sum((1, 2)).tolist()
-    from_self = int(plan.arrivals()[groups.expert_slices.index, groups.tokens.index].sum())
-    own = received.pop(groups.expert_slices.index)
-    leaving_R = plan.sent_E.view(fold.ep, -1).sum(1)
+    exchange, slices = AllToAll(groups), groups.expert_slices
+    rows_NH, sides = TorchPermutation().encode(x_TH, routing)
+    arrived = exchange.finish_counts(exchange.start_counts(sides))
+    y_NH = gather_rows(dispatch(exchange, rows_NH, sides, arrived), slices, arrived.rows_by_slice)
+    combine(exchange, scatter_rows(y_NH, slices, arrived.rows_by_slice), sides, arrived)
+    received = list(arrived.rows_by_slice)
+    from_self = int(arrived.rows_XRE[slices.index, groups.tokens.index].sum())
+    own = received.pop(slices.index)
+    leaving_R = sides.rows_E.view(fold.ep, -1).sum(1)
     leaving = int(leaving_R.sum() - leaving_R[groups.tokens.index])
     counts = groups.traffic.by_name()
     pairs = [
@@ -241,16 +246,22 @@ def _formula(rank: int, fold: Fold) -> list[tuple[int, int, int]]:
     return pairs
 
 
-def test_volumes_follow_from_the_plan(ranks) -> None:
-    for pairs in ranks(8).run(_formula, Fold(8, ep=4, etp=2)):
+def test_volumes_follow_from_the_counts(ranks) -> None:
+    for pairs in ranks(8).run(_volumes, Fold(8, ep=4, etp=2)):
         for counted, formula in pairs:
             assert counted == formula > 0
 
 
-def test_counts_must_be_exchanged_before_tokens_are() -> None:
-    x_TH, _, routing = tokens(0, "any weights")
-    stages = Dispatcher(Groups.create(Fold(1)), TorchPermutation())
-    rows_NH, plan = stages.dispatch_preprocess(x_TH, routing)
-    for stage in (stages.dispatch, stages.dispatch_postprocess, stages.combine_preprocess, stages.combine):
-        with pytest.raises(RuntimeError, match="counts must be exchanged"):
-            stage(rows_NH, plan)
+def test_equal_counts_are_those_that_padding_makes() -> None:
+    _, sides = TorchPermutation().encode(tokens(1, "pad").x_TH, tokens(1, "pad").routing)
+    exchange = AllToAll(Groups.create(Fold(1)))
+    assert torch.equal(exchange.equal_counts(sides).rows_XRE, exchange.finish_counts(exchange.start_counts(sides)).rows_XRE)
+
+
+def test_the_two_sides_hold_what_their_names_say() -> None:
+    sent = Sent(torch.tensor([3, 0, 2, 5]), None)
+    assert sent.rows_by_rank(2) == [3, 7]
+    received = Received(torch.arange(12).view(2, 3, 2), index=1)
+    assert received.rows_by_rank == [13, 17, 21]
+    assert received.rows_by_slice == [15, 51]
+    assert received.rows_by_expert == [30, 36]

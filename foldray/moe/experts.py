@@ -1,0 +1,73 @@
+"""The receiver's side of a MoE layer: this rank's slices of its experts, and the order of the rows that they take."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from foldray.activations import find_activation
+from foldray.blueprint import ModelSpec
+from foldray.blueprint.parts import Parts, ffn_columns
+from foldray.comm import Groups, gather_rows, scatter_rows
+from foldray.kernels.experts import expert_ffn
+from foldray.moe.contracts import Received
+
+
+class Experts(nn.Module):
+    """This rank's slices of its experts, stacked: `up` [E_local, H, W] and `down` [E_local, F, H], F the width over ETP."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        groups: Groups,
+        kind: Literal["grouped", "loop"] = "grouped",
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        count = model.experts // groups.tokens.size
+        first = groups.tokens.index * count
+        self.slices, self.kind = groups.expert_slices, kind
+        self.ids, self.ffn, self.inner = range(first, first + count), model.ffn, model.expert_hidden // self.slices.size
+        width = self.inner * len(model.activation.inwards)
+        self.up = nn.Parameter(torch.empty(count, model.hidden, width, device=device, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(count, self.inner, model.hidden, device=device, dtype=dtype))
+
+    def forward(self, rows_NH: torch.Tensor, received: Received) -> torch.Tensor:
+        """Rows as they arrive → results in the order in which they go back. Rows are gathered, and results summed, over ETP."""
+        rows_NH = gather_rows(rows_NH, self.slices, received.rows_by_slice)
+        y_NH = combine_preprocess(self.compute(dispatch_postprocess(rows_NH, received), received.rows_by_expert), received)
+        return scatter_rows(y_NH, self.slices, received.rows_by_slice)
+
+    def compute(self, rows_NH: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Each expert on its rows."""
+        return expert_ffn(rows_NH, counts, self.up, self.down, self.ffn, self.kind)
+
+    def parts(self) -> Parts:
+        inwards = [
+            (f"{expert}.{part}", index)
+            for i, expert in enumerate(self.ids)
+            for part, index in ffn_columns(find_activation(self.ffn).inwards, self.inner, (i, slice(None)))
+        ]
+        return {"up": inwards, "down": [(f"{expert}.down", (i,)) for i, expert in enumerate(self.ids)]}
+
+
+def dispatch_postprocess(rows_NH: torch.Tensor, received: Received) -> torch.Tensor:
+    """From (ETP rank, source rank, local expert) order to (local expert, ETP rank, source rank)."""
+    return _regroup(rows_NH, received.rows_XRE.flatten(0, 1))
+
+
+def combine_preprocess(y_NH: torch.Tensor, received: Received) -> torch.Tensor:
+    """Back to (ETP rank, source rank, local expert) order."""
+    return _regroup(y_NH, received.rows_XRE.flatten(0, 1).T)
+
+
+def _regroup(rows_NH: torch.Tensor, counts_AB: torch.Tensor) -> torch.Tensor:
+    """Rows in blocks ordered (a, b), `counts_AB[a, b]` rows each, into blocks ordered (b, a)."""
+    A, B = counts_AB.shape
+    if A == 1 or B == 1:
+        return rows_NH
+    blocks = rows_NH.split(counts_AB.flatten().tolist())
+    return torch.cat([blocks[a * B + b] for b in range(B) for a in range(A)])

@@ -1,0 +1,78 @@
+"""A layer's contract: the plain layer and the fast one are the same to whoever calls them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from foldray.kernels.experts import reference_ffn
+from foldray.moe import MoELayer, PlainLayer, run_layer
+from foldray.runtime import micro_batch
+from tests.foldray.moe.test_layer import layer, spec
+from tests.foldray.parity import make_recipe, train
+
+ROUTERS: list[dict[str, Any]] = [
+    {},
+    {"capacity_factor": 0.75},
+    {"capacity_factor": 0.75, "drop": "position"},
+    {"score": "sigmoid", "normalize": True, "scale": 2.5},
+]
+
+
+def plain(made: MoELayer) -> PlainLayer:
+    """The plain layer with another one's weights."""
+
+    def expert(number: int, x_nH: torch.Tensor) -> torch.Tensor:
+        return reference_ffn(x_nH, made.experts.up[number], made.experts.down[number], made.experts.ffn)
+
+    return PlainLayer(made.router, [partial(expert, number) for number in made.experts.ids])
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_the_fast_layer_gives_what_the_plain_one_gives(router: dict[str, Any]) -> None:
+    made = layer(spec(router=router))
+    x_BSH = torch.randn(3, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    results = []
+    for each in (made, plain(made)):
+        out_BSH, balance = run_layer(each, x_BSH)
+        objective = out_BSH.square().sum() + balance.losses()[0] + balance.losses()[1]
+        results.append([out_BSH, *torch.autograd.grad(objective, [x_BSH, *made.parameters()])])
+    for fast, slow in zip(*results, strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("router", [{}, {"capacity_factor": 0.75, "drop": "position"}], ids=["dropless", "position"])
+def test_training_runs_on_the_plain_layer(monkeypatch: pytest.MonkeyPatch, router: dict[str, Any]) -> None:
+    """Whatever keeps the contract can be scheduled: nothing in the runtime knows which layer it runs."""
+    recipe = make_recipe(1, model={"router": router}, schedule={"kind": "one_a_one_m", "degree": 4})
+    fast = train(0, recipe, 2)
+    original, calls = micro_batch.MicroBatch._layer, []
+
+    def swapped(self: Any, op: Any) -> PlainLayer:
+        calls.append(op)
+        return plain(original(self, op))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(micro_batch.MicroBatch, "_layer", swapped)
+    slow = train(0, recipe, 2)
+    assert calls
+    for name, held in fast["weights"].items():
+        torch.testing.assert_close(held.tensor, slow["weights"][name].tensor, rtol=1e-11, atol=1e-11)
+
+
+def test_pieces_grow_into_the_tally_of_the_whole() -> None:
+    made = layer(spec(router={"capacity_factor": 0.75, "drop": "position"}))
+    x_BSH = torch.randn(2, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    whole, tally, keep = made.route(x_BSH.flatten(0, 1), 2), None, []
+    for piece_BsH in x_BSH.split([3, 5], dim=1):
+        routing = made.route(piece_BsH.flatten(0, 1), 2, length=8, before=tally)
+        again = made.route(piece_BsH.flatten(0, 1), 2, length=8, before=tally)
+        assert torch.equal(routing.keep_TK, again.keep_TK), "routing changes nothing"
+        tally = routing.tally if tally is None else tally + routing.tally
+        keep.append(routing.keep_TK.view(2, -1, 2))
+    assert torch.equal(torch.cat(keep, dim=1).flatten(0, 1), whole.keep_TK)
+    assert torch.equal(tally.count_BE, whole.tally.count_BE)
+    assert int(tally.dropped) == int(whole.tally.dropped) > 0
+    torch.testing.assert_close(tally.score_BE, whole.tally.score_BE)
