@@ -20,7 +20,7 @@ FOLDERS = ("foldray", "trainers", "tuners", "recipes")  # ground first
 ENGINE_NEEDS = ("torch", "numpy", "scipy", "pydantic", "PyYAML")
 ENGINE_IMPORTS = {"torch", "numpy", "scipy", "pydantic", "yaml"}
 WITHOUT_TORCH = {
-    "__init__", "__main__", "urls", "errors", "files", "tables", "activations", "kinds", "fold", "blueprint", "recipe",
+    "__init__", "__main__", "urls", "errors", "files", "tables", "activations", "windows", "kinds", "fold", "blueprint", "recipe",
     "schedule", "timeline", "planner", "drawing", "arguments",
 }  # fmt: skip
 

@@ -1,5 +1,6 @@
 """What a model is: configuration, presets, parameter table, FLOPs. Pure."""
 
+from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec, MixtureSpec
 from foldray.blueprint.flops import forward_flops_per_token, step_flops
 from foldray.blueprint.layout import Layout, check_length, smallest_slice
 from foldray.blueprint.model import ModelSpec, RouterSpec, Strict
@@ -10,9 +11,13 @@ from foldray.blueprint.stages import Stage, make_stages, stage_positions
 
 __all__ = [
     "PRESETS",
+    "AttentionSpec",
+    "BlockSpec",
+    "FeedForwardSpec",
     "GradientPart",
     "Layout",
     "Maker",
+    "MixtureSpec",
     "ModelSpec",
     "Ownership",
     "ParameterSpec",

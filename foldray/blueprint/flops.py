@@ -1,26 +1,38 @@
 """Floating-point operations of one training step, in closed form. No torch.
 
 Counted as model FLOPs: matrix products only, forward plus twice that for backward, no recomputation; a product of
-[a, b] by [b, c] is 2abc. Attention scores are counted causally (half of S×S); `causal=False` counts the full square.
+[a, b] by [b, c] is 2abc. Attention scores are counted where a query sees a key (causally: half of S×S); `causal=False` counts
+the full square, whatever the window.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+
+from foldray.blueprint.block import FeedForwardSpec
 from foldray.blueprint.model import ModelSpec
 
 
 def forward_flops_per_token(model: ModelSpec, seq_len: int, causal: bool = True) -> float:
     """FLOPs of one token's forward pass, averaged over a sequence of `seq_len` tokens."""
-    heads, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    matrices = 1 + len(model.activation.inwards)
-    keys = (seq_len + 1) / 2 if causal else seq_len
-    attention = 2 * model.hidden * (heads + 2 * kv) + 2 * heads * model.hidden + 4 * heads * keys
-    dense = 2 * matrices * model.hidden * model.ffn_hidden
-    moe = (
-        2 * matrices * model.hidden * (model.topk * model.expert_hidden + model.shared_hidden) + 2 * model.hidden * model.experts
-    )
-    blocks = len(model.moe_layers)
-    return model.layers * attention + blocks * moe + (model.layers - blocks) * dense + 2 * model.hidden * model.vocab
+    blocks = Counter(model.block(layer) for layer in range(model.layers))
+    found = 2.0 * model.hidden * model.vocab
+    for block, count in blocks.items():
+        attention, moe = block.attention, block.moe
+        keys = attention.sees.pairs(range(seq_len)) / seq_len if causal else seq_len
+        products = attention.queries + attention.keys + attention.values + attention.outputs
+        flops = 2 * model.hidden * products + 2 * (attention.queries + attention.outputs) * keys
+        if block.dense:
+            flops += _feed_forward(model.hidden, block.dense)
+        if moe:
+            flops += moe.topk * _feed_forward(model.hidden, moe.expert) + 2 * model.hidden * moe.experts
+            flops += _feed_forward(model.hidden, moe.shared) if moe.shared else 0
+        found += count * flops
+    return found
+
+
+def _feed_forward(hidden: int, spec: FeedForwardSpec) -> int:
+    return 2 * hidden * (spec.width + spec.inner)
 
 
 def step_flops(model: ModelSpec, seq_len: int, sequences: int, causal: bool = True) -> float:

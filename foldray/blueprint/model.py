@@ -7,13 +7,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from foldray.activations import ACTIVATIONS, Activation, find_activation
+from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec, MixtureSpec
 from foldray.blueprint.presets import PRESETS
 from foldray.errors import UserError, nearest
 from foldray.fold import divisors
 from foldray.tables import OWN, among
+from foldray.windows import FULL, LEGAL, find_window
 
 # Far above what can be trained; but what is larger cannot even be refused in time, for some of it is counted one by one.
 _MOST_LAYERS, _MOST_EXPERTS, _WIDEST, _LARGEST = 2**12, 2**14, 2**20, 2**24
+
+
+Windows = Annotated[tuple[Annotated[str, among(LEGAL, find_window)], ...], Field(min_length=1, max_length=_MOST_LAYERS)]
 
 
 class Strict(BaseModel):
@@ -59,6 +64,8 @@ class ModelSpec(Strict):
     heads: int = Field(ge=1, le=2**14, description="query heads")
     kv_heads: int = Field(ge=1, le=2**14, description="key/value heads (fewer than heads: grouped-query attention)")
     head_dim: int = Field(ge=1, le=2**14, description="size of a head; heads × head_dim is free of hidden")
+    value_dim: int | None = Field(None, ge=1, le=2**14, description="width of a head's values; null is head_dim")
+    windows: Windows = Field((FULL.name,), description="how far back queries see: a row for each block, again from the first one")
     ffn_hidden: int = Field(ge=1, le=_WIDEST, description="inner width of dense blocks")
     experts: int = Field(ge=1, le=_MOST_EXPERTS, description="experts in a MoE block")
     topk: int = Field(ge=1, le=_MOST_EXPERTS, description="experts per token")
@@ -122,6 +129,16 @@ class ModelSpec(Strict):
 
     def is_moe(self, layer: int) -> bool:
         return layer >= self.dense_first and (layer - self.dense_first + 1) % self.moe_every == 0
+
+    def block(self, layer: int) -> BlockSpec:
+        """What a block is made of."""
+        window = self.windows[layer % len(self.windows)]
+        attention = AttentionSpec(self.heads, self.kv_heads, self.head_dim, self.value_dim or self.head_dim, window)
+        if not self.is_moe(layer):
+            return BlockSpec(attention, FeedForwardSpec(self.ffn_hidden, self.ffn), None)
+        shared = FeedForwardSpec(self.shared_hidden, self.ffn) if self.shared_hidden else None
+        expert = FeedForwardSpec(self.expert_hidden, self.ffn)
+        return BlockSpec(attention, None, MixtureSpec(self.experts, self.topk, expert, shared))
 
     def block_kind(self, layer: int) -> Literal["dense", "moe"]:
         return "moe" if self.is_moe(layer) else "dense"

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from foldray.blueprint.block import FeedForwardSpec
 from foldray.blueprint.model import ModelSpec
 from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, ROUTE
 
@@ -73,11 +74,13 @@ def count_by_cut(model: ModelSpec) -> tuple[int, int]:
 
     In closed form: a model may have to be refused because its table would be too long.
     """
-    hidden, heads, matrices = model.hidden, model.heads + model.kv_heads, 1 + len(model.activation.inwards)
+    hidden, matrices = model.hidden, 1 + len(model.activation.inwards)
+    attention = model.block(0).attention
+    width = attention.queries + attention.keys + attention.values + attention.outputs
     norm = hidden * (2 if model.norm == "layernorm" else 1)
     sparse = (model.layers - model.dense_first) // model.moe_every
     edges = (1 if model.tied_embeddings else 2) * model.vocab + (model.max_positions if model.positions == "learned" else 0)
-    blocks = model.layers * (2 * heads * model.head_dim * hidden + 2 * norm)
+    blocks = model.layers * (width * hidden + 2 * norm)
     dense = (model.layers - sparse) * matrices * hidden * model.ffn_hidden
     routed = sparse * hidden * (model.experts + matrices * model.shared_hidden)
     return edges * hidden + norm + blocks + dense + routed, sparse * model.experts * matrices * hidden * model.expert_hidden
@@ -95,33 +98,34 @@ def count_by_op(model: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
-    name, std, hidden = f"blocks.{layer}", model.init_std, model.hidden
+    name, std, hidden, block = f"blocks.{layer}", model.init_std, model.hidden, model.block(layer)
     out_std = std / math.sqrt(2 * model.layers)  # residual branches add up: GPT-2's scaled initialisation
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    attention, moe = block.attention, block.moe
     rows = _norm(model, f"{name}.attention_norm", layer, ATTENTION)
-    for part, width in (("query", queries), ("key", keys), ("value", keys)):
+    for part, width in (("query", attention.queries), ("key", attention.keys), ("value", attention.values)):
         rows.append(ParameterSpec(f"{name}.attention.{part}", (hidden, width), layer, ATTENTION, cut=1, init=std))
-    rows.append(ParameterSpec(f"{name}.attention.out", (queries, hidden), layer, ATTENTION, cut=0, init=out_std))
-    rows += _norm(model, f"{name}.ffn_norm", layer, ROUTE if model.is_moe(layer) else FFN)
-    if not model.is_moe(layer):
-        return rows + _ffn(model, f"{name}.ffn", model.ffn_hidden, layer, out_std, FFN)
-    rows.append(ParameterSpec(f"{name}.moe.router.weight", (hidden, model.experts), layer, ROUTE, "replicated", init=std))
-    for expert in range(model.experts):
-        rows += _ffn(model, f"{name}.moe.experts.{expert}", model.expert_hidden, layer, out_std, EXPERT, "expert")
-    if model.shared_hidden:
-        rows += _ffn(model, f"{name}.moe.shared", model.shared_hidden, layer, out_std, ROUTE)
+    rows.append(ParameterSpec(f"{name}.attention.out", (attention.outputs, hidden), layer, ATTENTION, cut=0, init=out_std))
+    rows += _norm(model, f"{name}.ffn_norm", layer, FFN if block.dense else ROUTE)
+    if block.dense:
+        rows += _ffn(model, f"{name}.ffn", block.dense, layer, out_std, FFN)
+    if moe:
+        rows.append(ParameterSpec(f"{name}.moe.router.weight", (hidden, moe.experts), layer, ROUTE, "replicated", init=std))
+        for expert in range(moe.experts):
+            rows += _ffn(model, f"{name}.moe.experts.{expert}", moe.expert, layer, out_std, EXPERT, "expert")
+        if moe.shared:
+            rows += _ffn(model, f"{name}.moe.shared", moe.shared, layer, out_std, ROUTE)
     return rows
 
 
 def _ffn(
-    model: ModelSpec, name: str, inner: int, layer: int, out_std: float, op: str, kind: GradientClass = "dense"
+    model: ModelSpec, name: str, spec: FeedForwardSpec, layer: int, out_std: float, op: str, kind: GradientClass = "dense"
 ) -> list[ParameterSpec]:
     return [
         *(
-            ParameterSpec(f"{name}.{part}", (model.hidden, inner), layer, op, kind, 1, model.init_std)
-            for part in model.activation.inwards
+            ParameterSpec(f"{name}.{part}", (model.hidden, spec.inner), layer, op, kind, 1, model.init_std)
+            for part in spec.activation.inwards
         ),
-        ParameterSpec(f"{name}.down", (inner, model.hidden), layer, op, kind, 0, out_std),
+        ParameterSpec(f"{name}.down", (spec.inner, model.hidden), layer, op, kind, 0, out_std),
     ]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from foldray.blueprint.block import BlockSpec
 from foldray.blueprint.model import ModelSpec
 from foldray.blueprint.parameters import GradientClass, ParameterSpec, parameter_table
 from foldray.blueprint.stages import Stage, make_stages
@@ -71,39 +72,61 @@ class Ownership:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
+        """Of attention; the experts' as well, unless they have ranks of their own."""
         return make_stages(self.model.layers, self.fold.pp, self.virtual_stages, self.stage_layers)
 
+    @cached_property
+    def expert_stages(self) -> tuple[Stage, ...]:
+        return make_stages(self.model.layers, self.fold.moe_pp, self.virtual_stages) if self.fold.disjoint else self.stages
+
     def held_stages(self, rank: int) -> tuple[Stage, ...]:
-        position = self.fold.attention.coordinate(rank)["pp"]
-        return tuple(stage for stage in self.stages if stage.position == position)
+        """Stages whose attention a rank holds."""
+        return _standing(self.stages, self.fold.coordinate(rank).get("attention"))
+
+    def share(self, layer: int) -> BlockSpec:
+        """What a rank of either half holds of a block."""
+        return self.model.block(layer).cut(self.fold.tp, self.fold.ep, self.fold.etp)
+
+    def vocabulary(self, rank: int) -> range:
+        """Rows of the embedding, and of the head, that a rank of attention's half holds where its stage has them."""
+        rows = self.model.vocab // self.fold.tp
+        first = self.fold.attention.coordinate(rank)["tp"] * rows
+        return range(first, first + rows)
 
     def experts(self, rank: int) -> range:
-        """Global ids of the experts that a rank holds, of every MoE block of its stages."""
+        """Global ids of the experts that a rank of the experts' half holds, of every MoE block of its stages."""
         local = self.model.experts // self.fold.ep
         first = self.fold.moe.coordinate(rank)["ep"] * local
         return range(first, first + local)
 
     def pieces(self, rank: int) -> dict[str, Piece]:
-        """A rank's share of the model, by global name."""
-        tp, etp = self.fold.attention.coordinate(rank)["tp"], self.fold.moe.coordinate(rank)["etp"]
-        held, experts = self.held_stages(rank), self.experts(rank)
-        found = {}
+        """A rank's share of the model, by global name: what it holds of attention's half and of the experts'."""
+        seat, found = self.fold.coordinate(rank), {}
+        attention, moe = seat.get("attention"), seat.get("moe")
+        held, held_experts = _standing(self.stages, attention), _standing(self.expert_stages, moe)
+        experts = self.experts(rank) if moe else range(0)
         for spec in parameter_table(self.model):
-            if self._is_held(spec, held) and (spec.expert is None or spec.expert in experts):
-                expert = spec.gradient_class == "expert"
-                found[spec.name] = _cut(spec, *((etp, self.fold.etp) if expert else (tp, self.fold.tp)))
+            if spec.expert is None:
+                if attention and self._is_held(spec, held):
+                    found[spec.name] = _cut(spec, attention["tp"], self.fold.tp)
+            elif moe and spec.expert in experts and any(spec.layer in stage.layers for stage in held_experts):
+                found[spec.name] = _cut(spec, moe["etp"], self.fold.etp)
         return found
 
     def counted(self, rank: int) -> Iterator[str]:
         """Names of the pieces that this rank counts in a norm: every element of the model is counted by one rank."""
-        attention, moe = self.fold.attention.coordinate(rank), self.fold.moe.coordinate(rank)
+        seat = self.fold.coordinate(rank)
         first_copy = {
-            "dense": attention["dp"] == attention["cp"] == 0,
-            "replicated": attention["dp"] == attention["cp"] == attention["tp"] == 0,
-            "expert": moe["edp"] == 0,
+            name: not any(place[axis] for axis in axes)
+            for name, view, axes in (
+                ("dense", "attention", ("dp", "cp")),
+                ("replicated", "attention", ("dp", "cp", "tp")),
+                ("expert", "moe", ("edp",)),
+            )
+            if (place := seat.get(view))
         }
         for name, piece in self.pieces(rank).items():
-            tied_copy = name == "embedding.weight" and attention["pp"] > 0
+            tied_copy = name == "embedding.weight" and seat["attention"]["pp"] > 0
             if first_copy[piece.spec.gradient_class] and not tied_copy:
                 yield name
 
@@ -135,6 +158,11 @@ class Ownership:
         if spec.layer < 0:
             return any(stage.first or (tied and stage.last) for stage in held)
         return any(spec.layer in stage.layers or (stage.last and spec.layer == self.model.layers) for stage in held)
+
+
+def _standing(stages: tuple[Stage, ...], place: dict[str, int] | None) -> tuple[Stage, ...]:
+    """Stages at a place's pipeline position; none for a rank that has no place in this half."""
+    return tuple(stage for stage in stages if place and stage.position == place["pp"])
 
 
 def _cut(spec: ParameterSpec, index: int, parts: int) -> Piece:

@@ -6,7 +6,8 @@ no gradient to the log-sum-exp, so autograd would go wrong silently. The gradien
 over its parts, each given the output and the log-sum-exp of the *whole*.
 
 B sequences, N query heads, G key/value heads (G divides N; query head n reads key/value head n // (N / G)), S queries, T keys,
-D head size. A mask is None (all keys), "causal" (S = T, query i sees keys 0…i) or bool [B, 1, S, T], true where a key is seen.
+D head size; values may have a width V of their own. A mask is None (all keys), "causal" (S = T, query i sees keys 0…i) or bool
+[B or 1, 1, S, T], true where a key is seen.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 from typing import Literal, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Mask: TypeAlias = Tensor | Literal["causal"] | None
@@ -27,14 +29,17 @@ def attend(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Mask = None) ->
 
     Where a query sees no key, the output is 0 and the log-sum-exp −inf. The output may have a wider type than the inputs.
     """
-    q_BNSD, k_BGTD, v_BGTD = _rows(q_BNSD), _rows(k_BGTD), _rows(v_BGTD)
+    if not _takes_fused(q_BNSD, v_BGTD, mask):
+        return _attend_plain(q_BNSD, k_BGTD, v_BGTD, mask)
+    scale, value_dim = q_BNSD.shape[-1] ** -0.5, v_BGTD.shape[-1]
+    q_BNSD, k_BGTD, v_BGTD = _one_width(q_BNSD, k_BGTD, v_BGTD)
     if q_BNSD.device.type == "cpu":
-        return _attend_cpu(q_BNSD, k_BGTD, v_BGTD, mask)
-    if _takes_flash(q_BNSD, mask):
+        out_BNSD, lse_BNS = _attend_cpu(q_BNSD, k_BGTD, v_BGTD, mask, scale)
+    else:
         # Only the first two of nine results matter: the others serve dropout and sequences of several lengths.
-        out_BNSD, lse_BNS = _aten._scaled_dot_product_flash_attention(q_BNSD, k_BGTD, v_BGTD, 0.0, mask == "causal")[:2]
-        return out_BNSD, lse_BNS
-    return _attend_plain(q_BNSD, k_BGTD, v_BGTD, mask)
+        flash = _aten._scaled_dot_product_flash_attention
+        out_BNSD, lse_BNS = flash(q_BNSD, k_BGTD, v_BGTD, 0.0, mask == "causal", scale=scale)[:2]
+    return out_BNSD[..., :value_dim], lse_BNS
 
 
 def attend_backward(
@@ -45,21 +50,21 @@ def attend_backward(
     Args:
         out_BNSD, lse_BNS: merged over *all* parts that these queries attend to.
     """
-    q_BNSD, k_BGTD, v_BGTD = _rows(q_BNSD), _rows(k_BGTD), _rows(v_BGTD)
-    dout_BNSD, out_BNSD, lse_BNS = _rows(dout_BNSD), _rows(out_BNSD), lse_BNS.contiguous()
+    if not _takes_fused(q_BNSD, v_BGTD, mask):
+        return _attend_plain_backward(dout_BNSD, q_BNSD, k_BGTD, v_BGTD, out_BNSD, lse_BNS, mask)
+    scale, key_dim, value_dim = q_BNSD.shape[-1] ** -0.5, k_BGTD.shape[-1], v_BGTD.shape[-1]
+    inputs = (*_one_width(dout_BNSD, q_BNSD, k_BGTD, v_BGTD, out_BNSD), lse_BNS.contiguous())
     if q_BNSD.device.type == "cpu":
-        causal, bias = mask == "causal", _bias(mask, q_BNSD.dtype)
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout_BNSD, q_BNSD, k_BGTD, v_BGTD, out_BNSD, lse_BNS, 0.0, causal, attn_mask=bias
+        dq_BNSD, dk_BGTD, dv_BGTD = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *inputs, 0.0, mask == "causal", attn_mask=_bias(mask, q_BNSD.dtype), scale=scale
         )
-    if _takes_flash(q_BNSD, mask):
+    else:
         # No cumulative lengths means one length for all; the generator's state is read for dropout only.
         unused = torch.empty(2, dtype=torch.uint64, device=q_BNSD.device)
-        return _aten._scaled_dot_product_flash_attention_backward(
-            dout_BNSD, q_BNSD, k_BGTD, v_BGTD, out_BNSD, lse_BNS,
-            None, None, q_BNSD.shape[2], k_BGTD.shape[2], 0.0, mask == "causal", unused, unused,
-        )  # fmt: skip
-    return _attend_plain_backward(dout_BNSD, q_BNSD, k_BGTD, v_BGTD, out_BNSD, lse_BNS, mask)
+        dq_BNSD, dk_BGTD, dv_BGTD = _aten._scaled_dot_product_flash_attention_backward(
+            *inputs, None, None, q_BNSD.shape[2], k_BGTD.shape[2], 0.0, mask == "causal", unused, unused, scale=scale
+        )
+    return dq_BNSD[..., :key_dim], dk_BGTD[..., :key_dim], dv_BGTD[..., :value_dim]
 
 
 def merge(out_a_BNSD: Tensor, lse_a_BNS: Tensor, out_b_BNSD: Tensor, lse_b_BNS: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,9 +76,9 @@ def merge(out_a_BNSD: Tensor, lse_a_BNS: Tensor, out_b_BNSD: Tensor, lse_b_BNS: 
     return out_a_BNSD.to(dtype) * weight_a_BNS1 + out_b_BNSD.to(dtype) * weight_b_BNS1, lse_BNS
 
 
-def _attend_cpu(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+def _attend_cpu(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
     out_BNSD, lse_BNS = _aten._scaled_dot_product_flash_attention_for_cpu(
-        q_BNSD, k_BGTD, v_BGTD, 0.0, mask == "causal", attn_mask=_bias(mask, q_BNSD.dtype)
+        q_BNSD, k_BGTD, v_BGTD, 0.0, mask == "causal", attn_mask=_bias(mask, q_BNSD.dtype), scale=scale
     )
     if isinstance(mask, Tensor):
         # The kernel calls the log-sum-exp over no keys 0, which would count as a key with weight 1.
@@ -118,11 +123,14 @@ def _scores(q_BNSD: Tensor, k_BGTD: Tensor, mask: Mask) -> Tensor:
     return score_BGRST.masked_fill(~seen_ST, -math.inf)
 
 
-def _takes_flash(q_BNSD: Tensor, mask: Mask) -> bool:
-    """Whether CUDA's flash kernels take such queries: they know no masks, and heads in steps of 8 up to 256."""
-    if q_BNSD.device.type != "cuda" or isinstance(mask, Tensor) or q_BNSD.dtype not in (torch.float16, torch.bfloat16):
+def _takes_fused(q_BNSD: Tensor, v_BGTD: Tensor, mask: Mask) -> bool:
+    """Whether fused kernels take such queries: CUDA's know no masks, and heads in steps of 8 up to 256."""
+    if q_BNSD.device.type != "cuda":
+        return q_BNSD.device.type == "cpu"
+    if isinstance(mask, Tensor) or q_BNSD.dtype not in (torch.float16, torch.bfloat16):
         return False
-    return q_BNSD.shape[-1] % 8 == 0 and q_BNSD.shape[-1] <= 256 and torch.cuda.get_device_capability(q_BNSD.device) >= (8, 0)
+    width = max(q_BNSD.shape[-1], v_BGTD.shape[-1])
+    return width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(q_BNSD.device) >= (8, 0)
 
 
 def _bias(mask: Mask, dtype: torch.dtype) -> Tensor | None:
@@ -137,9 +145,14 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -math.inf, 0.0)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """The kernels read rows of adjacent numbers, whatever the other strides; an expanded gradient has none."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _one_width(*tensors: Tensor) -> list[Tensor]:
+    """With columns of zeros behind narrower heads: fused kernels take one width only, and zeros change neither scores nor sums.
+
+    They read rows of adjacent numbers, whatever the other strides; an expanded gradient has none.
+    """
+    width = max(x.shape[-1] for x in tensors)
+    padded = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors)
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foldray.activations import find_activation
-from foldray.blueprint import ModelSpec
+from foldray.blueprint import FeedForwardSpec, ModelSpec
 from foldray.blueprint.parts import Parts, ffn_columns
 from foldray.comm import Communicator, gather_sequence, scatter_sequence
 from foldray.kernels.experts import expert_ffn
@@ -46,37 +45,35 @@ class FeedForward(nn.Module):
 
     def __init__(
         self,
-        model: ModelSpec,
-        inner: int,
+        share: FeedForwardSpec,
+        hidden: int,
         tensor: Communicator,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.ffn, self.tensor, self.inner = model.ffn, tensor, inner // tensor.size
-        width = self.inner * len(model.activation.inwards)
-        self.up = nn.Parameter(torch.empty(model.hidden, width, device=device, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(self.inner, model.hidden, device=device, dtype=dtype))
+        self.share, self.tensor = share, tensor
+        self.up = nn.Parameter(torch.empty(hidden, share.width, device=device, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(share.inner, hidden, device=device, dtype=dtype))
 
     def forward(self, x_BsH: Tensor) -> Tensor:
         x_BSH = gather_sequence(x_BsH, self.tensor)
         rows_TH = x_BSH.flatten(0, 1)
         # As an expert of all rows: those keep less for backward.
-        y_TH = expert_ffn(rows_TH, [len(rows_TH)], self.up.unsqueeze(0), self.down.unsqueeze(0), self.ffn, "grouped")
+        y_TH = expert_ffn(rows_TH, [len(rows_TH)], self.up.unsqueeze(0), self.down.unsqueeze(0), self.share.ffn, "grouped")
         return scatter_sequence(y_TH.view_as(x_BSH), self.tensor)
 
     def parts(self) -> Parts:
-        return {"up": ffn_columns(find_activation(self.ffn).inwards, self.inner), "down": [("down", ())]}
+        return {"up": ffn_columns(self.share.activation.inwards, self.share.inner), "down": [("down", ())]}
 
 
 class Vocabulary(nn.Module):
     """The rows of an embedding (or head) that this rank holds: an equal share of the vocabulary for each TP rank."""
 
-    def __init__(self, model: ModelSpec, tensor: Communicator, device: torch.device | None, dtype: torch.dtype | None):
+    def __init__(self, rows: range, hidden: int, tensor: Communicator, device: torch.device | None, dtype: torch.dtype | None):
         super().__init__()
-        self.tensor, rows = tensor, model.vocab // tensor.size
-        self.first = tensor.index * rows
-        self.weight = nn.Parameter(torch.empty(rows, model.hidden, device=device, dtype=dtype))
+        self.tensor, self.first = tensor, rows.start
+        self.weight = nn.Parameter(torch.empty(len(rows), hidden, device=device, dtype=dtype))
 
     def embed(self, token_BS: Tensor) -> Tensor:
         """Tokens of the shard → embeddings of this rank's piece: [B, S] → [B, s, H]."""

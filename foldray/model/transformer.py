@@ -14,14 +14,15 @@ from typing import cast
 import torch
 from torch import nn
 
-from foldray.blueprint import Layout, Maker, ModelSpec, Ownership, ParameterSpec
+from foldray.blueprint import Layout, Maker, Ownership, ParameterSpec
 from foldray.blueprint.parameters import GradientClass
 from foldray.comm import Groups
 from foldray.model.attention import Attention, ContextMode, Place
 from foldray.model.batch import IGNORED, Batch, Losses, add_losses
 from foldray.model.layers import FeedForward, Norm, Vocabulary
 from foldray.model.parts import parts_below
-from foldray.model.slices import KeysAndValues, Sight
+from foldray.model.sight import Sight
+from foldray.model.slices import KeysAndValues
 from foldray.moe import Balance, MoeBackend, MoELayer, Router
 
 
@@ -33,7 +34,7 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        model: ModelSpec,
+        ownership: Ownership,
         layer: int,
         groups: Groups,
         backend: MoeBackend,
@@ -42,14 +43,17 @@ class Block(nn.Module):
         dtype: torch.dtype,
     ):
         super().__init__()
+        model, share = ownership.model, ownership.share(layer)
+        theta = model.rope_theta if model.positions == "rope" else None
         self.attention_norm = Norm(model, device, dtype)
-        self.attention = Attention(model, groups, context, device, dtype)
+        self.attention = Attention(share.attention, model.hidden, theta, groups, context, device, dtype)
         self.ffn_norm = Norm(model, device, dtype)
-        if model.is_moe(layer):
-            shared = FeedForward(model, model.shared_hidden, groups.tensor, device, dtype) if model.shared_hidden else None
-            self.moe = MoELayer(model, groups, backend, shared, device, dtype)
-        else:
-            self.ffn = FeedForward(model, model.ffn_hidden, groups.tensor, device, dtype)
+        if share.dense:
+            self.ffn = FeedForward(share.dense, model.hidden, groups.tensor, device, dtype)
+        if share.moe:
+            inner = share.moe.shared
+            shared = FeedForward(inner, model.hidden, groups.tensor, device, dtype) if inner else None
+            self.moe = MoELayer(ownership, layer, groups, backend, shared, device, dtype)
 
     def forward(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, Balance | None]:
         """The whole block in one autograd graph: what every schedule must equal."""
@@ -100,16 +104,18 @@ class Transformer(nn.Module):
         self.layout = Layout(groups.fold.cp, groups.fold.tp, place["cp"], place["tp"])
         last = any(stage.last for stage in self.stages)
         if "embedding.weight" in self.pieces:
-            self.embedding = Vocabulary(model, groups.tensor, device, dtype)
+            self.embedding = Vocabulary(ownership.vocabulary(groups.rank), model.hidden, groups.tensor, device, dtype)
         if "positions.weight" in self.pieces:
             shape = (model.max_positions, model.hidden)
             self.positions = nn.Embedding(*shape, _weight=torch.empty(shape, device=device, dtype=dtype))
         layers = [layer for stage in self.stages for layer in stage.layers]
-        self.blocks = nn.ModuleDict({str(i): Block(model, i, groups, backend, context, device, dtype) for i in layers})
+        attentions = [model.block(layer).attention for layer in layers]
+        self._windows = {attention.window: attention.sees for attention in attentions}
+        self.blocks = nn.ModuleDict({str(i): Block(ownership, i, groups, backend, context, device, dtype) for i in layers})
         if last:
             self.final_norm = Norm(model, device, dtype)
         if "head.weight" in self.pieces:
-            self.head = Vocabulary(model, groups.tensor, device, dtype)
+            self.head = Vocabulary(ownership.vocabulary(groups.rank), model.hidden, groups.tensor, device, dtype)
         self._positions: dict[int, torch.Tensor] = {}  # by length of a sequence: made once
         self.global_parts = parts_below(self.named_modules())
         self._makers = {p: ownership.makers(self._spec(name), groups.rank) for name, p in self.named_parameters()}
@@ -192,13 +198,16 @@ class Transformer(nn.Module):
     def places(self, batch: Batch) -> list[Place]:
         """Where this rank's tokens stand, slice by slice."""
         length, layout, segment_BL = batch.token_BL.shape[1], self.layout, batch.segment_BL
-        slices, found = layout.cut(length), []
+        slices, found, device = layout.cut(length), [], batch.token_BL.device
         for part in slices:
             chunks = layout.chunks(part)
-            position_S = torch.cat([torch.arange(c.start, c.stop, device=batch.token_BL.device) for c in chunks])
+            position_S = torch.cat([torch.arange(c.start, c.stop, device=device) for c in chunks])
             shards = [replace(layout, cp_rank=member).chunks(part) for member in range(layout.cp)]
-            sight = Sight.of(part, length, shards, layout.cp_rank, segment_BL) if len(slices) > 1 else None
-            found.append(Place(position_S, segment_BL, sight))
+            sights = {
+                name: Sight(part, length, shards, layout.cp_rank, segment_BL, window, device)
+                for name, window in self._windows.items()
+            }
+            found.append(Place(position_S, sights))
         return found
 
     def embed(self, batch: Batch, place: Place) -> torch.Tensor:

@@ -7,33 +7,36 @@ from typing import Literal
 import torch
 from torch import nn
 
-from foldray.activations import find_activation
-from foldray.blueprint import ModelSpec
+from foldray.blueprint import FeedForwardSpec
 from foldray.blueprint.parts import Parts, ffn_columns
-from foldray.comm import Groups, gather_rows, scatter_rows
+from foldray.comm import Communicator, gather_rows, scatter_rows
 from foldray.kernels.experts import expert_ffn
 from foldray.moe.contracts import Received
 
 
 class Experts(nn.Module):
-    """This rank's slices of its experts, stacked: `up` [E_local, H, W] and `down` [E_local, F, H], F the width over ETP."""
+    """This rank's slices of its experts, stacked: `up` [E_local, H, W] and `down` [E_local, F, H], F the width over ETP.
+
+    Args:
+        ids: global ids of the experts.
+        share: this rank's slice of each.
+        slices: the ETP ranks.
+    """
 
     def __init__(
         self,
-        model: ModelSpec,
-        groups: Groups,
+        ids: range,
+        share: FeedForwardSpec,
+        hidden: int,
+        slices: Communicator,
         kind: Literal["grouped", "loop"] = "grouped",
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        count = model.experts // groups.tokens.size
-        first = groups.tokens.index * count
-        self.slices, self.kind = groups.expert_slices, kind
-        self.ids, self.ffn, self.inner = range(first, first + count), model.ffn, model.expert_hidden // self.slices.size
-        width = self.inner * len(model.activation.inwards)
-        self.up = nn.Parameter(torch.empty(count, model.hidden, width, device=device, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(count, self.inner, model.hidden, device=device, dtype=dtype))
+        self.ids, self.share, self.slices, self.kind = ids, share, slices, kind
+        self.up = nn.Parameter(torch.empty(len(ids), hidden, share.width, device=device, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(len(ids), share.inner, hidden, device=device, dtype=dtype))
 
     def forward(self, rows_NH: torch.Tensor, received: Received) -> torch.Tensor:
         """Rows as they arrive → results in the order in which they go back. Rows are gathered, and results summed, over ETP."""
@@ -43,13 +46,13 @@ class Experts(nn.Module):
 
     def compute(self, rows_NH: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Each expert on its rows."""
-        return expert_ffn(rows_NH, counts, self.up, self.down, self.ffn, self.kind)
+        return expert_ffn(rows_NH, counts, self.up, self.down, self.share.ffn, self.kind)
 
     def parts(self) -> Parts:
         inwards = [
             (f"{expert}.{part}", index)
             for i, expert in enumerate(self.ids)
-            for part, index in ffn_columns(find_activation(self.ffn).inwards, self.inner, (i, slice(None)))
+            for part, index in ffn_columns(self.share.activation.inwards, self.share.inner, (i, slice(None)))
         ]
         return {"up": inwards, "down": [(f"{expert}.down", (i,)) for i, expert in enumerate(self.ids)]}
 

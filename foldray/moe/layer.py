@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from foldray.blueprint import ModelSpec
+from foldray.blueprint import Ownership
 from foldray.comm import Groups
 from foldray.moe.balance import Balance, Tally
 from foldray.moe.contracts import Permutation, Received, Sent, run_layer
@@ -32,7 +32,8 @@ class MoELayer(nn.Module):
 
     def __init__(
         self,
-        model: ModelSpec,
+        ownership: Ownership,
+        layer: int,
         groups: Groups,
         backend: MoeBackend,
         shared: nn.Module | None = None,
@@ -40,8 +41,11 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        model, moe = ownership.model, ownership.share(layer).moe
+        assert moe, f"block {layer} is dense"
+        ids = ownership.experts(groups.rank)
         self.router = Router(model, groups, backend.gate, device, dtype)
-        self.experts = Experts(model, groups, backend.experts, device, dtype)
+        self.experts = Experts(ids, moe.expert, model.hidden, groups.expert_slices, backend.experts, device, dtype)
         self.shared = shared
         self.exchange = AllToAll(groups)
         self.permutation = backend.permutation or TorchPermutation()

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from common import MALLOC, GatedMlp, processor
 from torch import Tensor, nn
 
-from foldray.blueprint import ModelSpec
+from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.moe import MoeBackend, MoELayer
@@ -131,7 +131,7 @@ class Foldray(nn.Module):
             {"layers": 1, "hidden": sizes.hidden, "heads": 1, "kv_heads": 1, "head_dim": sizes.hidden, "ffn_hidden": sizes.inner}
             | {"experts": sizes.experts, "topk": sizes.topk, "expert_hidden": sizes.inner, "vocab": 1}
         )
-        self.layer = MoELayer(spec, Groups.create(Fold(1)), MoeBackend(experts=kind), None)
+        self.layer = MoELayer(Ownership(spec, Fold(1)), 0, Groups.create(Fold(1)), MoeBackend(experts=kind))
         for parameter in self.layer.parameters():
             nn.init.normal_(parameter, std=0.02)
 

@@ -61,7 +61,9 @@ def grouped_equals_loop(dtype: torch.dtype, limit: float) -> float:
     results = []
     for kind in ("loop", "grouped"):
         torch.manual_seed(0)
-        layer = MoELayer(SPEC, GROUPS, MoeBackend(experts=kind), device=torch.device("cuda"), dtype=dtype)
+        layer = MoELayer(
+            OWNERSHIP, SPEC.moe_layers[0], GROUPS, MoeBackend(experts=kind), device=torch.device("cuda"), dtype=dtype
+        )
         for parameter in layer.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
         x = torch.randn(2, 33, SPEC.hidden, device="cuda", dtype=dtype).requires_grad_()
@@ -87,7 +89,7 @@ def training_learns() -> float:
 def layer_share_of_peak() -> dict[str, float]:
     """One bfloat16 MoE layer, forward and backward: ms (min, median, max) and the experts' products as a share of the peak."""
     spec = ModelSpec(preset="mixtral-8x22b", hidden=4096, expert_hidden=8192)
-    layer = MoELayer(spec, GROUPS, MoeBackend(), device=torch.device("cuda"), dtype=torch.bfloat16)
+    layer = MoELayer(Ownership(spec, Fold(1)), 0, GROUPS, MoeBackend(), device=torch.device("cuda"), dtype=torch.bfloat16)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     x = torch.randn(1, 8192, spec.hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)

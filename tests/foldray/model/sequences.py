@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from foldray.blueprint import Layout
+from foldray.model.sight import Sight
+from foldray.windows import find_window
 
 B, L, D = 2, 48, 6
 HEADS = [(4, 2), (4, 4)]
@@ -18,7 +25,6 @@ STARTS: dict[str, tuple[list[int], list[int]]] = {
     "few and long": ([13, 30], [3, 45]),
     "one each": (list(range(1, L)), [24]),
 }
-ALL = [None, *STARTS, "numbers that come again"]
 
 
 def segments(documents: str | None) -> Tensor | None:
@@ -33,17 +39,46 @@ def segments(documents: str | None) -> Tensor | None:
     return torch.randperm(L, generator=torch.Generator().manual_seed(3))[number_BL.cumsum(1)]
 
 
-def data_of(heads: tuple[int, int], dtype: torch.dtype, seed: int) -> list[Tensor]:
+class Asked(NamedTuple):
+    """A case: documents, how far back queries see, and the width of values."""
+
+    documents: str | None = None
+    window: str = "full"
+    value_dim: int = D
+
+
+WINDOWS = ["sliding:10", "sliding:3", "chunked:16", "sliding:40"]
+ALL = [
+    *(Asked(documents) for documents in (None, *STARTS, "numbers that come again")),
+    *(Asked(documents, window) for documents in (None, "few and long", "inside every chunk") for window in WINDOWS),
+    Asked(value_dim=4), Asked("few and long", "sliding:10", value_dim=9),
+]  # fmt: skip
+
+
+def sights(cuts: Sequence[range], cp: int, index: int, case: Asked, device: str = "cpu") -> list[Sight]:
+    """What a member sees of each slice."""
+    shards = [[Layout(cp, cp_rank=i).chunks(part) for i in range(cp)] for part in cuts]
+    segment_BL, window = segments(case.documents), find_window(case.window)
+    if segment_BL is not None:
+        segment_BL = segment_BL.to(device)
+    return [
+        Sight(part, L, shard, index, segment_BL, window, torch.device(device)) for part, shard in zip(cuts, shards, strict=True)
+    ]
+
+
+def data_of(heads: tuple[int, int], dtype: torch.dtype, seed: int, value_dim: int = D) -> list[Tensor]:
     """Queries, keys, values and the output's gradient of whole sequences."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(B, n, L, D) for n in (heads[0], heads[1], heads[1], heads[0])]
+    widths = ((heads[0], D), (heads[1], D), (heads[1], value_dim), (heads[0], value_dim))
+    shapes = [(B, n, L, width) for n, width in widths]
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def reference(data: list[Tensor], segment_BL: Tensor | None) -> list[Tensor]:
+def reference(data: list[Tensor], case: Asked) -> list[Tensor]:
     """Output and gradients of queries, keys and values, in one process, in float64."""
+    segment_BL, first = segments(case.documents), find_window(case.window).begin
     q, k, v, dout = (x.to(torch.float64).requires_grad_() for x in data)
-    seen = torch.ones(L, L, dtype=torch.bool).tril().expand(B, 1, L, L)
+    seen = torch.tensor([[first(query) <= key <= query for key in range(L)] for query in range(L)]).expand(B, 1, L, L)
     if segment_BL is not None:
         seen = seen & (segment_BL.unsqueeze(2) == segment_BL.unsqueeze(1)).unsqueeze(1)
     repeats = q.shape[1] // k.shape[1]

@@ -13,23 +13,25 @@ from torch import Tensor
 
 from foldray.blueprint import Layout
 from foldray.comm import Communicator, Groups
-from foldray.errors import UserError
 from foldray.fold import Fold
 from foldray.kernels import attention as kernels
 from foldray.kernels.attention import Mask, attend, attend_backward, merge
 from foldray.model import context
 from foldray.model.context import Mode, context_attention
-from tests.foldray.model.sequences import ALL, HEADS, B, D, L, data_of, reference, segments
+from foldray.model.sight import Sight
+from tests.foldray.model.sequences import ALL, HEADS, Asked, B, D, L, data_of, reference, sights
 
 MODES: list[Mode] = ["ring", "all_gather"]
+WHOLE = Asked()
 
 
-def _attended(data: list[Tensor], communicator: Communicator, mode: Mode, segment_BL: Tensor | None) -> list[Tensor]:
+def _attended(data: list[Tensor], communicator: Communicator, mode: Mode, case: Asked, device: str = "cpu") -> list[Tensor]:
     """Output and gradients of this rank's shard."""
     shard = Layout(communicator.size, cp_rank=communicator.index).shard(range(L))
     q, k, v, dout = (x[:, :, shard] for x in data)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    y = context_attention(*inputs, communicator, mode, segment_BL)
+    (sight,) = sights([range(L)], communicator.size, communicator.index, case, device)
+    y = context_attention(*inputs, communicator, mode, sight)
     return [y.detach(), *torch.autograd.grad(y, inputs, dout)]
 
 
@@ -40,16 +42,14 @@ def _errors(results: list[Tensor], references: list[Tensor], communicator: Commu
     return [float((x - reference[:, :, shard]).abs().max() / reference.abs().max()) for x, reference in pairs]
 
 
-def _parity(
-    rank: int, cp: int, mode: Mode, heads: tuple[int, int], documents: list[str | None], dtype: torch.dtype
-) -> list[list[float]]:
+def _parity(rank: int, cp: int, mode: Mode, heads: tuple[int, int], cases: list[Asked], dtype: torch.dtype) -> list[list[float]]:
     groups = Groups.create(Fold(4, cp=cp), rank)
     errors = []
-    for name in documents:
-        data, segment_BL = data_of(heads, dtype, groups.dp_rank), segments(name)
-        results = _attended(data, groups.context, mode, segment_BL)
+    for case in cases:
+        data = data_of(heads, dtype, groups.dp_rank, case.value_dim)
+        results = _attended(data, groups.context, mode, case)
         assert all(x.dtype == dtype for x in results)
-        errors.append(_errors(results, reference(data, segment_BL), groups.context))
+        errors.append(_errors(results, reference(data, case), groups.context))
     groups.close()
     return errors
 
@@ -68,13 +68,15 @@ def test_output_and_gradients_are_those_of_one_process(ranks, cp: int, mode: Mod
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
 @pytest.mark.parametrize("mode", MODES)
 def test_narrower_types_stay_near(ranks, mode: Mode, dtype: torch.dtype, limit: float) -> None:
-    assert _worst(ranks(4).run(_parity, 4, mode, (4, 2), [None, "few and long"], dtype)) <= limit
+    assert _worst(ranks(4).run(_parity, 4, mode, (4, 2), [Asked(), Asked("few and long")], dtype)) <= limit
 
 
 def _modes_agree(rank: int) -> float:
     groups = Groups.create(Fold(4, cp=4), rank)
-    data, segment_BL = data_of((4, 2), torch.float64, 0), segments("few and long")
-    ring, gathered, again = (_attended(data, groups.context, mode, segment_BL) for mode in ("ring", "all_gather", "ring"))
+    data = data_of((4, 2), torch.float64, 0)
+    ring, gathered, again = (
+        _attended(data, groups.context, mode, Asked("few and long")) for mode in ("ring", "all_gather", "ring")
+    )
     assert all(torch.equal(x, y) for x, y in zip(ring, again, strict=True))
     groups.close()
     return max(float((x - y).abs().max()) for x, y in zip(ring, gathered, strict=True))
@@ -91,7 +93,7 @@ def _with_each_parts_own_sum(rank: int, mode: Mode) -> list[float]:
     groups = Groups.create(Fold(4, cp=4), rank)
     data = data_of((4, 2), torch.float64, 0)
     with mock.patch.object(context, "attend_backward", own):
-        errors = _errors(_attended(data, groups.context, mode, None), reference(data, None), groups.context)
+        errors = _errors(_attended(data, groups.context, mode, WHOLE), reference(data, WHOLE), groups.context)
     groups.close()
     return errors
 
@@ -115,7 +117,8 @@ def _sent(rank: int, cp: int, mode: Mode, dtype: torch.dtype) -> list[dict[str, 
         counts.append({operation: (count.calls, count.inside_bytes) for (_, operation), count in taken})
         groups.traffic.clear()
 
-    y = context_attention(q, k.requires_grad_(), v, groups.context, mode)
+    (sight,) = sights([range(L)], cp, groups.context.index, WHOLE)
+    y = context_attention(q, k.requires_grad_(), v, groups.context, mode, sight)
     count()
     y.backward(dout)
     count()
@@ -155,13 +158,14 @@ def _events(rank: int, mode: Mode, documents: str | None) -> tuple[list[str], li
 
         return run
 
+    (sight,) = sights([range(L)], 4, groups.context.index, Asked(documents))
     q, k, v, dout = (x[:, :, : L // 4].clone() for x in data_of((4, 2), torch.float32, 0))
     with (
         mock.patch.object(Communicator, "shift", noted_shift),
         mock.patch.object(context, "attend", noted(attend)),
         mock.patch.object(context, "attend_backward", noted(attend_backward)),
     ):
-        y = context_attention(q.requires_grad_(), k, v, groups.context, mode, segments(documents))
+        y = context_attention(q.requires_grad_(), k, v, groups.context, mode, sight)
         forward = events.copy()
         events.clear()
         y.backward(dout)
@@ -197,15 +201,12 @@ def test_parts_that_no_document_crosses_are_skipped(ranks, mode: Mode) -> None:
 
 
 def test_mistakes_are_named() -> None:
-    alone = Groups.create(Fold(1)).context
+    alone, (sight,) = Groups.create(Fold(1)).context, sights([range(L)], 1, 0, Asked())
     q, k, v, _ = data_of((4, 2), torch.float32, 0)
     with pytest.raises(ValueError, match="legal are 'ring', 'all_gather'"):
-        context_attention(q, k, v, alone, "rings")  # type: ignore[arg-type]
+        context_attention(q, k, v, alone, "rings", sight)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"whole sequences have \(2, 48\)"):
-        context_attention(q, k, v, alone, "ring", torch.zeros(B, 5))
-    three = Communicator("context", (0, 1, 2), 0, None)
-    with pytest.raises(UserError):
-        context_attention(q[:, :, :15], k[:, :, :15], v[:, :, :15], three, "ring")
+        context_attention(q, k, v, alone, "ring", Sight(range(L), L, sight.shards, 0, torch.zeros(B, 5)))
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------
@@ -342,10 +343,7 @@ def test_cuda_kernels_agree_with_plain_products(
 @pytest.mark.parametrize("documents", [None, "few and long"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_one_gpu_alone(documents: str | None, dtype: torch.dtype) -> None:
-    alone, segment_BL = Groups.create(Fold(1)).context, segments(documents)
+    alone, case = Groups.create(Fold(1)).context, Asked(documents)
     data = data_of((4, 2), dtype, 0)
-    on_gpu = None if segment_BL is None else segment_BL.cuda()
-    results = _attended([x.cuda() for x in data], alone, "ring", on_gpu)
-    assert max(_errors([x.cpu() for x in results], reference(data, segment_BL), alone)) <= (
-        1e-5 if dtype == torch.float32 else 2e-2
-    )
+    results = _attended([x.cuda() for x in data], alone, "ring", case, "cuda")
+    assert max(_errors([x.cpu() for x in results], reference(data, case), alone)) <= (1e-5 if dtype == torch.float32 else 2e-2)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foldray.blueprint import ModelSpec
+from foldray.blueprint import FeedForwardSpec, ModelSpec
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.model import IGNORED
@@ -45,7 +45,7 @@ def held(groups: Groups, weight_VH: Tensor) -> tuple[Vocabulary, slice, slice]:
     """A vocabulary with this rank's rows of a weight, these rows, and its piece of the sequence."""
     tp, index = groups.tensor.size, groups.tensor.index
     rows, piece = (slice(index * n // tp, (index + 1) * n // tp) for n in (V, S))
-    made = Vocabulary(SPEC, groups.tensor, None, torch.float64)
+    made = Vocabulary(range(V)[rows], H, groups.tensor, None, torch.float64)
     with torch.no_grad():
         made.weight.copy_(weight_VH[rows])
     return made, rows, piece
@@ -107,7 +107,7 @@ def _feed_forward(rank: int, fold: Fold) -> None:
     x_BSH, gate_HF, up_HF, down_FH = map(with_grad, (data(7, B, S, H), data(8, H, 24), data(9, H, 24), data(10, 24, H)))
     y_BSH = (F.silu(x_BSH @ gate_HF) * (x_BSH @ up_HF)) @ down_FH
     gradients = torch.autograd.grad(y_BSH, (x_BSH, gate_HF, up_HF, down_FH), data(11, B, S, H))
-    made = FeedForward(SPEC, 24, groups.tensor, None, torch.float64)
+    made = FeedForward(FeedForwardSpec(24 // tp, SPEC.ffn), H, groups.tensor, None, torch.float64)
     own = slice(index * 24 // tp, (index + 1) * 24 // tp)
     with torch.no_grad():
         made.up.copy_(torch.cat((gate_HF[:, own], up_HF[:, own]), 1))

@@ -12,21 +12,22 @@ from foldray.blueprint import Layout
 from foldray.comm import Communicator, Groups
 from foldray.fold import Fold
 from foldray.model import slices as module
-from foldray.model.slices import KeysAndValues, Sight, slice_attention
-from tests.foldray.model.sequences import ALL, HEADS, B, D, L, data_of, reference, segments
+from foldray.model.sight import Sight
+from foldray.model.slices import KeysAndValues, slice_attention
+from tests.foldray.model.sequences import ALL, HEADS, Asked, B, D, L, data_of, reference, sights
 
+WHOLE = Asked()
 CUTS = [(48,), (24, 24), (16, 24, 8), (8, 8, 16, 8, 8), (40, 8)]
 
 
 def sliced(
-    data: list[Tensor], communicator: Communicator, cut: tuple[int, ...], segment_BL: Tensor | None, again: bool = False
+    data: list[Tensor], communicator: Communicator, cut: tuple[int, ...], case: Asked = WHOLE, again: bool = False
 ) -> tuple[list[Tensor], KeysAndValues]:
     """Output and gradients of queries, keys and values of this rank's shard: slices forward in order, backward in the other."""
     layout, memory = Layout(communicator.size, cp_rank=communicator.index, slices=cut), KeysAndValues()
     graphs, outs = [], []
-    for part in layout.cut(L):
-        shards = [Layout(communicator.size, cp_rank=i).chunks(part) for i in range(communicator.size)]
-        sight = Sight.of(part, L, shards, communicator.index, segment_BL)
+    slices = layout.cut(L)
+    for part, sight in zip(slices, sights(slices, communicator.size, communicator.index, case), strict=True):
         leaves = [x[:, :, layout.shard(part)].requires_grad_() for x in data[:3]]
         for _ in range(1 + again):
             out = slice_attention(*leaves, memory, sight, communicator)
@@ -43,14 +44,14 @@ def errors(results: list[Tensor], references: list[Tensor], communicator: Commun
     return [float((x - whole[:, :, held]).abs().max() / whole.abs().max()) for x, whole in pairs]
 
 
-def parity(rank: int, cp: int, heads: tuple[int, int], dtype: torch.dtype, documents: list[str | None]) -> list[list[float]]:
+def parity(rank: int, cp: int, heads: tuple[int, int], dtype: torch.dtype, cases: list[Asked]) -> list[list[float]]:
     groups = Groups.create(Fold(4, cp=cp), rank)
     found = []
-    for name in documents:
-        data, segment_BL = data_of(heads, dtype, groups.dp_rank), segments(name)
-        whole = reference(data, segment_BL)
+    for case in cases:
+        data = data_of(heads, dtype, groups.dp_rank, case.value_dim)
+        whole = reference(data, case)
         for cut in CUTS:
-            results, memory = sliced(data, groups.context, cut, segment_BL)
+            results, memory = sliced(data, groups.context, cut, case)
             assert all(x.dtype == dtype for x in results)
             assert memory.made is None
             found.append(errors(results, whole, groups.context, cut))
@@ -70,12 +71,12 @@ def test_output_and_gradients_are_those_of_whole_sequences(ranks, cp: int, heads
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 def test_narrower_types_stay_near(ranks, dtype: torch.dtype, limit: float) -> None:
-    assert worst(ranks(4).run(parity, 2, (4, 2), dtype, [None, "few and long"])) <= limit
+    assert worst(ranks(4).run(parity, 2, (4, 2), dtype, [Asked(), Asked("few and long")])) <= limit
 
 
 def test_a_forward_that_is_computed_again_finds_its_keys_and_values() -> None:
     alone, data = Groups.create(Fold(1)).context, data_of((4, 2), torch.float64, 0)
-    once, twice = (sliced(data, alone, (16, 24, 8), None, again)[0] for again in (False, True))
+    once, twice = (sliced(data, alone, (16, 24, 8), Asked(), again)[0] for again in (False, True))
     for x, y in zip(once, twice, strict=True):
         assert torch.equal(x, y)
 
@@ -90,18 +91,18 @@ def test_keys_and_values_are_kept_once_and_their_gradients_added_in_place(monkey
         return attend(q, k, v, mask)
 
     monkeypatch.setattr(module, "attend", watched)
-    sliced(data_of((4, 2), torch.float64, 0), Groups.create(Fold(1)).context, (16, 24, 8), None)
+    sliced(data_of((4, 2), torch.float64, 0), Groups.create(Fold(1)).context, (16, 24, 8))
     assert len(seen) == 5, "two parts of each slice but the first"
     assert set(seen) == {(seen[0][0], 2 * B * 2 * L * D * 8)}
 
 
 def test_documents_that_lie_elsewhere_are_not_met() -> None:
     segment_BL = torch.arange(2).repeat_interleave(24).repeat(B, 1)
-    parts = [Sight.of(part, L, [[part]], 0, segment_BL).parts[0] for part in (range(16), range(16, 36), range(36, 48))]
+    parts = [Sight(part, L, [[part]], 0, segment_BL).parts[0] for part in (range(16), range(16, 36), range(36, 48))]
     assert [[(part.keys, part.mask if part.mask in ("causal", None) else "mask") for part in each] for each in parts[:1]] == [
-        [(range(16), "causal")]
+        [(slice(0, 16), "causal")]
     ]
-    assert [part.keys for part in parts[1]] == [range(16), range(16, 36)]
-    assert [part.keys for part in parts[2]] == [range(24, 36), range(36, 48)]
+    assert [part.keys for part in parts[1]] == [slice(0, 16), slice(16, 36)]
+    assert [part.keys for part in parts[2]] == [slice(24, 36), slice(36, 48)]
     assert parts[2][0].mask is None
     assert parts[2][1].mask == "causal"

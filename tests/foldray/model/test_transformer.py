@@ -12,7 +12,8 @@ from foldray.blueprint import PRESETS, ModelSpec, Ownership, parameter_table
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.model import Batch, Transformer
-from foldray.model.attention import document_mask, rotary_angles, rotate
+from foldray.model.attention import rotary_angles, rotate
+from foldray.model.sight import Sight
 from tests.foldray.parity import MODEL, model_of
 
 FOLDS = [
@@ -148,7 +149,8 @@ def test_masked_documents_do_not_see_each_other() -> None:
     before, after = (model.logits(t, segments) for t in (text, changed))
     torch.testing.assert_close(after[:, 3:], before[:, 3:])
     assert not torch.allclose(after[:, 1:3], before[:, 1:3])
-    assert document_mask(segments)[0, 0].sum().item() == 6 + 15
+    mask = Sight(range(8), 8, [[range(8)]], 0, segments).mask(range(8), [range(8)])
+    assert mask[0, 0].sum().item() == 6 + 15
 
 
 def test_rotary_positions_are_relative() -> None:

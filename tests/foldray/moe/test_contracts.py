@@ -26,7 +26,7 @@ def plain(made: MoELayer) -> PlainLayer:
     """The plain layer with another one's weights."""
 
     def expert(number: int, x_nH: torch.Tensor) -> torch.Tensor:
-        return reference_ffn(x_nH, made.experts.up[number], made.experts.down[number], made.experts.ffn)
+        return reference_ffn(x_nH, made.experts.up[number], made.experts.down[number], made.experts.share.ffn)
 
     return PlainLayer(made.router, [partial(expert, number) for number in made.experts.ids])
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from foldray.blueprint import ModelSpec
+from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.moe import MoeBackend, MoELayer
@@ -22,7 +22,7 @@ def spec(**changes: Any) -> ModelSpec:
 
 def layer(model: ModelSpec, dtype: torch.dtype = torch.float64, **backend: Any) -> MoELayer:
     torch.manual_seed(0)
-    made = MoELayer(model, GROUPS, MoeBackend(**backend), dtype=dtype)
+    made = MoELayer(Ownership(model, Fold(1)), model.moe_layers[0], GROUPS, MoeBackend(**backend), dtype=dtype)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return made
@@ -111,7 +111,7 @@ def test_backends_give_the_same_numbers(name: str, topk: int, router: dict) -> N
     results = []
     for backend in (MoeBackend(), _backend(name, model)):
         torch.manual_seed(0)
-        made = MoELayer(model, GROUPS, backend)
+        made = MoELayer(Ownership(model, Fold(1)), model.moe_layers[0], GROUPS, backend)
         for parameter in made.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
         x = torch.randn(2, 12, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()

@@ -1,0 +1,33 @@
+"""Keys and values of sequences that are cut over context-parallel ranks: put together, and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from foldray.comm import Communicator
+from foldray.model.sight import Sight
+
+
+def gather_chunks(keys_and_values: Sequence[Tensor], communicator: Communicator, sight: Sight) -> Tensor:
+    """All members' keys and values of a slice in the sequence's order: [B, G, S, D] each → [B, G, cp · S, Dk + Dv]."""
+    gathered = communicator.all_gather(torch.cat(list(keys_and_values), dim=-1))
+    held = {
+        chunk.start: part
+        for shard, block in zip(sight.shards, gathered.chunk(len(sight.shards)), strict=True)
+        for chunk, part in zip(shard, block.chunk(len(shard), dim=-2), strict=True)
+    }
+    return torch.cat([held[chunk.start] for chunk in sight.sequence], dim=-2)
+
+
+def scatter_chunks(share: Tensor, communicator: Communicator, sight: Sight) -> Tensor:
+    """This member's chunks of the sum over members' shares of a slice: [B, G, cp · S, D] → [B, G, S, D]."""
+    if sight.alone:
+        return share
+    first = sight.tokens.start
+    shards = [
+        torch.cat([share[..., chunk.start - first : chunk.stop - first, :] for chunk in shard], dim=-2) for shard in sight.shards
+    ]
+    return communicator.reduce_scatter(torch.cat(shards))

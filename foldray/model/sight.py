@@ -1,0 +1,174 @@
+"""Which keys a rank's queries see: none that are later, none outside of the window, none of another document.
+
+Slices and context parallelism cut sequences into runs of positions. Both ask here which runs of keys a run of queries meets, and
+under which mask. B sequences, S queries, T keys, L positions of the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foldray.kernels.attention import Mask
+from foldray.windows import FULL, Window
+
+_SHORTEST_RUN = 128  # queries; starting a kernel takes as long as computing so many
+
+
+class Part(NamedTuple):
+    """Keys that a run of queries meets at once.
+
+    Args:
+        keys: where they lie among the keys at hand.
+        mask: who of the queries sees whom of them.
+    """
+
+    keys: slice
+    mask: Mask
+
+
+@dataclass(frozen=True, eq=False)
+class Sight:
+    """What this rank's queries of a slice see.
+
+    Args:
+        tokens: the slice's positions; all of the sequence where it is not cut.
+        length: of the whole sequence.
+        shards: chunks of the slice that every context-parallel member holds, as positions.
+        index: this rank's place among the members.
+        segment_BL: document numbers of the whole sequences, which attention does not cross; None where it does.
+        window: how far back queries see.
+        device: of masks.
+    """
+
+    tokens: range
+    length: int
+    shards: Sequence[Sequence[range]]
+    index: int = 0
+    segment_BL: Tensor | None = None
+    window: Window = FULL
+    device: torch.device | None = None
+    _met: dict[tuple[range, range], int] = field(default_factory=dict, repr=False)
+    _numbers: dict[range, list[int] | None] = field(default_factory=dict, repr=False)
+
+    @property
+    def own(self) -> Sequence[range]:
+        """Chunks of this rank."""
+        return self.shards[self.index]
+
+    @property
+    def whole(self) -> bool:
+        """Whether sequences are not cut into slices."""
+        return len(self.tokens) == self.length
+
+    @property
+    def alone(self) -> bool:
+        """Whether one rank holds all of the slice."""
+        return len(self.shards) == 1
+
+    @property
+    def sequence(self) -> list[range]:
+        """All members' chunks in their order."""
+        return sorted((chunk for shard in self.shards for chunk in shard), key=lambda chunk: chunk.start)
+
+    @cached_property
+    def parts(self) -> list[list[Part]]:
+        """Of each chunk of this rank, where all keys up to the slice's end are at hand."""
+        return [list(self.meet(queries, (range(queries.start), queries))) for queries in self.own]
+
+    def meet(self, queries: range, runs: Sequence[range]) -> Iterator[Part]:
+        """What these queries see of runs of keys, in ascending order, that lie one behind another in one block."""
+        seen: list[tuple[range, int]] = []  # runs before the queries, from the first one that is met; where they lie
+        last = place = 0
+        here: int | None = None
+        for keys in runs:
+            if keys == queries:
+                here = place
+            elif keys.stop <= queries.start:
+                first = self._first(queries, keys)
+                if seen or first < keys.stop:
+                    seen.append((keys if seen else range(first, keys.stop), place if seen else place + first - keys.start))
+                    last = len(seen) if first < keys.stop else last
+            place += len(keys)
+        if last:
+            met = [keys for keys, _ in seen[:last]]
+            begin = seen[0][1]
+            yield Part(slice(begin, begin + sum(map(len, met))), self.mask(queries, met))
+        if here is not None:
+            yield Part(slice(here, here + len(queries)), self.mask(queries, [queries]))
+
+    def mask(self, queries: range, runs: Sequence[range]) -> Mask:
+        """Who of the queries sees whom of the keys in these runs; the last run may be the queries themselves."""
+        causal = runs[-1].stop > queries.start
+        windowed = self.window.begin(queries[-1]) > runs[0].start
+        several = not self._one_document([queries, *runs])
+        if not windowed and not several:
+            return ("causal" if runs[0] == queries else self._positions(queries, runs)) if causal else None
+        seen_B1ST = self._positions(queries, runs) if windowed or causal else None
+        if several:
+            assert self.segment_BL is not None
+            keys_BT = torch.cat([self.segment_BL[:, keys.start : keys.stop] for keys in runs], dim=1)
+            same_B1ST = _same(self.segment_BL[:, queries.start : queries.stop], keys_BT)
+            seen_B1ST = same_B1ST if seen_B1ST is None else same_B1ST & seen_B1ST
+        return seen_B1ST
+
+    def blocks(self) -> Iterator[tuple[range, range, Mask]]:
+        """A whole sequence's queries in runs, each with all keys that it may see: one run, unless most keys are out of sight."""
+        widest = max(query + 1 - self.window.begin(query) for query in range(self.length)) if self.window.first else self.length
+        size = max(widest, _SHORTEST_RUN) if 2 * max(widest, _SHORTEST_RUN) < self.length else self.length
+        for start in range(0, self.length, size):
+            queries = range(start, min(start + size, self.length))
+            keys = range(self.window.begin(start), queries.stop)
+            before = [range(keys.start, start)] if keys.start < start else []
+            yield queries, keys, self.mask(queries, [*before, queries])
+
+    def _positions(self, queries: range, runs: Sequence[range]) -> Tensor:
+        """Keys within the window and not later than the query, bool [1, 1, S, T]."""
+        key_T = torch.cat([torch.arange(keys.start, keys.stop, device=self.device) for keys in runs])
+        first_S = torch.tensor([self.window.begin(query) for query in queries], device=self.device)
+        query_S = torch.arange(queries.start, queries.stop, device=self.device)
+        return ((key_T >= first_S.unsqueeze(1)) & (key_T <= query_S.unsqueeze(1)))[None, None]
+
+    def _first(self, queries: range, keys: range) -> int:
+        """The first of these keys that any of the queries sees; behind the last one if there is none."""
+        first = min(max(keys.start, self.window.begin(queries.start)), keys.stop)
+        if self._host_BL is None or first == keys.stop:
+            return first
+        if (queries, keys) not in self._met:
+            near = range(first, keys.stop)
+            self._met[queries, keys] = first + min(_first_met(segment_L, queries, near) for segment_L in self._host_BL)
+        return self._met[queries, keys]
+
+    @cached_property
+    def _host_BL(self) -> Tensor | None:
+        return None if self.segment_BL is None else self.segment_BL.cpu()  # the host waits here, once
+
+    def _one_document(self, runs: Sequence[range]) -> bool:
+        """Whether each sequence has one document number in all of these runs."""
+        if self._host_BL is None:
+            return True
+        numbers = [self._number(run) for run in runs]
+        return numbers[0] is not None and all(number == numbers[0] for number in numbers)
+
+    def _number(self, run: range) -> list[int] | None:
+        """The document number that each sequence has in all of a run; None if one of them has several."""
+        assert self._host_BL is not None
+        if run not in self._numbers:
+            low_B, high_B = self._host_BL[:, run.start : run.stop].aminmax(dim=1)
+            self._numbers[run] = low_B.tolist() if torch.equal(low_B, high_B) else None
+        return self._numbers[run]
+
+
+def _first_met(segment_L: Tensor, queries: range, keys: range) -> int:
+    """Place of the first of these keys whose document number one of the queries has; their number if there is none."""
+    met_T = torch.isin(segment_L[keys.start : keys.stop], segment_L[queries.start : queries.stop].unique())
+    return int(met_T.int().argmax()) if bool(met_T.any()) else len(keys)
+
+
+def _same(queries_BS: Tensor, keys_BT: Tensor) -> Tensor:
+    return (queries_BS.unsqueeze(2) == keys_BT.unsqueeze(1)).unsqueeze(1)

@@ -1,0 +1,72 @@
+"""How far back a query sees: one table.
+
+`model.windows` takes rows by name, one of them with a size, as in `sliding:128`; `module:NAME` is a row that stands in a module
+of the user's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+from foldray.errors import UserError
+from foldray.tables import OWN, find_row
+
+_LARGEST = 2**24  # tokens
+
+
+class Window(NamedTuple):
+    """The keys that queries see: those up to the query itself, from a first one on.
+
+    Args:
+        name: as recipes have it.
+        first: position of a query → position of the first key that it sees. A later query's is never an earlier key. None is the
+            beginning of the sequence for all queries.
+    """
+
+    name: str
+    first: Callable[[int], int] | None = None
+
+    def begin(self, query: int) -> int:
+        """Position of the first key that a query sees."""
+        return 0 if self.first is None else self.first(query)
+
+    def pairs(self, queries: range) -> int:
+        """How many keys all of these neighbouring queries see together."""
+        if self.first is None:
+            return (queries.start + 1 + queries.stop) * len(queries) // 2
+        return sum(query - self.first(query) + 1 for query in queries)
+
+
+def _sliding(size: int) -> Window:
+    return Window(f"sliding:{size}", lambda query: max(0, query - size + 1))
+
+
+def _chunked(size: int) -> Window:
+    return Window(f"chunked:{size}", lambda query: query // size * size)
+
+
+FULL = Window("full")
+SIZED: Mapping[str, Callable[[int], Window]] = {"sliding": _sliding, "chunked": _chunked}
+"""Windows of a size: the newest keys (Mistral 7B, arXiv:2310.06825, section 2); chunks that see nothing of each other."""
+LEGAL = (FULL.name, *(f"{name}:TOKENS" for name in SIZED), OWN)
+
+
+@lru_cache(maxsize=256)
+def find_window(name: str) -> Window:
+    """A row by its name, or by `module:NAME`.
+
+    Raises:
+        UserError: there is none.
+    """
+    sized = re.fullmatch(r"([a-z]+):(\d{1,9})", name)
+    if sized and sized[1] in SIZED:
+        if not 1 <= int(sized[2]) <= _LARGEST:
+            raise UserError("model.windows", name, f"must have a size from 1 to {_LARGEST} tokens", LEGAL)
+        return SIZED[sized[1]](int(sized[2]))
+    try:
+        return find_row("model.windows", {FULL.name: FULL}, Window, name)
+    except UserError as error:
+        raise UserError("model.windows", name, error.rule, LEGAL) from None

@@ -1,0 +1,84 @@
+"""A window from outside, one row and a function: trained, planned and refused like those that are built in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from foldray.blueprint import ModelSpec, forward_flops_per_token
+from foldray.errors import UserError
+from foldray.windows import FULL, find_window
+from tests.foldray.parity import MODEL, make_recipe, one_process, train, worst
+
+NAME = "tests.foldray.model.striding:STRIDES"
+WINDOWS = [FULL.name, "sliding:6", "chunked:8", NAME]
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_window_never_goes_back_and_counts_its_pairs(name: str) -> None:
+    window = find_window(name)
+    begins = [window.begin(query) for query in range(64)]
+    assert begins == sorted(begins)
+    assert all(0 <= first <= query for query, first in enumerate(begins))
+    assert window.pairs(range(7, 50)) == sum(query - begins[query] + 1 for query in range(7, 50))
+
+
+@pytest.mark.parametrize(
+    ("fold", "schedule"),
+    [
+        ({"tp": 2, "ep": 4}, {"kind": "one_a_one_m", "degree": 2}),
+        ({"cp": 2, "ep": 2}, {}),
+        ({"cp": 2, "ep": 2}, {"kind": "stream", "degree": 2}),
+        ({"pp": 2, "ep": 2}, {"kind": "one_a_one_m", "degree": 4}),
+    ],
+    ids=["tp", "cp", "cp sliced", "pp sliced"],
+)
+@pytest.mark.parametrize("documents", [False, True])
+def test_it_trains(ranks, fold: dict[str, int], schedule: dict[str, Any], documents: bool) -> None:
+    model = {"windows": [NAME, "sliding:6", "full"], "value_dim": 4, "layers": 3}
+    recipe = make_recipe(4, fold, model=model, schedule=schedule)
+    found, reference = ranks(4).run(train, recipe, 2, documents), one_process(recipe, steps=2, documents=documents)
+    difference, where = worst(found, reference, relative=False)
+    assert difference <= 1e-10, where
+    whole = one_process(make_recipe(4, fold, model={**model, "windows": ["full"]}), steps=2, documents=documents)
+    assert worst(found, whole, relative=False)[0] > 1e-4, "the windows change what is computed"
+
+
+def test_long_sequences_are_attended_to_in_runs() -> None:
+    """Runs of queries, each with the keys that it may see, are what whole sequences are."""
+    model = {"windows": ["sliding:130"], "positions": "rope"}
+    whole = make_recipe(1, model=model, data={"seq_len": 640}, training={"global_batch": 1, "micro_batch": 1})
+    cut = make_recipe(1, model=model, data={"seq_len": 640}, training={"global_batch": 1, "micro_batch": 1},
+                      schedule={"kind": "one_a_one_m", "degree": 4})  # fmt: skip
+    difference, where = worst([train(0, cut)], train(0, whole), relative=False)
+    assert difference <= 1e-11, where
+
+
+def test_flops_count_what_is_seen() -> None:
+    def flops(**changes: Any) -> float:
+        return forward_flops_per_token(ModelSpec(**{**MODEL, **changes}), 64)
+
+    model = ModelSpec(**MODEL)
+    seen = find_window("sliding:6").pairs(range(64)) / 64
+    per_key = model.layers * 4 * model.heads * model.head_dim
+    assert flops() - flops(windows=["sliding:6"]) == pytest.approx(per_key * (65 / 2 - seen))
+    assert flops(windows=["sliding:6", "full"]) == pytest.approx((flops() + flops(windows=["sliding:6"])) / 2)
+    assert flops(windows=[NAME]) < flops()
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("half", "is none of the legal values"),
+        ("sliding", "is none of the legal values"),
+        ("sliding:0", "must have a size from 1"),
+        ("tests.foldray.model.striding:STRIDE", "is a int, not a"),
+        ("tests.foldray.model.nowhere:X", "cannot be imported"),
+    ],
+)
+def test_what_is_no_window_is_refused(name: str, rule: str) -> None:
+    with pytest.raises(UserError, match=rule) as caught:
+        make_recipe(2, 2, model={"windows": [name]})
+    assert caught.value.field.startswith("model.windows")
+    assert caught.value.legal == ["full", "sliding:TOKENS", "chunked:TOKENS", "module:NAME"]
