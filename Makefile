@@ -9,7 +9,7 @@ STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test nightly lint bench gpu-check clean
+.PHONY: help setup quickstart test nightly lint docs bench gpu-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -37,6 +37,9 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy foldray trainers tuners
+
+docs: setup ## write docs/recipe.md, the page of all recipe keys
+	$(BIN)/python -m foldray.recipe.page > docs/recipe.md
 
 bench: setup ## measure the MoE layer, and schedules over a slow link between two hosts (that needs root)
 	$(BIN)/python recipes/benchmarks/moe_layer.py

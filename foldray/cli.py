@@ -14,7 +14,8 @@ from foldray.arguments import Parser
 from foldray.drawing import explanation
 from foldray.errors import MissingPackage, UserError
 from foldray.fold import Fold, Placement, best_order, nearest_disjoint, nearest_folds
-from foldray.recipe import Recipe, describe
+from foldray.recipe import Recipe
+from foldray.recipe.page import key_help
 from foldray.schedule import SLICINGS, SliceCost, Slicing, slice_sequence
 
 Command = Callable[[argparse.Namespace], int]
@@ -261,7 +262,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
-    command = _add(commands, "train", train, "train a recipe", epilog=_recipe_keys())
+    command = _add(commands, "train", train, "train a recipe", epilog=key_help())
     _add_recipe(command, joins=True)
     begin = command.add_mutually_exclusive_group()
     begin.add_argument("--resume", metavar="RUN_ID", help="go on from the last checkpoint of a run in the same storage")
@@ -289,7 +290,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--trace", type=Path, metavar="FILE.json", help="also write a trace for Perfetto (ui.perfetto.dev)")
 
     command = _add(commands, "tune", tune, "find the fastest way to train a recipe, by measuring on its workers",
-                   epilog=_recipe_keys(tuning=True))  # fmt: skip
+                   epilog=key_help(tuning=True))  # fmt: skip
     _add_recipe(command, joins=True)
 
     command = _add(commands, "dashboard", dashboard, "serve the Optuna dashboard of a recipe's study")
@@ -365,17 +366,6 @@ def _add_recipe(command: argparse.ArgumentParser, joins: bool = False) -> None:
     if joins:
         meaning = "Ray cluster to join (cluster.address); else one is started on this machine"
         command.add_argument("--address", dest="joined", metavar="ADDRESS", help=meaning)
-
-
-def _recipe_keys(tuning: bool = False) -> str:
-    """All keys but those of tuning, or these alone."""
-    rows = [row for row in describe(Recipe) if row[0].startswith("tune.") == tuning]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 2)]
-    lines = [
-        f"  {key:{widths[0]}}  {default:{widths[1]}}  {meaning + ' ' if meaning else ''}({legal})"
-        for key, legal, default, meaning in rows
-    ]
-    return "recipe keys, their defaults and their meaning:\n" + "\n".join(lines)
 
 
 def _recipe(given: argparse.Namespace) -> Recipe:

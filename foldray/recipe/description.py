@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError
 from foldray.blueprint import ModelSpec, Ownership, Strict, smallest_slice
 from foldray.fold import Fold
 from foldray.recipe.reading import first_mistake, refuse_booleans
+from foldray.recipe.schedule import ScheduleSpec
 from foldray.recipe.sections import (
     CheckpointSpec,
     ClusterSpec,
@@ -17,18 +18,25 @@ from foldray.recipe.sections import (
     FoldSpec,
     MoeSpec,
     OptimizerSpec,
-    ScheduleSpec,
     TrackingSpec,
     TrainingSpec,
-    TuneSpec,
 )
+from foldray.recipe.tuning import TuneSpec
 from foldray.schedule import Ordering, Reduction, Sequences, SliceCost, Slicing, make_ordering
 
 
 class Description(Strict):
-    """One training, described; `Recipe` is one whose rules have been checked."""
+    """One training. The section `model` is required; every other key has a default.
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100, description="first part of the run's id")
+    `Recipe` is a description whose rules have been checked.
+    """
+
+    name: str = Field(
+        "run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=100,
+        description="First part of the run's id, which names its folder and its MLflow run.",
+    )
     model: ModelSpec
     data: DataSpec = DataSpec()
     fold: FoldSpec = FoldSpec()
@@ -37,7 +45,11 @@ class Description(Strict):
     optimizer: OptimizerSpec = OptimizerSpec()
     training: TrainingSpec = TrainingSpec()
     engine: EngineSpec = EngineSpec()
-    precision: Literal["float32", "bfloat16", "float64"] = "float32"
+    precision: Literal["float32", "bfloat16", "float64"] = Field(
+        "float32",
+        description="Type of weights and activations. `bfloat16` halves their memory and traffic; gradient sums and the "
+        "optimizer stay in float32. `float64` is for checks, with `engine.kind: torch`.",
+    )
     checkpoint: CheckpointSpec = CheckpointSpec()
     tracking: TrackingSpec = TrackingSpec()
     cluster: ClusterSpec = ClusterSpec()

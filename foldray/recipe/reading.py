@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -28,7 +29,7 @@ _PLAIN = {
 
 
 def describe(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """Rows (key, legal values, default, meaning) of every recipe key, for help texts."""
+    """A row (key, legal values, default, description) for every recipe key."""
     for name, field in model.model_fields.items():
         section = _section(field.annotation)
         if section is not None:
@@ -36,6 +37,14 @@ def describe(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, st
         else:
             default = "required" if field.is_required() else _as_yaml(field.default)
             yield f"{prefix}{name}", _legal(field), default, field.description or ""
+
+
+def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The name and the docstring of every section of a recipe, in order."""
+    for name, field in model.model_fields.items():
+        if (section := _section(field.annotation)) is not None:
+            yield f"{prefix}{name}", inspect.cleandoc(section.__doc__ or "")
+            yield from sections(section, f"{prefix}{name}.")
 
 
 def apply(given: dict[str, Any], override: str) -> None:
@@ -131,23 +140,27 @@ def _words(annotation: Any) -> list[Any]:
 
 
 def _legal(field: FieldInfo) -> str:
-    annotation = field.annotation
-    parts = get_args(annotation) if get_origin(annotation) in (types.UnionType, Union) else (annotation,)
-    plain = {type(None): "null", tuple: "list"}
-    names = _listed(field.metadata)
-    for part in () if names else parts:
-        origin = get_origin(part) or part
-        listed: list[str] = []
-        if origin is Annotated:
-            part, *marks = get_args(part)
-            origin, listed = get_origin(part) or part, _listed(marks)
-        one = plain.get(origin) or str(getattr(part, "__name__", part))
-        names += listed or (map(str, get_args(part)) if origin is Literal else [one])
-    return "|".join(names)
+    """The legal values of a key, with `|` between them; for a number or a text the name of its type."""
+    return "|".join(_listed(field.metadata) or _names(field.annotation))
+
+
+def _names(annotation: Any) -> list[str]:
+    """The names of the values that a type takes."""
+    origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
+    if origin in (types.UnionType, Union):
+        return [name for part in arguments for name in _names(part)]
+    if origin is Annotated:
+        return _listed(arguments[1:]) or _names(arguments[0])
+    if origin is Literal:
+        return [str(value) for value in arguments]
+    if origin is tuple:
+        words = ", ".join(_names(arguments[0]))
+        return [f"{'list' if ... in arguments else 'pair'} of {words.replace('list of', 'lists of')}"]
+    return {type(None): ["null"], bool: ["true", "false"]}.get(annotation) or [annotation.__name__]
 
 
 def _listed(marks: Iterable[Any]) -> list[str]:
-    """The words of a text that is marked as one of some."""
+    """The words that a type is restricted to; none for a type that is not."""
     checks = (mark.func for mark in marks if isinstance(mark, PlainValidator))
     return [word for check in checks if isinstance(check, Among) for word in check.words]
 
