@@ -16,8 +16,8 @@ _NARROWEST, _WIDEST = 50, 100  # columns of the help
 
 _INTRODUCTION = """# Recipe keys
 
-A recipe is a YAML file with the sections below. Only the section `model` is required. It names a `preset`, or it gives every size
-that the table marks as required.
+A recipe is a YAML file with the sections below. Only the section `model` is required. It names a `preset`, or it gives
+every size that the table marks as required.
 
 ```yaml
 model: {preset: tiny}
@@ -25,11 +25,12 @@ fold: {ep: 2}
 cluster: {workers: 2}
 ```
 
-Every command that reads a recipe takes changes after the file name, such as `training.steps=1000`. The value is YAML, so `null`,
-`true`, `[1, 2, 4]` and `{kind: torch}` are values, too.
+Every command that reads a recipe takes changes after the file name, such as `training.steps=1000`. The value is YAML, so
+`null`, `true`, `[1, 2, 4]` and `{kind: torch}` are values, too.
 
-The [glossary](glossary.md) explains the words. `foldray train --help` and `foldray tune --help` show the same descriptions. They
-come from `foldray/recipe/` and `foldray/blueprint/model.py`; `make docs` writes this page from them.
+The [glossary](glossary.md) explains the words. `foldray train --help` and `foldray tune --help` show the same
+descriptions. They come from `foldray/recipe/` and `foldray/blueprint/model.py`, and `make docs` writes this page from
+them.
 """
 
 Row = tuple[str, str, str, str]
