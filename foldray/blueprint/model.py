@@ -179,7 +179,7 @@ class ModelSpec(Strict):
             return given
         name = str(given["preset"]).lower()
         if name not in PRESETS:
-            raise UserError("model.preset", given["preset"], f"is no known model{nearest(name, PRESETS)}", PRESETS)
+            raise UserError("model.preset", given["preset"], f"is not a known model{nearest(name, PRESETS)}", PRESETS)
         base = PRESETS[name]
         router = given.get("router") or {}
         merged = {**base, **given, "preset": name}

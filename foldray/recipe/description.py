@@ -1,4 +1,4 @@
-"""What a recipe says: its sections, and what follows from them."""
+"""A recipe without its rules: the sections, and the values that follow from them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Description(Strict):
 
     @classmethod
     def parse(cls, given: dict[str, Any]) -> Self:
-        """Validate a mapping; the first mistake is raised as a UserError."""
+        """Validate a mapping, and raise the first mistake as a UserError."""
         refuse_booleans(cls, given)
         try:
             return cls.model_validate(given)
@@ -71,16 +71,16 @@ class Description(Strict):
 
     @property
     def ownership(self) -> Ownership:
-        """Which worker holds what of the model."""
+        """The pieces of the model that each worker holds."""
         return Ownership(self.model, self.placed_fold, self.schedule.virtual_stages, self.schedule.stage_layers)
 
     @property
     def slicing(self) -> Slicing | None:
-        """How a sequence is cut; None where it is not."""
+        """How a sequence is cut; None for a sequence that is not cut."""
         return self.ordering.slicing
 
     def cut(self, kind: str, degree: int) -> Slicing:
-        """This recipe's sequences in slices of another kind (`slice_sequence`)."""
+        """Cut this recipe's sequences into slices of another kind (`slice_sequence`)."""
         return self._sequences.cut(kind, degree)
 
     @property
@@ -89,18 +89,18 @@ class Description(Strict):
 
     @property
     def slice_cost(self) -> SliceCost:
-        """What a slice of attention costs: as measured, or by its FLOPs."""
+        """The cost of a slice of attention: the measured cost of the recipe, or its FLOPs."""
         measured = self.schedule.slice_cost
         return SliceCost.of_model(self.model.hidden, self.model.heads) if measured is None else SliceCost(*measured)
 
     @property
     def slice_unit(self) -> int:
-        """What every slice's length is a multiple of."""
+        """The length of every slice is a multiple of this number of tokens."""
         return smallest_slice(self.fold.cp, self.fold.tp)
 
     @property
     def ordering(self) -> Ordering:
-        """How sequences are cut, and in which order their pieces go."""
+        """How sequences are cut, and the order of their pieces."""
         schedule = self.schedule
         reduction = Reduction(schedule.reduction, None if schedule.sp_bytes == "auto" else schedule.sp_bytes)
         return make_ordering(
@@ -114,10 +114,10 @@ class Description(Strict):
         return self.training.global_batch // (self.placed_fold.dp * self.training.micro_batch)
 
     def at_degree(self, degree: int) -> Self:
-        """The same with sequences in so many pieces, and no other degree to try.
+        """The same recipe with this degree, and no other degree to try.
 
         Raises:
-            UserError: that cannot be.
+            UserError: the recipe is illegal with this degree.
         """
         given = self.model_dump()
         slices = self.schedule.slices if degree == self.schedule.degree else None

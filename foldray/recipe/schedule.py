@@ -99,7 +99,7 @@ class ScheduleSpec(Strict):
 
     @property
     def opened(self) -> list[str]:
-        """Keys that training finds values for."""
+        """The keys whose values training finds."""
         return ["degrees"] * (self.degrees is not None) + ["sp_bytes"] * (self.sp_bytes == "auto")
 
     @field_validator("sp_bytes", mode="before")
@@ -120,5 +120,5 @@ class ScheduleSpec(Strict):
         try:
             row = overlap_kind(given["kind"])
         except (UserError, TypeError, KeyError, AttributeError):
-            return given  # which is refused, or the default
+            return given  # validation refuses it, or takes the default
         return {"batch_degree": row.batch_degree, "reduction": row.reduction, **given}

@@ -97,11 +97,11 @@ def test_a_model_without_preset():
 
 BAD = [
     # keys and sections
-    ("trainig.steps=3", "trainig", "is no known key; did you mean 'training'?; legal: name, model"),
+    ("trainig.steps=3", "trainig", "is not a known key; did you mean 'training'?; legal: name, model"),
     ("training.step=3", "training.step", "did you mean 'steps'?"),
-    ("data.validation.share=0.1", "data.validation.share", "is no known key; legal: fraction, path"),
-    ("model.router.temperature=1", "model.router.temperature", "is no known key"),
-    ("fold.dp=2", "fold.dp", "is no known key"),
+    ("data.validation.share=0.1", "data.validation.share", "is not a known key; legal: fraction, path"),
+    ("model.router.temperature=1", "model.router.temperature", "is not a known key"),
+    ("fold.dp=2", "fold.dp", "is not a known key"),
     ("training=3", "training", "valid dictionary"),
     ("training.steps.first=3", "training.steps.first", "steps is not a section"),
     ("training.steps", "override", "must read key.sub=value"),
@@ -139,7 +139,7 @@ BAD = [
     ("cluster.placement=pack", "cluster.placement", "legal: PACK, SPREAD, STRICT_PACK, STRICT_SPREAD"),
     ("model.norm=batchnorm", "model.norm", "legal: rmsnorm, layernorm"),
     # the model
-    ("model.preset=tiney", "model.preset", "is no known model; did you mean 'tiny'?"),
+    ("model.preset=tiney", "model.preset", "is not a known model; did you mean 'tiny'?"),
     ("model.kv_heads=3", "model.kv_heads", "must divide heads=4; legal: 1, 2, 4"),
     ("model.head_dim=31", "model.head_dim", "must be even"),
     ("model.topk=9", "model.topk", "must be at most experts=8"),

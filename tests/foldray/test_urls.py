@@ -81,7 +81,7 @@ def test_no_line_of_error_holds_a_secret_however_it_is_looked_at() -> None:
     ):
         for each in (error, pickle.loads(pickle.dumps(error))):
             assert "hush" not in f"{each} {each.value if isinstance(each.value, str) else ''} {each.rule}"
-    with pytest.raises(UserError, match=r"^tracking\.ur=http://\*\*\*@host: is no known key"):
+    with pytest.raises(UserError, match=r"^tracking\.ur=http://\*\*\*@host: is not a known key"):
         Recipe.parse({"model": {"preset": "tiny"}, "tracking": {"ur": url}})
 
 
