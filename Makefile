@@ -9,12 +9,12 @@ STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test nightly lint bench gpu-check clean
+.PHONY: help setup quickstart test nightly lint docs bench gpu-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-setup: $(STAMP) ## make the environment; again only after a change of pyproject.toml or constraints.txt
+setup: $(STAMP) ## create the environment; runs again only after a change of pyproject.toml or constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "foldray needs Python 3.11 or newer; name one with PYTHON=…")'
@@ -30,21 +30,24 @@ quickstart: setup ## train a small MoE model on two workers of this machine
 test: setup ## run the tests, the ground floors first; stops after three failures
 	$(BIN)/python -m pytest --maxfail 3
 
-nightly: setup ## run the tests that a normal run leaves out; SHARE=I/N runs one in N of them
+nightly: setup ## run the long tests, which `make test` leaves out; SHARE=I/N runs one in N of them
 	$(BIN)/python -m pytest -m nightly $(if $(SHARE),--share $(SHARE))
 
-lint: setup ## ruff and mypy
+lint: setup ## run ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy foldray trainers tuners
 
-bench: setup ## measure the MoE layer, and schedules over a slow link between two hosts (that needs root)
+docs: setup ## write docs/recipe.md, the page of all recipe keys
+	$(BIN)/python -m foldray.recipe.page > docs/recipe.md
+
+bench: setup ## measure the MoE layer, and schedules over a slow link between two hosts (needs root)
 	$(BIN)/python recipes/benchmarks/moe_layer.py
 	$(BIN)/python recipes/benchmarks/overlap.py
 
-gpu-check: ## check the engine on a GPU with the Python at hand (needs torch, numpy, scipy, pydantic, PyYAML)
+gpu-check: ## check the engine on a GPU, with the current Python (needs torch, numpy, scipy, pydantic, PyYAML)
 	$(PYTHON) tests/gpu/check.py
 
-clean: ## remove caches and build leftovers; the environment and runs/ stay
+clean: ## remove caches and build leftovers, but not the environment or runs/
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find foldray trainers tuners recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,16 +1,23 @@
-"""argparse whose mistakes are one line."""
+"""The arguments of every command, with their help. A mistake is reported in one line."""
 
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from foldray.errors import UserError, nearest
+from foldray.recipe.page import key_help
+from foldray.schedule import SLICINGS
+
+AXES = ("tp", "cp", "pp", "ep", "etp")
+ORDERS = ("tp-cp-dp-pp", "etp-ep-edp-pp")  # legal for all sizes
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells mistakes as UserErrors, with the legal values."""
+    """Raises mistakes as UserErrors, which name the legal values."""
 
     _given: Sequence[str] = ()
 
@@ -18,7 +25,7 @@ class Parser(argparse.ArgumentParser):
         self._given = args or ()
         given, rest = super().parse_known_args(args, namespace)
         if hasattr(given, "overrides"):
-            # argparse fills a "*" argument from one place only; what stands behind an option is left over.
+            # argparse fills a "*" argument from one place only, and returns the words behind an option as unknown.
             given.overrides = given.overrides + [text for text in rest if not text.startswith("-")]
             rest = [text for text in rest if text.startswith("-")]
         if rest:
@@ -38,3 +45,152 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             raise UserError(action.dest, value, f"is not known{nearest(str(value), map(str, action.choices))}", action.choices)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the line breaks of the list of keys, and does not break values such as tp-cp-dp-pp."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line; `command` is the name of the command."""
+    parser = Parser(
+        prog="foldray",
+        description="Trains Mixture-of-Experts language models on Ray clusters and hides their communication. "
+        "`foldray COMMAND --help` explains a command.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    _add_training(commands)
+    _add_measuring(commands)
+    _add_tuning(commands)
+    _add_planning(commands)
+    _add_slice(commands)
+    _add_explain(commands)
+    return parser
+
+
+def _add_training(commands: Any) -> None:
+    command = _add(commands, "train", "Train a model as a recipe describes it.", epilog=key_help())
+    _add_recipe(command, joins=True)
+    begin = command.add_mutually_exclusive_group()
+    begin.add_argument("--resume", metavar="RUN_ID", help="continue this run from its last checkpoint, in the same storage")
+    begin.add_argument("--from", dest="start", metavar="PATH", help="start a new run from a checkpoint: …/RUN_ID/step_XXXXXXXX")
+
+    command = _add(commands, "submit", "Send a recipe to a Ray cluster as a job, and print the job's log.")
+    _add_recipe(command)
+    command.add_argument("--address", required=True, help="address of the cluster's dashboard, such as http://HOST:8265")
+    command.add_argument("--no-wait", action="store_true", help="return once the cluster has accepted the job")
+
+    command = _add(commands, "verify", "Compare the loss and every gradient of a recipe's fold with a single process.")
+    _add_recipe(command, joins=True)
+    command.add_argument("--shrink", action="store_true", help="make the model as small as the fold allows")
+
+
+def _add_measuring(commands: Any) -> None:
+    command = _add(commands, "bench", "Measure schedules side by side, on this machine or a cluster.")
+    _add_recipe(command, joins=True)
+    command.add_argument(
+        "--schedule", dest="schedules", action="append", default=[], metavar="KIND:DEGREE[:LAG]",
+        help="schedule to measure, such as stream:4; repeat the option to compare several",
+    )  # fmt: skip
+    command.add_argument(
+        "--rounds", type=int, default=7, metavar="N", help="rounds; each round runs every schedule once (default %(default)s)"
+    )
+
+    command = _add(commands, "timeline", "Draw one training step, measured and simulated: what computes, what travels.")
+    _add_recipe(command, joins=True)
+    command.add_argument("--picture", type=Path, metavar="FILE.png", help="also write a picture")
+    command.add_argument("--trace", type=Path, metavar="FILE.json", help="also write a trace for Perfetto (ui.perfetto.dev)")
+
+
+def _add_tuning(commands: Any) -> None:
+    meaning = "Find the fastest way to train a recipe, by measuring on its workers."
+    command = _add(commands, "tune", meaning, epilog=key_help(tuning=True))
+    _add_recipe(command, joins=True)
+
+    command = _add(commands, "dashboard", "Show a recipe's tuning study in Optuna's dashboard.")
+    _add_recipe(command)
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    command.add_argument("--port", type=int, default=8080, metavar="N", help="port to listen on (default %(default)s)")
+
+
+def _add_planning(commands: Any) -> None:
+    command = _add(commands, "plan", "Predict the step time of every fold and schedule for a model on a cluster.")
+    command.add_argument("--model", help="named model, such as mixtral-8x22b")
+    command.add_argument(
+        "--cluster",
+        required=True,
+        metavar="NAME",
+        help="known cluster, such as eos-h100, or a file that `foldray calibrate` wrote",
+    )
+    sizes = (("gpus", "number of GPUs"), ("seq-len", "tokens per sequence"), ("global-batch", "sequences per step"))
+    for name, meaning in sizes:
+        command.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
+    for axis in AXES:
+        command.add_argument(f"--{axis}", type=int, metavar="N", help=f"only folds with this {axis} (default: all legal sizes)")
+    command.add_argument("--dtype", default="bf16", help="type of weights and activations (default %(default)s)")
+    command.add_argument(
+        "--sharding", choices=("zero1", "zero3"), default="zero1",
+        help="what ZeRO shards: the optimizer's state, or weights and gradients too (default %(default)s)",
+    )  # fmt: skip
+    command.add_argument("--top", type=int, default=10, metavar="K", help="number of results to show (default %(default)s)")
+    command.add_argument("--picture", metavar="FILE.png", help="also draw step time against memory")
+    command.add_argument("--score", type=Path, metavar="FILE.csv", help="predict published rows instead, and print the errors")
+    command.add_argument("--fit", type=Path, metavar="FILE.csv", help="fit the planner's constants to published rows instead")
+
+    command = _add(commands, "calibrate", "Measure a recipe's workers, and write a hardware file for the planner.")
+    _add_recipe(command, joins=True)
+    command.add_argument("--out", type=Path, required=True, metavar="FILE.yaml", help="file to write")
+
+
+def _add_slice(commands: Any) -> None:
+    command = _add(commands, "slice", "Show how a sequence is cut for attention and for the experts.")
+    sizes = (("seq-len", "tokens per sequence"), ("degree", "number of pieces"), ("hidden", "width of the model"),
+             ("heads", "number of attention heads"))  # fmt: skip
+    for name, meaning in sizes:
+        command.add_argument(f"--{name}", type=int, required=True, metavar="N", help=meaning)
+    command.add_argument("--kind", choices=SLICINGS, default="time_uniform", help="how to cut attention (default %(default)s)")
+    command.add_argument("--multiple-of", type=int, default=1, metavar="N", help="make every length a multiple of N (default 1)")
+
+
+def _add_explain(commands: Any) -> None:
+    command = _add(commands, "explain", "Draw the groups of a fold, or say why it is illegal and which folds are near.")
+    command.add_argument("--world-size", type=int, required=True, metavar="W", help="number of ranks")
+    for axis, meaning in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
+        command.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{meaning}-parallel size (default 1)")
+    command.add_argument(
+        "--expert-ranks",
+        type=int,
+        default=0,
+        metavar="N",
+        help="give the last N ranks to the experts alone (default 0: share all)",
+    )
+    command.add_argument("--expert-pp", type=int, metavar="N", help="pipeline positions of the experts' own ranks (default: pp)")
+    command.add_argument("--order", default=ORDERS[0], help="attention's axes, neighbouring ranks first (default %(default)s)")
+    command.add_argument("--moe-order", default=ORDERS[1], help="experts' axes, neighbouring ranks first (default %(default)s)")
+    command.add_argument("--ranks-per-node", type=int, metavar="N", help="also show which groups stay inside a node of N ranks")
+    command.add_argument(
+        "--best-order", action="store_true", help="also find the axis orders that keep the busiest groups inside nodes"
+    )
+    command.add_argument("--picture", metavar="FILE.png", help="also draw both grids as a picture")
+
+
+def _add(commands: Any, name: str, meaning: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=meaning, description=meaning, epilog=epilog, formatter_class=_Help)
+    command.add_argument("--json", action="store_true", help="print one JSON document on stdout, and everything else on stderr")
+    return command
+
+
+def _add_recipe(command: argparse.ArgumentParser, joins: bool = False) -> None:
+    """The recipe and changes to it.
+
+    Args:
+        joins: whether the command joins a Ray cluster, so that it takes the cluster's address.
+    """
+    command.add_argument("recipe", metavar="RECIPE", help="YAML file; docs/recipe.md describes its keys")
+    command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="changes to the recipe, such as fold.ep=4")
+    if joins:
+        meaning = "Ray cluster to join (cluster.address); without it, Ray starts on this machine"
+        command.add_argument("--address", dest="joined", metavar="ADDRESS", help=meaning)

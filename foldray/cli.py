@@ -1,4 +1,4 @@
-"""The command line: it parses, and imports an upper floor inside the command that needs it."""
+"""The command line: it parses the arguments. A command imports the upper floor that it needs inside its function."""
 
 from __future__ import annotations
 
@@ -6,29 +6,25 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foldray.arguments import Parser
+from foldray.arguments import AXES, ORDERS, make_parser
 from foldray.drawing import explanation
 from foldray.errors import MissingPackage, UserError
 from foldray.fold import Fold, Placement, best_order, nearest_disjoint, nearest_folds
-from foldray.recipe import Recipe, describe
-from foldray.schedule import SLICINGS, SliceCost, Slicing, slice_sequence
+from foldray.recipe import Recipe
+from foldray.schedule import SliceCost, Slicing, slice_sequence
 
-Command = Callable[[argparse.Namespace], int]
-
-_AXES = ("tp", "cp", "pp", "ep", "etp")
-_MOST_RANKS = 2**17  # that `explain` shows: beyond, its tables take minutes and gigabytes
-_ORDERS = ("tp-cp-dp-pp", "etp-ep-edp-pp")  # legal whatever the sizes
+_MOST_RANKS = 2**17  # `explain` shows no more: tables of more ranks take minutes and gigabytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; 0 on success, 1 on a failure, 2 on a user's mistake (one line on stderr)."""
     try:
-        given = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-        return given.run(given)
+        given = make_parser().parse_args(sys.argv[1:] if arguments is None else arguments)
+        return _COMMANDS[given.command](given)
     except UserError as error:
         print(f"foldray: {error}", file=sys.stderr)
         return 2
@@ -45,7 +41,7 @@ def train(given: argparse.Namespace) -> int:
 
 
 def _search(recipe: Recipe) -> Any:
-    """What finds what a recipe leaves open."""
+    """The search for the values that a recipe leaves open; None if it leaves none open."""
     if not recipe.schedule.opened:
         return None
     from tuners import OnlineSearch
@@ -103,7 +99,7 @@ def _tuners(given: argparse.Namespace) -> Any:
 def explain(given: argparse.Namespace) -> int:
     fold = _legal_fold(given)
     if given.best_order and given.ranks_per_node is None:
-        raise UserError("best_order", "asked for", "needs --ranks-per-node: which groups fit into a node depends on it")
+        raise UserError("best_order", "asked for", "needs --ranks-per-node, which decides which groups fit into a node")
     nodes = None if given.ranks_per_node is None else Placement(fold, given.ranks_per_node)
     best = Placement(best_order(fold, nodes.ranks_per_node), nodes.ranks_per_node) if nodes and given.best_order else None
     if given.picture:
@@ -145,7 +141,7 @@ def plan(given: argparse.Namespace) -> int:
 
 
 def _fit(given: argparse.Namespace, machines: Any) -> int:
-    """Constants from published rows, and the errors that they leave, on these rows and on each by the others'."""
+    """Fit the constants to published rows. Print the errors on these rows, and on each row by the others' constants."""
     from foldray.planner import report, score
 
     rows = score.read_rows(given.fit)
@@ -160,23 +156,23 @@ def _fit(given: argparse.Namespace, machines: Any) -> int:
 
 
 def _space(given: argparse.Namespace, machines: Any) -> Any:
-    """What `foldray plan` is to search."""
+    """The space that `foldray plan` searches."""
     from foldray.blueprint import ModelSpec
     from foldray.planner.candidate import Job
     from foldray.planner.search import Space
 
     for name in ("model", "gpus", "seq_len", "global_batch"):
         if getattr(given, name) is None:
-            raise UserError(name, "nothing", "is needed unless published rows are scored (--score, --fit)")
-    _check_range(given, gpus=_MOST_RANKS, seq_len=2**24, global_batch=2**20, top=1000, **dict.fromkeys(_AXES, _MOST_RANKS))
+            raise UserError(name, "nothing", "is required, except with --score or --fit")
+    _check_range(given, gpus=_MOST_RANKS, seq_len=2**24, global_batch=2**20, top=1000, **dict.fromkeys(AXES, _MOST_RANKS))
     job = Job(ModelSpec.model_validate({"preset": given.model}), given.seq_len, given.global_batch, given.dtype)
     machines.peak(given.dtype)
-    pins = {axis: getattr(given, axis) for axis in _AXES if getattr(given, axis) is not None}
+    pins = {axis: getattr(given, axis) for axis in AXES if getattr(given, axis) is not None}
     return Space(job, machines, given.gpus, pins, {"zero1": 1, "zero3": 3}[given.sharding])
 
 
 def _check_range(given: argparse.Namespace, **most: int) -> None:
-    """Sizes beyond these would take the machine along before anybody could say that they cannot be."""
+    """Refuse sizes beyond these limits; they would exhaust the machine before another check could refuse them."""
     for name, limit in most.items():
         value = getattr(given, name)
         if value is not None and not 1 <= value <= limit:
@@ -201,7 +197,7 @@ def slice_(given: argparse.Namespace) -> int:
 
 
 def _slices(slicing: Slicing, cost: SliceCost) -> str:
-    """A table: what each slice has of the sequence, and of attention's cost."""
+    """A table with the length of each slice and its share of attention's cost."""
     costs = cost.slices(slicing.attention)
     lines = [f"{slicing.length} tokens, degree {slicing.degree}", "", f"{'':>6}{'slice':>10}{'cost':>9}   {'micro-batch':>11}"]
     for number, (tokens, seconds, rows) in enumerate(zip(slicing.attention, costs, slicing.moe, strict=True)):
@@ -212,8 +208,12 @@ def _slices(slicing: Slicing, cost: SliceCost) -> str:
 
 
 def _legal_fold(given: argparse.Namespace) -> Fold:
-    """The fold that was asked for; a refused one is told together with its neighbours that are legal."""
-    sizes = {axis: getattr(given, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
+    """The fold that the user asked for.
+
+    Raises:
+        UserError: the fold is illegal; the message names the nearest legal folds.
+    """
+    sizes = {axis: getattr(given, axis) for axis in AXES}
     apart = {"expert_ranks": given.expert_ranks, "expert_pp": given.expert_pp}
     shown = given.world_size <= _MOST_RANKS
     try:
@@ -227,7 +227,7 @@ def _legal_fold(given: argparse.Namespace) -> Fold:
             near = nearest_disjoint(given.world_size, given.expert_ranks, wanted)
         ordered = error.field in ("order", "moe_order")
         if given.json:
-            orders = {"order": _ORDERS[0], "moe_order": _ORDERS[1]} if ordered else {}
+            orders = {"order": ORDERS[0], "moe_order": ORDERS[1]} if ordered else {}
             _print({"legal": False, "rule": error.rule, "nearest": [{**option, **orders} for option in near]})
         if not near or ordered:
             raise
@@ -242,7 +242,11 @@ def _fold_picture(fold: Fold, ranks_per_node: int | None, path: Path) -> None:
 
 
 def _draw_into(path: str, draw: Callable[[Path], None]) -> None:
-    """Write a PNG."""
+    """Write a PNG.
+
+    Raises:
+        UserError: the name or the folder is wrong, or matplotlib is not installed.
+    """
     if Path(path).suffix.lower() != ".png":
         raise UserError("picture", path, "is written as PNG: the name must end in .png")
     try:
@@ -253,129 +257,6 @@ def _draw_into(path: str, draw: Callable[[Path], None]) -> None:
         raise MissingPackage("picture", path, "matplotlib", "pip install matplotlib") from None
     except OSError as error:
         raise UserError("picture", path, f"cannot be written ({error.strerror or error})") from None
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="foldray", description="Trains Mixture-of-Experts models on Ray clusters, and hides their communication."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-
-    command = _add(commands, "train", train, "train a recipe", epilog=_recipe_keys())
-    _add_recipe(command, joins=True)
-    begin = command.add_mutually_exclusive_group()
-    begin.add_argument("--resume", metavar="RUN_ID", help="go on from the last checkpoint of a run in the same storage")
-    begin.add_argument("--from", dest="start", metavar="PATH", help="begin a new run at a checkpoint: …/RUN_ID/step_XXXXXXXX")
-
-    command = _add(commands, "submit", submit, "send a recipe to a Ray cluster as a job, and follow its log")
-    _add_recipe(command)
-    command.add_argument("--address", required=True, help="the cluster's dashboard, as http://HOST:8265")
-    command.add_argument("--no-wait", action="store_true", help="return once the job is accepted")
-
-    command = _add(commands, "verify", verify, "compare a recipe's fold with one process: loss, every gradient")
-    _add_recipe(command, joins=True)
-    command.add_argument("--shrink", action="store_true", help="make the model as small as the fold allows")
-
-    command = _add(commands, "bench", bench, "measure schedules side by side on this machine or cluster")
-    _add_recipe(command, joins=True)
-    command.add_argument(
-        "--schedule", dest="schedules", action="append", default=[], metavar="KIND:DEGREE[:LAG]", help="one to measure; repeat it"
-    )
-    command.add_argument("--rounds", type=int, default=7, metavar="N", help="in which all take turns (default %(default)s)")
-
-    command = _add(commands, "timeline", timeline, "draw what computes and what travels in a step, measured and simulated")
-    _add_recipe(command, joins=True)
-    command.add_argument("--picture", type=Path, metavar="FILE.png", help="also draw it into a PNG")
-    command.add_argument("--trace", type=Path, metavar="FILE.json", help="also write a trace for Perfetto (ui.perfetto.dev)")
-
-    command = _add(commands, "tune", tune, "find the fastest way to train a recipe, by measuring on its workers",
-                   epilog=_recipe_keys(tuning=True))  # fmt: skip
-    _add_recipe(command, joins=True)
-
-    command = _add(commands, "dashboard", dashboard, "serve the Optuna dashboard of a recipe's study")
-    _add_recipe(command)
-    command.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    command.add_argument("--port", type=int, default=8080, metavar="N", help="(default %(default)s)")
-
-    command = _add(commands, "plan", plan, "rank the folds and schedules for a model on a cluster by predicted step time")
-    command.add_argument("--model", help="a named model, such as mixtral-8x22b")
-    command.add_argument(
-        "--cluster", required=True, metavar="NAME", help="a known cluster, or a YAML file of `foldray calibrate`"
-    )
-    for name, meaning in (("gpus", "GPUs"), ("seq-len", "tokens of a sequence"), ("global-batch", "sequences of a step")):
-        command.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
-    for axis in _AXES:
-        command.add_argument(f"--{axis}", type=int, metavar="N", help=f"settle {axis}; else all legal sizes are tried")
-    command.add_argument("--dtype", default="bf16", help="of weights and activations (default %(default)s)")
-    command.add_argument("--sharding", choices=("zero1", "zero3"), default="zero1", help="of optimizer, or of everything")
-    command.add_argument("--top", type=int, default=10, metavar="K", help="how many to show (default %(default)s)")
-    command.add_argument("--picture", metavar="FILE.png", help="also draw time against memory into a PNG")
-    command.add_argument("--score", type=Path, metavar="FILE.csv", help="predict published rows instead, and print the errors")
-    command.add_argument("--fit", type=Path, metavar="FILE.csv", help="find the planner's constants from published rows instead")
-
-    command = _add(commands, "calibrate", calibrate, "measure a recipe's workers, and write the planner's hardware file")
-    _add_recipe(command, joins=True)
-    command.add_argument("--out", type=Path, required=True, metavar="FILE.yaml", help="the file to write")
-
-    command = _add(commands, "slice", slice_, "show how a sequence is cut for attention and for the experts")
-    for name, meaning in (
-        ("seq-len", "tokens"),
-        ("degree", "pieces"),
-        ("hidden", "the model's width"),
-        ("heads", "attention heads"),
-    ):
-        command.add_argument(f"--{name}", type=int, required=True, metavar="N", help=meaning)
-    command.add_argument("--kind", choices=SLICINGS, default="time_uniform", help="how attention is cut (default %(default)s)")
-    command.add_argument("--multiple-of", type=int, default=1, metavar="N", help="every length is a multiple of N (default 1)")
-
-    command = _add(commands, "explain", explain, "show the groups of a fold, or why it is illegal and what is near")
-    command.add_argument("--world-size", type=int, required=True, metavar="W", help="ranks")
-    for axis, meaning in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
-        command.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{meaning} parallel size (default 1)")
-    command.add_argument(
-        "--expert-ranks",
-        type=int,
-        default=0,
-        metavar="N",
-        help="the experts have the last N ranks to themselves (default 0: none)",
-    )
-    command.add_argument("--expert-pp", type=int, metavar="N", help="their pipeline positions, if they do (default: pp)")
-    command.add_argument("--order", default=_ORDERS[0], help="attention axes, fastest first (default %(default)s)")
-    command.add_argument("--moe-order", default=_ORDERS[1], help="expert axes, fastest first (default %(default)s)")
-    command.add_argument("--ranks-per-node", type=int, metavar="N", help="also tell which groups stay inside nodes of N ranks")
-    command.add_argument(
-        "--best-order", action="store_true", help="also find the axis orders that keep the busiest groups inside"
-    )
-    command.add_argument("--picture", metavar="FILE.png", help="also draw both grids into a PNG")
-    return parser
-
-
-def _add(commands: Any, name: str, run: Command, meaning: str, epilog: str | None = None) -> argparse.ArgumentParser:
-    shape = argparse.RawDescriptionHelpFormatter
-    command = commands.add_parser(name, help=meaning, description=meaning, epilog=epilog, formatter_class=shape)
-    command.add_argument("--json", action="store_true", help="print one JSON document on stdout; everything else goes to stderr")
-    command.set_defaults(run=run)
-    return command
-
-
-def _add_recipe(command: argparse.ArgumentParser, joins: bool = False) -> None:
-    """A recipe and changes to it; for a command that joins a cluster by itself also which."""
-    command.add_argument("recipe", metavar="RECIPE", help="YAML file")
-    command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="changes to the recipe, such as fold.ep=4")
-    if joins:
-        meaning = "Ray cluster to join (cluster.address); else one is started on this machine"
-        command.add_argument("--address", dest="joined", metavar="ADDRESS", help=meaning)
-
-
-def _recipe_keys(tuning: bool = False) -> str:
-    """All keys but those of tuning, or these alone."""
-    rows = [row for row in describe(Recipe) if row[0].startswith("tune.") == tuning]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 2)]
-    lines = [
-        f"  {key:{widths[0]}}  {default:{widths[1]}}  {meaning + ' ' if meaning else ''}({legal})"
-        for key, legal, default, meaning in rows
-    ]
-    return "recipe keys, their defaults and their meaning:\n" + "\n".join(lines)
 
 
 def _recipe(given: argparse.Namespace) -> Recipe:
@@ -390,9 +271,14 @@ def _print(document: Any) -> None:
 def _say(text: str) -> None:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # the reader has seen enough, as `| head` does; Python would complain once more as it exits
+    except BrokenPipeError:  # the reader stopped, as `| head` does; without this, Python complains once more as it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
+
+_COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "train": train, "submit": submit, "verify": verify, "bench": bench, "timeline": timeline, "tune": tune,
+    "dashboard": dashboard, "plan": plan, "calibrate": calibrate, "slice": slice_, "explain": explain,
+}  # fmt: skip
 
 if __name__ == "__main__":
     raise SystemExit(main())

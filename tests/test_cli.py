@@ -166,7 +166,7 @@ FILES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "model-alone": (b"model:\n", ("model=null", "is a section", "legal: preset, layers")),
     "model-word": (b"model: tiny\n", ("model=tiny", "is a section", "legal: preset, layers")),
     "section-alone": (b"model: {preset: tiny}\ntraining:\n", ("training=null", "is a section", "legal: steps, stop_after")),
-    "number-key": (b"model: {preset: tiny, 3: 4}\n", ("model.3=3", "is no known key; legal: preset")),
+    "number-key": (b"model: {preset: tiny, 3: 4}\n", ("model.3=3", "is not a known key; legal: preset")),
     "no-sizes": (b"model: {layers: 2}\n", ("model.hidden=nothing", "is required")),
 }
 

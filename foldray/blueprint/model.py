@@ -14,7 +14,7 @@ from foldray.fold import divisors
 from foldray.tables import OWN, among
 from foldray.windows import FULL, LEGAL, find_window
 
-# Far above what can be trained; but what is larger cannot even be refused in time, for some of it is counted one by one.
+# These bounds are far above what anybody can train. Checks count some of these one by one, so they need a bound of their own.
 _MOST_LAYERS, _MOST_EXPERTS, _WIDEST, _LARGEST = 2**12, 2**14, 2**20, 2**24
 
 
@@ -22,66 +22,171 @@ Windows = Annotated[tuple[Annotated[str, among(LEGAL, find_window)], ...], Field
 
 
 class Strict(BaseModel):
-    """A frozen section of a recipe; unknown keys are refused."""
+    """A frozen section of a recipe. It refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, str_max_length=4096)
 
 
 class RouterSpec(Strict):
-    """How tokens find experts, and what keeps the experts evenly used."""
+    """How the router chooses experts for a token, and what keeps the experts evenly used."""
 
-    score: Literal["softmax", "sigmoid"] = Field("softmax", description="what turns router logits into scores")
-    softmax: Literal["before_topk", "after_topk"] = Field(
-        "after_topk", description="softmax over all experts, or over the chosen ones"
+    score: Literal["softmax", "sigmoid"] = Field(
+        "softmax", description="Function that turns the router's logits into scores. `sigmoid` scores every expert by itself."
     )
-    normalize: bool = Field(False, description="chosen scores are rescaled to sum to one (softmax before top-k, or sigmoid)")
-    scale: float = Field(1.0, gt=0, description="factor on the chosen scores")
-    balance_loss: float = Field(0.01, ge=0, description="weight of the Switch/GShard balance loss, per sequence")
-    z_loss: float = Field(0.0, ge=0, description="weight of the router z-loss")
-    bias_rate: float = Field(0.0, ge=0, description="step of the auxiliary-loss-free balancing bias (sigmoid scores)")
+    softmax: Literal["before_topk", "after_topk"] = Field(
+        "after_topk",
+        description="Where the softmax runs: over all experts before top-k, or over the chosen experts after it.",
+    )
+    normalize: bool = Field(
+        False,
+        description="Rescale the weights of a token's experts to a sum of 1. It needs `softmax: before_topk` or `score: "
+        "sigmoid`.",
+    )
+    scale: float = Field(1.0, gt=0, description="Factor on the weights of the chosen experts.")
+    balance_loss: float = Field(
+        0.01,
+        ge=0,
+        description="Weight of the balance loss (Switch, GShard), per sequence. A larger weight spreads tokens more evenly, "
+        "which makes the busiest worker faster. 0 turns it off.",
+    )
+    z_loss: float = Field(0.0, ge=0, description="Weight of the router's z-loss, which keeps its logits small. 0 turns it off.")
+    bias_rate: float = Field(
+        0.0,
+        ge=0,
+        description="Change per optimizer step of the bias that balances experts without a loss. It needs `score: sigmoid`. 0 "
+        "turns it off.",
+    )
     capacity_factor: float | None = Field(
-        None, gt=0, le=_MOST_EXPERTS, description="tokens per expert and sequence, over the even share; null is dropless"
+        None,
+        gt=0,
+        le=_MOST_EXPERTS,
+        description="Tokens that an expert takes of a sequence, over its even share; it drops further tokens. A lower factor "
+        "bounds the time and memory of the busiest expert. Null drops no token.",
     )
     drop: Literal["probability", "position"] = Field(
-        "probability", description="who is dropped beyond capacity: least probable, or latest"
+        "probability",
+        description="Which tokens an expert drops beyond its capacity: the least probable, or the latest. With `probability`, "
+        "every piece of a sequence has a capacity of its own.",
     )
     drop_scope: Literal["sub_sequence", "sequence"] = Field(
-        "sub_sequence", description="who competes: a worker's part of a sequence, or all of it"
+        "sub_sequence",
+        description="Which tokens compete for capacity: those of one worker, or those of the whole sequence. `sequence` drops "
+        "the same tokens under every fold, and communicates more.",
     )
-    pad: bool = Field(False, description="pad every expert to its capacity (static shapes)")
+    pad: bool = Field(
+        False,
+        description="Fill every expert up to its capacity with rows of zeros. Shapes are then static and no row counts travel, "
+        "but the zeros cost time and traffic.",
+    )
 
 
 class ModelSpec(Strict):
-    """A decoder-only Transformer with Mixture-of-Experts blocks.
+    """A decoder-only Transformer with Mixture-of-Experts blocks. Sizes are in elements.
 
     Block i is a MoE block if i ≥ `dense_first` and (i − `dense_first` + 1) is a multiple of `moe_every`.
-    Sizes are in elements; `vocab` may exceed the tokenizer's (padding), never fall below it.
+    `vocab` may exceed the tokenizer's vocabulary (padding), but never be smaller.
     """
 
-    preset: str | None = Field(None, description="a named model; every other key changes it")
-    layers: int = Field(ge=1, le=_MOST_LAYERS, description="blocks")
-    hidden: int = Field(ge=1, le=_WIDEST, description="width of the residual stream")
-    heads: int = Field(ge=1, le=2**14, description="query heads")
-    kv_heads: int = Field(ge=1, le=2**14, description="key/value heads (fewer than heads: grouped-query attention)")
-    head_dim: int = Field(ge=1, le=2**14, description="size of a head; heads × head_dim is free of hidden")
-    value_dim: int | None = Field(None, ge=1, le=2**14, description="width of a head's values; null is head_dim")
-    windows: Windows = Field((FULL.name,), description="how far back queries see: a row for each block, again from the first one")
-    ffn_hidden: int = Field(ge=1, le=_WIDEST, description="inner width of dense blocks")
-    experts: int = Field(ge=1, le=_MOST_EXPERTS, description="experts in a MoE block")
-    topk: int = Field(ge=1, le=_MOST_EXPERTS, description="experts per token")
-    expert_hidden: int = Field(ge=1, le=_WIDEST, description="inner width of an expert")
-    shared_hidden: int = Field(0, ge=0, le=_WIDEST, description="inner width of the shared expert; 0 is none")
-    vocab: int = Field(ge=1, le=_LARGEST, description="rows of the embedding")
-    moe_every: int = Field(1, ge=1, le=_MOST_LAYERS, description="every n-th block is a MoE block")
-    dense_first: int = Field(0, ge=0, le=_MOST_LAYERS, description="leading dense blocks")
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    norm_eps: float = Field(1e-5, gt=0)
-    positions: Literal["rope", "learned"] = "rope"
-    rope_theta: float = Field(10000.0, gt=0)
-    max_positions: int = Field(2048, ge=1, le=_LARGEST, description="longest sequence with learned positions")
-    ffn: Annotated[str, among((*ACTIVATIONS, OWN), find_activation)] = "gated_silu"
-    tied_embeddings: bool = Field(False, description="head shares the embedding's weight")
-    init_std: float = Field(0.02, gt=0)
+    preset: str | None = Field(
+        None,
+        description="Named model, which sets all keys of `model`; other keys in the recipe change it. Null starts without one.",
+    )
+    layers: int = Field(
+        ge=1, le=_MOST_LAYERS, description="Number of blocks. Compute, parameters and activation memory grow in proportion."
+    )
+    hidden: int = Field(
+        ge=1, le=_WIDEST, description="Width of the residual stream. It is also the width of the rows that all-to-alls carry."
+    )
+    heads: int = Field(
+        ge=1,
+        le=2**14,
+        description="Number of query heads. Attention's compute grows with heads × head_dim. `fold.tp` must divide it.",
+    )
+    kv_heads: int = Field(
+        ge=1,
+        le=2**14,
+        description="Number of key/value heads; it must divide `heads`. Fewer (grouped-query attention) make keys and values "
+        "smaller in memory and on the network.",
+    )
+    head_dim: int = Field(
+        ge=1, le=2**14, description="Size of a head. Keys and values grow with it. heads × head_dim may differ from `hidden`."
+    )
+    value_dim: int | None = Field(
+        None,
+        ge=1,
+        le=2**14,
+        description="Width of a head's values, where it differs from its queries and keys. Null is head_dim.",
+    )
+    windows: Windows = Field(
+        (FULL.name,),
+        description="How far back queries see, one entry for each block; behind the last entry, the first one follows again. "
+        "`full` sees all earlier tokens, `sliding:TOKENS` the newest ones, `chunked:TOKENS` those of its own chunk. Smaller "
+        "windows take less time on long sequences.",
+    )
+    ffn_hidden: int = Field(
+        ge=1,
+        le=_WIDEST,
+        description="Inner width of the feed-forward network in dense blocks. Their compute and parameters grow with it.",
+    )
+    experts: int = Field(
+        ge=1, le=_MOST_EXPERTS, description="Experts per MoE block. More experts need more memory, but no more compute per token."
+    )
+    topk: int = Field(
+        ge=1,
+        le=_MOST_EXPERTS,
+        description="Experts per token. The experts' compute and the bytes of all-to-alls grow in proportion.",
+    )
+    expert_hidden: int = Field(
+        ge=1, le=_WIDEST, description="Inner width of an expert. Its compute and parameters grow in proportion."
+    )
+    shared_hidden: int = Field(
+        0,
+        ge=0,
+        le=_WIDEST,
+        description="Inner width of the shared expert, which computes every token and needs no all-to-all. 0 leaves it out.",
+    )
+    vocab: int = Field(
+        ge=1,
+        le=_LARGEST,
+        description="Rows of the embedding and the output head, at least as many as the tokenizer has. Memory and the head's "
+        "compute grow with it. `fold.tp` must divide it.",
+    )
+    moe_every: int = Field(
+        1,
+        ge=1,
+        le=_MOST_LAYERS,
+        description="Every n-th block after `dense_first` is a MoE block. 1 makes all of them MoE blocks.",
+    )
+    dense_first: int = Field(
+        0, ge=0, le=_MOST_LAYERS, description="Number of dense blocks at the start of the model. They need no all-to-all."
+    )
+    norm: Literal["rmsnorm", "layernorm"] = Field(
+        "rmsnorm", description="Normalization. `layernorm` also subtracts the mean and has a bias; `rmsnorm` computes less."
+    )
+    norm_eps: float = Field(1e-5, gt=0, description="Number that normalization adds before it divides, against division by zero.")
+    positions: Literal["rope", "learned"] = Field(
+        "rope",
+        description="How attention knows positions. `rope` rotates queries and keys; `learned` trains a vector per position.",
+    )
+    rope_theta: float = Field(
+        10000.0,
+        gt=0,
+        description="Base of the rotation angles; longer sequences take a larger base. `learned` positions do not use it.",
+    )
+    max_positions: int = Field(
+        2048, ge=1, le=_LARGEST, description="Longest sequence with `learned` positions, in tokens. `rope` does not use it."
+    )
+    ffn: Annotated[str, among((*ACTIVATIONS, OWN), find_activation)] = Field(
+        "gated_silu",
+        description="Activation of dense blocks and experts. `gated_silu` needs three matrices per network, `gelu` two. "
+        "`module:NAME` names an activation of your own.",
+    )
+    tied_embeddings: bool = Field(
+        False, description="The output head shares the embedding's weight, which saves vocab × hidden parameters."
+    )
+    init_std: float = Field(
+        0.02, gt=0, description="Standard deviation of the initial weights. Matrices that end a residual branch start smaller."
+    )
     router: RouterSpec = RouterSpec()
 
     @model_validator(mode="before")
@@ -91,7 +196,7 @@ class ModelSpec(Strict):
             return given
         name = str(given["preset"]).lower()
         if name not in PRESETS:
-            raise UserError("model.preset", given["preset"], f"is no known model{nearest(name, PRESETS)}", PRESETS)
+            raise UserError("model.preset", given["preset"], f"is not a known model{nearest(name, PRESETS)}", PRESETS)
         base = PRESETS[name]
         router = given.get("router") or {}
         merged = {**base, **given, "preset": name}
@@ -124,7 +229,7 @@ class ModelSpec(Strict):
 
     @property
     def activation(self) -> Activation:
-        """What stands between the products of a feed-forward network."""
+        """The activation between the two matrix products of a feed-forward network."""
         return find_activation(self.ffn)
 
     def is_moe(self, layer: int) -> bool:

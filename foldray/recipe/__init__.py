@@ -2,6 +2,7 @@
 
 from foldray.recipe.reading import describe
 from foldray.recipe.recipe import Recipe
+from foldray.recipe.schedule import ScheduleSpec
 from foldray.recipe.sections import (
     CheckpointSpec,
     ClusterSpec,
@@ -10,7 +11,6 @@ from foldray.recipe.sections import (
     FoldSpec,
     MoeSpec,
     OptimizerSpec,
-    ScheduleSpec,
     TrackingSpec,
     TrainingSpec,
     ValidationSplit,

@@ -1,4 +1,4 @@
-"""What a recipe says: its sections, and what follows from them."""
+"""A recipe without its rules: the sections, and the values that follow from them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError
 from foldray.blueprint import ModelSpec, Ownership, Strict, smallest_slice
 from foldray.fold import Fold
 from foldray.recipe.reading import first_mistake, refuse_booleans
+from foldray.recipe.schedule import ScheduleSpec
 from foldray.recipe.sections import (
     CheckpointSpec,
     ClusterSpec,
@@ -17,18 +18,25 @@ from foldray.recipe.sections import (
     FoldSpec,
     MoeSpec,
     OptimizerSpec,
-    ScheduleSpec,
     TrackingSpec,
     TrainingSpec,
-    TuneSpec,
 )
+from foldray.recipe.tuning import TuneSpec
 from foldray.schedule import Ordering, Reduction, Sequences, SliceCost, Slicing, make_ordering
 
 
 class Description(Strict):
-    """One training, described; `Recipe` is one whose rules have been checked."""
+    """One training. The section `model` is required; every other key has a default.
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100, description="first part of the run's id")
+    `Recipe` is a description whose rules have been checked.
+    """
+
+    name: str = Field(
+        "run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=100,
+        description="First part of the run's id, which names its folder and its MLflow run.",
+    )
     model: ModelSpec
     data: DataSpec = DataSpec()
     fold: FoldSpec = FoldSpec()
@@ -37,7 +45,11 @@ class Description(Strict):
     optimizer: OptimizerSpec = OptimizerSpec()
     training: TrainingSpec = TrainingSpec()
     engine: EngineSpec = EngineSpec()
-    precision: Literal["float32", "bfloat16", "float64"] = "float32"
+    precision: Literal["float32", "bfloat16", "float64"] = Field(
+        "float32",
+        description="Type of weights and activations. `bfloat16` halves their memory and traffic; gradient sums and the "
+        "optimizer stay in float32. `float64` is for checks, with `engine.kind: torch`.",
+    )
     checkpoint: CheckpointSpec = CheckpointSpec()
     tracking: TrackingSpec = TrackingSpec()
     cluster: ClusterSpec = ClusterSpec()
@@ -45,7 +57,7 @@ class Description(Strict):
 
     @classmethod
     def parse(cls, given: dict[str, Any]) -> Self:
-        """Validate a mapping; the first mistake is raised as a UserError."""
+        """Validate a mapping, and raise the first mistake as a UserError."""
         refuse_booleans(cls, given)
         try:
             return cls.model_validate(given)
@@ -59,16 +71,16 @@ class Description(Strict):
 
     @property
     def ownership(self) -> Ownership:
-        """Which worker holds what of the model."""
+        """The pieces of the model that each worker holds."""
         return Ownership(self.model, self.placed_fold, self.schedule.virtual_stages, self.schedule.stage_layers)
 
     @property
     def slicing(self) -> Slicing | None:
-        """How a sequence is cut; None where it is not."""
+        """How a sequence is cut; None for a sequence that is not cut."""
         return self.ordering.slicing
 
     def cut(self, kind: str, degree: int) -> Slicing:
-        """This recipe's sequences in slices of another kind (`slice_sequence`)."""
+        """Cut this recipe's sequences into slices of another kind (`slice_sequence`)."""
         return self._sequences.cut(kind, degree)
 
     @property
@@ -77,18 +89,18 @@ class Description(Strict):
 
     @property
     def slice_cost(self) -> SliceCost:
-        """What a slice of attention costs: as measured, or by its FLOPs."""
+        """The cost of a slice of attention: the measured cost of the recipe, or its FLOPs."""
         measured = self.schedule.slice_cost
         return SliceCost.of_model(self.model.hidden, self.model.heads) if measured is None else SliceCost(*measured)
 
     @property
     def slice_unit(self) -> int:
-        """What every slice's length is a multiple of."""
+        """The length of every slice is a multiple of this number of tokens."""
         return smallest_slice(self.fold.cp, self.fold.tp)
 
     @property
     def ordering(self) -> Ordering:
-        """How sequences are cut, and in which order their pieces go."""
+        """How sequences are cut, and the order of their pieces."""
         schedule = self.schedule
         reduction = Reduction(schedule.reduction, None if schedule.sp_bytes == "auto" else schedule.sp_bytes)
         return make_ordering(
@@ -102,10 +114,10 @@ class Description(Strict):
         return self.training.global_batch // (self.placed_fold.dp * self.training.micro_batch)
 
     def at_degree(self, degree: int) -> Self:
-        """The same with sequences in so many pieces, and no other degree to try.
+        """The same recipe with this degree, and no other degree to try.
 
         Raises:
-            UserError: that cannot be.
+            UserError: the recipe is illegal with this degree.
         """
         given = self.model_dump()
         slices = self.schedule.slices if degree == self.schedule.degree else None

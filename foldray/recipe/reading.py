@@ -1,7 +1,8 @@
-"""From YAML and overrides to values, and from pydantic's mistakes to one clear line."""
+"""Reading a recipe: YAML and overrides become values, and a mistake that pydantic finds becomes one clear line."""
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -14,7 +15,7 @@ from foldray.errors import UserError, nearest
 from foldray.files import one_line, read_yaml
 from foldray.tables import Among, Refused
 
-_DEEPEST = 10  # sections inside one another; more than there are
+_DEEPEST = 10  # levels of sections; no recipe has as many
 
 _PLAIN = {
     "int": "is not a valid integer",
@@ -24,11 +25,11 @@ _PLAIN = {
     "tuple_type": "is not a list",
     "model_type": "is a section and needs a valid dictionary of its keys",
 }
-"""Plain words for pydantic's error types, or for what they begin with."""
+"""Plain words for pydantic's error types, or for the beginnings of their names."""
 
 
 def describe(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """Rows (key, legal values, default, meaning) of every recipe key, for help texts."""
+    """A row (key, legal values, default, description) for every recipe key."""
     for name, field in model.model_fields.items():
         section = _section(field.annotation)
         if section is not None:
@@ -38,11 +39,19 @@ def describe(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, st
             yield f"{prefix}{name}", _legal(field), default, field.description or ""
 
 
+def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The name and the docstring of every section of a recipe, in order."""
+    for name, field in model.model_fields.items():
+        if (section := _section(field.annotation)) is not None:
+            yield f"{prefix}{name}", inspect.cleandoc(section.__doc__ or "")
+            yield from sections(section, f"{prefix}{name}.")
+
+
 def apply(given: dict[str, Any], override: str) -> None:
     """Set one key from `key.sub=value`; the value is YAML.
 
     Raises:
-        UserError: it does not read so.
+        UserError: the override has another form, or its value is not YAML.
     """
     key, equals, text = override.partition("=")
     *parents, last = key.split(".")
@@ -60,7 +69,7 @@ def apply(given: dict[str, Any], override: str) -> None:
 
 
 def refuse_booleans(model: type[BaseModel], given: Any, prefix: str = "") -> None:
-    """Keep `true` (and `yes`, `on`) from passing for the number 1."""
+    """Refuse `true` (and `yes`, `on`) for a number; pydantic would read it as 1."""
     for key, value in given.items() if isinstance(given, dict) else ():
         field = model.model_fields.get(key)
         if field is None:
@@ -79,7 +88,7 @@ def _is_number(annotation: Any) -> bool:
 
 
 def first_mistake(model: type[BaseModel], error: ValidationError) -> UserError:
-    """The first of pydantic's findings as one line in plain words."""
+    """The first mistake that pydantic found, as one line in plain words."""
     first = error.errors(include_url=False)[0]
     path = [str(part) for part in first["loc"]]
     field, kind = ".".join(path), first["type"]
@@ -87,28 +96,28 @@ def first_mistake(model: type[BaseModel], error: ValidationError) -> UserError:
     section, key = _lookup(model, path)
     if kind in ("extra_forbidden", "invalid_key"):
         known = list(section.model_fields)
-        return UserError(field, value, f"is no known key{nearest(path[-1], known)}", known)
+        return UserError(field, value, f"is not a known key{nearest(path[-1], known)}", known)
     if kind == "missing":
         return UserError(field, "nothing", "is required")
     if kind == "literal_error":
         return UserError(field, value, "is none of the legal values", None if key is None else _words(key.annotation))
     if isinstance(refused := first.get("ctx", {}).get("error"), Refused):
-        whole = key is not None and section.model_fields.get(path[-1]) is key  # not a place in its list
+        whole = key is not None and section.model_fields.get(path[-1]) is key  # the whole value, not an item of its list
         more = ["null"] if key is not None and whole and type(None) in get_args(key.annotation) else []
         return UserError(field, value, refused.rule, [*refused.legal, *more])
     if kind == "string_pattern_mismatch":
-        return UserError(field, value, "may hold letters, digits, '.', '_' and '-', a letter or digit first")
+        return UserError(field, value, "may hold letters, digits, '.', '_' and '-', and begins with a letter or digit")
     return UserError(field, value, _rule(kind, first["msg"]), section.model_fields if kind == "model_type" else None)
 
 
 def _rule(kind: str, message: str) -> str:
-    """What pydantic says, in plain words."""
+    """pydantic's message in plain words."""
     plain = _PLAIN.get(kind) or _PLAIN.get(kind.split("_")[0])
     return plain or f"must {message.split(' should ')[-1].replace(' after validation', '')}"
 
 
 def _lookup(model: type[BaseModel], path: list[str]) -> tuple[type[BaseModel], FieldInfo | None]:
-    """The section that a path leads into, and the key of it that the path names; behind a key may be places in its list."""
+    """The section and the key that a path names. A path may continue behind the key, with places in its list."""
     for part in path:
         field = model.model_fields.get(part)
         section = field and _section(field.annotation)
@@ -131,23 +140,27 @@ def _words(annotation: Any) -> list[Any]:
 
 
 def _legal(field: FieldInfo) -> str:
-    annotation = field.annotation
-    parts = get_args(annotation) if get_origin(annotation) in (types.UnionType, Union) else (annotation,)
-    plain = {type(None): "null", tuple: "list"}
-    names = _listed(field.metadata)
-    for part in () if names else parts:
-        origin = get_origin(part) or part
-        listed: list[str] = []
-        if origin is Annotated:
-            part, *marks = get_args(part)
-            origin, listed = get_origin(part) or part, _listed(marks)
-        one = plain.get(origin) or str(getattr(part, "__name__", part))
-        names += listed or (map(str, get_args(part)) if origin is Literal else [one])
-    return "|".join(names)
+    """The legal values of a key, with `|` between them; for a number or a text the name of its type."""
+    return "|".join(_listed(field.metadata) or _names(field.annotation))
+
+
+def _names(annotation: Any) -> list[str]:
+    """The names of the values that a type takes."""
+    origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
+    if origin in (types.UnionType, Union):
+        return [name for part in arguments for name in _names(part)]
+    if origin is Annotated:
+        return _listed(arguments[1:]) or _names(arguments[0])
+    if origin is Literal:
+        return [str(value) for value in arguments]
+    if origin is tuple:
+        words = ", ".join(_names(arguments[0]))
+        return [f"{'list' if ... in arguments else 'pair'} of {words.replace('list of', 'lists of')}"]
+    return {type(None): ["null"], bool: ["true", "false"]}.get(annotation) or [annotation.__name__]
 
 
 def _listed(marks: Iterable[Any]) -> list[str]:
-    """The words of a text that is marked as one of some."""
+    """The words that a type is restricted to; none for a type that is not."""
     checks = (mark.func for mark in marks if isinstance(mark, PlainValidator))
     return [word for check in checks if isinstance(check, Among) for word in check.words]
 

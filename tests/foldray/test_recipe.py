@@ -1,6 +1,7 @@
 """Recipes: what loads, and what is refused with which line."""
 
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import yaml
 
 from foldray import MissingPackage, Recipe, UserError
 from foldray.recipe import describe
+from foldray.recipe.page import key_help, page
+from foldray.recipe.reading import sections
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -94,11 +97,11 @@ def test_a_model_without_preset():
 
 BAD = [
     # keys and sections
-    ("trainig.steps=3", "trainig", "is no known key; did you mean 'training'?; legal: name, model"),
+    ("trainig.steps=3", "trainig", "is not a known key; did you mean 'training'?; legal: name, model"),
     ("training.step=3", "training.step", "did you mean 'steps'?"),
-    ("data.validation.share=0.1", "data.validation.share", "is no known key; legal: fraction, path"),
-    ("model.router.temperature=1", "model.router.temperature", "is no known key"),
-    ("fold.dp=2", "fold.dp", "is no known key"),
+    ("data.validation.share=0.1", "data.validation.share", "is not a known key; legal: fraction, path"),
+    ("model.router.temperature=1", "model.router.temperature", "is not a known key"),
+    ("fold.dp=2", "fold.dp", "is not a known key"),
     ("training=3", "training", "valid dictionary"),
     ("training.steps.first=3", "training.steps.first", "steps is not a section"),
     ("training.steps", "override", "must read key.sub=value"),
@@ -136,7 +139,7 @@ BAD = [
     ("cluster.placement=pack", "cluster.placement", "legal: PACK, SPREAD, STRICT_PACK, STRICT_SPREAD"),
     ("model.norm=batchnorm", "model.norm", "legal: rmsnorm, layernorm"),
     # the model
-    ("model.preset=tiney", "model.preset", "is no known model; did you mean 'tiny'?"),
+    ("model.preset=tiney", "model.preset", "is not a known model; did you mean 'tiny'?"),
     ("model.kv_heads=3", "model.kv_heads", "must divide heads=4; legal: 1, 2, 4"),
     ("model.head_dim=31", "model.head_dim", "must be even"),
     ("model.topk=9", "model.topk", "must be at most experts=8"),
@@ -357,3 +360,26 @@ def test_every_key_is_described_once_and_its_default_is_legal():
         if "|" in legal and default != "required":
             choices = legal.split("|")
             assert default in choices or "null" in choices, key
+
+
+def test_every_key_is_described_in_whole_sentences():
+    for key, _, _, meaning in describe(Recipe):
+        assert re.fullmatch(r"[A-Z`].{15,}\.", meaning), f"{key}: {meaning!r}"
+    for name, about in sections(Recipe):
+        assert about.endswith("."), name
+
+
+def test_the_page_of_keys_is_what_the_code_says():
+    path = ROOT / "docs" / "recipe.md"
+    assert path.read_text() == page(), "run `make docs`"
+    assert all(f"| `{key}` |" in page() for key, *_ in describe(Recipe))
+
+
+@pytest.mark.parametrize("width", [20, 72, 100, 500])
+def test_the_help_of_keys_fits_the_terminal(width):
+    text = key_help(width=width) + "\n" + key_help(tuning=True, width=width)
+    assert max(map(len, text.split("\n"))) <= max(50, min(width, 100))
+    together = " ".join(text.split())
+    for key, _, _, meaning in describe(Recipe):
+        assert f" {key} (" in together
+        assert " ".join(meaning.split()) in together

@@ -97,7 +97,7 @@ def test_what_cannot_be_planned_is_told_in_one_line(changed: list[str], line: st
 
 def test_what_is_missing_is_named(capsys) -> None:
     assert main(["plan", "--cluster", "eos-h100", "--gpus", "8"]) == 2
-    assert capsys.readouterr().err.startswith("foldray: model=nothing: is needed unless published rows are scored")
+    assert capsys.readouterr().err.startswith("foldray: model=nothing: is required, except with --score or --fit")
 
 
 def written(folder: Path, rows: list[dict]) -> Path:

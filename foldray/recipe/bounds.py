@@ -1,0 +1,33 @@
+"""Types of recipe keys, and the largest values that they take."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, PlainSerializer
+
+from foldray.kinds import RECOMPUTABLE
+from foldray.schedule import OVERLAPS, overlap_kind
+from foldray.tables import OWN, among
+from foldray.urls import without_secrets
+
+# These bounds are far above what anybody can train. A larger value would exhaust the machine before another check refuses it.
+MOST_WORKERS = 2**17  # the tables of a fold with many more ranks take minutes and gigabytes
+MOST_SEQUENCES = 2**20  # per step; the micro-batches of a step are ops of one list
+MOST_PIECES = 2**8  # per sequence
+MOST_LAYERS = 2**12
+MOST_BYTES = 2**40
+MOST_STEPS = 10**9
+MOST_TURNS = 10**6
+LONGEST = 2**24  # sequence, in tokens
+MOST_S = 10**9  # seconds
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Cost = Annotated[float, Field(ge=0, le=1e30)]
+Size = Annotated[int, Field(ge=1, le=MOST_BYTES)]
+Few = Field(min_length=1, max_length=16)  # training tries every value, and a tuner tries every combination
+Sizes = Annotated[tuple[Size, ...], Few]
+Operations = Annotated[tuple[Annotated[str, among(RECOMPUTABLE)], ...], Field(max_length=len(RECOMPUTABLE))]
+OverlapName = Annotated[str, among((*OVERLAPS, OWN), overlap_kind)]
+Url = Annotated[str, PlainSerializer(without_secrets, when_used="json")]
+"""A URL whose secrets stay in this process: files, logs and workers get the recipe as JSON, without them."""

@@ -1,0 +1,124 @@
+"""The section `schedule` of a recipe: its keys, defaults and single rules."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from foldray.blueprint import Strict
+from foldray.errors import UserError
+from foldray.recipe.bounds import MOST_BYTES, MOST_LAYERS, MOST_PIECES, MOST_SEQUENCES, Cost, Operations, OverlapName, Size, Sizes
+from foldray.schedule import SEQUENTIAL, overlap_kind
+from foldray.tables import among
+
+
+class ScheduleSpec(Strict):
+    """The order in which the pieces of a step run. No order changes the gradients beyond rounding, unless experts drop tokens."""
+
+    kind: OverlapName = Field(
+        SEQUENTIAL.name,
+        description="How pieces overlap. `sequential` cuts nothing and hides no all-to-all; every other kind lets one piece "
+        "compute while another travels. `module:NAME` names a kind of your own.",
+    )
+    backward: Annotated[str, among(("a kind",), overlap_kind)] | None = Field(
+        None, description="Kind of the backward pass. Null is the same as `kind`."
+    )
+    degree: int = Field(
+        1,
+        ge=1,
+        le=MOST_PIECES,
+        description="Pieces that a sequence is cut into. More pieces hide more communication, but smaller pieces compute less "
+        "efficiently. 1 does not cut.",
+    )
+    degrees: Sizes | None = Field(
+        None,
+        description="Degrees that training tries in its first steps; it keeps the fastest one. Null keeps `degree`.",
+    )
+    slicing: Literal["token_uniform", "algorithm1", "time_uniform"] = Field(
+        "time_uniform",
+        description="How attention is cut. `time_uniform` makes the slowest slice as fast as possible, `token_uniform` makes "
+        "slices of equal length, `algorithm1` is FoldMoE's listing.",
+    )
+    slices: Annotated[tuple[Size, ...], Field(max_length=MOST_PIECES)] | None = Field(
+        None,
+        description="Lengths of attention's slices, in tokens; they sum to `data.seq_len`. Null lets `slicing` choose the "
+        "lengths.",
+    )
+    slice_cost: tuple[Cost, Cost] | None = Field(
+        None,
+        description="Time of a slice of attention, as two coefficients that `foldray bench` measures. `slicing` balances slices "
+        "by it. Null counts floating-point operations.",
+    )
+    lag: int = Field(
+        2,
+        ge=1,
+        le=MOST_PIECES,
+        description="Slices of attention between the router of a piece and its experts. A larger lag gives the dispatch more "
+        "time to arrive. Only `stream` has a lag.",
+    )
+    backward_lag: int = Field(2, ge=1, le=MOST_PIECES, description="The lag of the backward pass. Only `stream` has one.")
+    recompute: Operations = Field(
+        (),
+        description="Operations whose forward runs again before their backward. This saves their activation memory, and costs "
+        "the time of one more forward.",
+    )
+    batch_degree: int = Field(
+        1,
+        ge=1,
+        le=MOST_SEQUENCES,
+        description="Parts that a micro-batch is cut into along the batch; their pieces overlap too. It must divide "
+        "`training.micro_batch`. `kind: flow` sets it to 2.",
+    )
+    reduction: Literal["end", "buckets", "chunks"] = Field(
+        "end",
+        description="When gradients are summed over workers. `end` waits for the whole backward, `buckets` leave once they are "
+        "full, `chunks` use the gaps between all-to-alls. `kind: flow` sets it to `chunks`.",
+    )
+    sp_bytes: Size | Literal["auto"] | None = Field(
+        None,
+        description="Bytes of a bucket or chunk of gradients. Small ones pay more for starting, large ones make all-to-alls "
+        "wait. `auto` searches in the first training steps. Null is 25 MiB (buckets) or 2.5 MiB (chunks).",
+    )
+    virtual_stages: int = Field(
+        1,
+        ge=1,
+        le=MOST_LAYERS,
+        description="Stages per pipeline position. 1 is the 1F1B schedule. More stages are interleaved: positions idle less, "
+        "and send more messages.",
+    )
+    stage_layers: Annotated[tuple[Size, ...], Field(max_length=MOST_LAYERS)] | None = Field(
+        None,
+        description="Blocks of every stage, in order. The slowest stage sets the pace. Null shares the blocks out evenly.",
+    )
+    context: Literal["ring", "all_gather"] = Field(
+        "ring",
+        description="How context-parallel workers exchange keys and values of whole sequences. `ring` holds those of three "
+        "workers at a time; `all_gather` holds all of them, and sends fewer messages.",
+    )
+
+    @property
+    def opened(self) -> list[str]:
+        """The keys whose values training finds."""
+        return ["degrees"] * (self.degrees is not None) + ["sp_bytes"] * (self.sp_bytes == "auto")
+
+    @field_validator("sp_bytes", mode="before")
+    @classmethod
+    def _size(cls, given: Any) -> Any:
+        if given in (None, "auto") or (isinstance(given, int) and 0 < given <= MOST_BYTES):
+            return given
+        raise UserError(
+            "schedule.sp_bytes",
+            given,
+            "must be a whole number of bytes, at least 1, or auto",
+            [f"1…{MOST_BYTES}", "auto", "null"],
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_kind_has_it(cls, given: Any) -> Any:
+        try:
+            row = overlap_kind(given["kind"])
+        except (UserError, TypeError, KeyError, AttributeError):
+            return given  # validation refuses it, or takes the default
+        return {"batch_degree": row.batch_degree, "reduction": row.reduction, **given}
