@@ -90,6 +90,17 @@ class Tried(TypedDict):
     time: NotRequired[float]
 
 
+class Settled(TypedDict):
+    """The order of pieces that rank 0 has chosen, once it knew what pieces of this degree take."""
+
+    kind: Literal["settled"]
+    degree: int
+    forward: str
+    backward: str
+    """An overlap's kind, and its lag where it has one: `stream:2`."""
+    time: NotRequired[float]
+
+
 class Saved(TypedDict):
     """A checkpoint of the state after `step` steps."""
 
@@ -99,7 +110,7 @@ class Saved(TypedDict):
     time: NotRequired[float]
 
 
-Record = Place | Step | Validation | Resumed | Tried | Saved
+Record = Place | Step | Validation | Resumed | Tried | Settled | Saved
 _RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")], config=ConfigDict(strict=True))
 _FINITE = ("loss", "lr", "tokens_per_s", "step_time_s", "bits_per_byte")
 _LONGEST_LINE = 1 << 28
@@ -116,6 +127,8 @@ class History:
         self.resumes: list[int] = []
         self.tried: list[Tried] = []
         """In this order; a search that begins anew clears what was before."""
+        self.settled: dict[int, Settled] = {}
+        """By degree, the newest."""
         self.imbalance: dict[int, np.ndarray] = {}
         """Per step: for every MoE layer, the busiest expert's load over the mean."""
         self._loads: deque[tuple[int, np.ndarray]] = deque(maxlen=LOAD_WINDOW)
@@ -165,6 +178,8 @@ class History:
             if self.tried and self.tried[-1]["chosen"]:
                 self.tried.clear()
             self.tried.append(record)
+        elif record["kind"] == "settled":
+            self.settled[record["degree"]] = record
         else:
             self.resumes.append(record["step"])
             self._rewind(record["step"])

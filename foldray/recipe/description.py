@@ -102,9 +102,10 @@ class Description(Strict):
     def ordering(self) -> Ordering:
         """How sequences are cut, and the order of their pieces."""
         schedule = self.schedule
-        reduction = Reduction(schedule.reduction, None if schedule.sp_bytes == "auto" else schedule.sp_bytes)
+        reduction = Reduction(schedule.reduction, _number(schedule.sp_bytes))
+        lag, backward_lag = _number(schedule.lag), _number(schedule.backward_lag)
         return make_ordering(
-            self._sequences, schedule.kind, schedule.degree, schedule.lag, schedule.backward, schedule.backward_lag,
+            self._sequences, schedule.kind, schedule.degree, lag, schedule.backward, backward_lag,
             schedule.slicing, schedule.slices, schedule.batch_degree, reduction, schedule.recompute,
         )  # fmt: skip
 
@@ -123,3 +124,7 @@ class Description(Strict):
         slices = self.schedule.slices if degree == self.schedule.degree else None
         given["schedule"] |= {"degree": degree, "degrees": None, "slices": slices}
         return self.parse(given)
+
+
+def _number(given: int | str | None) -> int | None:
+    return given if isinstance(given, int) else None

@@ -12,6 +12,8 @@ from foldray.recipe.bounds import MOST_BYTES, MOST_LAYERS, MOST_PIECES, MOST_SEQ
 from foldray.schedule import SEQUENTIAL, overlap_kind
 from foldray.tables import among
 
+Lag = Annotated[int, Field(ge=1, le=MOST_PIECES)] | Literal["auto"]
+
 
 class ScheduleSpec(Strict):
     """The order in which the pieces of a step run. No order changes the gradients beyond rounding, unless experts drop tokens."""
@@ -50,14 +52,13 @@ class ScheduleSpec(Strict):
         description="Time of a slice of attention, as two coefficients that `foldray bench` measures. `slicing` balances slices "
         "by it. Null counts floating-point operations.",
     )
-    lag: int = Field(
-        2,
-        ge=1,
-        le=MOST_PIECES,
+    lag: Lag = Field(
+        "auto",
         description="Slices of attention between the router of a piece and its experts. A larger lag gives the dispatch more "
-        "time to arrive. Only `stream` has a lag.",
+        "time to arrive. Only `stream` has a lag. `auto` times the pieces of the second step, simulates every lag, and keeps "
+        "the fastest; where `one_a_one_m` is faster, it takes that.",
     )
-    backward_lag: int = Field(2, ge=1, le=MOST_PIECES, description="The lag of the backward pass. Only `stream` has one.")
+    backward_lag: Lag = Field("auto", description="The lag of the backward pass. Only `stream` has one.")
     recompute: Operations = Field(
         (),
         description="Operations whose forward runs again before their backward. This saves their activation memory, and costs "

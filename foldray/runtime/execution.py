@@ -15,7 +15,7 @@ from foldray.runtime.micro_batch import MicroBatch
 from foldray.runtime.trace import Trace
 from foldray.runtime.weights import Weights
 from foldray.schedule import Chunk, Op, Ordering, Slicing, Span, StepGraph, position_list
-from foldray.timeline import Recording, op_costs
+from foldray.timeline import Recording, op_costs, settle
 
 
 class Execution:
@@ -51,11 +51,12 @@ class Execution:
 
     @property
     def lacks_costs(self) -> bool:
-        """Whether gradients are to give way to all-to-alls, and nobody has told yet what ops take."""
-        return self.reduces and self.ordering.goes_by_costs and self.ordering.costs is None
+        """Whether the order goes by what ops take, which is not known yet: lags are open, or gradients give way."""
+        ordering = self.ordering
+        return ordering.costs is None and (ordering.open or (self.reduces and ordering.reduction.gives_way))
 
     def learn_costs(self) -> None:
-        """Let gradients give way to all-to-alls, by what the ops of the last step took, which was traced.
+        """Settle the order by what the ops of the last step took, which was traced: lags, and when gradients leave.
 
         All ranks call this.
         """
@@ -66,7 +67,8 @@ class Execution:
         # Ranks of a stage have one list, and must have one again: all of them go by the times of all of them.
         everyone = self._stage.all_gather(own).cpu().view(-1, *own.shape).tolist()
         recordings = [Recording(order, {op: Span(*span) for op, span in zip(order, each, strict=True)}) for each in everyone]
-        self.reorder(self.ordering._replace(costs=op_costs(self.last, recordings)))
+        stage = self.model.stages[0].number
+        self.reorder(settle(self.ordering, self.last, stage, op_costs(self.last, recordings)))
 
     def train(self, batches: Sequence[Batch]) -> list[Losses]:
         """Forward and backward of one optimizer step; what this rank adds to each micro-batch's losses.

@@ -42,6 +42,11 @@ class Reduction(NamedTuple):
     bytes: int | None = None
 
     @property
+    def gives_way(self) -> bool:
+        """Whether gradients leave when no all-to-all wants the link, which takes knowing what ops take."""
+        return self.kind == "chunks"
+
+    @property
     def most(self) -> int | None:
         """Bytes of a chunk at most; None is whole buffers."""
         return None if self.kind == "end" else self.bytes or USUAL_BYTES[self.kind]

@@ -13,7 +13,7 @@ from foldray.schedule.chunks import Reduction
 from foldray.schedule.generators import Run, group
 from foldray.schedule.op import Op, Schedule
 from foldray.schedule.ordering import Ordering
-from foldray.schedule.overlaps import Overlap
+from foldray.schedule.overlaps import USUAL_LAG, Overlap
 from foldray.schedule.pipeline import pipeline
 from foldray.schedule.reduction import place_reductions
 from foldray.schedule.step_graph import StepGraph
@@ -46,7 +46,7 @@ def position_list(graph: StepGraph, position: int, ordering: Ordering) -> tuple[
     order = expand(graph, pipeline(graph.pipeline)[position], ordering.forward, ordering.backward)
     if graph.chunks:
         order = place_reductions(graph, order, position, ordering.reduction.kind)
-    if ordering.costs is None or not ordering.goes_by_costs:
+    if ordering.costs is None or not ordering.reduction.gives_way:
         return order
     return by_urgency(graph, order, ordering.costs)
 
@@ -75,7 +75,7 @@ def stage_order(graph: StepGraph, stage: int, direction: str, overlap: Overlap) 
     order: list[Op] = []
     for blocks in [[layer] for layer in layers] if row.drains else [layers]:
         run = Run(graph, blocks, head=has_head and not row.drains, staggered=direction == "B")
-        order += row.order(run, overlap.lag)
+        order += row.order(run, overlap.lag or USUAL_LAG)
     if has_head and row.drains:
         order += group(graph, HEAD, layers[-1])
     return _with_collectives(graph, order if direction == "F" else list(_mirrored(graph, order)))

@@ -19,7 +19,7 @@ class Ordering(NamedTuple):
         recompute: kinds of ops whose forward is computed again before their backward.
         batch_degree: parts into which a micro-batch is cut along the batch (FlowMoE's R), whose pieces go side by side.
         reduction: when gradients travel.
-        costs: what ops take, with which `chunks` give way to all-to-alls; until there are any, they leave as soon as they are
+        costs: what ops take. `chunks` give way to all-to-alls by them; until they are known, chunks leave as soon as they are
             ready.
     """
 
@@ -34,7 +34,12 @@ class Ordering(NamedTuple):
     @property
     def goes_by_costs(self) -> bool:
         """Whether knowing what ops take would change anything."""
-        return self.reduction.kind == "chunks"
+        return self.reduction.gives_way or self.open
+
+    @property
+    def open(self) -> bool:
+        """Whether a lag is still to be chosen."""
+        return self.forward.open or self.backward.open
 
 
 class Sequences(NamedTuple):
@@ -59,9 +64,9 @@ def make_ordering(
     sequences: Sequences,
     kind: str,
     degree: int,
-    lag: int = 2,
+    lag: int | None = None,
     backward: str | None = None,
-    backward_lag: int = 2,
+    backward_lag: int | None = None,
     slicing: str = "time_uniform",
     slices: tuple[int, ...] | None = None,
     batch_degree: int = 1,
@@ -73,6 +78,7 @@ def make_ordering(
     Args:
         kind: name of the overlap going forward.
         degree: pieces of a sequence.
+        lag, backward_lag: of overlaps that have one; None is chosen once it is known what ops take.
         backward: name of the overlap going backward; None is as forward.
         slicing: how attention is cut.
         slices: lengths of attention's slices; None is as `slicing` finds them.
@@ -107,9 +113,9 @@ def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1
         raise UserError("schedule", name, f"must read {form}, all but KIND optional")
     reduction = _named_reduction(name, how) if plus else Reduction(row.reduction)
     batch_degree = int(parts) if at else row.batch_degree
-    degree, lag, backward_lag = [int(number) for number in numbers] + [1, 2, 2][len(numbers) :]
-    if len(numbers) == 2:
-        backward_lag = lag
+    degree = int(numbers[0]) if numbers else 1
+    lags = [int(number) for number in numbers[1:]]
+    lag, backward_lag = (lags[0], lags[-1]) if lags else (None, None)
     if not row.cuts and (degree > 1 or batch_degree > 1):
         raise UserError("schedule", name, f"{kind} cuts nothing", [kind])
     if degree == 1 and batch_degree == 1:

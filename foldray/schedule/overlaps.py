@@ -67,6 +67,8 @@ FLOW = OverlapKind(
 
 OVERLAPS: Mapping[str, OverlapKind] = {row.name: row for row in (SEQUENTIAL, MOE_ONLY, AAAM, ONE_A_ONE_M, STREAM, FLOW)}
 
+USUAL_LAG = 2
+
 SEARCHED = tuple(name for name, row in OVERLAPS.items() if row.searched)
 """What planner and tuner try unless told otherwise."""
 
@@ -85,11 +87,20 @@ class Overlap(NamedTuple):
 
     Args:
         kind: the name of a kind (`overlap_kind`).
-        lag: steps of attention between a micro-batch's router and its experts, where the kind has a lag.
+        lag: steps of attention between a micro-batch's router and its experts, where the kind has a lag. None is chosen once it
+            is known what ops take (`timeline.settle`); until then it is `USUAL_LAG`.
     """
 
     kind: str
-    lag: int = 2
+    lag: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.lag}" if self.lag and self.row.has_lag else self.kind
+
+    @property
+    def open(self) -> bool:
+        """Whether the lag is still to be chosen."""
+        return self.lag is None and self.row.has_lag
 
     @property
     def row(self) -> OverlapKind:

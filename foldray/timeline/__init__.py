@@ -1,6 +1,6 @@
 """Spans of ops, recorded or simulated: what they add up to, how they look, and recorded steps run again in another order."""
 
-from foldray.timeline.choice import best_overlaps
+from foldray.timeline.choice import best_overlaps, settle
 from foldray.timeline.perfetto import perfetto
 from foldray.timeline.recorded import Recording, op_costs, recorded_cost, replay, slice_timings
 from foldray.timeline.simulator import Simulation, simulate
@@ -22,6 +22,7 @@ __all__ = [
     "queued",
     "recorded_cost",
     "replay",
+    "settle",
     "simulate",
     "slice_timings",
     "usage",

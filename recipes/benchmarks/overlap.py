@@ -17,7 +17,7 @@ process per host:
 - G, with --gradients: the step's reductions of gradients, all started at once; then every variant has them too.
 - every variant KIND[:DEGREE[:LAG[:BACKWARD_LAG]]][@PARTS][+REDUCTION[=BYTES]] in the given order, and, with --peers, the same
   blocks around other MoE layers. `+chunks=auto` is searched for as training does it, before anything is measured.
-  `stream:DEGREE:best` goes by the simulator, which is asked after rounds of warming up have told what ops cost.
+  `stream:DEGREE` chooses its lags as training does, after rounds of warming up have told what ops cost.
 
 With --hosts 1 there is nothing to hide, and what pieces cost shows. With --peaks, memory is measured instead of time.
 

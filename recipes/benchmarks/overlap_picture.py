@@ -80,7 +80,7 @@ def _degrees(run: dict[str, Any]) -> set[int]:
 
 def _degree(name: str) -> int | None:
     """Of a variant that is nothing but a kind and its degree."""
-    kind, _, degree = name.replace(":best", "").partition(":")
+    kind, _, degree = name.partition(":")
     return int(degree) if kind in COLOURS and degree.isdecimal() else None
 
 

@@ -28,7 +28,7 @@ from foldray.fold import Fold
 from foldray.model import Batch, Transformer
 from foldray.runtime import Execution, Gradients, Trace
 from foldray.schedule import Ordering, SliceCost, named_ordering
-from foldray.timeline import Recording, best_overlaps, held_up, overlaps, recorded_cost, replay
+from foldray.timeline import Recording, held_up, overlaps, replay
 
 _STOLEN, _DRIFT, _TRIES = 0.05, 0.1, 4  # share of a core that may be missing, of C that it may change by; measurements at most
 
@@ -93,7 +93,11 @@ class Worker:
                 self.search_sizes()
         if self.rank == 0:
             document = {name: _medians(each) for name, each in found.items()}
-            best = {name: [*each.forward, *each.backward] for name, each in self.chosen.items() if ":best" in name}
+            best = {
+                name: [*each.forward, *each.backward]
+                for name, each in self.chosen.items()
+                if each.forward.row.has_lag or "stream" in name
+            }
             found_out = {"bytes": self.bytes_sent(), "chosen": best, "held_up": self.held_up, "picked": self.picked}
             self.given.result.write_text(json.dumps({**document, **found_out}))
         self.groups.close()
@@ -188,8 +192,7 @@ class Worker:
         assert trace is not None
         ordering = execution.ordering
         if name is not None:
-            settled = name.replace(":best", "").removesuffix("=auto")
-            ordering = self.chosen.get(name) or named_ordering(settled, self.given.length, self.cost)
+            ordering = self.chosen.get(name) or self._asked(name)
         if ordering != execution.ordering:
             execution.reorder(ordering)
         graph, _ = execution.step(self.batches)  # made before the clock runs
@@ -202,10 +205,7 @@ class Worker:
         if self.given.traces and self.rank == 0:
             self._keep_trace(name or "search", graph, [each.spans for each in everyone], trace.begin)
         if name is not None and not self.measuring:  # the last round of warming up counts
-            if ":best" in name:
-                forward, backward = best_overlaps(graph, recorded_cost(graph, everyone))
-                ordering = ordering._replace(forward=forward, backward=backward)
-            execution.reorder(ordering._replace(costs=None))
+            execution.reorder(self._asked(name)._replace(reduction=ordering.reduction))
             if execution.lacks_costs:
                 execution.learn_costs()
             self.chosen[name] = execution.ordering
@@ -215,6 +215,10 @@ class Worker:
             self.held_up.setdefault(name or "search", []).extend(held_up(graph, trace.spans))
         counts = {"claimed": claimed, "missed": claimed - seen, "peak_mib": peak, "before_mib": before}
         return {**trace.times(graph), "simulated_ms": simulated, **counts}
+
+    def _asked(self, name: str) -> Ordering:
+        """What a variant's name stands for, before anything is known of its ops."""
+        return named_ordering(name.removesuffix("=auto"), self.given.length, self.cost)
 
     def _keep_trace(self, name: str, graph: Any, ranks: list, begin: float) -> None:
         from foldray.timeline import perfetto

@@ -111,6 +111,10 @@ class Progress:
             self._began = None
             self._printed = (record["step"], self._printed[1])
             self._say(f"{self._name}: goes on from step {record['step']}")
+        elif record["kind"] == "settled":
+            self._say(
+                f"{self._name}: order of {record['degree']} pieces: {record['forward']} forward, {record['backward']} backward"
+            )
         elif record["kind"] == "step":
             self._show(record)
 

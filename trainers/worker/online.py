@@ -12,8 +12,8 @@ import torch
 
 from foldray.comm import Groups
 from foldray.runtime import Execution, Trace
-from foldray.schedule import OpCosts, Ordering
-from trainers.records import Tried
+from foldray.schedule import Ordering
+from trainers.records import Settled, Tried
 
 SMALLEST = 64 << 10  # bytes: below, a message is all start-up on any network
 STEPS = 8  # of each choice; FlowMoE (section 4.1) takes ten, of which the last two here go to the run-off
@@ -50,6 +50,9 @@ class Search(Protocol):
 MakeSearch = Callable[[Sequence[int], tuple[int, int] | None], Search]
 """From the degrees, and the smallest and the largest size of chunks that make sense (None: the size is settled)."""
 
+Tell = Callable[[Tried | Settled], None]
+"""Takes a record of what was found."""
+
 Steps = Generator[None, float, None]
 """Is sent each step's seconds, and changes how the next one runs."""
 
@@ -67,20 +70,20 @@ class Online:
     ):
         self.execution, self.groups, self.device, self.orderings, self.sizes = execution, groups, device, orderings, sizes
         self.chosen: Knobs | None = None
-        self._costs: dict[int, OpCosts | None] = {}
+        self._settled: dict[int, Ordering] = {}  # by degree, once it is known what its pieces take
 
-    def steps(self, search: MakeSearch | None, tell: Callable[[Tried], None]) -> Steps:
+    def steps(self, search: MakeSearch | None, tell: Tell) -> Steps:
         """What to do around the first steps, each of whose times is sent.
 
         Args:
             search: makes what chooses; None leaves everything as it is.
             tell: takes a record of everything that was tried, and of what was chosen.
         """
-        yield from self._learn()
+        yield from self._learn(tell)
         if search is not None:
             yield from self.search(search, tell)
 
-    def search(self, make: MakeSearch, tell: Callable[[Tried], None]) -> Steps:
+    def search(self, make: MakeSearch, tell: Tell) -> Steps:
         """Try each for some steps, and keep the better one of the best two.
 
         Machines drift: something may look fast because it was tried in a good moment. So the two take turns once more, first,
@@ -95,7 +98,7 @@ class Online:
                 tell({"kind": "tried", "degree": knobs.degree, "sp_bytes": size, "step_time_s": seconds, "chosen": chosen})
 
         while (knobs := self._agreed(asked.ask() if asked else None)) is not None:
-            slowest = self._slowest((yield from self._take(knobs, STEPS, _WARM_UP)))
+            slowest = self._slowest((yield from self._take(knobs, STEPS, _WARM_UP, tell)))
             if asked is not None:
                 asked.tell(knobs, slowest)
             record(knobs, slowest, False)
@@ -103,7 +106,7 @@ class Online:
         first, second = (knobs for knobs in best if knobs is not None)
         times: dict[Knobs, list[float]] = {first: [], second: []}
         for knobs in (first, second, second, first):
-            times[knobs] += yield from self._take(knobs, TURNS, 1)
+            times[knobs] += yield from self._take(knobs, TURNS, 1, tell)
         found = {knobs: self._slowest(seconds) for knobs, seconds in times.items()}
         self.choose(min(found, key=found.__getitem__))
         assert self.chosen is not None
@@ -127,14 +130,14 @@ class Online:
             return
         ordering = now
         if knobs.degree != self._now.degree:
-            ordering = self.orderings[knobs.degree]._replace(reduction=now.reduction, costs=self._costs.get(knobs.degree))
+            ordering = self._settled.get(knobs.degree, self.orderings[knobs.degree])._replace(reduction=now.reduction)
         if knobs.sp_bytes:
             ordering = ordering._replace(reduction=ordering.reduction._replace(bytes=knobs.sp_bytes))
         self.execution.reorder(ordering)
 
-    def _learn(self) -> Steps:
+    def _learn(self, tell: Tell) -> Steps:
         """What ops take in pieces like the present ones, where the order goes by it: a step to warm up, and a traced one."""
-        execution = self.execution
+        execution, was_open = self.execution, self.execution.ordering.open
         if not execution.lacks_costs:
             return
         yield
@@ -142,12 +145,15 @@ class Online:
         yield
         execution.learn_costs()
         execution.trace = None
-        self._costs[self._now.degree] = execution.ordering.costs
+        degree, settled = self._now.degree, execution.ordering
+        self._settled[degree] = settled
+        if was_open and self.groups.control.index == 0:
+            tell({"kind": "settled", "degree": degree, "forward": str(settled.forward), "backward": str(settled.backward)})
 
-    def _take(self, knobs: Knobs, count: int, warm_up: int) -> Generator[None, float, list[float]]:
+    def _take(self, knobs: Knobs, count: int, warm_up: int, tell: Tell) -> Generator[None, float, list[float]]:
         """What so many steps take, the first of them left out."""
         self._turn_to(knobs)
-        yield from self._learn()
+        yield from self._learn(tell)
         seconds = []
         for _ in range(count):
             seconds.append((yield))

@@ -185,3 +185,16 @@ def test_what_is_found_while_training_changes_nothing(ray_session, recipe: Recip
     assert len(again.run.folder.history.tried) == len(tried) + 1, "the same fold on the same nodes does not search again"
     last = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-1]
     assert last["kind"] in ("step", "validation", "checkpoint")
+
+
+def test_lags_are_chosen_after_the_second_step_and_told(ranks) -> None:
+    rows = [Knobs(4, 0), Knobs(2, 0)]
+    schedule = {"kind": "stream", "reduction": "end", "degree": 4, "degrees": [2, 4]}
+    first, second = tuned(ranks, made_up, 4 + 2 * STEPS + 4 * TURNS, rows, **schedule)
+    settled = [record for record in first["records"] if record["kind"] == "settled"]
+    assert [record["degree"] for record in settled] == [4, 2], "once for each degree, however often it is taken up again"
+    assert not [record for record in second["records"] if record["kind"] == "settled"]
+    assert first["runs"] == second["runs"]
+    assert not first["runs"].open
+    (own,) = [record for record in settled if record["degree"] == first["chosen"].degree]
+    assert (own["forward"], own["backward"]) == (str(first["runs"].forward), str(first["runs"].backward))
