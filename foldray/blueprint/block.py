@@ -5,14 +5,13 @@ A rank's share of a block is a block as well, with fewer heads and narrower laye
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from foldray.activations import Activation, find_activation
 from foldray.windows import Window, find_window
 
 
-@dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(NamedTuple):
     """Causal self-attention.
 
     Args:
@@ -50,11 +49,10 @@ class AttentionSpec:
         return find_window(self.window)
 
     def cut(self, tp: int) -> AttentionSpec:
-        return replace(self, heads=self.heads // tp, kv_heads=self.kv_heads // tp)
+        return self._replace(heads=self.heads // tp, kv_heads=self.kv_heads // tp)
 
 
-@dataclass(frozen=True)
-class FeedForwardSpec:
+class FeedForwardSpec(NamedTuple):
     """Products into and out of an inner layer, with an activation between them.
 
     Args:
@@ -75,11 +73,10 @@ class FeedForwardSpec:
         return self.inner * len(self.activation.inwards)
 
     def cut(self, parts: int) -> FeedForwardSpec:
-        return replace(self, inner=self.inner // parts)
+        return self._replace(inner=self.inner // parts)
 
 
-@dataclass(frozen=True)
-class MixtureSpec:
+class MixtureSpec(NamedTuple):
     """A mixture of experts.
 
     Args:
@@ -95,11 +92,10 @@ class MixtureSpec:
 
     def cut(self, tp: int, ep: int, etp: int) -> MixtureSpec:
         shared = self.shared and self.shared.cut(tp)
-        return replace(self, experts=self.experts // ep, expert=self.expert.cut(etp), shared=shared)
+        return self._replace(experts=self.experts // ep, expert=self.expert.cut(etp), shared=shared)
 
 
-@dataclass(frozen=True)
-class BlockSpec:
+class BlockSpec(NamedTuple):
     """Attention, then either a dense feed-forward layer or a mixture of experts."""
 
     attention: AttentionSpec

@@ -98,9 +98,8 @@ class Execution:
         model = self.model
         length, ranks = batches[0].token_BL.shape[1], model.layout.cp * model.layout.tp
         slicing = self.ordering.slicing or Slicing((length,), (length,))
-        kinds = tuple(tuple(model.spec.block_kind(layer) for layer in stage.layers) for stage in model.ownership.stages)
         return StepGraph(
-            kinds,
+            tuple(tuple(model.spec.block(layer) for layer in stage.layers) for stage in model.ownership.stages),
             slicing.shared(ranks),
             self.groups.fold.pp,
             len(batches),

@@ -74,7 +74,7 @@ class Run:
                 yield from self.experts(max(routed, default=-1))
                 yield from self._merge(need)
         yield op
-        if op.kind == ATTENTION and self.graph.blocks[op.layer] == "dense":
+        if op.kind == ATTENTION and not self.graph.blocks[op.layer].moe:
             yield op._replace(kind=FFN)
         elif op.kind == ATTENTION:
             completed = self.graph.tokens(op)
@@ -96,7 +96,7 @@ class Run:
     def end(self) -> Iterator[Op]:
         """The experts that are left, then the sums that are."""
         yield from self.experts(self.steps.stop)
-        if not self.head and self.graph.blocks[self.layers[-1]] == "moe":
+        if not self.head and self.graph.blocks[self.layers[-1]].moe:
             for op in group(self.graph, MERGE, self.layers[-1]):
                 yield from self._merge(op)
 

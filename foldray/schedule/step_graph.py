@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from foldray.blueprint import BlockSpec
 from foldray.kinds import (
     ATTENTION,
     COMBINE,
@@ -35,8 +36,6 @@ from foldray.schedule.chunks import Chunk
 from foldray.schedule.graph import Channel, PipelineGraph
 from foldray.schedule.op import Direction, Op, handover
 from foldray.schedule.slicing import Slicing
-
-BlockKind = Literal["dense", "moe"]
 
 _CHAIN = (ROUTE, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE)
 _BEFORE = {
@@ -59,7 +58,7 @@ class StepGraph:
     """Micro-batches through pipeline stages of dense and MoE blocks.
 
     Args:
-        stages: kinds of the blocks of every virtual stage, in order.
+        stages: the blocks of every virtual stage, in order.
         slicing: of every micro-batch's sequences.
         pp: pipeline positions.
         micro_batches: of one optimizer step.
@@ -71,7 +70,7 @@ class StepGraph:
         places: by block, where its attention and its experts stand; none if all of a stage stands at its position.
     """
 
-    stages: tuple[tuple[BlockKind, ...], ...]
+    stages: tuple[tuple[BlockSpec, ...], ...]
     slicing: Slicing
     pp: int = 1
     micro_batches: int = 1
@@ -92,9 +91,9 @@ class StepGraph:
         return PipelineGraph(self.pp, self.micro_batches // self.batch_degree, len(self.stages) // self.pp, self.backward)
 
     @cached_property
-    def blocks(self) -> tuple[BlockKind, ...]:
-        """Kinds of all blocks; an op's `layer` is its block's place here."""
-        return tuple(kind for stage in self.stages for kind in stage)
+    def blocks(self) -> tuple[BlockSpec, ...]:
+        """All blocks; an op's `layer` is its block's place here."""
+        return tuple(block for stage in self.stages for block in stage)
 
     @cached_property
     def layers(self) -> tuple[range, ...]:
@@ -147,7 +146,7 @@ class StepGraph:
             yield from self.pieces(EMBED, 0, m)
         for layer in layers:
             yield from self.pieces(ATTENTION, layer, m)
-            if self.blocks[layer] == "dense":
+            if not self.blocks[layer].moe:
                 yield from self.pieces(FFN, layer, m)
                 continue
             for part in range(self.slicing.degree):
@@ -170,7 +169,7 @@ class StepGraph:
 
     def output(self, layer: int) -> str:
         """The kind of op that makes a block's output."""
-        return MERGE if self.blocks[layer] == "moe" else FFN
+        return MERGE if self.blocks[layer].moe else FFN
 
     # What binds it.
 
@@ -248,7 +247,7 @@ class StepGraph:
         op = op._replace(direction="F")
         kind, layer, m = op.kind, op.layer, op.micro_batch
         if kind == ATTENTION:
-            own = ROUTE if self.blocks[layer] == "moe" else FFN
+            own = ROUTE if self.blocks[layer].moe else FFN
             following = (op._replace(part=op.part + 1),) if op.part + 2 < len(self._cuts(kind, layer)) else ()
             return (*self._sharing(op, own, layer), *following)
         if kind == HEAD:

@@ -23,6 +23,7 @@ from foldray.schedule import (
     times,
     weave,
 )
+from tests.foldray.blocks import MOE
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ AF = tuple(Place(layer % 2, 2 + layer % 3) for layer in range(4))
 
 def test_halves_of_a_block_may_stand_apart() -> None:
     """Attention on two positions, experts on three others: what travels between them names both, sender first."""
-    graph = StepGraph((("moe",),) * 4, Slicing((4, 4), (4, 4)), 5, micro_batches=2, places=AF)
+    graph = StepGraph(((MOE,),) * 4, Slicing((4, 4), (4, 4)), 5, micro_batches=2, places=AF)
     assert graph.where(Op("attention", "F", 3)) == graph.where(Op("merge", "B", 3)) == (1,)
     assert graph.where(Op("expert", "B", 2)) == (4,)
     for op in (Op("counts", "F", 2), Op("dispatch", "F", 2), Op("combine", "B", 2)):

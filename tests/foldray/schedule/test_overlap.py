@@ -25,13 +25,14 @@ from foldray.schedule import (
     stage_order,
     step_schedule,
 )
+from tests.foldray.blocks import DENSE, MOE
 
 COST = SliceCost.of_model(64, 4)
 LETTERS = {"attention": "A", "expert": "E", "merge": "M", "ffn": "F", "dispatch": "D", "combine": "C", "head": "H"}
 
 
 def graph_of(
-    stages: tuple = (("moe",),), degree: int = 4, kind: str = "", slicing: str = "token_uniform", **more: Any
+    stages: tuple = ((MOE,),), degree: int = 4, kind: str = "", slicing: str = "token_uniform", **more: Any
 ) -> StepGraph:
     cut = slice_sequence(slicing, 64, degree, COST)
     if kind == "moe_only":
@@ -82,7 +83,7 @@ def test_one_block_backward(kind: str, computation: str, communication: str) -> 
 
 
 def test_a_stream_does_not_drain_between_blocks_nor_at_a_dense_one() -> None:
-    order = stage_order(graph_of((("moe", "dense", "moe"),)), 0, "F", Overlap("stream"))
+    order = stage_order(graph_of(((MOE, DENSE, MOE),)), 0, "F", Overlap("stream"))
     assert computed(order, layers=True) == (
         "A00 A01 A02 E00 A03 E01 M00 A10 F10 E02 M01 A11 F11 E03 M02 A12 F12 M03 A13 F13 "
         "A20 A21 A22 E20 A23 E21 M20 H20 E22 M21 H21 E23 M22 H22 M23 H23"
@@ -97,7 +98,7 @@ def test_one_piece_is_sequential_and_of_two_one_a_one_m_is_aaam() -> None:
         assert len(halves) == 1
 
 
-BLOCKS = st.lists(st.sampled_from(["dense", "moe"]), min_size=1, max_size=3).map(tuple)
+BLOCKS = st.lists(st.sampled_from([DENSE, MOE]), min_size=1, max_size=3).map(tuple)
 
 
 @given(
@@ -123,7 +124,7 @@ def test_whatever_is_generated_passes_the_checker(
 
 
 def test_slices_and_micro_batches_meet_by_their_tokens() -> None:
-    graph = StepGraph((("moe", "moe"),), Slicing((5, 2, 1), (3, 3, 2)), ragged=False)
+    graph = StepGraph(((MOE, MOE),), Slicing((5, 2, 1), (3, 3, 2)), ragged=False)
     route = [{need.part for need in graph.needs(op) if need.kind == "attention"} for op in graph.pieces("route", 0)]
     assert route == [{0}, {0, 1}, {1, 2}]
     entering = [{need.part for need in graph.needs(op) if need.kind == "merge"} for op in graph.pieces("attention", 1)]
@@ -133,7 +134,7 @@ def test_slices_and_micro_batches_meet_by_their_tokens() -> None:
     assert list(accumulate(len(graph.tokens(op)) for op in graph.pieces("attention", 1))) == [5, 7, 8]
 
 
-GRAPH = graph_of((("moe", "moe"),), degree=2, ragged=True, recompute=("expert",))
+GRAPH = graph_of(((MOE, MOE),), degree=2, ragged=True, recompute=("expert",))
 GOOD = step_schedule(GRAPH, Overlap("one_a_one_m"))[0]
 
 

@@ -14,12 +14,13 @@ from foldray.planner.prediction import Step, predict
 from foldray.planner.search import Space
 from foldray.schedule import COMPUTE, Overlap, SliceCost, StepGraph, check, slice_sequence, stage_order, step_schedule
 from foldray.timeline import draw_text, simulate
+from tests.foldray.blocks import MOE
 from tests.foldray.parity import make_recipe, one_process, train, worst
 from tests.foldray.planner.test_prediction import candidate, machines
 from tests.foldray.schedule import zigzag
 
 KIND = "tests.foldray.schedule.zigzag:PAIRS"
-GRAPH = StepGraph((("moe", "moe"),), slice_sequence("token_uniform", 64, 4, SliceCost.of_model(64, 4)), ragged=False)
+GRAPH = StepGraph(((MOE, MOE),), slice_sequence("token_uniform", 64, 4, SliceCost.of_model(64, 4)), ragged=False)
 
 
 def test_it_is_one_row_and_a_short_generator():

@@ -30,6 +30,7 @@ from foldray.schedule import (
     step_schedule,
 )
 from foldray.timeline import Recording, op_costs, simulate
+from tests.foldray.blocks import DENSE, MOE
 from tests.foldray.parity import MODEL
 
 PARTS = st.lists(st.integers(0, 300), max_size=8).map(
@@ -78,7 +79,7 @@ def graph_of(kind: str, degree: int, batch_degree: int, most: int | None, **more
         cut = cut._replace(attention=(40,))
     if kind == "sequential":
         cut = Slicing((40,), (40,))
-    stages = more.pop("stages", (("moe", "dense", "moe"),))
+    stages = more.pop("stages", ((MOE, DENSE, MOE),))
     pp = more.get("pp", 1)
     chunks: list[tuple] = [()] * pp
     for position in range(pp):
@@ -87,7 +88,7 @@ def graph_of(kind: str, degree: int, batch_degree: int, most: int | None, **more
         ]
         kinds = {layer: stages_kind(stages, layer) for layer in held}
         dense = [GradientPart(100, (("attention", layer),)) for layer in sorted(held, reverse=True)]
-        expert = [GradientPart(70, (("expert", layer),)) for layer in sorted(held, reverse=True) if kinds[layer] == "moe"]
+        expert = [GradientPart(70, (("expert", layer),)) for layer in sorted(held, reverse=True) if kinds[layer] == MOE]
         chunks[position] = (*cut_buffer("dense", dense, 4, most), *cut_buffer("expert", expert, 4, most))
     settings = {"ragged": False, "micro_batches": batch_degree, "batch_degree": batch_degree, **more}
     return StepGraph(stages, cut, chunks=tuple(chunks), **settings)
@@ -127,7 +128,7 @@ def clock_of(graph: StepGraph, costs: OpCosts) -> Any:
 @settings(max_examples=150, deadline=None)
 def test_every_list_with_reductions_is_legal(kind, reduction, degree, batch_degree, most, ragged, pp, seconds, lag) -> None:
     batch_degree = 1 if kind == "sequential" else batch_degree
-    stages = (("moe", "dense"), ("dense", "moe"))[:pp]
+    stages = ((MOE, DENSE), (DENSE, MOE))[:pp]
     graph = graph_of(kind, degree, batch_degree, most, ragged=ragged, pp=pp, stages=stages, micro_batches=2 * batch_degree)
     for costs in (None, costs_of(seconds, 0.1, 0.01)):
         schedule = step_schedule(graph, Overlap(kind, lag), None, Reduction(reduction, most), costs)
@@ -146,7 +147,7 @@ def test_a_chunk_before_its_gradients_is_refused() -> None:
 
 def test_flow_goes_through_micro_batches_side_by_side() -> None:
     """FlowMoE, section 3.2: AT1 AT2 E1 E2 while D1 D2 C1 C2 travel."""
-    graph = StepGraph((("moe",),), Slicing((8,), (8,)), micro_batches=4, batch_degree=2, ragged=False)
+    graph = StepGraph(((MOE,),), Slicing((8,), (8,)), micro_batches=4, batch_degree=2, ragged=False)
     (order,) = step_schedule(graph, Overlap("flow"))
     forward = [f"{op.kind}{op.micro_batch}" for op in order if op.direction == "F" and op.micro_batch < 2]
     assert [name for name in forward if name[:-1] in ("attention", "expert", "merge")] == [

@@ -23,9 +23,10 @@ from foldray.schedule import (
 )
 from foldray.schedule.slicing import SliceCost
 from foldray.timeline import Recording, best_overlaps, length, merged, replay, simulate
+from tests.foldray.blocks import DENSE, MOE
 
 
-def graph_of(degree: int = 2, blocks: tuple = ("moe",), **more: Any) -> StepGraph:
+def graph_of(degree: int = 2, blocks: tuple = (MOE,), **more: Any) -> StepGraph:
     cut = tuple([8 // degree] * degree)
     return StepGraph((blocks,), Slicing(cut, cut), **{"ragged": False, "backward": False, **more})
 
@@ -84,7 +85,7 @@ def test_no_step_beats_the_bound_and_bandwidth_never_costs_time(seconds, kind, d
     cut = slice_sequence("time_uniform", 40, degree, SliceCost(1, 1))
     if kind == "moe_only":
         cut = cut._replace(attention=(40,))
-    graph = StepGraph((("moe", "dense", "moe"),), cut, ragged=False)
+    graph = StepGraph(((MOE, DENSE, MOE),), cut, ragged=False)
     schedule = step_schedule(graph, Overlap(kind, lag), Overlap(kind, other))
     found = simulate(graph, schedule, cost_of(seconds))
     sides = {"F": {True: 0.0, False: 0.0}, "B": {True: 0.0, False: 0.0}}
@@ -123,7 +124,7 @@ def test_a_pipeline_is_simulated_too() -> None:
 @settings(max_examples=20, deadline=None)
 def test_the_best_ways_are_as_fast_as_any_pair(seconds, degree) -> None:
     cut = slice_sequence("time_uniform", 40, degree, SliceCost(1, 1))
-    graph, cost = StepGraph((("moe", "dense", "moe"),), cut, ragged=False), cost_of(seconds)
+    graph, cost = StepGraph(((MOE, DENSE, MOE),), cut, ragged=False), cost_of(seconds)
     ways = [Overlap("one_a_one_m"), *(Overlap("stream", lag) for lag in range(1, degree + 1))]
     fastest = min(simulate(graph, step_schedule(graph, f, b), cost).seconds for f in ways for b in ways)
     found = simulate(graph, step_schedule(graph, *best_overlaps(graph, cost)), cost).seconds

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from foldray.schedule import Op, Overlap, Slicing, Span, StepGraph, step_schedule, unit_times
 from foldray.timeline import draw_text, length, merged, perfetto, queued, usage
+from tests.foldray.blocks import MOE
 
-GRAPH = StepGraph((("moe",),), Slicing((4, 4), (4, 4)), ragged=False)
+GRAPH = StepGraph(((MOE,),), Slicing((4, 4), (4, 4)), ragged=False)
 A0, A1 = GRAPH.pieces("attention", 0)
 D0, D1 = GRAPH.pieces("dispatch", 0)
 
@@ -47,7 +48,7 @@ def test_a_trace_has_a_track_for_each_lane_of_each_rank() -> None:
 
 
 def test_text_has_a_line_per_lane() -> None:
-    graph = StepGraph((("moe",),), Slicing((8,), (8,)), ragged=False, backward=False)
+    graph = StepGraph(((MOE,),), Slicing((8,), (8,)), ragged=False, backward=False)
     (order,) = step_schedule(graph, Overlap("sequential"))
     assert draw_text(graph, unit_times(graph, (order,)), width=18).split("\n")[:1] == ["compute │i0─A0─R0─E0─M0─H0─"]
     spans = {Op("attention", "F", 0): Span(0, 8), Op("dispatch", "F", 0): Span(8, 12), Op("attention", "B", 0): Span(12, 20)}
