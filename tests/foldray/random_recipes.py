@@ -1,0 +1,148 @@
+"""Random legal recipes over everything that a recipe can say of model, fold, schedule and engine; failing ones are shrunk."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from foldray.errors import UserError
+from foldray.recipe import Recipe
+from tests.foldray.folds import legal_folds
+
+TRIES = 400  # most draws are refused by one rule or another
+
+
+class Case(NamedTuple):
+    """A recipe, and what is not in it.
+
+    Args:
+        documents: whether attention stops at documents.
+        masked: whether some targets do not count.
+    """
+
+    recipe: Recipe
+    documents: bool
+    masked: bool
+
+
+def draw(seed: int) -> Case:
+    """The case of a seed."""
+    chance = random.Random(seed)
+    for _ in range(TRIES):
+        given = _sections(chance)
+        try:
+            return Case(Recipe.parse(given), chance.random() < 0.3, chance.random() < 0.3)
+        except UserError:
+            continue
+    raise AssertionError(f"no legal recipe in {TRIES} draws of seed {seed}")
+
+
+def shrink(case: Case, fails: Callable[[Case], bool], tries: int = 60) -> Case:
+    """The same with sections' keys left out, one by one, that the failure does not need; it is tried so many times."""
+    for smaller in _smaller(case):
+        if tries == 0:
+            break
+        tries -= 1
+        if fails(smaller):
+            return shrink(smaller, fails, tries)
+    return case
+
+
+def _smaller(case: Case) -> Iterator[Case]:
+    given = case.recipe.model_dump(exclude_unset=True)
+    for section, keys in given.items():
+        for key in keys if isinstance(keys, dict) else ():
+            if key not in _NEEDED:
+                left = {**given, section: {name: value for name, value in keys.items() if name != key}}
+                try:
+                    yield case._replace(recipe=Recipe.parse(left))
+                except UserError:
+                    continue
+    if case.documents:
+        yield case._replace(documents=False)
+    if case.masked:
+        yield case._replace(masked=False)
+
+
+_NEEDED = {
+    "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden", "experts", "topk", "expert_hidden", "vocab", "init_std",
+    "workers", "steps", "global_batch", "seq_len", "kind", "lr", "router",
+}  # fmt: skip
+
+
+def _sections(chance: random.Random) -> dict[str, Any]:
+    workers = chance.choice([1, 2, 2, 4, 4, 4])
+    fold = chance.choice(list(legal_folds(workers)))
+    engine = {"kind": chance.choice(["torch", "torch", "deepspeed"]), "zero": chance.choice([0, 1, 2])}
+    precision = "float64" if engine["kind"] == "torch" else "float32"
+    micro_batch = chance.choice([1, 2, 4])
+    schedule, layers = _schedule(chance), chance.choice([1, 2, 3, 4])
+    if fold.get("pp", 1) > 1:
+        schedule["virtual_stages"] = chance.choice([1, 1, 2])
+        layers = max(layers, fold["pp"] * schedule["virtual_stages"])
+    model = _model(chance, layers)
+    if schedule.get("degree", 1) > 1 and model["router"].get("drop") == "probability":
+        model["router"]["drop"] = "position"  # each piece has a capacity of its own, which the reference does not have
+    return {
+        "model": model,
+        "data": {"seq_len": chance.choice([8, 16, 24, 32])},
+        "fold": fold | ({"order": "cp-tp-dp-pp"} if chance.random() < 0.2 else {}),
+        "cluster": {"workers": workers},
+        "training": {"steps": 2, "global_batch": chance.choice([4, 8, 12]), "micro_batch": micro_batch},
+        "optimizer": _optimizer(chance, engine["kind"]),
+        "engine": engine,
+        "precision": precision,
+        "moe": {"experts": chance.choice(["loop", "grouped"])},
+        "schedule": schedule,
+    }
+
+
+def _model(chance: random.Random, layers: int) -> dict[str, Any]:
+    experts, heads = chance.choice([2, 4, 6, 8]), chance.choice([2, 4, 8])
+    score, capacity = chance.choice(["softmax", "sigmoid"]), chance.choice([None, None, 0.75, 1.25])
+    softmax = chance.choice(["before_topk", "after_topk"]) if score == "softmax" else "after_topk"
+    router: dict[str, Any] = {
+        "score": score, "softmax": softmax, "balance_loss": chance.choice([0.0, 0.1]), "z_loss": chance.choice([0.0, 0.01]),
+        "normalize": softmax == "before_topk" and chance.random() < 0.5, "scale": chance.choice([1.0, 2.5]),
+        "bias_rate": chance.choice([0.0, 0.05]) if score == "sigmoid" else 0.0, "capacity_factor": capacity,
+    }  # fmt: skip
+    if capacity is not None:
+        router |= {"drop": chance.choice(["probability", "position"]), "drop_scope": "sequence", "pad": chance.random() < 0.5}
+    return {
+        "layers": layers, "hidden": chance.choice([8, 12, 16]), "heads": heads,
+        "kv_heads": chance.choice([heads, heads // 2, 1]), "head_dim": chance.choice([4, 6]),
+        "value_dim": chance.choice([None, None, 2, 8]),
+        "windows": chance.choice([["full"], ["full"], ["sliding:5", "full"], ["chunked:6"]]),
+        "ffn_hidden": chance.choice([8, 24]), "experts": experts, "topk": chance.randint(1, min(3, experts)),
+        "expert_hidden": chance.choice([4, 16]), "shared_hidden": chance.choice([0, 8]), "vocab": chance.choice([16, 32]),
+        "moe_every": chance.choice([1, 1, 2]), "dense_first": chance.choice([0, 0, 1]) if layers > 1 else 0,
+        "norm": chance.choice(["rmsnorm", "layernorm"]), "positions": chance.choice(["rope", "rope", "learned"]),
+        "max_positions": 32, "ffn": chance.choice(["gated_silu", "gelu"]), "tied_embeddings": chance.random() < 0.3,
+        "init_std": 0.3, "router": router,
+    }  # fmt: skip
+
+
+def _schedule(chance: random.Random) -> dict[str, Any]:
+    kind = chance.choice(["sequential", "moe_only", "aaam", "one_a_one_m", "stream", "flow"])
+    schedule: dict[str, Any] = {"kind": kind}
+    if kind != "sequential":
+        schedule["degree"] = chance.choice([1, 2, 4])
+        schedule["slicing"] = chance.choice(["token_uniform", "time_uniform"])
+        if kind == "stream":
+            schedule |= {"lag": chance.choice([1, 2, "auto"]), "backward_lag": chance.choice([1, 3, "auto"])}
+        if chance.random() < 0.2:
+            schedule["batch_degree"] = 2
+    schedule["reduction"] = chance.choice(["end", "buckets", "chunks"])
+    if schedule["reduction"] != "end":
+        schedule["sp_bytes"] = chance.choice([512, 3000, 100_000])
+    if chance.random() < 0.2:
+        schedule["recompute"] = chance.choice([["attention"], ["expert"], ["attention", "expert", "ffn"]])
+    return schedule
+
+
+def _optimizer(chance: random.Random, engine: str) -> dict[str, Any]:
+    both = {"weight_decay": chance.choice([0.0, 0.1]), "clip": chance.choice([None, 0.5]), "decay": "constant"}
+    if engine == "deepspeed" or chance.random() < 0.5:
+        return {"kind": "sgd", "lr": 1.0, "momentum": chance.choice([0.0, 0.9]), **both}
+    return {"kind": "adamw", "lr": 0.01, "eps": 1e-3, **both}

@@ -1,0 +1,77 @@
+"""Random recipes on real ranks, held to a reference of plain torch that shares no code with foldray.
+
+`FOLDRAY_SEED=N` and `FOLDRAY_CASES=M` choose the seeds N … N + M − 1.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from foldray.blueprint import parameter_table
+from foldray.model.transformer import _drawn
+from tests.foldray.parity import IGNORED, batches, train
+from tests.foldray.plain import Plain
+from tests.foldray.random_recipes import Case, draw, shrink
+
+FIRST, CASES = int(os.environ.get("FOLDRAY_SEED", "0")), int(os.environ.get("FOLDRAY_CASES", "200"))
+NORMAL = 12  # of them in a normal run
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
+_SECONDS = 240
+
+
+def reference(case: Case, steps: int) -> dict[str, Any]:
+    recipe, seed = case.recipe, case.recipe.training.seed
+    rows = parameter_table(recipe.model)
+    drawn = {row.name: _drawn(row.shape, row.init, seed, row.name).double() for row in rows}
+    plain, losses, norms = Plain(recipe, drawn), [], []
+    dp = recipe.placed_fold.dp
+    for step in range(steps):
+        parts = [batch for place in range(dp) for batch in batches(recipe, place, step, case.documents, case.masked)]
+        columns = [None if parts[0][i] is None else torch.cat([part[i] for part in parts]) for i in range(3)]
+        assert case.masked == bool((columns[1] == IGNORED).any())
+        found = plain.step(*columns)
+        losses.append(found["losses"])
+        norms.append(found["norm"])
+    return {"weights": plain.weights, "losses": losses, "norms": norms}
+
+
+def difference(found: list[dict[str, Any]], expected: dict[str, Any]) -> tuple[float, str]:
+    """Largest difference of a weight relative to its tensor's largest value, of a loss or of a norm; and where it is."""
+    apart = []
+    for part in found:
+        for key, (tensor, box) in part["weights"].items():
+            if (name := key.removeprefix("model/")) in expected["weights"]:
+                whole = expected["weights"][name].detach()
+                apart.append((float((tensor.double() - whole[box]).abs().max() / whole.abs().max().clamp_min(1e-30)), name))
+        for step, (ours, theirs) in enumerate(zip(part["losses"], expected["losses"], strict=True)):
+            pairs = zip(("loss", "balance", "z"), ours, theirs, strict=True)
+            apart += [(abs(a - b) / max(1.0, abs(b)), f"{name} of step {step}") for name, a, b in pairs]
+        for step, (a, b) in enumerate(zip(part["norms"], expected["norms"], strict=True)):
+            apart.append((abs(a - b) / max(1.0, b), f"norm of step {step}"))
+    return max(apart)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(FIRST + i, marks=() if i < NORMAL else pytest.mark.nightly) for i in range(CASES)])
+def test_a_random_recipe_equals_plain_torch(ranks, seed: int) -> None:
+    def apart(case: Case) -> tuple[float, str]:
+        recipe = case.recipe
+        found = ranks(recipe.cluster.workers).run(train, recipe, 2, case.documents, case.masked, timeout=_SECONDS)
+        return difference(found, reference(case, 2))
+
+    def fails(case: Case) -> bool:
+        try:
+            return not apart(case)[0] <= TOLERANCE[case.recipe.precision]
+        except Exception:
+            return True
+
+    case = draw(seed)
+    if not fails(case):
+        return
+    smallest = shrink(case, fails)
+    told = smallest.recipe.model_dump(exclude_unset=True), f"documents={smallest.documents}, masked={smallest.masked}"
+    worst, where = apart(smallest)  # raises what the recipe raises
+    pytest.fail(f"seed {seed}: {where} is {worst:.3g} from plain torch, with {told}")
