@@ -2,7 +2,8 @@
 
 from foldray.schedule.check import check, check_ranks, peak
 from foldray.schedule.chunks import REDUCTIONS, Chunk, Reduction, cut_buffer
-from foldray.schedule.clock import COMPUTE, Cost, ScheduleError, Span, times, unit_times
+from foldray.schedule.clock import Cost, Span, times, unit_times
+from foldray.schedule.compiled import COMPUTE, CompiledSchedule, LaneSeconds, ScheduleError
 from foldray.schedule.generators import Run
 from foldray.schedule.graph import Channel, Graph, PipelineGraph
 from foldray.schedule.lists import expand, position_list, stage_order, step_schedule
@@ -29,9 +30,11 @@ __all__ = [
     "BlockKind",
     "Channel",
     "Chunk",
+    "CompiledSchedule",
     "Cost",
     "Direction",
     "Graph",
+    "LaneSeconds",
     "Op",
     "OpCosts",
     "Ordering",
