@@ -163,7 +163,7 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     """What `foldray plan` is to search."""
     from foldray.blueprint import ModelSpec
     from foldray.planner.candidate import Job
-    from foldray.planner.search import Space
+    from foldray.planner.space import Space
 
     for name in ("model", "gpus", "seq_len", "global_batch"):
         if getattr(given, name) is None:

@@ -16,7 +16,7 @@ from foldray.schedule.slicing import SLICINGS, SliceCost, Slicing, slice_sequenc
 from foldray.schedule.step_graph import BlockKind, Place, StepGraph
 from foldray.schedule.text import show
 from foldray.schedule.traffic import OpCosts, by_urgency
-from foldray.schedule.weave import one_order, weave
+from foldray.schedule.weave import weave, woven
 
 __all__ = [
     "COMPUTE",
@@ -64,7 +64,6 @@ __all__ = [
     "make_ordering",
     "named_ordering",
     "one_f_one_b",
-    "one_order",
     "overlap_kind",
     "peak",
     "pipeline",
@@ -78,4 +77,5 @@ __all__ = [
     "times",
     "unit_times",
     "weave",
+    "woven",
 ]

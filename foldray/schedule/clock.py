@@ -37,6 +37,6 @@ def times(graph: Graph, schedule: Schedule, cost: Cost) -> dict[Op, Span]:
     Raises:
         ScheduleError: the positions wait for each other.
     """
-    compiled = CompiledSchedule(graph, schedule)
-    found = compiled.run_once([cost(op) for op in compiled.ops])
+    compiled = CompiledSchedule(graph, schedule, lambda op: op)
+    found = compiled.run_once([cost(op) for op in compiled.classes])
     return dict(zip(compiled.ops, map(Span, *found), strict=True))

@@ -15,9 +15,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
-from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise, takewhile
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from foldray.schedule.graph import Graph
 from foldray.schedule.op import Op
@@ -39,17 +38,16 @@ class Times(NamedTuple):
     ends: list[float]
 
 
-def _own_class(op: Op) -> Hashable:
-    return op
+Class = TypeVar("Class", bound=Hashable)
 
 
-class CompiledSchedule:
+class CompiledSchedule(Generic[Class]):
     """Lists of ops as numbers.
 
     Args:
         graph: what binds the ops.
         schedule: for every position its list.
-        cost_class: ops of the same class cost the same. Without, each op is a class of its own.
+        cost_class: ops of the same class cost the same.
         partial: ops that stand in no list are taken as done at time zero. Without, whoever needs one waits forever.
 
     Attributes:
@@ -63,14 +61,14 @@ class CompiledSchedule:
         self,
         graph: Graph,
         schedule: Iterable[Iterable[Op]],
-        cost_class: Callable[[Op], Hashable] = _own_class,
+        cost_class: Callable[[Op], Class],
         partial: bool = False,
     ):
         self.graph, lists = graph, [tuple(ops) for ops in schedule]
         self.ops = tuple(dict.fromkeys(op for ops in lists for op in ops))
         self._number = {op: i for i, op in enumerate(self.ops)}
         self.lists = [[self._number[op] for op in ops] for ops in lists]
-        classes: dict[Hashable, int] = {}
+        classes: dict[Class, int] = {}
         self.class_of = [classes.setdefault(cost_class(op), len(classes)) for op in self.ops]
         self.classes = tuple(classes)
         channels: dict[Hashable, int] = {}
@@ -94,7 +92,7 @@ class CompiledSchedule:
         index = [{i: k for k, i in enumerate(ops)} for ops in self.lists]
         home = {i: place for place, ops in enumerate(self.lists) for i in ops if self.channel_of[i] < 0}
         for i, op in enumerate(self.ops):
-            waits, remote = [], []
+            waits, remote = list[int](), list[int]()
             for needed in self.graph.needs(op):
                 need = self._number.get(needed, absent)
                 if need == absent and partial:
@@ -110,28 +108,37 @@ class CompiledSchedule:
     @cached_property
     def _order(self) -> list[tuple[int, int, tuple[int, ...]]] | None:
         """(Op, its class, its predecessors), each op behind its predecessors; None if the lists cannot finish."""
-        before: list[dict[int, None]] = [dict.fromkeys(self.waits[i] + self.remote[i]) for i in range(len(self.ops))]
+        predecessors = self._predecessors()
+        missing, followers = list(map(len, predecessors)), [list[int]() for _ in self.ops]
+        for i, before in enumerate(predecessors):
+            for each in before:
+                followers[each].append(i)
+        order = [i for i, count in enumerate(missing) if not count]
+        for i in order:  # grows on the way: Kahn's algorithm
+            for follower in followers[i]:
+                missing[follower] -= 1
+                if not missing[follower]:
+                    order.append(follower)
+        return [(i, self.class_of[i], tuple(predecessors[i])) for i in order] if len(order) == len(self.ops) else None
+
+    def _predecessors(self) -> list[dict[int, None]]:
+        """By op, what it starts behind; an op that cannot start has itself among them."""
+        count, posts = len(self.ops), [0] * len(self.ops)
+        found = [dict.fromkeys(i if need == count else need for need in self.waits[i] + self.remote[i]) for i in range(count)]
         for ops in self.lists:
             last: tuple[int, ...] = ()  # what holds the position up at this place of its list
             for i in ops:
-                before[i].update(dict.fromkeys(last))
+                posts[i] += 1
+                found[i].update(dict.fromkeys(last))
                 last = (i,) if self.channel_of[i] < 0 else tuple(dict.fromkeys(last + self.waits[i]))
         for queue in self.queues:
             for i, following in pairwise(queue):
-                before[following][i] = None
-        queued = sum(map(len, self.queues)) + sum(channel < 0 for channel in self.channel_of)
-        posts = [0] * len(self.ops)
-        for ops in self.lists:
-            for i in ops:
-                posts[i] += 1
-        whole = queued == len(self.ops) and all(len(self.places[i]) == count for i, count in enumerate(posts))
-        try:
-            order = list(TopologicalSorter(dict(enumerate(before))).static_order())
-        except CycleError:
-            return None
-        if not whole or len(order) > len(self.ops):
-            return None
-        return [(i, self.class_of[i], tuple(before[i])) for i in order]
+                found[following][i] = None
+        queued = {i for queue in self.queues for i in queue}
+        for i, channel in enumerate(self.channel_of):
+            if posts[i] != len(self.places[i]) or (channel >= 0 and i not in queued):
+                found[i][i] = None
+        return found
 
     @cached_property
     def _lane_users(self) -> list[tuple[int, tuple[int, ...], int]]:
