@@ -159,7 +159,7 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     """The space that `foldray plan` searches."""
     from foldray.blueprint import ModelSpec
     from foldray.planner.candidate import Job
-    from foldray.planner.search import Space
+    from foldray.planner.space import Space
 
     for name in ("model", "gpus", "seq_len", "global_batch"):
         if getattr(given, name) is None:

@@ -17,11 +17,12 @@ import ray
 from optuna.trial import FrozenTrial, TrialState
 
 from foldray.errors import UserError
-from foldray.planner.costs import OpWork, RankCosts
+from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware, load_hardware
+from foldray.planner.memo import Memo
 from foldray.planner.memory import ledger
-from foldray.planner.prediction import predict
+from foldray.planner.prediction import Step
 from foldray.planner.whole import whole_seconds
 from foldray.recipe import Recipe
 from trainers.cluster import joining
@@ -347,16 +348,13 @@ def compared(bench: Bench, recipe: Recipe, pairs: int, seed: int = 0) -> Gain:
 def predictions(table: Settings, hardware: Hardware) -> Predictions:
     """Every row's step and memory, as the planner has them."""
     seconds, held = [], []
-    known: dict[Any, Any] = {}
+    memo = Memo()
     for row in table.rows:
         each = candidate(changed(table.recipe, row))
         device = Device.of(each.job, hardware)
-        rank = RankCosts(each.job, each.fold, device, each.micro_batch, each.zero, known)
-        if len(table.rows) <= _WHOLE:
-            seconds.append(whole_seconds(each, OpWork(each, device, rank)))
-        else:
-            seconds.append(predict(each, hardware).seconds)
-        held.append(ledger(each, rank).total)
+        work = OpWork(each, device, memo=memo)
+        seconds.append(whole_seconds(each, work) if len(table.rows) <= _WHOLE else Step(each, work).prediction().seconds)
+        held.append(ledger(each, work.rank).total)
     return Predictions(seconds, held)
 
 

@@ -6,15 +6,20 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal, NamedTuple
 
 from foldray.blueprint import ModelSpec, Ownership
 from foldray.errors import UserError
 from foldray.fold import Fold
-from foldray.schedule import Chunk, Ordering, Slicing, StepGraph, cut_buffer
+from foldray.planner.layout import PipelineLayout, make_layout
+from foldray.schedule import BlockKind, Chunk, Ordering, PipelineGraph, Slicing, StepGraph, cut_buffer
 
 FAMILY: Mapping[str, str] = {"dense": "dp_cp", "replicated": "tp_dp_cp", "expert": "edp"}
 """By class of gradient: the family over whose groups it is summed."""
 
+
+Hiding = Literal["nothing", "within", "all"]
+"""What a schedule may hide of all-to-alls: none of them, those inside of blocks that drain, or any."""
 
 DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 """By a recipe's precision: the dtype as hardware files have it."""
@@ -34,6 +39,35 @@ class Job:
     seq_len: int
     global_batch: int
     dtype: str = "bf16"
+
+
+class Pieces(NamedTuple):
+    """How a rank works through its micro-batches, as far as bounds of time and its memory depend on it.
+
+    Args:
+        slicing: of the sequences as the rank has them.
+        recompute: kinds of ops that are computed again.
+        hiding: how much of what travels can be hidden.
+        batch_degree: parts of a micro-batch that go side by side.
+    """
+
+    slicing: Slicing
+    recompute: tuple[str, ...] = ()
+    hiding: Hiding = "nothing"
+    batch_degree: int = 1
+
+    @classmethod
+    def of(cls, ordering: Ordering, seq_len: int, ranks: int) -> Pieces:
+        """Of an ordering, where so many ranks share a sequence of so many tokens."""
+        slicing = (ordering.slicing or Slicing((seq_len,), (seq_len,))).shared(ranks)
+        return cls(slicing, ordering.recompute, _hiding(ordering), ordering.batch_degree)
+
+
+def _hiding(ordering: Ordering) -> Hiding:
+    if (ordering.slicing.degree if ordering.slicing else 1) * ordering.batch_degree == 1:
+        return "nothing"
+    drains = ordering.forward.row.drains and ordering.backward.row.drains
+    return "within" if drains and ordering.batch_degree == 1 else "all"
 
 
 @dataclass(frozen=True)
@@ -75,15 +109,29 @@ class Candidate:
         return self.job.global_batch // (self.fold.dp * self.micro_batch)
 
     @cached_property
+    def stages(self) -> tuple[tuple[BlockKind, ...], ...]:
+        """Kinds of the blocks of every stage."""
+        return tuple(tuple(map(self.job.model.block_kind, stage.layers)) for stage in self.ownership.stages)
+
+    @property
+    def layout(self) -> PipelineLayout:
+        return make_layout(self.stages, self.fold.pp)
+
+    @property
+    def pipeline(self) -> PipelineGraph:
+        """The step with stages as its smallest pieces."""
+        return PipelineGraph(self.fold.pp, self.micro_batches, self.virtual_stages)
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        return Pieces.of(self.ordering, self.job.seq_len, self.fold.cp * self.fold.tp)
+
+    @cached_property
     def graph(self) -> StepGraph:
         """The step that training would run, without its reductions."""
-        kinds = self.job.model.block_kind
-        stages = tuple(tuple(kinds(layer) for layer in stage.layers) for stage in self.ownership.stages)
-        whole = Slicing((self.job.seq_len,), (self.job.seq_len,))
-        slicing = (self.ordering.slicing or whole).shared(self.fold.cp * self.fold.tp)
         return StepGraph(
-            stages,
-            slicing,
+            self.stages,
+            self.pieces.slicing,
             self.fold.pp,
             self.micro_batches * self.ordering.batch_degree,
             ragged=False,

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, NamedTuple
 
 from foldray.blueprint import count_by_op
 from foldray.fold import Fold
@@ -21,45 +20,26 @@ from foldray.kinds import (
     COMBINE,
     DISPATCH,
     EMBED,
-    EXCHANGES,
     EXPERT,
     FFN,
     HANDOVER,
     HEAD,
     MERGE,
-    OP_KINDS,
     REDUCE,
     ROUTE,
 )
 from foldray.planner.candidate import FAMILY, Candidate, Job
 from foldray.planner.device import Device
+from foldray.planner.layout import Content
+from foldray.planner.memo import BlockKey, BlockTables, CutKey, FoldTables, Memo, OpKey, OpTables, PieceKey, Totals
 from foldray.planner.network import Network, Travel
-from foldray.schedule import COMPUTE, Chunk, Op, Slicing
+from foldray.planner.shares import Price, Work
+from foldray.schedule import COMPUTE, Chunk, LaneSeconds, Op
 
 _KERNELS = {EMBED: 4, ATTENTION: 12, "part": 6, FFN: 8, ROUTE: 26, EXPERT: 10, MERGE: 6, HEAD: 12}
 """Launches of a forward op: what torch starts for our modules."""
 
-Hiding = Literal["nothing", "within", "all"]
-"""What a schedule may hide of all-to-alls: none of them, those inside of blocks that drain, or any."""
-
-_CHAIN = (ROUTE, DISPATCH, EXPERT, COMBINE, MERGE)
 _SUMS = 8  # bytes that move to add a gradient to its float32 sum, besides the gradient itself
-
-
-class Work(NamedTuple):
-    """Seconds on a lane, and what for: "gemm", "experts", "attention", "memory", "launch", or a group family."""
-
-    lane: str
-    what: str
-    seconds: float
-
-
-class _Took(NamedTuple):
-    """Seconds of pieces of one kind: of all, of the first, of the shortest."""
-
-    total: float
-    first: float
-    least: float
 
 
 class OpWork:
@@ -69,22 +49,25 @@ class OpWork:
         rank: the costs of its rank, where other candidates have them in common.
     """
 
-    def __init__(self, candidate: Candidate, device: Device, rank: RankCosts | None = None):
-        self.candidate, self.graph = candidate, candidate.graph
+    def __init__(self, candidate: Candidate, device: Device, rank: RankCosts | None = None, memo: Memo | None = None):
+        self.candidate = candidate
         sequences = candidate.micro_batch / candidate.ordering.batch_degree
-        self.rank = rank or RankCosts(candidate.job, candidate.fold, device, sequences, candidate.zero)
+        self.rank = rank or RankCosts(candidate.job, candidate.fold, device, sequences, candidate.zero, memo)
 
-    def cost(self, op: Op) -> tuple[tuple[str, float], ...]:
+    def cost(self, op: Op) -> LaneSeconds:
         """As the clock takes it."""
-        return tuple((lane, seconds) for lane, _, seconds in self.work(op)) or ((COMPUTE, 0.0),)
+        return self._price(op).lanes
 
     def work(self, op: Op) -> tuple[Work, ...]:
+        return self._price(op).works
+
+    def _price(self, op: Op) -> Price:
         if op.kind == HANDOVER:
             # Links are duplex, and a position sends while it receives: handovers meet those of their own channel alone.
-            return (self.rank.handover._replace(lane=str(self.graph.channel(op))),)
+            return Price.of([self.rank.handover._replace(lane=str(self.candidate.graph.channel(op)))])
         if op.kind == REDUCE:
-            return self.rank.reduce(self.candidate.reducing.chunk(op))
-        return self.rank.of(op.kind, op.direction == "B", self.graph.tokens(op))
+            return Price.of([self.rank.reduce(self.candidate.reducing.chunk(op))])
+        return self.rank.price(op.kind, op.direction == "B", self.candidate.graph.tokens(op))
 
 
 class RankCosts:
@@ -93,7 +76,7 @@ class RankCosts:
     Args:
         sequences: of a micro-batch's piece.
         zero: 3 gathers weights in every op.
-        known: what was found already, for all ranks of one job on one device to share.
+        memo: what was found already, for all ranks of one job on one device to share.
     """
 
     def __init__(
@@ -103,26 +86,60 @@ class RankCosts:
         device: Device,
         sequences: float,
         zero: int = 1,
-        known: dict | None = None,
+        memo: Memo | None = None,
     ):
         self.job, self.model, self.fold, self.device = job, job.model, fold, device
         self.sequences, self.zero = sequences, zero
-        self.known: dict = {} if known is None else known
-        self.network = self.known.setdefault(("network", fold), Network(fold, device))
+        self.memo = Memo() if memo is None else memo
+        if (fold, zero) not in self.memo.folds:
+            network = Network(fold, device)
+            self.memo.folds[fold, zero] = FoldTables(network, self._traits(network))
+        self.tables = self.memo.folds[fold, zero]
+        self.network = self.tables.network
 
-    def of(self, kind: str, back: bool, tokens: range) -> tuple[Work, ...]:
-        """An op on these tokens of the local sequence."""
-        key = kind, back, tokens if kind == ATTENTION else len(tokens), self.traits[kind]
-        found = self.known.get(key)
+    def price(self, kind: str, back: bool, tokens: range) -> Price:
+        """Of an op on these tokens of the local sequence."""
+        prices = self._ops[kind].prices
+        key = PieceKey(back, tokens.start if kind == ATTENTION else 0, len(tokens))
+        found = prices.get(key)
         if found is None:
-            found = tuple(each for each in PRICES[kind](self, tokens, back) if each.seconds)
-            self.known[key] = found
+            found = prices[key] = Price.of(PRICES[kind](self, tokens, back))
+        return found
+
+    def totals(self, kind: str, cut: tuple[int, ...], back: bool) -> Totals:
+        """Of all pieces of a kind.
+
+        Args:
+            cut: their tokens.
+        """
+        totals, key = self._ops[kind].totals, CutKey(back, cut)
+        found = totals.get(key)
+        if found is None:
+            seconds = [self.price(kind, back, tokens).seconds for tokens in pieces_of(cut)]
+            found = totals[key] = Totals(sum(seconds), seconds[0], min(seconds))
         return found
 
     @cached_property
-    def traits(self) -> dict[str, tuple]:
-        """By kind of op, all of the fold that its costs depend on."""
-        fold, shape = self.fold, self.network.shape
+    def blocks(self) -> BlockTables:
+        """Shared by those ranks whose blocks cost the same."""
+        key = BlockKey(self.sequences, tuple(self.tables.traits.values()))
+        if key not in self.memo.blocks:
+            self.memo.blocks[key] = BlockTables()
+        return self.memo.blocks[key]
+
+    @cached_property
+    def _ops(self) -> dict[str, OpTables]:
+        """By kind of op, shared by those ranks for which it costs the same."""
+        tables, found = self.memo.ops, {}
+        for kind, traits in self.tables.traits.items():
+            key = OpKey(kind, self.sequences, traits)
+            if key not in tables:
+                tables[key] = OpTables()
+            found[kind] = tables[key]
+        return found
+
+    def _traits(self, network: Network) -> dict[str, tuple]:
+        fold, shape = self.fold, network.shape
         tensor = fold.tp, shape("tp")
         spread = (shape("dp_cp"), shape("edp")) if self.zero == 3 else ()
         own: dict[str, tuple] = {
@@ -136,81 +153,28 @@ class RankCosts:
             MERGE: (),
             HEAD: tensor,
         }
-        return {kind: (self.sequences, *each, *spread) for kind, each in own.items()}
+        return {kind: (*each, *spread) for kind, each in own.items()}
 
     @cached_property
     def weights(self) -> dict[str, float]:
         """Parameters that a rank computes with, by kind of op, of one block."""
-        if "counts" not in self.known:
-            self.known["counts"] = count_by_op(self.model)
+        self.memo.counts = self.memo.counts or count_by_op(self.model)
         parts = defaultdict(lambda: self.fold.tp, expert=self.fold.ep * self.fold.etp)
-        return {kind: cut / parts[kind] + whole for kind, (cut, whole) in self.known["counts"].items()}
+        return {kind: cut / parts[kind] + whole for kind, (cut, whole) in self.memo.counts.items()}
 
-    def elements(self, kinds: Mapping[str, int], first: bool, last: bool) -> dict[str, float]:
-        """Parameters of a stage's blocks, by the family over which their gradients are summed.
-
-        Args:
-            kinds: of its blocks, and how many there are of each.
-            first, last: whether it has the embedding, the head; a tied embedding stands on both.
-        """
+    def elements(self, content: Content) -> dict[str, float]:
+        """Parameters of stages, by the family over which their gradients are summed; a tied embedding stands on both ends."""
         weights, found = self.weights, {"dp_cp": 0.0, "edp": 0.0}
-        for kind, count in kinds.items():
+        for kind, count in content.blocks:
             found["dp_cp"] += count * (weights[ATTENTION] + weights[FFN if kind == "dense" else ROUTE])
             found["edp"] += count * weights[EXPERT] if kind == "moe" else 0.0
-        found["dp_cp"] += first * weights[EMBED] + last * weights[HEAD]
-        if last and not first and self.model.tied_embeddings:
-            found["dp_cp"] += self.model.vocab * self.model.hidden / self.fold.tp
+        if content.embedding:
+            found["dp_cp"] += weights[EMBED]
+        if content.head:
+            found["dp_cp"] += weights[HEAD]
+            if self.model.tied_embeddings and not content.embedding:
+                found["dp_cp"] += self.model.vocab * self.model.hidden / self.fold.tp
         return found
-
-    def block_floor(self, kind: str, again: tuple[str, ...], slicing: Slicing, how: Hiding) -> tuple[float, float]:
-        """Seconds of a block forward and backward, at least.
-
-        Args:
-            kind: dense or moe.
-            again: kinds of ops that are computed again.
-            slicing: of the local sequences.
-            how: much of what travels can be hidden.
-        """
-        key = "floor", kind, again, slicing, how, self.alike
-        if key not in self.known:
-            self.known[key] = self._way(kind, (), slicing, how, False), self._way(kind, again, slicing, how, True)
-        return self.known[key]
-
-    def _way(self, kind: str, again: tuple[str, ...], slicing: Slicing, how: Hiding, back: bool) -> float:
-        """One direction. What computes goes one after another, and so does what travels.
-
-        A block that drains begins with attention and routing (backward, ends with them) of a piece, which nothing travels beside,
-        and ends with a sum; and it ends no sooner than a piece comes back from the last expert.
-        """
-        kinds = (ATTENTION, FFN) if kind == "dense" else (ATTENTION, *_CHAIN)
-        took = {each: self._took(each, slicing, back) for each in kinds}
-        computed = sum(took[each].total for each in kinds if each not in EXCHANGES)
-        repeated = sum(self._took(each, slicing, False).total for each in kinds if each in again)
-        if kind == "dense":
-            return computed + repeated
-        travels, merge = took[DISPATCH].total + took[COMBINE].total, took[MERGE]
-        if how == "nothing":
-            return computed + repeated + travels
-        if how == "all":
-            return max(computed + repeated, travels)
-        bound_by_link = took[ATTENTION].first + took[ROUTE].least + travels + merge.least
-        last_one_back = computed - merge.total + merge.least + took[COMBINE].least
-        return max(computed + repeated, bound_by_link, last_one_back)
-
-    def _took(self, kind: str, slicing: Slicing, back: bool) -> _Took:
-        """Of all pieces of a kind."""
-        cut = slicing.attention if OP_KINDS[kind].cut == "slices" else slicing.moe
-        key = "took", kind, cut, back, self.traits[kind]
-        if key not in self.known:
-            pieces = [range(end - size, end) for end, size in zip(accumulate(cut), cut, strict=True)]
-            seconds = [sum(work.seconds for work in self.of(kind, back, tokens)) for tokens in pieces]
-            self.known[key] = _Took(sum(seconds), seconds[0], min(seconds))
-        return self.known[key]
-
-    @cached_property
-    def alike(self) -> int:
-        """A number that those ranks have in common whose blocks cost the same."""
-        return self.known.setdefault(("alike", *self.traits.values()), len(self.known))
 
     # The ops.
 
@@ -312,11 +276,11 @@ class RankCosts:
         yield self._memory((2 if back else 1) * (2 * n * self._width + wide * vocab * (4 + self.device.bytes)))
         yield self._launch(HEAD, back)
 
-    def reduce(self, chunk: Chunk) -> tuple[Work, ...]:
+    def reduce(self, chunk: Chunk) -> Work:
         """A chunk of gradients: an all-reduce, or with ZeRO a reduce-scatter."""
         family = FAMILY[chunk.name]
         travel = self.network.gather if self.zero else self.network.reduce
-        return (self._travel(family, travel(family, chunk.bytes)),)
+        return self._travel(family, travel(family, chunk.bytes))
 
     @cached_property
     def handover(self) -> Work:
@@ -383,6 +347,11 @@ class RankCosts:
     @staticmethod
     def _travel(what: str, travel: Travel) -> Work:
         return Work(travel.lane, what, travel.seconds)
+
+
+def pieces_of(cut: tuple[int, ...]) -> list[range]:
+    """The tokens of every piece of a sequence that is cut into these lengths."""
+    return [range(end - size, end) for end, size in zip(accumulate(cut), cut, strict=True)]
 
 
 PRICES: Mapping[str, Callable[[RankCosts, range, bool], Iterator[Work]]] = {

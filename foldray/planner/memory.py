@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 from foldray.fold import Fold
 from foldray.kinds import ATTENTION, EXPERT, FFN, ROUTE
-from foldray.planner.candidate import Candidate
+from foldray.planner.candidate import Candidate, Pieces
 from foldray.planner.costs import RankCosts
+from foldray.planner.layout import Content, PipelineLayout
+from foldray.planner.memo import ActivationKey, Held
 from foldray.schedule import PipelineGraph, Slicing, computed
 
 GIB = 2**30
@@ -48,14 +50,6 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-class Held(NamedTuple):
-    """Bytes that parameters cost a rank: as in `Memory`."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-
-
 def ledger(candidate: Candidate, rank: RankCosts, imbalance: float = 1.0) -> Memory:
     """Of the position that holds most.
 
@@ -63,29 +57,57 @@ def ledger(candidate: Candidate, rank: RankCosts, imbalance: float = 1.0) -> Mem
         rank: what the candidate's ranks cost.
         imbalance: rows of the fullest rank over the mean.
     """
-    stages, pipeline, pp = candidate.graph.stages, candidate.graph.pipeline, candidate.fold.pp
-    # Of positions with stages alike, the first one has most micro-batches in flight.
-    own = [tuple(stages[stage] for stage in pipeline.stages_at(place)) for place in range(pp)]
-    different = {(own[place], place == 0, place == pp - 1): place for place in reversed(range(pp))}
-    return max((_position(candidate, rank, place, imbalance) for place in different.values()), key=lambda each: each.total)
+    return peak_memory(rank, candidate.layout, candidate.pipeline, candidate.pieces, imbalance)
 
 
-def _position(candidate: Candidate, rank: RankCosts, place: int, imbalance: float) -> Memory:
-    graph = candidate.graph
-    stages = graph.pipeline.stages_at(place)
-    kinds: Counter[str] = Counter(kind for number in stages for kind in graph.stages[number])
-    held = parameters(rank.fold, rank.zero, rank.device.bytes, rank.elements(kinds, place == 0, place == graph.pp - 1))
-    flying, sliced = in_flight(graph.pipeline, place), graph.slicing.degree > 1
-    kept = 0.0
-    for number in stages:
-        for kind, count in Counter(graph.stages[number]).items():
-            kept += flying.get(number, 0) * count * block_activations(rank, kind, graph.recompute, sliced, imbalance)
+def peak_memory(
+    rank: RankCosts, layout: PipelineLayout, pipeline: PipelineGraph, pieces: Pieces, imbalance: float = 1.0
+) -> Memory:
+    """As `ledger`, of all candidates that have these in common."""
+    places = _fullest_places(layout)
+    return max((_position(rank, layout, place, pipeline, pieces, imbalance) for place in places), key=lambda each: each.total)
+
+
+def _fullest_places(layout: PipelineLayout) -> list[int]:
+    """One of each kind of position: of those with stages alike, the first one has most micro-batches in flight."""
+    return list({forms: place for place, forms in reversed([*enumerate(layout.forms_at)])}.values())
+
+
+def _position(
+    rank: RankCosts, layout: PipelineLayout, place: int, pipeline: PipelineGraph, pieces: Pieces, imbalance: float
+) -> Memory:
+    content, sliced = layout.contents_at[place], pieces.slicing.degree > 1
+    kept = sum(
+        blocks * block_activations(rank, kind, pieces.recompute, sliced, imbalance)
+        for kind, blocks in blocks_in_flight(layout, pipeline, place)
+    )
     logits = 0.0
-    if place == graph.pp - 1:
-        tokens = max(graph.slicing.moe) * rank.sequences * rank.fold.tp
-        logits = tokens * rank.model.vocab / rank.fold.tp * (2 * 4 + rank.device.bytes)
-    kept *= candidate.ordering.batch_degree
-    return Memory(*held, kept, buffers(rank, graph.slicing, imbalance), logits, rank.device.share["workspace"] * GIB)
+    if content.head:
+        tokens = max(pieces.slicing.moe) * rank.sequences
+        logits = tokens * rank.model.vocab * (2 * 4 + rank.device.bytes)
+    held, workspace = content_parameters(rank, content), rank.device.share["workspace"] * GIB
+    return Memory(*held, kept * pieces.batch_degree, buffers(rank, pieces.slicing, imbalance), logits, workspace)
+
+
+def least_memory(
+    rank: RankCosts, layout: PipelineLayout, pipeline: PipelineGraph, recompute: tuple[str, ...], imbalance: float
+) -> float:
+    """Bytes of the fullest position at least, however sequences are cut: parameters, and activations of whole sequences."""
+    found = 0.0
+    for place in _fullest_places(layout):
+        held = sum(content_parameters(rank, layout.contents_at[place]))
+        for kind, blocks in blocks_in_flight(layout, pipeline, place):
+            held += blocks * block_activations(rank, kind, recompute, False, imbalance)
+        found = max(found, held)
+    return found + rank.device.share["workspace"] * GIB
+
+
+def content_parameters(rank: RankCosts, content: Content) -> Held:
+    """Bytes that the parameters of a position cost."""
+    known = rank.tables.parameters
+    if content not in known:
+        known[content] = parameters(rank.fold, rank.zero, rank.device.bytes, rank.elements(content))
+    return known[content]
 
 
 def parameters(fold: Fold, zero: int, itemsize: int, count: Mapping[str, float]) -> Held:
@@ -109,12 +131,24 @@ def in_flight(graph: PipelineGraph, place: int) -> Mapping[int, int]:
     """By stage: micro-batches whose activations a position keeps at the moment at which it keeps most."""
     # It keeps most once it has warmed up, which takes two rounds.
     graph = replace(graph, micro_batches=min(graph.micro_batches, 3 * graph.pp))
-    alive, most = Counter[int](), Counter[int]()
+    alive, most, total, peak = Counter[int](), Counter[int](), 0, 0
     for op in computed(graph, place):
-        alive[op.layer] += 1 if op.direction == "F" else -1
-        if alive.total() > most.total():
-            most = Counter(alive)
+        change = 1 if op.direction == "F" else -1
+        alive[op.layer] += change
+        total += change
+        if total > peak:
+            most, peak = Counter(alive), total
     return most
+
+
+@lru_cache(maxsize=16384)
+def blocks_in_flight(layout: PipelineLayout, graph: PipelineGraph, place: int) -> list[tuple[str, int]]:
+    """Kinds of blocks, and of how many blocks of that kind a position keeps activations, each once for every micro-batch."""
+    found = Counter[str]()
+    for stage, flying in in_flight(graph, place).items():
+        for kind, count in layout.contents[layout.form_of[stage]].blocks:
+            found[kind] += flying * count
+    return list(found.items())
 
 
 def block_activations(
@@ -127,6 +161,13 @@ def block_activations(
         again: kinds of ops that are computed again.
         sliced: whether attention works on slices.
     """
+    known, key = rank.blocks.activations, ActivationKey(kind, again, sliced, imbalance)
+    if key not in known:
+        known[key] = _block_activations(rank, kind, again, sliced, imbalance)
+    return known[key]
+
+
+def _block_activations(rank: RankCosts, kind: str, again: tuple[str, ...], sliced: bool, imbalance: float) -> float:
     model, fold, b = rank.model, rank.fold, rank.device.bytes
     n = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
     total = 2 * n * model.hidden * b  # what attention starts from, and what comes behind it

@@ -43,6 +43,21 @@ class Travel(NamedTuple):
     seconds: float
 
 
+class Collective(NamedTuple):
+    """The cost of a collective of one group, linear in what it moves: seconds until its first byte, and per byte."""
+
+    lane: str
+    start: float
+    per_byte: float
+
+    def travel(self, moved: float) -> Travel:
+        return Travel(self.lane, self.start + moved * self.per_byte)
+
+
+_NOBODY = Collective(INTRA, 0.0, 0.0)
+"""A group of one rank."""
+
+
 @dataclass(frozen=True)
 class Network:
     """The links of a cluster under a fold."""
@@ -50,6 +65,8 @@ class Network:
     fold: Fold
     device: Device
     _shapes: dict[str, Shape] = field(default_factory=dict, repr=False, compare=False)
+    _gathers: dict[str, Collective] = field(default_factory=dict, repr=False, compare=False)
+    _exchanges: dict[str, Collective] = field(default_factory=dict, repr=False, compare=False)
 
     def shape(self, family: str) -> Shape:
         """Of the family's first group; the others lie on nodes as it does."""
@@ -61,12 +78,9 @@ class Network:
 
     def gather(self, family: str, whole: float) -> Travel:
         """An all-gather, or a reduce-scatter, of `whole` bytes in all."""
-        size, together, nodes = shape = self.shape(family)
-        if size == 1:
-            return Travel(INTRA, 0.0)
-        near, far = self._lanes(shape, "intra", "inter")
-        inside, across = whole * (size - 1) / size / near.speed, whole * (nodes - 1) / nodes / together / far.speed
-        return self._slower(shape, inside, across, near.start * math.log2(together) + far.start * math.log2(nodes))
+        if family not in self._gathers:
+            self._gathers[family] = self._gather(self.shape(family))
+        return self._gathers[family].travel(whole)
 
     def reduce(self, family: str, whole: float) -> Travel:
         """An all-reduce."""
@@ -75,40 +89,52 @@ class Network:
 
     def exchange(self, family: str, sent: float) -> Travel:
         """An all-to-all in which a rank has `sent` bytes for all ranks, itself among them, alike."""
-        size, together, nodes = shape = self.shape(family)
-        if size == 1:
-            return Travel(INTRA, 0.0)
-        near, far = self._lanes(shape, "exchange", "exchange")
-        loss = 1 + self.device.share["contention"] * math.log2(nodes)
-        inside, across = sent * (together - 1) / size / near.speed, sent * (size - together) / size / far.speed * loss
-        return self._slower(shape, inside, across, near.start * (together - 1) + far.start * (size - together))
+        if family not in self._exchanges:
+            self._exchanges[family] = self._exchange(self.shape(family))
+        return self._exchanges[family].travel(sent)
 
     def hand_over(self, bytes_: float) -> Travel:
         """From one pipeline stage to the next."""
-        nodes = self.shape("pp").nodes
-        near, far = self._lanes(Shape(2, 2, 2), "intra", "inter")
-        lane, link = (INTRA, near) if nodes == 1 else (INTER, far)
+        near, far = self._links(Shape(2, 2, 2), "intra", "inter")
+        lane, link = (INTRA, near) if self.shape("pp").nodes == 1 else (INTER, far)
         return Travel(lane, bytes_ / link.speed + link.start)
 
-    def _lanes(self, shape: Shape, *shares: str) -> tuple[_Lane, _Lane]:
+    def _gather(self, shape: Shape) -> Collective:
+        size, together, nodes = shape
+        if size == 1:
+            return _NOBODY
+        near, far = self._links(shape, "intra", "inter")
+        inside, across = (size - 1) / size / near.speed, (nodes - 1) / nodes / together / far.speed
+        return self._slower(shape, inside, across, near.start * math.log2(together) + far.start * math.log2(nodes))
+
+    def _exchange(self, shape: Shape) -> Collective:
+        size, together, nodes = shape
+        if size == 1:
+            return _NOBODY
+        near, far = self._links(shape, "exchange", "exchange")
+        loss = 1 + self.device.share["contention"] * math.log2(nodes)
+        inside, across = (together - 1) / size / near.speed, (size - together) / size / far.speed * loss
+        return self._slower(shape, inside, across, near.start * (together - 1) + far.start * (size - together))
+
+    def _links(self, shape: Shape, *shares: str) -> tuple[_Link, _Link]:
         """Within nodes and between them, for a group; each reaches a share of what its link has."""
-        found = []
-        for link, ranks, share in zip(
-            (self.device.hardware.intra, self.device.hardware.inter), (shape.together, shape.nodes), shares, strict=True
-        ):
-            speed, start = link.of(ranks)
-            found.append(_Lane(speed * self.device.share[share], start))
-        return found[0], found[1]
+        hardware, reached = self.device.hardware, self.device.share
+        (near, near_start), (far, far_start) = hardware.intra.of(shape.together), hardware.inter.of(shape.nodes)
+        return _Link(near * reached[shares[0]], near_start), _Link(far * reached[shares[1]], far_start)
 
     @staticmethod
-    def _slower(shape: Shape, inside: float, across: float, starts: float) -> Travel:
-        """Both at once, behind their messages' starts: so many within the node and so many beyond, one after another."""
+    def _slower(shape: Shape, inside: float, across: float, start: float) -> Collective:
+        """Both links at once, behind their messages' starts: so many within the node and so many beyond, one after another.
+
+        Args:
+            inside, across: seconds per byte.
+        """
         if shape.together == 1:
             inside = 0.0
-        return Travel(INTER if shape.nodes > 1 else INTRA, max(inside, across) + starts)
+        return Collective(INTER if shape.nodes > 1 else INTRA, start, max(inside, across))
 
 
-class _Lane(NamedTuple):
+class _Link(NamedTuple):
     """Bytes a second, and seconds until a message's first byte."""
 
     speed: float
@@ -122,8 +148,11 @@ def _placed(first: int, steps: tuple[tuple[int, int], ...], ranks_per_node: int)
     Args:
         steps: stride and size of every axis that it lies along.
     """
-    ranks = [first]
+    ranks, copies = [first], 1
     for stride, size in steps:
-        ranks = [rank + stride * i for i in range(size) for rank in ranks]
+        if stride % ranks_per_node == first % ranks_per_node == 0:  # the same once more, on nodes of its own
+            copies *= size
+        else:
+            ranks = [rank + stride * i for i in range(size) for rank in ranks]
     nodes = Counter(rank // ranks_per_node for rank in ranks)
-    return Shape(len(ranks), min(nodes.values()), len(nodes))
+    return Shape(len(ranks) * copies, min(nodes.values()), len(nodes) * copies)

@@ -7,10 +7,10 @@ from typing import Any
 
 from foldray.planner.hardware import Hardware, constants
 from foldray.planner.memory import GIB
+from foldray.planner.nodes import Planned
 from foldray.planner.score import Scored, mape
-from foldray.planner.search import Found, Planned
-
-_COMPUTES = ("gemm", "experts", "attention", "memory", "launch")
+from foldray.planner.search import Found
+from foldray.planner.shares import COMPUTING
 
 
 def document(planned: Sequence[Planned]) -> dict[str, Any]:
@@ -45,8 +45,8 @@ def _candidate(planned: Planned) -> dict[str, Any]:
 
 def breakdown(shares: Mapping[str, float]) -> dict[str, float]:
     """What a step's seconds go into, with all that computes under one name first; sums to the same."""
-    computing = sum(shares.get(name, 0.0) for name in _COMPUTES)
-    return {"compute": computing} | {name: seconds for name, seconds in shares.items() if name not in _COMPUTES}
+    computing = sum(shares.get(name, 0.0) for name in COMPUTING)
+    return {"compute": computing} | {name: seconds for name, seconds in shares.items() if name not in COMPUTING}
 
 
 def table(found: Found, hardware: Hardware) -> str:

@@ -2,7 +2,8 @@
 
 from foldray.schedule.check import check, check_ranks, peak
 from foldray.schedule.chunks import REDUCTIONS, Chunk, Reduction, cut_buffer
-from foldray.schedule.clock import COMPUTE, Cost, ScheduleError, Span, times, unit_times
+from foldray.schedule.clock import Cost, Span, times, unit_times
+from foldray.schedule.compiled import COMPUTE, CompiledSchedule, LaneSeconds, ScheduleError
 from foldray.schedule.generators import Run
 from foldray.schedule.graph import Channel, Graph, PipelineGraph
 from foldray.schedule.lists import expand, position_list, stage_order, step_schedule
@@ -15,7 +16,7 @@ from foldray.schedule.slicing import SLICINGS, SliceCost, Slicing, slice_sequenc
 from foldray.schedule.step_graph import Place, StepGraph
 from foldray.schedule.text import show
 from foldray.schedule.traffic import OpCosts, by_urgency
-from foldray.schedule.weave import one_order, weave
+from foldray.schedule.weave import weave, woven
 
 __all__ = [
     "COMPUTE",
@@ -28,9 +29,11 @@ __all__ = [
     "STREAM",
     "Channel",
     "Chunk",
+    "CompiledSchedule",
     "Cost",
     "Direction",
     "Graph",
+    "LaneSeconds",
     "Op",
     "OpCosts",
     "Ordering",
@@ -60,7 +63,6 @@ __all__ = [
     "make_ordering",
     "named_ordering",
     "one_f_one_b",
-    "one_order",
     "overlap_kind",
     "peak",
     "pipeline",
@@ -74,4 +76,5 @@ __all__ = [
     "times",
     "unit_times",
     "weave",
+    "woven",
 ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from foldray.schedule.clock import ScheduleError, unit_times
+from foldray.schedule.clock import unit_times
+from foldray.schedule.compiled import ScheduleError
 from foldray.schedule.graph import Channel, Graph
 from foldray.schedule.op import Op, Schedule
 

@@ -27,15 +27,11 @@ def weave(graph: Graph, orders: Schedule) -> Schedule:
         ScheduleError: the orders are not those of this graph, or they make the positions wait for each other.
     """
     check(_Computing(graph), orders)
-    lists: list[list[Op]] = [[] for _ in orders]
-    for op in one_order(graph, orders):
-        for position in graph.where(op):
-            lists[position].append(op)
-    return tuple(map(tuple, lists))
+    return woven(graph, orders)
 
 
-def one_order(graph: Graph, orders: Schedule) -> list[Op]:
-    """All ops in the order that `weave` shares out, each behind what it needs; of orders that are known to be right."""
+def woven(graph: Graph, orders: Schedule) -> Schedule:
+    """What `weave` makes of orders that are known to be right."""
     computing = _Computing(graph)
     position_of = {op: position for position, ops in enumerate(orders) for op in ops}
     ends = _ends(computing, orders)
@@ -45,7 +41,12 @@ def one_order(graph: Graph, orders: Schedule) -> list[Op]:
     for op in graph.ops():
         if graph.channel(op) is not None:
             followers[max(computing.needs(op), key=rank.__getitem__)].append(op)
-    return [each for op in computed for each in (op, *followers[op])]
+    lists: list[list[Op]] = [[] for _ in orders]
+    for op in computed:
+        for each in (op, *followers[op]):
+            for position in graph.where(each):
+                lists[position].append(each)
+    return tuple(map(tuple, lists))
 
 
 def _ends(computing: _Computing, orders: Schedule) -> dict[Op, int]:

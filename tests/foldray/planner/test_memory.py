@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +18,7 @@ from foldray.planner.candidate import Candidate, Job
 from foldray.planner.costs import RankCosts
 from foldray.planner.device import Device
 from foldray.planner.hardware import load_hardware
+from foldray.planner.layout import Content, StageForm
 from foldray.planner.memory import block_activations, in_flight, ledger, parameters
 from foldray.recipe import Recipe
 from foldray.runtime import Execution, Gradients
@@ -50,7 +50,7 @@ def test_mixtral_by_hand() -> None:
     attention = 2 * 6144 * 6144 + 2 * 6144 * 1024
     block = attention // 2 + 2 * 6144 + 6144 * 8
     expert = 3 * 6144 * 16384
-    count = rank.elements({"moe": 7}, first=True, last=False)
+    count = rank.elements(Content((("moe", 7),), True, None))
     assert count == {"dp_cp": 7 * block + 32000 * 6144 // 2, "edp": 7 * expert}
     # dp = 8; experts: 128 / (8 · 8) = 2. bf16 weights and float32 gradients whole; float32 weights, sums, two moments shared out.
     dense, experts = count["dp_cp"], count["edp"]
@@ -67,7 +67,7 @@ def test_qwen_by_hand() -> None:
     shared = 3 * 3584 * 20480 // 2
     block = attention + shared + 2 * 3584 + 3584 * 64
     expert = 3 * 3584 * 2560 * 64 // 8
-    count = rank.elements({"moe": 7}, first=False, last=True)
+    count = rank.elements(Content((("moe", 7),), False, "moe"))
     assert count == {"dp_cp": 7 * block + 151936 * 3584 // 2 + 3584, "edp": 7 * expert}
 
 
@@ -79,7 +79,7 @@ def test_a_small_model_by_hand() -> None:
     dense = 2 * 8 * 16 + 2 * 8
     route = 8 * 4 + 2 * 8
     ends = 10 * 8 + 2 * 8 + (SMALL.max_positions * 8 if SMALL.positions == "learned" else 0)
-    count = rank.elements({"dense": 2, "moe": 2}, first=True, last=True)
+    count = rank.elements(Content((("dense", 2), ("moe", 2)), True, "moe"))
     assert count == {"dp_cp": 4 * attention + 2 * (dense + route) + ends, "edp": 2 * 4 * 2 * 8 * 8}
     own = sum(count.values()) / 2
     assert parameters(rank.fold, rank.zero, rank.device.bytes, count) == (own * 4, own * 4, own * 8)
@@ -114,8 +114,8 @@ def test_parameters_are_those_of_a_run(ranks, fold: dict[str, int], zero: int) -
     rank = RankCosts(job, placed, Device.of(job, EOS), 1, zero)
     for number, found in enumerate(ranks(4).run(_held, recipe)):
         stages = Ownership(model, placed).held_stages(number)
-        kinds = Counter(model.block_kind(layer) for stage in stages for layer in stage.layers)
-        count = rank.elements(kinds, stages[0].first, stages[-1].last)
+        forms = [StageForm(tuple(map(model.block_kind, stage.layers)), stage.first, stage.last) for stage in stages]
+        count = rank.elements(Content.of(forms))
         assert parameters(rank.fold, rank.zero, rank.device.bytes, count) == pytest.approx(found, rel=0.01)
 
 

@@ -78,8 +78,7 @@ def test_reductions_are_close_to_the_whole(fold: dict[str, int], how: str) -> No
     each = replace(each, ordering=each.ordering._replace(reduction=Reduction(how)))
     work = OpWork(each, Device.of(each.job, machines()))
     whole, step = simulate_step(each, work).seconds, Step(each, work)
-    ends = enumerate(step.pipeline)
-    parts = max(ended + sum(exposed for _, exposed in step._reductions(place, ended, made)) for place, (ended, made) in ends)
+    parts = max(each.end + sum(exposed for _, exposed in step.reductions(place)) for place, each in enumerate(step.pipeline))
     print(f"{fold} {how}: parts {parts / whole - 1:+.2%}")
     assert parts == pytest.approx(whole, rel={"end": 0.01, "chunks": 0.05, "buckets": 0.15}[how])
 
@@ -140,7 +139,8 @@ def test_what_travels_beside_computation_costs_it_time() -> None:
     parts = [Step(each, OpWork(each, device)).prediction().seconds for device in devices]
     assert parts[2] - parts[0] == pytest.approx(more - none, rel=0.02)
     alone = candidate("sequential", 1, {"ep": 8})
-    assert len({predict(alone, machines(), {"crowding": crowding}).seconds for crowding in (0.0, 0.5)}) == 1
+    apart = [predict(alone, machines(), {"crowding": crowding}).seconds for crowding in (0.0, 0.5)]
+    assert apart[1] == pytest.approx(apart[0], rel=1e-12)
 
 
 def test_small_slices_take_longer_where_that_was_measured() -> None:

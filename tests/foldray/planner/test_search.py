@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -13,15 +14,19 @@ from foldray.planner.candidate import Job
 from foldray.planner.costs import OpWork
 from foldray.planner.hardware import load_hardware
 from foldray.planner.memory import ledger
+from foldray.planner.nodes import Planned, Refinement
 from foldray.planner.prediction import Step
-from foldray.planner.search import Planned, Space, _Floors, search
+from foldray.planner.search import search
+from foldray.planner.space import Space
 
 MODEL = ModelSpec.model_validate({"preset": "mixtral-8x22b", "layers": 4, "heads": 8, "kv_heads": 4, "hidden": 1024})
+CLOSE = 1 - 1e-12
 
 
-def space(gpus: int = 8, **changes: object) -> Space:
-    hardware = load_hardware("eos-h100").model_copy(update={"gpus_per_node": 4})
-    return Space(Job(MODEL, 1024, 16), hardware, gpus, **{"degrees": (2,), "micro_batches": (1, 2), **changes})  # type: ignore[arg-type]
+def space(gpus: int = 8, model: dict[str, Any] | None = None, constants: dict[str, float] | None = None, **changes: Any) -> Space:
+    hardware = load_hardware("eos-h100").model_copy(update={"gpus_per_node": 4, "constants": constants or {}})
+    job = Job(MODEL.model_copy(update=model or {}), 1024, 16)
+    return Space(job, hardware, gpus, **{"degrees": (2,), "micro_batches": (1, 2), **changes})
 
 
 def test_folds_are_all_that_divide_the_model_and_the_batch() -> None:
@@ -37,26 +42,38 @@ def test_folds_are_all_that_divide_the_model_and_the_batch() -> None:
     assert set(space().folds()) == legal
 
 
-@pytest.mark.parametrize("gpus", [1, 4, 8])
-def test_what_is_not_looked_at_could_not_have_won(gpus: int) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "changes"),
+    [
+        (1, {}),
+        (4, {}),
+        (8, {}),
+        (4, {"model": {"dense_first": 1}}),  # blocks of two kinds, one of them at the first position alone
+        (4, {"model": {"moe_every": 2}}),  # interleaved, positions may have one kind each
+        (4, {"constants": {"crowding": 0.3}}),
+        (4, {"zero": 3}),
+    ],
+    ids=str,
+)
+def test_what_is_not_looked_at_could_not_have_won(gpus: int, changes: dict[str, Any]) -> None:
     """Against everything, simulated."""
-    asked = space(gpus)
-    floors = _Floors(asked)
+    asked = space(gpus, **changes)
+    refinement = Refinement(asked)
     everything = []
-    queue = list(floors.folds())
+    queue = list(refinement.folds())
     while queue:
         node = queue.pop()
         if isinstance(node.what, Planned):
             everything.append(node.what)
             continue
-        for each in floors.closer(node):
-            assert each.held >= node.held
-            assert each.seconds >= node.seconds * (1 - 1e-12)
+        for each in refinement.refined(node):
+            assert each.held >= node.held * CLOSE
+            assert each.seconds >= node.seconds * CLOSE
             if isinstance(each.what, Planned):
-                step = Step(each.what.candidate, OpWork(each.what.candidate, floors.device))
-                apart = step.floor(step.least), step.floor(step.simulated), each.what.prediction.seconds
-                assert all(low <= high * (1 + 1e-12) for low, high in itertools.pairwise(apart))
-                assert each.what.memory == ledger(each.what.candidate, step.rank)
+                step = Step(each.what.candidate, OpWork(each.what.candidate, refinement.device))
+                apart = step.bound(), step.simulated_bound(), each.what.prediction.seconds
+                assert all(low * CLOSE <= high for low, high in itertools.pairwise(apart))
+                assert each.what.memory == ledger(each.what.candidate, step.rank, asked.imbalance)
             queue.append(each)
     best = sorted(everything, key=lambda each: (not each.fits, each.prediction.seconds))
     found = search(asked, 5)

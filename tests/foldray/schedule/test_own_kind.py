@@ -11,7 +11,7 @@ from foldray.errors import UserError
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.prediction import Step, predict
-from foldray.planner.search import Space
+from foldray.planner.space import Space
 from foldray.schedule import COMPUTE, Overlap, SliceCost, StepGraph, check, slice_sequence, stage_order, step_schedule
 from foldray.timeline import draw_text, simulate
 from tests.foldray.blocks import MOE

@@ -1,0 +1,81 @@
+"""Which stages a pipeline has, where they differ, and which of them each position holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from foldray.blueprint import stage_positions
+
+
+class StageForm(NamedTuple):
+    """All that stages differ in: the kinds of their blocks, and whether they have the embedding, the head."""
+
+    kinds: tuple[str, ...]
+    first: bool
+    last: bool
+
+
+class Content(NamedTuple):
+    """What one stage, or all stages of a position, are made of.
+
+    Args:
+        blocks: kinds of blocks, and how many there are of each.
+        embedding: whether it is among them.
+        head: kind of the block before the head; None without a head.
+    """
+
+    blocks: tuple[tuple[str, int], ...]
+    embedding: bool
+    head: str | None
+
+    @classmethod
+    def of(cls, forms: Sequence[StageForm]) -> Content:
+        counts = Counter(kind for form in forms for kind in form.kinds)
+        head = next((form.kinds[-1] for form in forms if form.last), None)
+        return cls(tuple(sorted(counts.items())), any(form.first for form in forms), head)
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineLayout:
+    """Stages of a pipeline; there is one object for equal ones (`make_layout`).
+
+    Args:
+        forms, contents: all stages that differ.
+        form_of: for every stage the number of its form.
+        forms_at, contents_at: for every position the numbers of its stages' forms, and what they are made of together.
+    """
+
+    forms: tuple[StageForm, ...]
+    contents: tuple[Content, ...]
+    form_of: tuple[int, ...]
+    forms_at: tuple[tuple[int, ...], ...]
+    contents_at: tuple[Content, ...]
+
+    @property
+    def pp(self) -> int:
+        """Pipeline positions."""
+        return len(self.forms_at)
+
+
+@lru_cache(maxsize=1024)
+def make_layout(stages: tuple[tuple[str, ...], ...], pp: int) -> PipelineLayout:
+    """The layout of stages that are given by the kinds of their blocks."""
+    last = len(stages) - 1
+    numbers: dict[StageForm, int] = {}
+    form_of = tuple(
+        numbers.setdefault(StageForm(kinds, number == 0, number == last), len(numbers)) for number, kinds in enumerate(stages)
+    )
+    forms, forms_at = tuple(numbers), [list[int]() for _ in range(pp)]
+    for form, position in zip(form_of, stage_positions(len(stages), pp), strict=True):
+        forms_at[position].append(form)
+    return PipelineLayout(
+        forms,
+        tuple(Content.of([form]) for form in forms),
+        form_of,
+        tuple(map(tuple, forms_at)),
+        tuple(Content.of([forms[number] for number in own]) for own in forms_at),
+    )

@@ -1,0 +1,176 @@
+"""Nodes of a search: sets of candidates with lower bounds of time and memory, and how a node is refined.
+
+First comes a fold, bounded by the work of its blocks; then the fold with a micro-batch and with what is computed again; then one
+of its schedules, with its exact memory; then the same with simulated stages; last a prediction. No bound is above those of its
+refinements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from foldray.planner.bounds import fold_bound, pass_works, stage_bounds, step_bound
+from foldray.planner.candidate import Candidate, Pieces
+from foldray.planner.costs import OpWork, RankCosts
+from foldray.planner.device import Device
+from foldray.planner.memo import Memo
+from foldray.planner.memory import GIB, Memory, least_memory, peak_memory
+from foldray.planner.prediction import Prediction, Step, straggling
+from foldray.planner.space import REDUCTION, Space
+from foldray.planner.staging import Stagings, make_stagings
+from foldray.planner.updates import least_behind
+from foldray.schedule import Ordering, Slicing
+
+
+class Planned(NamedTuple):
+    """A candidate, what is predicted for it, and whether it fits into memory."""
+
+    candidate: Candidate
+    prediction: Prediction
+    memory: Memory
+    fits: bool
+
+
+class Group(NamedTuple):
+    """Candidates that share a fold, a micro-batch and what is computed again."""
+
+    rank: RankCosts
+    micro_batch: int
+    recompute: tuple[str, ...]
+
+
+class Schedule(NamedTuple):
+    """An ordering, and how a rank works through its pieces under it."""
+
+    ordering: Ordering
+    pieces: Pieces
+
+
+class Choice(NamedTuple):
+    """One candidate of a group, with its memory, before anything is simulated."""
+
+    group: Group
+    ordering: Ordering
+    virtual_stages: int
+    memory: Memory
+
+
+class Simulated(NamedTuple):
+    """A candidate whose stages are simulated, but not its pipeline."""
+
+    step: Step
+    memory: Memory
+
+
+class Node(NamedTuple):
+    """Candidates that take so many seconds and bytes at least; those of a fold are its groups."""
+
+    seconds: float
+    held: float
+    what: list[Group] | Group | Choice | Simulated | Planned
+
+
+class Refinement:
+    """The nodes of a space, from folds to predictions."""
+
+    def __init__(self, space: Space):
+        self.space, self.job = space, space.job
+        self.device = Device.of(space.job, space.hardware)
+        self.limit = space.hardware.memory_gib * GIB
+        self._memo = Memo()
+        self._slower = 1 + straggling(space.gpus, self.device)
+        self._schedules: dict[tuple[int, int, bool, tuple[str, ...]], list[Schedule]] = {}
+        self._known_stagings: dict[tuple[int, int], Stagings] = {}
+        model = space.job.model
+        self._kinds = tuple(model.block_kind(layer) for layer in range(model.layers))
+        self._different = sorted(set(self._kinds))
+        self._again = tuple(sorted({kind for again in space.recompute for kind in again}))
+
+    def folds(self) -> Iterator[Node]:
+        """All there is."""
+        for fold in self.space.folds():
+            sizes = [n for n in self.space.micro_batches if self.job.global_batch % (fold.dp * n) == 0]
+            ranks = [(RankCosts(self.job, fold, self.device, n, self.space.zero, self._memo), n) for n in sizes]
+            if ranks:
+                # Whatever is computed again costs time, and saves memory.
+                seconds = min(self._least_seconds(Group(*rank, ())) for rank in ranks)
+                held = min(self._least_held(Group(*rank, self._again)) for rank in ranks)
+                yield Node(seconds, held, [Group(*rank, again) for rank in ranks for again in self.space.recompute])
+
+    def refined(self, node: Node) -> Iterator[Node]:
+        """The same candidates with closer bounds; at last what is predicted."""
+        what = node.what
+        if isinstance(what, list):
+            for group in what:
+                yield Node(max(self._least_seconds(group), node.seconds), max(self._least_held(group), node.held), group)
+        elif isinstance(what, Group):
+            yield from self._choices(node, what)
+        elif isinstance(what, Choice):
+            group = what.group
+            candidate = Candidate(
+                self.job, group.rank.fold, what.ordering, group.micro_batch, what.virtual_stages, self.space.zero
+            )
+            step = Step(candidate, OpWork(candidate, self.device, group.rank))
+            yield Node(max(step.simulated_bound(), node.seconds), node.held, Simulated(step, what.memory))
+        elif isinstance(what, Simulated):
+            prediction = what.step.prediction()
+            planned = Planned(what.step.candidate, prediction, what.memory, node.held <= self.limit)
+            yield Node(prediction.seconds, node.held, planned)
+
+    def _choices(self, node: Node, group: Group) -> Iterator[Node]:
+        rank, micro_batches = group.rank, self._micro_batches(group)
+        for staging in self._stagings(group).all:
+            layout = staging.layout
+            behind = least_behind(rank, layout.contents_at, REDUCTION)
+            for ordering, pieces in self._schedules_of(group):
+                memory = peak_memory(rank, layout, staging.pipeline, pieces, self.space.imbalance)
+                stages = stage_bounds(rank, layout.contents, pieces)
+                seconds = self._slower * step_bound(layout, micro_batches, stages, behind, rank.handover.seconds)
+                what = Choice(group, ordering, staging.virtual_stages, memory)
+                yield Node(max(seconds, node.seconds), memory.total, what)
+
+    def _least_seconds(self, group: Group) -> float:
+        """Whole sequences all of whose tokens travel unseen; or in as few pieces as can be, where a ring costs more."""
+        rank, fold = group.rank, group.rank.fold
+        piece = self.job.seq_len // (fold.cp * fold.tp)
+        slicings = [Slicing((piece,), (piece,))]
+        if fold.cp > 1:
+            sliced = [pieces.slicing for _, pieces in self._schedules_of(group) if pieces.hiding != "nothing"]
+            slicings += [each for each in sliced if each.degree == min(self.space.degrees)]
+        several, stagings = [Pieces(each, group.recompute, "all") for each in slicings], self._stagings(group)
+        found = math.inf
+        for contents_at in stagings.contents_at:
+            behind = least_behind(rank, contents_at, REDUCTION)
+            for pieces in several:
+                works = pass_works(rank, self._different, pieces)
+                least = min([works[kind, False].computed + works[kind, True].computed for kind in self._different])
+                ahead = stagings.first_blocks * least
+                found = min(found, fold_bound(rank, contents_at, ahead, self._micro_batches(group), pieces, behind))
+        return self._slower * found
+
+    def _least_held(self, group: Group) -> float:
+        return min(
+            least_memory(group.rank, each.layout, each.pipeline, group.recompute, self.space.imbalance)
+            for each in self._stagings(group).leanest
+        )
+
+    def _stagings(self, group: Group) -> Stagings:
+        pp, micro_batches = group.rank.fold.pp, self._micro_batches(group)
+        if (pp, micro_batches) not in self._known_stagings:
+            self._known_stagings[pp, micro_batches] = make_stagings(self._kinds, pp, micro_batches)
+        return self._known_stagings[pp, micro_batches]
+
+    def _schedules_of(self, group: Group) -> list[Schedule]:
+        fold = group.rank.fold
+        key = fold.cp, fold.tp, fold.ep > 1, group.recompute
+        if key not in self._schedules:
+            self._schedules[key] = [
+                Schedule(each, Pieces.of(each, self.job.seq_len, fold.cp * fold.tp))
+                for each in self.space.orderings(fold, group.recompute)
+            ]
+        return self._schedules[key]
+
+    def _micro_batches(self, group: Group) -> int:
+        return self.job.global_batch // (group.rank.fold.dp * group.micro_batch)

@@ -1,0 +1,77 @@
+"""What a search goes through: all legal folds of a cluster, and the schedules of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from foldray.blueprint.layout import smallest_slice
+from foldray.fold import Fold, divisors
+from foldray.kinds import ATTENTION, EXPERT, FFN
+from foldray.planner.candidate import Job
+from foldray.planner.hardware import Hardware
+from foldray.schedule import SEARCHED, Ordering, Reduction, Sequences, SliceCost, make_ordering, overlap_kind
+
+DEGREES = (2, 4, 8)
+RECOMPUTE: tuple[tuple[str, ...], ...] = ((), (EXPERT,), (ATTENTION, FFN, EXPERT))
+MICRO_BATCHES = (1, 2, 4)
+REDUCTION = Reduction("buckets")
+"""When gradients travel, in all that is searched."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched.
+
+    Args:
+        pins: sizes of axes that are settled.
+        zero: stage of ZeRO: 1, or 3.
+        imbalance: rows of the fullest rank over the mean, for memory.
+    """
+
+    job: Job
+    hardware: Hardware
+    gpus: int
+    pins: Mapping[str, int] = field(default_factory=dict)
+    zero: int = 1
+    micro_batches: Sequence[int] = MICRO_BATCHES
+    degrees: Sequence[int] = DEGREES
+    recompute: Sequence[tuple[str, ...]] = RECOMPUTE
+    kinds: Sequence[str] = SEARCHED
+    imbalance: float = 1.0
+
+    def folds(self) -> Iterator[Fold]:
+        """Every legal fold with the settled sizes."""
+        model, job = self.job.model, self.job
+        for pp in self._sizes("pp", self.gpus, lambda n: n <= model.layers):
+            place = self.gpus // pp
+            moe = [
+                (ep, etp)
+                for ep in self._sizes("ep", place, lambda n: model.experts % n == 0)
+                for etp in self._sizes("etp", place // ep, lambda n: model.expert_hidden % n == 0)
+            ]
+            for tp in self._sizes("tp", place, self._cuts_heads):
+                for cp in self._sizes("cp", place // tp, lambda n, tp=tp: job.seq_len % smallest_slice(n, tp) == 0):  # type: ignore[misc]
+                    if job.global_batch % (place // tp // cp) == 0:
+                        yield from (Fold(self.gpus, tp, cp, pp, ep, etp) for ep, etp in moe)
+
+    def orderings(self, fold: Fold, recompute: tuple[str, ...]) -> Iterator[Ordering]:
+        """Schedules of a fold: where no token travels there is nothing to hide, and only whole sequences."""
+        yield Ordering(recompute=recompute, reduction=REDUCTION)
+        if fold.ep == 1:
+            return
+        cost = SliceCost.of_model(self.job.model.hidden, self.job.model.heads)
+        sequences = Sequences(self.job.seq_len, cost, smallest_slice(fold.cp, fold.tp))
+        for kind in self.kinds:
+            for degree in self.degrees if overlap_kind(kind).cuts else ():
+                if sequences.length // sequences.multiple_of >= degree:
+                    yield make_ordering(sequences, kind, degree, 1, backward_lag=1, reduction=REDUCTION, recompute=recompute)
+
+    def _cuts_heads(self, tp: int) -> bool:
+        model = self.job.model
+        dense = model.ffn_hidden if len(model.moe_layers) < model.layers else 0
+        return not any(size % tp for size in (model.heads, model.kv_heads, dense, model.shared_hidden, model.vocab))
+
+    def _sizes(self, axis: str, among: int, legal: Callable[[int], bool]) -> list[int]:
+        found = [n for n in divisors(among) if legal(n)]
+        return [n for n in found if n == self.pins[axis]] if axis in self.pins else found

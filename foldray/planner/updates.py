@@ -1,0 +1,58 @@
+"""What a stage's parameters take behind its backward: gradients are reduced, weights updated and, if shared out, gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foldray.planner.costs import RankCosts
+from foldray.planner.layout import Content, PipelineLayout
+from foldray.planner.memo import Update
+from foldray.schedule import Reduction
+
+
+def stage_updates(rank: RankCosts, content: Content, reduction: Reduction) -> tuple[Update, ...]:
+    """One for each family of a stage's parameters.
+
+    ZeRO-3 has reduced the gradients before. The optimizer reads and writes float32 weights and two moments, reads a gradient,
+    writes a weight.
+    """
+    if reduction not in rank.tables.updates:
+        rank.tables.updates[reduction] = {}
+    known = rank.tables.updates[reduction]
+    if content not in known:
+        known[content] = tuple(_update(rank, *each, reduction) for each in rank.elements(content).items())
+    return known[content]
+
+
+def _update(rank: RankCosts, family: str, count: float, reduction: Reduction) -> Update:
+    """Of so many elements."""
+    fold, network, zero, device = rank.fold, rank.network, rank.zero, rank.device
+    owners = {"dp_cp": fold.dp * fold.cp, "edp": fold.edp}[family] if zero else 1
+    chunks = max(1.0, 4 * count / size) if (size := reduction.most) else 1.0
+    travel = network.gather(family, 4 * count).seconds + (chunks - 1) * network.gather(family, 0).seconds
+    reduce = 0.0 if zero == 3 else travel * (1 if zero else 2)
+    gather = network.gather(family, device.bytes * count).seconds if zero in (1, 2) else 0.0
+    bandwidth = device.hardware.memory_gb_s * 1e9 * device.share["optimizer"]
+    return Update(family, reduce, gather, count / owners * (6 * 4 + 4 + device.bytes) / bandwidth)
+
+
+def seconds_behind(rank: RankCosts, layout: PipelineLayout, reduction: Reduction) -> list[float]:
+    """Seconds of every position behind its gradients: to update its weights, and to gather them again."""
+    updates = [stage_updates(rank, content, reduction) for content in layout.contents]
+    seconds = [sum([each.gather + each.optimizer for each in own]) for own in updates]
+    return [sum([seconds[form] for form in own]) for own in layout.forms_at]
+
+
+def least_behind(rank: RankCosts, contents_at: Sequence[Content], reduction: Reduction) -> list[float]:
+    """Seconds of every position behind its last backward, at least: also what reductions that are hidden cost.
+
+    A position's stages are taken together, which never takes longer than apart.
+    """
+    crowding = rank.device.share["crowding"]
+    seconds = {
+        content: sum([
+            crowding * each.reduce + each.gather + each.optimizer for each in stage_updates(rank, content, reduction)
+        ])
+        for content in dict.fromkeys(contents_at)
+    }  # fmt: skip
+    return [seconds[content] for content in contents_at]
