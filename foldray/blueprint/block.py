@@ -5,6 +5,8 @@ A rank's share of a block is a block as well, with fewer heads and narrower laye
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from foldray.activations import Activation, find_activation
@@ -95,13 +97,37 @@ class MixtureSpec(NamedTuple):
         return self._replace(experts=self.experts // ep, expert=self.expert.cut(etp), shared=shared)
 
 
-class BlockSpec(NamedTuple):
-    """Attention, then either a dense feed-forward layer or a mixture of experts."""
+@dataclass(frozen=True)
+class BlockSpec:
+    """Attention, then either a dense feed-forward layer or a mixture of experts.
+
+    Tables of graphs, costs and memory are keyed by blocks, so a block keeps its hash.
+    """
 
     attention: AttentionSpec
     dense: FeedForwardSpec | None
     moe: MixtureSpec | None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.attention, self.dense, self.moe)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined, no-any-return]
+
+    def __reduce__(self) -> tuple:
+        return make_block, (self.attention, self.dense, self.moe)  # another process hashes texts otherwise
+
+    @property
+    def order(self) -> tuple[bool, str]:
+        """Sorts the blocks of a model: dense ones first."""
+        return self.moe is not None, self.attention.window
+
     def cut(self, tp: int, ep: int, etp: int) -> BlockSpec:
         """A rank's share of it."""
         return BlockSpec(self.attention.cut(tp), self.dense and self.dense.cut(tp), self.moe and self.moe.cut(tp, ep, etp))
+
+
+@lru_cache(maxsize=1024)
+def make_block(attention: AttentionSpec, dense: FeedForwardSpec | None, moe: MixtureSpec | None) -> BlockSpec:
+    """One object for equal blocks: tables then compare them by identity."""
+    return BlockSpec(attention, dense, moe)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from foldray.activations import ACTIVATIONS, Activation, find_activation
-from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec, MixtureSpec
+from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec, MixtureSpec, make_block
 from foldray.blueprint.presets import PRESETS
 from foldray.errors import UserError, nearest
 from foldray.fold import divisors
@@ -240,13 +240,10 @@ class ModelSpec(Strict):
         window = self.windows[layer % len(self.windows)]
         attention = AttentionSpec(self.heads, self.kv_heads, self.head_dim, self.value_dim or self.head_dim, window)
         if not self.is_moe(layer):
-            return BlockSpec(attention, FeedForwardSpec(self.ffn_hidden, self.ffn), None)
+            return make_block(attention, FeedForwardSpec(self.ffn_hidden, self.ffn), None)
         shared = FeedForwardSpec(self.shared_hidden, self.ffn) if self.shared_hidden else None
         expert = FeedForwardSpec(self.expert_hidden, self.ffn)
-        return BlockSpec(attention, None, MixtureSpec(self.experts, self.topk, expert, shared))
-
-    def block_kind(self, layer: int) -> Literal["dense", "moe"]:
-        return "moe" if self.is_moe(layer) else "dense"
+        return make_block(attention, None, MixtureSpec(self.experts, self.topk, expert, shared))
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from foldray.blueprint.block import FeedForwardSpec
+from foldray.blueprint.block import BlockSpec, FeedForwardSpec
 from foldray.blueprint.model import ModelSpec
 from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, ROUTE
 
@@ -86,14 +86,17 @@ def count_by_cut(model: ModelSpec) -> tuple[int, int]:
     return edges * hidden + norm + blocks + dense + routed, sparse * model.experts * matrices * hidden * model.expert_hidden
 
 
-def count_by_op(model: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Elements that one op of each kind computes with: those that are cut among ranks, and those that each has whole."""
-    layer: dict[str, int] = {}
-    found: dict[str, tuple[int, int]] = {}
+def count_by_op(model: ModelSpec) -> dict[tuple[str, BlockSpec | None], tuple[int, int]]:
+    """Elements that one op of each kind computes with, by its block: those that are cut among ranks, and those that each has
+    whole. Embedding and head are of no block.
+    """
+    first: dict[tuple[str, BlockSpec | None], int] = {}
+    found: dict[tuple[str, BlockSpec | None], tuple[int, int]] = {}
     for each in parameter_table(model):
-        if layer.setdefault(each.op, each.layer) == each.layer:  # blocks of a kind are alike
-            cut, whole = found.get(each.op, (0, 0))
-            found[each.op] = (cut, whole + each.count) if each.cut is None else (cut + each.count, whole)
+        key = each.op, None if each.op in (EMBED, HEAD) else model.block(each.layer)
+        if key[1] is None or first.setdefault(key, each.layer) == each.layer:  # equal blocks are counted once
+            cut, whole = found.get(key, (0, 0))
+            found[key] = (cut, whole + each.count) if each.cut is None else (cut + each.count, whole)
     return found
 
 

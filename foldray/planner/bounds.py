@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from foldray.blueprint import BlockSpec
 from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EMBED, EXCHANGES, EXPERT, FFN, HEAD, MERGE, OP_KINDS, ROUTE
 from foldray.planner.candidate import Pieces
 from foldray.planner.costs import RankCosts
@@ -11,16 +12,20 @@ from foldray.planner.layout import Content, PipelineLayout
 from foldray.planner.memo import PassWork
 from foldray.schedule import Slicing
 
-_OPS = {"dense": (ATTENTION, FFN), "moe": (ATTENTION, ROUTE, DISPATCH, EXPERT, COMBINE, MERGE)}
+_DENSE, _MOE = (ATTENTION, FFN), (ATTENTION, ROUTE, DISPATCH, EXPERT, COMBINE, MERGE)
 
 
-def ops_of_pass(kind: str, back: bool, pieces: Pieces) -> list[tuple[str, bool]]:
+def _ops(block: BlockSpec) -> tuple[str, ...]:
+    return _MOE if block.moe else _DENSE
+
+
+def ops_of_pass(block: BlockSpec, back: bool, pieces: Pieces) -> list[tuple[str, bool]]:
     """The kinds of ops of one pass of a block, each with whether it is a backward op; recomputed ones are forward ops."""
-    return [(each, back) for each in _OPS[kind]] + [(each, False) for each in _recomputed(kind, back, pieces)]
+    return [(each, back) for each in _ops(block)] + [(each, False) for each in _recomputed(block, back, pieces)]
 
 
-def _recomputed(kind: str, back: bool, pieces: Pieces) -> list[str]:
-    return [each for each in _OPS[kind] if back and each in pieces.recompute]
+def _recomputed(block: BlockSpec, back: bool, pieces: Pieces) -> list[str]:
+    return [each for each in _ops(block) if back and each in pieces.recompute]
 
 
 def cut_of(kind: str, slicing: Slicing) -> tuple[int, ...]:
@@ -31,31 +36,33 @@ def cut_of(kind: str, slicing: Slicing) -> tuple[int, ...]:
 def ends_of(content: Content, slicing: Slicing) -> list[tuple[str, tuple[int, ...]]]:
     """The embedding and the head, as far as they are there, with the tokens of their pieces."""
     found = [(EMBED, slicing.attention)] if content.embedding else []
-    return [*found, (HEAD, slicing.attention if content.head == "dense" else slicing.moe)] if content.head else found
+    return [*found, (HEAD, slicing.moe if content.head.moe else slicing.attention)] if content.head else found
 
 
-def pass_works(rank: RankCosts, kinds: Iterable[str], pieces: Pieces) -> Mapping[tuple[str, bool], PassWork]:
-    """By kind of block and whether it is a backward pass; of these kinds at least."""
+def pass_works(rank: RankCosts, blocks: Iterable[BlockSpec], pieces: Pieces) -> Mapping[tuple[BlockSpec, bool], PassWork]:
+    """By block and whether it is a backward pass; of these blocks at least."""
     found = rank.blocks.passes.setdefault(pieces, {})
-    for kind in kinds:
-        if (kind, False) not in found:
+    for block in blocks:
+        if (block, False) not in found:
             for back in (False, True):
-                found[kind, back] = _pass_work(rank, kind, back, pieces)
+                found[block, back] = _pass_work(rank, block, back, pieces)
     return found
 
 
-def _pass_work(rank: RankCosts, kind: str, back: bool, pieces: Pieces) -> PassWork:
+def _pass_work(rank: RankCosts, block: BlockSpec, back: bool, pieces: Pieces) -> PassWork:
     """Of one pass of a block. What computes goes one after another, and so does what travels.
 
     A block in one piece is a chain, but that experts may be computed again while their gradients are on the way to them. A block
     that drains begins with attention and routing (backward, ends with them) of a piece, which nothing travels beside. It ends
     with a sum, and no sooner than a piece comes back from the last expert.
     """
-    own = {each: rank.totals(each, cut_of(each, pieces.slicing), back) for each in _OPS[kind]}
-    again = {each: rank.totals(each, cut_of(each, pieces.slicing), False).total for each in _recomputed(kind, back, pieces)}
+    own = {each: rank.totals(each, cut_of(each, pieces.slicing), back, block) for each in _ops(block)}
+    again = {
+        each: rank.totals(each, cut_of(each, pieces.slicing), False, block).total for each in _recomputed(block, back, pieces)
+    }
     plain = sum(each.total for name, each in own.items() if name not in EXCHANGES)
     computed = plain + sum(again.values())
-    if kind == "dense":
+    if not block.moe:
         return PassWork(computed, 0.0, computed)
     combine, merge = own[COMBINE], own[MERGE]
     travels = own[DISPATCH].total + combine.total
@@ -68,13 +75,13 @@ def _pass_work(rank: RankCosts, kind: str, back: bool, pieces: Pieces) -> PassWo
 
 def stage_work(rank: RankCosts, content: Content, back: bool, pieces: Pieces) -> PassWork:
     """Of one pass of a stage by a part of a micro-batch: its blocks, its embedding, its head."""
-    works = pass_works(rank, [kind for kind, _ in content.blocks], pieces)
+    works = pass_works(rank, [block for block, _ in content.blocks], pieces)
     computed = 0.0
     for kind, cut in ends_of(content, pieces.slicing):
-        computed += rank.totals(kind, cut, back).total
+        computed += rank.totals(kind, cut, back, None).total
     travels, least = 0.0, computed
-    for kind, count in content.blocks:
-        work = works[kind, back]
+    for block, count in content.blocks:
+        work = works[block, back]
         computed += count * work.computed
         travels += count * work.travels
         least += count * work.least

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from foldray.blueprint import ModelSpec, Ownership
+from foldray.blueprint import BlockSpec, ModelSpec, Ownership
 from foldray.errors import UserError
 from foldray.fold import Fold
 from foldray.planner.layout import PipelineLayout, make_layout
-from foldray.schedule import BlockKind, Chunk, Ordering, PipelineGraph, Slicing, StepGraph, cut_buffer
+from foldray.schedule import Chunk, Ordering, PipelineGraph, Slicing, StepGraph, cut_buffer
 
 FAMILY: Mapping[str, str] = {"dense": "dp_cp", "replicated": "tp_dp_cp", "expert": "edp"}
 """By class of gradient: the family over whose groups it is summed."""
@@ -109,9 +109,9 @@ class Candidate:
         return self.job.global_batch // (self.fold.dp * self.micro_batch)
 
     @cached_property
-    def stages(self) -> tuple[tuple[BlockKind, ...], ...]:
-        """Kinds of the blocks of every stage."""
-        return tuple(tuple(map(self.job.model.block_kind, stage.layers)) for stage in self.ownership.stages)
+    def stages(self) -> tuple[tuple[BlockSpec, ...], ...]:
+        """The blocks of every stage."""
+        return tuple(tuple(map(self.job.model.block, stage.layers)) for stage in self.ownership.stages)
 
     @property
     def layout(self) -> PipelineLayout:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
 
-from foldray.blueprint import count_by_op
+from foldray.blueprint import AttentionSpec, BlockSpec, FeedForwardSpec, MixtureSpec, count_by_op
 from foldray.fold import Fold
 from foldray.kinds import (
     ATTENTION,
@@ -31,6 +31,7 @@ from foldray.kinds import (
 from foldray.planner.candidate import FAMILY, Candidate, Job
 from foldray.planner.device import Device
 from foldray.planner.layout import Content
+from foldray.planner.lists import block_of
 from foldray.planner.memo import BlockKey, BlockTables, CutKey, FoldTables, Memo, OpKey, OpTables, PieceKey, Totals
 from foldray.planner.network import Network, Travel
 from foldray.planner.shares import Price, Work
@@ -67,7 +68,8 @@ class OpWork:
             return Price.of([self.rank.handover._replace(lane=str(self.candidate.graph.channel(op)))])
         if op.kind == REDUCE:
             return Price.of([self.rank.reduce(self.candidate.reducing.chunk(op))])
-        return self.rank.price(op.kind, op.direction == "B", self.candidate.graph.tokens(op))
+        graph = self.candidate.graph
+        return self.rank.price(op.kind, op.direction == "B", graph.tokens(op), block_of(graph, op))
 
 
 class RankCosts:
@@ -96,26 +98,27 @@ class RankCosts:
             self.memo.folds[fold, zero] = FoldTables(network, self._traits(network))
         self.tables = self.memo.folds[fold, zero]
         self.network = self.tables.network
+        self._own: dict[tuple[str, BlockSpec | None], OpTables] = {}
 
-    def price(self, kind: str, back: bool, tokens: range) -> Price:
-        """Of an op on these tokens of the local sequence."""
-        prices = self._ops[kind].prices
+    def price(self, kind: str, back: bool, tokens: range, block: BlockSpec | None) -> Price:
+        """Of an op on these tokens of the local sequence, in this block."""
+        prices = self._tables_of(kind, block).prices
         key = PieceKey(back, tokens.start if kind == ATTENTION else 0, len(tokens))
         found = prices.get(key)
         if found is None:
-            found = prices[key] = Price.of(PRICES[kind](self, tokens, back))
+            found = prices[key] = Price.of(PRICES[kind](self, block, tokens, back))
         return found
 
-    def totals(self, kind: str, cut: tuple[int, ...], back: bool) -> Totals:
+    def totals(self, kind: str, cut: tuple[int, ...], back: bool, block: BlockSpec | None) -> Totals:
         """Of all pieces of a kind.
 
         Args:
             cut: their tokens.
         """
-        totals, key = self._ops[kind].totals, CutKey(back, cut)
+        totals, key = self._tables_of(kind, block).totals, CutKey(back, cut)
         found = totals.get(key)
         if found is None:
-            seconds = [self.price(kind, back, tokens).seconds for tokens in pieces_of(cut)]
+            seconds = [self.price(kind, back, tokens, block).seconds for tokens in pieces_of(cut)]
             found = totals[key] = Totals(sum(seconds), seconds[0], min(seconds))
         return found
 
@@ -127,16 +130,13 @@ class RankCosts:
             self.memo.blocks[key] = BlockTables()
         return self.memo.blocks[key]
 
-    @cached_property
-    def _ops(self) -> dict[str, OpTables]:
-        """By kind of op, shared by those ranks for which it costs the same."""
-        tables, found = self.memo.ops, {}
-        for kind, traits in self.tables.traits.items():
-            key = OpKey(kind, self.sequences, traits)
-            if key not in tables:
-                tables[key] = OpTables()
-            found[kind] = tables[key]
-        return found
+    def _tables_of(self, kind: str, block: BlockSpec | None) -> OpTables:
+        """Of a kind of op in a block, shared by those ranks for which it costs the same."""
+        tables = self._own.get((kind, block))
+        if tables is None:
+            key = OpKey(kind, block, self.sequences, self.tables.traits[kind])
+            tables = self._own[kind, block] = self.memo.ops.setdefault(key, OpTables())
+        return tables
 
     def _traits(self, network: Network) -> dict[str, tuple]:
         fold, shape = self.fold, network.shape
@@ -156,119 +156,124 @@ class RankCosts:
         return {kind: (*each, *spread) for kind, each in own.items()}
 
     @cached_property
-    def weights(self) -> dict[str, float]:
-        """Parameters that a rank computes with, by kind of op, of one block."""
+    def weights(self) -> dict[tuple[str, BlockSpec | None], float]:
+        """Parameters that a rank computes with, by kind of op and block."""
         self.memo.counts = self.memo.counts or count_by_op(self.model)
-        parts = defaultdict(lambda: self.fold.tp, expert=self.fold.ep * self.fold.etp)
-        return {kind: cut / parts[kind] + whole for kind, (cut, whole) in self.memo.counts.items()}
+        parts = defaultdict(lambda: self.fold.tp, {EXPERT: self.fold.ep * self.fold.etp})
+        return {key: cut / parts[key[0]] + whole for key, (cut, whole) in self.memo.counts.items()}
 
     def elements(self, content: Content) -> dict[str, float]:
         """Parameters of stages, by the family over which their gradients are summed; a tied embedding stands on both ends."""
         weights, found = self.weights, {"dp_cp": 0.0, "edp": 0.0}
-        for kind, count in content.blocks:
-            found["dp_cp"] += count * (weights[ATTENTION] + weights[FFN if kind == "dense" else ROUTE])
-            found["edp"] += count * weights[EXPERT] if kind == "moe" else 0.0
+        for block, count in content.blocks:
+            found["dp_cp"] += count * (weights[ATTENTION, block] + weights[ROUTE if block.moe else FFN, block])
+            found["edp"] += count * weights[EXPERT, block] if block.moe else 0.0
         if content.embedding:
-            found["dp_cp"] += weights[EMBED]
+            found["dp_cp"] += weights[EMBED, None]
         if content.head:
-            found["dp_cp"] += weights[HEAD]
+            found["dp_cp"] += weights[HEAD, None]
             if self.model.tied_embeddings and not content.embedding:
                 found["dp_cp"] += self.model.vocab * self.model.hidden / self.fold.tp
         return found
 
     # The ops.
 
-    def _embed(self, tokens: range, back: bool) -> Iterator[Work]:
+    def _embed(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         n = self._rows(tokens)
         yield self._memory((3 if back else 2) * n * self.fold.tp * self._width)
         yield self._travel("tp", self.network.gather("tp", n * self.fold.tp * self._width))
         yield self._launch(EMBED, back)
 
-    def _attention(self, tokens: range, back: bool) -> Iterator[Work]:
-        model, fold = self.model, self.fold
+    def _attention(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        assert block
+        spec, fold, shared = block.attention, self.fold, self.fold.cp * self.fold.tp
         n = self._rows(tokens)
-        wide, heads, kv = n * fold.tp, model.heads * model.head_dim / fold.tp, model.kv_heads * model.head_dim / fold.tp
-        yield from self._zero3(ATTENTION, back)
-        yield self._memory((2 if back else 1) * (5 * n * self._width + 2 * wide * (heads + kv) * self.device.bytes))
+        wide, own = n * fold.tp, spec.cut(fold.tp)
+        yield from self._zero3(ATTENTION, block, back)
+        yield self._memory((2 if back else 1) * (5 * n * self._width + 2 * wide * (own.queries + own.keys) * self.device.bytes))
         yield from self._tensor(wide, back)
-        yield from self._products("gemm", wide, model.hidden, heads + 2 * kv, back)
-        keys = tokens.stop * fold.cp * fold.tp - (len(tokens) * fold.cp * fold.tp - 1) / 2
+        yield from self._products("gemm", wide, self.model.hidden, own.queries + own.keys + own.values, back)
+        seen = spec.sees.pairs(range(tokens.start * shared, tokens.stop * shared)) / (len(tokens) * shared)  # keys of a query
         queries = len(tokens) * fold.tp / (1 if fold.cp == 1 else 2)  # at a time: a slice, or a chunk of the ring's
-        core = self.device.attention((2.5 if back else 1) * 4 * wide * keys * heads, queries)
+        core = self.device.attention((2.5 if back else 1) * 2 * wide * seen * (own.queries + own.outputs), queries)
         yield Work(COMPUTE, "attention", core)
-        whole = len(tokens) * fold.cp * fold.tp == self.job.seq_len
+        whole = len(tokens) * shared == self.job.seq_len
         if fold.cp > 1:
             # A ring passes keys and values on while it attends to those that have come. Backward it does so again, with their
             # float32 gradients behind them; of slices, those alone are scattered.
             each = (4 + self.device.bytes * whole) if back else self.device.bytes
-            travel = self.network.gather("cp", 2 * wide * fold.cp * kv * each)
+            travel = self.network.gather("cp", wide * fold.cp * (own.keys + own.values) * each)
             hidden = core * (fold.cp - 1) / fold.cp if whole else 0.0
             yield Work(travel.lane, "cp", max(0.0, travel.seconds - hidden))
         if fold.cp > 1 or not whole:
-            yield from self._parts(tokens, whole, wide, back)
-        yield from self._products("gemm", wide, heads, model.hidden, back)
+            yield from self._parts(own, tokens, whole, wide, back)
+        yield from self._products("gemm", wide, own.outputs, self.model.hidden, back)
         yield self._launch(ATTENTION, back)
 
-    def _parts(self, tokens: range, whole: bool, wide: float, back: bool) -> Iterator[Work]:
+    def _parts(self, own: AttentionSpec, tokens: range, whole: bool, wide: float, back: bool) -> Iterator[Work]:
         """Attention to some keys after others: results weighed against each other, gradients added up, in float32.
 
         A ring's fullest rank has two of its chunk's parts from every member, and a third one from itself. A slice sees what lies
         before it, and itself.
         """
-        model, fold = self.model, self.fold
+        fold = self.fold
         chunks = 1 if fold.cp == 1 else 2
         parts = 2 * fold.cp + 1 if whole else 2 * chunks - (tokens.start == 0)
-        heads, kv = model.heads * model.head_dim / fold.tp, model.kv_heads * model.head_dim / fold.tp
-        queries, keys = parts * wide / chunks, wide * fold.cp if whole else tokens.stop * fold.cp * fold.tp * self.sequences
-        moved = (queries * heads + 2 * keys * kv) if back else (queries - wide) * heads
+        shared = fold.cp * fold.tp
+        begin = own.sees.begin(tokens.start * shared)
+        queries, keys = parts * wide / chunks, wide * fold.cp if whole else (tokens.stop * shared - begin) * self.sequences
+        moved = (queries * own.queries + keys * (own.keys + own.values)) if back else (queries - wide) * own.outputs
         yield self._memory(moved * (8 + self.device.bytes))
         yield Work(COMPUTE, "launch", self.device.launches(_KERNELS["part"] * (parts if back else parts - chunks)))
 
-    def _ffn(self, tokens: range, back: bool) -> Iterator[Work]:
+    def _ffn(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        assert block
+        assert block.dense
         n = self._rows(tokens)
-        yield from self._zero3(FFN, back)
+        yield from self._zero3(FFN, block, back)
         yield self._memory((2 if back else 1) * 5 * n * self._width)
-        yield from self._dense(n, self.model.ffn_hidden, back)
+        yield from self._dense(n, block.dense, back)
         yield self._launch(FFN, back)
 
-    def _route(self, tokens: range, back: bool) -> Iterator[Work]:
-        n, model = self._rows(tokens), self.model
-        yield self._permuted((2 if back else 1) * (2 + 2 * model.topk) * n * self._width)
-        yield from self._products("gemm", n, model.hidden, model.experts, back)
-        if model.shared_hidden:
-            yield from self._zero3(ROUTE, back)
-            yield from self._dense(n, model.shared_hidden, back)
+    def _route(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        n, moe = self._rows(tokens), _mixture(block)
+        yield self._permuted((2 if back else 1) * (2 + 2 * moe.topk) * n * self._width)
+        yield from self._products("gemm", n, self.model.hidden, moe.experts, back)
+        if moe.shared:
+            yield from self._zero3(ROUTE, block, back)
+            yield from self._dense(n, moe.shared, back)
         yield self._launch(ROUTE, back)
 
-    def _dispatch(self, tokens: range, back: bool) -> Iterator[Work]:
-        yield self._travel("ep", self.network.exchange("ep", self._rows(tokens) * self.model.topk * self._width))
+    def _dispatch(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        yield self._travel("ep", self.network.exchange("ep", self._rows(tokens) * _mixture(block).topk * self._width))
 
-    def _combine(self, tokens: range, back: bool) -> Iterator[Work]:
-        yield from self._dispatch(tokens, back)
+    def _combine(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        yield from self._dispatch(block, tokens, back)
 
-    def _expert(self, tokens: range, back: bool) -> Iterator[Work]:
-        model, fold, device = self.model, self.fold, self.device
-        rows, local, inner = self._rows(tokens) * model.topk * fold.etp, model.experts / fold.ep, model.expert_hidden / fold.etp
-        yield from self._zero3(EXPERT, back)
+    def _expert(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        moe, fold, device, hidden = _mixture(block), self.fold, self.device, self.model.hidden
+        rows, local = self._rows(tokens) * moe.topk * fold.etp, moe.experts / fold.ep
+        inner, width = moe.expert.inner / fold.etp, moe.expert.width / fold.etp
+        yield from self._zero3(EXPERT, block, back)
         for _ in range(2):  # in, and out; backward the other way round
             yield self._travel("etp", self.network.gather("etp", rows * self._width))
         times = 2 if back else 1
         # Rows into the order of experts and back, and the activation between the two products.
         if local > 1:
             yield self._permuted(times * 4 * rows * self._width)
-        yield self._memory(times * (self._inwards + 1) * rows * inner * device.bytes)
-        for inside, outside in ((model.hidden, self._inwards * inner), (inner, model.hidden)):
+        yield self._memory(times * rows * (width + inner) * device.bytes)
+        for inside, outside in ((hidden, width), (inner, hidden)):
             for m, k, n in self._three(rows / local, inside, outside, back):
                 yield Work(COMPUTE, "experts", device.grouped(local, m, k, n))
             if back:
                 yield self._memory(_SUMS * local * inside * outside)
         yield self._launch(EXPERT, back)
 
-    def _merge(self, tokens: range, back: bool) -> Iterator[Work]:
-        yield self._memory((2 if back else 1) * (self.model.topk + 3) * self._rows(tokens) * self._width)
+    def _merge(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        yield self._memory((2 if back else 1) * (_mixture(block).topk + 3) * self._rows(tokens) * self._width)
         yield self._launch(MERGE, back)
 
-    def _head(self, tokens: range, back: bool) -> Iterator[Work]:
+    def _head(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         n, vocab = self._rows(tokens), self.model.vocab / self.fold.tp
         wide = n * self.fold.tp
         yield from self._tensor(wide, back, ways=1)
@@ -290,12 +295,12 @@ class RankCosts:
 
     # Their parts.
 
-    def _dense(self, n: float, inner: float, back: bool) -> Iterator[Work]:
+    def _dense(self, n: float, spec: FeedForwardSpec, back: bool) -> Iterator[Work]:
         """A feed-forward network cut over TP."""
-        wide, inner = n * self.fold.tp, inner / self.fold.tp
+        wide, inner, width = n * self.fold.tp, spec.inner / self.fold.tp, spec.width / self.fold.tp
         yield from self._tensor(wide, back)
-        yield from self._products("gemm", wide, self.model.hidden, self._inwards * inner, back)
-        yield self._memory((2 if back else 1) * (self._inwards + 1) * wide * inner * self.device.bytes)
+        yield from self._products("gemm", wide, self.model.hidden, width, back)
+        yield self._memory((2 if back else 1) * wide * (width + inner) * self.device.bytes)
         yield from self._products("gemm", wide, inner, self.model.hidden, back)
 
     def _tensor(self, wide: float, back: bool, ways: int = 2) -> Iterator[Work]:
@@ -314,18 +319,14 @@ class RankCosts:
         """The product forward; backward those for the input's and the weights' gradients."""
         return ((rows, outside, inside), (inside, rows, outside)) if back else ((rows, inside, outside),)
 
-    def _zero3(self, part: str, back: bool) -> Iterator[Work]:
+    def _zero3(self, part: str, block: BlockSpec | None, back: bool) -> Iterator[Work]:
         """Weights gathered over those that share them out; backward their gradients are scattered too."""
         if self.zero < 3:
             return
         family = "edp" if part == EXPERT else "dp_cp"
-        whole = self.weights[part] * self.device.bytes
+        whole = self.weights[part, block] * self.device.bytes
         for _ in range(2 if back else 1):
             yield self._travel(family, self.network.gather(family, whole))
-
-    @property
-    def _inwards(self) -> int:
-        return len(self.model.activation.inwards)
 
     @property
     def _width(self) -> float:
@@ -354,7 +355,13 @@ def pieces_of(cut: tuple[int, ...]) -> list[range]:
     return [range(end - size, end) for end, size in zip(accumulate(cut), cut, strict=True)]
 
 
-PRICES: Mapping[str, Callable[[RankCosts, range, bool], Iterator[Work]]] = {
+def _mixture(block: BlockSpec | None) -> MixtureSpec:
+    assert block
+    assert block.moe
+    return block.moe
+
+
+PRICES: Mapping[str, Callable[[RankCosts, BlockSpec | None, range, bool], Iterator[Work]]] = {
     EMBED: RankCosts._embed, ATTENTION: RankCosts._attention, FFN: RankCosts._ffn, ROUTE: RankCosts._route,
     DISPATCH: RankCosts._dispatch, EXPERT: RankCosts._expert, COMBINE: RankCosts._combine, MERGE: RankCosts._merge,
     HEAD: RankCosts._head,

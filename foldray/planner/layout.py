@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from foldray.blueprint import stage_positions
+from foldray.blueprint import BlockSpec, stage_positions
 
 
 class StageForm(NamedTuple):
-    """All that stages differ in: the kinds of their blocks, and whether they have the embedding, the head."""
+    """All that stages differ in: their blocks, and whether they have the embedding, the head."""
 
-    kinds: tuple[str, ...]
+    blocks: tuple[BlockSpec, ...]
     first: bool
     last: bool
 
@@ -23,20 +23,20 @@ class Content(NamedTuple):
     """What one stage, or all stages of a position, are made of.
 
     Args:
-        blocks: kinds of blocks, and how many there are of each.
+        blocks: all blocks that differ, and how many there are of each.
         embedding: whether it is among them.
-        head: kind of the block before the head; None without a head.
+        head: the block before the head; None without a head.
     """
 
-    blocks: tuple[tuple[str, int], ...]
+    blocks: tuple[tuple[BlockSpec, int], ...]
     embedding: bool
-    head: str | None
+    head: BlockSpec | None
 
     @classmethod
     def of(cls, forms: Sequence[StageForm]) -> Content:
-        counts = Counter(kind for form in forms for kind in form.kinds)
-        head = next((form.kinds[-1] for form in forms if form.last), None)
-        return cls(tuple(sorted(counts.items())), any(form.first for form in forms), head)
+        counts = Counter(block for form in forms for block in form.blocks)
+        head = next((form.blocks[-1] for form in forms if form.last), None)
+        return cls(tuple(sorted(counts.items(), key=lambda item: item[0].order)), any(form.first for form in forms), head)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +62,12 @@ class PipelineLayout:
 
 
 @lru_cache(maxsize=1024)
-def make_layout(stages: tuple[tuple[str, ...], ...], pp: int) -> PipelineLayout:
-    """The layout of stages that are given by the kinds of their blocks."""
+def make_layout(stages: tuple[tuple[BlockSpec, ...], ...], pp: int) -> PipelineLayout:
+    """The layout of stages that are given by their blocks."""
     last = len(stages) - 1
     numbers: dict[StageForm, int] = {}
     form_of = tuple(
-        numbers.setdefault(StageForm(kinds, number == 0, number == last), len(numbers)) for number, kinds in enumerate(stages)
+        numbers.setdefault(StageForm(blocks, number == 0, number == last), len(numbers)) for number, blocks in enumerate(stages)
     )
     forms, forms_at = tuple(numbers), [list[int]() for _ in range(pp)]
     for form, position in zip(form_of, stage_positions(len(stages), pp), strict=True):

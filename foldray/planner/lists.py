@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from foldray.kinds import HANDOVER
+from foldray.blueprint import BlockSpec
+from foldray.kinds import EMBED, HANDOVER, HEAD
 from foldray.schedule import CompiledSchedule, Op, Overlap, PipelineGraph, Slicing, StepGraph, computed, stage_order, woven
 
 
@@ -15,11 +16,12 @@ class Piece(NamedTuple):
     kind: str
     back: bool
     tokens: range
+    block: BlockSpec | None
 
 
 @lru_cache(maxsize=2048)
 def stage_list(
-    stages: tuple[tuple[str, ...], ...],
+    stages: tuple[tuple[BlockSpec, ...], ...],
     number: int,
     direction: str,
     overlap: Overlap,
@@ -28,14 +30,19 @@ def stage_list(
     batch_degree: int,
 ) -> CompiledSchedule[Piece]:
     """One pass of one stage among these, for the micro-batches that go together. Its classes of costs are `Piece`s."""
-    graph = StepGraph(stages, slicing, len(stages), batch_degree, False, recompute, batch_degree=batch_degree)  # type: ignore[arg-type]
+    graph = StepGraph(stages, slicing, len(stages), batch_degree, False, recompute, batch_degree=batch_degree)
 
     def piece(op: Op) -> Piece:
-        return Piece(op.kind, op.direction == "B", graph.tokens(op))
+        return Piece(op.kind, op.direction == "B", graph.tokens(op), block_of(graph, op))
 
     lists: list[tuple[Op, ...]] = [()] * len(stages)
     lists[number] = stage_order(graph, number, direction, overlap)
     return CompiledSchedule(graph, lists, piece, partial=True)
+
+
+def block_of(graph: StepGraph, op: Op) -> BlockSpec | None:
+    """The block that an op belongs to; embedding and head belong to none."""
+    return None if op.kind in (EMBED, HEAD) else graph.blocks[op.layer]
 
 
 class StagePass(NamedTuple):

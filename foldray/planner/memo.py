@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from foldray.blueprint import BlockSpec
 from foldray.fold import Fold
 from foldray.planner.candidate import Pieces
 from foldray.planner.layout import Content, StageForm
@@ -21,11 +22,13 @@ class OpKey(NamedTuple):
     """A kind of op at one rank: its price depends on these and on its tokens.
 
     Args:
+        block: that it belongs to; None for embedding and head.
         sequences: of a micro-batch's part.
         traits: sizes and shapes of the groups that it talks in.
     """
 
     kind: str
+    block: BlockSpec | None
     sequences: float
     traits: tuple
 
@@ -71,7 +74,7 @@ class PassWork(NamedTuple):
 class ActivationKey(NamedTuple):
     """What a block keeps depends on these, and on the imbalance of its experts."""
 
-    kind: str
+    block: BlockSpec
     recompute: tuple[str, ...]
     sliced: bool
     imbalance: float
@@ -106,7 +109,7 @@ class OpTables:
 class BlockTables:
     """Of ranks whose ops cost the same, whatever their kind."""
 
-    passes: dict[Pieces, dict[tuple[str, bool], PassWork]] = field(default_factory=dict)
+    passes: dict[Pieces, dict[tuple[BlockSpec, bool], PassWork]] = field(default_factory=dict)
     bounds: dict[Pieces, dict[Content, float]] = field(default_factory=dict)
     activations: dict[ActivationKey, float] = field(default_factory=dict)
     stages: dict[Ordering, dict[tuple[StageForm, str], Stretch]] = field(default_factory=dict)
@@ -137,4 +140,4 @@ class Memo:
     ops: dict[OpKey, OpTables] = field(default_factory=dict)
     blocks: dict[BlockKey, BlockTables] = field(default_factory=dict)
     folds: dict[tuple[Fold, int], FoldTables] = field(default_factory=dict)
-    counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    counts: Mapping[tuple[str, BlockSpec | None], tuple[int, int]] = field(default_factory=dict)

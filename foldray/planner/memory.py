@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from foldray.blueprint import AttentionSpec, BlockSpec, FeedForwardSpec
 from foldray.fold import Fold
 from foldray.kinds import ATTENTION, EXPERT, FFN, ROUTE
 from foldray.planner.candidate import Candidate, Pieces
@@ -78,8 +79,8 @@ def _position(
 ) -> Memory:
     content, sliced = layout.contents_at[place], pieces.slicing.degree > 1
     kept = sum(
-        blocks * block_activations(rank, kind, pieces.recompute, sliced, imbalance)
-        for kind, blocks in blocks_in_flight(layout, pipeline, place)
+        count * block_activations(rank, block, pieces.recompute, sliced, imbalance)
+        for block, count in blocks_in_flight(layout, pipeline, place)
     )
     logits = 0.0
     if content.head:
@@ -96,8 +97,8 @@ def least_memory(
     found = 0.0
     for place in _fullest_places(layout):
         held = sum(content_parameters(rank, layout.contents_at[place]))
-        for kind, blocks in blocks_in_flight(layout, pipeline, place):
-            held += blocks * block_activations(rank, kind, recompute, False, imbalance)
+        for block, count in blocks_in_flight(layout, pipeline, place):
+            held += count * block_activations(rank, block, recompute, False, imbalance)
         found = max(found, held)
     return found + rank.device.share["workspace"] * GIB
 
@@ -142,69 +143,70 @@ def in_flight(graph: PipelineGraph, place: int) -> Mapping[int, int]:
 
 
 @lru_cache(maxsize=16384)
-def blocks_in_flight(layout: PipelineLayout, graph: PipelineGraph, place: int) -> list[tuple[str, int]]:
-    """Kinds of blocks, and of how many blocks of that kind a position keeps activations, each once for every micro-batch."""
-    found = Counter[str]()
+def blocks_in_flight(layout: PipelineLayout, graph: PipelineGraph, place: int) -> list[tuple[BlockSpec, int]]:
+    """All blocks that differ, and of how many of each a position keeps activations, each once for every micro-batch."""
+    found = Counter[BlockSpec]()
     for stage, flying in in_flight(graph, place).items():
-        for kind, count in layout.contents[layout.form_of[stage]].blocks:
-            found[kind] += flying * count
+        for block, count in layout.contents[layout.form_of[stage]].blocks:
+            found[block] += flying * count
     return list(found.items())
 
 
 def block_activations(
-    rank: RankCosts, kind: str, again: tuple[str, ...] = (), sliced: bool = False, imbalance: float = 1.0
+    rank: RankCosts, block: BlockSpec, again: tuple[str, ...] = (), sliced: bool = False, imbalance: float = 1.0
 ) -> float:
     """Bytes that a block keeps of one micro-batch from forward to backward: what our ops' small autograd graphs hold.
 
     Args:
-        kind: dense or moe.
         again: kinds of ops that are computed again.
         sliced: whether attention works on slices.
     """
-    known, key = rank.blocks.activations, ActivationKey(kind, again, sliced, imbalance)
+    known, key = rank.blocks.activations, ActivationKey(block, again, sliced, imbalance)
     if key not in known:
-        known[key] = _block_activations(rank, kind, again, sliced, imbalance)
+        known[key] = _block_activations(rank, block, again, sliced, imbalance)
     return known[key]
 
 
-def _block_activations(rank: RankCosts, kind: str, again: tuple[str, ...], sliced: bool, imbalance: float) -> float:
+def _block_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...], sliced: bool, imbalance: float) -> float:
     model, fold, b = rank.model, rank.fold, rank.device.bytes
     n = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
     total = 2 * n * model.hidden * b  # what attention starts from, and what comes behind it
-    total += _attention(rank, n, ATTENTION in again, sliced)
-    if kind == "dense":
-        return total + (0.0 if FFN in again else _feed_forward(rank, n, model.ffn_hidden))
+    total += _attention(rank, block.attention, n, ATTENTION in again, sliced)
+    if block.dense:
+        total += 0.0 if FFN in again else _feed_forward(rank, n, block.dense)
+    if not block.moe:
+        return total
+    experts, topk = block.moe.experts, block.moe.topk
     if ROUTE not in again:
-        total += n * (model.hidden * b + model.experts * 8 + model.topk * 32)
-        if model.shared_hidden:
-            total += _feed_forward(rank, n, model.shared_hidden) - n * model.hidden * b * (fold.tp == 1)  # they share their input
-    rows = n * model.topk * imbalance
+        total += n * (model.hidden * b + experts * 8 + topk * 32)
+        if block.moe.shared:
+            total += _feed_forward(rank, n, block.moe.shared) - n * model.hidden * b * (fold.tp == 1)  # they share their input
+    rows = n * topk * imbalance
     total += rows * model.hidden * b  # as dispatched
     if EXPERT not in again:
-        regrouped = fold.etp > 1 or (fold.ep > 1 and model.experts > fold.ep)
-        inner = len(model.activation.inwards) * model.expert_hidden / fold.etp
-        total += rows * fold.etp * (model.hidden * regrouped + inner) * b
-    return total + n * model.topk * (model.hidden * b + 16)  # as combined
+        regrouped = fold.etp > 1 or (fold.ep > 1 and experts > fold.ep)
+        total += rows * fold.etp * (model.hidden * regrouped + block.moe.expert.width / fold.etp) * b
+    return total + n * topk * (model.hidden * b + 16)  # as combined
 
 
-def _attention(rank: RankCosts, n: float, again: bool, sliced: bool) -> float:
+def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, sliced: bool) -> float:
     """Input, queries, keys, values, results; sliced, those of all context-parallel ranks, whatever is computed again."""
     model, fold, b = rank.model, rank.fold, rank.device.bytes
-    tokens, heads, kv = n * fold.tp, model.heads / fold.tp * model.head_dim, model.kv_heads / fold.tp * model.head_dim
-    memory = tokens * fold.cp * 2 * kv * b if sliced else 0.0
+    tokens, queries, outputs = n * fold.tp, spec.queries / fold.tp, spec.outputs / fold.tp
+    keys_and_values = (spec.keys + spec.values) / fold.tp
+    memory = tokens * fold.cp * keys_and_values * b if sliced else 0.0
     if again:
         return memory
     rope = model.positions == "rope"
-    turned = 8 * tokens / rank.sequences * model.head_dim if rope else 0.0  # sines and cosines
+    turned = 8 * tokens / rank.sequences * spec.key_dim if rope else 0.0  # sines and cosines
     # Sliced, keys and values lie in the memory; but where nothing is turned, queries are part of one product with them.
-    made = heads if sliced and rope else heads + 2 * kv
-    return memory + tokens * ((model.hidden + made + heads) * b + model.heads / fold.tp * 4) + turned
+    made = queries if sliced and rope else queries + keys_and_values
+    return memory + tokens * ((model.hidden + made + outputs) * b + spec.heads / fold.tp * 4) + turned
 
 
-def _feed_forward(rank: RankCosts, n: float, inner: int) -> float:
+def _feed_forward(rank: RankCosts, n: float, spec: FeedForwardSpec) -> float:
     """Its input, and the first product, of a gated one both halves."""
-    model, tp = rank.model, rank.fold.tp
-    return n * (tp * model.hidden + len(model.activation.inwards) * inner) * rank.device.bytes
+    return n * (rank.fold.tp * rank.model.hidden + spec.width) * rank.device.bytes
 
 
 def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
@@ -217,7 +219,9 @@ def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
     rows = max(slicing.moe) * rank.sequences * model.topk * model.hidden * b
     found = 2 * rows * (1 + imbalance) * (fold.ep > 1)
     if slicing.degree > 1:
-        found += 2 * 4 * slicing.length * rank.sequences * fold.cp * model.kv_heads * model.head_dim
+        attention = model.block(0).attention
+        found += 4 * slicing.length * rank.sequences * fold.cp * (attention.keys + attention.values)
     if rank.zero == 3:
-        found += b * (rank.weights[ATTENTION] + rank.weights[EXPERT])
+        largest = [[count for (own, _), count in rank.weights.items() if own == kind] for kind in (ATTENTION, EXPERT)]
+        found += b * sum(max(counts, default=0.0) for counts in largest)
     return found

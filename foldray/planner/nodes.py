@@ -84,8 +84,8 @@ class Refinement:
         self._schedules: dict[tuple[int, int, bool, tuple[str, ...]], list[Schedule]] = {}
         self._known_stagings: dict[tuple[int, int], Stagings] = {}
         model = space.job.model
-        self._kinds = tuple(model.block_kind(layer) for layer in range(model.layers))
-        self._different = sorted(set(self._kinds))
+        self._blocks = tuple(map(model.block, range(model.layers)))
+        self._different = sorted(set(self._blocks), key=lambda block: block.order)
         self._again = tuple(sorted({kind for again in space.recompute for kind in again}))
 
     def folds(self) -> Iterator[Node]:
@@ -145,7 +145,7 @@ class Refinement:
             behind = least_behind(rank, contents_at, REDUCTION)
             for pieces in several:
                 works = pass_works(rank, self._different, pieces)
-                least = min([works[kind, False].computed + works[kind, True].computed for kind in self._different])
+                least = min([works[block, False].computed + works[block, True].computed for block in self._different])
                 ahead = stagings.first_blocks * least
                 found = min(found, fold_bound(rank, contents_at, ahead, self._micro_batches(group), pieces, behind))
         return self._slower * found
@@ -159,7 +159,7 @@ class Refinement:
     def _stagings(self, group: Group) -> Stagings:
         pp, micro_batches = group.rank.fold.pp, self._micro_batches(group)
         if (pp, micro_batches) not in self._known_stagings:
-            self._known_stagings[pp, micro_batches] = make_stagings(self._kinds, pp, micro_batches)
+            self._known_stagings[pp, micro_batches] = make_stagings(self._blocks, pp, micro_batches)
         return self._known_stagings[pp, micro_batches]
 
     def _schedules_of(self, group: Group) -> list[Schedule]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from foldray.blueprint import step_flops
+from foldray.blueprint import BlockSpec, step_flops
 from foldray.kinds import EXCHANGES
 from foldray.planner.bounds import cut_of, ends_of, ops_of_pass, stage_bounds, stage_work, step_bound
 from foldray.planner.candidate import Candidate
@@ -134,30 +134,32 @@ class Step:
     def _drained_stage(self, form: StageForm, direction: str) -> Stretch:
         """Blocks one after another, beside them embedding and head, which nothing travels beside."""
         content = Content.of([form])
-        ends = sum(self.rank.totals(kind, cut, direction == "B").total for kind, cut in ends_of(content, self.pieces.slicing))
+        ends = sum(
+            self.rank.totals(kind, cut, direction == "B", None).total for kind, cut in ends_of(content, self.pieces.slicing)
+        )
         found = Stretch(self.pieces.batch_degree * ends, 0.0)
-        for kind, count in content.blocks:
+        for block, count in content.blocks:
             # One block in the middle of three: no embedding, no head.
-            block = StageForm((kind,), False, False)
-            if (block, direction) not in self._stretches:
-                self._stretches[block, direction] = self._simulated(((kind,),) * 3, 1, direction)
-            found += self._stretches[block, direction].times(count)
+            alone = StageForm((block,), False, False)
+            if (alone, direction) not in self._stretches:
+                self._stretches[alone, direction] = self._simulated(((block,),) * 3, 1, direction)
+            found += self._stretches[alone, direction].times(count)
         return found
 
     def _streamed_stage(self, form: StageForm, direction: str) -> Stretch:
         """Blocks that overlap: beyond some, each takes as long as the one before."""
-        kinds, first, last = form
-        if len(kinds) > _BLOCKS and len(set(kinds)) == 1:
-            less, more = (self.stage(form._replace(kinds=kinds[:count]), direction) for count in (_BLOCKS - 1, _BLOCKS))
-            found = more + (more + less.times(-1)).times(len(kinds) - _BLOCKS)
+        blocks, first, last = form
+        if len(blocks) > _BLOCKS and len(set(blocks)) == 1:
+            less, more = (self.stage(form._replace(blocks=blocks[:count]), direction) for count in (_BLOCKS - 1, _BLOCKS))
+            found = more + (more + less.times(-1)).times(len(blocks) - _BLOCKS)
             # What computes, and what it loses, takes its time in any case.
             return found._replace(seconds=max(found.seconds, self._computed(form, direction) + found.crowding))
         # In the middle of three, or at the end where it has one.
-        others = ((kinds[0],),)
-        stages = (*(() if first else others), kinds, *(() if last else others))
+        others = ((blocks[0],),)
+        stages = (*(() if first else others), blocks, *(() if last else others))
         return self._simulated(stages, 0 if first else 1, direction)
 
-    def _simulated(self, stages: tuple[tuple[str, ...], ...], number: int, direction: str) -> Stretch:
+    def _simulated(self, stages: tuple[tuple[BlockSpec, ...], ...], number: int, direction: str) -> Stretch:
         """A stage's list by itself, on the clock."""
         ordering = self.candidate.ordering
         overlap = ordering.forward if direction == "F" else ordering.backward
@@ -215,7 +217,7 @@ class Step:
         at_end, free = self._reduction.kind == "end", 0.0
         for ready, number in sorted(zip(stage_ends, self.layout.forms_at[place], strict=True)):
             form = self.layout.forms[number]
-            updates, blocks = stage_updates(self.rank, self.layout.contents[number], self._reduction), max(1, len(form.kinds))
+            updates, blocks = stage_updates(self.rank, self.layout.contents[number], self._reduction), max(1, len(form.blocks))
             last = end if at_end else ready
             first = last if at_end else ready - self.stage(form, "B").seconds * (blocks - 1) / blocks
             before, whole = free, sum(each.reduce for each in updates)
@@ -249,10 +251,11 @@ class Step:
         """What the ops of a stage are busy with."""
         slicing, back, found = self.pieces.slicing, direction == "B", Shares()
         content = Content.of([form])
-        ops = [(kind, cut, back, 1) for kind, cut in ends_of(content, slicing)]
+        ops: list[tuple[str, tuple[int, ...], bool, int, BlockSpec | None]] = []
+        ops += [(kind, cut, back, 1, None) for kind, cut in ends_of(content, slicing)]
         for block, count in content.blocks:
-            ops += [(kind, cut_of(kind, slicing), way, count) for kind, way in ops_of_pass(block, back, self.pieces)]
-        for kind, cut, way, count in ops:
+            ops += [(kind, cut_of(kind, slicing), way, count, block) for kind, way in ops_of_pass(block, back, self.pieces)]
+        for kind, cut, way, count, of in ops:
             for tokens in pieces_of(cut):
-                found += self.rank.price(kind, way, tokens).shares(kind in EXCHANGES) * count
+                found += self.rank.price(kind, way, tokens, of).shares(kind in EXCHANGES) * count
         return found * self.pieces.batch_degree

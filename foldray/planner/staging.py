@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from foldray.blueprint import make_stages
+from foldray.blueprint import BlockSpec, make_stages
 from foldray.fold import divisors
 from foldray.planner.layout import Content, PipelineLayout, make_layout
 from foldray.planner.memory import blocks_in_flight
@@ -41,24 +41,24 @@ class Stagings(NamedTuple):
     first_blocks: int
 
 
-def make_stagings(kinds: Sequence[str], pp: int, micro_batches: int) -> Stagings:
-    """Of a model's blocks, by their kinds. Interleaving needs stages alike in size, and full rounds of micro-batches."""
-    layers = len(kinds)
+def make_stagings(blocks: Sequence[BlockSpec], pp: int, micro_batches: int) -> Stagings:
+    """Of a model's blocks. Interleaving needs stages alike in size, and full rounds of micro-batches."""
+    layers = len(blocks)
     several = pp > 1 and layers % pp == 0 and micro_batches % pp == 0
-    every, leanest = list[Staging](), list[tuple[Staging, list[Counter[str]]]]()
+    every, leanest = list[Staging](), list[tuple[Staging, list[Counter[BlockSpec]]]]()
     for virtual_stages in divisors(layers // pp) if several else [1]:
-        stages = tuple(tuple(kinds[i] for i in stage.layers) for stage in make_stages(layers, pp, virtual_stages))
+        stages = tuple(tuple(blocks[i] for i in stage.layers) for stage in make_stages(layers, pp, virtual_stages))
         pipeline = PipelineGraph(pp, min(micro_batches, 3 * pp), virtual_stages)
         every.append(found := Staging(virtual_stages, make_layout(stages, pp), pipeline))
         kept = [Counter(dict(blocks_in_flight(found.layout, pipeline, place))) for place in range(pp)]
         if not any(_needs_no_less(found, kept, *other) for other in leanest):
             leanest.append((found, kept))
     contents_at = list(dict.fromkeys(each.layout.contents_at for each in every))
-    first_blocks = min(len(form.kinds) for each in every for form in each.layout.forms)
+    first_blocks = min(len(form.blocks) for each in every for form in each.layout.forms)
     return Stagings(every, [each for each, _ in leanest], contents_at, first_blocks)
 
 
-def _needs_no_less(one: Staging, kept: list[Counter[str]], other: Staging, others: list[Counter[str]]) -> bool:
+def _needs_no_less(one: Staging, kept: list[Counter[BlockSpec]], other: Staging, others: list[Counter[BlockSpec]]) -> bool:
     """Whether one needs at least the memory of another: positions hold the same, and none keeps less of any kind of block."""
     same = one.layout.contents_at == other.layout.contents_at
     return same and all(mine >= theirs for mine, theirs in zip(kept, others, strict=True))

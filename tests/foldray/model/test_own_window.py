@@ -8,6 +8,15 @@ import pytest
 
 from foldray.blueprint import ModelSpec, forward_flops_per_token
 from foldray.errors import UserError
+from foldray.fold import Fold
+from foldray.planner.candidate import Candidate, Job
+from foldray.planner.costs import OpWork
+from foldray.planner.device import Device
+from foldray.planner.hardware import load_hardware
+from foldray.planner.prediction import predict
+from foldray.planner.whole import simulate_step
+from foldray.schedule import SliceCost, named_ordering
+from foldray.timeline import draw_text
 from foldray.windows import FULL, find_window
 from tests.foldray.parity import MODEL, make_recipe, one_process, train, worst
 
@@ -65,6 +74,27 @@ def test_flops_count_what_is_seen() -> None:
     assert flops() - flops(windows=["sliding:6"]) == pytest.approx(per_key * (65 / 2 - seen))
     assert flops(windows=["sliding:6", "full"]) == pytest.approx((flops() + flops(windows=["sliding:6"])) / 2)
     assert flops(windows=[NAME]) < flops()
+
+
+def test_it_is_planned_and_drawn() -> None:
+    """A narrower window costs less attention, a block at a time, and its step is drawn."""
+    hardware = load_hardware("eos-h100")
+
+    def candidate(*windows: str) -> Candidate:
+        model = ModelSpec.model_validate({"preset": "mixtral-8x22b", "layers": 4, "windows": windows})
+        cost = SliceCost.of_model(model.hidden, model.heads)
+        return Candidate(Job(model, 32768, 8), Fold(8, ep=8), named_ordering("one_a_one_m:4", 32768, cost))
+
+    def attention(*windows: str) -> float:
+        return predict(candidate(*windows), hardware).breakdown["attention"]
+
+    own = "tests.foldray.model.striding:STRIDES"
+    assert attention(own) < attention("sliding:4096") < attention("chunked:16384") < attention("full")
+    halves = attention("sliding:4096", "full"), (attention("sliding:4096") + attention("full")) / 2
+    assert halves[0] == pytest.approx(halves[1], rel=1e-6)
+    planned = candidate(own)
+    work = OpWork(planned, Device.of(planned.job, hardware))
+    assert "A attention" in draw_text(planned.reducing, simulate_step(planned, work).spans)
 
 
 @pytest.mark.parametrize(

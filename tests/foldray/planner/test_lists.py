@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from foldray.planner.lists import pipeline_list, stage_list
+from foldray.planner.lists import block_of, pipeline_list, stage_list
 from foldray.schedule import COMPUTE, Op, Overlap, PipelineGraph, Slicing, StepGraph, pipeline, stage_order, times
+from tests.foldray.blocks import DENSE, MOE
 
 
 @pytest.mark.parametrize(("pp", "micro_batches", "virtual"), [(2, 4, 1), (4, 8, 1), (4, 3, 1), (3, 6, 2), (2, 8, 4)])
@@ -32,10 +33,10 @@ def test_a_pipeline_ends_as_its_schedule_does(pp: int, micro_batches: int, virtu
 @pytest.mark.parametrize("kind", ["moe_only", "one_a_one_m", "stream"])
 def test_pieces_that_cost_the_same_are_priced_once(kind: str, direction: str) -> None:
     slicing = Slicing((48,) if kind == "moe_only" else (24, 24), (24, 24))
-    stages = (("moe", "dense", "moe"),)
+    stages = ((MOE, DENSE, MOE),)
     order = stage_list(stages, 0, direction, Overlap(kind, 1), slicing, ("expert",), 1)
-    graph = StepGraph(stages, slicing, 1, 1, False, ("expert",))  # type: ignore[arg-type]
+    graph = StepGraph(stages, slicing, 1, 1, False, ("expert",))
     assert list(order.ops) == list(dict.fromkeys(stage_order(graph, 0, direction, Overlap(kind, 1))))
     assert len(order.classes) < len(order.ops)
     for op, number in zip(order.ops, order.class_of, strict=True):
-        assert order.classes[number] == (op.kind, op.direction == "B", graph.tokens(op))
+        assert order.classes[number] == (op.kind, op.direction == "B", graph.tokens(op), block_of(graph, op))

@@ -50,7 +50,7 @@ def test_mixtral_by_hand() -> None:
     attention = 2 * 6144 * 6144 + 2 * 6144 * 1024
     block = attention // 2 + 2 * 6144 + 6144 * 8
     expert = 3 * 6144 * 16384
-    count = rank.elements(Content((("moe", 7),), True, None))
+    count = rank.elements(Content(((MIXTRAL.block(0), 7),), True, None))
     assert count == {"dp_cp": 7 * block + 32000 * 6144 // 2, "edp": 7 * expert}
     # dp = 8; experts: 128 / (8 · 8) = 2. bf16 weights and float32 gradients whole; float32 weights, sums, two moments shared out.
     dense, experts = count["dp_cp"], count["edp"]
@@ -67,7 +67,7 @@ def test_qwen_by_hand() -> None:
     shared = 3 * 3584 * 20480 // 2
     block = attention + shared + 2 * 3584 + 3584 * 64
     expert = 3 * 3584 * 2560 * 64 // 8
-    count = rank.elements(Content((("moe", 7),), False, "moe"))
+    count = rank.elements(Content(((QWEN.block(0), 7),), False, QWEN.block(0)))
     assert count == {"dp_cp": 7 * block + 151936 * 3584 // 2 + 3584, "edp": 7 * expert}
 
 
@@ -79,7 +79,7 @@ def test_a_small_model_by_hand() -> None:
     dense = 2 * 8 * 16 + 2 * 8
     route = 8 * 4 + 2 * 8
     ends = 10 * 8 + 2 * 8 + (SMALL.max_positions * 8 if SMALL.positions == "learned" else 0)
-    count = rank.elements(Content((("dense", 2), ("moe", 2)), True, "moe"))
+    count = rank.elements(Content(((SMALL.block(0), 2), (SMALL.block(1), 2)), True, SMALL.block(1)))
     assert count == {"dp_cp": 4 * attention + 2 * (dense + route) + ends, "edp": 2 * 4 * 2 * 8 * 8}
     own = sum(count.values()) / 2
     assert parameters(rank.fold, rank.zero, rank.device.bytes, count) == (own * 4, own * 4, own * 8)
@@ -96,7 +96,7 @@ def test_the_fullest_position_counts() -> None:
     candidate = Candidate(Job(MIXTRAL, 4096, 256), Fold(128, tp=2, pp=8, ep=8))
     rank = rank_of(MIXTRAL, candidate.fold, 4096)
     held = ledger(candidate, rank)
-    assert held.activations == pytest.approx(8 * 7 * block_activations(rank, "moe"))
+    assert held.activations == pytest.approx(8 * 7 * block_activations(rank, MIXTRAL.block(0)))
     assert held.total == pytest.approx(sum(held))
 
 
@@ -114,7 +114,7 @@ def test_parameters_are_those_of_a_run(ranks, fold: dict[str, int], zero: int) -
     rank = RankCosts(job, placed, Device.of(job, EOS), 1, zero)
     for number, found in enumerate(ranks(4).run(_held, recipe)):
         stages = Ownership(model, placed).held_stages(number)
-        forms = [StageForm(tuple(map(model.block_kind, stage.layers)), stage.first, stage.last) for stage in stages]
+        forms = [StageForm(tuple(map(model.block, stage.layers)), stage.first, stage.last) for stage in stages]
         count = rank.elements(Content.of(forms))
         assert parameters(rank.fold, rank.zero, rank.device.bytes, count) == pytest.approx(found, rel=0.01)
 
@@ -160,8 +160,8 @@ def test_activations_are_those_of_a_run(change: str, dtype: str, name: str, agai
     real = _kept(model, name, tuple(again), sequences, length)
     job = Job(model.spec, length, sequences, dtype)
     rank = RankCosts(job, Fold(1), Device.of(job, EOS), sequences)
-    kinds = [model.spec.block_kind(layer) for layer in range(model.spec.layers)]
-    counted = sum(block_activations(rank, kind, tuple(again), sliced=name != "sequential") for kind in kinds)
+    blocks = map(model.spec.block, range(model.spec.layers))
+    counted = sum(block_activations(rank, block, tuple(again), sliced=name != "sequential") for block in blocks)
     assert counted == pytest.approx(real, rel=0.02)
 
 
