@@ -16,6 +16,7 @@ from foldray.recipe.sections import (
     EngineSpec,
     FoldSpec,
     MoeSpec,
+    Name,
     OptimizerSpec,
     ScheduleSpec,
     TrackingSpec,
@@ -28,7 +29,7 @@ from foldray.schedule import Ordering, Reduction, Sequences, SliceCost, Slicing,
 class Description(Strict):
     """One training, described; `Recipe` is one whose rules have been checked."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100, description="first part of the run's id")
+    name: Name = Field("run", description="first part of the run's id")
     model: ModelSpec
     data: DataSpec = DataSpec()
     fold: FoldSpec = FoldSpec()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainSerializer, field_validator, model_validator
@@ -23,6 +24,7 @@ _MOST_STEPS = 10**9
 _MOST_TURNS = 10**6
 _LONGEST = 2**24  # sequence, in tokens
 _MOST_S = 10**9  # seconds
+MOST_SETTINGS = 2**14  # of a tuner's table; each takes milliseconds to check, and more to predict
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Cost = Annotated[float, Field(ge=0, le=1e30)]
@@ -31,6 +33,9 @@ Few = Field(min_length=1, max_length=16)  # each is tried while training, or mul
 Sizes = Annotated[tuple[Size, ...], Few]
 Operations = Annotated[tuple[Annotated[str, among(RECOMPUTABLE)], ...], Field(max_length=len(RECOMPUTABLE))]
 OverlapName = Annotated[str, among((*OVERLAPS, OWN), overlap_kind)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+"""Also a part of a path."""
+SamplerName = Literal["ratio", "gp", "tpe", "random", "planner"]
 Url = Annotated[str, PlainSerializer(without_secrets, when_used="json")]
 """Its secrets stay in this process: files, logs and workers get a recipe as JSON has it."""
 
@@ -220,14 +225,18 @@ class SpaceSpec(Strict):
     recompute: Annotated[tuple[Operations, ...], Few] = ((),)
     sp_bytes: Annotated[tuple[Size | None, ...], Few] = Field((None,), description="chunks of gradients; null reduces at the end")
 
+    @property
+    def settings_of_a_fold(self) -> int:
+        """How many settings the lists make, at most, for one choice of parallel sizes."""
+        lists = (self.virtual_stages, self.micro_batch, self.kind, self.degree, self.slicing, self.batch_degree, self.recompute)
+        return math.prod(len(values) for values in (*lists, self.sp_bytes) if values is not None)
+
 
 class TuneSpec(Strict):
     """How `foldray tune` looks for the fastest way to train this recipe."""
 
     trials: int = Field(15, ge=1, le=_MOST_TURNS, description="settings that are measured, over all tuners of a study")
-    sampler: Literal["ratio", "gp", "tpe", "random", "planner"] = Field(
-        "ratio", description="ratio learns measured over predicted"
-    )
+    sampler: SamplerName = Field("ratio", description="ratio learns measured over predicted")
     seed: int = Field(0, ge=0, lt=2**32)
     hardware: str | None = Field(None, description="what the planner knows, or a file; null predicts nothing")
     starts: int = Field(5, ge=0, le=_MOST_TURNS, description="of the planner's best, measured first")
@@ -240,9 +249,7 @@ class TuneSpec(Strict):
     second: Literal["memory"] | None = Field(None, description="what is to be small as well; null is time alone")
     parallel: int = Field(1, ge=1, le=_MOST_WORKERS, description="trials at once, each on nodes of its own")
     pairs: int = Field(9, ge=2, le=_MOST_TURNS, description="turns of the winner and the recipe as it stands, at the end")
-    study: str = Field(
-        "foldray", min_length=1, max_length=100, description="name; tuners with the same storage and name share their work"
-    )
+    study: Name = Field("foldray", description="name; tuners with the same storage and name share their work")
     storage: Url | None = Field(None, description="Optuna storage URL; null is SQLite in the run storage")
     learn: str | None = Field(None, description="hardware file to write, corrected by what was measured")
     space: SpaceSpec = SpaceSpec()
