@@ -1,6 +1,7 @@
-"""Search: for the fastest way to train a recipe, and, while training, for the size of gradient chunks."""
+"""Search: for the fastest way to train a recipe, and, while training, for the degree and the size of gradient chunks."""
 
 from tuners.online import OnlineSearch
-from tuners.study import FoldTuner, Outcome, Watcher
+from tuners.outcome import Outcome, Watcher
+from tuners.study import FoldTuner
 
 __all__ = ["FoldTuner", "OnlineSearch", "Outcome", "Watcher"]

@@ -12,55 +12,53 @@ from foldray.urls import without_secrets
 from trainers.cluster.run_storage import storage_folder
 from trainers.records import as_json as to_json
 from tuners import report
-from tuners.learning import learnt
+from tuners.learning import write_corrected_hardware
+from tuners.outcome import Outcome
 from tuners.storage import open_storage
-from tuners.study import FoldTuner, Outcome
-from tuners.watchers import Console, Dashboard, Runs, artifact_folder
+from tuners.study import FoldTuner
+from tuners.watchers import Console, DashboardNotes, MlflowRuns, artifact_folder
 
 
 def tune(recipe: Recipe, as_json: bool = False) -> int:
-    """Tune and report; 1 where nothing could be measured.
+    """Tune a recipe and report; return 1 if nothing could be measured.
+
+    Everything that the recipe names is read and checked before the storage or MLflow are opened.
 
     Raises:
         UserError: the recipe cannot be tuned here.
     """
-    folder = study_folder(recipe)
-    console, runs = Console(recipe.tune.trials), None
+    folder, learn = study_folder(recipe), recipe.tune.learn and Path(recipe.tune.learn)
+    if learn and not learn.absolute().parent.is_dir():
+        raise UserError("tune.learn", learn, "is in a folder that does not exist")
+    tuner = FoldTuner(recipe, folder)
+    runs = MlflowRuns(recipe, folder.parent.parent, folder)
+    console = Console(recipe.tune.trials)
     try:
-        runs = Runs(recipe, folder.parent.parent, folder)
-        tuner = FoldTuner(recipe, folder, (console, Dashboard(folder), runs))
-        outcome = tuner.fit()
+        outcome = tuner.fit((console, DashboardNotes(folder), runs))
     except RuntimeError as error:
         console.close()
-        if runs is not None and runs.parent:
-            runs.close("FAILED", [])
+        runs.close("FAILED", [])
         print(f"foldray: {error}", file=sys.stderr)
         return 1
     except BaseException:
         console.close()
-        if runs is not None and runs.parent:
-            runs.close("KILLED", [])
+        runs.close("KILLED", [])
         raise
-    reference = float(tuner.study.user_attrs["reference_s"])
-    files = report.write(outcome, tuner.study, reference, folder)
-    if recipe.tune.learn and tuner.hardware is not None:
-        files["learnt"] = learnt(tuner.hardware, outcome, Path(recipe.tune.learn))
+    files = report.write_report(outcome, tuner.study, folder)
+    if learn and tuner.hardware is not None:
+        files["learnt"] = write_corrected_hardware(tuner.hardware, outcome, learn)
     runs.close("FINISHED", list(files.values()))
     if as_json:
         paths = {name: str(path) for name, path in files.items()}
-        document = report.summary(outcome, reference) | {
-            "files": paths,
-            "storage": without_secrets(tuner.url),
-            "mlflow_uri": runs.server.uri,
-        }
-        print(to_json(document))
+        urls = {"storage": without_secrets(tuner.url), "mlflow_uri": runs.server.uri}
+        print(to_json(report.summary(outcome) | {"files": paths} | urls))
     else:
-        print(_closing(recipe, outcome, files, runs))
+        print(_closing(outcome, files, runs))
     return 0
 
 
 def dashboard(recipe: Recipe, host: str, port: int) -> int:
-    """Serve Optuna's dashboard of a recipe's study until it is stopped; say how MLflow's is started.
+    """Serve Optuna's dashboard of a recipe's study until it is stopped; print the command that starts MLflow's.
 
     Raises:
         UserError: there is no study yet.
@@ -78,14 +76,14 @@ def dashboard(recipe: Recipe, host: str, port: int) -> int:
     storage, artifacts = open_storage(url), artifact_folder(folder)
     artifacts.mkdir(parents=True, exist_ok=True)
     print(f"Optuna's dashboard: http://{host}:{port}/ (Ctrl-C stops it)", file=sys.stderr)
-    if command := Runs(recipe, folder.parent.parent, folder).server.view_command():
+    if command := MlflowRuns(recipe, folder.parent.parent, folder).server.view_command():
         print(f"MLflow: {command}", file=sys.stderr)
     run_server(storage, host=host, port=port, artifact_store=FileSystemArtifactStore(str(artifacts)))
     return 0
 
 
 def study_folder(recipe: Recipe) -> Path:
-    """Of a study's report, pictures and, unless the recipe names another, database.
+    """The folder of a study's report and pictures, and of its database unless the recipe names a storage.
 
     Raises:
         UserError: runs are stored where no files can be written.
@@ -96,9 +94,9 @@ def study_folder(recipe: Recipe) -> Path:
     return Path(storage) / "tune" / recipe.tune.study
 
 
-def _closing(recipe: Recipe, outcome: Outcome, files: dict[str, Path], runs: Runs) -> str:
-    shown = [f"\n{report.table(outcome)}\n", f"{outcome.best}: {report.gain_line(outcome)}", ""]
-    shown += [f"  {name:<12}{path}" for name, path in files.items()]
+def _closing(outcome: Outcome, files: dict[str, Path], runs: MlflowRuns) -> str:
+    lines = [f"\n{report.trials_table(outcome)}\n", f"{outcome.best}: {report.gain_line(outcome)}", ""]
+    lines += [f"  {name:<12}{path}" for name, path in files.items()]
     train = shlex.join(["foldray", "train", str(files["best"])])
-    shown += ["", f"train it:   {train}", f"look at it: foldray dashboard RECIPE, and {runs.server.view_url(runs.parent)}"]
-    return "\n".join(shown)
+    lines += ["", f"train it:   {train}", f"look at it: foldray dashboard RECIPE, and {runs.server.view_url(runs.study_run_id)}"]
+    return "\n".join(lines)

@@ -1,123 +1,131 @@
-"""A trial: turns of a setting and of the reference on the same ranks, so that a drift of the machine cancels."""
+"""Measuring a setting: it takes turns with the unchanged recipe on the same ranks, so a drift of the machine cancels."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from foldray.recipe import Recipe
 from foldray.schedule import StepGraph
 from foldray.timeline import Recording
 from trainers.cluster.actors import RankFailure, Ranks
-from trainers.measure.trial import Turn, turn
+from trainers.measure.trial import Turn, measure_turn
 
-TakeTurn = Callable[..., Turn]
-"""What every rank runs: `trainers.measure.trial.turn`."""
+MeasureTurn = Callable[..., Turn]
+"""What every rank runs: `trainers.measure.trial.measure_turn`."""
 
-_SURE = 2.0  # standard errors beyond which a trial is surely slower
-_LEAST_NOISE = 0.01  # of a turn's ratio: two turns that happen to agree do not tell that there is none
+_STANDARD_ERRORS = 2.0  # half the width of an interval
+_LEAST_NOISE = 0.01  # relative to the ratio: two turns that happen to agree do not show that there is no noise
 
 
 @dataclass
-class Measured:
-    """What is known of a setting so far.
+class Measurement:
+    """What is known about a setting so far.
 
     Args:
-        seconds: the slowest rank's, of each step, turn by turn.
-        ratios: of each turn's median to that of the reference beside it.
-        peak: bytes of the fullest rank.
-        recorded: a step of it: graph, and every rank's recording.
-        compute, exposed: milliseconds of that step, on the slowest rank.
+        seconds: durations of the steps on the slowest rank, by turn.
+        ratios: of every turn, the setting's median step over that of the unchanged recipe.
+        peak_bytes: memory of the fullest rank.
+        recorded: the graph of one step, and every rank's recording of it.
+        compute_ms, exposed_comm_ms: milliseconds of that step on the slowest rank.
     """
 
     seconds: list[list[float]] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
-    peak: int = 0
+    peak_bytes: int = 0
     recorded: tuple[StepGraph, list[Recording]] | None = None
-    compute: float = 0.0
-    exposed: float = 0.0
+    compute_ms: float = 0.0
+    exposed_comm_ms: float = 0.0
 
     @property
     def ratio(self) -> float:
         return statistics.median(self.ratios)
 
     @property
-    def interval(self) -> float:
-        """Half of the width of the ratio's interval, at two standard errors."""
+    def half_interval(self) -> float:
+        """Half the width of the ratio's interval; infinite after a single turn."""
         if len(self.ratios) < 2:
             return math.inf
         noise = max(statistics.stdev(self.ratios), _LEAST_NOISE * self.ratio)
-        return _SURE * noise / math.sqrt(len(self.ratios))
+        return _STANDARD_ERRORS * noise / math.sqrt(len(self.ratios))
 
-    def surely_slower_than(self, ratio: float) -> bool:
-        """Beyond what noise can explain."""
-        return self.ratio - self.interval > ratio
+    def is_surely_slower_than(self, ratio: float) -> bool:
+        """Whether the difference is more than noise."""
+        return self.ratio - self.half_interval > ratio
+
+    def add(self, own: Sequence[Turn], reference: Sequence[Turn]) -> None:
+        """Add one turn of the setting and one of the unchanged recipe, each given by rank."""
+        steps = _slowest(own)
+        self.seconds.append(steps)
+        self.ratios.append(statistics.median(steps) / statistics.median(_slowest(reference)))
+        self.peak_bytes = max(self.peak_bytes, *(rank.peak for rank in own))
+        if own[0].recorded is not None:
+            self.recorded = own[0].recorded[0], [rank.recorded[1] for rank in own if rank.recorded]
+            self.compute_ms, self.exposed_comm_ms = max(rank.compute for rank in own), max(rank.exposed for rank in own)
 
 
 class Bench:
-    """Measures settings on one group of ranks; a rank that fails costs the group, which is started anew.
+    """Measures recipes on one group of ranks. If a rank fails, the group is closed, and the next call starts a new one.
 
     Args:
-        reference: what all are measured beside.
-        take: what the ranks run.
+        reference: the unchanged recipe, which all others are measured beside.
+        nodes: ids of the nodes to measure on; None is any.
     """
 
-    def __init__(self, reference: Recipe, nodes: list[str] | None = None, take: TakeTurn = turn):
-        self.reference, self._nodes, self._take = reference, nodes, take
+    def __init__(self, reference: Recipe, nodes: list[str] | None = None, measure_turn: MeasureTurn = measure_turn):
+        self.reference, self._nodes, self._measure_turn = reference, nodes, measure_turn
         self._ranks: Ranks | None = None
 
-    def turns(self, recipe: Recipe, record: bool = True) -> Iterator[Measured]:
-        """What is known after each turn; the caller may stop at any.
+    def measure(self, recipe: Recipe, record: bool = True) -> Iterator[Measurement]:
+        """Yield what is known after every turn; the caller may stop after any.
+
+        Args:
+            record: whether the last turn records the ops of a step.
 
         Raises:
-            RankFailure: a rank ran out of memory or time, was lost, or cannot run this.
+            RankFailure: a rank ran out of memory or time, was lost, or cannot run the recipe.
         """
-        spec, found = self.reference.tune, Measured()
-        for number in range(spec.turns):
-            # First, second; second, first: a steady drift cancels as well.
-            pair = (self.reference, recipe) if number % 2 == 0 else (recipe, self.reference)
-            took = {}
-            for each in pair:
-                last = record and each is recipe and number == spec.turns - 1
-                took[each is recipe] = self._turn(each, last)
-            own, beside = took[True], took[False]
-            steps = [max(each) for each in zip(*(rank.seconds for rank in own), strict=True)]
-            other = [max(each) for each in zip(*(rank.seconds for rank in beside), strict=True)]
-            found.seconds.append(steps)
-            found.ratios.append(statistics.median(steps) / statistics.median(other))
-            found.peak = max(found.peak, *(rank.peak for rank in own))
-            if own[0].recorded is not None:
-                found.recorded = own[0].recorded[0], [rank.recorded[1] for rank in own if rank.recorded]
-                found.compute, found.exposed = max(rank.compute for rank in own), max(rank.exposed for rank in own)
-            yield found
+        turns, measurement = self.reference.tune.turns, Measurement()
+        for number in range(turns):
+            record_now = record and number == turns - 1
+            # The order is first, second; second, first: so a steady drift cancels as well.
+            if number % 2 == 0:
+                reference, own = self._turn(self.reference), self._turn(recipe, record_now)
+            else:
+                own, reference = self._turn(recipe, record_now), self._turn(self.reference)
+            measurement.add(own, reference)
+            yield measurement
 
-    def step_seconds(self, recipe: Recipe) -> float:
-        """A step of a recipe, one turn's median.
+    def measure_step(self, recipe: Recipe) -> float:
+        """Return the seconds of a step: the median of one turn.
 
         Raises:
-            RankFailure: as `turns` does.
+            RankFailure: see `measure`.
         """
-        ranks = self._turn(recipe, False)
-        return statistics.median(max(each) for each in zip(*(rank.seconds for rank in ranks), strict=True))
+        return statistics.median(_slowest(self._turn(recipe)))
 
-    def _turn(self, recipe: Recipe, record: bool) -> list[Turn]:
+    def _turn(self, recipe: Recipe, record: bool = False) -> list[Turn]:
         spec = self.reference.tune
         # DeepSpeed knows the groups of one fold at a time.
         keep = 2 if spec.beside and self.reference.engine.kind == "torch" else 1
         try:
             if self._ranks is None:
                 self._ranks = Ranks(self.reference, self._nodes)
-            return self._ranks.call(self._take, recipe.model_dump(mode="json"), spec.steps, keep, record, timeout=spec.trial_s)
+            given = recipe.model_dump(mode="json")
+            return self._ranks.call(self._measure_turn, given, spec.steps, keep, record, timeout=spec.trial_s)
         except RankFailure:
             self.close()
             raise
 
     @property
     def hosts(self) -> list[str]:
-        """Addresses of the nodes that it measures on; none before it has."""
+        """Addresses of the nodes that the ranks are on; empty if no ranks were started."""
         return self._ranks.hosts if self._ranks is not None else []
 
     def close(self) -> None:
@@ -126,22 +134,58 @@ class Bench:
             self._ranks = None
 
 
-def nodes_apart(workers: int, alive: list[dict[str, Any]], each: dict[str, float], groups: int) -> list[list[str]]:
-    """Sets of nodes with room for the workers, none in two sets: at most so many.
+def _slowest(ranks: Sequence[Turn]) -> list[float]:
+    """The duration of every step on its slowest rank."""
+    return [max(step) for step in zip(*(rank.seconds for rank in ranks), strict=True)]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How much faster the winner is than the unchanged recipe, measured once more at the end of a study.
 
     Args:
-        alive: as `ray.nodes` tells them.
-        each: what a worker needs.
+        times: how many times as fast, the median of neighbouring pairs.
+        low, high: the 95 % interval of `times`, by resampling the pairs.
     """
-    found: list[list[str]] = []
-    free = [(node["NodeID"], min(int(node["Resources"].get(name, 0) // need) for name, need in each.items())) for node in alive]
+
+    times: float
+    low: float
+    high: float
+    pairs: int
+
+
+def measure_gain(bench: Bench, recipe: Recipe, pairs: int, seed: int = 0) -> Gain:
+    """Measure how many times as fast a recipe is as the bench's reference, in alternating pairs.
+
+    Raises:
+        RankFailure: see `Bench.measure`.
+    """
+    seconds: list[float] = []
+    for _ in range(pairs + 1):
+        seconds += [bench.measure_step(bench.reference), bench.measure_step(recipe)]
+    ratios = [before / after for before, after in list(pairwise(seconds))[::2]][1:]  # the first pair warms up
+    resampled = np.random.default_rng(seed).choice(ratios, (2000, len(ratios)))
+    low, high = np.quantile(np.median(resampled, axis=1), (0.025, 0.975))
+    return Gain(statistics.median(ratios), float(low), float(high), len(ratios))
+
+
+def disjoint_nodes(workers: int, alive: list[dict[str, Any]], needs: dict[str, float], most: int) -> list[list[str]]:
+    """Choose disjoint sets of nodes, each with room for the workers.
+
+    Args:
+        alive: nodes as `ray.nodes` returns them.
+        needs: resources that one worker needs, by name.
+        most: how many sets to choose; there may be room for fewer.
+    """
+    sets: list[list[str]] = []
+    free = [(node["NodeID"], min(int(node["Resources"].get(name, 0) // need) for name, need in needs.items())) for node in alive]
     free.sort(key=lambda node: -node[1])
-    while free and len(found) < groups:
+    while free and len(sets) < most:
         chosen: list[str] = []
         room = free[0][1]
         while free and room and len(chosen) * room < workers and free[0][1] >= min(room, workers - len(chosen) * room):
             chosen.append(free.pop(0)[0])
         if len(chosen) * room < workers:
             break
-        found.append(chosen)
-    return found
+        sets.append(chosen)
+    return sets

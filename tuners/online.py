@@ -1,5 +1,6 @@
-"""The search at the start of a training: the degree, and how many bytes of gradients should travel at once (FlowMoE's Bayesian
-search for S_p, section 4.1), as asking and telling.
+"""The search in the first steps of a training: for the degree, and for the number of gradient bytes that travel at once.
+
+The latter is FlowMoE's Bayesian search for S_p (section 4.1).
 """
 
 from __future__ import annotations
@@ -11,22 +12,24 @@ from collections.abc import Sequence
 import optuna
 
 from trainers.worker.online import Knobs
-from tuners.sampler import TableSampler
+from tuners.record import TrialRecord, write_trial
+from tuners.samplers import MeasuredTime, TableSampler
 from tuners.table import Table
 
-_STARTS = 3  # by chance, each from its third of the sizes; few, so that most samples are the model's
-_PER_OCTAVE = 4  # sizes: neighbours differ by a fifth, far less than shows in a step's time
+_STARTS = 3  # random rows, each from its third of the sizes; few, so that the model chooses most samples
+_PER_OCTAVE = 4  # sizes; neighbours differ by a fifth, far less than shows in a step's time
 
 
 class OnlineSearch:
-    """Proposes rows of a table of degrees and sizes, by a Gaussian process of what was measured. Small chunks pay for their
-    starts, large ones leave gaps; many pieces pay for their kernels.
+    """Proposes degrees and sizes by a Gaussian process of the steps measured so far.
+
+    Small chunks pay for their starts, and large ones leave gaps; many pieces of a sequence pay for their kernels.
 
     Args:
-        degrees: to choose from.
-        sizes: smallest and largest number of bytes; None where that is settled.
-        samples: rows to try in all; None is 8 for each of the two that there is a choice of.
-        seed: the same one gives the same proposals for the same answers.
+        degrees: degrees to choose from.
+        sizes: the smallest and the largest number of bytes; None if the size is settled.
+        samples: how many rows to try; None is 8 for each of degree and size that there is a choice of.
+        seed: equal seeds give equal proposals for equal answers.
     """
 
     def __init__(self, degrees: Sequence[int], sizes: tuple[int, int] | None = None, samples: int | None = None, seed: int = 0):
@@ -35,7 +38,7 @@ class OnlineSearch:
         self.table = Table(Knobs(degree, size) for degree in degrees for size in scale)
         wanted = samples or 8 * ((len(degrees) > 1) + (len(scale) > 1))
         self.samples = min(max(1, wanted), len(self.table.rows))
-        self._study = optuna.create_study(sampler=TableSampler(self.table, "ratio", seed))
+        self._study = optuna.create_study(sampler=TableSampler(self.table, MeasuredTime(self.table, seed)))
         self._asked: dict[Knobs, optuna.Trial] = {}
         self.measured: list[tuple[Knobs, float]] = []
         orders = chances.sample(list(degrees), len(degrees))
@@ -45,7 +48,7 @@ class OnlineSearch:
             self._study.enqueue_trial(self.table.params(row), skip_if_exists=True)
 
     def ask(self) -> Knobs | None:
-        """What to try next; None when all samples have been taken."""
+        """Return what to try next; None if all samples were taken."""
         if len(self.measured) == self.samples:
             return None
         trial = self._study.ask(self.table.distributions)
@@ -54,16 +57,16 @@ class OnlineSearch:
         return knobs
 
     def tell(self, knobs: Knobs, seconds: float) -> None:
-        """What a step took with what was asked."""
+        """Report the step's duration with knobs that `ask` returned."""
         trial = self._asked.pop(knobs)
-        trial.set_user_attr("seconds", seconds)
+        write_trial(trial, TrialRecord(seconds=seconds))
         self._study.tell(trial, seconds)
         self.measured.append((knobs, seconds))
 
     @property
     def ranked(self) -> list[Knobs]:
-        """By the shortest step *measured* with each, not by what the model believes; the fastest first."""
-        return [knobs for knobs, _ in sorted(self.measured, key=lambda each: each[1])]
+        """What was tried, by the *measured* step and not by what the model expects; the fastest first."""
+        return [knobs for knobs, _ in sorted(self.measured, key=lambda pair: pair[1])]
 
 
 def _scale(smallest: int, largest: int) -> list[int]:

@@ -1,20 +1,20 @@
-"""What a tuner chooses from: every legal way to train a recipe, as rows of a table.
+"""The settings that a tuner chooses from: every legal way to train a recipe, as rows of a table.
 
-A search that proposes values freely would mostly propose folds that cannot be. So the legal settings are written out first, each
-once (what has no effect has one value), and searches pick rows.
+Most combinations of free values are illegal folds. So the legal settings are written out first, and searches pick rows. A knob
+without effect has one value, so no two rows mean the same.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from foldray.errors import UserError
 from foldray.fold import divisors
 from foldray.planner.candidate import DTYPES, Candidate, Job
 from foldray.recipe import Recipe
+from foldray.recipe.bounds import MOST_SETTINGS
 from foldray.schedule import SEARCHED, SEQUENTIAL, overlap_kind
 from tuners.table import Table
 
@@ -24,17 +24,18 @@ KEYS: Mapping[str, str] = {
     "degree": "schedule.degree", "slicing": "schedule.slicing", "batch_degree": "schedule.batch_degree",
     "recompute": "schedule.recompute", "reduction": "schedule.reduction", "sp_bytes": "schedule.sp_bytes",
 }  # fmt: skip
-"""By name of a parameter: the recipe's key that it sets."""
+"""The recipe's key that each parameter sets."""
 
 _AXES = ("tp", "cp", "pp", "ep", "etp")
+_Item = TypeVar("_Item")
 
 
 class Setting(NamedTuple):
-    """A row: one way to train.
+    """A row of the table: one way to train.
 
     Args:
         recompute: kinds of ops, joined by "+", or "none".
-        sp_bytes: of gradients that travel at once; 0 where all travel at the end.
+        sp_bytes: bytes of gradients that travel at once; 0 if all travel at the end of a step.
     """
 
     tp: int
@@ -54,7 +55,7 @@ class Setting(NamedTuple):
 
     @classmethod
     def of(cls, recipe: Recipe) -> Setting:
-        """How a recipe trains as it stands."""
+        """The setting of an unchanged recipe."""
         schedule = recipe.schedule
         sizes = {axis: getattr(recipe.fold, axis) for axis in _AXES}
         ordering = recipe.ordering
@@ -62,10 +63,10 @@ class Setting(NamedTuple):
             **sizes, virtual_stages=schedule.virtual_stages, micro_batch=recipe.training.micro_batch, kind=schedule.kind,
             degree=schedule.degree, slicing=schedule.slicing, batch_degree=schedule.batch_degree,
             recompute="+".join(schedule.recompute) or "none", reduction=schedule.reduction, sp_bytes=ordering.reduction.most or 0,
-        )._plain()  # fmt: skip
+        )._normalized()  # fmt: skip
 
-    def _plain(self) -> Setting:
-        """The same with one value for what has no effect."""
+    def _normalized(self) -> Setting:
+        """The same setting, with a fixed value for every knob that has no effect."""
         return self._replace(
             kind=self.kind if self.degree * self.batch_degree > 1 else SEQUENTIAL.name,
             slicing=self.slicing if self.degree > 1 and overlap_kind(self.kind).cuts_attention else "time_uniform",
@@ -73,7 +74,7 @@ class Setting(NamedTuple):
         )
 
     def __str__(self) -> str:
-        """In words that fit a line, without what is as it always is."""
+        """The setting in one line, without knobs at their usual values."""
         sizes = [f"{axis.upper()}{getattr(self, axis)}" for axis in _AXES if getattr(self, axis) > 1]
         cut = f" d={self.degree}" if self.degree > 1 else ""
         cut += f" R={self.batch_degree}" if self.batch_degree > 1 else ""
@@ -85,11 +86,11 @@ class Setting(NamedTuple):
         return ", ".join([f"{' '.join(sizes) or 'DP'} {self.kind}{cut}", *more])
 
 
-def changed(recipe: Recipe, setting: Setting) -> Recipe:
-    """The recipe, trained that way.
+def apply_setting(recipe: Recipe, setting: Setting) -> Recipe:
+    """Return the recipe, trained by another setting.
 
     Raises:
-        UserError: that cannot be.
+        UserError: the setting is illegal.
     """
     given = recipe.model_dump()
     for name, value in setting._asdict().items():
@@ -108,63 +109,79 @@ class Settings(Table[Setting]):
     """All legal settings of a recipe's space.
 
     Raises:
-        UserError: nothing in the space is legal.
+        UserError: no setting in the space is legal, or there are too many.
     """
 
     def __init__(self, recipe: Recipe):
-        super().__init__(_legal(recipe))
+        super().__init__(_legal_settings(recipe))
         self.recipe = recipe
         if not self.rows:
             raise UserError("tune.space", "as given", f"has no legal setting for {recipe.cluster.workers} workers and this model")
         self.default = Setting.of(recipe)
 
 
-def candidate(recipe: Recipe) -> Candidate:
-    """A recipe as the planner sees it."""
+def as_candidate(recipe: Recipe) -> Candidate:
+    """Convert a recipe to what the planner predicts."""
     job = Job(recipe.model, recipe.data.seq_len, recipe.training.global_batch, DTYPES[recipe.precision])
     schedule, training = recipe.schedule, recipe.training
     return Candidate(job, recipe.placed_fold, recipe.ordering, training.micro_batch, schedule.virtual_stages, recipe.engine.zero)
 
 
-def _legal(recipe: Recipe) -> Iterator[Setting]:
-    """Folds first: most of what cannot be is told by them."""
-    space, own = recipe.tune.space, Setting.of(recipe)
-    among = divisors(recipe.cluster.workers)
-    sizes = itertools.product(*(getattr(space, axis) or among for axis in _AXES))
-    plain = own._replace(kind=SEQUENTIAL.name, degree=1, batch_degree=1, virtual_stages=1, micro_batch=1)
-    for fold in sizes:
-        axes = dict(zip(_AXES, fold, strict=True))
-        if math.prod(fold[:3]) > among[-1] or not _is_legal(recipe, plain._replace(**axes)):
-            continue
-        for setting in _of_fold(recipe, own._replace(**axes)):
-            if _is_legal(recipe, setting):
-                yield setting
+def _legal_settings(recipe: Recipe) -> Iterator[Setting]:
+    """Folds are checked first: most illegal settings have an illegal fold."""
+    own = Setting.of(recipe)
+    simplest = own._replace(kind=SEQUENTIAL.name, degree=1, batch_degree=1, virtual_stages=1, micro_batch=1)
+    folds = [fold for fold in _bounded(recipe, "folds", _folds(recipe)) if _is_legal(recipe, simplest._replace(**fold))]
+    settings = (setting for fold in folds for setting in _settings_of_fold(recipe, own._replace(**fold)))
+    return (setting for setting in _bounded(recipe, "settings", settings) if _is_legal(recipe, setting))
 
 
-def _of_fold(recipe: Recipe, start: Setting) -> Iterator[Setting]:
+def _bounded(recipe: Recipe, what: str, items: Iterable[_Item]) -> list[_Item]:
+    """List the items; each takes milliseconds to check."""
+    listed = list(itertools.islice(items, MOST_SETTINGS + 1))
+    if len(listed) > MOST_SETTINGS:
+        rule = f"is too many to check, for {recipe.cluster.workers} workers; list fewer values"
+        raise UserError("tune.space", f"more than {MOST_SETTINGS} {what}", rule)
+    return listed
+
+
+def _folds(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """Parallel sizes that divide the workers, for attention and for the experts."""
+    workers, space = recipe.cluster.workers, recipe.tune.space
+    tps, cps, pps, eps, etps = (getattr(space, axis) or divisors(workers) for axis in _AXES)
+    for tp, cp in itertools.product(tps, cps):
+        for pp in pps if workers % (tp * cp) == 0 else ():
+            for ep in eps if workers % (tp * cp * pp) == 0 else ():
+                for etp in etps if workers % (ep * pp) == 0 else ():
+                    if workers % (ep * etp * pp) == 0:
+                        yield dict(zip(_AXES, (tp, cp, pp, ep, etp), strict=True))
+
+
+def _settings_of_fold(recipe: Recipe, start: Setting) -> Iterator[Setting]:
     space = recipe.tune.space
     kinds = space.kind or SEARCHED
-    virtual = space.virtual_stages or (start.virtual_stages,)
-    # Where no token travels there is nothing to hide.
+    virtual_stages = (space.virtual_stages or (start.virtual_stages,)) if start.pp > 1 else (1,)
+    # If no token travels, there is nothing to hide.
     cuts = [(kind, 1, 1) for kind in kinds if not overlap_kind(kind).cuts]
     if start.ep > 1:
-        parts = itertools.product(kinds, space.degree, space.batch_degree)
-        cuts += [(kind, degree, batch) for kind, degree, batch in parts if overlap_kind(kind).cuts and degree * batch > 1]
+        pieces = itertools.product(kinds, space.degree, space.batch_degree)
+        cuts += [(kind, degree, batch) for kind, degree, batch in pieces if overlap_kind(kind).cuts and degree * batch > 1]
     reductions: Sequence[tuple[str, int]] = [("end", 0)] if None in space.sp_bytes else []
     reductions = [*reductions, *(("chunks", size) for size in space.sp_bytes if size)]
-    recompute = ["+".join(each) or "none" for each in space.recompute]
-    for stages, batch, (kind, degree, pieces), slicing, again, (how, size) in itertools.product(
-        virtual if start.pp > 1 else (1,), space.micro_batch or (start.micro_batch,), cuts, space.slicing, recompute, reductions
+    recompute = ["+".join(kinds_of_ops) or "none" for kinds_of_ops in space.recompute]
+    micro_batches = space.micro_batch or (start.micro_batch,)
+    for stages, micro_batch, (kind, degree, batch_degree), slicing, again, (reduction, size) in itertools.product(
+        virtual_stages, micro_batches, cuts, space.slicing, recompute, reductions
     ):
         yield start._replace(
-            virtual_stages=stages, micro_batch=batch, kind=kind, degree=degree, slicing=slicing, batch_degree=pieces,
-            recompute=again, reduction=how, sp_bytes=size,
-        )._plain()  # fmt: skip
+            virtual_stages=stages, micro_batch=micro_batch, kind=kind, degree=degree, slicing=slicing, batch_degree=batch_degree,
+            recompute=again, reduction=reduction, sp_bytes=size,
+        )._normalized()  # fmt: skip
 
 
 def _is_legal(recipe: Recipe, setting: Setting) -> bool:
     try:
-        changed(recipe, setting)
+        apply_setting(recipe, setting)
     except UserError:
         return False
     return True

@@ -1,44 +1,34 @@
-"""Studies that outlive their tuners, and that several share.
+"""Storages of studies: opening one by its URL, and a lock that all its tuners share.
 
-Optuna's storages make each call safe by itself; choosing a row takes several (look at all trials, pick, write). `turn` lets one
-tuner at a time do that, whatever the storage. A tuner that is killed leaves a trial behind that nobody finishes: every tuner
-says now and then that it is alive, and what belongs to one that has been silent for long is given back.
+Every call of an Optuna storage is safe by itself. Choosing a row takes several calls (read all trials, choose, write), and
+`storage_lock` lets one tuner at a time do that, whatever the storage.
 """
 
 from __future__ import annotations
 
 import fcntl
-import os
-import socket
-import threading
-import time
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
-from optuna.trial import TrialState
 
 from foldray.errors import MissingPackage, UserError, refuse_hidden
 from foldray.urls import told_without
-from tuners.sampler import LOST, REASON
 
-_ALIVE_S, _SILENT_S, _CONNECT_S = 5.0, 60.0, 10
-OWNER, SEEN = "owner", "seen"
-"""User attributes of a running trial: HOST:PID of its tuner, and when that was last known to be alive."""
+_CONNECT_S = 10  # seconds; without a limit, connecting to a server that does not answer takes minutes
 _EXAMPLES = ("sqlite:///PATH/tune.db", "journal:///PATH/tune.log", "postgresql+psycopg2://USER@HOST/DATABASE")
 
 
 def open_storage(url: str) -> BaseStorage:
-    """A storage by its URL.
+    """Open a storage by its URL; create it if it does not exist.
 
     Raises:
-        UserError: it cannot be opened, or stands without its secret.
-        MissingPackage: its driver is not installed.
+        UserError: the storage cannot be opened, or the URL comes from a file that hides its secret.
+        MissingPackage: the database's driver is not installed.
     """
     refuse_hidden("tune.storage", url)
     try:
@@ -48,8 +38,8 @@ def open_storage(url: str) -> BaseStorage:
             return JournalStorage(JournalFileBackend(str(path)))
         if url.startswith("sqlite:///"):
             Path(url.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-        with turn(url, "tables"):  # two that make the tables of a new database at once both fail
-            return RDBStorage(url, engine_kwargs={"pool_pre_ping": True, **_in_time(url)})
+        with storage_lock(url, "tables"):  # two tuners that create the tables of a new database at once both fail
+            return RDBStorage(url, engine_kwargs={"pool_pre_ping": True, **_connect_options(url)})
     except ModuleNotFoundError as error:
         name = error.name or "its driver"
         raise MissingPackage(
@@ -63,81 +53,41 @@ def open_storage(url: str) -> BaseStorage:
 
 
 @contextmanager
-def turn(url: str, what: str) -> Iterator[None]:
-    """Alone among all who want the same thing of this storage: a study's next trial, say."""
+def storage_lock(url: str, name: str) -> Iterator[None]:
+    """Exclude all other holders of the same lock in this storage.
+
+    Args:
+        name: what the lock protects, such as a study. A storage in a file has one lock for everything.
+    """
     lock: AbstractContextManager[None]
-    if _on_server(url):
-        lock = _server_lock(url, what)
+    if _is_server(url):
+        lock = _server_lock(url, name)
     else:
         lock = _file_lock(_lock_path(url)) if url.startswith(("sqlite:///", "journal://")) else nullcontext()
     with lock:
         yield
 
 
-def give_back(study: optuna.Study) -> int:
-    """Mark trials of tuners that are gone as lost, so that their rows are free again; how many."""
-    host, lost = socket.gethostname(), 0
-    for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
-        name, _, pid = str(trial.user_attrs.get(OWNER, "")).rpartition(":")
-        silent = time.time() - float(trial.user_attrs.get(SEEN, 0.0)) > _SILENT_S
-        gone = name == host and pid.isdigit() and not Path(f"/proc/{pid}").exists()
-        if silent or gone:
-            storage = study._storage
-            storage.set_trial_user_attr(trial._trial_id, LOST, True)
-            storage.set_trial_user_attr(trial._trial_id, REASON, "its tuner went away")
-            study.tell(trial.number, state=TrialState.FAIL)
-            lost += 1
-    return lost
-
-
-def claim(trial: optuna.Trial) -> None:
-    """Write down whose trial it is; before anyone else looks."""
-    trial.set_user_attr(OWNER, f"{socket.gethostname()}:{os.getpid()}")
-    trial.set_user_attr(SEEN, time.time())
-
-
-class Alive(threading.Thread):
-    """Says for a trial, every few seconds, that somebody is at it."""
-
-    def __init__(self, trial: optuna.Trial):
-        super().__init__(name="foldray-trial-alive", daemon=True)
-        self._trial, self._done = trial, threading.Event()
-
-    def run(self) -> None:
-        while not self._done.wait(_ALIVE_S):
-            try:
-                self._trial.set_user_attr(SEEN, time.time())
-            except optuna.exceptions.UpdateFinishedTrialError:
-                return
-
-    def __enter__(self) -> Alive:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self.join()
-
-
 @contextmanager
-def _server_lock(url: str, what: str) -> Iterator[None]:
-    """The server's own lock, given back when the connection ends, however that happens."""
+def _server_lock(url: str, name: str) -> Iterator[None]:
+    """The database server's own lock, which it releases when the connection ends, for whatever reason."""
     from sqlalchemy import create_engine, text
 
-    number = zlib.crc32(what.encode())
+    number = zlib.crc32(name.encode())
     postgres = url.startswith("postgresql")
-    take, leave = (
+    acquire, release = (
         ("SELECT pg_advisory_lock(:key)", "SELECT pg_advisory_unlock(:key)")
         if postgres
         else ("SELECT GET_LOCK(:key, 600)", "SELECT RELEASE_LOCK(:key)")
     )
     key = {"key": number if postgres else f"foldray-{number}"}
-    with create_engine(url, isolation_level="AUTOCOMMIT", **_in_time(url)).connect() as connection:  # no open transaction
-        connection.execute(text(take), key)
+    engine = create_engine(url, isolation_level="AUTOCOMMIT", **_connect_options(url))  # no transaction stays open
+    with engine.connect() as connection:
+        connection.execute(text(acquire), key)
         try:
             yield
         finally:
-            connection.execute(text(leave), key)
+            connection.execute(text(release), key)
 
 
 @contextmanager
@@ -147,13 +97,12 @@ def _file_lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _on_server(url: str) -> bool:
+def _is_server(url: str) -> bool:
     return url.startswith(("postgresql", "mysql"))
 
 
-def _in_time(url: str) -> dict[str, Any]:
-    """A server that does not answer is given up after some seconds; without that, minutes."""
-    return {"connect_args": {"connect_timeout": _CONNECT_S}} if _on_server(url) else {}
+def _connect_options(url: str) -> dict[str, Any]:
+    return {"connect_args": {"connect_timeout": _CONNECT_S}} if _is_server(url) else {}
 
 
 def _lock_path(url: str) -> Path:

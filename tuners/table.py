@@ -1,4 +1,4 @@
-"""A table of rows that a search picks from, and how searches see it: sizes on a logarithmic scale, names as categories."""
+"""Tables of rows that a search picks from, and how a search sees them: sizes on a logarithmic scale, names as categories."""
 
 from __future__ import annotations
 
@@ -15,26 +15,24 @@ Row = TypeVar("Row", bound=NamedTuple)
 
 
 class Table(Generic[Row]):
-    """Rows, each once."""
+    """A list of distinct rows.
+
+    A column with more than one value is a parameter of Optuna's trials; the other columns are not. A size of 0 stands for "none"
+    and counts as the largest size.
+    """
 
     def __init__(self, rows: Iterable[Row]):
         self.rows = list(dict.fromkeys(rows))
 
     @cached_property
     def number(self) -> dict[Row, int]:
-        """Of every row."""
+        """The index of every row."""
         return {row: number for number, row in enumerate(self.rows)}
 
     @cached_property
     def distributions(self) -> dict[str, BaseDistribution]:
-        """Of every parameter that has a choice."""
-        found: dict[str, BaseDistribution] = {}
-        for name, values in self._values.items():
-            if isinstance(values[0], str):
-                found[name] = CategoricalDistribution(values)
-            else:
-                found[name] = IntDistribution(min(value for value in values if value), values[-1], log=True)
-        return found
+        """Optuna's distribution of every parameter."""
+        return {name: _distribution(values) for name, values in self._values.items()}
 
     @cached_property
     def _values(self) -> dict[str, list[Any]]:
@@ -42,26 +40,36 @@ class Table(Generic[Row]):
         return {name: values for name, values in columns if len(values) > 1}
 
     def params(self, row: Row) -> dict[str, Any]:
-        """A row as a trial's parameters; a size of 0, which means none, counts as the largest there is."""
+        """A row as the parameters of a trial."""
         return {name: getattr(row, name) if getattr(row, name) != 0 else values[-1] for name, values in self._values.items()}
 
-    @cached_property
-    def _by_params(self) -> dict[tuple[tuple[str, Any], ...], Row]:
-        return {tuple(self.params(row).items()): row for row in self.rows}
+    def find(self, params: Mapping[str, Any]) -> int | None:
+        """The index of the row that a trial's parameters stand for; None if there is no such row."""
+        return self._number_by_params.get(tuple(params.get(name) for name in self._values))
 
     def row(self, params: Mapping[str, Any]) -> Row:
-        """The row that a trial's parameters stand for."""
-        return self._by_params[tuple((name, params[name]) for name in self._values)]
+        """The row that the parameters of a trial of this table stand for."""
+        return self.rows[self._number_by_params[tuple(params[name] for name in self._values)]]
+
+    @cached_property
+    def _number_by_params(self) -> dict[tuple[Any, ...], int]:
+        return {tuple(self.params(row).values()): number for number, row in enumerate(self.rows)}
 
     @cached_property
     def features(self) -> np.ndarray:
-        """[rows, features]: logarithms of sizes, one column for each name of a category."""
-        return np.array([self.encoded(self.params(row)) for row in self.rows])
+        """The rows as an array [rows, features]: logarithms of sizes, and one column of 0 and 1 for every name."""
+        return np.array([self.encode(self.params(row)) for row in self.rows])
 
-    def encoded(self, params: Mapping[str, Any]) -> np.ndarray:
-        """A row of `features`."""
-        found: list[float] = []
+    def encode(self, params: Mapping[str, Any]) -> np.ndarray:
+        """The parameters of a trial as an array [features]."""
+        features: list[float] = []
         for name, values in self._values.items():
-            own = params[name]
-            found += [float(own == value) for value in values] if isinstance(own, str) else [math.log2(own)]
-        return np.array(found)
+            value = params[name]
+            features += [float(value == other) for other in values] if isinstance(value, str) else [math.log2(value)]
+        return np.array(features)
+
+
+def _distribution(values: list[Any]) -> BaseDistribution:
+    if isinstance(values[0], str):
+        return CategoricalDistribution(values)
+    return IntDistribution(min(value for value in values if value), values[-1], log=True)

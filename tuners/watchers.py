@@ -1,4 +1,4 @@
-"""Who looks on while a study runs: the terminal, MLflow, the dashboard's notes and pictures."""
+"""The watchers of a study: the terminal, MLflow, and the notes and pictures of Optuna's dashboard."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import optuna
 import yaml
 from optuna.artifacts import FileSystemArtifactStore, upload_artifact
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -19,20 +19,20 @@ from foldray.schedule import Span
 from trainers.driver.mlflow_server import TrackingServer, log_recipe
 from trainers.pictures.timeline import draw_timelines
 from tuners import report
-from tuners.measure import Measured
-from tuners.sampler import REASON
-from tuners.space import Setting, Settings, changed
-from tuners.study import Outcome, Predictions, Watcher
+from tuners.measure import Measurement
+from tuners.outcome import Outcome, Watcher
+from tuners.predictions import Predictions
+from tuners.record import StoredTrial, StudyRecord, read_study, write_study
+from tuners.space import Setting, Settings, apply_setting
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-_PARENT = "mlflow_run_id"
 _log = logging.getLogger(__name__)
 
 
 class Console(Watcher):
-    """A progress bar, and a line for every trial, on standard error."""
+    """Shows a progress bar and a line for every trial, on standard error."""
 
     def __init__(self, trials: int):
         self._terminal = Terminal(stderr=True, highlight=False)
@@ -41,137 +41,153 @@ class Console(Watcher):
         self._task = self._progress.add_task("tuning", total=trials)
         self._best: float | None = None
 
-    def started(self, study: optuna.Study, table: Settings, predictions: Predictions | None) -> None:
-        knows = "predicted" if predictions else "nothing predicted"
-        done = sum(each.state.is_finished() for each in study.get_trials(deepcopy=False))
-        self._terminal.print(f"{len(table.rows)} legal settings, {knows}" + (f"; {done} trials are done" if done else ""))
+    def on_study_start(
+        self, study: optuna.Study, trials: list[StoredTrial], table: Settings, predictions: Predictions | None
+    ) -> None:
+        done = sum(trial.state.is_finished() and not trial.record.lost for trial in trials)
+        parts = [f"{len(table.rows)} legal settings, {'predicted' if predictions else 'nothing predicted'}"]
+        parts += [f"{done} trials are done"] if done else []
+        self._terminal.print("; ".join(parts))
+        for trial in trials:
+            if trial.record.lost and trial.state != TrialState.RUNNING:
+                self._terminal.print(f"trial {trial.number} does not count: {trial.record.reason}", soft_wrap=True)
         self._progress.update(self._task, completed=done)
         self._progress.start()
 
-    def finished(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        seconds, setting = trial.user_attrs.get("seconds"), trial.user_attrs.get("setting", "")
-        if seconds is None:
-            line = f"{'–':>10}     {setting}: {trial.user_attrs.get(REASON, 'failed')}"
+    def on_trial_end(self, study: optuna.Study, trial: StoredTrial) -> None:
+        record = trial.record
+        if record.seconds is None:
+            line = f"{'–':>10}     {record.setting}: {record.reason or 'failed'}"
         else:
-            better = self._best is None or seconds < self._best
-            if trial.state == TrialState.COMPLETE and trial.user_attrs.get("feasible") and better:
-                self._best = seconds
-            note = "  stopped early" if trial.state == TrialState.PRUNED else "  best so far" if self._best == seconds else ""
-            line = f"{seconds * 1e3:>10.0f} ms  {setting}{note}"
+            better = self._best is None or record.seconds < self._best
+            if trial.state == TrialState.COMPLETE and record.feasible and better:
+                self._best = record.seconds
+            stopped = trial.state == TrialState.PRUNED
+            note = "  stopped early" if stopped else "  best so far" if self._best == record.seconds else ""
+            line = f"{record.seconds * 1e3:>10.0f} ms  {record.setting}{note}"
         self._terminal.print(line, soft_wrap=True)
         self._progress.advance(self._task)
 
-    def ended(self, study: optuna.Study, outcome: Outcome) -> None:
+    def on_study_end(self, study: optuna.Study, outcome: Outcome) -> None:
         self._progress.stop()
 
     def close(self) -> None:
         self._progress.stop()
 
 
-class Dashboard(Watcher):
-    """What the Optuna dashboard shows of a trial beside its numbers: its timeline, and a note in plain words.
+class DashboardNotes(Watcher):
+    """Adds to each trial in Optuna's dashboard a note in plain words, and the picture of its timeline.
 
     Args:
-        folder: of pictures, and of the dashboard's copies.
+        folder: the study's folder, which holds the pictures and the dashboard's copies of them.
     """
 
     def __init__(self, folder: Path):
         self._pictures, artifacts = folder / "timelines", artifact_folder(folder)
-        for each in (self._pictures, artifacts):
-            each.mkdir(parents=True, exist_ok=True)
+        self._pictures.mkdir(parents=True, exist_ok=True)
+        artifacts.mkdir(parents=True, exist_ok=True)
         self._store = FileSystemArtifactStore(str(artifacts))
 
-    def measured(self, trial: optuna.Trial, setting: Setting, found: Measured) -> None:
-        path = timeline(self._pictures, trial.number, setting, found)
+    def on_measured(self, trial: optuna.Trial, setting: Setting, measurement: Measurement) -> None:
+        path = draw_timeline(self._pictures, trial.number, setting, measurement)
         if path is not None:
             upload_artifact(artifact_store=self._store, file_path=str(path), study_or_trial=trial)
 
-    def finished(self, study: optuna.Study, trial: FrozenTrial) -> None:
+    def on_trial_end(self, study: optuna.Study, trial: StoredTrial) -> None:
         from optuna_dashboard import save_note
 
-        told = trial.user_attrs
-        text = report.note(
-            told.get("setting", ""), told.get("seconds", 0.0), told.get("ratio", 0.0), told.get("predicted_s"), told.get(REASON)
-        )
-        save_note(optuna.trial.Trial(study, trial._trial_id), text)
+        save_note(optuna.Trial(study, trial.trial_id), report.trial_note(trial.record))
 
-    def ended(self, study: optuna.Study, outcome: Outcome) -> None:
+    def on_study_end(self, study: optuna.Study, outcome: Outcome) -> None:
         from optuna_dashboard import save_note
 
         save_note(study, f"**{outcome.best}**. {report.gain_line(outcome)}")
 
 
-class Runs(Watcher):
-    """MLflow: a run for the study, and one inside it for every trial. What fails here costs a warning, never the study."""
+class MlflowRuns(Watcher):
+    """Logs to MLflow: a run for the study, and inside it one for every trial. A failure costs a warning, never the study.
 
-    def __init__(self, recipe: Recipe, storage: Path, pictures: Path):
-        self._recipe, self._pictures, self._warned = recipe, pictures / "timelines", False
+    Args:
+        storage: the run storage.
+        folder: the study's folder.
+
+    Raises:
+        UserError: the MLflow server does not answer, or refuses.
+    """
+
+    def __init__(self, recipe: Recipe, storage: Path, folder: Path):
+        self._recipe, self._pictures, self._warned = recipe, folder / "timelines", False
         self.server = TrackingServer(recipe, storage)
-        self._client, self._at = self.server.client, self.server.experiment_id
-        self._measured: dict[int, tuple[Setting, Measured]] = {}
-        self.parent = ""
+        self._client, self._experiment_id = self.server.client, self.server.experiment_id
+        self._measurements: dict[int, tuple[Setting, Measurement]] = {}
+        self.study_run_id = ""
 
-    def started(self, study: optuna.Study, table: Settings, predictions: Predictions | None) -> None:
-        known = study.user_attrs.get(_PARENT)
+    def on_study_start(
+        self, study: optuna.Study, trials: list[StoredTrial], table: Settings, predictions: Predictions | None
+    ) -> None:
+        known = read_study(study).mlflow_run_id
         if known is not None:
-            self.parent = known
+            self.study_run_id = known
             self._try(self._client.update_run, known, "RUNNING")
             return
-        name = f"{self._recipe.name} tune {study.study_name}"
-        self.parent = self._client.create_run(self._at, run_name=name, tags={"foldray.study": study.study_name}).info.run_id
-        study.set_user_attr(_PARENT, self.parent)
-        self._try(log_recipe, self._client, self.parent, self._recipe)
+        name, tags = f"{self._recipe.name} tune {study.study_name}", {"foldray.study": study.study_name}
+        self.study_run_id = self._client.create_run(self._experiment_id, run_name=name, tags=tags).info.run_id
+        write_study(study, StudyRecord(mlflow_run_id=self.study_run_id))
+        self._try(log_recipe, self._client, self.study_run_id, self._recipe)
 
-    def measured(self, trial: optuna.Trial, setting: Setting, found: Measured) -> None:
-        self._measured[trial.number] = (setting, found)
+    def on_measured(self, trial: optuna.Trial, setting: Setting, measurement: Measurement) -> None:
+        self._measurements[trial.number] = (setting, measurement)
 
-    def finished(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        self._try(self._log, trial)
+    def on_trial_end(self, study: optuna.Study, trial: StoredTrial) -> None:
+        self._try(self._log_trial, trial)
 
-    def ended(self, study: optuna.Study, outcome: Outcome) -> None:
-        values = {"best_step_time_s": outcome.seconds}
+    def on_study_end(self, study: optuna.Study, outcome: Outcome) -> None:
+        metrics = {"best_step_time_s": outcome.seconds}
         if outcome.gain is not None:
-            values |= {"gain": outcome.gain.times, "gain_low": outcome.gain.low, "gain_high": outcome.gain.high}
-        for key, value in values.items():
-            self._try(self._client.log_metric, self.parent, key, value)
+            metrics |= {"gain": outcome.gain.times, "gain_low": outcome.gain.low, "gain_high": outcome.gain.high}
+        for name, value in metrics.items():
+            self._try(self._client.log_metric, self.study_run_id, name, value)
 
     def close(self, status: str, files: list[Path]) -> None:
-        """Store files and end the study's run."""
+        """Store files and end the study's run, if it has begun."""
+        if not self.study_run_id:
+            return
         for path in files:
-            self._try(self._client.log_artifact, self.parent, str(path))
-        self._try(self._client.set_terminated, self.parent, status)
+            self._try(self._client.log_artifact, self.study_run_id, str(path))
+        self._try(self._client.set_terminated, self.study_run_id, status)
 
-    def _log(self, trial: FrozenTrial) -> None:
-        tags = {"mlflow.parentRunId": self.parent, "foldray.trial": str(trial.number)}
-        told = trial.user_attrs
-        if reason := told.get(REASON):
-            tags["foldray.reason"] = reason
-        if hosts := told.get("hosts"):
-            tags["foldray.hosts"] = ", ".join(hosts)
-        name = f"trial {trial.number}: {told.get('setting', '')}"[:250]
-        run: Run = self._client.create_run(self._at, start_time=_epoch_ms(trial.datetime_start), run_name=name, tags=tags)
+    def _log_trial(self, trial: StoredTrial) -> None:
+        record = trial.record
+        tags = {"mlflow.parentRunId": self.study_run_id, "foldray.trial": str(trial.number)}
+        if record.reason:
+            tags["foldray.reason"] = record.reason
+        if record.hosts:
+            tags["foldray.hosts"] = ", ".join(record.hosts)
+        name = f"trial {trial.number}: {record.setting or ''}"[:250]
+        run: Run = self._client.create_run(self._experiment_id, start_time=_epoch_ms(trial.started), run_name=name, tags=tags)
         run_id = run.info.run_id
         for key, value in trial.params.items():
             self._client.log_param(run_id, key, value)
-        for key in ("seconds", "predicted_s", "ratio", "peak_gib", "compute_ms", "exposed_comm_ms"):
-            if told.get(key) is not None:
-                self._client.log_metric(run_id, "step_time_s" if key == "seconds" else key, told[key])
-        if trial.number in self._measured:
-            setting, found = self._measured.pop(trial.number)
-            for number, steps in enumerate(found.seconds):
-                for place, seconds in enumerate(steps):
-                    self._client.log_metric(run_id, "measured_step_s", seconds, step=number * len(steps) + place)
-            recipe = changed(self._recipe, setting).model_dump(mode="json", exclude={"tune"})
-            self._client.log_text(run_id, yaml.safe_dump(recipe, sort_keys=False), "recipe.yaml")
-            picture = self._pictures / f"trial-{trial.number}.png"
-            if picture.exists():
-                self._client.log_artifact(run_id, str(picture))
+        for key, number in record.metrics().items():
+            self._client.log_metric(run_id, key, number)
+        if trial.number in self._measurements:
+            self._log_measurement(run_id, trial.number, *self._measurements.pop(trial.number))
         status = "FAILED" if trial.state == TrialState.FAIL else "FINISHED"
-        self._client.set_terminated(run_id, status, end_time=_epoch_ms(trial.datetime_complete))
+        self._client.set_terminated(run_id, status, end_time=_epoch_ms(trial.ended))
 
-    def _try(self, call: Any, *given: Any) -> None:
+    def _log_measurement(self, run_id: str, trial: int, setting: Setting, measurement: Measurement) -> None:
+        steps = [seconds for turn in measurement.seconds for seconds in turn]
+        for number, seconds in enumerate(steps):
+            self._client.log_metric(run_id, "measured_step_s", seconds, step=number)
+        recipe = apply_setting(self._recipe, setting).model_dump(mode="json", exclude={"tune"})
+        self._client.log_text(run_id, yaml.safe_dump(recipe, sort_keys=False), "recipe.yaml")
+        picture = self._pictures / f"trial-{trial}.png"
+        if picture.exists():
+            self._client.log_artifact(run_id, str(picture))
+
+    def _try(self, call: Any, *arguments: Any) -> None:
         try:
-            call(*given)
+            call(*arguments)
         except Exception as error:
             if not self._warned:
                 self._warned = True
@@ -182,12 +198,12 @@ def _epoch_ms(moment: datetime | None) -> int | None:
     return None if moment is None else round(moment.timestamp() * 1e3)
 
 
-def timeline(folder: Path, number: int, setting: Setting, found: Measured) -> Path | None:
-    """Draw a trial's recorded step; None where none was recorded."""
-    if found.recorded is None:
+def draw_timeline(folder: Path, number: int, setting: Setting, measurement: Measurement) -> Path | None:
+    """Draw a trial's recorded step; return the picture's path, or None if no step was recorded."""
+    if measurement.recorded is None:
         return None
     path = folder / f"trial-{number}.png"
-    graph, recordings = found.recorded
+    graph, recordings = measurement.recorded
     spans = recordings[0].spans
     begin = min(span.start for span in spans.values())
     rows = {"measured": {op: Span(span.start - begin, span.end - begin) for op, span in spans.items()}}
@@ -196,5 +212,5 @@ def timeline(folder: Path, number: int, setting: Setting, found: Measured) -> Pa
 
 
 def artifact_folder(folder: Path) -> Path:
-    """Where the dashboard finds the pictures of a study whose files are in a folder."""
+    """The folder, inside the study's, where Optuna's dashboard finds pictures."""
     return folder / "artifacts"

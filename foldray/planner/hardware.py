@@ -94,8 +94,11 @@ def known_hardware() -> list[str]:
     return sorted(path.stem for path in (_HERE / "hardware").glob("*.yaml"))
 
 
-def load_hardware(name: str) -> Hardware:
+def load_hardware(name: str, field: str = "cluster") -> Hardware:
     """A known cluster, or one from a YAML file.
+
+    Args:
+        field: the option or the recipe key that names it.
 
     Raises:
         UserError: no such cluster, no such file, or one that says something wrong.
@@ -105,13 +108,13 @@ def load_hardware(name: str) -> Hardware:
         path = Path(name)
         if path.suffix not in (".yaml", ".yml"):
             known = known_hardware()
-            raise UserError("cluster", name, f"is no known cluster nor a YAML file{nearest(name, known)}", known)
+            raise UserError(field, name, f"is no known cluster nor a YAML file{nearest(name, known)}", known)
     try:
-        found = Hardware.model_validate(load_yaml("cluster", path))
+        found = Hardware.model_validate(load_yaml(field, path))
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "cluster"
-        raise UserError(f"{name}: {field}", first["input"], first["msg"].lower()) from None
+        key = ".".join(map(str, first["loc"])) or "cluster"
+        raise UserError(f"{name}: {key}", first["input"], first["msg"].lower()) from None
     for key, value in found.constants.items():
         if key not in constants():
             raise UserError(f"{name}: constants.{key}", value, f"is no constant{nearest(key, constants())}", constants())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, PlainSerializer
 
@@ -21,6 +21,7 @@ MOST_STEPS = 10**9
 MOST_TURNS = 10**6
 LONGEST = 2**24  # sequence, in tokens
 MOST_S = 10**9  # seconds
+MOST_SETTINGS = 2**14  # of a tuner's table; each takes milliseconds to check, and more to predict
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Cost = Annotated[float, Field(ge=0, le=1e30)]
@@ -29,5 +30,8 @@ Few = Field(min_length=1, max_length=16)  # training tries every value, and a tu
 Sizes = Annotated[tuple[Size, ...], Few]
 Operations = Annotated[tuple[Annotated[str, among(RECOMPUTABLE)], ...], Field(max_length=len(RECOMPUTABLE))]
 OverlapName = Annotated[str, among((*OVERLAPS, OWN), overlap_kind)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+"""A name that is also a part of a path."""
+SamplerName = Literal["ratio", "gp", "tpe", "random", "planner"]
 Url = Annotated[str, PlainSerializer(without_secrets, when_used="json")]
 """A URL whose secrets stay in this process: files, logs and workers get the recipe as JSON, without them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from foldray.blueprint import check_length, count_by_cut
 from foldray.errors import UserError, multiples_near
 from foldray.fold import divisors, nearest_folds
+from foldray.recipe.bounds import MOST_SETTINGS
 from foldray.recipe.description import Description
 from foldray.schedule import PipelineGraph, Slicing, check_pipeline, overlap_kind
 
@@ -12,7 +13,8 @@ _MOST_PARAMETERS, _MOST_EXPERTS, _MOST_CHUNKS = 10**14, 2**18, 2**20
 
 
 def check_all(recipe: Description) -> None:
-    for check in (_check_size, _check_fold, _check_batch, _check_schedule, _check_data, _check_backend, _check_engine):
+    checks = (_check_size, _check_fold, _check_batch, _check_schedule, _check_data, _check_backend, _check_engine, _check_space)
+    for check in checks:
         check(recipe)
 
 
@@ -157,3 +159,9 @@ def _check_backend(recipe: Description) -> None:
         if not same or router.scale != 1:
             rule = "DeepSpeed's gates are a softmax over all experts, rescaled to one for topk > 1, with scale 1"
             raise UserError("moe.backend", backend, rule, ["torch", "tutel"])
+
+
+def _check_space(recipe: Description) -> None:
+    if (settings := recipe.tune.space.settings_of_a_fold) > MOST_SETTINGS:
+        rule = f"must make at most {MOST_SETTINGS} settings of every fold; list fewer values"
+        raise UserError("tune.space", f"{settings} settings of every fold", rule)

@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError
 
 from foldray.blueprint import ModelSpec, Ownership, Strict, smallest_slice
 from foldray.fold import Fold
+from foldray.recipe.bounds import Name
 from foldray.recipe.reading import first_mistake, refuse_booleans
 from foldray.recipe.schedule import ScheduleSpec
 from foldray.recipe.sections import (
@@ -31,12 +32,7 @@ class Description(Strict):
     `Recipe` is a description whose rules have been checked.
     """
 
-    name: str = Field(
-        "run",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        max_length=100,
-        description="First part of the run's id, which names its folder and its MLflow run.",
-    )
+    name: Name = Field("run", description="First part of the run's id, which names its folder and its MLflow run.")
     model: ModelSpec
     data: DataSpec = DataSpec()
     fold: FoldSpec = FoldSpec()

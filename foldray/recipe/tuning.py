@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from foldray.blueprint import Strict
-from foldray.recipe.bounds import MOST_S, MOST_TURNS, MOST_WORKERS, Few, Operations, OverlapName, Size, Sizes, Url
+from foldray.recipe.bounds import (
+    MOST_S,
+    MOST_TURNS,
+    MOST_WORKERS,
+    Few,
+    Name,
+    Operations,
+    OverlapName,
+    SamplerName,
+    Size,
+    Sizes,
+    Url,
+)
 from foldray.schedule import SEARCHED
 
 
@@ -39,6 +52,12 @@ class SpaceSpec(Strict):
         (None,), description="Bytes of a chunk of gradients. Null reduces all gradients at the end of the step."
     )
 
+    @property
+    def settings_of_a_fold(self) -> int:
+        """The most settings that the lists make for one choice of parallel sizes."""
+        lists = (self.virtual_stages, self.micro_batch, self.kind, self.degree, self.slicing, self.batch_degree, self.recompute)
+        return math.prod(len(values) for values in (*lists, self.sp_bytes) if values is not None)
+
 
 class TuneSpec(Strict):
     """How `foldray tune` finds the fastest way to train this recipe."""
@@ -46,7 +65,7 @@ class TuneSpec(Strict):
     trials: int = Field(
         15, ge=1, le=MOST_TURNS, description="Settings to measure, by all tuners of a study together. More trials take longer."
     )
-    sampler: Literal["ratio", "gp", "tpe", "random", "planner"] = Field(
+    sampler: SamplerName = Field(
         "ratio",
         description="What picks the next setting. `ratio` learns how far the planner's predictions are off; `planner` follows "
         "the predictions; `gp` and `tpe` are Optuna's.",
@@ -100,12 +119,7 @@ class TuneSpec(Strict):
         description="Turns of the best setting and the unchanged recipe at the end. More pairs make the reported gain more "
         "exact.",
     )
-    study: str = Field(
-        "foldray",
-        min_length=1,
-        max_length=100,
-        description="Name of the study. Tuners with the same storage and study share their trials.",
-    )
+    study: Name = Field("foldray", description="Name of the study. Tuners with the same storage and study share their trials.")
     storage: Url | None = Field(
         None, description="Database URL of the study, as Optuna writes it. Null is a SQLite database in the run storage."
     )

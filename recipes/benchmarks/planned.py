@@ -33,7 +33,7 @@ from foldray.planner.device import Device  # noqa: E402
 from foldray.planner.hardware import Hardware, load_hardware  # noqa: E402
 from foldray.planner.whole import whole_seconds  # noqa: E402
 from foldray.recipe import Recipe  # noqa: E402
-from tuners.space import candidate  # noqa: E402
+from tuners.space import as_candidate  # noqa: E402
 
 RECIPE = "recipes/quickstart.yaml"
 SCHEDULES = ("sequential", "moe_only:4", "aaam:4", "one_a_one_m:2", "one_a_one_m:4", "one_a_one_m:8", "stream:4")
@@ -107,7 +107,7 @@ def predicted(recipe: Recipe, machines: Hardware, pace: float) -> float:
     now = machines.model_copy(update={
         "peak_tflops": slower, "memory_gb_s": machines.memory_gb_s / pace, "constants": {**machines.constants, "launch": launch},
     })  # fmt: skip
-    each = candidate(recipe)
+    each = as_candidate(recipe)
     return whole_seconds(each, OpWork(each, Device.of(each.job, now))) * 1e3
 
 

@@ -20,7 +20,7 @@ from foldray.planner.hardware import load_hardware
 from foldray.recipe import Recipe
 from trainers.cluster import joining
 from trainers.cluster.actors import Ranks
-from trainers.measure.trial import turn
+from trainers.measure.trial import measure_turn
 
 _PRODUCTS = 15
 
@@ -40,7 +40,7 @@ def main(path: str, rounds: str, hardware: str, length: str, *folds: str) -> Non
             for row, each in zip(rows, recipes.values(), strict=True):
                 begin = time.perf_counter()
                 before = max(ranks.call(product, side, timeout=60))
-                took = ranks.call(turn, each.model_dump(mode="json"), 1, len(rows), number == int(rounds), timeout=600)
+                took = ranks.call(measure_turn, each.model_dump(mode="json"), 1, len(rows), number == int(rounds), timeout=600)
                 after = max(ranks.call(product, side, timeout=60))
                 line = f"round {number} of {rounds}: {row['fold']} {row['schedule']}, {time.perf_counter() - begin:.0f} s"
                 print(line, file=sys.stderr, flush=True)

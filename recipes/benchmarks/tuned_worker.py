@@ -13,40 +13,43 @@ import optuna
 from foldray.planner.hardware import load_hardware
 from foldray.recipe import Recipe
 from trainers.cluster import joining
-from tuners.measure import Bench
-from tuners.sampler import TableSampler
-from tuners.space import Settings, changed
-from tuners.study import FoldTuner, Predictions, compared, predictions
+from tuners.measure import Bench, measure_gain
+from tuners.predictions import Predictions, predict_rows
+from tuners.record import TrialRecord, write_trial
+from tuners.samplers import MeasuredOverPredicted, MeasuredTime, PlannerOrder, TableSampler, UniformRandom
+from tuners.space import Settings, apply_setting
+from tuners.study import FoldTuner
 
 TRIALS, PAIRS, STEPS, REPLAYS = 15, 9, 2, 25
+WAYS = {"ratio": MeasuredOverPredicted, "cold": MeasuredTime, "random": UniformRandom, "planner": PlannerOrder}
 
 
 def main(path: str, turns: str, seeds: str, recipe: str, *overrides: str) -> None:
     given = Recipe.load(recipe, [*overrides, f"tune.turns={turns}", f"tune.steps={STEPS}", "tune.prune=null"])
     joining.connect(given)
     table = Settings(given)
-    known = predictions(table, load_hardware(str(given.tune.hardware)))
+    known = predict_rows(table, load_hardware(str(given.tune.hardware)))
     tell(f"{len(table.rows)} settings")
     bench = Bench(given)
-    reference = bench.step_seconds(given)
+    reference = bench.measure_step(given)
     rows = [exhaustive(bench, table, known, number) for number in range(len(table.rows))]
     best = min(range(len(rows)), key=lambda number: rows[number]["ratio"])
     found: dict[str, Any] = {"reference_s": reference, "rows": rows, "best": best, "searches": []}
     bench.close()
-    found["replays"] = {way: replayed(way, table, known, rows) for way in ("ratio", "cold", "random", "planner")}
+    found["replays"] = {way: replayed(way, table, known, rows) for way in WAYS}
     Path(path).write_text(json.dumps(found))
     for seed in range(int(seeds)):
-        found["searches"].append(searched(given, seed, changed(given, table.rows[best]), Path(path).parent))
+        found["searches"].append(searched(given, seed, apply_setting(given, table.rows[best]), Path(path).parent))
         Path(path).write_text(json.dumps(found))
 
 
 def exhaustive(bench: Bench, table: Settings, known: Predictions, number: int) -> dict[str, Any]:
     """One row, beside the recipe as it stands."""
     row = table.rows[number]
-    *_, found = bench.turns(changed(table.recipe, row), record=False)
+    *_, found = bench.measure(apply_setting(table.recipe, row), record=False)
     tell(f"{number + 1}: {found.ratio:.3f} {row}")
     return {"setting": str(row), "row": row._asdict(), "ratio": found.ratio, "ratios": found.ratios, "steps_s": found.seconds,
-            "peak": found.peak, "predicted_s": known.seconds[number]}  # fmt: skip
+            "peak": found.peak_bytes, "predicted_s": known.seconds[number]}  # fmt: skip
 
 
 def searched(given: Recipe, seed: int, best: Recipe, folder: Path) -> dict[str, Any]:
@@ -57,7 +60,7 @@ def searched(given: Recipe, seed: int, best: Recipe, folder: Path) -> dict[str, 
     outcome = FoldTuner(recipe, folder).fit()
     bench = Bench(best)
     try:
-        gain = compared(bench, outcome.recipe, PAIRS)
+        gain = measure_gain(bench, outcome.recipe, PAIRS)
     finally:
         bench.close()
     tell(f"seed {seed}: {1 / gain.times:.3f} {outcome.best}")
@@ -75,9 +78,7 @@ def replayed(way: str, table: Settings, known: Predictions, rows: Sequence[dict[
     best, curves = min(row["ratio"] for row in rows), []
     for seed in range(REPLAYS):
         draw = random.Random(seed)
-        kind = {"cold": "ratio"}.get(way, way)
-        sampler = TableSampler(table, kind, seed, known.seconds if way in ("ratio", "planner") else None)
-        study = optuna.create_study(sampler=sampler)
+        study = optuna.create_study(sampler=TableSampler(table, WAYS[way](table, seed, None if way == "cold" else known)))
         order = sorted(range(len(rows)), key=known.seconds.__getitem__)
         starts = order[: table.recipe.tune.starts] if way == "ratio" else draw.sample(order, 3) if way == "cold" else []
         for number in starts:
@@ -88,7 +89,7 @@ def replayed(way: str, table: Settings, known: Predictions, rows: Sequence[dict[
             trial = study.ask(table.distributions)
             row = rows[table.number[table.row(trial.params)]]
             seen = draw.choice(row["ratios"])
-            trial.set_user_attr("seconds", seen)
+            write_trial(trial, TrialRecord(seconds=seen))
             study.tell(trial, seen)
             told.append((seen, row["ratio"]))
             curve.append(min(told)[1] / best)

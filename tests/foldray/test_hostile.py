@@ -100,6 +100,12 @@ def test_models_that_are_trained_somewhere_are_legal_on_thousands_of_gpus(model:
         ([f"schedule.degrees={list(range(1, 500))}"], "schedule.degrees=[1, 2, 3"),
         (["schedule.recompute=[x]"], "schedule.recompute.0=x: is none of the legal values; legal: attention, expert, ffn"),
         (["tune.space.kind=[stream, x]"], "tune.space.kind.1=x: is none of the legal values; legal: sequential, moe_only"),
+        (
+            [f"tune.space.{key}={list(range(1, 17))}" for key in ("micro_batch", "degree", "virtual_stages", "batch_degree")],
+            "tune.space=65536 settings of every fold: must make at most 16384 settings of every fold; list fewer values",
+        ),
+        (["tune.study=../../x"], "tune.study=../../x: "),
+        (["tune.study="], "tune.study="),
         (["schedule.degrees=[true]"], "schedule.degrees=[true]: is not a valid number"),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 from tests.lab.hosts import hosts, why_not
 from tests.lab.ray_cluster import ray_cluster
 from tests.pool import repository
+from tuners.record import TrialRecord
 
 _WHY_NOT = why_not()
 pytestmark = [
@@ -47,10 +48,11 @@ def test_two_trials_run_at_once_each_on_nodes_of_its_own(tmp_path: Path) -> None
     trials = study.get_trials()
     assert [each.state.name for each in trials] == ["COMPLETE"] * _TRIALS
     assert len({json.dumps(each.params, sort_keys=True) for each in trials}) == _TRIALS, "each setting once"
-    assert all(len(each.user_attrs["hosts"]) == 1 for each in trials), "both ranks of a trial on one node"
-    assert {each.user_attrs["hosts"][0] for each in trials} == addresses
+    ran_on = {each.number: TrialRecord.of_attributes(each.user_attrs).hosts for each in trials}
+    assert all(len(found) == 1 for found in ran_on.values()), "both ranks of a trial on one node"
+    assert {found[0] for found in ran_on.values()} == addresses
     together = [
-        (one.user_attrs["hosts"], other.user_attrs["hosts"])
+        (ran_on[one.number], ran_on[other.number])
         for one, other in combinations(trials, 2)
         if one.datetime_start < other.datetime_complete and other.datetime_start < one.datetime_complete
     ]

@@ -13,9 +13,10 @@ from foldray.errors import UserError
 from foldray.planner.hardware import Hardware, load_hardware
 from foldray.planner.prediction import predict
 from foldray.recipe import Recipe
-from tuners.learning import learnt
-from tuners.space import Settings, candidate, changed
-from tuners.study import Outcome
+from tuners.learning import write_corrected_hardware
+from tuners.outcome import Outcome
+from tuners.record import TrialRecord, read_trial
+from tuners.space import Settings, apply_setting, as_candidate
 
 RECIPE = Recipe.parse({
     "model": {"preset": "tiny", "layers": 4, "hidden": 1024, "heads": 8, "kv_heads": 8, "head_dim": 128, "expert_hidden": 4096},
@@ -30,18 +31,24 @@ TABLE = Settings(RECIPE)
 
 
 def seconds(machines: Hardware) -> list[float]:
-    return [predict(candidate(changed(RECIPE, row)), machines).seconds for row in TABLE.rows]
+    return [predict(as_candidate(apply_setting(RECIPE, row)), machines).seconds for row in TABLE.rows]
 
 
 def outcome(measured: list[float]) -> Outcome:
     """A study that has measured every row."""
     trials = [
-        optuna.trial.create_trial(
-            value=each, params=TABLE.params(row), distributions=TABLE.distributions, user_attrs={"seconds": each}
+        read_trial(
+            optuna.trial.create_trial(
+                value=each,
+                params=TABLE.params(row),
+                distributions=TABLE.distributions,
+                user_attrs=TrialRecord(seconds=each).as_attributes(),
+            ),
+            TABLE,
         )
         for row, each in zip(TABLE.rows, measured, strict=True)
     ]
-    return Outcome(RECIPE, TABLE.rows[0], min(measured, default=0.0), trials, None, TABLE)
+    return Outcome(RECIPE, TABLE.rows[0], min(measured, default=0.0), 1.0, trials, None, TABLE)
 
 
 def off(machines: Hardware, measured: list[float]) -> float:
@@ -54,7 +61,7 @@ def test_predictions_come_near_to_what_was_measured(tmp_path: Path) -> None:
     told = load_hardware("eos-h100")
     slower = {"exchange": 0.4, "inter": 0.5, "memory": 0.5}
     measured = seconds(told.model_copy(update={"constants": {**told.constants, **slower}}))
-    path = learnt(told, outcome(measured), tmp_path / "learnt.yaml")
+    path = write_corrected_hardware(told, outcome(measured), tmp_path / "learnt.yaml")
     better = load_hardware(str(path))
     assert off(told, measured) > 0.07
     assert off(better, measured) < 0.25 * off(told, measured)
@@ -64,15 +71,17 @@ def test_predictions_come_near_to_what_was_measured(tmp_path: Path) -> None:
 
 def test_what_was_measured_as_told_changes_nothing(tmp_path: Path) -> None:
     told = load_hardware("eos-h100")
-    better = load_hardware(str(learnt(told, outcome(seconds(told)), tmp_path / "learnt.yaml")))
+    better = load_hardware(str(write_corrected_hardware(told, outcome(seconds(told)), tmp_path / "learnt.yaml")))
     assert off(better, seconds(told)) < 1e-3
 
 
 def test_nothing_is_learnt_from_nothing(tmp_path: Path) -> None:
     path = tmp_path / "learnt.yaml"
-    nothing = Outcome(RECIPE, TABLE.rows[0], 0.0, [], None, TABLE)
+    nothing = Outcome(RECIPE, TABLE.rows[0], 0.0, 1.0, [], None, TABLE)
     with pytest.raises(UserError, match="needs a trial that was measured"):
-        learnt(load_hardware("eos-h100"), nothing, path)
+        write_corrected_hardware(load_hardware("eos-h100"), nothing, path)
     assert not path.exists()
     with pytest.raises(UserError, match="cannot be written"):
-        learnt(load_hardware("eos-h100"), outcome(seconds(load_hardware("eos-h100"))), tmp_path / "nowhere" / "learnt.yaml")
+        write_corrected_hardware(
+            load_hardware("eos-h100"), outcome(seconds(load_hardware("eos-h100"))), tmp_path / "nowhere" / "learnt.yaml"
+        )

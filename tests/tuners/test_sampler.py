@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import get_args
 
 import numpy as np
 import optuna
 import pytest
 from optuna.trial import TrialState
 
+from foldray.recipe.bounds import SamplerName
 from tests.tuners.test_space import recipe
-from tuners.sampler import LOST, REASON, TableSampler, expected_improvement
+from tuners.gaussian_process import expected_improvement
+from tuners.predictions import Predictions
+from tuners.record import TrialRecord, read_trials, write_trial
+from tuners.samplers import (
+    SAMPLERS,
+    MeasuredOverPredicted,
+    MeasuredTime,
+    OptunaGP,
+    OptunaTPE,
+    PlannerOrder,
+    TimeAndMemory,
+    UniformRandom,
+    make_sampler,
+)  # fmt: skip
 from tuners.space import Setting, Settings
-
-KINDS = ("ratio", "gp", "tpe", "random", "planner")
 
 
 def table() -> Settings:
@@ -34,21 +47,63 @@ def guessed(row: Setting) -> float:
     return seconds(row) * (0.85 if row.etp > 1 else 1.0) * (1 - 0.15 * math.log2(row.degree))
 
 
+def predictions(guess: Callable[[Setting], float] = guessed) -> Predictions:
+    rows = table().rows
+    return Predictions([guess(row) for row in rows], [0.8 * gib(row) * 2**30 for row in rows])
+
+
 def run(
     kind: str, trials: int, seed: int = 0, predicted: bool = True, guess: Callable[[Setting], float] = guessed
 ) -> optuna.Study:
     rows = table()
-    sampler = TableSampler(rows, kind, seed, [guess(row) for row in rows.rows] if predicted else None)
-    study = optuna.create_study(sampler=sampler)
+    study = optuna.create_study(sampler=make_sampler(kind, rows, seed, predictions(guess) if predicted else None))
     for _ in range(trials):
         trial = study.ask(rows.distributions)
         took = seconds(rows.row(trial.params))
-        trial.set_user_attr("seconds", took)
+        write_trial(trial, TrialRecord(seconds=took))
         study.tell(trial, took)
     return study
 
 
-@pytest.mark.parametrize("kind", KINDS)
+WAYS = {
+    ("ratio", True, False): MeasuredOverPredicted, ("ratio", False, False): MeasuredTime,
+    ("ratio", True, True): TimeAndMemory, ("ratio", False, True): TimeAndMemory,
+    ("planner", True, False): PlannerOrder, ("planner", False, False): UniformRandom,
+    ("planner", True, True): PlannerOrder, ("planner", False, True): UniformRandom,
+    **{(name, told, second): way for name, way in (("gp", OptunaGP), ("tpe", OptunaTPE), ("random", UniformRandom))
+       for told in (True, False) for second in (True, False)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "told", "second"), WAYS)
+def test_every_way_of_choosing_hands_out_what_fits_once(name: SamplerName, told: bool, second: bool) -> None:
+    """With and without predictions, for time and for time and memory; beside a trial that runs and one that did not fit."""
+    rows = Settings(recipe(tp=[1], cp=[1], pp=[1], etp=[1], kind=["sequential", "stream"], degree=[2, 4]))
+    held = [1.0 + number for number in range(len(rows.rows))]
+    known = Predictions([guessed(row) for row in rows.rows], held) if told else None
+    sampler = make_sampler(name, rows, 0, known, second)
+    assert type(sampler.sampler) is WAYS[name, told, second]
+    study = optuna.create_study(directions=["minimize"] * (1 + second), sampler=sampler)
+    study.enqueue_trial(rows.params(rows.rows[-1]))
+    too_large, running = (study.ask(rows.distributions) for _ in range(2))
+    write_trial(too_large, TrialRecord(reason="memory: out of it"))
+    study.tell(too_large, state=TrialState.FAIL)
+    asked = [rows.row(too_large.params), rows.row(running.params)]
+    for _ in range(len(rows.rows) - 2):
+        trial = study.ask(rows.distributions)
+        row = rows.row(trial.params)
+        write_trial(trial, TrialRecord(seconds=seconds(row), peak_gib=gib(row)))
+        study.tell(trial, [seconds(row), gib(row)] if second else seconds(row))
+        asked.append(row)
+    assert set(asked) == set(rows.rows)
+    assert sampler.untried_rows(read_trials(study, rows)) == []
+
+
+def test_every_sampler_of_a_recipe_is_there() -> None:
+    assert set(SAMPLERS) == set(get_args(SamplerName)) == {name for name, _, _ in WAYS}
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
 def test_no_row_is_measured_twice_until_all_are(kind: str) -> None:
     rows = table()
     trials = min(len(rows.rows), 30)
@@ -56,7 +111,7 @@ def test_no_row_is_measured_twice_until_all_are(kind: str) -> None:
     assert len(set(found)) == trials
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SAMPLERS)
 def test_a_seed_tells_all(kind: str) -> None:
     assert [each.params for each in run(kind, 8, seed=3).trials] == [each.params for each in run(kind, 8, seed=3).trials]
 
@@ -95,13 +150,12 @@ def test_both_time_and_memory_are_looked_for(told: bool) -> None:
     rows = table()
     fastest, least = min(map(seconds, rows.rows)), min(map(gib, rows.rows))
     assert not any(seconds(row) == fastest and gib(row) == least for row in rows.rows)
-    given = ([guessed(row) for row in rows.rows], [0.8 * gib(row) * 2**30 for row in rows.rows]) if told else (None, None)
-    study = optuna.create_study(directions=["minimize"] * 2, sampler=TableSampler(rows, "ratio", 0, *given, both=True))
+    sampler = make_sampler("ratio", rows, 0, predictions() if told else None, second=True)
+    study = optuna.create_study(directions=["minimize"] * 2, sampler=sampler)
     for _ in range(len(rows.rows) // 3):
         trial = study.ask(rows.distributions)
         row = rows.row(trial.params)
-        trial.set_user_attr("seconds", seconds(row))
-        trial.set_user_attr("peak_gib", gib(row))
+        write_trial(trial, TrialRecord(seconds=seconds(row), peak_gib=gib(row)))
         study.tell(trial, [seconds(row), gib(row)])
     assert min(each.values[0] for each in study.best_trials) == pytest.approx(fastest)
     assert min(each.values[1] for each in study.best_trials) == pytest.approx(least)
@@ -109,18 +163,16 @@ def test_both_time_and_memory_are_looked_for(told: bool) -> None:
 
 def test_a_row_that_is_being_measured_is_not_taken() -> None:
     rows = table()
-    sampler = TableSampler(rows, "ratio", 0, [guessed(row) for row in rows.rows])
-    study = optuna.create_study(sampler=sampler)
+    study = optuna.create_study(sampler=make_sampler("ratio", rows, 0, predictions()))
     asked = [study.ask(rows.distributions) for _ in range(6)]
     assert len({rows.row(trial.params) for trial in asked}) == 6
 
 
 def test_a_lost_trial_frees_its_row_and_a_failed_one_does_not() -> None:
     rows = table()
-    sampler = TableSampler(rows, "planner", 0, [guessed(row) for row in rows.rows])
-    study = optuna.create_study(sampler=sampler)
+    study = optuna.create_study(sampler=make_sampler("planner", rows, 0, predictions()))
     first, second = (study.ask(rows.distributions) for _ in range(2))
-    first.set_user_attr(LOST, True)
+    write_trial(first, TrialRecord(lost=True))
     study.tell(first, state=TrialState.FAIL)
     study.tell(second, state=TrialState.FAIL)
     assert study.ask(rows.distributions).params == first.params
@@ -130,13 +182,13 @@ def test_a_lost_trial_frees_its_row_and_a_failed_one_does_not() -> None:
 def test_what_needs_as_much_memory_as_a_row_that_did_not_fit_is_left_out() -> None:
     rows = table()
     held = [float(row.degree * row.etp) for row in rows.rows]
-    sampler = TableSampler(rows, "random", 0, None, held)
+    sampler = make_sampler("random", rows, 0, Predictions([1.0] * len(held), held))
     study = optuna.create_study(sampler=sampler)
     trial = study.ask(rows.distributions)
     least = held[rows.number[rows.row(trial.params)]]
-    trial.set_user_attr(REASON, "memory: out of it")
+    write_trial(trial, TrialRecord(reason="memory: out of it"))
     study.tell(trial, state=TrialState.FAIL)
-    free = sampler.free(study.trials)
+    free = sampler.untried_rows(read_trials(study, rows))
     assert sorted(free) == [number for number in range(len(held)) if held[number] < least]
 
 

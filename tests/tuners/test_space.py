@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from tuners.space import Setting, Settings, changed
+from tuners.space import Setting, Settings, apply_setting
 
 
 def recipe(workers: int = 4, **space: Any) -> Recipe:
@@ -24,7 +25,7 @@ def recipe(workers: int = 4, **space: Any) -> Recipe:
 
 def test_every_row_is_a_legal_recipe_and_each_means_something_else() -> None:
     table = Settings(recipe(sp_bytes=[None, 65536]))
-    told = [changed(table.recipe, row) for row in table.rows]
+    told = [apply_setting(table.recipe, row) for row in table.rows]
     assert len(table.rows) > 100
     assert len({each.model_dump_json() for each in told}) == len(table.rows)
     assert {each.fold.ep for each in told} == {1, 2, 4}
@@ -43,7 +44,7 @@ def test_rows_are_all_that_is_legal() -> None:
                     for how, size in (("end", 0), ("chunks", 1 << 20)):
                         row = Setting(tp, 1, 1, ep, etp, 1, 1, kind, degree, "time_uniform", 1, "none", how, size)
                         try:
-                            changed(table.recipe, row)
+                            apply_setting(table.recipe, row)
                         except UserError:
                             continue
                         if ep > 1 or degree == 1:
@@ -83,3 +84,28 @@ def test_a_space_without_a_legal_row_is_refused() -> None:
 def test_a_setting_is_told_in_a_line() -> None:
     row = Setting(2, 1, 1, 4, 1, 1, 2, "stream", 4, "time_uniform", 1, "expert", "chunks", 1 << 20)
     assert str(row) == "TP2 EP4 stream d=4, micro-batch 2, recomputes expert, chunks of 1 MiB"
+
+
+@pytest.mark.parametrize(
+    ("workers", "space", "what"),
+    [
+        (55440, {}, "folds"),
+        (64, {"ep": [64], "micro_batch": list(range(1, 17)), "degree": list(range(1, 17)), "sp_bytes": [1, 2, 3]}, "settings"),
+    ],
+    ids=["folds", "settings"],
+)
+def test_a_space_that_would_take_hours_is_refused_in_seconds(workers: int, space: dict[str, Any], what: str) -> None:
+    big = Recipe.parse(
+        {
+            "model": {"preset": "tiny", "layers": 2, "experts": 64},
+            "engine": {"kind": "torch"},
+            "training": {"global_batch": 16 * workers},
+            "cluster": {"workers": workers},
+            "tune": {"space": space},
+        }
+    )
+    begin = time.monotonic()
+    rule = f"is too many to check, for {workers} workers; list fewer values"
+    with pytest.raises(UserError, match=rf"^tune\.space=more than 16384 {what}: {rule}$"):
+        Settings(big)
+    assert time.monotonic() - begin < 60

@@ -7,34 +7,36 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import optuna
 import pytest
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
 from foldray.errors import UserError
 from tests.tuners.postgres import new_database, server
-from tests.tuners.test_sampler import guessed, table
-from tuners.sampler import LOST, TableSampler
-from tuners.storage import OWNER, SEEN, Alive, claim, give_back, open_storage, turn
+from tests.tuners.test_sampler import predictions, table
+from tuners.claims import Heartbeat, claim, release_abandoned
+from tuners.record import StoredTrial, TrialRecord, read_trials, write_trial
+from tuners.samplers import PlannerOrder, TableSampler
+from tuners.storage import open_storage, storage_lock
 
 
 class Slow(TableSampler):
     """Takes its time between looking and picking, so that whoever is not alone is overtaken."""
 
-    def free(self, trials: Iterable[FrozenTrial]) -> list[int]:
-        found = super().free(trials)
+    def untried_rows(self, trials: Sequence[StoredTrial]) -> list[int]:
+        found = super().untried_rows(trials)
         time.sleep(0.1)
         return found
 
 
 def study_at(url: str) -> optuna.Study:
     rows = table()
-    sampler = Slow(rows, "planner", 0, [guessed(row) for row in rows.rows])
+    sampler = Slow(rows, PlannerOrder(rows, 0, predictions()))
     storage = open_storage(url)
-    with turn(url, "s"):
+    with storage_lock(url, "s"):
         return optuna.create_study(storage=storage, study_name="s", sampler=sampler, load_if_exists=True)
 
 
@@ -42,14 +44,14 @@ def work(url: str, trials: int, each_s: float) -> None:
     """A tuner without anything to measure: asks until the study has so many trials."""
     study, rows = study_at(url), table()
     while True:
-        with turn(url, "s"):
-            give_back(study)
-            counted = [each for each in study.get_trials(deepcopy=False) if not each.user_attrs.get(LOST)]
+        with storage_lock(url, "s"):
+            release_abandoned(study, rows)
+            counted = [each for each in read_trials(study, rows) if not each.record.lost]
             if len(counted) >= trials:
                 return
             trial = study.ask(rows.distributions)
             claim(trial)
-        with Alive(trial):
+        with Heartbeat(trial):
             time.sleep(each_s)
             study.tell(trial, 1.0)
 
@@ -76,10 +78,10 @@ def test_two_tuners_share_a_study(url: str) -> None:
     for process in processes:
         process.join(120)
         assert process.exitcode == 0
-    trials = study_at(url).trials
+    trials = read_trials(study_at(url), table())
     assert [each.state for each in trials] == [TrialState.COMPLETE] * 12
     assert len({tuple(each.params.items()) for each in trials}) == 12, "no row is measured twice"
-    assert len({each.user_attrs[OWNER] for each in trials}) == 2, "both had some"
+    assert len({each.record.owner for each in trials}) == 2, "both had some"
 
 
 def test_a_killed_tuner_costs_its_trial_and_nothing_else(url: str) -> None:
@@ -96,9 +98,9 @@ def test_a_killed_tuner_costs_its_trial_and_nothing_else(url: str) -> None:
     before = study_at(url).trials
     done = [each.number for each in before if each.state == TrialState.COMPLETE]
     work(url, 8, 0.0)
-    after = study_at(url).trials
-    lost = [each for each in after if each.user_attrs.get(LOST)]
-    kept = [each for each in after if not each.user_attrs.get(LOST)]
+    after = read_trials(study_at(url), table())
+    lost = [each for each in after if each.record.lost]
+    kept = [each for each in after if not each.record.lost]
     assert len(lost) <= 1
     assert all(each.state == TrialState.FAIL for each in lost)
     assert len(kept) == 8
@@ -112,12 +114,11 @@ def test_a_trial_of_a_living_tuner_stays(tmp_path: Path) -> None:
     mine, elsewhere, silent = (study.ask(table().distributions) for _ in range(3))
     for trial in (mine, elsewhere, silent):
         claim(trial)
-    elsewhere.set_user_attr(OWNER, "another-host:1")
-    silent.set_user_attr(OWNER, "another-host:2")
-    silent.set_user_attr(SEEN, time.time() - 3600)
-    assert give_back(study) == 1
+    write_trial(elsewhere, TrialRecord(owner="another-host:1"))
+    write_trial(silent, TrialRecord(owner="another-host:2", seen=time.time() - 3600))
+    assert release_abandoned(study, table()) == 1
     assert [each.state for each in study.trials] == [TrialState.RUNNING, TrialState.RUNNING, TrialState.FAIL]
-    assert study.trials[0].user_attrs[OWNER] == f"{socket.gethostname()}:{os.getpid()}"
+    assert read_trials(study, table())[0].record.owner == f"{socket.gethostname()}:{os.getpid()}"
 
 
 def test_a_storage_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:

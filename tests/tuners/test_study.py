@@ -18,11 +18,11 @@ from foldray.cli import main
 from foldray.errors import UserError
 from foldray.recipe import EngineSpec, Recipe
 from trainers.measure.trial import Turn
-from tuners.measure import Measured, nodes_apart
-from tuners.report import summary, write
-from tuners.sampler import LOST, REASON
+from tuners.measure import Measurement, disjoint_nodes
+from tuners.record import TrialRecord, write_trial
+from tuners.report import summary, write_report
 from tuners.space import Setting
-from tuners.study import FoldTuner
+from tuners.study import FoldTuner, _fastest
 
 SPACE = {"tp": [1], "cp": [1], "pp": [1], "kind": ["sequential", "moe_only", "stream"], "degree": [1, 2, 4]}
 
@@ -65,13 +65,13 @@ def _eat_all() -> None:
 @pytest.mark.slow
 def test_a_sweep_survives_its_trials(ray_session, tmp_path: Path) -> None:
     """One runs out of memory, one hangs, the worker of one is killed: their reasons are kept, the right one wins."""
-    tuner = FoldTuner(recipe(tmp_path, sampler="random", trials=50, trial_s=20), tmp_path, take=made_up)
+    tuner = FoldTuner(recipe(tmp_path, sampler="random", trials=50, trial_s=20), tmp_path, measure_turn=made_up)
     outcome = tuner.fit()
     assert (outcome.best.ep, outcome.best.etp, outcome.best.kind, outcome.best.degree) == (2, 1, "moe_only", 2)
     assert outcome.seconds == pytest.approx(0.4)
     assert outcome.gain is not None
     assert outcome.gain.times == pytest.approx(2.5)
-    reasons = {each.user_attrs["setting"]: each.user_attrs[REASON] for each in outcome.trials if REASON in each.user_attrs}
+    reasons = {each.record.setting: each.record.reason for each in outcome.trials if each.record.reason}
     assert set(reasons) == {"EP2 stream d=4", "EP2 moe_only d=4", "EP2 stream d=2"}
     assert reasons["EP2 stream d=4"].startswith("memory")
     assert reasons["EP2 moe_only d=4"].startswith("lost a worker")
@@ -90,7 +90,7 @@ def unwell(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, 
 @pytest.mark.slow
 def test_a_recipe_that_does_not_run_itself_is_told_in_one_line(ray_session, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"^the recipe as it stands could not be measured: memory: .*no room"):
-        FoldTuner(recipe(tmp_path, sampler="random", trials=3), tmp_path, take=unwell).fit()
+        FoldTuner(recipe(tmp_path, sampler="random", trials=3), tmp_path, measure_turn=unwell).fit()
 
 
 def killed_late(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, record: bool) -> Turn:
@@ -111,21 +111,21 @@ def test_a_rank_lost_while_the_winner_is_compared(ray_session, tmp_path: Path) -
     """Once is made good; twice ends it in one line, and the same study goes on from there."""
     (tmp_path / "deaths").write_text("1")
     given = recipe(tmp_path, sampler="random", trials=6)
-    outcome = FoldTuner(given, tmp_path, take=killed_late).fit()
+    outcome = FoldTuner(given, tmp_path, measure_turn=killed_late).fit()
     assert outcome.gain is not None
     assert outcome.gain.times == pytest.approx(4)
     (tmp_path / "deaths").write_text("2")
     with pytest.raises(RuntimeError, match=r"^all trials are done, but .* lost a worker.*; the same command tries it again$"):
-        FoldTuner(given, tmp_path, take=killed_late).fit()
-    assert len(FoldTuner(given, tmp_path, take=killed_late).fit().trials) == 6
+        FoldTuner(given, tmp_path, measure_turn=killed_late).fit()
+    assert len(FoldTuner(given, tmp_path, measure_turn=killed_late).fit().trials) == 6
 
 
 @pytest.mark.slow
 def test_trials_that_are_surely_slower_are_stopped(ray_session, tmp_path: Path) -> None:
-    outcome = FoldTuner(recipe(tmp_path, sampler="random", trials=6, turns=4, prune=1.2), tmp_path, take=steady).fit()
+    outcome = FoldTuner(recipe(tmp_path, sampler="random", trials=6, turns=4, prune=1.2), tmp_path, measure_turn=steady).fit()
     stopped = [each for each in outcome.trials if each.state.name == "PRUNED"]
     assert stopped
-    assert all(len(each.user_attrs["steps_s"]) < 4 for each in stopped)
+    assert all(len(each.record.steps_s) < 4 for each in stopped)
     assert outcome.best.ep == 2
 
 
@@ -154,24 +154,24 @@ def roomy(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, r
 def test_memory_may_be_an_objective_too(ray_session, tmp_path: Path) -> None:
     """The best is the fastest; what needs less is told beside it, and is not stopped for being slow."""
     given = recipe(tmp_path, sampler="random", trials=50, prune=1.2, turns=3, second="memory")
-    tuner = FoldTuner(given, tmp_path, take=roomy)
+    tuner = FoldTuner(given, tmp_path, measure_turn=roomy)
     outcome = tuner.fit()
     assert (outcome.best.ep, outcome.best.kind) == (2, "stream")
     assert {each.state.name for each in outcome.trials} == {"COMPLETE"}
-    found = {(round(each.user_attrs["seconds"], 6), each.user_attrs["peak_gib"]) for each in outcome.front}
+    found = {(round(each.record.seconds, 6), each.record.peak_gib) for each in outcome.front}
     assert found == {(0.5, 3.0), (4.0, 1.0)}
-    files = write(outcome, tuner.study, 2.0, tmp_path / "report")
+    files = write_report(outcome, tuner.study, tmp_path / "report")
     assert files["front"].stat().st_size > 1000
     assert "at both time and memory" in files["report"].read_text()
-    assert summary(outcome, 2.0)["front"] == [each.number for each in outcome.front]
+    assert summary(outcome)["front"] == [each.number for each in outcome.front]
     with pytest.raises(UserError, match="study of another recipe"):
-        FoldTuner(recipe(tmp_path, sampler="random", trials=50), tmp_path, take=roomy)
+        FoldTuner(recipe(tmp_path, sampler="random", trials=50), tmp_path, measure_turn=roomy).fit()
 
 
 @pytest.mark.slow
 def test_a_tuner_that_slept_too_long_goes_on(ray_session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others gave its row back meanwhile: what it measured is dropped, and the study ends well."""
-    tuner = FoldTuner(recipe(tmp_path, sampler="random", trials=3), tmp_path, take=steady)
+    tuner = FoldTuner(recipe(tmp_path, sampler="random", trials=3), tmp_path, measure_turn=steady)
     measure, slept = tuner._measure, []
 
     def asleep(*given: Any) -> Any:
@@ -179,7 +179,7 @@ def test_a_tuner_that_slept_too_long_goes_on(ray_session, tmp_path: Path, monkey
         if not slept:
             slept.append(True)
             running = tuner.study.get_trials(states=[TrialState.RUNNING])[0]
-            tuner._storage.set_trial_user_attr(running._trial_id, LOST, True)
+            write_trial(optuna.Trial(tuner.study, running._trial_id), TrialRecord(lost=True))
             tuner.study.tell(running.number, state=TrialState.FAIL)
         return found
 
@@ -191,7 +191,7 @@ def test_a_tuner_that_slept_too_long_goes_on(ray_session, tmp_path: Path, monkey
 
 @pytest.mark.slow
 def test_luck_does_not_win(ray_session, tmp_path: Path) -> None:
-    outcome = FoldTuner(recipe(tmp_path, sampler="random", trials=4), tmp_path, take=lucky).fit()
+    outcome = FoldTuner(recipe(tmp_path, sampler="random", trials=4), tmp_path, measure_turn=lucky).fit()
     assert outcome.best == outcome.table.default
     assert outcome.gain is None
     assert outcome.recipe == recipe(tmp_path, sampler="random", trials=4)
@@ -246,13 +246,13 @@ def test_deepspeed_engines_take_turns(ray_session, tmp_path: Path) -> None:
     given = recipe(tmp_path, trials=4, turns=1, pairs=2, beside=False, sampler="random", space=space)
     outcome = FoldTuner(given.model_copy(update={"engine": EngineSpec(kind="deepspeed")}), tmp_path).fit()
     assert [each.state.name for each in outcome.trials] == ["COMPLETE"] * 4
-    assert {each.user_attrs["setting"].split()[0] for each in outcome.trials} > {"EP2"}
+    assert {each.record.setting.split()[0] for each in outcome.trials} > {"EP2"}
 
 
 def test_noise_decides_what_is_surely_slower() -> None:
-    assert Measured(ratios=[1.5]).surely_slower_than(1.0) is False, "one turn tells nothing about noise"
-    assert Measured(ratios=[1.5, 1.5]).surely_slower_than(1.4)
-    assert not Measured(ratios=[1.1, 1.9]).surely_slower_than(1.0)
+    assert Measurement(ratios=[1.5]).is_surely_slower_than(1.0) is False, "one turn tells nothing about noise"
+    assert Measurement(ratios=[1.5, 1.5]).is_surely_slower_than(1.4)
+    assert not Measurement(ratios=[1.1, 1.9]).is_surely_slower_than(1.0)
 
 
 def test_sets_of_nodes_have_room_and_nothing_in_common() -> None:
@@ -260,6 +260,26 @@ def test_sets_of_nodes_have_room_and_nothing_in_common() -> None:
         return {"NodeID": name, "Resources": {"CPU": cpus}}
 
     each = {"CPU": 1.0}
-    assert nodes_apart(4, [node("a", 2), node("b", 2), node("c", 4), node("d", 1)], each, 9) == [["c"], ["a", "b"]]
-    assert nodes_apart(4, [node("a", 2), node("b", 2)], each, 1) == [["a", "b"]]
-    assert nodes_apart(4, [node("a", 2), node("b", 1)], each, 2) == []
+    assert disjoint_nodes(4, [node("a", 2), node("b", 2), node("c", 4), node("d", 1)], each, 9) == [["c"], ["a", "b"]]
+    assert disjoint_nodes(4, [node("a", 2), node("b", 2)], each, 1) == [["a", "b"]]
+    assert disjoint_nodes(4, [node("a", 2), node("b", 1)], each, 2) == []
+
+
+@pytest.mark.parametrize(("limit", "fits"), [(None, True), (2.0, True), (1.5, False)])
+def test_a_setting_beyond_the_memory_limit_may_not_win(tmp_path: Path, limit: float | None, fits: bool) -> None:
+    tuner = FoldTuner(recipe(tmp_path, sampler="random", trials=2, memory_gib=limit), tmp_path)
+    trial = tuner.shared.claim_trial()
+    assert trial is not None
+    measurement = Measurement([[1.0]], [0.5], 2 << 30)
+    tuner._write_measurement(trial, measurement, 1.0, 2.0, ["host"])
+    tuner.study.tell(trial, 1.0)
+    (stored,) = tuner.shared.trials()
+    assert stored.record.feasible is fits
+    assert stored.record.reason == (None if fits else "memory: 2.00 GiB, 1.5 GiB are allowed")
+    constraints = tuner.study.trials[0].constraints
+    assert constraints == ({"runs": -1.0} if limit is None else {"runs": -1.0, "memory": 2.0 - limit})
+    if fits:
+        assert _fastest([stored]) == stored
+    else:
+        with pytest.raises(RuntimeError, match="no setting could be measured"):
+            _fastest([stored])

@@ -50,7 +50,7 @@ class _Ready(NamedTuple):
     before: int
 
 
-def turn(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, record: bool) -> Turn:
+def measure_turn(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, record: bool) -> Turn:
     """Steps of a recipe, behind one to warm up. Of every rank at once.
 
     Args:

@@ -27,7 +27,7 @@ from trainers import FoldTrainer
 from trainers.cluster import joining, run_storage, storage_probe, workers
 from trainers.driver import mlflow_server
 from trainers.driver.tracking import Tracker
-from tuners import study
+from tuners import shared_study
 from tuners.storage import open_storage
 
 TRACKING = "http://me:hush@127.0.0.1:9"
@@ -188,8 +188,8 @@ def test_workers_are_told_no_password(ray_session: None, place: Path, tracked: s
 def test_a_study_leaves_no_password_anywhere(
     ray_session: None, place: Path, tracked: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(study, "open_storage", lambda url: open_storage(f"sqlite:///{place}/study.db"))
-    monkeypatch.setattr(study, "alone", lambda url, what: nullcontext())
+    monkeypatch.setattr(shared_study, "open_storage", lambda url: open_storage(f"sqlite:///{place}/study.db"))
+    monkeypatch.setattr(shared_study, "storage_lock", lambda url, name: nullcontext())
     space = "tune.space={tp: [1], cp: [1], pp: [1], ep: [1, 2], kind: [sequential]}"
     settings = ["tune.trials=2", "tune.turns=1", "tune.steps=1", "tune.pairs=2", "tune.prune=null", space]
     assert main(["tune", "recipe.yaml", "--json", *settings]) == 0

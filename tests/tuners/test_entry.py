@@ -1,0 +1,43 @@
+"""`foldray tune` reads and checks all that it is given before it opens anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from foldray.cli import main
+
+RECIPE = """
+model: {preset: tiny, layers: 2}
+engine: {kind: torch}
+cluster: {workers: 2, storage: runs}
+tracking: {uri: "http://127.0.0.1:9"}
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("tune.hardware=nowhere.yaml", "foldray: tune.hardware=nowhere.yaml: cannot be read"),
+        ("tune.hardware=recipe.yaml", "foldray: recipe.yaml: name="),
+        ("tune.space.tp=[3]", "foldray: tune.space=as given: has no legal setting for 2 workers"),
+        ("tune.study=../../etc", "foldray: tune.study=../../etc: "),
+        (
+            "tune.storage=postgresql://***@host/db",
+            "foldray: tune.storage=postgresql://***@host/db: stands here without its secret",
+        ),
+        ("tune.learn=nowhere/learnt.yaml", "foldray: tune.learn=nowhere/learnt.yaml: is in a folder that does not exist"),
+        ("tune.trials=3", "foldray: tracking.uri=http://127.0.0.1:9: "),
+    ],
+)
+def test_mistakes_are_told_before_mlflow_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], override: str, line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(RECIPE)
+    assert main(["tune", "recipe.yaml", override]) == 2
+    error = capfd.readouterr().err
+    assert error.startswith(line)
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"], "nothing is left behind"

@@ -1,0 +1,115 @@
+"""A study's trials, handed out: the first ones, no more than were asked for, and none of another recipe."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna.trial import TrialState
+
+from foldray.errors import UserError
+from foldray.recipe import Recipe
+from tests.tuners.test_space import recipe
+from tuners.predictions import Predictions
+from tuners.record import StudyRecord, TrialRecord, write_study, write_trial
+from tuners.shared_study import SharedStudy
+from tuners.space import Settings
+
+SPACE: dict[str, Any] = {"tp": [1], "cp": [1], "pp": [1], "kind": ["sequential", "stream"], "degree": [2, 4]}
+
+
+def given(**tune: Any) -> Recipe:
+    base = recipe(2, **SPACE)
+    return base.model_copy(update={"tune": base.tune.model_copy(update=tune)})
+
+
+def opened(folder: Path, of: Recipe, predicted: bool = False) -> SharedStudy:
+    table = Settings(of)
+    seconds = [float(len(table.rows) - number) for number in range(len(table.rows))]
+    return SharedStudy(of, table, Predictions(seconds, seconds) if predicted else None, f"sqlite:///{folder}/tune.db")
+
+
+def claim_all(shared: SharedStudy, seconds: float = 1.0) -> list[int]:
+    """Rows, in the order in which they were handed out."""
+    rows = []
+    while (trial := shared.claim_trial()) is not None:
+        write_trial(trial, TrialRecord(seconds=seconds, ratio=seconds, feasible=True))
+        rows.append(shared.read(shared.study.tell(trial, seconds)).row)
+    return rows
+
+
+def test_the_unchanged_recipe_is_first_where_nothing_is_predicted(tmp_path: Path) -> None:
+    shared = opened(tmp_path, given(trials=3, sampler="random"))
+    rows = claim_all(shared)
+    table = Settings(given())
+    assert rows[0] == table.number[table.default]
+    assert len(set(rows)) == 3
+
+
+@pytest.mark.parametrize(
+    ("sampler", "first"), [("ratio", True), ("planner", True), ("gp", True), ("tpe", True), ("random", False)]
+)
+def test_the_planners_best_come_first(tmp_path: Path, sampler: str, first: bool) -> None:
+    shared = opened(tmp_path, given(trials=3, starts=3, sampler=sampler), predicted=True)
+    last = len(Settings(given()).rows) - 1
+    assert (claim_all(shared) == [last, last - 1, last - 2]) == first
+
+
+def test_no_more_trials_than_rows_or_than_were_asked_for(tmp_path: Path) -> None:
+    rows = Settings(given()).rows
+    assert len(claim_all(opened(tmp_path, given(trials=2)))) == 2
+    assert claim_all(opened(tmp_path, given(trials=2))) == [], "the same study is not begun anew"
+    assert len(claim_all(opened(tmp_path, given(trials=100)))) == len(rows) - 2
+
+
+def test_a_study_of_another_recipe_is_refused(tmp_path: Path) -> None:
+    opened(tmp_path, given())
+    other = recipe(2, **{**SPACE, "degree": [2]})
+    with pytest.raises(UserError, match=r"^tune\.study=foldray: is a study of another recipe"):
+        opened(tmp_path, other)
+    with pytest.raises(UserError, match="study of another recipe"):
+        opened(tmp_path, given(second="memory"))
+
+
+def test_a_damaged_trial_is_measured_again(tmp_path: Path) -> None:
+    rows = claim_all(opened(tmp_path, given(trials=100, sampler="random")))
+    with closing(sqlite3.connect(tmp_path / "tune.db")) as database, database:
+        change = "UPDATE trial_user_attributes SET value_json = '\"half\"' WHERE key = 'ratio' AND trial_id = 2"
+        assert database.execute(change).rowcount == 1
+    again = opened(tmp_path, given(trials=100, sampler="random"))
+    assert again.best_ratio() == 1.0
+    assert claim_all(again, 0.5) == [rows[1]]
+    assert again.best_ratio() == 0.5
+
+
+def test_a_running_trial_that_cannot_be_read_is_released(tmp_path: Path) -> None:
+    shared = opened(tmp_path, given(trials=1, sampler="random"))
+    damaged = shared.claim_trial()
+    assert damaged is not None
+    assert shared.claim_trial() is None, "its tuner is alive"
+    damaged.set_user_attr("seen", "now")
+    again = shared.claim_trial()
+    assert again is not None, "the damaged trial does not count"
+    assert shared.trials()[0].state == TrialState.FAIL
+    assert shared.trials()[0].row in claim_all(opened(tmp_path, given(trials=100, sampler="random")))
+
+
+def test_the_reference_is_measured_once(tmp_path: Path) -> None:
+    assert opened(tmp_path, given()).reference_seconds(lambda: 2.0) == 2.0
+    assert opened(tmp_path, given()).reference_seconds(lambda: 3.0) == 2.0
+    write_study(opened(tmp_path, given()).study, StudyRecord(reference_s=4.0))
+    assert opened(tmp_path, given()).reference_seconds(lambda: 3.0) == 4.0
+
+
+def test_the_front_is_of_feasible_trials(tmp_path: Path) -> None:
+    shared = opened(tmp_path, given(trials=4, second="memory", sampler="random"))
+    told = [(2.0, 1.0, True), (1.0, 2.0, True), (3.0, 3.0, True), (0.5, 9.0, False)]
+    for seconds, peak_gib, feasible in told:
+        trial = shared.claim_trial()
+        assert trial is not None
+        write_trial(trial, TrialRecord(seconds=seconds, peak_gib=peak_gib, feasible=feasible))
+        shared.study.tell(trial, [seconds, peak_gib])
+    assert [trial.number for trial in shared.front()] == [1, 0]

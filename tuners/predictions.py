@@ -1,0 +1,46 @@
+"""What the planner predicts for every row of a table."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from foldray.planner.costs import OpWork
+from foldray.planner.device import Device
+from foldray.planner.hardware import Hardware
+from foldray.planner.memo import Memo
+from foldray.planner.memory import ledger
+from foldray.planner.prediction import Step
+from foldray.planner.whole import whole_seconds
+from tuners.space import Settings, apply_setting, as_candidate
+
+_MOST_SIMULATED = 500  # rows; in a larger table steps are put together from blocks, which is faster and less exact
+
+
+class Predictions(NamedTuple):
+    """Predictions by index of the row.
+
+    Args:
+        seconds: of a step.
+        peak_bytes: memory of the fullest rank.
+    """
+
+    seconds: list[float]
+    peak_bytes: list[float]
+
+    def fastest(self, count: int) -> list[int]:
+        """Indices of the rows with the shortest predicted steps, the fastest first."""
+        return sorted(range(len(self.seconds)), key=self.seconds.__getitem__)[:count]
+
+
+def predict_rows(table: Settings, hardware: Hardware) -> Predictions:
+    """Predict every row's step and memory."""
+    seconds, peak_bytes = [], []
+    shared_costs = Memo()
+    for row in table.rows:
+        candidate = as_candidate(apply_setting(table.recipe, row))
+        device = Device.of(candidate.job, hardware)
+        work = OpWork(candidate, device, memo=shared_costs)
+        whole = len(table.rows) <= _MOST_SIMULATED
+        seconds.append(whole_seconds(candidate, work) if whole else Step(candidate, work).prediction().seconds)
+        peak_bytes.append(ledger(candidate, work.rank).total)
+    return Predictions(seconds, peak_bytes)

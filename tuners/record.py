@@ -1,0 +1,200 @@
+"""What is stored about a study and its trials: the only module that knows the names of these attributes.
+
+Optuna stores user attributes, which are JSON values by name, and its dashboard shows them to people. `TrialRecord` and
+`StudyRecord` say which attributes there are and what type each has. `write_trial` and `write_study` write them; `read_trials` and
+`read_study` read them. A storage may have been written by another version, or damaged, so nothing that is read is trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Annotated, Any, NamedTuple, Self
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from foldray.errors import UserError
+from trainers.cluster.actors import MEMORY
+from tuners.table import Table
+
+Positive = Annotated[float, Field(gt=0)]
+Step = Annotated[tuple[float, ...], Field(strict=False)]  # JSON has lists only
+
+
+class _Record(BaseModel):
+    """Attributes by name. Fields that were not set are not written, so a record may hold a part of the facts."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def of_attributes(cls, attributes: Mapping[str, Any]) -> Self:
+        """Read a record; attributes that this version does not know are ignored.
+
+        Raises:
+            ValidationError: an attribute has another type than its field.
+        """
+        return cls(**{name: attributes[name] for name in cls.model_fields if name in attributes})
+
+    def as_attributes(self) -> dict[str, Any]:
+        """The fields that were set, as JSON values."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+class TrialRecord(_Record):
+    """The facts about one trial.
+
+    Args:
+        owner: the tuner that runs the trial, as HOST:PID.
+        seen: when that tuner last said that it is alive, in seconds since 1970.
+        lost: whether the tuner went away before the trial ended; the trial's row is then free again.
+        setting: the trial's row in words.
+        predicted_s: the planner's prediction of a step, in seconds.
+        hosts: addresses of the nodes on which the trial was measured.
+        seconds: a step of the setting: `ratio` times the step of the unchanged recipe at the study's start.
+        ratio: the step's duration relative to the unchanged recipe, measured side by side.
+        ratio_half_interval: half the width of the ratio's interval at two standard errors; None after a single turn.
+        peak_gib: memory of the fullest rank, in GiB.
+        compute_ms: time that one step spends computing on the slowest rank, in milliseconds.
+        exposed_comm_ms: time of one step's communication that nothing hides, in milliseconds.
+        steps_s: seconds of every step, by turn.
+        feasible: whether the setting ran and stayed within the memory limit.
+        reason: why the trial failed or is not feasible. Starts with `MEMORY` if memory was the cause.
+    """
+
+    owner: str | None = None
+    seen: float = 0.0
+    lost: bool = False
+    setting: str | None = None
+    predicted_s: Positive | None = None
+    hosts: Annotated[tuple[str, ...], Field(strict=False)] | None = None
+    seconds: Positive | None = None
+    ratio: Positive | None = None
+    ratio_half_interval: Annotated[float, Field(ge=0)] | None = None
+    peak_gib: float | None = None
+    compute_ms: float | None = None
+    exposed_comm_ms: float | None = None
+    steps_s: Annotated[tuple[Step, ...], Field(strict=False)] = ()
+    feasible: bool | None = None
+    reason: str | None = None
+
+    @property
+    def needs_too_much_memory(self) -> bool:
+        return (self.reason or "").startswith(MEMORY)
+
+    def summary(self) -> dict[str, Any]:
+        """The facts that programs are given (`foldray tune --json`)."""
+        names = {"setting", "seconds", "ratio", "predicted_s", "peak_gib", "feasible", "hosts", "reason"}
+        return self.model_dump(mode="json", include=names)
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers that are known, by the names of their MLflow metrics."""
+        names = {"predicted_s", "ratio", "peak_gib", "compute_ms", "exposed_comm_ms"}
+        known = {"step_time_s": self.seconds, **self.model_dump(include=names)}
+        return {name: value for name, value in known.items() if value is not None}
+
+
+class StudyRecord(_Record):
+    """The facts about a study.
+
+    Args:
+        space: fingerprint of the recipe and of the table of settings that the study is about.
+        reference_s: a step of the unchanged recipe at the study's start, in seconds.
+        mlflow_run_id: the study's run in MLflow.
+    """
+
+    space: str | None = None
+    reference_s: Positive | None = None
+    mlflow_run_id: str | None = None
+
+
+class StoredTrial(NamedTuple):
+    """A trial as it is in the storage.
+
+    Args:
+        row: index into the table's rows; None as long as Optuna has not written the trial's parameters.
+    """
+
+    number: int
+    state: TrialState
+    row: int | None
+    params: Mapping[str, Any]
+    record: TrialRecord
+    started: datetime | None
+    ended: datetime | None
+    trial_id: int
+
+    @property
+    def has_row(self) -> bool:
+        """Whether the trial's row is measured, or is being measured."""
+        return self.row is not None and not self.record.lost
+
+    @property
+    def was_measured(self) -> bool:
+        """Whether the trial has a step time, from all of its turns or from the first ones."""
+        return self.state in (TrialState.COMPLETE, TrialState.PRUNED) and self.record.seconds is not None
+
+
+def read_trials(study: optuna.Study, table: Table[Any], states: Sequence[TrialState] | None = None) -> list[StoredTrial]:
+    """Read all trials of a study, or those in some states, in the order of their numbers."""
+    return [read_trial(trial, table) for trial in study.get_trials(deepcopy=False, states=states)]
+
+
+def read_trial(trial: FrozenTrial, table: Table[Any]) -> StoredTrial:
+    """Read one trial. A trial that cannot be read counts as lost, with a reason, so that its row is measured again."""
+    row = table.find(trial.params) if trial.params else None
+    try:
+        record = TrialRecord.of_attributes(trial.user_attrs)
+        if trial.params and row is None:
+            record = TrialRecord(lost=True, reason="its parameters are no row of the table")
+    except ValidationError as error:
+        record = TrialRecord(lost=True, reason=f"its attributes cannot be read ({_first_fault(error)})")
+    return StoredTrial(
+        trial.number, trial.state, row, trial.params, record, trial.datetime_start, trial.datetime_complete, trial._trial_id
+    )
+
+
+def write_trial(trial: optuna.Trial, record: TrialRecord) -> None:
+    """Write the fields that were set.
+
+    Raises:
+        optuna.exceptions.UpdateFinishedTrialError: the trial has ended.
+    """
+    for name, value in record.as_attributes().items():
+        trial.set_user_attr(name, value)
+
+
+def write_constraints(trial: optuna.Trial, ran: bool, excess_gib: float | None = None) -> None:
+    """Tell Optuna whether a trial may win, which its dashboard shows as feasible.
+
+    Args:
+        excess_gib: GiB beyond the memory limit, negative below it; None if there is no limit.
+    """
+    trial.set_constraint("runs", -1.0 if ran else 1.0)
+    if excess_gib is not None:
+        trial.set_constraint("memory", excess_gib)
+
+
+def read_study(study: optuna.Study) -> StudyRecord:
+    """Read what is known about a study.
+
+    Raises:
+        UserError: an attribute has another type than this version writes.
+    """
+    try:
+        return StudyRecord.of_attributes(study.user_attrs)
+    except ValidationError as error:
+        rule = f"is a study whose attributes cannot be read ({_first_fault(error)}); choose another name"
+        raise UserError("tune.study", study.study_name, rule) from None
+
+
+def write_study(study: optuna.Study, record: StudyRecord) -> None:
+    """Write the fields that were set."""
+    for name, value in record.as_attributes().items():
+        study.set_user_attr(name, value)
+
+
+def _first_fault(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

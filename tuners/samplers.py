@@ -1,0 +1,269 @@
+"""How the next row of the table is chosen: one class for every way, and the table `SAMPLERS` of their names.
+
+`ratio` is the way to use if there are predictions. A Gaussian process learns the logarithm of measured over predicted time, so it
+does not have to learn again what the planner knows. The other ways are there to compare it with.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.samplers import BaseSampler
+from optuna.trial import FrozenTrial, TrialState
+
+from foldray.recipe.bounds import SamplerName
+from tuners.gaussian_process import expected_improvement, fit_gaussian_process
+from tuners.predictions import Predictions
+from tuners.record import StoredTrial, read_trials
+from tuners.table import Table
+
+_LEAST_GIB = 1 / 1024  # before taking a logarithm: a process may seem to need nothing where others left memory
+_RANDOM_STARTS = 3  # of Optuna's samplers; their default of 10 would leave few of 15 trials to the model
+_LEAST_MEASURED = 2  # trials before a Gaussian process is fitted
+_SUM_WEIGHT = 0.05  # ParEGO's rho: a row that is worse at one objective and equal at the other never wins
+
+
+class Request(NamedTuple):
+    """What a sampler may look at when it chooses a row.
+
+    Args:
+        trial: the trial that the row is for.
+        others: the other trials that have a row and were not lost.
+        untried: indices of the rows to choose from; there is at least one.
+    """
+
+    study: optuna.Study
+    trial: FrozenTrial
+    others: Sequence[StoredTrial]
+    untried: Sequence[int]
+
+
+class RowSampler(Protocol):
+    """A way of choosing the next row. Made as `RowSampler(table, seed, predictions)`."""
+
+    def choose(self, request: Request) -> int:
+        """Return one of the untried rows' indices."""
+
+
+Seed = int | np.random.Generator
+
+
+class UniformRandom:
+    """Chooses any untried row; all are equally likely."""
+
+    def __init__(self, table: Table[Any], seed: Seed, predictions: Predictions | None = None):
+        self._random = np.random.default_rng(seed)
+
+    def choose(self, request: Request) -> int:
+        return int(self._random.choice(request.untried))
+
+
+class PlannerOrder:
+    """Chooses the row with the shortest predicted step. It learns nothing from measurements."""
+
+    def __init__(self, table: Table[Any], seed: Seed, predictions: Predictions | None = None):
+        assert predictions is not None, "the planner's order needs predictions"
+        self._seconds = predictions.seconds
+
+    def choose(self, request: Request) -> int:
+        return min(request.untried, key=self._seconds.__getitem__)
+
+
+class OptunaProposal(ABC):
+    """Chooses the untried row that is nearest to what one of Optuna's samplers proposes."""
+
+    proposer: ClassVar[Callable[..., BaseSampler]]
+
+    def __init__(self, table: Table[Any], seed: int, predictions: Predictions | None = None):
+        self.table = table
+        self._start = UniformRandom(table, seed)
+        self._proposer = type(self).proposer(n_startup_trials=_RANDOM_STARTS, seed=seed)
+
+    def choose(self, request: Request) -> int:
+        params = self._proposer.sample_relative(request.study, request.trial, self.table.distributions)
+        if not params:  # too few trials to propose anything
+            return self._start.choose(request)
+        distances = np.abs(self.table.features[request.untried] - self.table.encode(params)).sum(axis=1)
+        return request.untried[int(distances.argmin())]
+
+
+class OptunaGP(OptunaProposal):
+    proposer = optuna.samplers.GPSampler
+
+
+class OptunaTPE(OptunaProposal):
+    proposer = optuna.samplers.TPESampler
+
+
+class ExpectedImprovement(ABC):
+    """Chooses the row with the largest expected improvement.
+
+    A Gaussian process learns the objective minus a baseline. A row that is being measured counts as if it turned out as expected.
+    """
+
+    def __init__(self, table: Table[Any], seed: Seed, predictions: Predictions | None = None):
+        self.table, self.predictions = table, predictions
+        self.random = np.random.default_rng(seed)
+        start = UniformRandom if predictions is None else PlannerOrder
+        self._start: RowSampler = start(table, self.random, predictions)
+
+    @abstractmethod
+    def objective(self, measured: Sequence[StoredTrial]) -> tuple[np.ndarray, np.ndarray]:
+        """Return what is minimised, of every measured trial [measured], and the baseline of every row [rows]."""
+
+    def can_learn_from(self, trial: StoredTrial) -> bool:
+        return trial.was_measured
+
+    def choose(self, request: Request) -> int:
+        measured = [trial for trial in request.others if self.can_learn_from(trial)]
+        if len(measured) < _LEAST_MEASURED:
+            return self._start.choose(request)
+        rows = _rows(measured)
+        values, baseline = self.objective(measured)
+        features, untried = self.table.features, list(request.untried)
+        model = fit_gaussian_process(features[rows], values - baseline[rows])
+        if running := _rows(trial for trial in request.others if trial.state == TrialState.RUNNING):
+            expected = model.predict(features[running])
+            rows, values = rows + running, np.concatenate([values, expected + baseline[running]])
+            model.set_params(optimizer=None, kernel=model.kernel_)
+            model.fit(features[rows], values - baseline[rows])
+        mean, deviation = model.predict(features[untried], return_std=True)
+        return untried[int(expected_improvement(mean + baseline[untried], deviation, float(values.min())).argmax())]
+
+
+class MeasuredTime(ExpectedImprovement):
+    """Learns the logarithm of the measured time, without predictions."""
+
+    def objective(self, measured: Sequence[StoredTrial]) -> tuple[np.ndarray, np.ndarray]:
+        return _log_seconds(measured), np.zeros(len(self.table.rows))
+
+
+class MeasuredOverPredicted(ExpectedImprovement):
+    """Learns the logarithm of measured over predicted time."""
+
+    def objective(self, measured: Sequence[StoredTrial]) -> tuple[np.ndarray, np.ndarray]:
+        assert self.predictions is not None, "measured over predicted time needs predictions"
+        return _log_seconds(measured), np.log(self.predictions.seconds)
+
+
+class TimeAndMemory(ExpectedImprovement):
+    """Learns a random mix of time and memory, drawn anew for every choice.
+
+    So choices spread over the settings that no other setting beats at both (Knowles, "ParEGO", IEEE Transactions on Evolutionary
+    Computation 10(1), 2006, section II).
+    """
+
+    def can_learn_from(self, trial: StoredTrial) -> bool:
+        return super().can_learn_from(trial) and trial.record.peak_gib is not None
+
+    def objective(self, measured: Sequence[StoredTrial]) -> tuple[np.ndarray, np.ndarray]:
+        log_bytes = np.log([max(trial.record.peak_gib or 0.0, _LEAST_GIB) * 2**30 for trial in measured])
+        values_M2 = np.stack([_log_seconds(measured), log_bytes], axis=1)
+        scalarize = _scalarization(values_M2, float(self.random.random()))
+        if self.predictions is None:
+            return scalarize(values_M2), np.zeros(len(self.table.rows))
+        predicted_R2 = np.log(np.stack(self.predictions, axis=1))
+        # The constant part of the predictions' errors decides which of the two objectives is the worse one.
+        shift = np.median(values_M2 - predicted_R2[_rows(measured)], axis=0)
+        return scalarize(values_M2), scalarize(predicted_R2 + shift)
+
+
+def _rows(trials: Iterable[StoredTrial]) -> list[int]:
+    return [trial.row for trial in trials if trial.row is not None]
+
+
+def _log_seconds(trials: Sequence[StoredTrial]) -> np.ndarray:
+    return np.log([trial.record.seconds or math.nan for trial in trials])
+
+
+def _scalarization(values_M2: np.ndarray, weight: float) -> Callable[[np.ndarray], np.ndarray]:
+    """Make a function from two objectives [n, 2] to the worse of both [n], by weight and in units of the measured range."""
+    low, span = values_M2.min(axis=0), np.maximum(np.ptp(values_M2, axis=0), 1e-6)
+    weights = np.array([weight, 1 - weight])
+
+    def scalarize(values_N2: np.ndarray) -> np.ndarray:
+        parts_N2 = weights * (values_N2 - low) / span
+        return parts_N2.max(axis=1) + _SUM_WEIGHT * parts_N2.sum(axis=1)
+
+    return scalarize
+
+
+class Way(NamedTuple):
+    """A row of `SAMPLERS`.
+
+    Args:
+        sampler: chooses the rows.
+        cold: the same for a study without predictions.
+        second: the same for a study of time and memory.
+        starts: whether the planner's best rows are measured first.
+    """
+
+    sampler: Callable[..., RowSampler]
+    cold: Callable[..., RowSampler]
+    second: Callable[..., RowSampler] | None = None
+    starts: bool = True
+
+
+SAMPLERS: Mapping[SamplerName, Way] = {
+    "ratio": Way(MeasuredOverPredicted, cold=MeasuredTime, second=TimeAndMemory),
+    "gp": Way(OptunaGP, cold=OptunaGP),
+    "tpe": Way(OptunaTPE, cold=OptunaTPE),
+    "random": Way(UniformRandom, cold=UniformRandom, starts=False),
+    "planner": Way(PlannerOrder, cold=UniformRandom),
+}
+"""By `tune.sampler`."""
+
+
+class TableSampler(BaseSampler):
+    """Optuna's side of a `RowSampler`: no row is proposed that was measured or is being measured.
+
+    Args:
+        predictions: a row that is predicted to need as much memory as one that did not fit is not proposed either.
+    """
+
+    def __init__(self, table: Table[Any], sampler: RowSampler, predictions: Predictions | None = None):
+        self.table, self.sampler, self.predictions = table, sampler, predictions
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return self.table.distributions
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        others = [other for other in read_trials(study, self.table) if other.number != trial.number and other.has_row]
+        untried = self.untried_rows(others)
+        row = self.sampler.choose(Request(study, trial, others, untried)) if untried else 0
+        return self.table.params(self.table.rows[row])
+
+    def sample_independent(self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: Any) -> Any:
+        raise AssertionError(f"{param_name} is not a parameter of the table")
+
+    def untried_rows(self, trials: Sequence[StoredTrial]) -> list[int]:
+        """Indices of the rows that are left to measure."""
+        known = [trial for trial in trials if trial.has_row]
+        taken = set(_rows(known))
+        untried = [number for number in range(len(self.table.rows)) if number not in taken]
+        if self.predictions is None:
+            return untried
+        peak_bytes = self.predictions.peak_bytes
+        too_large = [peak_bytes[row] for row in _rows(trial for trial in known if trial.record.needs_too_much_memory)]
+        return [number for number in untried if peak_bytes[number] < min(too_large, default=math.inf)]
+
+
+def make_sampler(
+    name: SamplerName, table: Table[Any], seed: int, predictions: Predictions | None = None, second: bool = False
+) -> TableSampler:
+    """Make a sampler by its name.
+
+    Args:
+        second: whether memory is an objective beside time.
+    """
+    way = SAMPLERS[name]
+    make = (second and way.second) or (way.cold if predictions is None else way.sampler)
+    return TableSampler(table, make(table, seed, predictions), predictions)

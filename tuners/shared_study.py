@@ -1,0 +1,115 @@
+"""A study that several tuners may work on at once: opening it, and handing out its trials."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from foldray.errors import UserError
+from foldray.recipe import Recipe
+from tuners.claims import claim, release_abandoned
+from tuners.predictions import Predictions
+from tuners.record import StoredTrial, StudyRecord, read_study, read_trial, read_trials, write_study
+from tuners.samplers import SAMPLERS, make_sampler
+from tuners.space import Settings
+from tuners.storage import open_storage, storage_lock
+
+_OBJECTIVE, _SECOND_OBJECTIVE = "step time (s)", "memory (GiB)"  # as Optuna's dashboard shows them
+
+
+class SharedStudy:
+    """The study of a recipe. It is created if it does not exist; a new study starts with a few rows that are worth measuring.
+
+    Args:
+        url: of the storage.
+
+    Raises:
+        UserError: the storage cannot be opened, or the study is about something else, or cannot be read.
+    """
+
+    def __init__(self, recipe: Recipe, table: Settings, predictions: Predictions | None, url: str):
+        self._spec, self._table, self._predictions, self._url = recipe.tune, table, predictions, url
+        storage, with_memory = open_storage(url), recipe.tune.second is not None
+        self._sampler = make_sampler(self._spec.sampler, table, self._spec.seed, predictions, with_memory)
+        objectives = [_OBJECTIVE, _SECOND_OBJECTIVE] if with_memory else [_OBJECTIVE]
+        with self._lock():
+            self.study = optuna.create_study(
+                storage=storage, study_name=self._spec.study, sampler=self._sampler, load_if_exists=True,
+                directions=["minimize"] * len(objectives),
+            )  # fmt: skip
+            self._begin()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                self.study.set_metric_names(objectives)
+
+    def trials(self, states: Sequence[TrialState] | None = None) -> list[StoredTrial]:
+        """All trials of all tuners, or those in some states."""
+        return read_trials(self.study, self._table, states)
+
+    def read(self, trial: FrozenTrial) -> StoredTrial:
+        return read_trial(trial, self._table)
+
+    def claim_trial(self) -> optuna.Trial | None:
+        """Take the next trial; None if all trials are spent, or no row is left."""
+        with self._lock():
+            release_abandoned(self.study, self._table)
+            counted = [trial for trial in self.trials() if trial.state != TrialState.WAITING and not trial.record.lost]
+            if len(counted) >= self._spec.trials or not self._sampler.untried_rows(counted):
+                return None
+            trial = self.study.ask(self._table.distributions)
+            claim(trial)
+        return trial
+
+    def reference_seconds(self, measure: Callable[[], float]) -> float:
+        """Seconds of a step of the unchanged recipe; the first tuner measures them for all."""
+        with self._lock():
+            known = read_study(self.study).reference_s
+            if known is None:
+                known = measure()
+                write_study(self.study, StudyRecord(reference_s=known))
+        return known
+
+    def best_ratio(self) -> float | None:
+        """The smallest ratio of all trials that were measured to their end."""
+        completed = self.trials([TrialState.COMPLETE])
+        return min((trial.record.ratio for trial in completed if trial.record.ratio is not None), default=None)
+
+    def front(self) -> tuple[StoredTrial, ...]:
+        """Feasible trials that no other beats at both objectives, the fastest first; empty if time is the only objective."""
+        if self._spec.second is None:
+            return ()
+        best = [self.read(trial) for trial in self.study.best_trials]
+        return tuple(sorted((trial for trial in best if trial.record.feasible), key=lambda trial: trial.record.seconds or 0.0))
+
+    def _begin(self) -> None:
+        """Enqueue the first trials of a new study; make sure that an existing one is about the same."""
+        own, known = _fingerprint(self._table, self._spec.second), read_study(self.study).space
+        if known == own:
+            return
+        if known is not None:
+            rule = "is a study of another recipe or another space; choose another name"
+            raise UserError("tune.study", self._spec.study, rule)
+        write_study(self.study, StudyRecord(space=own))
+        table = self._table
+        if self._predictions is None:
+            first = [table.number[table.default]] if table.default in table.number else []
+        else:
+            starts = min(self._spec.starts, self._spec.trials) if SAMPLERS[self._spec.sampler].starts else 0
+            first = self._predictions.fastest(starts)
+        for number in first:
+            self.study.enqueue_trial(table.params(table.rows[number]), skip_if_exists=True)
+
+    def _lock(self) -> AbstractContextManager[None]:
+        return storage_lock(self._url, self._spec.study)
+
+
+def _fingerprint(table: Settings, second: str | None) -> str:
+    """Hash what a study is about: the recipe except for how it is searched, the table, and the second objective."""
+    about = table.recipe.model_dump(mode="json", exclude={"tune", "name", "tracking", "cluster"})
+    return hashlib.sha256(json.dumps([about, table.rows, *([second] if second else [])]).encode()).hexdigest()[:16]
