@@ -100,7 +100,7 @@ def first_mistake(model: type[BaseModel], error: ValidationError) -> UserError:
     if kind == "missing":
         return UserError(field, "nothing", "is required")
     if kind == "literal_error":
-        return UserError(field, value, "is none of the legal values", None if key is None else _words(key.annotation))
+        return UserError(field, value, "is not a legal value", None if key is None else _words(key.annotation))
     if isinstance(refused := first.get("ctx", {}).get("error"), Refused):
         whole = key is not None and section.model_fields.get(path[-1]) is key  # the whole value, not an item of its list
         more = ["null"] if key is not None and whole and type(None) in get_args(key.annotation) else []

@@ -133,7 +133,7 @@ BAD = [
     ("precision=float16", "precision", "legal: float32, bfloat16, float64"),
     ("engine.kind=megatron", "engine.kind", "legal: deepspeed, torch"),
     ("engine.zero=3", "engine.zero", "legal: 0, 1, 2"),
-    ("schedule.kind=random", "schedule.kind", "is none of the legal values; legal: sequential"),
+    ("schedule.kind=random", "schedule.kind", "is not a legal value; legal: sequential"),
     ("moe.backend=cuda", "moe.backend", "legal: torch, tutel, deepspeed"),
     ("data.source=web", "data.source", "legal: stdlib, text, jsonl, parquet"),
     ("cluster.placement=pack", "cluster.placement", "legal: PACK, SPREAD, STRICT_PACK, STRICT_SPREAD"),
@@ -323,7 +323,7 @@ def test_the_nearest_legal_folds_that_a_refusal_names_are_legal(fold):
         ("\tname: x", "is not YAML"),
         ("- model", "must be a mapping of sections; legal: name, model"),
         ("", "must be a mapping of sections"),
-        (b"\xff\xfe\x00", "is no UTF-8 text"),
+        (b"\xff\xfe\x00", "is not UTF-8 text"),
     ],
 )
 def test_files_that_are_no_recipe(tmp_path, text, fragment):

@@ -107,7 +107,7 @@ def test_no_line_of_error_holds_the_password(
     assert "***" in line
     assert "hush" not in out + line
     assert ("holds a password, a key or a token" in line) == ("storage" in override)
-    assert ("stands here without its secret" in line) == ("***" in override)
+    assert ("lacks its secret" in line) == ("***" in override)
     assert seconds < 15
     assert not files_with("hush", place)
 
@@ -165,7 +165,7 @@ def test_a_training_leaves_no_password_anywhere(
     assert main(["train", "recipe.yaml", "--json", "training.steps=3", "--resume", summary["run_id"]]) == 0
     assert json.loads(capfd.readouterr().out)["steps"] == 3
     assert main(["train", str(folder / "recipe.yaml")]) == 2
-    assert "tracking.uri=http://***@127.0.0.1:9: stands here without its secret" in capfd.readouterr().err
+    assert "tracking.uri=http://***@127.0.0.1:9: lacks its secret" in capfd.readouterr().err
 
 
 def test_workers_are_told_no_password(ray_session: None, place: Path, tracked: str, monkeypatch: pytest.MonkeyPatch) -> None:
