@@ -90,7 +90,7 @@ def test_models_that_are_trained_somewhere_are_legal_on_thousands_of_gpus(model:
         (["model.vocab=123456789012345678901"], "model.vocab=123456789012345678901: must be less than or equal to 16777216"),
         (
             ["model.layers=4096", "model.experts=65"],
-            "model.experts=65: makes 266240 experts in all blocks, at most 262144 can be",
+            "model.experts=65: makes 266240 experts in all blocks; at most 262144 are allowed",
         ),
         (
             ["model.layers=4096", "model.hidden=1000000", "model.expert_hidden=1000000"],
