@@ -102,14 +102,14 @@ def test_more_workers_than_the_cluster_has_room_for_are_refused_at_once(submit: 
 @pytest.mark.parametrize("env", [{"RAY_AUTH_MODE": ""}, {"RAY_AUTH_TOKEN": "0" * 64}], ids=["none", "another"])
 def test_a_job_without_the_clusters_token_is_refused_in_one_line(submit: Command, env: dict[str, str], tmp_path: Path) -> None:
     done = submit(**env, RAY_AUTH_TOKEN_PATH="", HOME=str(tmp_path))
-    _assert_refused(done, "foldray: address=", "the cluster wants its token")
+    _assert_refused(done, "foldray: address=", "the cluster requires its token")
 
 
 def test_joining_without_the_clusters_token_is_refused_in_one_line(lab: list[Host], cluster: Cluster, tmp_path: Path) -> None:
     given = [*_FOLDRAY, "train", _RECIPE, f"cluster.storage={tmp_path / 'runs'}", "--address", f"{lab[0].address}:6379"]
     env = {**cluster.env, "RAY_AUTH_TOKEN_PATH": "", "HOME": str(tmp_path)}
     done = lab[2].run(given, timeout=60, env=env, cwd=repository())
-    _assert_refused(done, "foldray: cluster.address=", "the cluster wants its token")
+    _assert_refused(done, "foldray: cluster.address=", "the cluster requires its token")
 
 
 def _assert_refused(done: subprocess.CompletedProcess[str], start: str, rule: str) -> None:
