@@ -101,7 +101,7 @@ def test_storage_elsewhere(run: Path) -> None:
     with pytest.raises(UserError, match=rf"whole: foldray train RECIPE --from file://{run}/step_00000002$"):
         Beginning.at(f"file://{run}/step_00000003/").look()
     assert (Folder("s3://bucket/runs?region=x") / "run").name == "s3://bucket/runs/run?region=x"
-    with pytest.raises(UserError, match=r"^from=htp://x: is no storage that can be reached"):
+    with pytest.raises(UserError, match=r"^from=htp://x: is not a storage that can be reached"):
         Beginning.at("htp://x")
 
 
@@ -165,7 +165,7 @@ def _climbing(run: Path) -> None:
         (lambda run: reported(run, 1, checkpoint_report_indices=[]), "contradicts itself"),
         (lambda run: reported(run, 1, current_report_index="1"), "cannot be read (current_report_index"),
         (lambda run: (run / "checkpoint_manager_snapshot.json").write_text("{"), "cannot be read (Invalid JSON"),
-        (lambda run: (run / "checkpoint_manager_snapshot.json").symlink_to("/dev/zero"), "is no regular file"),
+        (lambda run: (run / "checkpoint_manager_snapshot.json").symlink_to("/dev/zero"), "is not a regular file"),
         (lambda run: reported(run, 1, 7), "step_00000007 is missing"),
     ],
 )
