@@ -57,7 +57,7 @@ class PackedData:
             raise UserError("data.cache", folder, rule) from None
 
     def baselines(self, sequences: int | None = None) -> Baselines:
-        """Return the byte models' bits per byte on the targets of the first `sequences` validation sequences; None is all."""
+        """Return the byte models' bits per byte on the targets of the first `sequences` validation sequences (None: all)."""
         sequences = len(self.validation) if sequences is None else sequences
         unigram, bigram = self._bits[:, sequences] / self.validation.bytes(sequences)
         return Baselines(float(unigram), float(bigram))
@@ -102,7 +102,7 @@ class Split:
         return torch.from_numpy(np.searchsorted(self._starts, positions, side="right") - 1)
 
     def bytes(self, sequences: int | None = None) -> int:
-        """Return the bytes of text in the targets of the first `sequences` sequences; None is all. A separator has 0 bytes."""
+        """Return the bytes of text in the targets of the first `sequences` sequences (None: all). A separator has none."""
         return int(self._bytes[self._count if sequences is None else sequences])
 
     def _in_shard(self, number: int) -> int:

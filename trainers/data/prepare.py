@@ -1,4 +1,4 @@
-"""Prepares data: documents become tokens, and tokens become packed sequences on disk. Equal inputs are prepared only once."""
+"""Prepares data: documents become tokens, and tokens become packed sequences on disk. Equal inputs are prepared once."""
 
 from __future__ import annotations
 

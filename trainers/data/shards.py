@@ -92,6 +92,6 @@ class SplitWriter:
 
 
 def _reordered(ends: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Turn running sums [… , n + 1] at the ends of sequences in the order of the stream into running sums in another order."""
+    """Turn running sums [… , n + 1] at the ends of sequences, in the order of the stream, into sums in another order."""
     per_sequence = np.diff(ends, axis=-1)[..., order]
     return np.concatenate([np.zeros_like(ends[..., :1]), np.cumsum(per_sequence, axis=-1)], axis=-1)

@@ -199,7 +199,8 @@ def _source_file(kind: str, name: str, path: str) -> SourceFile:
 
 def _text(content: bytes, file: SourceFile) -> str:
     if b"\0" in content[:_HEAD_BYTES]:
-        raise UserError("data.path", file.locate(), "is not UTF-8 text but binary, or has another encoding: it has zero bytes")
+        rule = "is not UTF-8 text but binary, or in another encoding: it has zero bytes"
+        raise UserError("data.path", file.locate(), rule)
     return content.decode("utf-8", "replace")
 
 
