@@ -209,5 +209,5 @@ def test_damage_is_named(run: Path, damage: Damage, file: str, what: str, early:
     assert f"is damaged: {file} " in line
     assert what in line
     assert line.isprintable()
-    assert line.endswith(f"the newest one before it that is whole: foldray train RECIPE --from {run}/step_00000002")
+    assert line.endswith(f"the newest undamaged one before it: foldray train RECIPE --from {run}/step_00000002")
     assert not canary(folder).exists()

@@ -160,12 +160,12 @@ STORAGE: list[tuple[str, tuple[str, ...]]] = [
 ]
 TRACKING: list[tuple[str, tuple[str, ...]]] = [
     ("tracking.uri=http://127.0.0.1:9", ("tracking.uri=http://127.0.0.1:9", "Connection refused", "legal: sqlite:///")),
-    ("tracking.uri=http://127.0.0.1:port", ("tracking.uri=http://127.0.0.1:port", "no MLflow tracking there")),
-    ("tracking.uri=htp://127.0.0.1", ("tracking.uri=htp://127.0.0.1", "no MLflow tracking there")),
-    ("tracking.uri='some words'", ("tracking.uri=some words", "no MLflow tracking there")),
+    ("tracking.uri=http://127.0.0.1:port", ("tracking.uri=http://127.0.0.1:port", "cannot be used for MLflow tracking")),
+    ("tracking.uri=htp://127.0.0.1", ("tracking.uri=htp://127.0.0.1", "cannot be used for MLflow tracking")),
+    ("tracking.uri='some words'", ("tracking.uri=some words", "cannot be used for MLflow tracking")),
     ("tracking.uri=postgresql://127.0.0.1:9/db", ("tracking.uri=postgresql://127.0.0.1:9/db", "Connection refused")),
     ("tracking.uri=sqlite://db", ("tracking.uri=sqlite://db", "three slashes")),
-    ("tracking.uri=sqlite:///file/db", ("tracking.uri=sqlite:////", "/file/db", "no MLflow tracking there")),
+    ("tracking.uri=sqlite:///file/db", ("tracking.uri=sqlite:////", "/file/db", "cannot be used for MLflow tracking")),
     ("tracking.uri=sqlite:///texts/a", ("tracking.uri=sqlite:////", "/texts/a", "file is not a database")),
 ]
 CLUSTER: list[tuple[str, tuple[str, ...]]] = [
@@ -265,7 +265,7 @@ def test_an_address_with_a_cluster() -> None:
 
 
 def test_a_tracking_server_that_is_none(refused: Refused, stranger: str) -> None:
-    assert f"tracking.uri=http://{stranger}: no MLflow tracking there" in refused(f"tracking.uri=http://{stranger}")
+    assert f"tracking.uri=http://{stranger}: cannot be used for MLflow tracking" in refused(f"tracking.uri=http://{stranger}")
 
 
 @pytest.mark.parametrize(
@@ -307,10 +307,10 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 RESUME: list[tuple[str, tuple[str, ...]]] = [
     ("data.path=more/*", ("resume=RUN", "was trained on other data")),
-    ("data.seq_len=16", ("resume=RUN", "or in other lengths")),
-    ("model.hidden=64", ("resume=RUN", "embedding.weight is 264×32, this recipe's is 264×64")),
-    ("model.layers=3", ("resume=RUN", "blocks.2.attention_norm.weight is not there, this recipe's is 32")),
-    ("model.layers=1", ("resume=RUN", "blocks.1.attention.key is 32×16, this recipe's is not there")),
+    ("data.seq_len=16", ("resume=RUN", "other sequence lengths")),
+    ("model.hidden=64", ("resume=RUN", "embedding.weight is 264×32, but this recipe's is 264×64")),
+    ("model.layers=3", ("resume=RUN", "blocks.2.attention_norm.weight is missing, but this recipe's is 32")),
+    ("model.layers=1", ("resume=RUN", "blocks.1.attention.key is 32×16, but this recipe's is missing")),
     ("training.seed=1", ("training.seed=1", "RUN takes its text in another order", "legal: 0")),
     ("training.global_batch=16", ("training.global_batch=16", "RUN takes its text in another order", "legal: ")),
     ("optimizer.kind=sgd  optimizer.momentum=0.9", ("optimizer.kind=sgd", "RUN has no optimizer state for it", "legal: adamw")),
@@ -339,15 +339,13 @@ def test_a_checkpoint_that_cannot_be_begun_at(
 
 
 def test_where_no_run_can_begin(refused: Refused, finished: Path, tmp_path: Path) -> None:
-    assert "from=/nowhere: is no checkpoint's folder, or is not there\n" in refused("--from", "/nowhere")
+    assert "from=/nowhere: is not a checkpoint's folder, or does not exist\n" in refused("--from", "/nowhere")
     assert "from=htp://x: is not a storage that can be reached" in refused("--from", "htp://x")
     assert f"from={tmp_path}"[:79] in (line := refused("--from", str(tmp_path)))
     assert "holds no checkpoint\n" in line
     assert f"holds no checkpoint; legal: {finished}/step_00000002\n" in refused("--from", str(finished))
     start = str(finished / "step_00000002")
-    assert "training.steps=2: the checkpoint to begin at has 2 steps behind it already" in refused(
-        "--from", start, "training.steps=2"
-    )
+    assert "training.steps=2: the checkpoint has 2 finished steps already" in refused("--from", start, "training.steps=2")
     assert "training.stop_after=1: " in refused("--from", start, "training.stop_after=1")
     assert "not allowed with argument --resume" in refused("--resume", "a", "--from", start)
 
@@ -371,7 +369,7 @@ def test_damage_that_workers_find(finished: Path, tmp_path: Path, monkeypatch: p
     assert main(["train", "recipe.yaml", f"cluster.storage={tmp_path}", "--resume", run.name, "cluster.max_failures=3"]) == 2
     assert capfd.readouterr().err == (
         f"foldray: resume={run.name}: its checkpoint step_00000002 is damaged: __1_0.distcp has other bytes than were written "
-        "(its SHA-256 differs); no earlier one of the run is whole\n"
+        "(its SHA-256 differs); the run has no earlier undamaged checkpoint\n"
     )
     records = [json.loads(line)["kind"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert records.count("place") == 2 * len(("the first part of the run", "this one"))
@@ -409,11 +407,11 @@ def test_a_forged_file_of_a_run(refused: Refused, finished: Path, tmp_path: Path
 def test_a_run_that_is_not_there(refused: Refused, finished: Path, resume: str) -> None:
     line = refused(f"cluster.storage={finished.parent}", "--resume", resume)
     value = resume or "''"
-    assert f"resume={value}: is no run in {finished.parent}; legal: {finished.name}\n" in line
+    assert f"resume={value}: is not a run in {finished.parent}; legal: {finished.name}\n" in line
 
 
 def test_a_run_where_there_are_none(refused: Refused, storage: Path) -> None:
-    assert refused("--resume", "absent") == f"foldray: resume=absent: is no run in {storage}\n"
+    assert refused("--resume", "absent") == f"foldray: resume=absent: is not a run in {storage}\n"
 
 
 def test_a_failure_in_the_middle(place: Path, storage: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
