@@ -19,7 +19,7 @@ from trainers.cluster.joining import check_room, connect
 from trainers.cluster.run_storage import storage_folder
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
-"""Environment of workers. By default, glibc returns large blocks to the kernel, and every step faults in their pages again."""
+"""Environment of workers. By default, glibc returns large blocks to the kernel, and every step gets new pages for them."""
 
 
 def scaling(recipe: Recipe) -> ScalingConfig:
