@@ -73,8 +73,8 @@ class Ranks:
         started = []
         for bundle in range(recipe.cluster.workers):
             strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
-            options = {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0), "max_restarts": 0}
-            options |= {"scheduling_strategy": strategy, "runtime_env": {"env_vars": ALLOCATOR}}
+            options: dict[str, Any] = {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0), "max_restarts": 0}
+            options["scheduling_strategy"], options["runtime_env"] = strategy, {"env_vars": ALLOCATOR}
             started.append(make(**options).remote(recipe.cluster.cpus_per_worker))
         self._actors = started
         places = self._wait([actor.where.remote() for actor in started], _JOINED_S)
