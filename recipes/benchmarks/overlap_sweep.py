@@ -1,9 +1,10 @@
-"""How a step's time depends on the size of gradient chunks, and how near the search comes to the best (FlowMoE, section 4.1).
+"""Measure how a step depends on the size of gradient chunks, and how near the search comes to the best (FlowMoE, section
+4.1).
 
     python recipes/benchmarks/overlap.py --sweep one_a_one_m:4 --ratios 0.5 --batch 4 --length 256 --hidden 256 --inner 512
 
-Sizes take turns, round after round. Then training's own search is run with five seeds, and what each picks is measured once more
-against the sweep's best, taking turns: the median of neighbours' ratios counts.
+Sizes take turns in every round. Then training's own search runs with five seeds. The choice of each search and the best size
+of the sweep take turns once more, and the median of the ratios of neighbours counts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SIZES, SEEDS, PAIRS, SMALLEST = 12, 5, 15, 4 << 10
 
 
 def sweep(worker: Worker, variant: str) -> dict[str, Any]:
-    """What was measured, in milliseconds of the slower host; the same on both."""
+    """Measure all sizes, in milliseconds of the slower host. Both hosts return the same."""
 
     def took(size: int) -> float:
         return worker.slowest(f"{variant}+chunks={size}")
@@ -40,9 +41,9 @@ def sweep(worker: Worker, variant: str) -> dict[str, Any]:
     steps = (SIZES - 1) / math.log(largest / SMALLEST)
     sizes = sorted({round(SMALLEST * math.exp(i / steps)) for i in range(SIZES)})
     found: dict[int, list[float]] = {size: [] for size in sizes}
-    for number in range(2 + worker.given.rounds):
+    for number in range(2 + worker.args.rounds):
         worker.measuring = number >= 2
-        worker.tell(f"round {number - 1} of {worker.given.rounds}")
+        worker.tell(f"round {number - 1} of {worker.args.rounds}")
         for size in sizes:
             if (milliseconds := took(size)) and worker.measuring:
                 found[size].append(milliseconds)
@@ -54,7 +55,7 @@ def sweep(worker: Worker, variant: str) -> dict[str, Any]:
         searches.append(search(worker, seed))
     for each in searches:
         worker.tell(f"{each['pick']} bytes against {best}")
-        for worker.measuring in (False, False, True):  # what ops take is learnt again
+        for worker.measuring in (False, False, True):  # the first steps measure the times of ops again
             took(each["pick"])
         times = [took(size) for _ in range(PAIRS + 1) for size in (best, each["pick"])][2:]
         pairs = [other / one for one, other in list(pairwise(times))[::2]]
@@ -63,25 +64,25 @@ def sweep(worker: Worker, variant: str) -> dict[str, Any]:
 
 
 def search(worker: Worker, seed: int) -> dict[str, Any]:
-    """One search for the size of chunks, as training does it, from how things are; then they are as it found best."""
+    """Run one search for the size of chunks, as training does it, from the present ordering, and use its choice."""
     records: list[Tried] = []
-    worker.measuring = True  # nothing is learnt about costs any more
+    worker.measuring = True  # from now on, steps do not measure the times of ops
     now = worker.execution.ordering
     orderings = {now.slicing.degree if now.slicing else 1: now}
     online = Online(worker.execution, worker.groups, torch.device("cpu"), orderings, sizes=True)
-    going = online.search(partial(OnlineSearch, seed=seed), records.append)
+    steps = online.search(partial(OnlineSearch, seed=seed), records.append)
     with suppress(StopIteration):
-        next(going)
+        next(steps)
         while True:
-            going.send(worker.slowest(None) / 1e3)
-    told = [{"seed": seed, "pick": worker.execution.ordering.reduction.bytes,
-             "measured": [(each["sp_bytes"], each["step_time_s"] * 1e3) for each in records]}]  # fmt: skip
-    dist.broadcast_object_list(told, 0)
-    return told[0]
+            steps.send(worker.slowest(None) / 1e3)
+    result = [{"seed": seed, "pick": worker.execution.ordering.reduction.bytes,
+               "measured": [(record["sp_bytes"], record["step_time_s"] * 1e3) for record in records]}]  # fmt: skip
+    dist.broadcast_object_list(result, 0)
+    return result[0]
 
 
 def report_sweep(run: dict[str, Any], picture: Path | None) -> None:
-    """The table, and the curve as a picture."""
+    """Print the table, and draw the curve."""
     print(f"link {run['link_mbit']:.0f} Mbit/s\n{'bytes':>10}{'ms':>9}{'min':>9}{'max':>9}")
     for size, each in run["sizes"].items():
         mark = "  best" if int(size) == run["best"] else ""
@@ -106,7 +107,7 @@ def _draw(run: dict[str, Any], picture: Path) -> None:
         axes.plot(*zip(*each["measured"], strict=True), ".", color="#6b7280", label=None if number else "tried by the searches")
         axes.axvline(each["pick"], color="#d9630b", linewidth=1, label=None if number else "picked")
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("bytes of gradients that travel at once")
+    axes.set_xlabel("bytes of a chunk of gradients")
     axes.set_ylabel("step (ms)")
     axes.legend(facecolor="white", framealpha=1.0, edgecolor="none")
     axes.spines[["top", "right"]].set_visible(False)
