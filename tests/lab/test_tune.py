@@ -1,4 +1,4 @@
-"""A study on a Ray cluster of two nodes, two trials at once: each on a node of its own, none twice, the winner compared."""
+"""A study on a Ray cluster of two nodes, with two trials at once, each on its own node. No setting is measured twice."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def test_two_trials_run_at_once_each_on_nodes_of_its_own(tmp_path: Path) -> None
     (folder,) = (tmp_path / "tune").iterdir()
     study = optuna.load_study(study_name=folder.name, storage=f"sqlite:///{folder}/tune.db")
     trials = study.get_trials()
-    assert [each.state.name for each in trials] == ["COMPLETE"] * _TRIALS
-    assert len({json.dumps(each.params, sort_keys=True) for each in trials}) == _TRIALS, "each setting once"
-    assert all(len(each.user_attrs["hosts"]) == 1 for each in trials), "both ranks of a trial on one node"
-    assert {each.user_attrs["hosts"][0] for each in trials} == addresses
+    assert [trial.state.name for trial in trials] == ["COMPLETE"] * _TRIALS
+    assert len({json.dumps(trial.params, sort_keys=True) for trial in trials}) == _TRIALS, "a setting was measured twice"
+    assert all(len(trial.user_attrs["hosts"]) == 1 for trial in trials), "a trial ran on two nodes"
+    assert {trial.user_attrs["hosts"][0] for trial in trials} == addresses
     together = [
         (one.user_attrs["hosts"], other.user_attrs["hosts"])
         for one, other in combinations(trials, 2)
