@@ -67,31 +67,31 @@ def main() -> None:
 
     if (reason := why_not()) is not None:
         raise SystemExit(f"no lab on this machine: {reason}")
-    found: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
     if args.peaks or args.hosts == 1:
         with hosts(args.hosts) as lab:
-            found.append(_peaks(lab, args) if args.peaks else {"link_mbit": 0.0, **_run(lab, args)})
-        (report_peaks if args.peaks else report)(found[-1])
+            runs.append(_peaks(lab, args) if args.peaks else {"link_mbit": 0.0, **_run(lab, args)})
+        (report_peaks if args.peaks else report)(runs[-1])
     else:
-        found = _over_links(args)
+        runs = _over_links(args)
     if args.json:
         setting = {"cpu": processor(), "torch": torch.__version__, "command": " ".join(sys.argv), "rounds": args.rounds}
-        args.json.write_text(json.dumps({**setting, "model": model_of(args).model_dump(), "runs": found}, indent=1) + "\n")
+        args.json.write_text(json.dumps({**setting, "model": model_of(args).model_dump(), "runs": runs}, indent=1) + "\n")
 
 
 def _over_links(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure on every link of --links, or of --ratios."""
     from tests.lab.hosts import hosts
 
-    found = []
+    runs = []
     for rate in args.links or _rates(args):
         with hosts(args.hosts, rate=f"{rate * 1e6:.0f}bit") as lab:
-            found.append({"link_mbit": rate, **_run(lab, args)})
+            runs.append({"link_mbit": rate, **_run(lab, args)})
         if args.sweep:
-            report_sweep(found[-1], args.picture)
+            report_sweep(runs[-1], args.picture)
         else:
-            report(found[-1])
-    return found
+            report(runs[-1])
+    return runs
 
 
 def _rates(args: argparse.Namespace) -> list[float]:
@@ -105,11 +105,11 @@ def _rates(args: argparse.Namespace) -> list[float]:
 
 def _peaks(lab: list, args: argparse.Namespace) -> dict[str, Any]:
     """Measure every variant in new processes: the MiB of the larger process, at most during a step, and before it."""
-    found: dict[str, Any] = {}
+    peaks: dict[str, Any] = {}
     for name in args.variants:
         measured = _run(lab, args, variants=[name])[name]
-        found[name] = {key: measured[key] for key in ("peak_mib", "before_mib")}
-    return {"peaks": found}
+        peaks[name] = {key: measured[key] for key in ("peak_mib", "before_mib")}
+    return {"peaks": peaks}
 
 
 def arguments() -> argparse.Namespace:
@@ -184,16 +184,16 @@ def over_limit(run: dict[str, Any], name: str) -> float:
 
 def measured(run: dict[str, Any]) -> dict[str, Any]:
     """Return the variants and peers of a run, by name."""
-    return {name: each for name, each in run.items() if isinstance(each, dict) and f"alone_{SIDES[0]}" in each}
+    return {name: result for name, result in run.items() if isinstance(result, dict) and f"alone_{SIDES[0]}" in result}
 
 
 def report_peaks(run: dict[str, Any]) -> None:
     """Print the table of peak memory."""
     print(f"{'MiB':<22}{'at most':>9}{'min':>9}{'max':>9}{'before':>9}{'× first':>9}")
     first = next(iter(run["peaks"].values()))["peak_mib"]["median"]
-    for name, each in run["peaks"].items():
-        peak = each["peak_mib"]
-        line = f"{name:<22}{peak['median']:>9.0f}{peak['min']:>9.0f}{peak['max']:>9.0f}{each['before_mib']['median']:>9.0f}"
+    for name, result in run["peaks"].items():
+        peak = result["peak_mib"]
+        line = f"{name:<22}{peak['median']:>9.0f}{peak['min']:>9.0f}{peak['max']:>9.0f}{result['before_mib']['median']:>9.0f}"
         print(f"{line}{peak['median'] / first:>9.3f}", flush=True)
 
 
@@ -202,18 +202,18 @@ def report(run: dict[str, Any]) -> None:
     print(f"{link_of(run)}, all-to-alls alone {ratio(run):.2f} × computation alone")
     print(f"{'':<22}{'ms':>8}{'min':>8}{'max':>8}{'limit':>8}{'× limit':>9}", end="")
     print(f"{'forward':>9}{'backward':>9}{'exposed':>9}{'simulated':>10}{'seen':>9}")
-    for name in (*(each for each in ("C", "X", "G") if each in run), *measured(run)):
-        each = run[name]
-        step = each["step_ms"]
+    for name in (*(key for key in ("C", "X", "G") if key in run), *measured(run)):
+        result = run[name]
+        step = result["step_ms"]
         line = f"{name:<22}{step['median']:>8.0f}{step['min']:>8.0f}{step['max']:>8.0f}"
         is_variant = name in measured(run)
         line += f"{statistics.median(limits(run, name)):>8.0f}{over_limit(run, name):>9.3f}" if is_variant else " " * 17
-        line += f"{each['forward_ms']['median']:>9.0f}{each['backward_ms']['median']:>9.0f}"
-        if is_variant and "exposed_comm_ms" in each:
-            total = each["comm_ms"]["median"]
-            line += f"{each['exposed_comm_ms']['median'] / total:>9.1%}" if total > 1 else f"{'none':>9}"
-            claimed, missed = each["claimed"]["median"], each["missed"]["max"]
-            line += f"{each['simulated_ms']['median']:>10.0f}{f'{claimed - missed:.0f}/{claimed:.0f}':>9}"
+        line += f"{result['forward_ms']['median']:>9.0f}{result['backward_ms']['median']:>9.0f}"
+        if is_variant and "exposed_comm_ms" in result:
+            total = result["comm_ms"]["median"]
+            line += f"{result['exposed_comm_ms']['median'] / total:>9.1%}" if total > 1 else f"{'none':>9}"
+            claimed, missed = result["claimed"]["median"], result["missed"]["max"]
+            line += f"{result['simulated_ms']['median']:>10.0f}{f'{claimed - missed:.0f}/{claimed:.0f}':>9}"
         print(line)
     for name in ("C", "X", "G"):
         if "busy_ms" in run.get(name, {}):
@@ -225,8 +225,8 @@ def report(run: dict[str, Any]) -> None:
             print(f"{name}: all-to-alls wait for chunks for {middle} ms (median), {high} (95 %), {most} (most)")
     for name, (forward, lag, backward, backward_lag) in run["chosen"].items():
         print(f"{name}: forward {forward} {lag}, backward {backward} {backward_lag}")
-    for name, found in run["picked"].items():
-        print(f"{name}: {found['pick'] / 2**10:.0f} KiB")
+    for name, search in run["picked"].items():
+        print(f"{name}: {search['pick'] / 2**10:.0f} KiB")
     print(flush=True)
 
 

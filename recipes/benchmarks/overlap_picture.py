@@ -49,9 +49,9 @@ def _bars(axes: Axes, run: dict[str, Any]) -> None:
     """Draw the panel of one link."""
     names = [*(name for name in ALONE if name in run), *measured(run)]
     for at, name in enumerate(names):
-        each = run[name]
-        sides = [each[side]["median"] / 1e3 for side in ("forward_ms", "backward_ms")]
-        step = {key: each["step_ms"][key] / 1e3 for key in ("median", "min", "max")}
+        result = run[name]
+        sides = [result[side]["median"] / 1e3 for side in ("forward_ms", "backward_ms")]
+        step = {key: result["step_ms"][key] / 1e3 for key in ("median", "min", "max")}
         axes.barh([at, at], sides, left=[0, sides[0]], height=0.66, color=[FORWARD, BACKWARD])
         axes.hlines(at, step["min"], step["max"], color=INK, linewidth=1.2)
         text, right = f"{step['median']:.2f} s", step["max"]
@@ -60,8 +60,8 @@ def _bars(axes: Axes, run: dict[str, Any]) -> None:
             axes.vlines(least, at - 0.45, at + 0.45, color=LIMIT, linewidth=2)
             right = max(right, least)
             text += f", {over_limit(run, name):.2f} × limit"
-        if name in measured(run) and "exposed_comm_ms" in each and each["comm_ms"]["median"] > 1:
-            text += f", {each['exposed_comm_ms']['median'] / each['comm_ms']['median']:.0%} exposed"
+        if name in measured(run) and "exposed_comm_ms" in result and result["comm_ms"]["median"] > 1:
+            text += f", {result['exposed_comm_ms']['median'] / result['comm_ms']['median']:.0%} exposed"
         axes.annotate(text, (right, at), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
     axes.set_yticks(range(len(names)), [ALONE.get(name, name) for name in names], fontsize=8)
     axes.invert_yaxis()

@@ -62,45 +62,45 @@ class Worker:
     def serve(self) -> None:
         """Measure all variants. The first host writes the results."""
         if self.args.sweep:
-            found = sweep(self, self.args.sweep)
+            results = sweep(self, self.args.sweep)
             if self.rank == 0:
-                self.args.result.write_text(json.dumps(found))
+                self.args.result.write_text(json.dumps(results))
             self.groups.close()
             return
         plan: dict[str, Callable[[], dict[str, float]]] = {name: partial(self.step, name) for name in self.args.variants}
         if self.args.peers:
             plan["deepspeed"] = self.peer()
-        found: dict[str, list[dict[str, float]]] = defaultdict(list)
+        results: dict[str, list[dict[str, float]]] = defaultdict(list)
         for number in range(WARM_UP + self.args.rounds):
             self.measuring = number >= WARM_UP
-            said = f"round {number - WARM_UP + 1} of {self.args.rounds}: "
+            prefix = f"round {number - WARM_UP + 1} of {self.args.rounds}: "
             if not self.args.peaks:
-                self.tell(f"{said}C")
+                self.tell(f"{prefix}C")
                 self.alone = self.together(self.compute_alone)
-                found["C"].append(self.alone)
+                results["C"].append(self.alone)
             if plan and not self.args.peaks:
-                self.tell(f"{said}X")
-                found["X"].append(self.together(self.talk_alone))
+                self.tell(f"{prefix}X")
+                results["X"].append(self.together(self.talk_alone))
                 if self.args.gradients:
-                    found["G"].append(self.together(self.reduce_alone))
+                    results["G"].append(self.together(self.reduce_alone))
             for name, run in plan.items():
-                self.tell(f"{said}{name}")
+                self.tell(f"{prefix}{name}")
                 measured = self.together(run) if self.args.peaks or not self.measuring else self.undisturbed(run)
-                found[name].append(measured)
+                results[name].append(measured)
             if not self.measuring:
-                found.clear()
+                results.clear()
             if number == WARM_UP - 1:
                 self.search_sizes()
         if self.rank == 0:
-            document = {name: _medians(each) for name, each in found.items()}
-            best = {name: [*each.forward, *each.backward] for name, each in self.chosen.items() if ":best" in name}
-            found_out = {"bytes": self.bytes_sent(), "chosen": best, "held_up": self.held_up, "picked": self.picked}
-            self.args.result.write_text(json.dumps({**document, **found_out}))
+            document = {name: _medians(rounds) for name, rounds in results.items()}
+            best = {name: [*chosen.forward, *chosen.backward] for name, chosen in self.chosen.items() if ":best" in name}
+            more = {"bytes": self.bytes_sent(), "chosen": best, "held_up": self.held_up, "picked": self.picked}
+            self.args.result.write_text(json.dumps({**document, **more}))
         self.groups.close()
 
     def search_sizes(self) -> None:
         """Run training's search for the size of chunks, for every variant with `=auto`."""
-        for name in (each for each in self.args.variants if each.endswith("=auto")):
+        for name in (variant for variant in self.args.variants if variant.endswith("=auto")):
             self.tell(f"search of {name}")
             self.execution.reorder(self.chosen[name])
             self.picked[name] = search(self, 0)
@@ -109,10 +109,10 @@ class Worker:
 
     def slowest(self, name: str | None) -> float:
         """Run a step on all hosts, and return the milliseconds of the slowest one."""
-        everyone: list[Any] = [None] * self.args.hosts
+        of_hosts: list[Any] = [None] * self.args.hosts
         dist.barrier()
-        dist.all_gather_object(everyone, self.step(name)["step_ms"])
-        return max(everyone)
+        dist.all_gather_object(of_hosts, self.step(name)["step_ms"])
+        return max(of_hosts)
 
     def tell(self, text: str) -> None:
         """Show the progress."""
@@ -125,14 +125,14 @@ class Worker:
         `stolen` is the share of a core that other machines took. `busy_ms` is the time that a core worked, including the
         kernel's work for messages.
         """
-        everyone: list[Any] = [None] * self.args.hosts
+        of_hosts: list[Any] = [None] * self.args.hosts
         dist.barrier()
         begin, before = time.perf_counter(), _used(self.core)
         measured = run()
         busy, stolen = (now - then for now, then in zip(_used(self.core), before, strict=True))
         measured |= {"stolen": stolen / (time.perf_counter() - begin), "busy_ms": 1e3 * busy}
-        dist.all_gather_object(everyone, measured)
-        return {key: max(figures[key] for figures in everyone) for key in measured}
+        dist.all_gather_object(of_hosts, measured)
+        return {key: max(figures[key] for figures in of_hosts) for key in measured}
 
     def undisturbed(self, run: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Measure between two measurements of computation alone, and repeat until the two agree."""
@@ -286,7 +286,7 @@ def _resident(anew: bool = False) -> float:
 def _used(core: int) -> tuple[float, float]:
     """Return the seconds that a core has worked, and the seconds that other machines took while it had work."""
     (line,) = [line for line in Path("/proc/stat").read_text().splitlines() if line.startswith(f"cpu{core} ")]
-    user, nice, system, _, _, interrupts, soft, stolen, *_ = (int(each) / os.sysconf("SC_CLK_TCK") for each in line.split()[1:])
+    user, nice, system, _, _, interrupts, soft, stolen, *_ = (int(t) / os.sysconf("SC_CLK_TCK") for t in line.split()[1:])
     return user + nice + system + interrupts + soft, stolen
 
 

@@ -60,12 +60,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--picture", type=Path, metavar="FILE")
     args = parser.parse_args()
-    found = measure(args)
-    report(found["rows"])
+    results = measure(args)
+    report(results["rows"])
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
     if args.picture:
-        draw(found["rows"], args.picture)
+        draw(results["rows"], args.picture)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -85,9 +85,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if not args.cluster:
             changes = [*overrides(args.length, {"ep": 2}), f"cluster.storage={folder}", "cluster.placement=SPREAD"]
             run("-m", "foldray", "calibrate", RECIPE, "--out", path, *changes)
-        run("recipes/benchmarks/planned_worker.py", f"{folder}/found.json", args.rounds, path, args.length, *args.folds)
-        found, machines = json.loads((Path(folder) / "found.json").read_text()), load_hardware(str(path))
-    rows = [row(each, machines, args.length) for each in found]
+        run("recipes/benchmarks/planned_worker.py", f"{folder}/results.json", args.rounds, path, args.length, *args.folds)
+        results, machines = json.loads((Path(folder) / "results.json").read_text()), load_hardware(str(path))
+    rows = [row(result, machines, args.length) for result in results]
     about = {"cpu": processor(), "command": " ".join(sys.argv), "link_mbit": args.link}
     return {**about, "hardware": machines.model_dump(), "rows": rows}
 
@@ -112,15 +112,15 @@ def predicted(recipe: Recipe, machines: Hardware, pace: float) -> float:
     return whole_seconds(plan, OpWork(plan, Device.of(plan.job, now))) * 1e3
 
 
-def row(found: dict[str, Any], machines: Hardware, length: int) -> dict[str, Any]:
+def row(result: dict[str, Any], machines: Hardware, length: int) -> dict[str, Any]:
     from planned_worker import recipe
 
-    each = recipe(found["fold"], found["schedule"], length)
-    steps = [step["ms"] for step in found["steps"]]
-    predictions = [predicted(each, machines, step["pace"]) for step in found["steps"]]
-    plain = predicted(each, machines, 1.0)
+    planned = recipe(result["fold"], result["schedule"], length)
+    steps = [step["ms"] for step in result["steps"]]
+    predictions = [predicted(planned, machines, step["pace"]) for step in result["steps"]]
+    plain = predicted(planned, machines, 1.0)
     return {
-        "fold": found["fold"], "schedule": found["schedule"], "steps": found["steps"],
+        "fold": result["fold"], "schedule": result["schedule"], "steps": result["steps"],
         "measured_ms": {"min": min(steps), "median": statistics.median(steps), "max": max(steps)},
         "predicted_ms": statistics.median(predictions), "plain_ms": plain,
         "error": statistics.median(value / step - 1 for value, step in zip(predictions, steps, strict=True)),
@@ -130,13 +130,13 @@ def row(found: dict[str, Any], machines: Hardware, length: int) -> dict[str, Any
 
 def report(rows: Sequence[dict[str, Any]]) -> None:
     print(f"{'fold':<10}{'schedule':<16}{'measured':>10}{'min':>8}{'max':>8}{'predicted':>11}{'error':>8}{'as calibrated':>15}")
-    for each in rows:
-        step = each["measured_ms"]
-        line = f"{each['fold']:<10}{each['schedule']:<16}{step['median']:>10.0f}{step['min']:>8.0f}{step['max']:>8.0f}"
-        print(f"{line}{each['predicted_ms']:>11.0f}{each['error']:>+8.1%}{each['plain_error']:>+15.1%}")
+    for result in rows:
+        step = result["measured_ms"]
+        line = f"{result['fold']:<10}{result['schedule']:<16}{step['median']:>10.0f}{step['min']:>8.0f}{step['max']:>8.0f}"
+        print(f"{line}{result['predicted_ms']:>11.0f}{result['error']:>+8.1%}{result['plain_error']:>+15.1%}")
     right, pairs = order(rows)
     for key, name in (("error", "at the pace of each turn"), ("plain_error", "as calibrated")):
-        errors = [abs(each[key]) for each in rows]
+        errors = [abs(result[key]) for result in rows]
         print(f"{name}: median error {statistics.median(errors):.1%}, most {max(errors):.1%}")
     print(f"{len(rows)} recipes; the planner knows the faster one in {right} of {pairs} pairs of a fold's schedules")
 
@@ -157,13 +157,13 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(7, 6), dpi=144, layout="constrained")
     axes = figure.subplots()
-    most = 1.1 * max(max(each["measured_ms"]["max"], each["predicted_ms"]) for each in rows) / 1e3
+    most = 1.1 * max(max(result["measured_ms"]["max"], result["predicted_ms"]) for result in rows) / 1e3
     axes.fill_between([0, most], [0, 0.85 * most], [0, 1.15 * most], color="#2364aa", alpha=0.1, label="15 % either way")
     axes.plot([0, most], [0, most], color="#2364aa", linewidth=1)
-    for fold in dict.fromkeys(each["fold"] for each in rows):
-        own = [each for each in rows if each["fold"] == fold]
-        seconds = [each["measured_ms"]["median"] / 1e3 for each in own]
-        axes.plot(seconds, [each["predicted_ms"] / 1e3 for each in own], "o", label=fold)
+    for fold in dict.fromkeys(result["fold"] for result in rows):
+        rows_of_fold = [result for result in rows if result["fold"] == fold]
+        seconds = [result["measured_ms"]["median"] / 1e3 for result in rows_of_fold]
+        axes.plot(seconds, [result["predicted_ms"] / 1e3 for result in rows_of_fold], "o", label=fold)
     axes.set(xlim=(0, most), ylim=(0, most), xlabel="measured step (s), medians", ylabel="predicted step (s)")
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)

@@ -37,10 +37,10 @@ def main(path: str, rounds: str, hardware: str, length: str, *folds: str) -> Non
     rows: list[dict[str, Any]] = [{"fold": fold, "schedule": schedule, "steps": []} for fold, schedule in recipes]
     try:
         for number in range(1 + int(rounds)):
-            for row, each in zip(rows, recipes.values(), strict=True):
+            for row, planned in zip(rows, recipes.values(), strict=True):
                 begin = time.perf_counter()
                 before = max(ranks.call(product, side, timeout=60))
-                took = ranks.call(turn, each.model_dump(mode="json"), 1, len(rows), number == int(rounds), timeout=600)
+                took = ranks.call(turn, planned.model_dump(mode="json"), 1, len(rows), number == int(rounds), timeout=600)
                 after = max(ranks.call(product, side, timeout=60))
                 line = f"round {number} of {rounds}: {row['fold']} {row['schedule']}, {time.perf_counter() - begin:.0f} s"
                 print(line, file=sys.stderr, flush=True)

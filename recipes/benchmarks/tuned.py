@@ -54,12 +54,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--picture", type=Path, metavar="FILE")
     args = parser.parse_args()
-    found = measure(args)
+    results = measure(args)
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
-    report(found)
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    report(results)
     if args.picture:
-        draw(found, args.picture)
+        draw(results, args.picture)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -85,42 +85,44 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         else:
             run("-m", "foldray", "calibrate", RECIPE, "--out", f"{folder}/lab.yaml", *overrides)
         worker = "recipes/benchmarks/tuned_worker.py"
-        run(worker, f"{folder}/found.json", args.turns, args.seeds, RECIPE, *overrides)
-        found = json.loads((Path(folder) / "found.json").read_text())
+        run(worker, f"{folder}/results.json", args.turns, args.seeds, RECIPE, *overrides)
+        results = json.loads((Path(folder) / "results.json").read_text())
         hardware = (Path(folder) / "lab.yaml").read_text()
-    return {"cpu": processor(), "command": " ".join(sys.argv), "link_mbit": args.link, "hardware": hardware, **found}
+    return {"cpu": processor(), "command": " ".join(sys.argv), "link_mbit": args.link, "hardware": hardware, **results}
 
 
-def report(found: Mapping[str, Any]) -> None:
-    rows = sorted(found["rows"], key=lambda row: row["ratio"])
-    print(f"{len(rows)} settings; a step of the unchanged recipe takes {found['reference_s'] * 1e3:.0f} ms\n")
+def report(results: Mapping[str, Any]) -> None:
+    rows = sorted(results["rows"], key=lambda row: row["ratio"])
+    print(f"{len(rows)} settings; a step of the unchanged recipe takes {results['reference_s'] * 1e3:.0f} ms\n")
     print(f"{'× recipe':>9}{'predicted':>11}{'measured':>10}  setting")
     for row in [*rows[:8], *rows[-2:]]:
-        measured = row["ratio"] * found["reference_s"] * 1e3
+        measured = row["ratio"] * results["reference_s"] * 1e3
         print(f"{row['ratio']:>9.3f}{row['predicted_s'] * 1e3:>11.0f}{measured:>10.0f}  {row['setting']}")
     print("\nmeasured searches: the choice over the exhaustive best, in turns")
-    for each in found["searches"]:
-        print(f"  seed {each['seed']}: {each['over_best']:.3f}  {each['setting']} ({each['trials']} trials)")
+    for search in results["searches"]:
+        print(f"  seed {search['seed']}: {search['over_best']:.3f}  {search['setting']} ({search['trials']} trials)")
     print("\nreplayed searches: the best setting so far over the exhaustive best, mean (worst) of seeds, by trials")
-    print(f"{'':<28}" + "".join(f"{number:>16}" for number in _shown(found)))
-    for way, curves in found["replays"].items():
-        cells = [f"{statistics.mean(c[n - 1] for c in curves):.3f} ({max(c[n - 1] for c in curves):.3f})" for n in _shown(found)]
+    print(f"{'':<28}" + "".join(f"{number:>16}" for number in _shown(results)))
+    for way, curves in results["replays"].items():
+        cells = [
+            f"{statistics.mean(c[n - 1] for c in curves):.3f} ({max(c[n - 1] for c in curves):.3f})" for n in _shown(results)
+        ]
         print(f"{WAYS[way]:<28}" + "".join(f"{cell:>16}" for cell in cells))
 
 
-def _shown(found: Mapping[str, Any]) -> Sequence[int]:
-    most = min(len(curve) for curves in found["replays"].values() for curve in curves)
+def _shown(results: Mapping[str, Any]) -> Sequence[int]:
+    most = min(len(curve) for curves in results["replays"].values() for curve in curves)
     return [number for number in (1, 3, 5, 8, 10, 15) if number <= most]
 
 
-def draw(found: Mapping[str, Any], path: Path) -> None:
+def draw(results: Mapping[str, Any], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.6), dpi=144, layout="constrained")
     axes = figure.subplots()
     colours = {"ratio": "#d9630b", "cold": "#2f855a", "random": "#9ca3af", "planner": "#2364aa"}
-    for way, curves in found["replays"].items():
+    for way, curves in results["replays"].items():
         trials = range(1, min(map(len, curves)) + 1)
         means = [statistics.mean(curve[number - 1] for curve in curves) for number in trials]
         worst = [max(curve[number - 1] for curve in curves) for number in trials]

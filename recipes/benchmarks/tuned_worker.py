@@ -31,22 +31,22 @@ def main(path: str, turns: str, seeds: str, recipe: str, *overrides: str) -> Non
     reference = bench.step_seconds(base)
     rows = [exhaustive(bench, table, known, number) for number in range(len(table.rows))]
     best = min(range(len(rows)), key=lambda number: rows[number]["ratio"])
-    found: dict[str, Any] = {"reference_s": reference, "rows": rows, "best": best, "searches": []}
+    results: dict[str, Any] = {"reference_s": reference, "rows": rows, "best": best, "searches": []}
     bench.close()
-    found["replays"] = {way: replayed(way, table, known, rows) for way in ("ratio", "cold", "random", "planner")}
-    Path(path).write_text(json.dumps(found))
+    results["replays"] = {way: replayed(way, table, known, rows) for way in ("ratio", "cold", "random", "planner")}
+    Path(path).write_text(json.dumps(results))
     for seed in range(int(seeds)):
-        found["searches"].append(searched(base, seed, changed(base, table.rows[best]), Path(path).parent))
-        Path(path).write_text(json.dumps(found))
+        results["searches"].append(searched(base, seed, changed(base, table.rows[best]), Path(path).parent))
+        Path(path).write_text(json.dumps(results))
 
 
 def exhaustive(bench: Bench, table: Settings, known: Predictions, number: int) -> dict[str, Any]:
     """Measure one setting in turns with the unchanged recipe."""
     row = table.rows[number]
-    *_, found = bench.turns(changed(table.recipe, row), record=False)
-    tell(f"{number + 1}: {found.ratio:.3f} {row}")
-    return {"setting": str(row), "row": row._asdict(), "ratio": found.ratio, "ratios": found.ratios, "steps_s": found.seconds,
-            "peak": found.peak, "predicted_s": known.seconds[number]}  # fmt: skip
+    *_, pair = bench.turns(changed(table.recipe, row), record=False)
+    tell(f"{number + 1}: {pair.ratio:.3f} {row}")
+    return {"setting": str(row), "row": row._asdict(), "ratio": pair.ratio, "ratios": pair.ratios, "steps_s": pair.seconds,
+            "peak": pair.peak, "predicted_s": known.seconds[number]}  # fmt: skip
 
 
 def searched(base: Recipe, seed: int, best: Recipe, folder: Path) -> dict[str, Any]:
