@@ -75,12 +75,12 @@ def apart(ours: dict[int, float], theirs: dict[int, float]) -> dict[int, float]:
     return {at: abs(value - theirs[at]) for at, value in ours.items()}
 
 
-def draw(found: dict[str, Curves], path: Path) -> None:
+def draw(results: dict[str, Curves], path: Path) -> None:
     """Draw all curves above, and their distances to the first one below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    (plain, reference), *others = found.items()
+    (plain, reference), *others = results.items()
     figure = Figure(figsize=(10, 6), dpi=144, layout="constrained")
     figure.suptitle(f"{', '.join(name for name, _ in others)} against {plain}", x=0.01, ha="left", fontweight="bold")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
@@ -117,17 +117,17 @@ def main() -> None:
     slots = max(setting["workers"] for setting in settings.values())
     ray.init(num_cpus=slots, include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as folder:
-        found = {name: train(args.steps, args.lr, Path(folder), **setting) for name, setting in settings.items()}
-    (plain, reference), *others = found.items()
+        results = {name: train(args.steps, args.lr, Path(folder), **setting) for name, setting in settings.items()}
+    (plain, reference), *others = results.items()
     for name, curves in others:
         for kind in curves:
             distance = apart(curves[kind], reference[kind])
             at = max(distance, key=distance.__getitem__)
             print(f"{name}: {kind}: {len(distance)} points, at most {distance[at]:.1e} from {plain} (step {at})")
     if args.json:
-        args.json.write_text(json.dumps(found))
+        args.json.write_text(json.dumps(results))
     if args.picture:
-        draw(found, args.picture)
+        draw(results, args.picture)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
     width = 0.8 / len(ROWS)
     for number, name in enumerate(ROWS):
         at = [place + width * number for place in range(len(rows))]
-        axes.bar(at, [each["seconds"]["vanilla"] / each["seconds"][name] for each in rows.values()], width, label=name)
+        axes.bar(at, [row["seconds"]["vanilla"] / row["seconds"][name] for row in rows.values()], width, label=name)
     axes.set_xticks([place + 0.4 - width / 2 for place in range(len(rows))], list(rows))
     axes.set_title("speed over vanilla, simulated", loc="left", fontsize=10)
     axes.legend(frameon=False, fontsize=8, ncols=2)
@@ -103,11 +103,11 @@ def main() -> None:
     rows: dict[str, dict[str, Any]] = {}
     print(f"{'model':<16}{'vanilla':>11}" + "".join(f"{name:>15}" for name in list(ROWS)[1:]) + f"{'chunk':>12}{'published':>22}")
     for name, spec in MODELS.items():
-        found = {row: seconds(spec, schedule, args.batch, args.length, machines) for row, schedule in ROWS.items()}
-        base, chunk = found["vanilla"][0], found["flow"][1] or 0
+        times = {row: seconds(spec, schedule, args.batch, args.length, machines) for row, schedule in ROWS.items()}
+        base, chunk = times["vanilla"][0], times["flow"][1] or 0
         published = PUBLISHED[name]
-        rows[name] = {"seconds": {row: took for row, (took, _) in found.items()}, "chunk": chunk, "published_ms": published}
-        cells = "".join(f"{base / found[row][0]:>13.2f} ×" for row in list(ROWS)[1:])
+        rows[name] = {"seconds": {row: took for row, (took, _) in times.items()}, "chunk": chunk, "published_ms": published}
+        cells = "".join(f"{base / times[row][0]:>13.2f} ×" for row in list(ROWS)[1:])
         gain = published[0] / published[2]
         print(f"{name:<16}{base * 1e3:>8.0f} ms{cells}{chunk / 2**20:>8.2f} MiB{published[0]:>10.0f} ms, {gain:.2f} ×")
     if args.json:

@@ -69,7 +69,7 @@ def bounds(model: str, length: int, machines: hardware.Hardware) -> tuple[float,
         took[op.direction, op.layer][op.kind in EXCHANGES] += sum(work.seconds for work in sequential.work.work(op))
     apart = sum(map(sum, took.values()))
     inside = sum(map(max, took.values()))
-    ways = [[sum(each[kind] for (way, _), each in took.items() if way == direction) for kind in (0, 1)] for direction in "FB"]
+    ways = [[sum(pair[kind] for (way, _), pair in took.items() if way == direction) for kind in (0, 1)] for direction in "FB"]
     base = sequential.prediction().seconds
     return base - apart + inside, base - apart + sum(map(max, ways))
 

@@ -39,7 +39,7 @@ def compare_gradients(recipe: Recipe, groups: Groups, device: torch.device) -> d
     engine = make_engine(recipe, groups, device)
     means = all_losses(engine.train(random_batches(recipe, groups, device)), groups.control).means()
     engine.update(0.0)
-    own, reference = _tensors(engine, "optimizer/{}/momentum_buffer"), means
+    local, reference = _tensors(engine, "optimizer/{}/momentum_buffer"), means
     gradients: Tensors = {}
     engine.close()
     first = groups.rank == groups.fold.offset
@@ -51,8 +51,8 @@ def compare_gradients(recipe: Recipe, groups: Groups, device: torch.device) -> d
     largest = []
     for spec, expected in _shared(recipe, gradients, groups, device):
         difference = torch.zeros((), dtype=torch.float64, device=device)
-        if spec.name in own:
-            apart = (own[spec.name].double() - expected[engine.model.pieces[spec.name].box]).abs().max()
+        if spec.name in local:
+            apart = (local[spec.name].double() - expected[engine.model.pieces[spec.name].box]).abs().max()
             difference = torch.where(apart == 0, apart, apart / expected.abs().max())
         largest.append(difference.nan_to_num(nan=math.inf, posinf=math.inf))  # a maximum over ranks may lose NaN
     differences = groups.control.all_reduce(torch.stack(largest), "max").tolist()
@@ -80,7 +80,7 @@ def compare_updates(recipe: Recipe, groups: Groups, device: torch.device) -> dic
         The differences on the fold's first rank; None on other ranks.
     """
     engine = make_engine(recipe, groups, device)
-    own = _changes(engine, random_batches(recipe, groups, device), recipe.optimizer.lr)
+    local = _changes(engine, random_batches(recipe, groups, device), recipe.optimizer.lr)
     engine.close()
     first = groups.rank == groups.fold.offset
     changes: Tensors = {}
@@ -91,11 +91,11 @@ def compare_updates(recipe: Recipe, groups: Groups, device: torch.device) -> dic
     counted = set(recipe.ownership.counted(groups.rank))
     products: dict[str, torch.Tensor] = {}
     for spec, expected in _shared(recipe, changes, groups, device):
-        own_product = torch.zeros((), dtype=torch.float64, device=device)
+        local_product = torch.zeros((), dtype=torch.float64, device=device)
         if spec.name in counted:
-            own_product = (own[spec.name].double() * expected[engine.model.pieces[spec.name].box]).sum()
+            local_product = (local[spec.name].double() * expected[engine.model.pieces[spec.name].box]).sum()
         name = re.sub(r"\.experts\.\d+\.", ".experts.*.", spec.name)
-        both = torch.stack([own_product, expected.square().sum() * first])
+        both = torch.stack([local_product, expected.square().sum() * first])
         products[name] = products[name] + both if name in products else both
     sums = groups.control.all_reduce(torch.stack(list(products.values()))).tolist()
     if not first:
