@@ -1,6 +1,6 @@
-"""What stands between the two products of a feed-forward network: one table.
+"""The table of activations. An activation is the function between the two matrix products of a feed-forward network.
 
-`model.ffn` takes a row's name, or `module:NAME` for a row that stands in a module of the user's.
+`model.ffn` takes the name of a row, or `module:NAME` for a row in a user's module.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ class Activation(NamedTuple):
     """An activation.
 
     Args:
-        name: as recipes have it.
-        gated: whether the first product has two halves, a gate beside the values, or values alone.
-        kernel: where its `foldray.kernels.activations.Kernel` stands, or a function of the first product, as `module:NAME`.
+        name: the name in recipes.
+        gated: whether the first product has two halves, a gate and values. Without a gate it has values only.
+        kernel: a `foldray.kernels.activations.Kernel`, or a function of the first product, as `module:NAME`.
     """
 
     name: str
@@ -40,9 +40,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 
 def find_activation(name: str) -> Activation:
-    """A row by its name, or by `module:NAME`.
+    """Return a row by its name, or by `module:NAME`.
 
     Raises:
-        UserError: there is none.
+        UserError: no such row exists.
     """
     return find_row("model.ffn", ACTIVATIONS, Activation, name)

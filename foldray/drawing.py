@@ -1,4 +1,4 @@
-"""A fold as text: both grids side by side, and all its groups."""
+"""Draws a fold as text: both grids side by side, and all groups."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from foldray.fold.fold import FAMILIES, Fold
 from foldray.fold.grid import Grid, listed
 from foldray.fold.placement import Placement
 
-_WHOLE, _ROWS = 64, 8  # ranks up to which all are drawn; of more, so many rows of the first stage
+_ALL_RANKS, _ROWS = 64, 8  # a fold of more ranks than this is drawn as the first rows of its first stage
 
 
 @dataclass(frozen=True)
 class Table:
-    """One pipeline stage of one view, on paper: labelled rows of boxes of ranks, and names over boxes and over the cells in each.
+    """The layout of one pipeline stage of one grid: labelled rows of boxes, with names over the boxes and over their cells.
 
-    A box is a group of the fastest axis that has more than one rank, boxes side by side differ in the next axis, and rows in
-    the others. What is too long for a row goes on in the next; columns have names where they mean the same in every row.
+    A cell is a rank. A box is a group of the fastest axis that has more than one rank. Boxes in one row differ in the next
+    axis, and rows differ in the other axes. Groups that are too long for a row continue in the next row. A column has a name
+    if it means the same in every row.
     """
 
     box_names: tuple[str, ...]
@@ -27,7 +28,7 @@ class Table:
 
     @classmethod
     def of(cls, grid: Grid, stage: int, across: int = 8) -> Table:
-        """The table of a stage, with at most `across` ranks in a row."""
+        """Lay out a stage with at most `across` ranks in a row."""
         axes = [(axis, size) for axis, size in zip(grid.axes, grid.sizes, strict=True) if axis != "pp" and size > 1]
         (inner, cells), (outer, boxes), *_ = [*axes, ("", 1), ("", 1)]
         wide = min(cells, across)
@@ -45,25 +46,26 @@ class Table:
 
 
 def draw(fold: Fold, ranks_per_node: int | None = None) -> str:
-    """Attention's grid on the left, the experts' on the right, a block per pipeline stage; `┃` where a row enters another node.
+    """Draw attention's grid on the left and the experts' grid on the right, with a block per pipeline stage.
 
-    Of more than 64 ranks the first rows of the first stage are drawn, and it is said how the rest goes on.
+    A `┃` marks the place where a row enters another node. A fold of more than 64 ranks is drawn as the first rows of its first
+    stage, followed by a line about the other stages.
     """
     nodes = None if ranks_per_node is None else Placement(fold, ranks_per_node)
-    whole = fold.world_size <= _WHOLE
+    complete = fold.world_size <= _ALL_RANKS
     sides = [[name] for name in ("attention", "experts")]
-    for stage in range(max(fold.pp, fold.moe_pp) if whole else 1):
+    for stage in range(max(fold.pp, fold.moe_pp) if complete else 1):
         blocks = []
         for grid, stages in ((fold.attention, fold.pp), (fold.moe, fold.moe_pp)):
             table = Table.of(grid, stage) if stage < stages else None
-            rows = len(table.rows) if table and whole else _ROWS
+            rows = len(table.rows) if table and complete else _ROWS
             blocks.append(_block(table, f"pp{stage}" if stages > 1 else "", nodes, stage == 0, rows) if table else [])
         for side, block in zip(sides, blocks, strict=True):
             side += block + [""] * (max(map(len, blocks)) - len(block))
     width = max(map(len, sides[0])) + 3
     lines = [f"{left:{width}}{right}".rstrip() for left, right in zip_longest(*sides)]
     for name, grid, stages in (("", fold.attention, fold.pp), ("of the experts ", fold.moe, fold.moe_pp)):
-        if not whole and stages > 1 and (fold.disjoint or not name):
+        if not complete and stages > 1 and (fold.disjoint or not name):
             lines.append(f"… {stages - 1} more stages {name}like this one, each {grid.stride('pp')} ranks further")
     return "\n".join(filter(None, lines))
 
@@ -97,12 +99,12 @@ def _chunks(ranks: Sequence[int], size: int) -> list[tuple[int, ...]]:
 
 
 def explanation(fold: Fold, nodes: Placement | None, best: Placement | None) -> str:
-    """What `foldray explain` prints: the grids, every family of groups, and how well they lie on nodes."""
+    """Return the text that `foldray explain` prints: the grids, every family of groups, and the score of their placement."""
     ranks = f"{fold.world_size} rank{'s' * (fold.world_size > 1)}" + (f", {nodes.ranks_per_node} per node" if nodes else "")
     lines = [f"{ranks}: {fold}", "", draw(fold, nodes.ranks_per_node if nodes else None)]
     for view, families in FAMILIES.items():
-        held = fold.views[view].ranks
-        on = f" on ranks {held[0]}–{held[-1]}" if fold.disjoint else ""
+        ranks_of_view = fold.views[view].ranks
+        on = f" on ranks {ranks_of_view[0]}–{ranks_of_view[-1]}" if fold.disjoint else ""
         lines += ["", f"{'experts' if view == 'moe' else view}{on}", *(_family(fold, view, family, nodes) for family in families)]
     if nodes:
         lines += [
@@ -117,7 +119,7 @@ def explanation(fold: Fold, nodes: Placement | None, best: Placement | None) -> 
 
 
 def _family(fold: Fold, view: str, family: str, nodes: Placement | None) -> str:
-    """A family in one line: its groups' number and size, whether they leave a node, and the first of them."""
+    """Describe a family in one line: the number and size of its groups, whether they cross nodes, and its first groups."""
     groups = fold.groups(family, view)
     size = len(groups[0])
     line = f"  {family:10}{len(groups):>6} group{'s' if len(groups) > 1 else ' '} of {size:<6}"

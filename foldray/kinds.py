@@ -1,8 +1,8 @@
-"""The kinds of ops that a step consists of: the one table of what each is.
+"""The table of op kinds. A step consists of ops of these kinds.
 
-Ops name their kind by a short text (`Op.kind`), and so do the parameters that an op computes with. What a reader needs to know of
-a kind stands here, once: how it is drawn, what it is cut by, what it sends, whether its forward may be computed again. Runtime
-and planner hold a function for each kind, and a test holds them against this table.
+An op has the name of its kind (`Op.kind`), and so do the parameters that the op computes with. A row of the table says how a kind
+is drawn, what an op of this kind works on, what it sends, and whether its forward may run again. The runtime and the planner have
+a function for each kind. A test compares their kinds with this table.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 
 Half = Literal["attention", "experts", "both"]
 Cut = Literal["slices", "micro_batches", "last", "sequence", "chunk"]
-"""What an op works on: a slice of attention's, a MoE micro-batch, a piece of the last block's output, a sequence, a chunk of
-gradients."""
+"""The data that an op works on: a slice of attention, a MoE micro-batch, a piece of the last block's output, a sequence, or a
+chunk of gradients."""
 
 EMBED, ATTENTION, FFN, HEAD = "embed", "attention", "ffn", "head"
 ROUTE, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE = "route", "counts", "dispatch", "expert", "combine", "merge"
@@ -24,13 +24,15 @@ class OpKind(NamedTuple):
     """A kind of op.
 
     Args:
-        name: as ops have it.
-        cut: what it works on.
-        letter, label, colour: in a drawing made of text, in a legend, in a picture.
+        name: the name that ops have (`Op.kind`).
+        cut: the data that an op works on.
+        letter: stands for the op in a drawing made of text.
+        label: the name in a legend.
+        colour: the colour in a picture.
         does: what an op of this kind does, in one line.
-        half: of a block, which of its two halves takes part: attention and all that is dense, its experts, or both.
-        travels: the class of traffic that it sends; None for one that computes.
-        recomputable: whether its forward may be computed again before its backward.
+        half: the half of a block that takes part: attention with everything dense, the experts, or both.
+        travels: the class of traffic that the op sends; None for an op that computes.
+        recomputable: whether the forward may run again before the backward.
     """
 
     name: str
@@ -71,10 +73,10 @@ _ROWS = (
 )
 
 OP_KINDS: Mapping[str, OpKind] = {row.name: row for row in _ROWS}
-"""By name, in the order of a legend."""
+"""Kinds by name, in the order of a legend."""
 
 EXCHANGES = tuple(row.name for row in _ROWS if row.travels == "tokens")
-"""What carries the rows of MoE layers."""
+"""Kinds that carry the rows of MoE layers."""
 
 RECOMPUTABLE = tuple(row.name for row in _ROWS if row.recomputable)
-"""Kinds whose forward may be computed again."""
+"""Kinds whose forward may run again."""

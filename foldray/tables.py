@@ -1,4 +1,4 @@
-"""Rows of tables, by name: those that foldray has, and those that stand in a module of the user's."""
+"""Looks up rows of tables by name: foldray's own rows, and rows in a user's module."""
 
 from __future__ import annotations
 
@@ -13,46 +13,47 @@ from foldray.errors import UserError
 
 Row = TypeVar("Row")
 OWN = "module:NAME"
-"""How a row of the user's is named."""
+"""The form in which a recipe names a row in a user's module."""
 _IMPORTABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def find_row(field: str, table: Mapping[str, Row], kind: type[Row], name: str) -> Row:
-    """A row of the table, or one of the same kind by `module:NAME`.
+    """Return a row of the table, or a row of the same type that `module:NAME` names.
 
     Args:
-        field: the recipe key that names it.
+        field: the recipe key that names the row.
+        kind: the type of the rows.
 
     Raises:
-        UserError: there is none.
+        UserError: no such row exists, or `module:NAME` names an object of another type.
     """
     if name in table:
         return table[name]
     legal = [*table, OWN]
     if not _IMPORTABLE.fullmatch(name):
-        raise UserError(field, name, "is none of the legal values", legal)
-    found = imported(field, name, legal)
-    if not isinstance(found, kind):
-        whole = f"{kind.__module__.rpartition('.')[0]}.{kind.__name__}"
-        raise UserError(field, name, f"is a {type(found).__name__}, not a {whole}", legal)
-    return found
+        raise UserError(field, name, "is not a legal value", legal)
+    row = imported(field, name, legal)
+    if not isinstance(row, kind):
+        expected = f"{kind.__module__.rpartition('.')[0]}.{kind.__name__}"
+        raise UserError(field, name, f"is a {type(row).__name__}, not a {expected}", legal)
+    return row
 
 
 def imported(field: str, name: str, legal: Iterable[str] | None = None) -> Any:
-    """What `module:NAME` names.
+    """Import the object that `module:NAME` names.
 
     Raises:
-        UserError: it cannot be imported.
+        UserError: the import fails.
     """
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a module that is imported may raise anything
+    except Exception as error:  # a user's module may raise any exception while it is imported
         raise UserError(field, name, f"cannot be imported ({type(error).__name__}: {error})", legal) from None
 
 
 class Refused(ValueError):
-    """What pydantic is told of a UserError."""
+    """Carries a UserError through pydantic, which accepts only a ValueError from a validator."""
 
     def __init__(self, error: UserError):
         super().__init__(error.rule)
@@ -60,27 +61,27 @@ class Refused(ValueError):
 
 
 class Among(NamedTuple):
-    """Checks a text that is one of some words, which help texts list.
+    """A validator for a text. The help texts list its words.
 
     Args:
-        words: what is listed.
-        find: raises a UserError for what is not legal; None takes the words alone.
+        words: the words to list.
+        find: raises a UserError for an illegal text. With None, only the words are legal.
     """
 
     words: tuple[str, ...]
     find: Callable[[str], object] | None = None
 
-    def __call__(self, given: Any) -> str:
+    def __call__(self, value: Any) -> str:
         try:
-            if self.find is not None and isinstance(given, str):
-                self.find(given)
-            elif given not in self.words:
-                raise UserError("", given, "is none of the legal values", self.words)
+            if self.find is not None and isinstance(value, str):
+                self.find(value)
+            elif value not in self.words:
+                raise UserError("", value, "is not a legal value", self.words)
         except UserError as error:
             raise Refused(error) from None
-        return given
+        return value
 
 
 def among(words: Iterable[str], find: Callable[[str], object] | None = None) -> PlainValidator:
-    """For a type: a text that is one of these words, or that `find` does not refuse."""
-    return PlainValidator(Among(tuple(words), find))  # type: ignore[arg-type] # mypy does not see that it can be called
+    """Return an annotation for a pydantic field: a text that is one of these words, or a text that `find` accepts."""
+    return PlainValidator(Among(tuple(words), find))  # type: ignore[arg-type] # mypy does not see that Among is callable

@@ -1,4 +1,4 @@
-"""Secrets in URLs, and how texts are told without them."""
+"""Hides secrets of URLs in texts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from urllib.parse import unquote
 
 HIDDEN = "***"
-_ON_DISK = ("sqlite", "journal", "file")  # schemes whose URLs name a path: an "@" in it ends no user
+_ON_DISK = ("sqlite", "journal", "file")  # schemes whose URLs name a path, where an "@" is part of the path
 _PARAMETER = re.compile(r"[?&;#]([^?&;#=]*)=")
 _SECRET = re.compile("pass|pwd|secret|token|key|cred|auth|sig", re.IGNORECASE)
 _NAME = re.compile(r"[\w.+-]*")
@@ -14,21 +14,26 @@ _URL = re.compile(r"[\w+.-]+://[^\s'\"]+")
 
 
 def without_secrets(url: str) -> str:
-    """A URL, however malformed, without its password, and without what secret-looking parameters of its query hold."""
+    """Return a URL without its password and without the values of secret-looking query parameters.
+
+    The URL may be malformed.
+    """
     url, query = _query(url)
     user = _user(url)
     return url[: user.start] + HIDDEN * (user.stop > user.start) + url[user.stop :] + HIDDEN * bool(query)
 
 
 def holds_secret(url: str) -> bool:
+    """Whether `without_secrets` changes a URL."""
     return without_secrets(url) != url
 
 
 def told_without(text: str, url: str | None = None) -> str:
-    """A text without the secrets of all URLs in it.
+    """Return a text without the secrets of the URLs in it.
 
     Args:
-        url: what the text is about. It may quote any part of it: whatever words it shares with the secret are hidden, too.
+        url: the URL that the text is about. The text may quote any part of this URL, so every word of the text that occurs in
+            the URL's secret is hidden, too.
     """
     if url is not None:
         plain, query = _query(url)
@@ -37,23 +42,27 @@ def told_without(text: str, url: str | None = None) -> str:
         known = f"{secret} {unquote(secret)}".lower()
         text = text.replace(url, without_secrets(url))
         text = re.sub(r"[\w%+-]{3,}", lambda word: HIDDEN if word.group().lower() in known else word.group(), text)
-    return _URL.sub(lambda found: without_secrets(found.group()), text)
+    return _URL.sub(lambda match: without_secrets(match.group()), text)
 
 
 def _query(url: str) -> tuple[str, str]:
-    """What comes before the first secret parameter's value, and all from there on: nobody can tell where such a value ends."""
-    found = next((each for each in _PARAMETER.finditer(url) if _SECRET.search(each.group(1))), None)
-    return (url, "") if found is None else (url[: found.end()], url[found.end() :])
+    """Split a URL before the value of its first secret parameter.
+
+    The second part runs to the end of the URL, because the value may hold any character, also the separators of parameters.
+    """
+    secret = next((parameter for parameter in _PARAMETER.finditer(url) if _SECRET.search(parameter.group(1))), None)
+    return (url, "") if secret is None else (url[: secret.end()], url[secret.end() :])
 
 
 def _user(url: str) -> range:
-    """Where user and password are: a password may hold any character, escaped or not, so it ends at the last "@".
+    """Return the positions of user and password in a URL; an empty range if nothing there is secret.
 
-    A name alone is no secret (`postgresql://USER@HOST`, `abfss://CONTAINER@HOST`), but to a web server it may be a token.
+    A password may hold any character, escaped or not, so it ends at the last "@". A user's name alone is not secret
+    (`postgresql://USER@HOST`, `abfss://CONTAINER@HOST`), except in a web URL, where it may be a token.
     """
     end = max(url.rfind("@"), 0)
     begin = url.find("://", 0, end) + 3
-    if begin < 3:  # no URL, or half of one: `USER:PASSWORD@HOST`
+    if begin < 3:  # the scheme is missing, as in `USER:PASSWORD@HOST`
         is_path = url.startswith("/") and not url.startswith("//")
         return range(end if ":" in url[:end] and not is_path else 0)
     scheme, user = url[: begin - 3], url[begin:end]

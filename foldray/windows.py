@@ -1,7 +1,7 @@
-"""How far back a query sees: one table.
+"""The table of attention windows. A window says how far back a query sees.
 
-`model.windows` takes rows by name, one of them with a size, as in `sliding:128`; `module:NAME` is a row that stands in a module
-of the user's.
+`model.windows` takes names of rows. The windows `sliding` and `chunked` have a size, as in `sliding:128`. `module:NAME` names a
+row in a user's module.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ _LARGEST = 2**24  # tokens
 
 
 class Window(NamedTuple):
-    """The keys that queries see: those up to the query itself, from a first one on.
+    """The keys that queries see: all keys from a first one up to the query itself.
 
     Args:
-        name: as recipes have it.
-        first: position of a query → position of the first key that it sees. A later query's is never an earlier key. None is the
-            beginning of the sequence for all queries.
+        name: the name in recipes.
+        first: position of a query → position of the first key that the query sees. For a later query, this position is never
+            smaller. None is the beginning of the sequence for all queries.
     """
 
     name: str
     first: Callable[[int], int] | None = None
 
     def begin(self, query: int) -> int:
-        """Position of the first key that a query sees."""
+        """Return the position of the first key that a query sees."""
         return 0 if self.first is None else self.first(query)
 
     def pairs(self, queries: range) -> int:
-        """How many keys all of these neighbouring queries see together."""
+        """Count the pairs of a query and a key that it sees, over neighbouring queries."""
         if self.first is None:
             return (queries.start + 1 + queries.stop) * len(queries) // 2
         return sum(query - self.first(query) + 1 for query in queries)
@@ -50,16 +50,17 @@ def _chunked(size: int) -> Window:
 
 FULL = Window("full")
 SIZED: Mapping[str, Callable[[int], Window]] = {"sliding": _sliding, "chunked": _chunked}
-"""Windows of a size: the newest keys (Mistral 7B, arXiv:2310.06825, section 2); chunks that see nothing of each other."""
+"""Windows with a size. `sliding` sees the newest keys (Mistral 7B, arXiv:2310.06825, section 2). `chunked` sees the keys of the
+query's own chunk."""
 LEGAL = (FULL.name, *(f"{name}:TOKENS" for name in SIZED), OWN)
 
 
 @lru_cache(maxsize=256)
 def find_window(name: str) -> Window:
-    """A row by its name, or by `module:NAME`.
+    """Return a row by its name, or by `module:NAME`.
 
     Raises:
-        UserError: there is none.
+        UserError: no such row exists, or its size is out of bounds.
     """
     sized = re.fullmatch(r"([a-z]+):(\d{1,9})", name)
     if sized and sized[1] in SIZED:

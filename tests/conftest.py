@@ -10,7 +10,7 @@ import ray
 
 from tests.pool import RankPools
 
-# The ground first: what stands on a broken floor need not run.
+# Tests of the lowest floors run first, because a fault there makes later tests fail, too.
 _FLOORS = (
     "test_imports", "foldray/test_fold", "foldray/test_kinds", "foldray/test_blueprint", "foldray/test_placement",
     "foldray/schedule", "foldray/timeline", "foldray/test_recipe", "test_cli", "foldray/comm", "foldray/kernels",
@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The ground floors first; of all, a share where one is asked for."""
+    """Sort tests by floors. With --share, keep only that share of them."""
     if share := config.getoption("--share"):
         number, shares = map(int, share.split("/"))
         chosen = [item for item in items if zlib.crc32(item.nodeid.encode()) % shares == number % shares]
@@ -40,7 +40,7 @@ def _floor(name: str) -> int:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPools]:
-    """`ranks(world)` is a pool of that many processes, shared by the session."""
+    """A function: `ranks(world)` returns a pool of `world` processes, which the session shares."""
     pools = RankPools()
     yield pools
     pools.close()
@@ -48,7 +48,7 @@ def ranks() -> Iterator[RankPools]:
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """A Ray of two CPUs on this machine, polled often and silent. One for all tests: starting it is what costs."""
+    """A Ray cluster of two CPUs on this machine. All tests share it, because starting Ray is slow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
         patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")

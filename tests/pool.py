@@ -1,4 +1,4 @@
-"""A pool of ranks for a whole test session: starting processes is what costs."""
+"""A pool of ranks for a whole test session, because starting processes is slow."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# Ranks are forked off a process that has imported what takes long, and nothing else: no threads, no groups.
+# Ranks are forks of a process that has imported the slow modules, but has no threads and no process groups.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch.distributed", "trainers.worker.deepspeed_engine", "tests.foldray.parity"])
 
-# Process groups have threads, and wait for garbage collection where cycles keep them.
+# Process groups have threads. A group in a reference cycle lives until garbage collection.
 _MANY_THREADS = 30
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died or did not answer in time; the message holds its traceback."""
+    """A rank raised an exception, died, or did not answer in time. The message has its traceback."""
 
 
 class RankPool:
-    """`world` processes in one gloo group, one thread each, that run cases one after another."""
+    """`world` processes in one gloo group, with one thread each. They run cases one after another."""
 
     def __init__(self, world: int):
         self.world = world
@@ -34,18 +34,21 @@ class RankPool:
         self._processes: list[Any] = []
 
     def run(self, case: Callable[..., Any], *arguments: Any, timeout: float = 240) -> list[Any]:
-        """Call `case(rank, *arguments)` on every rank; results by rank. After a failure the next case starts new processes."""
+        """Call `case(rank, *arguments)` on every rank, and return the results by rank.
+
+        After a failure, the next case starts new processes.
+        """
         if not self._processes:
             self._start()
         for connection in self._connections:
             connection.send((case, arguments))
-        deadline, answers = time.monotonic() + timeout, {}  # by rank: (fine or not, result or traceback)
+        deadline, answers = time.monotonic() + timeout, {}  # rank → (success, result or traceback)
         while len(answers) < self.world:
             missing = [connection for rank, connection in enumerate(self._connections) if rank not in answers]
             for connection in wait(missing, timeout=0.5):
                 rank = self._connections.index(connection)
                 answers[rank] = self._receive(rank, connection)
-            failed = [text for fine, text in answers.values() if not fine]
+            failed = [text for success, text in answers.values() if not success]
             if failed or time.monotonic() > deadline:
                 self.close()
                 silent = sorted(set(range(self.world)) - set(answers))
@@ -76,7 +79,7 @@ class RankPool:
 
 
 class RankPools:
-    """Pools by their number of ranks, each started when it is first used."""
+    """Pools by their number of ranks. A pool starts when it is first used."""
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
@@ -85,7 +88,7 @@ class RankPools:
         return self._pools.setdefault(world, RankPool(world))
 
     def close(self) -> None:
-        """End all processes; pools that are used again start new ones."""
+        """End all processes. A pool that is used again starts new ones."""
         for pool in self._pools.values():
             pool.close()
 

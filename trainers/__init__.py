@@ -11,7 +11,7 @@ __all__ = ["FoldTrainer"]
 
 
 def __getattr__(name: str) -> Any:
-    # Ray takes seconds to import; whoever needs only a part of this package does not wait for it.
+    # Importing Ray takes seconds. A program that uses another part of this package does not wait for it.
     if name == "FoldTrainer":
         from trainers.driver.trainer import FoldTrainer
 

@@ -1,4 +1,4 @@
-"""A folder on a disk or in a cloud's storage, whose files are looked at without trust in them."""
+"""Folders on a disk or in a cloud storage. Files in them are read without trust."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Model = TypeVar("Model")
 
 
 class Checked(BaseModel):
-    """What is read from a file that others may have written, with `read_json`."""
+    """Base class of documents that `read_json` reads from files that others may have written."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class DamagedFile(Exception):
-    """A file that is not what it should be.
+    """A file is missing or damaged.
 
     Args:
-        name: of the file, in its folder.
-        what: is wrong with it, as the rest of a sentence.
+        name: name of the file in its folder.
+        what: the damage, as the rest of a sentence that begins with the name.
     """
 
     def __init__(self, name: str, what: str):
@@ -41,14 +41,14 @@ class DamagedFile(Exception):
 
 
 class Folder:
-    """A folder by the name that its user knows it by.
+    """A folder on any filesystem, with the name that the user gave it.
 
     Args:
         name: a path, or a URI that pyarrow understands.
-        filesystem: where the name is a path on; found out if not given.
+        filesystem: the filesystem of the path; None takes it from the URI, or the local one.
 
     Raises:
-        OSError, ValueError: the URI names no storage that can be reached (so pyarrow's exceptions are).
+        OSError, ValueError: pyarrow cannot reach the storage that the URI names.
     """
 
     def __init__(self, name: str, filesystem: FileSystem | None = None):
@@ -57,58 +57,58 @@ class Folder:
             self.filesystem, self.path = LocalFileSystem(), os.path.abspath(name)
         else:
             self.filesystem, self.path = (filesystem, name) if filesystem else FileSystem.from_uri(name)
-        self._given = filesystem
+        self._filesystem_argument = filesystem
 
     def __truediv__(self, part: str) -> Folder:
-        return Folder(_with_path(self.name, lambda path: f"{path.rstrip('/')}/{part}"), self._given)
+        return Folder(_with_path(self.name, lambda path: f"{path.rstrip('/')}/{part}"), self._filesystem_argument)
 
     @property
     def parent(self) -> Folder:
-        return Folder(_with_path(self.name, os.path.dirname), self._given)
+        return Folder(_with_path(self.name, os.path.dirname), self._filesystem_argument)
 
     @property
     def last(self) -> str:
-        """The last part of its name."""
+        """The last part of the folder's path."""
         return os.path.basename(self.path)
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """Ray's handle of it."""
+        """Ray's handle for the folder."""
         return Checkpoint(self.path, self.filesystem)
 
     def names(self) -> list[str] | None:
-        """What lies in it, sorted; None if it is not there."""
+        """Return the sorted names in the folder; None if the folder does not exist."""
         if self.filesystem.get_file_info(self.path).type != FileType.Directory:
             return None
         return sorted(info.base_name for info in self.filesystem.get_file_info(FileSelector(self.path)))
 
     def size(self, name: str) -> int:
-        """Bytes of a file.
+        """Return the size of a file in bytes.
 
         Raises:
-            DamagedFile: there is none, or it is a folder, a device or a pipe, which could be read for ever.
+            DamagedFile: the file is missing, or is not a regular file. Reading a device or a pipe might never end.
         """
         info = self.filesystem.get_file_info(self._at(name))
         if info.type == FileType.NotFound:
             raise DamagedFile(name, "is missing")
         if info.type != FileType.File:
-            raise DamagedFile(name, "is no regular file")
+            raise DamagedFile(name, "is not a regular file")
         return info.size
 
     def read(self, name: str, limit: int) -> bytes:
-        """A file's content.
+        """Return the content of a file.
 
         Raises:
-            DamagedFile: as `size`, or it has more than `limit` bytes.
+            DamagedFile: `size` refuses the file, or it has more than `limit` bytes.
         """
         size = self.size(name)
         if size > limit:
-            raise DamagedFile(name, f"has {size} bytes, and such a file at most {limit}")
+            raise DamagedFile(name, f"has {size} bytes, but may have at most {limit}")
         with self._stream(name) as stream:
             return stream.read(size)
 
     def sha256(self, name: str) -> str:
-        """Hash of a file's content."""
+        """Return the SHA-256 of a file's content."""
         left, digest = self.size(name), hashlib.sha256()
         with self._stream(name) as stream:
             while left and (chunk := stream.read(min(left, _CHUNK))):
@@ -117,17 +117,18 @@ class Folder:
         return digest.hexdigest()
 
     def _stream(self, name: str) -> NativeFile:
-        return self.filesystem.open_input_stream(self._at(name), compression=None)  # else guessed from the name
+        # By default pyarrow guesses the compression from the name.
+        return self.filesystem.open_input_stream(self._at(name), compression=None)
 
     def _at(self, name: str) -> str:
         return f"{self.path}/{name}"
 
 
 def read_json(folder: Folder, name: str, kind: TypeAdapter[Model]) -> Model:
-    """A file's JSON as what it should be; values of other types are refused, and not converted.
+    """Read a JSON file as a document of a type. Values of other types are refused, not converted.
 
     Raises:
-        DamagedFile: it is something else.
+        DamagedFile: the file cannot be read, or does not hold such a document.
     """
     try:
         return kind.validate_json(folder.read(name, _MOST_JSON), strict=True)
@@ -136,19 +137,19 @@ def read_json(folder: Folder, name: str, kind: TypeAdapter[Model]) -> Model:
 
 
 def _first_fault(error: ValidationError) -> str:
-    """The first of pydantic's findings: where, and what."""
+    """Return the place and the message of the first error that pydantic reports."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     return f"{where[:80]}: {first['msg']}" if where else first["msg"]
 
 
 def _printable(text: str, limit: int = 200) -> str:
-    """What a forged file says must not steer the terminal."""
+    """Replace unprintable characters, because a forged file must not control the terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:limit])
 
 
 def _with_path(name: str, change: Callable[[str], str]) -> str:
-    """A path changed, or a URI's path: what follows it there, such as `?region=…`, stays."""
+    """Change a path, or the path of a URI. Parts of a URI behind the path, such as `?region=…`, stay."""
     if "://" not in name:
         return change(name)
     parts = urlsplit(name)

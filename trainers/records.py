@@ -1,7 +1,7 @@
-"""Records of a training, and the history that they make.
+"""Records of a training, and the history that they make up.
 
-Records are dicts rather than classes of ours so that the queue that they travel through (`cluster/mailbox.py`) need not be able
-to import this package.
+Records are dicts, not classes of this package, so the queue that carries them (`cluster/mailbox.py`) need not import this
+package.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter
-from typing_extensions import TypedDict  # as pydantic asks for below Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this one below Python 3.12
 
-LOAD_WINDOW = 20  # steps whose expert loads are summed: one step's load is mostly the chance of its batch
+LOAD_WINDOW = 20  # steps to sum expert loads over, because the load of one step depends mostly on its batch
 
 
 class Place(TypedDict):
-    """Where a rank runs and what it is in both views of the fold; from every rank, at the start of every attempt."""
+    """The node of a rank, and its seat in the fold. Every rank sends this record at the start of every attempt."""
 
     kind: Literal["place"]
     rank: int
@@ -35,7 +35,7 @@ class Place(TypedDict):
 
 
 class Step(TypedDict):
-    """One finished optimizer step; `step` counts from 1. From rank 0, like all that follow."""
+    """One finished optimizer step; `step` counts from 1. Rank 0 sends this record and all records of the following kinds."""
 
     kind: Literal["step"]
     step: int
@@ -50,16 +50,16 @@ class Step(TypedDict):
     step_time_s: float
     mfu: float | None
     load: list[list[int]] | None
-    """Tokens per MoE layer and global expert; None on steps that do not carry it (a large model may send it now and then)."""
+    """Tokens per MoE layer and global expert; None for steps without it (a large model sends it only now and then)."""
     load_max_over_mean: float | None
     dead_experts: int | None
     traffic: NotRequired[dict[str, dict[str, int]]]
-    """By class of traffic (`foldray.comm.Groups`) what all ranks together sent: calls, inside_bytes and across_bytes."""
+    """The calls, inside_bytes and across_bytes of all ranks together, by class of traffic (`foldray.comm.Groups`)."""
     time: NotRequired[float]
 
 
 class Validation(TypedDict):
-    """The loss on held-back text after `step` steps."""
+    """The loss on the validation text after `step` steps."""
 
     kind: Literal["validation"]
     step: int
@@ -70,7 +70,7 @@ class Validation(TypedDict):
 
 
 class Resumed(TypedDict):
-    """Training goes on from the state after `step` steps; what an earlier attempt recorded beyond it never happened."""
+    """Training continues from the state after `step` steps. Later records of an earlier attempt become invalid."""
 
     kind: Literal["resumed"]
     step: int
@@ -78,14 +78,14 @@ class Resumed(TypedDict):
 
 
 class Tried(TypedDict):
-    """A degree and a size of gradient chunks that were tried at the start of training, or those chosen."""
+    """A degree and a size of gradient chunks that training tried in its first steps, or the choice among them."""
 
     kind: Literal["tried"]
     degree: int
     sp_bytes: int | None
-    """None where the size is settled."""
+    """None if the recipe settles the size."""
     step_time_s: float
-    """Median over the steps that were measured with it; in the record of the choice, over those of the run-off."""
+    """Median over the measured steps with this setting; in the record of the choice, over the steps of the run-off."""
     chosen: bool
     time: NotRequired[float]
 
@@ -117,7 +117,7 @@ _LONGEST_LINE = 1 << 28
 
 
 class History:
-    """What a run has done so far: its records by step, those of re-run steps in the place of the earlier ones."""
+    """The records of a run by step. Records of steps that ran again replace the earlier ones."""
 
     def __init__(self) -> None:
         self.places: dict[int, Place] = {}
@@ -126,19 +126,19 @@ class History:
         self.checkpoints: dict[int, Saved] = {}
         self.resumes: list[int] = []
         self.tried: list[Tried] = []
-        """In this order; a search that begins anew clears what was before."""
+        """Trials in order; a new search clears the trials of an earlier one."""
         self.settled: dict[int, Settled] = {}
-        """By degree, the newest."""
+        """The chosen order by degree; the newest counts."""
         self.imbalance: dict[int, np.ndarray] = {}
-        """Per step: for every MoE layer, the busiest expert's load over the mean."""
+        """By step: the load of the busiest expert over the mean load, for every MoE layer."""
         self._loads: deque[tuple[int, np.ndarray]] = deque(maxlen=LOAD_WINDOW)
 
     @classmethod
     def read(cls, path: Path) -> History:
-        """The history in a `metrics.jsonl`; a line torn by a crash is passed over.
+        """Read the history in a `metrics.jsonl`, and skip lines that a crash cut off.
 
         Raises:
-            ValueError: a line holds something else than a record.
+            ValueError: a line is JSON, but not a record.
         """
         history = cls()
         if path.exists():
@@ -149,23 +149,23 @@ class History:
 
     def _read_line(self, number: int, line: str) -> None:
         if len(line) == _LONGEST_LINE:
-            raise ValueError(f"line {number} has no end")
+            raise ValueError(f"line {number} is too long")
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
             return
         except (RecursionError, ValueError):
-            raise ValueError(f"line {number} holds no record") from None
+            raise ValueError(f"line {number} is not a record") from None
         try:
-            # Numbers that are not finite are written as null.
+            # Infinite numbers and NaN are written as null.
             known = {key: 0.0 if value is None and key in _FINITE else value for key, value in record.items()}
             _RECORD.validate_python(known)
             self.receive(record)
         except (AttributeError, ArithmeticError, LookupError, TypeError, ValueError):
-            raise ValueError(f"line {number} holds no record of a run") from None
+            raise ValueError(f"line {number} is not a record of a run") from None
 
     def receive(self, record: Record) -> None:
-        """Take in a record."""
+        """Add a record to the history."""
         if record["kind"] == "place":
             self.places[record["rank"]] = record
         elif record["kind"] == "step":
@@ -186,18 +186,18 @@ class History:
 
     @property
     def last_step(self) -> int:
-        return next(reversed(self.steps), 0)  # steps are kept in order
+        return next(reversed(self.steps), 0)  # the dict has the steps in order
 
     @property
     def load(self) -> np.ndarray | None:
-        """Tokens per MoE layer and expert over the newest steps, `LOAD_WINDOW` at most; None if none carried it."""
+        """Tokens per MoE layer and expert over at most `LOAD_WINDOW` of the newest steps; None if no step has them."""
         return np.sum([load for _, load in self._loads], axis=0) if self._loads else None
 
     def _take_step(self, record: Step) -> None:
         step, load = record["step"], np.asarray(record["load"] or [], dtype=np.int64)
-        if step <= self.last_step:  # an attempt that began from nothing says no "resumed"
+        if step <= self.last_step:  # an attempt that starts at step 0 sends no "resumed" record
             self._rewind(step - 1)
-        # The rest of a run's loads would fill the driver's memory on a model of many experts; metrics.jsonl has them.
+        # With many experts, the loads of all steps would fill the driver's memory. metrics.jsonl has them.
         self.steps[step] = {**record, "load": None}
         if load.size:
             self._loads.append((step, load))
@@ -208,18 +208,18 @@ class History:
         for by_step in by_steps:
             for later in [key for key in by_step if key > step]:
                 del by_step[later]
-        kept = [(at, load) for at, load in self._loads if at <= step]
+        earlier = [(at, load) for at, load in self._loads if at <= step]
         self._loads.clear()
-        self._loads.extend(kept)
+        self._loads.extend(earlier)
 
 
 def number(value: float | None) -> float:
-    """A value to draw or to compare: NaN where a record has none (JSON has no NaN, so files say null)."""
+    """Return a record's value as a number to draw or to compare. None becomes NaN, because files say null for NaN."""
     return math.nan if value is None else float(value)
 
 
 def as_json(record: Mapping[str, Any]) -> str:
-    """A record as one line of strict JSON; numbers that are not finite become null."""
+    """Return a record as one line of strict JSON. Infinite numbers and NaN become null."""
     return json.dumps(_finite(record), allow_nan=False)
 
 

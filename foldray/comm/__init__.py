@@ -1,4 +1,4 @@
-"""The only floor that makes process groups and talks."""
+"""Communication between ranks. No other floor makes process groups or calls collectives."""
 
 from foldray.comm.communicator import Communicator, Count, Pending, Traffic
 from foldray.comm.exchange import exchange, gather_rows, gather_sequence, scatter_rows, scatter_sequence

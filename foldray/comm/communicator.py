@@ -1,4 +1,4 @@
-"""Ranks that exchange one class of traffic, and the count of what they exchange."""
+"""Communicators: collectives among ranks for one class of traffic, and counts of the bytes that they send."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.futures import Future
 
 # torch 2.13 renamed these two and warns at the old names; torch 2.11 has the old ones only.
@@ -19,7 +20,7 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 @dataclass
 class Count:
-    """What one rank sent: calls, and bytes to ranks of its own node and of other nodes."""
+    """Calls of one rank, and bytes that it sent to ranks of its own node and of other nodes."""
 
     calls: int = 0
     inside_bytes: int = 0
@@ -28,11 +29,12 @@ class Count:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Everything one rank sent, by class of traffic and operation.
+    """Calls and bytes that one rank sent, by class of traffic and operation.
 
     All-to-alls and sends are counted pair by pair. An all-reduce, all-gather or reduce-scatter is counted as a ring: each rank
-    sends its share, (n − 1)/n of the whole (twice for an all-reduce), to the next member. What a rank keeps is not counted,
-    nor which way a backend takes: over gloo, an all-gather's bytes go straight to every member.
+    sends its share, (n − 1)/n of the whole tensor (twice for an all-reduce), to the next member. Data that stay on a rank
+    are not counted. The count does not follow the route of a backend: gloo sends an all-gather's bytes straight to every
+    member.
     """
 
     counts: dict[tuple[str, str], Count] = field(default_factory=dict)
@@ -44,49 +46,58 @@ class Traffic:
         count.across_bytes += across
 
     def by_name(self) -> dict[str, Count]:
-        """All operations of a class of traffic together."""
-        found: dict[str, Count] = {}
+        """Sum up all operations of each class of traffic."""
+        totals: dict[str, Count] = {}
         for (name, _), count in self.counts.items():
-            total = found.setdefault(name, Count())
+            total = totals.setdefault(name, Count())
             total.calls += count.calls
             total.inside_bytes += count.inside_bytes
             total.across_bytes += count.across_bytes
-        return found
+        return totals
 
     def clear(self) -> None:
         self.counts.clear()
 
 
 class Pending:
-    """Tensors on their way; `wait` returns them."""
+    """Tensors of an operation that is still running; `wait` returns them.
 
-    def __init__(self, works: Iterable[dist.Work], tensors: Sequence[torch.Tensor], kept: Sequence[torch.Tensor] = ()):
+    Args:
+        works: the running operations.
+        tensors: the tensors that `wait` returns.
+        kept: tensors that are being sent; they must live until `wait` returns.
+    """
+
+    def __init__(self, works: Iterable[dist.Work], tensors: Sequence[Tensor], kept: Sequence[Tensor] = ()):
         self._works: list[Any] = list(works)  # work, or a future
         self._tensors, self._kept = tuple(tensors), tuple(kept)
 
     def when_done(self, call: Callable[[], None]) -> list[Future]:
-        """Call whenever a part has arrived, last of all when everything has, from whichever thread finds out.
+        """Call a function whenever a part of the tensors has arrived, the last time when all have.
 
-        Returns what is done when the calls are; nothing, after one call, if nothing is on its way.
+        Any thread may make the call. If no operation is running, the function is called once, at once.
+
+        Returns:
+            Futures that are done when the calls have returned; an empty list if no operation is running.
         """
         if not self._works:
             call()
         try:
             return [work.get_future().then(lambda _: call()) for work in self._works]
-        except RuntimeError:  # gloo's sends and receives tell nobody but who waits for them, and him once
+        except RuntimeError:  # gloo's sends and receives have no futures, and can be waited for only once
             self._works = [_watched(self._works, call)]
             return list(self._works)
 
-    def wait(self) -> tuple[torch.Tensor, ...]:
+    def wait(self) -> tuple[Tensor, ...]:
         for work in self._works:
             work.wait()
         self._works.clear()
-        self._kept = ()  # what is being sent must live until here
+        self._kept = ()
         return self._tensors
 
 
 def _watched(works: Sequence[dist.Work], call: Callable[[], None]) -> Future:
-    """Wait for all in a thread of its own, and call; done when that is."""
+    """Wait for all works in a new thread, then call a function. The future is done when the call has returned."""
     done: Future = Future()
 
     def watch() -> None:
@@ -104,15 +115,15 @@ def _watched(works: Sequence[dist.Work], call: Callable[[], None]) -> Future:
 
 @dataclass(frozen=True)
 class Communicator:
-    """Ranks that exchange one class of traffic.
+    """Collectives among ranks that exchange one class of traffic.
 
     Args:
-        name: what travels.
+        name: the class of traffic.
         ranks: members, in the order of the fold's table.
-        index: this process's place among them.
-        group: None for a single member, which needs no network.
-        nodes: the node of each member; empty when all share one.
-        traffic: where what is sent is counted.
+        index: this process's index in `ranks`.
+        group: the process group; None for a single member, which needs no network.
+        nodes: the node of each member; empty if all members share a node.
+        traffic: counts the bytes that this rank sends.
     """
 
     name: str
@@ -126,24 +137,24 @@ class Communicator:
     def size(self) -> int:
         return len(self.ranks)
 
-    def all_reduce(self, x: torch.Tensor, reduction: Literal["sum", "max"] = "sum") -> torch.Tensor:
-        """Sum or largest over the members, in place."""
+    def all_reduce(self, x: Tensor, reduction: Literal["sum", "max"] = "sum") -> Tensor:
+        """Replace x by the sum or the maximum over the members."""
         return self.start_all_reduce(x, reduction).wait()[0]
 
-    def start_all_reduce(self, x: torch.Tensor, reduction: Literal["sum", "max"] = "sum") -> Pending:
-        """`all_reduce` on its way."""
+    def start_all_reduce(self, x: Tensor, reduction: Literal["sum", "max"] = "sum") -> Pending:
+        """Start `all_reduce`."""
         if self.group is None:
             return Pending([], (x,))
         self._count_ring("all_reduce", 2 * _bytes(x) * (self.size - 1) // self.size)
         work = dist.all_reduce(x, _REDUCTIONS[reduction], group=self.group, async_op=True)
         return Pending([work], (x,))
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Every member's x, one after another along the first axis: [n, …] → [size · n, …]."""
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Gather every member's x, one after another along the first axis: [n, …] → [size · n, …]."""
         return self.start_all_gather(x).wait()[0]
 
-    def start_all_gather(self, x: torch.Tensor) -> Pending:
-        """`all_gather` on its way."""
+    def start_all_gather(self, x: Tensor) -> Pending:
+        """Start `all_gather`."""
         if self.group is None:
             return Pending([], (x,))
         self._count_ring("all_gather", _bytes(x) * (self.size - 1))
@@ -152,27 +163,33 @@ class Communicator:
             return self._message_by_message(out, out.view(self.size, *x.shape).unbind(), [x] * self.size)
         return Pending([_all_gather(out, x, group=self.group, async_op=True)], (out,), (x,))
 
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """This member's part of the sum over all, parts along the first axis: [size · n, …] → [n, …]."""
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return this member's part of the sum over all members. Parts lie along the first axis: [size · n, …] → [n, …]."""
         if self.group is None:
             return x
         return self.start_reduce_scatter(x, x.new_empty((x.shape[0] // self.size, *x.shape[1:]))).wait()[0]
 
-    def start_reduce_scatter(self, x: torch.Tensor, out: torch.Tensor) -> Pending:
-        """`reduce_scatter` into `out`, on its way; there is more than one member."""
+    def start_reduce_scatter(self, x: Tensor, out: Tensor) -> Pending:
+        """Start `reduce_scatter` into `out`. The communicator must have more than one member."""
         self._count_ring("reduce_scatter", _bytes(x) * (self.size - 1) // self.size)
         x = x.contiguous()
         return Pending([_reduce_scatter(out, x, group=self.group, async_op=True)], (out,), (x,))
 
-    def all_to_all(self, x: torch.Tensor, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
-        """Send `sent[i]` leading rows of x to member i and return the rows that came, member by member.
+    def all_to_all(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+        """Send rows to every member, and return the rows that every member sent here.
 
-        Shapes: x [Σ sent, …] → [Σ received, …].
+        Args:
+            x: rows, sorted by the member that they go to: [Σ sent, …].
+            received: number of rows that come from each member.
+            sent: number of rows that go to each member.
+
+        Returns:
+            The received rows, sorted by the member that sent them: [Σ received, …].
         """
         return self.start_all_to_all(x, received, sent).wait()[0]
 
-    def start_all_to_all(self, x: torch.Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
-        """`all_to_all` on its way."""
+    def start_all_to_all(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
+        """Start `all_to_all`."""
         if self.group is None:
             return Pending([], (x,))
         row = _bytes(x) // max(1, x.shape[0])
@@ -185,49 +202,52 @@ class Communicator:
 
     @property
     def _sends_first(self) -> bool:
-        """Gloo does, and what a rank asks for then stands behind what it gives, on the same connection: large
-        messages of all-to-alls and all-gathers go one way after the other, at half the speed of the link.
+        """Whether the backend's own all-to-all and all-gather send before they receive, as gloo's do.
+
+        Both directions of a pair share a connection. If a rank sends first, its receive waits behind its send. Large
+        messages then go one way after the other, at half the speed of the link.
         """
         return dist.get_backend(self.group) == "gloo"
 
-    def _message_by_message(self, out: torch.Tensor, here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> Pending:
-        """Receives, then sends.
+    def _message_by_message(self, out: Tensor, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Pending:
+        """Start an exchange of single messages; receives come before sends.
 
         Args:
-            out: of which `here` is, member by member, what comes.
-            there: member by member, what goes.
+            out: the result.
+            received: the part of `out` that comes from each member, as views.
+            sent: the tensor that goes to each member.
         """
-        here[self.index].copy_(there[self.index].detach())
+        received[self.index].copy_(sent[self.index].detach())
         others = [(self.index + step) % self.size for step in range(1, self.size)]
-        messages = [dist.P2POp(dist.irecv, here[i], self.ranks[i], self.group) for i in others if here[i].numel()]
-        messages += [dist.P2POp(dist.isend, there[i], self.ranks[i], self.group) for i in others if there[i].numel()]
-        return Pending(dist.batch_isend_irecv(messages) if messages else [], (out,), there)
+        messages = [dist.P2POp(dist.irecv, received[i], self.ranks[i], self.group) for i in others if received[i].numel()]
+        messages += [dist.P2POp(dist.isend, sent[i], self.ranks[i], self.group) for i in others if sent[i].numel()]
+        return Pending(dist.batch_isend_irecv(messages) if messages else [], (out,), sent)
 
-    def shift(self, tensors: Sequence[torch.Tensor]) -> Pending:
-        """Start to send tensors to the ring's next member and to receive as many, of the same shapes, from the one before."""
+    def shift(self, tensors: Sequence[Tensor]) -> Pending:
+        """Start to send tensors to the ring's next member, and to receive tensors of their shapes from the previous one."""
         if self.group is None:
             return Pending([], tensors)
-        here = [tensor.contiguous() for tensor in tensors]
-        there = [torch.empty_like(tensor) for tensor in here]
+        sent = [tensor.contiguous() for tensor in tensors]
+        received = [torch.empty_like(tensor) for tensor in sent]
         to, source = self.ranks[(self.index + 1) % self.size], self.ranks[self.index - 1]
-        self._count("shift", {(self.index + 1) % self.size: sum(map(_bytes, here))})
-        # Receives first: see `_sends_first`.
-        operations = [dist.P2POp(dist.irecv, tensor, source, self.group) for tensor in there]
-        operations += [dist.P2POp(dist.isend, tensor, to, self.group) for tensor in here]
-        return Pending(dist.batch_isend_irecv(operations), there, here)
+        self._count("shift", {(self.index + 1) % self.size: sum(map(_bytes, sent))})
+        # `_sends_first` says why receives come before sends.
+        operations = [dist.P2POp(dist.irecv, tensor, source, self.group) for tensor in received]
+        operations += [dist.P2POp(dist.isend, tensor, to, self.group) for tensor in sent]
+        return Pending(dist.batch_isend_irecv(operations), received, sent)
 
-    def send(self, x: torch.Tensor, member: int) -> Pending:
+    def send(self, x: Tensor, member: int) -> Pending:
         """Start to send x to a member."""
-        assert self.group is not None, f"{self.name} has one member only"
+        assert self.group is not None, f"{self.name} has only one member"
         self._count("send", {member: _bytes(x)})
         x = x.contiguous()
         work = dist.isend(x, self.ranks[member], self.group)
         assert work is not None
         return Pending([work], (), (x,))
 
-    def receive(self, into: torch.Tensor, member: int) -> Pending:
-        """Start to receive into a tensor what a member sends; `wait` returns it."""
-        assert self.group is not None, f"{self.name} has one member only"
+    def receive(self, into: Tensor, member: int) -> Pending:
+        """Start to receive a tensor from a member; `wait` returns it."""
+        assert self.group is not None, f"{self.name} has only one member"
         work = dist.irecv(into, self.ranks[member], self.group)
         assert work is not None
         return Pending([work], (into,))
@@ -236,7 +256,7 @@ class Communicator:
         self._count(operation, {(self.index + 1) % self.size: sent})
 
     def _count(self, operation: str, sent: dict[int, int]) -> None:
-        """Count bytes by the member they go to; what stays here is not counted."""
+        """Count bytes by the member that they go to, except bytes that stay on this rank."""
         sides = [0, 0]
         for member, count in sent.items():
             if member != self.index:
@@ -244,5 +264,5 @@ class Communicator:
         self.traffic.add(self.name, operation, *sides)
 
 
-def _bytes(x: torch.Tensor) -> int:
+def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()

@@ -1,6 +1,6 @@
-"""Collectives as differentiable steps: the gradient of each is the collective that brings it back.
+"""Differentiable collectives. The gradient of each collective is the collective in the opposite direction.
 
-| step | forward | gradient |
+| function | forward | gradient |
 |---|---|---|
 | `exchange` | all-to-all-v | all-to-all-v back |
 | `gather_rows` | all-gather-v | reduce-scatter-v |
@@ -21,7 +21,7 @@ from foldray.comm.communicator import Communicator
 
 
 def exchange(x_NH: Tensor, communicator: Communicator, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-    """Rows to their members and rows from them, as `Communicator.all_to_all`, with a gradient."""
+    """Exchange rows with every member, as `Communicator.all_to_all` does: [Σ sent, H] → [Σ received, H]."""
     if communicator.size == 1:
         return x_NH
     return _Mirrored.apply(
@@ -32,40 +32,40 @@ def exchange(x_NH: Tensor, communicator: Communicator, received: Sequence[int], 
 
 
 def gather_rows(x_NH: Tensor, communicator: Communicator, rows: Sequence[int]) -> Tensor:
-    """All members' rows, member by member; member i has `rows[i]` of them (all-gather-v): [rows[index], H] → [Σ rows, H]."""
+    """Gather the rows of all members; member i has `rows[i]` of them (all-gather-v): [rows[index], H] → [Σ rows, H]."""
     if communicator.size == 1:
         return x_NH
     return _Mirrored.apply(x_NH, lambda x: _gather_v(x, communicator, rows), lambda grad: _scatter_v(grad, communicator, rows))
 
 
 def scatter_rows(x_NH: Tensor, communicator: Communicator, rows: Sequence[int]) -> Tensor:
-    """The sum over members of this member's `rows[index]` rows (reduce-scatter-v): [Σ rows, H] → [rows[index], H]."""
+    """Return this member's `rows[index]` rows of the sum over members (reduce-scatter-v): [Σ rows, H] → [rows[index], H]."""
     if communicator.size == 1:
         return x_NH
     return _Mirrored.apply(x_NH, lambda x: _scatter_v(x, communicator, rows), lambda grad: _gather_v(grad, communicator, rows))
 
 
 def gather_sequence(x_BSH: Tensor, communicator: Communicator) -> Tensor:
-    """The members' pieces of a sequence behind each other: [B, S, H] → [B, size · S, H]."""
+    """Gather the members' pieces of a sequence, one behind another: [B, S, H] → [B, size · S, H]."""
     if communicator.size == 1:
         return x_BSH
     return _Mirrored.apply(x_BSH, lambda x: _gather_s(x, communicator), lambda grad: _scatter_s(grad, communicator))
 
 
 def scatter_sequence(x_BSH: Tensor, communicator: Communicator) -> Tensor:
-    """This member's piece of the sum over members: [B, size · S, H] → [B, S, H]."""
+    """Sum a sequence over the members, and return this member's piece: [B, size · S, H] → [B, S, H]."""
     if communicator.size == 1:
         return x_BSH
     return _Mirrored.apply(x_BSH, lambda x: _scatter_s(x, communicator), lambda grad: _gather_s(grad, communicator))
 
 
 class _Mirrored(torch.autograd.Function):
-    """A collective and the collective that is its gradient."""
+    """A collective, with another collective as its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, collective: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.back = back
-        return there(x)
+        return collective(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -73,15 +73,15 @@ class _Mirrored(torch.autograd.Function):
 
 
 def _gather_v(x_NH: Tensor, communicator: Communicator, rows: Sequence[int]) -> Tensor:
-    # gloo has no uneven all-gather; an all-to-all that sends the same rows to everyone moves the same bytes.
+    # gloo has no uneven all-gather. An all-to-all that sends the same rows to every member moves the same bytes.
     size = communicator.size
     return communicator.all_to_all(x_NH.repeat(size, 1), rows, [x_NH.shape[0]] * size)
 
 
 def _scatter_v(x_NH: Tensor, communicator: Communicator, rows: Sequence[int]) -> Tensor:
-    # Summed here, in one order and in at least float32, so that the result does not depend on a library's ring.
-    size, own = communicator.size, rows[communicator.index]
-    parts_RNH = communicator.all_to_all(x_NH, [own] * size, rows).view(size, own, *x_NH.shape[1:])
+    # The sum runs here, in a fixed order and in at least float32, so the result does not depend on a library's ring.
+    size, count = communicator.size, rows[communicator.index]
+    parts_RNH = communicator.all_to_all(x_NH, [count] * size, rows).view(size, count, *x_NH.shape[1:])
     return parts_RNH.sum(0, dtype=torch.promote_types(x_NH.dtype, torch.float32)).to(x_NH.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Process groups, made from a fold's tables and handed on as one object."""
+"""Makes the process groups of a fold from its rank tables, and collects their communicators in one object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from foldray.comm.communicator import Communicator, Traffic
 from foldray.fold import Fold
 
-# One communicator per class of traffic: a process group is one queue, so a small message behind a large reduction waits.
+# Each class of traffic has its own communicator. A process group is one queue, so small messages would wait for large ones.
 TRAFFIC = {
     "tokens": "ep",
     "counts": "etp_ep",
@@ -32,16 +32,17 @@ TRAFFIC = {
 
 @dataclass(frozen=True)
 class Groups:
-    """All communicators of one rank of a fold; `close` gives up their connections and threads.
+    """All communicators of one rank of a fold. `close` ends their connections and threads.
 
     Attributes:
-        tokens, counts, expert_slices: the MoE layer's: all-to-all over EP, row counts over ETP×EP, activations over ETP.
-        tensor, context, sequence: attention's: activations over TP, keys and values over CP, statistics of whole sequences.
-        activations, output_gradients: between pipeline stages, forward and backward.
-        dense_gradients, replicated_gradients, expert_gradients, tied_gradients: one for each gradient class, and for the
-            embedding that first and last stage share.
-        control: losses, norms and counts over all ranks.
-        traffic: what this rank has sent over all of them.
+        tokens, counts, expert_slices: for the MoE layer: all-to-alls over EP, row counts over ETP×EP, activations over ETP.
+        tensor, context, sequence: for attention: activations over TP, keys and values over CP, statistics of whole sequences
+            over TP×CP.
+        activations, output_gradients: for handovers between pipeline stages, forward and backward.
+        dense_gradients, replicated_gradients, expert_gradients: for the gradients of each gradient class.
+        tied_gradients: for the gradient of an embedding that the first and the last stage share.
+        control: for losses, norms and counts over all ranks.
+        traffic: counts of all bytes that this rank has sent.
     """
 
     fold: Fold
@@ -60,50 +61,55 @@ class Groups:
     tied_gradients: Communicator
     control: Communicator
     traffic: Traffic
-    _made: list[dist.ProcessGroup]
+    _process_groups: list[dist.ProcessGroup]
 
     @classmethod
     def create(
         cls, fold: Fold, rank: int = 0, timeout: timedelta | None = None, node: Callable[[int], int] | None = None
     ) -> Groups:
-        """Make the process groups; every rank of the fold calls this. A fold of one rank needs none and talks to nobody.
+        """Make the process groups. Every rank of the fold must call this. A fold of one rank needs no process group.
 
         Args:
-            timeout: of every collective; None is the process group's default.
-            node: rank → its node, to tell traffic inside a node from traffic between nodes; None counts all as inside.
+            timeout: timeout of every collective; None is the default of the process group.
+            node: rank → the node of the rank, to count traffic inside a node and between nodes separately. None counts all
+                traffic as inside a node.
 
         Raises:
-            ValueError: the process group's world is too small for the fold, or the rank lies outside of it.
+            ValueError: the world of the process group is too small for the fold, or the rank is not in the fold.
         """
         world = dist.get_world_size() if dist.is_initialized() else 1
         if fold.world_size > 1 and fold.offset + fold.world_size > world:
-            raise ValueError(f"the fold has ranks {fold.offset}…{fold.offset + fold.world_size - 1}, the process group {world}")
+            last = fold.offset + fold.world_size - 1
+            raise ValueError(f"the fold has ranks {fold.offset}…{last}, but the process group has only {world}")
         if rank not in range(fold.offset, fold.offset + fold.world_size):
-            raise ValueError(f"rank {rank} is not in the fold's {fold.offset}…{fold.offset + fold.world_size - 1}")
-        made: dict[str, Communicator] = {}
+            raise ValueError(f"rank {rank} is not in the fold's ranks {fold.offset}…{fold.offset + fold.world_size - 1}")
+        communicators: dict[str, Communicator] = {}
         traffic = Traffic()
         for name, family in TRAFFIC.items():
             group, ranks = _process_group(fold, rank, family, timeout, singles=False)
             nodes = tuple(map(node, ranks)) if node else ()
-            made[name] = Communicator(name, ranks, ranks.index(rank), group, nodes, traffic)
-        own = [communicator.group for communicator in made.values() if communicator.group]
-        return cls(fold, rank, **made, traffic=traffic, _made=own)
+            communicators[name] = Communicator(name, ranks, ranks.index(rank), group, nodes, traffic)
+        process_groups = [communicator.group for communicator in communicators.values() if communicator.group]
+        return cls(fold, rank, **communicators, traffic=traffic, _process_groups=process_groups)
 
     def process_group(self, family: str) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
-        """One more group of a family, and its members, for those who must have a group even of one; every rank calls this."""
+        """Make another process group of a family, even for a single member, and return it with its members.
+
+        Every rank of the fold must call this.
+        """
         group, ranks = _process_group(self.fold, self.rank, family, None, singles=True)
         assert group is not None
-        self._made.append(group)
+        self._process_groups.append(group)
         return group, ranks
 
     def close(self) -> None:
-        """Destroy the process groups: each keeps threads and sockets, which a process that goes on would gather."""
-        while self._made:
-            dist.destroy_process_group(self._made.pop())
+        """Destroy the process groups. Otherwise threads and sockets would pile up in a process that makes new groups."""
+        while self._process_groups:
+            dist.destroy_process_group(self._process_groups.pop())
 
     @cached_property
     def coordinate(self) -> dict[str, dict[str, int]]:
-        """This rank's place in both views: {"attention": {"tp", …}, "moe": {"etp", …}}."""
+        """This rank's place in both grids: {"attention": {"tp", …}, "moe": {"etp", …}}."""
         return self.fold.coordinate(self.rank)
 
     @property
@@ -112,19 +118,20 @@ class Groups:
 
 
 def host_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
-    """A gloo group of the whole world, for objects and files; safe to use from another thread. None without a process group."""
+    """Make a gloo group of all ranks, for objects and files. Another thread may use it safely.
+
+    Returns None if torch.distributed is not initialized.
+    """
     return dist.new_group(backend="gloo", timeout=timeout, group_desc="host") if dist.is_initialized() else None
 
 
 def _process_group(
     fold: Fold, rank: int, family: str, timeout: timedelta | None, singles: bool
 ) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
-    mine: tuple[dist.ProcessGroup | None, tuple[int, ...]] = (
-        None,
-        (rank,),
-    )  # a family may leave ranks out: a middle stage shares no embedding
+    # A family may leave out ranks: a middle stage has no part in a tied embedding.
+    mine: tuple[dist.ProcessGroup | None, tuple[int, ...]] = (None, (rank,))
     for ranks in fold.groups(family):
-        # Every rank names every group, in one order; those outside of it return at once.
+        # torch.distributed requires every rank to make all groups in the same order, also the groups of other ranks.
         group = dist.new_group(list(ranks), timeout=timeout, group_desc=family) if singles or len(ranks) > 1 else None
         if rank in ranks:
             mine = group, ranks

@@ -1,4 +1,4 @@
-"""A try of every collective before training starts: what the backend cannot do is named then, not met in the middle of a step."""
+"""Tries every collective before training starts, so a missing operation of a backend is reported before the first step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ Operation = Callable[[Communicator, torch.Tensor], object]
 
 
 class UnsupportedBackend(RuntimeError):
-    """The backend cannot do what this fold needs; the message names backend, operation, type and class of traffic."""
+    """The backend lacks an operation that a fold needs. The message names backend, operation, type and class of traffic."""
 
 
 def probe(groups: Groups, device: torch.device, dtype: torch.dtype) -> None:
-    """Run each operation that this fold will use, on a few numbers of the type that will travel; every rank calls this.
+    """Run each operation that this fold uses, on a few numbers of the type that the operation sends.
+
+    Every rank of the fold must call this.
 
     Raises:
-        UnsupportedBackend: one of them fails.
+        UnsupportedBackend: an operation fails.
     """
     wide = torch.promote_types(dtype, torch.float32)
     plan: list[tuple[Communicator, torch.dtype, dict[str, Operation]]] = [
@@ -45,7 +47,7 @@ def probe(groups: Groups, device: torch.device, dtype: torch.dtype) -> None:
         for name, operation in operations.items() if communicator.group is not None else ():
             try:
                 operation(communicator, torch.ones(2, device=device).to(kind))
-            except Exception as error:  # backends raise what they like
+            except Exception as error:  # backends raise exceptions of many types
                 backend, reason = dist.get_backend(communicator.group), " ".join(str(error).split())[:160]
                 what = f"the {backend} backend cannot do the {name} of {kind}"
                 raise UnsupportedBackend(f"{what} that {communicator.name} needs under {groups.fold}: {reason}") from error
@@ -53,7 +55,7 @@ def probe(groups: Groups, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _all_to_all(communicator: Communicator, x: torch.Tensor) -> torch.Tensor:
-    """Member i gets i rows from everyone, so that rows differ and the first gets none."""
+    """Send i rows to member i, so that the numbers of rows differ and one of them is zero."""
     return communicator.all_to_all(
         x[:1].repeat(sum(range(communicator.size))), [communicator.index] * communicator.size, range(communicator.size)
     )

@@ -1,4 +1,4 @@
-"""Folds: axes, rank tables, validity, advice, placement on nodes. Pure integers."""
+"""Folds: axes, rank tables, validity, advice, placement on nodes. This package computes with integers only."""
 
 from foldray.fold.advice import nearest_disjoint, nearest_folds
 from foldray.fold.fold import ATTENTION_AXES, FAMILIES, MOE_AXES, Fold, divisors

@@ -1,8 +1,8 @@
 """A fold: two grids of ranks, one for attention and one for the experts.
 
-As a rule both lie over the same ranks (MoE Parallel Folding, section 3.2). Then there is one law: the pipeline groups have the
-same members in both views. Or the experts have ranks of their own, behind attention's (DisagMoE, section 3). Then each grid has a
-pipeline of its own, and nothing binds the two.
+Usually both grids cover the same ranks (MoE Parallel Folding, section 3.2). Then the pipeline groups must have the same
+members in both grids. Or the experts have ranks of their own, behind attention's ranks (DisagMoE, section 3). Then each grid
+has a pipeline of its own, and this rule does not apply. The code calls a grid a view of the fold.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOE_AXES = ("etp", "ep", "edp", "pp")
 FAMILIES = {
     "attention": {
         "tp": ("tp",), "cp": ("cp",), "dp": ("dp",), "pp": ("pp",), "dp_cp": ("dp", "cp"), "tp_cp": ("tp", "cp"),
-        "tp_dp_cp": ("tp", "dp", "cp"), "world": ATTENTION_AXES, "embedding": ("pp",),  # of which it has the two ends
+        "tp_dp_cp": ("tp", "dp", "cp"), "world": ATTENTION_AXES, "embedding": ("pp",),  # the two ends of a pipeline
     },
     "moe": {"etp": ("etp",), "ep": ("ep",), "edp": ("edp",), "pp": ("pp",), "etp_ep": ("etp", "ep")},
 }  # fmt: skip
@@ -27,21 +27,20 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Fold:
-    """Sizes of both grids of `world_size` ranks; dp and edp follow from the rest.
+    """The sizes of both grids of `world_size` ranks. The sizes dp and edp follow from the others.
 
     Args:
         world_size: ranks in the fold.
-        tp, cp, pp: tensor, context and pipeline parallel sizes of attention; dp is what is left of its ranks.
-        ep, etp: expert and expert-tensor parallel sizes; edp is what is left of the experts' ranks. etp defaults to 1, whatever
-            tp is.
-        order, moe_order: axes of each view, leftmost fastest.
+        tp, cp, pp: tensor, context and pipeline parallel sizes of attention; dp is attention's ranks / (tp·cp·pp).
+        ep, etp: expert and expert-tensor parallel sizes; edp is the experts' ranks / (etp·ep·pp). etp does not follow tp.
+        order, moe_order: axes of each grid, the fastest axis first.
         offset: first rank of the fold in a larger cluster.
-        expert_ranks: how many ranks, the last ones, the experts have to themselves; 0 if both grids lie over all ranks.
+        expert_ranks: number of ranks that only the experts use, the last ones of the fold; 0 if both grids cover all ranks.
         expert_pp: pipeline positions of experts that have ranks of their own; None is pp.
 
     Raises:
-        UserError: a size does not divide, an order is not a permutation of its axes, or the two views disagree on the
-            pipeline groups.
+        UserError: a size does not divide, an order is not a permutation of its axes, or the pipeline groups of the two grids
+            differ.
     """
 
     world_size: int
@@ -59,12 +58,14 @@ class Fold:
     def __post_init__(self) -> None:
         for name in ("world_size", "tp", "cp", "pp", "ep", "etp", "expert_pp"):
             if (size := getattr(self, name)) is not None and size < 1:
-                raise UserError(name, size, "a size is at least 1")
+                raise UserError(name, size, "must be at least 1")
         if not 0 <= self.expert_ranks < self.world_size:
-            rule = f"must leave at least one of {self.world_size} ranks to attention; 0 is experts on the same ranks"
+            rule = f"must leave at least one of {self.world_size} ranks to attention; 0 puts both grids on the same ranks"
             raise UserError("expert_ranks", self.expert_ranks, rule, [f"0…{self.world_size - 1}"])
         if self.expert_pp is not None and not self.disjoint:
-            raise UserError("expert_pp", self.expert_pp, "is pp, unless the experts have ranks of their own (expert_ranks)")
+            raise UserError(
+                "expert_pp", self.expert_pp, "must be left out unless the experts have ranks of their own (expert_ranks)"
+            )
         for name, axes in (("order", ATTENTION_AXES), ("moe_order", MOE_AXES)):
             if sorted(getattr(self, name).split("-")) != sorted(axes):
                 raise UserError(name, getattr(self, name), f"must name each of {'-'.join(axes)} once")
@@ -74,13 +75,13 @@ class Fold:
             (f"etp·ep·{expert_pp}", (self.etp, self.ep, self.moe_pp), self.moe_ranks, "the experts'"),
         ):
             if ranks % math.prod(sizes):
-                whole = f"{whose} {ranks} ranks" if self.disjoint else f"the world size {self.world_size}"
-                raise UserError("fold", "·".join(map(str, sizes)), f"{product} must divide {whole}", divisors(ranks))
+                dividend = f"{whose} {ranks} ranks" if self.disjoint else f"the world size {self.world_size}"
+                raise UserError("fold", "·".join(map(str, sizes)), f"{product} must divide {dividend}", divisors(ranks))
         if not self.disjoint:
             self._check_pipelines()
 
     def _check_pipelines(self) -> None:
-        # Groups along one axis are equal when its stride is: the one that begins at the first rank already tells.
+        # Grids over the same ranks have the same pipeline groups exactly if their strides of pp are equal.
         strides = [grid.stride("pp") for grid in (self.attention, self.moe)]
         if self.pp > 1 and strides[0] != strides[1]:
             ours, theirs = (listed(range(self.offset, self.offset + self.pp * stride, stride)) for stride in strides)
@@ -131,14 +132,18 @@ class Fold:
         return {"attention": self.attention, "moe": self.moe}
 
     def groups(self, family: str, view: str | None = None) -> tuple[tuple[int, ...], ...]:
-        """The rank table of a group family; `view` tells which pp is meant where the two differ, else it is attention's.
+        """Return the rank table of a group family.
 
-        Attention's: tp, cp, dp, pp; dp_cp (ranks that hold the same weights), tp_cp (ranks that share a sequence), tp_dp_cp (a
-        pipeline stage), world, and embedding (first and last stage, which share a tied embedding). The experts': etp, ep, edp, pp
-        and etp_ep (ranks that exchange tokens).
+        Families of attention are tp, cp, dp, pp, dp_cp (ranks that hold the same weights), tp_cp (ranks that share a
+        sequence), tp_dp_cp (a pipeline stage), world, and embedding (first and last stage, which share a tied embedding).
+        Families of the experts are etp, ep, edp, pp and etp_ep (ranks that exchange tokens).
+
+        Args:
+            family: name of the family.
+            view: the grid whose pp family is meant; None is attention's grid.
 
         Raises:
-            UserError: no such family.
+            UserError: no such family exists.
         """
         grid, axes = self.axes(family, view)
         if family == "world":
@@ -147,23 +152,23 @@ class Fold:
         return tuple(tuple(dict.fromkeys((group[0], group[-1]))) for group in groups) if family == "embedding" else groups
 
     def axes(self, family: str, view: str | None = None) -> tuple[Grid, tuple[str, ...]]:
-        """The view that a group family belongs to, and the axes along which its groups lie.
+        """Return the grid that a group family belongs to, and the axes along which its groups lie.
 
         Raises:
-            UserError: no such family.
+            UserError: no such family exists.
         """
         for name, families in FAMILIES.items():
             if family in families and view in (None, name):
                 return self.views[name], families[family]
         legal = [name for families in FAMILIES.values() for name in families]
-        raise UserError("family", family, "is no group family", dict.fromkeys(legal))
+        raise UserError("family", family, "is not a group family", dict.fromkeys(legal))
 
     def coordinate(self, rank: int) -> dict[str, dict[str, int]]:
-        """A rank's seat: its place in those views that it belongs to."""
+        """Return a rank's seat: its place in each grid that it belongs to."""
         return {view: grid.coordinate(rank) for view, grid in self.views.items() if rank in grid.ranks}
 
     def as_dict(self) -> dict:
-        """The document that `foldray explain --json` prints for a legal fold."""
+        """Return the document that `foldray explain --json` prints for a legal fold."""
         views = {
             view: {axis: grid.sizes[grid.axes.index(axis)] for axis in (ATTENTION_AXES if view == "attention" else MOE_AXES)}
             | {"ranks": [grid.ranks[0], grid.ranks[-1]]}
@@ -179,5 +184,6 @@ class Fold:
 
 
 def divisors(n: int) -> list[int]:
+    """Return all divisors of n, the smallest first."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]

@@ -1,7 +1,7 @@
-"""Rank tables: a grid of ranks and the groups that its axes make. Integers only.
+"""Rank tables: a grid of ranks, and the groups along its axes. This module computes with integers only.
 
-The enumeration is that of Megatron-Core's rank generator: axes are listed leftmost fastest, the stride of an axis is
-the product of the sizes to its left, and a group holds every value of its axes for one fixed value of all others.
+The order of ranks is that of Megatron-Core's rank generator. The fastest axis comes first. The stride of an axis is the
+product of the sizes to its left. A group holds every value of its axes for one fixed value of all other axes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Grid:
-    """`math.prod(sizes)` consecutive ranks from `offset`, factorised into named axes, leftmost fastest."""
+    """`math.prod(sizes)` consecutive ranks from `offset`, arranged along named axes, the fastest axis first."""
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -31,7 +31,7 @@ class Grid:
         return range(self.offset, self.offset + self.size)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Place of a rank on every axis.
+        """Return the place of a rank on every axis.
 
         Raises:
             ValueError: the rank is not in the grid.
@@ -44,13 +44,13 @@ class Grid:
         return place
 
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """All groups along these axes together; within a group, and among groups, the leftmost axis runs fastest."""
+        """Return all groups along these axes together. The leftmost axis runs fastest, within a group and among groups."""
         inside = self._offsets([axis for axis in self.axes if axis in axes])
         across = self._offsets([axis for axis in self.axes if axis not in axes])
         return tuple(tuple(self.offset + base + step for step in inside) for base in across)
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """The group of one rank along these axes."""
+        """Return the group of one rank along these axes."""
         place = self.coordinate(rank)
         base = rank - sum(place[axis] * self.stride(axis) for axis in axes)
         return tuple(base + step for step in self._offsets([axis for axis in self.axes if axis in axes]))
@@ -64,6 +64,6 @@ class Grid:
 
 
 def listed(group: Sequence[int], most: int = 8) -> str:
-    """A group as text: `[0 2 4]`; of a long one, both ends."""
+    """Return a group as text, such as `[0 2 4]`. A long group is shortened to its first members and its last one."""
     shown = [*group[: most - 1], "…", group[-1]] if len(group) > most else group
     return "[" + " ".join(map(str, shown)) + "]"

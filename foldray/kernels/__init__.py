@@ -1,1 +1,1 @@
-"""What computes on tensors of one rank, and talks to nobody: attention, experts, permutation, capacity."""
+"""Computations on the tensors of one rank, without communication: attention, experts, permutation, capacity."""

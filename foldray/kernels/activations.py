@@ -1,4 +1,7 @@
-"""The kernels of activations. Legend: N rows, W width of the first product (2F where gated, gate columns first), F inner."""
+"""The kernels of activations.
+
+Legend: N rows, W width of the first product (2F with a gate, gate columns first), F inner width.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,13 @@ from foldray.tables import imported
 
 
 class Kernel(NamedTuple):
-    """How an activation is computed.
+    """The functions that compute an activation.
 
     Args:
-        plain: up_NW → h_NF, in ordinary autograd: the reference.
-        forward: the same outside of autograd; may be quicker. Rows of zeros stay zero, which is what makes padding harmless.
-        backward: (dh_NF, up_NW) → h_NF once more, and the gradient of up_NW; may overwrite dh_NF.
+        plain: up_NW → h_NF in ordinary autograd. This is the reference.
+        forward: the same without autograd; it may be faster. It must keep rows of zeros at zero, because padding adds such
+            rows.
+        backward: (dh_NF, up_NW) → h_NF again, and the gradient of up_NW. It may overwrite dh_NF.
     """
 
     plain: Callable[[Tensor], Tensor]
@@ -30,9 +34,9 @@ class Kernel(NamedTuple):
 
 @cache
 def kernel_of(name: str) -> Kernel:
-    """The kernel of an activation, by the activation's name; of a plain function, autograd finds the backward."""
-    found = imported("model.ffn", find_activation(name).kernel)
-    return found if isinstance(found, Kernel) else Kernel(found, found, _by_autograd(found))
+    """Return the kernel of an activation. If the activation is a plain function, autograd computes its backward."""
+    kernel = imported("model.ffn", find_activation(name).kernel)
+    return kernel if isinstance(kernel, Kernel) else Kernel(kernel, kernel, _by_autograd(kernel))
 
 
 def _by_autograd(plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -1,13 +1,14 @@
-"""Attention of one block of queries to one block of keys, and how such parts become the whole.
+"""Attention of one block of queries to one block of keys (a part), and the merge of such parts.
 
-A part's softmax is normalised over its own keys; its log-sum-exp tells how much it weighs against other parts (Ring Attention,
-Liu et al. 2023; FlashAttention, Dao et al. 2022). `merge` joins two parts. None of these is to be differentiated: kernels give
-no gradient to the log-sum-exp, so autograd would go wrong silently. The gradient of the whole is the sum of `attend_backward`
-over its parts, each given the output and the log-sum-exp of the *whole*.
+The softmax of a part is normalised over the part's own keys. Its log-sum-exp gives the part's weight against other parts
+(Ring Attention, Liu et al. 2023; FlashAttention, Dao et al. 2022). `merge` joins two parts. Do not differentiate these
+functions with autograd: the kernels give no gradient to the log-sum-exp, so the result would silently be wrong. The gradient
+of the merged attention is the sum of `attend_backward` over the parts. Each of these calls takes the output and the
+log-sum-exp of the *merged* attention.
 
-B sequences, N query heads, G key/value heads (G divides N; query head n reads key/value head n // (N / G)), S queries, T keys,
-D head size; values may have a width V of their own. A mask is None (all keys), "causal" (S = T, query i sees keys 0…i) or bool
-[B or 1, 1, S, T], true where a key is seen.
+Legend: B sequences, N query heads, G key/value heads (G divides N; query head n reads key/value head n // (N / G)), S
+queries, T keys, D head size; values may have another width V. A mask is None (all keys), "causal" (S = T, query i sees keys
+0…i) or bool [B or 1, 1, S, T], true where a query sees a key.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ _aten = torch.ops.aten
 
 
 def attend(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Mask = None) -> tuple[Tensor, Tensor]:
-    """Output [B, N, S, D] and log-sum-exp [B, N, S], in at least float32, of one part.
+    """Compute one part: the output [B, N, S, V], and the log-sum-exp [B, N, S] in at least float32.
 
-    Where a query sees no key, the output is 0 and the log-sum-exp −inf. The output may have a wider type than the inputs.
+    For a query that sees no key, the output is 0 and the log-sum-exp is −inf. The output may have a wider type than the
+    inputs.
     """
     if not _takes_fused(q_BNSD, v_BGTD, mask):
         return _attend_plain(q_BNSD, k_BGTD, v_BGTD, mask)
@@ -36,7 +38,7 @@ def attend(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Mask = None) ->
     if q_BNSD.device.type == "cpu":
         out_BNSD, lse_BNS = _attend_cpu(q_BNSD, k_BGTD, v_BGTD, mask, scale)
     else:
-        # Only the first two of nine results matter: the others serve dropout and sequences of several lengths.
+        # The kernel returns nine results. All but the first two serve dropout and sequences of several lengths.
         flash = _aten._scaled_dot_product_flash_attention
         out_BNSD, lse_BNS = flash(q_BNSD, k_BGTD, v_BGTD, 0.0, mask == "causal", scale=scale)[:2]
     return out_BNSD[..., :value_dim], lse_BNS
@@ -45,10 +47,10 @@ def attend(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Mask = None) ->
 def attend_backward(
     dout_BNSD: Tensor, q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, out_BNSD: Tensor, lse_BNS: Tensor, mask: Mask = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One part's share of the gradients of queries, keys and values, which may have wider types than these.
+    """Compute one part's share of the gradients of queries, keys and values. The gradients may have wider types than these.
 
     Args:
-        out_BNSD, lse_BNS: merged over *all* parts that these queries attend to.
+        out_BNSD, lse_BNS: output and log-sum-exp, merged over *all* parts that these queries attend to.
     """
     if not _takes_fused(q_BNSD, v_BGTD, mask):
         return _attend_plain_backward(dout_BNSD, q_BNSD, k_BGTD, v_BGTD, out_BNSD, lse_BNS, mask)
@@ -59,7 +61,7 @@ def attend_backward(
             *inputs, 0.0, mask == "causal", attn_mask=_bias(mask, q_BNSD.dtype), scale=scale
         )
     else:
-        # No cumulative lengths means one length for all; the generator's state is read for dropout only.
+        # None for the cumulative lengths means that all sequences have one length. Only dropout reads the generator's state.
         unused = torch.empty(2, dtype=torch.uint64, device=q_BNSD.device)
         dq_BNSD, dk_BGTD, dv_BGTD = _aten._scaled_dot_product_flash_attention_backward(
             *inputs, None, None, q_BNSD.shape[2], k_BGTD.shape[2], 0.0, mask == "causal", unused, unused, scale=scale
@@ -68,7 +70,7 @@ def attend_backward(
 
 
 def merge(out_a_BNSD: Tensor, lse_a_BNS: Tensor, out_b_BNSD: Tensor, lse_b_BNS: Tensor) -> tuple[Tensor, Tensor]:
-    """The same queries over the keys of both parts, in at least float32."""
+    """Merge two parts of the same queries into their attention to the keys of both parts, in at least float32."""
     dtype = torch.promote_types(out_a_BNSD.dtype, torch.float32)
     lse_BNS = torch.logaddexp(lse_a_BNS, lse_b_BNS)
     base_BNS = _finite(lse_BNS)
@@ -81,7 +83,7 @@ def _attend_cpu(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Mask, scal
         q_BNSD, k_BGTD, v_BGTD, 0.0, mask == "causal", attn_mask=_bias(mask, q_BNSD.dtype), scale=scale
     )
     if isinstance(mask, Tensor):
-        # The kernel calls the log-sum-exp over no keys 0, which would count as a key with weight 1.
+        # For a query without keys, the kernel returns a log-sum-exp of 0, which `merge` would take for a key with weight 1.
         blind_B1S = ~mask.any(-1)
         out_BNSD = out_BNSD.masked_fill(blind_B1S.unsqueeze(-1), 0.0)
         lse_BNS = lse_BNS.masked_fill(blind_B1S, -math.inf)
@@ -89,7 +91,7 @@ def _attend_cpu(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Mask, scal
 
 
 def _attend_plain(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """`attend` by plain products in at least float32, on any device; holds all scores [B, N, S, T] at once."""
+    """`attend` with plain products in at least float32, on any device. It holds all scores [B, N, S, T] at once."""
     score_BGRST, v_BG1TD = _scores(q_BNSD, k_BGTD, mask), _wide(v_BGTD).unsqueeze(2)
     lse_BGRS = score_BGRST.logsumexp(-1)
     out_BGRSD = (score_BGRST - _finite(lse_BGRS).unsqueeze(-1)).exp() @ v_BG1TD
@@ -106,13 +108,13 @@ def _attend_plain_backward(
     p_BGRST = (_scores(q_BNSD, k_BGTD, mask) - lse_BGRS1).exp()
     delta_BGRS1 = (dout_BGRSD * out_BGRSD).sum(-1, keepdim=True)
     dscore_BGRST = p_BGRST * (dout_BGRSD @ v_BG1TD.mT - delta_BGRS1) * q_BNSD.shape[-1] ** -0.5
-    # The query heads of a group share a key/value head, so its gradient is their sum.
+    # The query heads of a group share a key/value head, so the gradient of that head is a sum over the group.
     dk_BGTD, dv_BGTD = (dscore_BGRST.mT @ q_BGRSD).sum(2), (p_BGRST.mT @ dout_BGRSD).sum(2)
     return (dscore_BGRST @ k_BG1TD).flatten(1, 2), dk_BGTD, dv_BGTD
 
 
 def _scores(q_BNSD: Tensor, k_BGTD: Tensor, mask: Mask) -> Tensor:
-    """Scaled products [B, G, N / G, S, T], −inf where a key is not seen."""
+    """Compute scaled products [B, G, N / G, S, T], with −inf where a query does not see a key."""
     q_BGRSD = _wide(q_BNSD).unflatten(1, (k_BGTD.shape[1], -1))
     score_BGRST = q_BGRSD @ _wide(k_BGTD).unsqueeze(2).mT * q_BNSD.shape[-1] ** -0.5
     if mask is None:
@@ -124,7 +126,7 @@ def _scores(q_BNSD: Tensor, k_BGTD: Tensor, mask: Mask) -> Tensor:
 
 
 def _takes_fused(q_BNSD: Tensor, v_BGTD: Tensor, mask: Mask) -> bool:
-    """Whether fused kernels take such queries: CUDA's know no masks, and heads in steps of 8 up to 256."""
+    """Whether fused kernels take these tensors. CUDA's take no bool masks, and only head sizes in steps of 8 up to 256."""
     if q_BNSD.device.type != "cuda":
         return q_BNSD.device.type == "cpu"
     if isinstance(mask, Tensor) or q_BNSD.dtype not in (torch.float16, torch.bfloat16):
@@ -134,21 +136,23 @@ def _takes_fused(q_BNSD: Tensor, v_BGTD: Tensor, mask: Mask) -> bool:
 
 
 def _bias(mask: Mask, dtype: torch.dtype) -> Tensor | None:
-    """A bool mask as what is added to the scores, which is the form that the CPU's kernels take."""
+    """Turn a bool mask into the bias that the CPU's kernels add to the scores."""
     if not isinstance(mask, Tensor):
         return None
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """0 instead of −inf: subtracted from scores that are −inf themselves, it leaves weights of 0 where −inf would leave NaN."""
+    """Replace −inf by 0. Scores of −inf minus 0 give weights of 0, but −inf minus −inf would give NaN."""
     return lse.masked_fill(lse == -math.inf, 0.0)
 
 
 def _one_width(*tensors: Tensor) -> list[Tensor]:
-    """With columns of zeros behind narrower heads: fused kernels take one width only, and zeros change neither scores nor sums.
+    """Pad narrower heads with columns of zeros, because fused kernels take one width only. Zeros change neither scores nor
+    sums.
 
-    They read rows of adjacent numbers, whatever the other strides; an expanded gradient has none.
+    The kernels also need the numbers of a row to be adjacent in memory. The numbers of an expanded gradient are not, so such
+    a tensor is copied.
     """
     width = max(x.shape[-1] for x in tensors)
     padded = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors)

@@ -1,7 +1,9 @@
-"""How many tokens an expert takes, and which ones it drops beyond that.
+"""The capacity of experts: how many tokens an expert takes, and which further tokens it drops.
 
-The scope is a sequence, or the piece of it that a rank holds (full- and sub-sequence dropping, MoE Parallel Folding section 3.3):
-who is dropped does not depend on the micro-batch. T = B·S tokens, K assignments per token, E experts.
+Tokens compete for capacity within a sequence, or within the piece of a sequence that a rank holds (full- and sub-sequence
+dropping, MoE Parallel Folding, section 3.3). So the choice does not depend on the other sequences of a micro-batch.
+
+Legend: T = B·S tokens, K assignments per token, E experts, N = T·K assignments.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ import torch
 
 
 def capacity(tokens: int, topk: int, experts: int, factor: float) -> int:
-    """Tokens of one sequence that an expert takes: ⌈factor · tokens · topk / experts⌉ (equation 4), at most all of them."""
+    """Return the number of tokens that an expert takes of one sequence: ⌈factor · tokens · topk / experts⌉, at most
+    `tokens`.
+
+    The formula is equation 4 of MoE Parallel Folding.
+    """
     return min(tokens, math.ceil(factor * tokens * topk / experts))
 
 
@@ -26,12 +32,16 @@ def keep_within(
     drop: Literal["probability", "position"],
     before_BE: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Bool [T, K]: assignments that stay when every expert takes at most `limit` tokens of each sequence.
-
-    "probability" keeps the most probable (ties: the earlier), "position" the earliest.
+    """Choose the assignments that stay if every expert takes at most `limit` tokens of each sequence: bool [T, K].
 
     Args:
-        before_BE: tokens that each expert has been asked to take of each sequence before these.
+        limit: the capacity.
+        expert_TK: the chosen experts.
+        score_TK: the scores of the chosen experts; only "probability" uses them.
+        sequences: B, the number of sequences.
+        experts: E, the number of experts.
+        drop: "probability" keeps the most probable assignments (on a tie the earlier one), "position" the earliest.
+        before_BE: number of assignments to each expert in earlier pieces of each sequence, kept or dropped.
     """
     T, K = expert_TK.shape
     sequence_T1 = torch.arange(sequences, device=expert_TK.device).repeat_interleave(T // sequences).unsqueeze(1)
@@ -50,6 +60,6 @@ def keep_within(
 
 
 def place_in_group(sorted_N: torch.Tensor) -> torch.Tensor:
-    """For sorted keys, each element's place among the equal ones: [3, 3, 5, 5, 5] → [0, 1, 0, 1, 2]."""
+    """Return the index of each sorted key among its equals: [3, 3, 5, 5, 5] → [0, 1, 0, 1, 2]."""
     index_N = torch.arange(sorted_N.numel(), device=sorted_N.device)
     return index_N - torch.searchsorted(sorted_N, sorted_N)

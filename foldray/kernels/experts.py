@@ -1,10 +1,12 @@
-"""What experts compute: rows sorted by expert → up, activation, down; forward and backward.
+"""The feed-forward networks of experts, forward and backward: up-projection, activation, down-projection.
 
-Legend: N rows, n rows of one expert, H hidden, F inner, W width of up (2F where gated, gate columns first),
-E experts. Weights are [in, out], so y = x @ W, and there are no biases.
+The input rows are sorted by expert. Weights are [in, out], so y = x @ W. The networks have no biases.
 
-`expert_ffn` has three implementations: `reference_ffn` in a loop (ordinary autograd), `_PerExpert` (one expert after another,
-gradients by hand), and `_Grouped` (all experts at once through `grouped_mm`). `_implementation` says which one runs when.
+Legend: N rows, n rows of one expert, H hidden, F inner, W width of up (2F with a gate, gate columns first), E experts.
+
+`expert_ffn` has three implementations: `reference_ffn` in a loop (ordinary autograd), `_PerExpert` (one expert after
+another, with its own backward), and `_Grouped` (all experts at once through `grouped_mm`). `_implementation` chooses between
+the last two.
 """
 
 from __future__ import annotations
@@ -22,28 +24,28 @@ from foldray.kernels.activations import kernel_of
 
 Kind = Literal["loop", "grouped"]
 
-# Up to this many multiply-adds in an expert's product its own time matters less than the time to start it.
+# Up to this many multiply-adds per expert, starting a product takes longer than the product itself.
 SMALL_PRODUCT = 1 << 21
 
 
 def reference_ffn(x_NH: Tensor, up_HW: Tensor, down_FH: Tensor, ffn: str) -> Tensor:
-    """One expert in ordinary autograd: y_NH."""
+    """Compute one expert in ordinary autograd: y_NH."""
     return kernel_of(ffn).plain(x_NH @ up_HW) @ down_FH
 
 
 def expert_ffn(x_NH: Tensor, counts: list[int], up_EHW: Tensor, down_EFH: Tensor, ffn: str, kind: Kind) -> Tensor:
-    """Every expert on its rows.
+    """Compute every expert on its rows.
 
     Args:
         x_NH: rows sorted by expert.
-        counts: rows of each expert; they sum to N, zeros are allowed.
-        up_EHW: weights into the activation.
-        down_EFH: weights out of it.
-        ffn: name of the activation between.
-        kind: "loop" is the plain reference, "grouped" the fast one; the same result but for rounding.
+        counts: number of rows of each expert, which may be zero; the numbers sum to N.
+        up_EHW: weights of the up-projections.
+        down_EFH: weights of the down-projections.
+        ffn: name of the activation.
+        kind: "loop" is the plain reference, "grouped" is fast. The results differ by rounding only.
 
     Returns:
-        y_NH, in the order of `x_NH`. Experts without rows get a gradient of zero.
+        y_NH in the order of `x_NH`. Weights of experts without rows get a gradient of zero.
 
     Raises:
         ValueError: `counts` do not fit the rows or the experts.
@@ -53,20 +55,21 @@ def expert_ffn(x_NH: Tensor, counts: list[int], up_EHW: Tensor, down_EFH: Tensor
     if kind == "grouped":
         function = _implementation(x_NH, up_EHW.shape[0], down_EFH.shape[1])
         return function.apply(x_NH.contiguous(), up_EHW, down_EFH, counts, ffn)
-    # unbind and not [e]: the gradient of E selections is E tensors of the size of all experts.
+    # unbind instead of [e], because the gradient of E selections would be E tensors of the size of all experts.
     experts = zip(x_NH.split(counts), up_EHW.unbind(), down_EFH.unbind(), strict=True)
     return torch.cat([reference_ffn(x_nH, up_HW, down_FH, ffn) for x_nH, up_HW, down_FH in experts])
 
 
 def _implementation(x_NH: Tensor, experts: int, inner: int) -> type[torch.autograd.Function]:
-    """Which implementation is fastest for these rows.
+    """Choose the implementation that is fastest for these rows.
 
-    Measured on one core (Zen 5): with large products an expert at a time is fastest; with small ones, starting them from
-    Python costs more than computing them (64 experts of 64 × 128 with 4 rows each: 2.7 ms grouped, 4.8 ms one at a time).
+    On one core (Zen 5), one expert after another is fastest if the products are large. For small products, starting them
+    from Python takes longer than computing them (64 experts of 64 × 128 with 4 rows each: 2.7 ms grouped, 4.8 ms one by
+    one).
     """
     rows, hidden = x_NH.shape
     if x_NH.device.type == "cuda":
-        # The CUDA kernel is for bfloat16 and wants rows of a multiple of 16 bytes.
+        # The CUDA kernel takes only bfloat16, and rows of a multiple of 16 bytes.
         fits = rows > 0 and x_NH.dtype == torch.bfloat16 and hidden % 8 == 0 and inner % 8 == 0
         return _Grouped if fits else _PerExpert
     small = 0 < rows * hidden * inner < SMALL_PRODUCT * experts
@@ -75,7 +78,7 @@ def _implementation(x_NH: Tensor, experts: int, inner: int) -> type[torch.autogr
 
 
 class _Grouped(torch.autograd.Function):
-    """All experts in each product."""
+    """Computes all experts in one grouped product for each matrix."""
 
     @staticmethod
     def forward(ctx: Any, x_NH: Tensor, up_EHW: Tensor, down_EFH: Tensor, counts: list[int], ffn: str) -> Tensor:
@@ -100,9 +103,10 @@ class _Grouped(torch.autograd.Function):
 
 
 class _PerExpert(torch.autograd.Function):
-    """One expert after another: what a CPU does best, and what every device can do.
+    """Computes one expert after another. This runs on every device, and is the fastest way on a CPU if products are large.
 
-    Keeps only the products into the activation; the activation is computed again, two passes that stay in the cache.
+    Only the results of the up-projections are kept for backward. Backward computes the activation again, in two passes over
+    data that stay in the cache.
     """
 
     @staticmethod
@@ -133,14 +137,14 @@ class _PerExpert(torch.autograd.Function):
 
 
 def _zero_idle(counts: list[int], *grads: Tensor) -> None:
-    """Zero gradients for the experts without rows."""
+    """Set the gradients of experts without rows to zero."""
     for e in (e for e, n in enumerate(counts) if n == 0):
         for grad in grads:
             grad[e].zero_()
 
 
 def _spans(x_NH: Tensor, counts: list[int]) -> Iterator[tuple[int, slice, int]]:
-    """(expert, its rows, how many rows to compute with) for every expert that has rows."""
+    """Yield (expert, its rows, number of rows after padding) for every expert that has rows."""
     pad, start = _onednn_multiplies(x_NH), 0
     for e, n in enumerate(counts):
         if n:
@@ -149,18 +153,18 @@ def _spans(x_NH: Tensor, counts: list[int]) -> Iterator[tuple[int, slice, int]]:
 
 
 def _bucket(n: int) -> int:
-    """Rounds up to one of 32 sizes per factor of two, in steps of at least 16.
+    """Round a number of rows up to one of 32 sizes per factor of two, in steps of at least 16.
 
-    oneDNN makes a kernel for each shape that it meets: 0.3 ms and 0.6 MB each, and every step meets new ones, until a thousand
-    are kept. With buckets the shapes repeat (8 experts of 512 × 1024, 45 steps of random counts: +0.4 GB and 52 µs a row
-    instead of +1.5 GB and 60 µs).
+    oneDNN makes a kernel for every new shape, which takes 0.3 ms and 0.6 MB, and keeps up to a thousand kernels. Without
+    rounding, every step brings new shapes. With rounding, shapes repeat (8 experts of 512 × 1024, 45 steps of random counts:
+    +0.4 GB and 52 µs per row instead of +1.5 GB and 60 µs).
     """
     step = max(16, 1 << max(0, n.bit_length() - 6))
     return -(-n // step) * step
 
 
 def _pad(rows_nH: Tensor, padded: int) -> Tensor:
-    """The rows, followed by zeros up to `padded` rows."""
+    """Append rows of zeros up to `padded` rows."""
     n = rows_nH.shape[0]
     if n == padded:
         return rows_nH
@@ -171,7 +175,7 @@ def _pad(rows_nH: Tensor, padded: int) -> Tensor:
 
 
 def _mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
-    """a @ b; into `out`, if given, which may leave out the last (padding) rows."""
+    """Compute a @ b, into `out` if it is not None. A shorter `out` leaves out the last (padding) rows."""
     if a_MK.dtype == torch.float32 and _onednn_multiplies(a_MK):
         full_MN = torch.ops.mkldnn._linear_pointwise(a_MK, b_KN.t(), None, "none", [], "")
     elif out is not None and out.shape[0] == a_MK.shape[0]:
@@ -182,7 +186,7 @@ def _mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _onednn_multiplies(x: Tensor) -> bool:
-    """Whether products of this type go through oneDNN, by torch's choice (bfloat16) or ours (float32)."""
+    """Whether products of this type go through oneDNN. torch chooses it for bfloat16, and this module may for float32."""
     if x.device.type != "cpu" or not torch.backends.mkldnn.enabled:
         return False
     return x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and _onednn_beats_mkl())
@@ -190,9 +194,10 @@ def _onednn_multiplies(x: Tensor) -> bool:
 
 @cache
 def _onednn_beats_mkl() -> bool:
-    """torch.mm in float32 is MKL, which keeps to AVX2 on AMD processors; oneDNN, in the same torch, takes AVX-512 where it is.
+    """Whether oneDNN is faster than MKL, which torch.mm uses in float32.
 
-    One Zen 5 core: 105 against 230 GFLOP/s, both full float32.
+    On AMD processors MKL uses AVX2 only, while oneDNN uses AVX-512 if the processor has it. One Zen 5 core reaches 105
+    GFLOP/s with MKL and 230 GFLOP/s with oneDNN, both in full float32.
     """
     cpu: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return torch.backends.mkldnn.is_available() and "AMD" in cpu.get("cpu_name", "") and cpu.get("avx512_f", False)

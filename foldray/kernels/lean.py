@@ -1,4 +1,4 @@
-"""Computing again what is cheap, instead of keeping it for backward."""
+"""Saves memory: backward computes cheap results again instead of keeping them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 
 def keeping_inputs(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """`compute(*inputs)`, of which nothing but the inputs is kept; backward computes it again first."""
+    """Return `compute(*inputs)`, and keep only the inputs for backward. Backward calls `compute` again first."""
     return _KeepingInputs.apply(compute, *inputs)
 
 
@@ -26,8 +26,8 @@ class _KeepingInputs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
-        inputs = [each.detach().requires_grad_(needs) for each, needs in zip(ctx.saved_tensors, needed, strict=True)]
+        inputs = [tensor.detach().requires_grad_(needs) for tensor, needs in zip(ctx.saved_tensors, needed, strict=True)]
         with torch.enable_grad():
             result = ctx.compute(*inputs)
-        found = iter(torch.autograd.grad(result, [each for each in inputs if each.requires_grad], gradient))
-        return None, *(next(found) if needs else None for needs in needed)
+        gradients = iter(torch.autograd.grad(result, [tensor for tensor in inputs if tensor.requires_grad], gradient))
+        return None, *(next(gradients) if needs else None for needs in needed)

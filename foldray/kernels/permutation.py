@@ -1,9 +1,10 @@
-"""Moving a rank's rows: tokens → rows sorted by expert, and back as a weighted sum.
+"""Moves rows within a rank: from tokens to rows sorted by expert, and back as a weighted sum.
 
 Legend: T tokens, K experts per token, N rows (kept assignments), M assignments listed token by token, H hidden, E experts.
 
-Every function is deterministic: a token sums its rows in the order of its choices, nothing is added atomically. The sums are
-`embedding_bag`, one pass over memory with the weights fused in (on one CPU core 20 times as fast as gather, multiply, sum).
+Every function is deterministic: the rows of a token are summed in the order of its choices, without atomic additions. The
+sums use `embedding_bag`, which makes one pass over memory with fused weights. On one CPU core it is 20 times as fast as
+gather, multiply and sum.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from torch.autograd.function import once_differentiable
 
 
 def sort_by_expert(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts the kept assignments by expert; inside an expert they stay in token order.
+    """Sort the kept assignments by expert. Assignments of one expert stay in the order of tokens.
 
     Args:
         expert_TK: the chosen experts, int64.
-        keep_TK: false where an assignment is dropped; None keeps all.
-        num_experts: how many experts exist.
+        keep_TK: false for a dropped assignment; None keeps all.
+        num_experts: number of experts.
 
     Returns:
         token_N, the token of each row; position_TK, the row of each assignment or -1 if dropped; counts_E, rows per expert.
     """
     num_tokens, topk = expert_TK.shape
-    # Dropped assignments go to an expert that does not exist, behind all others.
+    # Dropped assignments get the number of an expert that does not exist, so they are sorted behind all others.
     key_M = expert_TK.reshape(-1) if keep_TK is None else expert_TK.masked_fill(~keep_TK, num_experts).reshape(-1)
     order_M = torch.sort(key_M, stable=True).indices
     counts_E = torch.bincount(key_M, minlength=num_experts + 1)[:num_experts]
-    # Without drops the number of rows is known; with drops the host has to ask for it.
+    # Without drops the host knows the number of rows. With drops it has to wait for the device.
     order_N = order_M if keep_TK is None else order_M[: int(counts_E.sum())]
     rows_N = torch.arange(order_N.numel(), device=order_N.device)
     position_M = torch.full_like(order_M, -1).scatter_(0, order_N, rows_N)
@@ -40,12 +41,13 @@ def sort_by_expert(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) 
 
 
 def permute(x_TH: Tensor, token_N: Tensor, position_TK: Tensor | None = None) -> Tensor:
-    """Copies tokens to their rows: x_NH[n] = x_TH[token_N[n]].
+    """Copy tokens to their rows: x_NH[n] = x_TH[token_N[n]].
 
     Args:
         x_TH: the tokens.
         token_N: the token of each row, int64.
-        position_TK: the row of each assignment, -1 if dropped, the inverse of `token_N`; without it the gradient sorts `token_N`.
+        position_TK: the row of each assignment, -1 if dropped. It is the inverse of `token_N`; with None, backward sorts
+            `token_N` instead.
 
     Returns:
         x_NH.
@@ -54,12 +56,12 @@ def permute(x_TH: Tensor, token_N: Tensor, position_TK: Tensor | None = None) ->
 
 
 def combine(y_NH: Tensor, position_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """Sums a token's rows: out_TH[t] = Σ_k weight_TK[t, k] · y_NH[position_TK[t, k]].
+    """Sum the rows of each token: out_TH[t] = Σ_k weight_TK[t, k] · y_NH[position_TK[t, k]].
 
     Args:
         y_NH: the rows; each belongs to at most one assignment.
-        position_TK: the row of each assignment; -1 is dropped and adds nothing, whatever its weight.
-        weight_TK: the weights, in any floating type; products and sums are in at least float32.
+        position_TK: the row of each assignment; -1 means dropped and adds nothing, whatever the weight is.
+        weight_TK: the weights, in any floating type; products and sums have at least float32.
 
     Returns:
         out_TH in the type of `y_NH`.
@@ -98,10 +100,10 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, dout_TH: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         y_NH, weight_TK, row_M, offset, kept_TK = ctx.saved_tensors
         token_TK = torch.arange(weight_TK.shape[0], device=y_NH.device)[:, None].expand_as(weight_TK)
-        token_M = _select(token_TK, kept_TK).contiguous()  # of one token it would be a view that repeats one number
+        token_M = _select(token_TK, kept_TK).contiguous()  # for a single token, `_select` returns a view of one number
         dy_NH = dweight_TK = None
         if ctx.needs_input_grad[0]:
-            # A row is a bag of one: its token's gradient times its weight. Rows nobody asked for get weight 0.
+            # The gradient of a row is the gradient of its token times its weight. Rows without an assignment get weight 0.
             token_N = token_M.new_zeros(y_NH.shape[0]).scatter_(0, row_M, token_M)
             weight_N = weight_TK.new_zeros(y_NH.shape[0]).scatter_(0, row_M, _select(weight_TK, kept_TK))
             ones = torch.arange(token_N.numel() + 1, device=token_N.device)
@@ -115,7 +117,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _bags(position_TK: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The rows of each token, one bag per token: row_M, offset (T + 1), and which assignments are kept (None: all)."""
+    """Return one bag of rows per token: row_M, offset (T + 1), and which assignments are kept (None for all)."""
     kept_TK = position_TK >= 0
     if bool(kept_TK.all()):
         offset = torch.arange(0, position_TK.numel() + 1, position_TK.shape[1], device=position_TK.device)
@@ -132,7 +134,7 @@ def _select(value_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
 
 
 def _sum_rows(rows_NH: Tensor, row_M: Tensor, offset: Tensor, weight_M: Tensor | None) -> Tensor:
-    """Σ over each bag of weight · row, in the rows' type, summed in at least float32."""
+    """Sum weight · row over each bag. The sum has at least float32, the result has the type of the rows."""
     wide = _wider(rows_NH, weight_M)
     weight_M = None if weight_M is None else weight_M.to(wide)
     table_NH = rows_NH.contiguous().to(wide)
@@ -141,9 +143,9 @@ def _sum_rows(rows_NH: Tensor, row_M: Tensor, offset: Tensor, weight_M: Tensor |
 
 
 def _dot_rows(dout_TH: Tensor, y_NH: Tensor, row_M: Tensor, offset: Tensor, token_M: Tensor) -> Tensor:
-    """⟨dout of the assignment's token, y of its row⟩ for each assignment, in at least float32."""
+    """Return the dot product of dout of the token and y of the row for each assignment, in at least float32."""
     wide = _wider(y_NH, None)
-    # The kernel behind embedding_bag's own gradient by its weights (mode 0 is "sum"): reads both operands once, makes no copy.
+    # embedding_bag computes the gradient of its weights with this kernel. It reads both operands once; mode 0 is "sum".
     dot = torch.ops.aten._embedding_bag_per_sample_weights_backward
     return dot(dout_TH.contiguous().to(wide), y_NH.contiguous().to(wide), row_M, offset, token_M, 0)
 

@@ -13,22 +13,28 @@ _MOST_PARAMETERS, _MOST_EXPERTS, _MOST_CHUNKS = 10**14, 2**18, 2**20
 
 
 def check_all(recipe: Description) -> None:
+    """Check all rules between keys.
+
+    Raises:
+        UserError: the recipe breaks a rule.
+    """
     checks = (_check_size, _check_fold, _check_batch, _check_schedule, _check_data, _check_backend, _check_engine, _check_space)
     for check in checks:
         check(recipe)
 
 
 def _check_size(recipe: Description) -> None:
-    """What comes behind this counts parameters, experts and chunks one by one."""
+    """Refuse very large models first, because the later checks count parameters, experts and chunks one by one."""
     model, fold, sp_bytes = recipe.model, recipe.fold, recipe.schedule.sp_bytes
     outside, inside = count_by_cut(model)
     if outside + inside > _MOST_PARAMETERS:
         raise UserError("model", f"{outside + inside:.2g} parameters", f"must have at most {_MOST_PARAMETERS:.0e}")
     if (experts := len(model.moe_layers) * model.experts) > _MOST_EXPERTS:
-        raise UserError("model.experts", model.experts, f"makes {experts} experts in all blocks, at most {_MOST_EXPERTS} can be")
+        rule = f"makes {experts} experts in all blocks; at most {_MOST_EXPERTS} are allowed"
+        raise UserError("model.experts", model.experts, rule)
     elements = outside // (fold.tp * fold.pp) + inside // (fold.ep * fold.etp * fold.pp)
     if isinstance(sp_bytes, int) and (chunks := 4 * elements // sp_bytes) > _MOST_CHUNKS:
-        rule = f"cuts a worker's gradients into {chunks} chunks, at most {_MOST_CHUNKS} can be"
+        rule = f"cuts a worker's gradients into {chunks} chunks; at most {_MOST_CHUNKS} are allowed"
         raise UserError("schedule.sp_bytes", sp_bytes, rule, [f"{-(-4 * elements // _MOST_CHUNKS)}…"])
 
 
@@ -62,7 +68,7 @@ def _check_schedule(recipe: Description) -> None:
         rule = "has no meaning with reduction=end, which reduces whole buffers"
         raise UserError("schedule.sp_bytes", schedule.sp_bytes, rule, ["null"])
     if schedule.sp_bytes == "auto" and schedule.reduction != "chunks":
-        raise UserError("schedule.sp_bytes", "auto", "is searched for reduction=chunks", ["null", "a number of bytes"])
+        raise UserError("schedule.sp_bytes", "auto", "needs reduction=chunks", ["null", "a number of bytes"])
     if schedule.degrees is not None:
         _check_degrees(recipe)
     slicing = recipe.slicing
@@ -79,36 +85,37 @@ def _check_schedule(recipe: Description) -> None:
         _check_slices(recipe, slicing)
     if router.capacity_factor is not None and router.drop_scope == "sequence":
         if router.drop == "probability":
-            rule = "dropping the least probable of whole sequences needs them whole; model.router.drop=position does not"
+            rule = "drop=probability with drop_scope=sequence needs an uncut sequence; model.router.drop=position does not"
             raise UserError("schedule.degree", schedule.degree, rule, [1])
         if ranks > 1 and slicing.attention != slicing.moe:
-            rule = "dropping the latest of whole sequences needs equal slices where ranks share a sequence (tp, cp)"
+            rule = "dropping the latest tokens of whole sequences needs equal slices where ranks share a sequence (tp, cp)"
             raise UserError("schedule.slicing", schedule.slicing, rule, ["token_uniform"])
 
 
 def _check_degrees(recipe: Description) -> None:
-    given = list(recipe.schedule.degrees or ())
+    degrees = list(recipe.schedule.degrees or ())
     if recipe.schedule.slices is not None:
-        raise UserError("schedule.degrees", given, "cannot go with slices, which are of one degree", ["null"])
-    for degree in given:
+        raise UserError("schedule.degrees", degrees, "cannot be combined with slices, which have one degree", ["null"])
+    for degree in degrees:
         try:
             recipe.at_degree(degree)
         except UserError as error:
-            raise UserError("schedule.degrees", given, f"has {degree}, with which {error.field}: {error.rule}") from None
+            rule = f"has {degree}, which is illegal: {error.field}: {error.rule}"
+            raise UserError("schedule.degrees", degrees, rule) from None
 
 
 def _check_slices(recipe: Description, slicing: Slicing) -> None:
-    given, length, degree = recipe.schedule.slices or (), recipe.data.seq_len, recipe.schedule.degree
+    slices, length, degree = list(recipe.schedule.slices or ()), recipe.data.seq_len, recipe.schedule.degree
     unit, legal = recipe.slice_unit, ["null", list(recipe.cut("time_uniform", degree).attention)]
     if not overlap_kind(kind := recipe.schedule.kind).cuts_attention:
-        raise UserError("schedule.slices", list(given), f"kind={kind} does not cut attention", ["null"])
-    if len(given) != degree or sum(given) != length or min(given) < 1 or any(tokens % unit for tokens in given):
+        raise UserError("schedule.slices", slices, f"kind={kind} does not cut attention", ["null"])
+    if len(slices) != degree or sum(slices) != length or min(slices) < 1 or any(tokens % unit for tokens in slices):
         multiples = f"multiples of {unit}" if unit > 1 else "at least 1"
         rule = f"must be {degree} lengths, {multiples}, that sum to seq_len={length}"
-        raise UserError("schedule.slices", list(given), rule, legal)
+        raise UserError("schedule.slices", slices, rule, legal)
     if not slicing.supplies():
-        rule = f"must have made the tokens of j micro-batches {list(slicing.moe)} behind their first j slices, for any j"
-        raise UserError("schedule.slices", list(given), rule, legal)
+        rule = f"the first j slices must hold the tokens of the first j MoE micro-batches {list(slicing.moe)}, for every j"
+        raise UserError("schedule.slices", slices, rule, legal)
 
 
 def _check_batch(recipe: Description) -> None:
@@ -138,10 +145,10 @@ def _check_data(recipe: Description) -> None:
 def _check_engine(recipe: Description) -> None:
     engine, optimizer = recipe.engine, recipe.optimizer
     if engine.kind == "torch" and engine.zero and recipe.model.tied_embeddings and recipe.fold.pp > 1:
-        rule = "the torch engine cannot share out an embedding that two pipeline stages tie; kind=deepspeed can"
+        rule = "the torch engine cannot shard an embedding that two pipeline stages share; kind=deepspeed can"
         raise UserError("engine.zero", engine.zero, rule, [0])
     if engine.kind == "deepspeed" and recipe.precision == "bfloat16" and engine.zero == 0:
-        raise UserError("engine.zero", 0, "DeepSpeed's stage 0 keeps no sharded float32 state of a bfloat16 model", [1, 2])
+        raise UserError("engine.zero", 0, "DeepSpeed's stage 0 keeps no sharded float32 state for a bfloat16 model", [1, 2])
     if engine.kind == "deepspeed" and recipe.precision == "float64":
         raise UserError(
             "precision", "float64", "DeepSpeed keeps float32 master weights; use engine.kind=torch", ["float32", "bfloat16"]
@@ -157,7 +164,7 @@ def _check_backend(recipe: Description) -> None:
     if backend == "deepspeed":
         same = router.score == "softmax" and (router.normalize or router.softmax == "after_topk") == (recipe.model.topk > 1)
         if not same or router.scale != 1:
-            rule = "DeepSpeed's gates are a softmax over all experts, rescaled to one for topk > 1, with scale 1"
+            rule = "DeepSpeed's gates are a softmax over all experts, rescaled to a sum of 1 for topk > 1, with scale 1"
             raise UserError("moe.backend", backend, rule, ["torch", "tutel"])
 
 

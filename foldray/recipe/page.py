@@ -60,8 +60,8 @@ def key_help(tuning: bool = False, width: int | None = None) -> str:
             continue
         lines += ["", *_wrapped(f"{name}: {' '.join(about.split())}" if name else "outside of sections:", width)]
         for key, legal, default, meaning in rows:
-            asked = default if default == "required" else f"default {default}"
-            lines += _wrapped(f"{key}  ({legal.replace('|', ' | ')}; {asked})", width, "  ", "        ")
+            default = default if default == "required" else f"default {default}"
+            lines += _wrapped(f"{key}  ({legal.replace('|', ' | ')}; {default})", width, "  ", "        ")
             lines += _wrapped(meaning, width, "      ", "      ")
     return "\n".join(lines)
 

@@ -78,7 +78,7 @@ def refuse_booleans(model: type[BaseModel], given: Any, prefix: str = "") -> Non
         values = value if isinstance(value, list) else [value]
         if section is not None:
             refuse_booleans(section, value, f"{prefix}{key}.")
-        elif any(isinstance(each, bool) for each in values) and _is_number(field.annotation):
+        elif any(isinstance(item, bool) for item in values) and _is_number(field.annotation):
             raise UserError(f"{prefix}{key}", str(value).lower(), "is not a valid number")
 
 
@@ -100,10 +100,10 @@ def first_mistake(model: type[BaseModel], error: ValidationError) -> UserError:
     if kind == "missing":
         return UserError(field, "nothing", "is required")
     if kind == "literal_error":
-        return UserError(field, value, "is none of the legal values", None if key is None else _words(key.annotation))
+        return UserError(field, value, "is not a legal value", None if key is None else _words(key.annotation))
     if isinstance(refused := first.get("ctx", {}).get("error"), Refused):
-        whole = key is not None and section.model_fields.get(path[-1]) is key  # the whole value, not an item of its list
-        more = ["null"] if key is not None and whole and type(None) in get_args(key.annotation) else []
+        is_item = key is None or section.model_fields.get(path[-1]) is not key  # an item of a list, which must not be null
+        more = ["null"] if key is not None and not is_item and type(None) in get_args(key.annotation) else []
         return UserError(field, value, refused.rule, [*refused.legal, *more])
     if kind == "string_pattern_mismatch":
         return UserError(field, value, "may hold letters, digits, '.', '_' and '-', and begins with a letter or digit")

@@ -35,19 +35,24 @@ class Recipe(Description):
 
     @property
     def orderings(self) -> dict[int, Ordering]:
-        """By degree: those that training may choose from."""
+        """The orderings that training may choose from, by degree."""
         return {degree: self.at_degree(degree).ordering for degree in self.schedule.degrees or (self.schedule.degree,)}
 
     def named_ordering(self, name: str) -> Ordering:
-        """What a short name such as `stream:4:2` stands for (`schedule.named_ordering`), with this recipe's recomputation."""
-        found = named_ordering(name, self.data.seq_len, self.slice_cost, self.slice_unit)
-        if self.training.micro_batch % found.batch_degree:
-            rule = f"cuts into {found.batch_degree} along the batch, which must divide training.micro_batch"
+        """Return the ordering of a short name such as `stream:4:2` (`schedule.named_ordering`), with this recipe's
+        recomputation.
+
+        Raises:
+            UserError: the name is illegal, or the ordering does not fit this recipe.
+        """
+        ordering = named_ordering(name, self.data.seq_len, self.slice_cost, self.slice_unit)
+        if self.training.micro_batch % ordering.batch_degree:
+            rule = f"has {ordering.batch_degree} parts along the batch; this number must divide training.micro_batch"
             raise UserError("schedule", name, rule, divisors(self.training.micro_batch))
-        if self.engine.kind == "deepspeed" and self.schedule.reduction == "end" != found.reduction.kind:
-            rule = "reduces within the step, which DeepSpeed leaves to foldray with schedule.reduction=chunks or buckets only"
+        if self.engine.kind == "deepspeed" and self.schedule.reduction == "end" != ordering.reduction.kind:
+            rule = "reduces gradients within the step; with DeepSpeed this needs schedule.reduction=chunks or buckets"
             raise UserError("schedule", name, rule)
-        return found._replace(recompute=self.schedule.recompute)
+        return ordering._replace(recompute=self.schedule.recompute)
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:

@@ -1,4 +1,4 @@
-"""What the benchmarks of this folder share."""
+"""Code that several benchmarks of this folder use."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.nn import functional
 
-# glibc gives large blocks back to the kernel when they are freed, so every step touches fresh pages, one fault for each 4 KiB.
-# To keep them helps every variant; the trainer sets the same for its workers. It is read only when a process starts.
+# By default, glibc returns large free blocks to the kernel, so every step gets new pages, with a page fault for each 4 KiB.
+# With these settings it keeps them, which makes every variant faster. The trainer uses the same settings for its workers.
+# glibc reads them only when a process starts.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
 
 
 class GatedMlp(nn.Module):
-    """An expert for a peer's MoE layer: [T, H] → [T, H] over F inner units."""
+    """An expert for the MoE layers of other projects: [T, H] → [T, H], with F inner units."""
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
@@ -27,7 +28,7 @@ class GatedMlp(nn.Module):
 
 
 def processor() -> str:
-    """This machine's, as it names itself."""
+    """Return the name of this machine's processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())

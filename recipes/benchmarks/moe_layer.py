@@ -1,15 +1,15 @@
-"""One MoE layer, forward and backward, on one core: foldray against its peers.
+"""Measure one MoE layer, forward and backward, on one core: foldray and other projects.
 
     python recipes/benchmarks/moe_layer.py [--rounds 9] [--json result.json]
 
-All layers hold the same weights, see the same tokens (new ones each round) and must agree on the output and on the gradient
-of the tokens before anything is timed. They alternate within a round, in one process, with the same settings, one thread, on
-one core. Peers that are not installed are left out with a line that says so.
+All layers have the same weights and get the same tokens, which are new in every round. Before the measurement, all layers
+must agree on the output and on the gradient of the tokens. The layers take turns within a round, in one process, with one
+thread, on one core. The script skips projects that are not installed, and says so.
 
-Work is what the experts' products need and nothing else: T·K rows × 3 matrices × 2·H·F operations × 3 for forward and backward.
-There are two peaks to hold it against, each the best median over the layer's own shapes and 2048³, measured in the same run:
-`torch.mm`, which is what all peers call, and the faster of `torch.mm` and oneDNN's product, the most that a core gives through
-torch. "cpu ms" is the time that the process computed; on a busy machine it is steadier than the clock on the wall.
+The work counts only the matrix products of experts: T·K rows × 3 matrices × 2·H·F operations × 3 for forward and backward.
+The table compares the speed with two peaks of the same run. A peak is the best median over the layer's own shapes and 2048³.
+The first peak is that of `torch.mm`, which all other projects call. The second peak is the faster one of `torch.mm` and
+oneDNN's product. "cpu ms" is the processor time of the process, which is steadier than wall-clock time on a busy machine.
 
 Legend: T tokens, K experts per token, H hidden, F inner, E experts.
 """
@@ -57,14 +57,14 @@ class Sizes:
 
 @dataclass
 class Times:
-    """Milliseconds of each round, by the wall's clock and by the processor's."""
+    """Milliseconds of each round: wall-clock time and processor time."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
 
 
 class Layer(Protocol):
-    """What is measured: x_TH → out_TH."""
+    """A layer to measure: x_TH → out_TH."""
 
     def __call__(self, x_TH: Tensor) -> Tensor: ...
 
@@ -84,7 +84,7 @@ def main() -> None:
     times, peaks = measure(sizes, layers, args.rounds)
     report(sizes, times, peaks)
     if args.json:
-        measured: dict[str, Any] = {name: asdict(each) for name, each in times.items()}
+        measured: dict[str, Any] = {name: asdict(milliseconds) for name, milliseconds in times.items()}
         document = {"cpu": processor(), "torch": torch.__version__, "sizes": asdict(sizes), "operations": sizes.operations}
         Path(args.json).write_text(json.dumps({**document, "gflops_peak": peaks, "ms": measured}, indent=1) + "\n")
 
@@ -93,7 +93,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     for name, default in (("tokens", 4096), ("hidden", 512), ("inner", 1024), ("experts", 8), ("topk", 2), ("rounds", 9)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="the core to stay on")
+    parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="the core to run on")
     parser.add_argument("--plain-malloc", action="store_true", help="leave glibc's defaults, for every variant")
     parser.add_argument("--json", help="write every measurement to this file")
     return parser.parse_args()
@@ -103,7 +103,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def build(sizes: Sizes) -> dict[str, Layer]:
-    """The layers by name, all with the same weights; ours first."""
+    """Build all layers with the same weights, and return them by name. foldray's layers come first."""
     ours = Foldray(sizes, "grouped")
     loop = Foldray(sizes, "loop")
     loop.load_state_dict(ours.state_dict())
@@ -123,7 +123,7 @@ def build(sizes: Sizes) -> dict[str, Layer]:
 
 
 class Foldray(nn.Module):
-    """Our layer, on a fold of one rank."""
+    """foldray's layer, on a fold of one rank."""
 
     def __init__(self, sizes: Sizes, kind: Literal["grouped", "loop"]):
         super().__init__()
@@ -139,12 +139,12 @@ class Foldray(nn.Module):
         return self.layer(x_TH[None])[0][0]
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Router [E, H], up [E, H, 2F], down [E, F, H]."""
+        """Return the weights: router [E, H], up [E, H, 2F], down [E, F, H]."""
         return self.layer.router.weight.detach().t(), self.layer.experts.up.detach(), self.layer.experts.down.detach()
 
 
 class Wrapped:
-    """A module of a peer, and how to call it."""
+    """A module of another project, with a function that calls it."""
 
     def __init__(self, module: nn.Module, call: Callable[[Tensor], Tensor]):
         self.parameters, self.call = module.parameters, call
@@ -154,7 +154,7 @@ class Wrapped:
 
 
 class TorchMm(Wrapped):
-    """Our layer without oneDNN: the same code on the product that all peers call."""
+    """foldray's layer without oneDNN: the same code with `torch.mm`, which all other projects call."""
 
     def __init__(self, ours: Foldray):
         super().__init__(ours, ours)
@@ -180,9 +180,9 @@ def _deepspeed(sizes: Sizes, ours: Foldray) -> Layer:
     from deepspeed.moe.layer import MoE
 
     _one_process()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # no compiling while we measure
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise DeepSpeed compiles code meanwhile
     deepspeed.init_distributed("gloo", verbose=False)
-    # drop_tokens=False is DeepSpeed's dropless: every expert is padded to the busiest one.
+    # With drop_tokens=False, DeepSpeed drops no token, and pads every expert to the size of the busiest one.
     settings = {"drop_tokens": False, "use_rts": False, "top2_2nd_expert_sampling": False}
     layer = MoE(sizes.hidden, GatedMlp(sizes.hidden, sizes.inner), sizes.experts, k=sizes.topk, **settings)
     layer.set_deepspeed_parallelism()
@@ -198,7 +198,7 @@ def _tutel(sizes: Sizes, ours: Foldray) -> Layer:
     _one_process()
     from tutel import moe
 
-    # capacity_factor 0 is Tutel's dropless: every expert is padded to the busiest one.
+    # With capacity_factor 0, Tutel drops no token, and pads every expert to the size of the busiest one.
     layer = moe.moe_layer(
         gate_type={"type": "top", "k": sizes.topk, "capacity_factor": 0.0},
         experts={"type": "llama_ffn", "num_experts_per_device": sizes.experts, "hidden_size_per_expert": sizes.inner},
@@ -213,7 +213,7 @@ def _tutel(sizes: Sizes, ours: Foldray) -> Layer:
 
 
 def _one_process() -> None:
-    """A process group of this process alone, which DeepSpeed and Tutel want."""
+    """Make a process group of this process only, which DeepSpeed and Tutel need."""
     if not dist.is_initialized():
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -223,16 +223,16 @@ def _one_process() -> None:
 
 
 def tokens(sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """New x_TH and dout_TH."""
+    """Make new x_TH and dout_TH."""
     return torch.randn(sizes.tokens, sizes.hidden), torch.randn(sizes.tokens, sizes.hidden)
 
 
 def step(layer: Layer, x_TH: Tensor, dout_TH: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Forward and backward from no gradients: out_TH and dx_TH."""
+    """Run forward and backward, and return out_TH and dx_TH. All gradients are cleared before."""
     for parameter in layer.parameters():
         parameter.grad = None
     x_TH = x_TH.detach().requires_grad_()
-    # Not torch.backends.mkldnn.flags: that touches settings of Intel GPUs too, and warns.
+    # torch.backends.mkldnn.flags also changes settings of Intel GPUs, and warns, so it is not used here.
     torch._C._set_mkldnn_enabled(not isinstance(layer, TorchMm))
     out_TH = layer(x_TH)
     out_TH.backward(dout_TH)
@@ -241,20 +241,24 @@ def step(layer: Layer, x_TH: Tensor, dout_TH: Tensor) -> tuple[Tensor, Tensor | 
 
 
 def check(sizes: Sizes, layers: dict[str, Layer]) -> None:
-    """Every layer computes the same function, and its gradient: a benchmark of different computations means nothing."""
+    """Check that every layer computes the same output and the same gradient.
+
+    Raises:
+        SystemExit: a layer differs from foldray's reference.
+    """
     x_TH, dout_TH = tokens(sizes)
-    want = step(layers["foldray loop"], x_TH, dout_TH)
+    reference = step(layers["foldray loop"], x_TH, dout_TH)
     for name, layer in layers.items():
-        for what, got_TH, want_TH in zip(("output", "gradient"), step(layer, x_TH, dout_TH), want, strict=True):
-            assert got_TH is not None
-            assert want_TH is not None
-            error = ((got_TH - want_TH).norm() / want_TH.norm()).item()
+        for what, result_TH, expected_TH in zip(("output", "gradient"), step(layer, x_TH, dout_TH), reference, strict=True):
+            assert result_TH is not None
+            assert expected_TH is not None
+            error = ((result_TH - expected_TH).norm() / expected_TH.norm()).item()
             if error > 1e-5:
                 raise SystemExit(f"{name}: the {what} is off by {error:.1e}")
 
 
 def measure(sizes: Sizes, layers: dict[str, Layer], rounds: int) -> tuple[dict[str, Times], dict[str, float]]:
-    """Alternating rounds of every layer and every product; the layers' times and the peaks in GFLOP/s."""
+    """Measure layers and products in turns. Return the layers' times, and the peaks in GFLOP/s."""
     times = {name: Times() for name in layers}
     products = [(kind, shape) for kind in ("torch.mm", "onednn") for shape in _shapes(sizes)]
     rates: dict[Any, list[float]] = {product: [] for product in products}
@@ -271,19 +275,19 @@ def measure(sizes: Sizes, layers: dict[str, Layer], rounds: int) -> tuple[dict[s
         for product in products:
             rates[product] += [_product(*product) for _ in range(3)]
     gc.enable()
-    medians = {product: statistics.median(each) for product, each in rates.items()}
+    medians = {product: statistics.median(values) for product, values in rates.items()}
     peaks = {kind: max(rate for (k, _), rate in medians.items() if k == kind) for kind in ("torch.mm", "onednn")}
     return times, peaks
 
 
 def _shapes(sizes: Sizes) -> list[tuple[int, int, int]]:
-    """(M, K, N) of every product of one expert under even load, and a big cube."""
+    """Return (M, K, N) of every product of one expert with an even load, and of a large square product."""
     n, H, W = sizes.tokens * sizes.topk // sizes.experts, sizes.hidden, 2 * sizes.inner
     return [(n, H, W), (n, W // 2, H), (n, H, W // 2), (n, W, H), (H, n, W), (W // 2, n, H), (2048, 2048, 2048)]
 
 
 def _product(kind: str, shape: tuple[int, int, int]) -> float:
-    """GFLOP/s of one product, by the processor's clock."""
+    """Measure the GFLOP/s of one product, in processor time."""
     M, K, N = shape
     a, b, out = torch.randn(M, K), torch.randn(K, N), torch.zeros(M, N)
     start = time.process_time()
@@ -295,15 +299,16 @@ def _product(kind: str, shape: tuple[int, int, int]) -> float:
 
 
 def report(sizes: Sizes, times: dict[str, Times], peaks: dict[str, float]) -> None:
-    """The table."""
+    """Print the table."""
     print(f"{processor()}, one core, torch {torch.__version__}, float32, {sizes}")
     print(f"peak: torch.mm {peaks['torch.mm']:.1f} GFLOP/s, oneDNN {peaks['onednn']:.1f}; {len(times['foldray'].wall)} rounds")
     print(f"{'layer':<24}{'ms':>8}{'min':>8}{'max':>8}{'cpu ms':>8}{'tokens/s':>10}{'% of mm':>9}{'% of best':>11}{'× ours':>8}")
     ours = statistics.median(times["foldray"].wall)
-    for name, each in times.items():
-        wall, cpu = statistics.median(each.wall), statistics.median(each.cpu)
-        columns = f"{wall:>8.1f}{min(each.wall):>8.1f}{max(each.wall):>8.1f}{cpu:>8.1f}{sizes.tokens / wall * 1e3:>10.0f}"
-        rate = sizes.operations / cpu / 1e6  # the peaks are by the same clock
+    for name, rounds in times.items():
+        wall, cpu = statistics.median(rounds.wall), statistics.median(rounds.cpu)
+        low, high, speed = min(rounds.wall), max(rounds.wall), sizes.tokens / wall * 1e3
+        columns = f"{wall:>8.1f}{low:>8.1f}{high:>8.1f}{cpu:>8.1f}{speed:>10.0f}"
+        rate = sizes.operations / cpu / 1e6  # the peaks use processor time, too
         print(f"{name:<24}{columns}{rate / peaks['torch.mm']:>9.1%}{rate / max(peaks.values()):>11.1%}{wall / ours:>8.2f}")
 
 

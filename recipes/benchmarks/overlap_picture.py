@@ -1,9 +1,9 @@
-"""Draw what overlap.py has measured.
+"""Draw the results of overlap.py.
 
     python recipes/benchmarks/overlap_picture.py RESULT.json … --picture FILE.png
 
-A panel for every link: each variant's forward and backward, its range over the rounds, and the limit. If kinds ran at three
-degrees or more, another one shows their speed over the degree (FoldMoE, figure 9).
+A panel for every link shows each variant's forward and backward, its range over the rounds, and the limit. If kinds ran at
+three degrees or more, another panel shows their speed over the degree (FoldMoE, figure 9).
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("results", type=Path, nargs="+", help="files of overlap.py --json; runs over the same link share a curve")
     parser.add_argument("--picture", type=Path, required=True)
-    given = parser.parse_args()
-    runs = [run for path in given.results for run in json.loads(path.read_text())["runs"]]
-    same_link: dict[
-        tuple[float, int], list[dict[str, Any]]
-    ] = {}  # and as much to send over it, each with what it is held against
+    args = parser.parse_args()
+    runs = [run for path in args.results for run in json.loads(path.read_text())["runs"]]
+    same_link: dict[tuple[float, int], list[dict[str, Any]]] = {}  # runs by the link's rate and the bytes of a step
     for run in (run for run in runs if "sequential" in run):
         same_link.setdefault((run["link_mbit"], run["bytes"]), []).append(run)
     swept = [same for same in same_link.values() if len({degree for run in same for degree in _degrees(run)}) > 2]
@@ -44,16 +42,16 @@ def main() -> None:
         _bars(axes, run)
     for axes, same in zip(panels[len(runs) :], swept, strict=True):
         _over_degrees(axes, same)
-    FigureCanvasAgg(figure).print_png(str(given.picture))
+    FigureCanvasAgg(figure).print_png(str(args.picture))
 
 
 def _bars(axes: Axes, run: dict[str, Any]) -> None:
-    """One link."""
+    """Draw the panel of one link."""
     names = [*(name for name in ALONE if name in run), *measured(run)]
     for at, name in enumerate(names):
-        each = run[name]
-        sides = [each[side]["median"] / 1e3 for side in ("forward_ms", "backward_ms")]
-        step = {key: each["step_ms"][key] / 1e3 for key in ("median", "min", "max")}
+        result = run[name]
+        sides = [result[side]["median"] / 1e3 for side in ("forward_ms", "backward_ms")]
+        step = {key: result["step_ms"][key] / 1e3 for key in ("median", "min", "max")}
         axes.barh([at, at], sides, left=[0, sides[0]], height=0.66, color=[FORWARD, BACKWARD])
         axes.hlines(at, step["min"], step["max"], color=INK, linewidth=1.2)
         text, right = f"{step['median']:.2f} s", step["max"]
@@ -62,8 +60,8 @@ def _bars(axes: Axes, run: dict[str, Any]) -> None:
             axes.vlines(least, at - 0.45, at + 0.45, color=LIMIT, linewidth=2)
             right = max(right, least)
             text += f", {over_limit(run, name):.2f} × limit"
-        if name in measured(run) and "exposed_comm_ms" in each and each["comm_ms"]["median"] > 1:
-            text += f", {each['exposed_comm_ms']['median'] / each['comm_ms']['median']:.0%} exposed"
+        if name in measured(run) and "exposed_comm_ms" in result and result["comm_ms"]["median"] > 1:
+            text += f", {result['exposed_comm_ms']['median'] / result['comm_ms']['median']:.0%} exposed"
         axes.annotate(text, (right, at), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
     axes.set_yticks(range(len(names)), [ALONE.get(name, name) for name in names], fontsize=8)
     axes.invert_yaxis()
@@ -79,21 +77,24 @@ def _degrees(run: dict[str, Any]) -> set[int]:
 
 
 def _degree(name: str) -> int | None:
-    """Of a variant that is nothing but a kind and its degree."""
+    """Return the degree of a variant whose name is a kind and a degree; None for other variants."""
     kind, _, degree = name.partition(":")
     return int(degree) if kind in COLOURS and degree.isdecimal() else None
 
 
 def _over_degrees(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
-    """Speed against `sequential`, which is degree 1; each against its own limit, so that runs on one link compare."""
+    """Draw the speed over that of `sequential`, which has degree 1.
+
+    Steps are divided by their own limits, so runs over the same link can be compared.
+    """
     ticks = {1}
     for kind, colour in COLOURS.items():
         points = {1: 1.0}
         for run in runs:
-            whole = over_limit(run, "sequential")
+            base = over_limit(run, "sequential")
             for name in measured(run):
                 if name.split(":")[0] == kind and (degree := _degree(name)) is not None:
-                    points[degree] = whole / over_limit(run, name)
+                    points[degree] = base / over_limit(run, name)
         if len(points) > 1:
             axes.plot(sorted(points), [points[degree] for degree in sorted(points)], "o-", color=colour, label=kind)
             ticks |= points.keys()

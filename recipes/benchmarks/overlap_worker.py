@@ -1,4 +1,4 @@
-"""One host's process of overlap.py, which starts it: runs every variant in turn, and writes down what they took."""
+"""The process of one host. overlap.py starts it. It runs all variants in turns, and writes their times."""
 
 from __future__ import annotations
 
@@ -30,81 +30,77 @@ from foldray.runtime import Execution, Gradients, Trace
 from foldray.schedule import Ordering, SliceCost, named_ordering
 from foldray.timeline import Recording, held_up, overlaps, replay
 
-_STOLEN, _DRIFT, _TRIES = 0.05, 0.1, 4  # share of a core that may be missing, of C that it may change by; measurements at most
+_STOLEN, _DRIFT, _TRIES = 0.05, 0.1, 4  # accepted share of a core that others take, accepted change of C, most measurements
 
 
 class Worker:
-    """One host's process."""
+    """The process of one host."""
 
-    def __init__(self, given: argparse.Namespace):
-        self.given, self.rank = given, given.worker
-        self.core = min(os.sched_getaffinity(0))  # the one that it is given
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.rank = args, args.worker
+        self.core = min(os.sched_getaffinity(0))  # the only core that the process may use
         torch.set_num_threads(1)
-        torch.manual_seed(given.worker)
-        host, port = given.store.split(":")
-        store = dist.TCPStore(host, int(port), given.hosts, is_master=self.rank == 0)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=given.hosts)
-        fold = Fold(given.hosts, ep=given.hosts)
-        self.spec, self.groups = model_of(given), Groups.create(fold, self.rank)
+        torch.manual_seed(args.worker)
+        host, port = args.store.split(":")
+        store = dist.TCPStore(host, int(port), args.hosts, is_master=self.rank == 0)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=args.hosts)
+        fold = Fold(args.hosts, ep=args.hosts)
+        self.spec, self.groups = model_of(args), Groups.create(fold, self.rank)
         model = Transformer(Ownership(self.spec, fold), self.groups)
         self.gradients = Gradients(model, self.groups)
-        self.execution = Execution(model, self.groups, self.gradients, reduces=given.gradients)
+        self.execution = Execution(model, self.groups, self.gradients, reduces=args.gradients)
         self.execution.trace = Trace()
         self.exchanges = [model.block(layer).moe.exchange for layer in self.spec.moe_layers]
-        text = torch.randint(0, self.spec.vocab, (given.batch, given.length + 1))
+        text = torch.randint(0, self.spec.vocab, (args.batch, args.length + 1))
         self.batches = [Batch(text[:, :-1], text[:, 1:])]
         self.cost = SliceCost.of_model(self.spec.hidden, self.spec.heads)
-        self.chosen: dict[str, Ordering] = {}  # by name, with what rounds of warming up have told
-        self.picked: dict[str, dict[str, Any]] = {}  # by name, what a search for the size of chunks found
+        self.chosen: dict[str, Ordering] = {}  # by variant, the ordering after the warm-up rounds
+        self.picked: dict[str, dict[str, Any]] = {}  # by variant, the result of the search for the size of chunks
         self.measuring = False
-        self.held_up: dict[str, list[float]] = {}  # by name, seconds that all-to-alls shared the link with chunks ahead of them
+        self.held_up: dict[str, list[float]] = {}  # by variant, seconds that all-to-alls waited for chunks ahead of them
 
     def serve(self) -> None:
-        """Measure, and let the first host write down what was found."""
-        if self.given.sweep:
-            found = sweep(self, self.given.sweep)
+        """Measure all variants. The first host writes the results."""
+        if self.args.sweep:
+            results = sweep(self, self.args.sweep)
             if self.rank == 0:
-                self.given.result.write_text(json.dumps(found))
+                self.args.result.write_text(json.dumps(results))
             self.groups.close()
             return
-        plan: dict[str, Callable[[], dict[str, float]]] = {name: partial(self.step, name) for name in self.given.variants}
-        if self.given.peers:
+        plan: dict[str, Callable[[], dict[str, float]]] = {name: partial(self.step, name) for name in self.args.variants}
+        if self.args.peers:
             plan["deepspeed"] = self.peer()
-        found: dict[str, list[dict[str, float]]] = defaultdict(list)
-        for number in range(WARM_UP + self.given.rounds):
+        results: dict[str, list[dict[str, float]]] = defaultdict(list)
+        for number in range(WARM_UP + self.args.rounds):
             self.measuring = number >= WARM_UP
-            said = f"round {number - WARM_UP + 1} of {self.given.rounds}: "
-            if not self.given.peaks:
-                self.tell(f"{said}C")
+            prefix = f"round {number - WARM_UP + 1} of {self.args.rounds}: "
+            if not self.args.peaks:
+                self.tell(f"{prefix}C")
                 self.alone = self.together(self.compute_alone)
-                found["C"].append(self.alone)
-            if plan and not self.given.peaks:
-                self.tell(f"{said}X")
-                found["X"].append(self.together(self.talk_alone))
-                if self.given.gradients:
-                    found["G"].append(self.together(self.reduce_alone))
+                results["C"].append(self.alone)
+            if plan and not self.args.peaks:
+                self.tell(f"{prefix}X")
+                results["X"].append(self.together(self.talk_alone))
+                if self.args.gradients:
+                    results["G"].append(self.together(self.reduce_alone))
             for name, run in plan.items():
-                self.tell(f"{said}{name}")
-                measured = self.together(run) if self.given.peaks or not self.measuring else self.undisturbed(run)
-                found[name].append(measured)
+                self.tell(f"{prefix}{name}")
+                measured = self.together(run) if self.args.peaks or not self.measuring else self.undisturbed(run)
+                results[name].append(measured)
             if not self.measuring:
-                found.clear()
+                results.clear()
             if number == WARM_UP - 1:
                 self.search_sizes()
         if self.rank == 0:
-            document = {name: _medians(each) for name, each in found.items()}
-            best = {
-                name: [*each.forward, *each.backward]
-                for name, each in self.chosen.items()
-                if each.forward.row.has_lag or "stream" in name
-            }
-            found_out = {"bytes": self.bytes_sent(), "chosen": best, "held_up": self.held_up, "picked": self.picked}
-            self.given.result.write_text(json.dumps({**document, **found_out}))
+            document = {name: _medians(rounds) for name, rounds in results.items()}
+            best = {name: [*chosen.forward, *chosen.backward] for name, chosen in self.chosen.items() if self._named(name).open}
+            more = {"bytes": self.bytes_sent(), "chosen": best, "held_up": self.held_up, "picked": self.picked}
+            self.args.result.write_text(json.dumps({**document, **more}))
         self.groups.close()
 
     def search_sizes(self) -> None:
-        """Of every variant that asks for it: the size of chunks that training's own search finds."""
-        for name in (each for each in self.given.variants if each.endswith("=auto")):
+        """Run training's search for the size of chunks, for every variant with `=auto`."""
+        for name in (variant for variant in self.args.variants if variant.endswith("=auto")):
             self.tell(f"search of {name}")
             self.execution.reorder(self.chosen[name])
             self.picked[name] = search(self, 0)
@@ -112,124 +108,127 @@ class Worker:
         self.held_up.clear()
 
     def slowest(self, name: str | None) -> float:
-        """Milliseconds of a step on the slowest host."""
-        everyone: list[Any] = [None] * self.given.hosts
+        """Run a step on all hosts, and return the milliseconds of the slowest one."""
+        of_hosts: list[Any] = [None] * self.args.hosts
         dist.barrier()
-        dist.all_gather_object(everyone, self.step(name)["step_ms"])
-        return max(everyone)
+        dist.all_gather_object(of_hosts, self.step(name)["step_ms"])
+        return max(of_hosts)
 
     def tell(self, text: str) -> None:
+        """Show the progress."""
         if self.rank == 0:
             print(f"\r{text:<60}", end="", file=sys.stderr)
 
     def together(self, run: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Run on all hosts; the slowest host's figures, for a step is done when all are. `stolen` is what others had of its core,
-        `busy_ms` for how long that had work, the kernel's with messages among it.
+        """Run on all hosts, and return the largest figures, because a step ends when all hosts have finished.
+
+        `stolen` is the share of a core that other machines took. `busy_ms` is the time that a core worked, including the
+        kernel's work for messages.
         """
-        everyone: list[Any] = [None] * self.given.hosts
+        of_hosts: list[Any] = [None] * self.args.hosts
         dist.barrier()
         begin, before = time.perf_counter(), _used(self.core)
         measured = run()
         busy, stolen = (now - then for now, then in zip(_used(self.core), before, strict=True))
         measured |= {"stolen": stolen / (time.perf_counter() - begin), "busy_ms": 1e3 * busy}
-        dist.all_gather_object(everyone, measured)
-        return {key: max(each[key] for each in everyone) for key in measured}
+        dist.all_gather_object(of_hosts, measured)
+        return {key: max(figures[key] for figures in of_hosts) for key in measured}
 
     def undisturbed(self, run: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Measure between two measurements of computation alone, which it is held against, until these agree."""
+        """Measure between two measurements of computation alone, and repeat until the two agree."""
         tries: list[tuple[float, dict[str, float]]] = []
         while not tries or (tries[-1][0] > 1 and len(tries) < _TRIES):
             measured, before, self.alone = self.together(run), self.alone, self.together(self.compute_alone)
             drift = abs(math.log(self.alone["step_ms"] / before["step_ms"]))
             alone = {f"alone_{side}": (before[side] + self.alone[side]) / 2 for side in SIDES}
             tries.append((max(drift / _DRIFT, measured["stolen"] / _STOLEN), {**measured, **alone}))
-        return min(tries, key=lambda each: each[0])[1]
+        return min(tries, key=lambda attempt: attempt[0])[1]
 
     def bytes_sent(self) -> int:
-        """What one host sends to the other in a step's all-to-alls: out and back, forward and backward, of every MoE block."""
-        rows = self.given.batch * self.given.length * self.spec.topk * (self.given.hosts - 1) // self.given.hosts
+        """Return the bytes that a host sends in a step: dispatch and combine, forward and backward, of every MoE block."""
+        rows = self.args.batch * self.args.length * self.spec.topk * (self.args.hosts - 1) // self.args.hosts
         return 4 * len(self.spec.moe_layers) * rows * self.spec.hidden * 4
 
     def compute_alone(self) -> dict[str, float]:
-        """The blocks uncut, with experts' rows going nowhere."""
+        """Run the uncut blocks without all-to-alls."""
         for exchange in self.exchanges:
             exchange.tokens = Communicator("tokens", self.groups.tokens.ranks, self.rank, None)
         self.execution.reduces = False
         measured = self.step("sequential")
-        self.execution.reduces = self.given.gradients
+        self.execution.reduces = self.args.gradients
         for exchange in self.exchanges:
             exchange.tokens = self.groups.tokens
         return measured
 
     def reduce_alone(self) -> dict[str, float]:
-        """A step's reductions."""
+        """Run only the reductions of a step."""
         begin = time.perf_counter()
         self.gradients.reduce()
-        took = (time.perf_counter() - begin) * 1e3
-        return {"step_ms": took, "forward_ms": 0.0, "backward_ms": took}
+        milliseconds = (time.perf_counter() - begin) * 1e3
+        return {"step_ms": milliseconds, "forward_ms": 0.0, "backward_ms": milliseconds}
 
     def talk_alone(self) -> dict[str, float]:
-        """A step's all-to-alls, all under way at once: the most that the link carries."""
-        rows = self.given.batch * self.given.length * self.spec.topk
-        x_NH, even = torch.randn(rows, self.spec.hidden), [rows // self.given.hosts] * self.given.hosts
-        found = {}
+        """Run only the all-to-alls of a step, all at once, so the link carries as much as it can."""
+        rows = self.args.batch * self.args.length * self.spec.topk
+        x_NH, even = torch.randn(rows, self.spec.hidden), [rows // self.args.hosts] * self.args.hosts
+        times = {}
         for direction in ("forward", "backward"):
             dist.barrier()
             begin = time.perf_counter()
-            talking = [self.groups.tokens.start_all_to_all(x_NH, even, even) for _ in range(2 * len(self.spec.moe_layers))]
-            for pending in talking:
+            exchanges = [self.groups.tokens.start_all_to_all(x_NH, even, even) for _ in range(2 * len(self.spec.moe_layers))]
+            for pending in exchanges:
                 pending.wait()
-            found[f"{direction}_ms"] = (time.perf_counter() - begin) * 1e3
-        return {**found, "step_ms": sum(found.values())}
+            times[f"{direction}_ms"] = (time.perf_counter() - begin) * 1e3
+        return {**times, "step_ms": sum(times.values())}
 
     def step(self, name: str | None) -> dict[str, float]:
-        """Forward and backward; the gradients stay where they are.
+        """Run forward and backward, without an update.
 
         Args:
-            name: of a variant; None goes on as things are.
+            name: name of a variant; None uses the present ordering.
         """
         execution, trace = self.execution, self.execution.trace
         assert trace is not None
         ordering = execution.ordering
         if name is not None:
-            ordering = self.chosen.get(name) or self._asked(name)
+            ordering = self.chosen.get(name) or self._named(name)
         if ordering != execution.ordering:
             execution.reorder(ordering)
-        graph, _ = execution.step(self.batches)  # made before the clock runs
+        graph, _ = execution.step(self.batches)  # builds the graph before the clock starts
         before = _resident(anew=True)
         execution.train(self.batches)
         peak = _resident()
         self.gradients.zero()
-        everyone: list[Any] = [None] * self.given.hosts
-        dist.all_gather_object(everyone, Recording(execution.order(graph), trace.spans))
-        if self.given.traces and self.rank == 0:
-            self._keep_trace(name or "search", graph, [each.spans for each in everyone], trace.begin)
-        if name is not None and not self.measuring:  # the last round of warming up counts
-            execution.reorder(self._asked(name)._replace(reduction=ordering.reduction))
+        recordings: list[Any] = [None] * self.args.hosts
+        dist.all_gather_object(recordings, Recording(execution.order(graph), trace.spans))
+        if self.args.traces and self.rank == 0:
+            self._write_trace(name or "search", graph, [recording.spans for recording in recordings], trace.begin)
+        if name is not None and not self.measuring:  # the last warm-up round counts
+            execution.reorder(self._named(name)._replace(reduction=ordering.reduction))
             if execution.lacks_costs:
                 execution.learn_costs()
             self.chosen[name] = execution.ordering
         claimed, seen = overlaps(graph, execution.order(graph), trace.spans)
-        simulated = replay(graph, everyone).seconds * 1e3
+        simulated = replay(graph, recordings).seconds * 1e3
         if self.measuring:
             self.held_up.setdefault(name or "search", []).extend(held_up(graph, trace.spans))
         counts = {"claimed": claimed, "missed": claimed - seen, "peak_mib": peak, "before_mib": before}
         return {**trace.times(graph), "simulated_ms": simulated, **counts}
 
-    def _asked(self, name: str) -> Ordering:
-        """What a variant's name stands for, before anything is known of its ops."""
-        return named_ordering(name.removesuffix("=auto"), self.given.length, self.cost)
+    def _named(self, name: str) -> Ordering:
+        """Return the ordering of a variant before its op times are known."""
+        return named_ordering(name.removesuffix("=auto"), self.args.length, self.cost)
 
-    def _keep_trace(self, name: str, graph: Any, ranks: list, begin: float) -> None:
+    def _write_trace(self, name: str, graph: Any, ranks: list, begin: float) -> None:
         from foldray.timeline import perfetto
 
-        self.given.traces.mkdir(parents=True, exist_ok=True)
-        (self.given.traces / f"{name.replace(':', '-')}.json").write_text(json.dumps(perfetto(graph, ranks, begin)))
+        self.args.traces.mkdir(parents=True, exist_ok=True)
+        (self.args.traces / f"{name.replace(':', '-')}.json").write_text(json.dumps(perfetto(graph, ranks, begin)))
 
     def peer(self) -> Callable[[], dict[str, float]]:
-        """The same blocks around DeepSpeed's MoE layer."""
-        stack = _deepspeed_stack(self.spec, self.execution.model, self.given.hosts)
-        x_BLH = torch.randn(self.given.batch, self.given.length, self.spec.hidden)
+        """Return a function that runs the same blocks with DeepSpeed's MoE layer."""
+        stack = _deepspeed_stack(self.spec, self.execution.model, self.args.hosts)
+        x_BLH = torch.randn(self.args.batch, self.args.length, self.spec.hidden)
 
         def run() -> dict[str, float]:
             self.execution.reorder(Ordering())  # whole sequences
@@ -246,7 +245,7 @@ class Worker:
 
 
 def _deepspeed_stack(spec: ModelSpec, model: Transformer, hosts: int) -> nn.Module:
-    """Our norms and attention with DeepSpeed's gate, all-to-all and experts of the same size, capacity 1 as ours."""
+    """Make blocks of foldray's norms and attention, and DeepSpeed's gate, all-to-all and experts of the same size."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     from deepspeed.moe.layer import MoE
@@ -256,9 +255,9 @@ def _deepspeed_stack(spec: ModelSpec, model: Transformer, hosts: int) -> nn.Modu
             super().__init__()
             self.blocks = nn.ModuleList([model.block(layer) for layer in range(spec.layers)])
             settings: dict[str, Any] = {"ep_size": hosts, "k": 1, "capacity_factor": 1.0, "use_rts": False}
-            made = [MoE(spec.hidden, GatedMlp(spec.hidden, spec.expert_hidden), hosts, **settings) for _ in spec.moe_layers]
-            self.moes = nn.ModuleDict({str(layer): moe for layer, moe in zip(spec.moe_layers, made, strict=True)})
-            for moe in made:
+            moes = [MoE(spec.hidden, GatedMlp(spec.hidden, spec.expert_hidden), hosts, **settings) for _ in spec.moe_layers]
+            self.moes = nn.ModuleDict({str(layer): moe for layer, moe in zip(spec.moe_layers, moes, strict=True)})
+            for moe in moes:
                 moe.set_deepspeed_parallelism()
 
         def forward(self, x_BLH: Tensor) -> Tensor:
@@ -270,14 +269,14 @@ def _deepspeed_stack(spec: ModelSpec, model: Transformer, hosts: int) -> nn.Modu
                 x_BLH = block.feed(x_BLH) if moe is None else x_BLH + moe(block.ffn_norm(x_BLH))[0]
             return x_BLH
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # no compiling while we measure
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise DeepSpeed compiles code meanwhile
     os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": "0", "WORLD_SIZE": str(hosts)}
     deepspeed.init_distributed("gloo", verbose=False)
     return Stack()
 
 
 def _resident(anew: bool = False) -> float:
-    """MiB that this process has held at most since it was last asked `anew`."""
+    """Return the peak memory of this process in MiB. `anew` first resets the peak."""
     if anew:
         Path("/proc/self/clear_refs").write_text("5")
     status = Path("/proc/self/status").read_text()
@@ -285,14 +284,14 @@ def _resident(anew: bool = False) -> float:
 
 
 def _used(core: int) -> tuple[float, float]:
-    """Seconds for which a core has worked, and those that the machine below gave to others while it had work."""
+    """Return the seconds that a core has worked, and the seconds that other machines took while it had work."""
     (line,) = [line for line in Path("/proc/stat").read_text().splitlines() if line.startswith(f"cpu{core} ")]
-    user, nice, system, _, _, interrupts, soft, stolen, *_ = (int(each) / os.sysconf("SC_CLK_TCK") for each in line.split()[1:])
+    user, nice, system, _, _, interrupts, soft, stolen, *_ = (int(t) / os.sysconf("SC_CLK_TCK") for t in line.split()[1:])
     return user + nice + system + interrupts + soft, stolen
 
 
 def _medians(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    columns = {key: [each[key] for each in rounds] for key in rounds[0]}
+    columns = {key: [times[key] for times in rounds] for key in rounds[0]}
     return {key: {"median": statistics.median(c), "min": min(c), "max": max(c), "rounds": c} for key, c in columns.items()}
 
 

@@ -1,13 +1,14 @@
-"""Predicted steps beside measured ones: is the planner right about machines that it has only been told of by `foldray calibrate`?
+"""Compare predicted steps with measured ones. The planner knows the machines only from `foldray calibrate`.
 
     python recipes/benchmarks/planned.py [--link MBIT] [--rounds N] [--json FILE] [--picture FILE]
 
-Two hosts (network namespaces on this machine, which needs root), one worker each, a Ray cluster over both, and a link of a
-given rate. `foldray calibrate` measures the cluster; then every recipe below is measured, all taking turns, and the planner
-predicts each from the calibrated hardware alone: a whole step, its optimizer included. Processors that change their speed
-between calibration and measurement are told apart from mistakes of the planner by a product of matrices that is timed beside
-every step: where it takes 1.3 times what it took, whatever computes is predicted to take 1.3 times as long. Errors without that
-are printed too.
+The script uses two hosts (network namespaces on this machine, which needs root) with one worker each, a Ray cluster over
+both, and a link with the rate of --link. `foldray calibrate` measures the cluster. Then all recipes below are measured in
+turns. The planner predicts each complete step, including the update, only from the calibrated hardware.
+
+Processors may change their speed between calibration and measurement, which is not a mistake of the planner. So a matrix
+product is timed beside every step. If it takes 1.3 times as long as during calibration, the prediction for computation is
+1.3 times as long, too. The script also prints the errors without this correction.
 """
 
 from __future__ import annotations
@@ -49,50 +50,50 @@ FOLDS: dict[str, tuple[dict[str, int], Sequence[str]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--link", type=int, default=200, metavar="MBIT", help="of each host, each way (default %(default)s)")
+    parser.add_argument("--link", type=int, default=200, metavar="MBIT", help="rate of each host's link (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence (default %(default)s)")
     parser.add_argument(
-        "--folds", nargs="*", default=list(FOLDS), choices=list(FOLDS), metavar="FOLD", help=f"of {', '.join(FOLDS)}"
+        "--folds", nargs="*", default=list(FOLDS), choices=list(FOLDS), metavar="FOLD", help=f"folds among {', '.join(FOLDS)}"
     )
-    parser.add_argument("--cluster", type=Path, metavar="FILE.yaml", help="a calibration that there is already")
+    parser.add_argument("--cluster", type=Path, metavar="FILE.yaml", help="an existing calibration")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--picture", type=Path, metavar="FILE")
-    given = parser.parse_args()
-    found = measure(given)
-    report(found["rows"])
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
-    if given.picture:
-        draw(found["rows"], given.picture)
+    args = parser.parse_args()
+    results = measure(args)
+    report(results["rows"])
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    if args.picture:
+        draw(results["rows"], args.picture)
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     from tests.lab.hosts import hosts, why_not
     from tests.lab.ray_cluster import ray_cluster
 
     if (reason := why_not()) is not None:
         raise SystemExit(f"no lab on this machine: {reason}")
-    with tempfile.TemporaryDirectory() as folder, hosts(2, rate=f"{given.link}mbit") as lab, ray_cluster(lab) as cluster:
+    with tempfile.TemporaryDirectory() as folder, hosts(2, rate=f"{args.link}mbit") as lab, ray_cluster(lab) as cluster:
 
         def run(*command: object) -> None:
             ray = [Path(sys.executable).parent / "ray", "job", "submit", "--address", cluster.address, "--working-dir", "."]
             if lab[0].popen([*ray, "--", "python", *command], env=cluster.env, cwd=ROOT, stdout=sys.stderr).wait(7200):
                 raise SystemExit("the job failed")
 
-        path = given.cluster or Path(folder) / "lab.yaml"
-        if not given.cluster:
-            own = [*overrides(given.length, {"ep": 2}), f"cluster.storage={folder}", "cluster.placement=SPREAD"]
-            run("-m", "foldray", "calibrate", RECIPE, "--out", path, *own)
-        run("recipes/benchmarks/planned_worker.py", f"{folder}/found.json", given.rounds, path, given.length, *given.folds)
-        found, machines = json.loads((Path(folder) / "found.json").read_text()), load_hardware(str(path))
-    rows = [row(each, machines, given.length) for each in found]
-    about = {"cpu": processor(), "command": " ".join(sys.argv), "link_mbit": given.link}
+        path = args.cluster or Path(folder) / "lab.yaml"
+        if not args.cluster:
+            changes = [*overrides(args.length, {"ep": 2}), f"cluster.storage={folder}", "cluster.placement=SPREAD"]
+            run("-m", "foldray", "calibrate", RECIPE, "--out", path, *changes)
+        run("recipes/benchmarks/planned_worker.py", f"{folder}/results.json", args.rounds, path, args.length, *args.folds)
+        results, machines = json.loads((Path(folder) / "results.json").read_text()), load_hardware(str(path))
+    rows = [row(result, machines, args.length) for result in results]
+    about = {"cpu": processor(), "command": " ".join(sys.argv), "link_mbit": args.link}
     return {**about, "hardware": machines.model_dump(), "rows": rows}
 
 
 def overrides(length: int, fold: dict[str, int]) -> list[str]:
-    """What the lab's recipe has other than the quickstart's."""
+    """Return the changes to the quickstart's recipe."""
     model = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn_hidden": 1024, "experts": 2, "topk": 1,
              "expert_hidden": 1024, "vocab": 256, "router": "{capacity_factor: 1.0, pad: true, balance_loss: 0.01}"}  # fmt: skip
     changed = {"training.global_batch": 2, "training.micro_batch": 1, "data.seq_len": length, "fold.ep": 1}
@@ -101,47 +102,47 @@ def overrides(length: int, fold: dict[str, int]) -> list[str]:
 
 
 def predicted(recipe: Recipe, machines: Hardware, pace: float) -> float:
-    """Milliseconds of a step, where computing takes so many times what it took when the machines were measured."""
+    """Predict the milliseconds of a step, with computation `pace` times as slow as during calibration."""
     slower = {dtype: peak / pace for dtype, peak in machines.peak_tflops.items()}
     launch = machines.constants["launch"] * pace
     now = machines.model_copy(update={
         "peak_tflops": slower, "memory_gb_s": machines.memory_gb_s / pace, "constants": {**machines.constants, "launch": launch},
     })  # fmt: skip
-    each = as_candidate(recipe)
-    return whole_seconds(each, OpWork(each, Device.of(each.job, now))) * 1e3
+    plan = as_candidate(recipe)
+    return whole_seconds(plan, OpWork(plan, Device.of(plan.job, now))) * 1e3
 
 
-def row(found: dict[str, Any], machines: Hardware, length: int) -> dict[str, Any]:
+def row(result: dict[str, Any], machines: Hardware, length: int) -> dict[str, Any]:
     from planned_worker import recipe
 
-    each = recipe(found["fold"], found["schedule"], length)
-    steps = [step["ms"] for step in found["steps"]]
-    told = [predicted(each, machines, step["pace"]) for step in found["steps"]]
-    plain = predicted(each, machines, 1.0)
+    planned = recipe(result["fold"], result["schedule"], length)
+    steps = [step["ms"] for step in result["steps"]]
+    predictions = [predicted(planned, machines, step["pace"]) for step in result["steps"]]
+    plain = predicted(planned, machines, 1.0)
     return {
-        "fold": found["fold"], "schedule": found["schedule"], "steps": found["steps"],
+        "fold": result["fold"], "schedule": result["schedule"], "steps": result["steps"],
         "measured_ms": {"min": min(steps), "median": statistics.median(steps), "max": max(steps)},
-        "predicted_ms": statistics.median(told), "plain_ms": plain,
-        "error": statistics.median(mine / step - 1 for mine, step in zip(told, steps, strict=True)),
+        "predicted_ms": statistics.median(predictions), "plain_ms": plain,
+        "error": statistics.median(value / step - 1 for value, step in zip(predictions, steps, strict=True)),
         "plain_error": plain / statistics.median(steps) - 1,
     }  # fmt: skip
 
 
 def report(rows: Sequence[dict[str, Any]]) -> None:
     print(f"{'fold':<10}{'schedule':<16}{'measured':>10}{'min':>8}{'max':>8}{'predicted':>11}{'error':>8}{'as calibrated':>15}")
-    for each in rows:
-        step = each["measured_ms"]
-        line = f"{each['fold']:<10}{each['schedule']:<16}{step['median']:>10.0f}{step['min']:>8.0f}{step['max']:>8.0f}"
-        print(f"{line}{each['predicted_ms']:>11.0f}{each['error']:>+8.1%}{each['plain_error']:>+15.1%}")
+    for result in rows:
+        step = result["measured_ms"]
+        line = f"{result['fold']:<10}{result['schedule']:<16}{step['median']:>10.0f}{step['min']:>8.0f}{step['max']:>8.0f}"
+        print(f"{line}{result['predicted_ms']:>11.0f}{result['error']:>+8.1%}{result['plain_error']:>+15.1%}")
     right, pairs = order(rows)
-    for key, name in (("error", "at each turn's pace"), ("plain_error", "as calibrated")):
-        errors = [abs(each[key]) for each in rows]
+    for key, name in (("error", "at the pace of each turn"), ("plain_error", "as calibrated")):
+        errors = [abs(result[key]) for result in rows]
         print(f"{name}: median error {statistics.median(errors):.1%}, most {max(errors):.1%}")
-    print(f"{len(rows)} recipes; the faster one told in {right} of {pairs} pairs of a fold's schedules")
+    print(f"{len(rows)} recipes; the planner knows the faster one in {right} of {pairs} pairs of a fold's schedules")
 
 
 def order(rows: Sequence[dict[str, Any]]) -> tuple[int, int]:
-    """Pairs of schedules of one fold, and of how many the faster one was predicted, at one pace for all."""
+    """Count the pairs of schedules of one fold whose order the planner predicts, and all such pairs, without the pace."""
     pairs = [pair for pair in itertools.combinations(rows, 2) if pair[0]["fold"] == pair[1]["fold"]]
     right = sum(
         (one["measured_ms"]["median"] < other["measured_ms"]["median"]) == (one["plain_ms"] < other["plain_ms"])
@@ -156,13 +157,13 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(7, 6), dpi=144, layout="constrained")
     axes = figure.subplots()
-    most = 1.1 * max(max(each["measured_ms"]["max"], each["predicted_ms"]) for each in rows) / 1e3
+    most = 1.1 * max(max(result["measured_ms"]["max"], result["predicted_ms"]) for result in rows) / 1e3
     axes.fill_between([0, most], [0, 0.85 * most], [0, 1.15 * most], color="#2364aa", alpha=0.1, label="15 % either way")
     axes.plot([0, most], [0, most], color="#2364aa", linewidth=1)
-    for fold in dict.fromkeys(each["fold"] for each in rows):
-        own = [each for each in rows if each["fold"] == fold]
-        seconds = [each["measured_ms"]["median"] / 1e3 for each in own]
-        axes.plot(seconds, [each["predicted_ms"] / 1e3 for each in own], "o", label=fold)
+    for fold in dict.fromkeys(result["fold"] for result in rows):
+        rows_of_fold = [result for result in rows if result["fold"] == fold]
+        seconds = [result["measured_ms"]["median"] / 1e3 for result in rows_of_fold]
+        axes.plot(seconds, [result["predicted_ms"] / 1e3 for result in rows_of_fold], "o", label=fold)
     axes.set(xlim=(0, most), ylim=(0, most), xlabel="measured step (s), medians", ylabel="predicted step (s)")
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)

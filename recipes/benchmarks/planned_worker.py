@@ -1,7 +1,7 @@
-"""What `planned.py` runs as a Ray job: `planned_worker.py FOUND.json ROUNDS HARDWARE.yaml LENGTH FOLD…`.
+"""The Ray job of `planned.py`: `planned_worker.py FOUND.json ROUNDS HARDWARE.yaml LENGTH FOLD…`.
 
-Ranks stay, and all recipes take turns on them. Beside every turn a product of matrices is timed, because processors change their
-speed: what it takes then over what it took when the cluster was measured is that turn's pace.
+All recipes take turns on the same ranks. Processors change their speed, so a matrix product is timed beside every turn. The
+pace of a turn is the time of this product over its time during calibration.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def main(path: str, rounds: str, hardware: str, length: str, *folds: str) -> Non
     rows: list[dict[str, Any]] = [{"fold": fold, "schedule": schedule, "steps": []} for fold, schedule in recipes]
     try:
         for number in range(1 + int(rounds)):
-            for row, each in zip(rows, recipes.values(), strict=True):
+            for row, planned in zip(rows, recipes.values(), strict=True):
                 begin = time.perf_counter()
                 before = max(ranks.call(product, side, timeout=60))
-                took = ranks.call(measure_turn, each.model_dump(mode="json"), 1, len(rows), number == int(rounds), timeout=600)
+                took = ranks.call(measure_turn, planned.model_dump(mode="json"), 1, len(rows), number == int(rounds), timeout=600)
                 after = max(ranks.call(product, side, timeout=60))
                 line = f"round {number} of {rounds}: {row['fold']} {row['schedule']}, {time.perf_counter() - begin:.0f} s"
                 print(line, file=sys.stderr, flush=True)
@@ -54,27 +54,27 @@ def main(path: str, rounds: str, hardware: str, length: str, *folds: str) -> Non
 
 
 def recipe(fold: str, schedule: str, length: int) -> Recipe:
-    """One of those that are compared."""
+    """Return the recipe of a fold and a schedule."""
     kind, _, degree = schedule.partition(":")
-    more = [
+    changes = [
         f"schedule.kind={kind}",
         f"schedule.degree={degree or 1}",
         "schedule.lag=1",
         "schedule.backward_lag=1",
         "engine.kind=torch",
     ]
-    return Recipe.load(RECIPE, [*overrides(length, FOLDS[fold][0]), *more])
+    return Recipe.load(RECIPE, [*overrides(length, FOLDS[fold][0]), *changes])
 
 
 def product(state: dict[str, Any], side: int) -> float:
-    """Seconds of a product of matrices on a rank, the median of some."""
+    """Measure a matrix product on a rank, and return the median seconds."""
     a, b = (torch.randn(side, side, device=state["device"]) for _ in range(2))
-    took = []
+    seconds = []
     for _ in range(_PRODUCTS):
         begin = time.perf_counter()
         a @ b
-        took.append(time.perf_counter() - begin)
-    return statistics.median(took)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
 
 
 if __name__ == "__main__":

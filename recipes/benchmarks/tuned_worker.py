@@ -1,4 +1,4 @@
-"""What `tuned.py` runs as a Ray job: `tuned_worker.py FOUND.json TURNS SEEDS RECIPE key=value …`."""
+"""The Ray job of `tuned.py`: `tuned_worker.py FOUND.json TURNS SEEDS RECIPE key=value …`."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ WAYS = {"ratio": MeasuredOverPredicted, "cold": MeasuredTime, "random": UniformR
 
 
 def main(path: str, turns: str, seeds: str, recipe: str, *overrides: str) -> None:
-    given = Recipe.load(recipe, [*overrides, f"tune.turns={turns}", f"tune.steps={STEPS}", "tune.prune=null"])
-    joining.connect(given)
-    table = Settings(given)
-    known = predict_rows(table, load_hardware(str(given.tune.hardware)))
+    base = Recipe.load(recipe, [*overrides, f"tune.turns={turns}", f"tune.steps={STEPS}", "tune.prune=null"])
+    joining.connect(base)
+    table = Settings(base)
+    known = predict_rows(table, load_hardware(str(base.tune.hardware)))
     tell(f"{len(table.rows)} settings")
-    bench = Bench(given)
-    reference = bench.measure_step(given)
+    bench = Bench(base)
+    reference = bench.measure_step(base)
     rows = [exhaustive(bench, table, known, number) for number in range(len(table.rows))]
     best = min(range(len(rows)), key=lambda number: rows[number]["ratio"])
-    found: dict[str, Any] = {"reference_s": reference, "rows": rows, "best": best, "searches": []}
+    results: dict[str, Any] = {"reference_s": reference, "rows": rows, "best": best, "searches": []}
     bench.close()
-    found["replays"] = {way: replayed(way, table, known, rows) for way in WAYS}
-    Path(path).write_text(json.dumps(found))
+    results["replays"] = {way: replayed(way, table, known, rows) for way in WAYS}
+    Path(path).write_text(json.dumps(results))
     for seed in range(int(seeds)):
-        found["searches"].append(searched(given, seed, apply_setting(given, table.rows[best]), Path(path).parent))
-        Path(path).write_text(json.dumps(found))
+        results["searches"].append(searched(base, seed, apply_setting(base, table.rows[best]), Path(path).parent))
+        Path(path).write_text(json.dumps(results))
 
 
 def exhaustive(bench: Bench, table: Settings, known: Predictions, number: int) -> dict[str, Any]:
-    """One row, beside the recipe as it stands."""
+    """Measure one setting in turns with the unchanged recipe."""
     row = table.rows[number]
-    *_, found = bench.measure(apply_setting(table.recipe, row), record=False)
-    tell(f"{number + 1}: {found.ratio:.3f} {row}")
-    return {"setting": str(row), "row": row._asdict(), "ratio": found.ratio, "ratios": found.ratios, "steps_s": found.seconds,
-            "peak": found.peak_bytes, "predicted_s": known.seconds[number]}  # fmt: skip
+    *_, pair = bench.measure(apply_setting(table.recipe, row), record=False)
+    tell(f"{number + 1}: {pair.ratio:.3f} {row}")
+    return {"setting": str(row), "row": row._asdict(), "ratio": pair.ratio, "ratios": pair.ratios, "steps_s": pair.seconds,
+            "peak": pair.peak_bytes, "predicted_s": known.seconds[number]}  # fmt: skip
 
 
-def searched(given: Recipe, seed: int, best: Recipe, folder: Path) -> dict[str, Any]:
-    """A tuner's whole study; its pick against the best, taking turns."""
-    recipe = given.model_copy(
-        update={"tune": given.tune.model_copy(update={"seed": seed, "trials": TRIALS, "study": f"seed{seed}", "turns": 3})}
+def searched(base: Recipe, seed: int, best: Recipe, folder: Path) -> dict[str, Any]:
+    """Run a complete study, and measure its choice in turns with the best setting."""
+    recipe = base.model_copy(
+        update={"tune": base.tune.model_copy(update={"seed": seed, "trials": TRIALS, "study": f"seed{seed}", "turns": 3})}
     )
     outcome = FoldTuner(recipe, folder).fit()
     bench = Bench(best)
@@ -69,9 +69,9 @@ def searched(given: Recipe, seed: int, best: Recipe, folder: Path) -> dict[str, 
 
 
 def replayed(way: str, table: Settings, known: Predictions, rows: Sequence[dict[str, Any]]) -> list[list[float]]:
-    """The best so far over the best, trial by trial, for many seeds; measured times stand for measuring.
+    """Replay a search on measured times with many seeds. Return the best setting so far over the best setting, by trial.
 
-    A search is told what was measured in one turn, drawn by its seed, and judged by the median of all.
+    A search gets the ratio of one turn, which its seed picks. The result counts with the median of all turns.
     """
     import random
 
@@ -83,7 +83,7 @@ def replayed(way: str, table: Settings, known: Predictions, rows: Sequence[dict[
         starts = order[: table.recipe.tune.starts] if way == "ratio" else draw.sample(order, 3) if way == "cold" else []
         for number in starts:
             study.enqueue_trial(table.params(table.rows[number]))
-        told: list[tuple[float, float]] = []
+        results: list[tuple[float, float]] = []
         curve = []
         for _ in range(min(TRIALS, len(rows))):
             trial = study.ask(table.distributions)
@@ -91,8 +91,8 @@ def replayed(way: str, table: Settings, known: Predictions, rows: Sequence[dict[
             seen = draw.choice(row["ratios"])
             write_trial(trial, TrialRecord(seconds=seen))
             study.tell(trial, seen)
-            told.append((seen, row["ratio"]))
-            curve.append(min(told)[1] / best)
+            results.append((seen, row["ratio"]))
+            curve.append(min(results)[1] / best)
         curves.append(curve)
     return curves
 

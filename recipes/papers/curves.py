@@ -1,16 +1,16 @@
-"""The papers' accuracy checks in miniature: training curves that must not part.
+"""Repeat the papers' checks of accuracy with small models: training curves that must stay equal.
 
     python recipes/papers/curves.py folding     # MoE Parallel Folding, section 6.1: a fold against one process
-    python recipes/papers/curves.py schedules   # FoldMoE, figure 12a: overlapping schedules against none
+    python recipes/papers/curves.py schedules   # FoldMoE, figure 12a: overlapping schedules against sequential
     [--steps 300] [--lr 1e-3] [--json FILE] [--picture FILE]
 
-The same recipe, on the text of the quickstart, with the torch engine in float32, once plain and then in other ways. Losses
-of every step and validations must stay together; how far they part is printed. Ray is started here with as many slots as workers,
-whatever the number of cores: on a laptop this is slow, and as right.
+The script trains the same recipe several times, on the text of the quickstart, with the torch engine in float32. The losses
+of all steps and validations must stay together, and the script prints their largest distance. It starts Ray with a slot for
+every worker, whatever the number of cores is. On a laptop this is slow, but the results are the same.
 
-Batches are small for a reason. In float32, sums in another order differ in their last digits. Once in about a million decisions
-such a digit chooses the expert that a token goes to, and from there on two trainings part as fast as the optimizer carries them,
-however right both are. These trainings take some 150 000 decisions; with eight times as many they part between steps 150 and 200.
+Batches are small on purpose. In float32, sums in another order differ in their last digits. About once in a million
+decisions, such a digit decides which expert a token goes to. From then on, two trainings diverge, although both are correct.
+These trainings make some 150 000 decisions. With eight times as many, they diverge between steps 150 and 200.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainers.records import History, number
 
 Curves = dict[str, dict[int, float]]
 
-# Name → changes to the recipe; the first is what the others are held against.
+# Name → changes to the recipe. The others are compared with the first one.
 EXPERIMENTS: dict[str, dict[str, dict[str, Any]]] = {
     "folding": {
         "one process": {"workers": 1},
@@ -60,7 +60,7 @@ def recipe(steps: int, lr: float, storage: Path, workers: int, **sections: Any) 
 
 
 def train(steps: int, lr: float, storage: Path, **changes: Any) -> Curves:
-    """Training and validation loss by step, in nats per token, of one training."""
+    """Run one training, and return its training and validation loss by step, in nats per token."""
     result = FoldTrainer(recipe(steps, lr, storage, **changes)).fit()
     history = History.read(Path(result.path) / "metrics.jsonl")
     return {
@@ -75,12 +75,12 @@ def apart(ours: dict[int, float], theirs: dict[int, float]) -> dict[int, float]:
     return {at: abs(value - theirs[at]) for at, value in ours.items()}
 
 
-def draw(found: dict[str, Curves], path: Path) -> None:
-    """All curves above, their distance to the first below."""
+def draw(results: dict[str, Curves], path: Path) -> None:
+    """Draw all curves above, and their distances to the first one below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    (plain, reference), *others = found.items()
+    (plain, reference), *others = results.items()
     figure = Figure(figsize=(10, 6), dpi=144, layout="constrained")
     figure.suptitle(f"{', '.join(name for name, _ in others)} against {plain}", x=0.01, ha="left", fontweight="bold")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
@@ -112,22 +112,22 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (default %(default)s)")
     parser.add_argument("--json", type=Path, help="file for the curves")
     parser.add_argument("--picture", type=Path, help="file for the PNG")
-    given = parser.parse_args()
-    settings = EXPERIMENTS[given.experiment]
+    args = parser.parse_args()
+    settings = EXPERIMENTS[args.experiment]
     slots = max(setting["workers"] for setting in settings.values())
     ray.init(num_cpus=slots, include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as folder:
-        found = {name: train(given.steps, given.lr, Path(folder), **setting) for name, setting in settings.items()}
-    (plain, reference), *others = found.items()
+        results = {name: train(args.steps, args.lr, Path(folder), **setting) for name, setting in settings.items()}
+    (plain, reference), *others = results.items()
     for name, curves in others:
         for kind in curves:
             distance = apart(curves[kind], reference[kind])
             at = max(distance, key=distance.__getitem__)
             print(f"{name}: {kind}: {len(distance)} points, at most {distance[at]:.1e} from {plain} (step {at})")
-    if given.json:
-        given.json.write_text(json.dumps(found))
-    if given.picture:
-        draw(found, given.picture)
+    if args.json:
+        args.json.write_text(json.dumps(results))
+    if args.picture:
+        draw(results, args.picture)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""FlowMoE's four models at its own scale, as the planner simulates them: its main table and its ablation.
+"""Simulate FlowMoE's four models at the paper's scale with the planner: its main table and its ablation.
 
     python recipes/papers/flowmoe.py [--json FILE] [--picture FILE]
 
-Two nodes of eight RTX 3090, EP16 over them, attention data parallel over all, float32, no ZeRO. Batches and sequence lengths of
-the paper are not known to us; four sequences of 512 tokens for each GPU (`--batch`, `--length`) are assumed, and attention heads
-of 64. One step is simulated op by op, the reduction of its gradients included, up to the last one's arrival.
+The cluster has two nodes of eight RTX 3090, with EP16 over all GPUs, attention data-parallel over all GPUs, float32, and no
+ZeRO. The paper does not give batches and sequence lengths. This script assumes four sequences of 512 tokens per GPU
+(`--batch`, `--length`), and a head size of 64. It simulates one step op by op, until the last reduced gradient has arrived.
 
-| row | schedule | who does so |
+| row | schedule | used by |
 |---|---|---|
 | vanilla | sequential, one reduction at the end | plain expert parallelism |
 | buckets | sequential, gradients in buckets of 25 MiB during backward | DistributedDataParallel |
@@ -16,7 +16,8 @@ of 64. One step is simulated op by op, the reduction of its gradients included, 
 | flow | both | FlowMoE |
 | 1A1M + chunks | slices of sequences instead of batches, d = 4 | |
 
-The chunk is the best of those in `SIZES`. What can be held against the paper is the order of the models and of the rows.
+The size of chunks is the best one of `SIZES`. The order of models and of rows can be compared with the paper, but times
+cannot.
 """
 
 from __future__ import annotations
@@ -62,15 +63,15 @@ MODELS = {
 
 
 def seconds(spec: ModelSpec, schedule: str, batch: int, length: int, machines: hardware.Hardware) -> tuple[float, int | None]:
-    """Of a step, and the chunk, if there are chunks."""
+    """Return the seconds of a step, and the best size of chunks; None for a schedule without chunks."""
     names = [f"{schedule}={size}" for size in SIZES] if schedule.endswith("+chunks") else [schedule]
-    found = []
+    steps = []
     for name, size in zip(names, SIZES if len(names) > 1 else (None,), strict=False):
         ordering = named_ordering(name, length, SliceCost.of_model(spec.hidden, spec.heads))
         candidate = Candidate(Job(spec, length, batch * FOLD.dp, "fp32"), FOLD, ordering, batch, zero=0)
         work = OpWork(candidate, Device.of(candidate.job, machines))
-        found.append((simulate_step(candidate, work).seconds, size))
-    return min(found, key=lambda each: each[0])
+        steps.append((simulate_step(candidate, work).seconds, size))
+    return min(steps, key=lambda step: step[0])
 
 
 def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
@@ -82,9 +83,9 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
     width = 0.8 / len(ROWS)
     for number, name in enumerate(ROWS):
         at = [place + width * number for place in range(len(rows))]
-        axes.bar(at, [each["seconds"]["vanilla"] / each["seconds"][name] for each in rows.values()], width, label=name)
+        axes.bar(at, [row["seconds"]["vanilla"] / row["seconds"][name] for row in rows.values()], width, label=name)
     axes.set_xticks([place + 0.4 - width / 2 for place in range(len(rows))], list(rows))
-    axes.set_title("a step over vanilla's, simulated", loc="left", fontsize=10)
+    axes.set_title("speed over vanilla, simulated", loc="left", fontsize=10)
     axes.legend(frameon=False, fontsize=8, ncols=2)
     axes.spines[["top", "right"]].set_visible(False)
     FigureCanvasAgg(figure).print_png(str(path))
@@ -97,21 +98,22 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, metavar="N", help="tokens of a sequence (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--picture", type=Path, metavar="FILE")
-    given = parser.parse_args()
-    machines = hardware.load_hardware(given.cluster)
+    args = parser.parse_args()
+    machines = hardware.load_hardware(args.cluster)
     rows: dict[str, dict[str, Any]] = {}
     print(f"{'model':<16}{'vanilla':>11}" + "".join(f"{name:>15}" for name in list(ROWS)[1:]) + f"{'chunk':>12}{'published':>22}")
     for name, spec in MODELS.items():
-        found = {row: seconds(spec, schedule, given.batch, given.length, machines) for row, schedule in ROWS.items()}
-        base, chunk = found["vanilla"][0], found["flow"][1] or 0
-        told = PUBLISHED[name]
-        rows[name] = {"seconds": {row: took for row, (took, _) in found.items()}, "chunk": chunk, "published_ms": told}
-        cells = "".join(f"{base / found[row][0]:>13.2f} ×" for row in list(ROWS)[1:])
-        print(f"{name:<16}{base * 1e3:>8.0f} ms{cells}{chunk / 2**20:>8.2f} MiB{told[0]:>10.0f} ms, {told[0] / told[2]:.2f} ×")
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1))
-    if given.picture:
-        draw(rows, given.picture)
+        times = {row: seconds(spec, schedule, args.batch, args.length, machines) for row, schedule in ROWS.items()}
+        base, chunk = times["vanilla"][0], times["flow"][1] or 0
+        published = PUBLISHED[name]
+        rows[name] = {"seconds": {row: took for row, (took, _) in times.items()}, "chunk": chunk, "published_ms": published}
+        cells = "".join(f"{base / times[row][0]:>13.2f} ×" for row in list(ROWS)[1:])
+        gain = published[0] / published[2]
+        print(f"{name:<16}{base * 1e3:>8.0f} ms{cells}{chunk / 2**20:>8.2f} MiB{published[0]:>10.0f} ms, {gain:.2f} ×")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+    if args.picture:
+        draw(rows, args.picture)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""MoE Parallel Folding's two ablations in miniature: what the experts' traffic sends across nodes, folded and not.
+"""Repeat MoE Parallel Folding's two ablations on a small scale: expert traffic between nodes, folded and unfolded.
 
     python recipes/papers/folding_bytes.py [--json FILE] [--picture FILE]
 
 Eight ranks stand for two nodes of four. Each mapping trains one step of the same model (two MoE blocks, dropless) on real
-process groups, and every collective's bytes are counted where they go. The first table keeps attention at TP4 and varies how
-experts are spread (section 4.4, figure 5: there EP×ETP = 8 at TP4); the second varies CP (figure 6). Unfolded, as before the
-paper: ETP equals TP, and EP runs along data parallelism, over ranks that are TP·CP apart. Bytes do not depend on the machine.
+process groups, and the bytes of every collective are counted by destination. The first table keeps attention at TP4 and
+varies the sizes of the experts' grid (section 4.4, figure 5, which has EP×ETP = 8 at TP4). The second table varies CP
+(figure 6). An unfolded mapping is as before the paper: ETP equals TP, and EP runs along data parallelism, over ranks that
+are TP·CP apart. The bytes do not depend on the machine.
 
-Beside what was counted stands what the dispatcher's formula expects of evenly spread tokens: per rank and block, four
-all-to-alls (dispatch and combine, forward and backward) of T·K rows, of which the EP peers on other nodes get their share, and
-four gathers or scatters over ETP that send T·K rows to every ETP peer.
+Another column has the bytes that the dispatcher's formula gives for evenly spread tokens. Per rank and block, there are four
+all-to-alls (dispatch and combine, forward and backward) of T·K rows, of which EP peers on other nodes get their share. There
+are also four gathers or scatters over ETP, which send T·K rows to every ETP peer.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ EXPERT_TRAFFIC = ("tokens", "expert_slices")
 
 @dataclass(frozen=True)
 class Mapping:
-    """One way to spread attention and experts over the ranks."""
+    """A fold of attention and experts over the ranks."""
 
     table: str
     name: str
@@ -53,9 +54,9 @@ class Mapping:
 
 
 def mappings() -> list[Mapping]:
-    """Both tables, row by row; `edp` before `ep` in the experts' order keeps EP along data parallelism: unfolded."""
+    """Return the rows of both tables. Unfolded mappings have `edp` before `ep`, so EP runs along data parallelism."""
     along_dp = "etp-edp-ep-pp"
-    found = [
+    rows = [
         Mapping("attention TP4", "ETP4 EP2", Fold(WORLD, tp=4, etp=4, ep=2, moe_order=along_dp), False),
         Mapping("attention TP4", "ETP8 EP1", Fold(WORLD, tp=4, etp=8), True),
         Mapping("attention TP4", "ETP2 EP4", Fold(WORLD, tp=4, etp=2, ep=4), True),
@@ -66,14 +67,14 @@ def mappings() -> list[Mapping]:
     ]
     for cp, ep in ((2, 2), (2, 4), (4, 2)):
         unfolded = Fold(WORLD, cp=cp, ep=ep, moe_order=along_dp)
-        found.append(Mapping("context parallel", f"CP{cp} EP{ep}", unfolded, False))
-        found.append(Mapping("context parallel", f"CP{cp} EP{ep}", Fold(WORLD, cp=cp, ep=ep), True))
-    return found
+        rows.append(Mapping("context parallel", f"CP{cp} EP{ep}", unfolded, False))
+        rows.append(Mapping("context parallel", f"CP{cp} EP{ep}", Fold(WORLD, cp=cp, ep=ep), True))
+    return rows
 
 
 @dataclass(frozen=True)
 class Row:
-    """What all ranks together sent for one mapping, in bytes."""
+    """The bytes that all ranks together sent for one mapping."""
 
     table: str
     name: str
@@ -85,7 +86,7 @@ class Row:
 
 
 def measure(rank: int, fold: Fold) -> dict[str, tuple[int, int]]:
-    """Bytes that this rank sent in one step, inside its node and across, by class of traffic."""
+    """Return the bytes that this rank sent in one step, inside its node and to other nodes, by class of traffic."""
     groups = Groups.create(fold, rank, node=lambda member: member // PER_NODE)
     model = Transformer(Ownership(MODEL, fold), groups, MoeBackend(experts="loop"))
     engine = TorchEngine(model, groups, OptimizerSpec())
@@ -99,15 +100,15 @@ def measure(rank: int, fold: Fold) -> dict[str, tuple[int, int]]:
 
 
 def expected_across(fold: Fold) -> float:
-    """The formula: bytes of expert traffic across nodes, for tokens spread evenly over experts."""
-    rows = SEQUENCES * LENGTH * MODEL.topk  # of all ranks together
-    each = 4 * len(MODEL.moe_layers) * rows * MODEL.hidden * 4  # bytes, if every row went to one other rank each time
+    """Return the bytes of expert traffic between nodes by the formula, for tokens that are evenly spread over experts."""
+    rows = SEQUENCES * LENGTH * MODEL.topk  # rows of all ranks together
+    once = 4 * len(MODEL.moe_layers) * rows * MODEL.hidden * 4  # bytes if every row goes to one other rank each time
     far = {family: _far_peers(fold.groups(family)) for family in ("ep", "etp")}
-    return each * (far["ep"] / fold.ep + far["etp"])
+    return once * (far["ep"] / fold.ep + far["etp"])
 
 
 def _far_peers(groups: Sequence[Sequence[int]]) -> float:
-    """Peers on other nodes that a member of these groups has, on average."""
+    """Return the mean number of peers on other nodes for a member of these groups."""
     pairs = sum(a // PER_NODE != b // PER_NODE for group in groups for a in group for b in group)
     return pairs / sum(map(len, groups))
 
@@ -122,18 +123,18 @@ def run(mapping: Mapping, ranks: Sequence[dict[str, tuple[int, int]]]) -> Row:
 
 
 def serve(rank: int, store: str, folds: Sequence[Fold], results: Any) -> None:
-    """One rank's process: all mappings, one after another."""
+    """Run all mappings on one rank, one after another."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
     results.put((rank, [measure(rank, fold) for fold in folds]))
     dist.destroy_process_group()
 
 
-def measure_all(given: Sequence[Mapping]) -> list[Row]:
+def measure_all(rows: Sequence[Mapping]) -> list[Row]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         results, store = context.Queue(), os.path.join(folder, "store")
-        folds = [mapping.fold for mapping in given]
+        folds = [mapping.fold for mapping in rows]
         processes = [context.Process(target=serve, args=(rank, store, folds, results)) for rank in range(WORLD)]
         for process in processes:
             process.start()
@@ -143,11 +144,11 @@ def measure_all(given: Sequence[Mapping]) -> list[Row]:
             for process in processes:
                 process.join(timeout=10)
                 process.kill()
-    return [run(mapping, [by_rank[rank][i] for rank in range(WORLD)]) for i, mapping in enumerate(given)]
+    return [run(mapping, [by_rank[rank][i] for rank in range(WORLD)]) for i, mapping in enumerate(rows)]
 
 
 def show(rows: Sequence[Row]) -> str:
-    """The two tables in Markdown."""
+    """Return the two tables in Markdown."""
     lines = []
     for table in dict.fromkeys(row.table for row in rows):
         lines += ["", f"**{table}**", "", "| experts | groups | inside nodes, MiB | across nodes, MiB | formula, MiB |"]
@@ -159,7 +160,7 @@ def show(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Stacked bars: inside nodes and across, folded and not."""
+    """Draw stacked bars of the bytes inside nodes and between nodes, folded and unfolded."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -187,13 +188,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Bytes of expert traffic across nodes, folded and unfolded.")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--picture", type=Path, help="file for the PNG")
-    given = parser.parse_args()
+    args = parser.parse_args()
     rows = measure_all(mappings())
     print(show(rows))
-    if given.json:
-        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    if given.picture:
-        draw(rows, given.picture)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    if args.picture:
+        draw(rows, args.picture)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""FoldMoE's experiments at its own scale, as the planner predicts them: section 5.2, figures 8, 9 and 11.
+"""Predict FoldMoE's experiments at the paper's scale with the planner: section 5.2, figures 8, 9 and 11.
 
     python recipes/papers/foldmoe.py [--json FILE] [--picture FILE]
 
-Two nodes of eight A10G (`--cluster`), TP8 for attention inside a node, DP2 between them, EP16 for experts; GPT-MoE-S, M and L,
-one sequence of 4K to 32K tokens for each data-parallel rank (the paper's batches are not published), fp16. The vocabulary is
-padded to 50304, which TP8 divides. Every kind of schedule takes its best degree among 2, 4, 8 and 16, as in the paper.
+The cluster has two nodes of eight A10G (`--cluster`). Attention has TP8 inside a node and DP2 between nodes, and experts
+have EP16. The models are GPT-MoE-S, M and L in fp16, with one sequence of 4K to 32K tokens for each data-parallel place (the
+paper does not give its batches). The vocabulary is padded to 50304, which TP8 divides. Every kind of schedule uses its best
+degree among 2, 4, 8 and 16, as in the paper.
 
-*Bound* is what a step would gain over `sequential` if all that can overlap did: a MoE block then takes what it computes or what
-travels, whichever is more, in each direction; for `stream`, which does not end blocks together, all blocks do. Predicted times
-are no measurements: what can be held against the paper is their order, where a degree's peak lies, and that nothing beats its
-bound.
+*Bound* is the speed over `sequential` if computation and communication overlap completely. Then a MoE block takes the longer
+one of computation and communication, in each direction. `stream` does not drain between blocks, so for `stream` the longer
+one counts for all blocks together. The predicted times are not measurements. Their order and the best degree can be compared
+with the paper, and no schedule may exceed its bound.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SWEEP = ("gpt-moe-m", 32768, (1, 2, 4, 8, 16, 32))
 
 
 def step(model: str, length: int, schedule: str, machines: hardware.Hardware) -> prediction.Step:
-    """One step of a schedule, by its short name."""
+    """Return a step of a schedule, by the schedule's short name."""
     spec = ModelSpec.model_validate({"preset": model, "vocab": 50304})
     cost = SliceCost.of_model(spec.hidden, spec.heads)
     ordering = named_ordering(schedule, length, cost, smallest_slice(FOLD.cp, FOLD.tp))
@@ -53,7 +54,7 @@ def step(model: str, length: int, schedule: str, machines: hardware.Hardware) ->
 
 
 def seconds(model: str, length: int, kind: str, degree: int, machines: hardware.Hardware) -> float:
-    """Of `stream` with its best lag, as training chooses it."""
+    """Predict the seconds of a step. `stream` gets its best lag."""
     if degree == 1:
         return step(model, length, "sequential", machines).prediction().seconds
     names = [f"{kind}:{degree}:{lag}" for lag in range(1, min(degree, 4) + 1)] if kind == "stream" else [f"{kind}:{degree}"]
@@ -61,20 +62,20 @@ def seconds(model: str, length: int, kind: str, degree: int, machines: hardware.
 
 
 def bounds(model: str, length: int, machines: hardware.Hardware) -> tuple[float, float]:
-    """Seconds of a step in which all overlaps that can: inside of blocks, and across them."""
-    whole = step(model, length, "sequential", machines)
+    """Return the seconds of a step with complete overlap inside blocks, and with complete overlap across all blocks."""
+    sequential = step(model, length, "sequential", machines)
     took: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for op in whole.graph.ops():
-        took[op.direction, op.layer][op.kind in EXCHANGES] += sum(work.seconds for work in whole.work.work(op))
+    for op in sequential.graph.ops():
+        took[op.direction, op.layer][op.kind in EXCHANGES] += sum(work.seconds for work in sequential.work.work(op))
     apart = sum(map(sum, took.values()))
     inside = sum(map(max, took.values()))
-    ways = [[sum(each[kind] for (way, _), each in took.items() if way == direction) for kind in (0, 1)] for direction in "FB"]
-    base = whole.prediction().seconds
+    ways = [[sum(pair[kind] for (way, _), pair in took.items() if way == direction) for kind in (0, 1)] for direction in "FB"]
+    base = sequential.prediction().seconds
     return base - apart + inside, base - apart + sum(map(max, ways))
 
 
 def speedups(model: str, length: int, machines: hardware.Hardware) -> dict[str, Any]:
-    """Every kind at its best degree, over sequential."""
+    """Return the speed of every kind at its best degree, over sequential."""
     base = seconds(model, length, "", 1, machines)
     inside, across = bounds(model, length, machines)
     best = {
@@ -88,7 +89,7 @@ def speedups(model: str, length: int, machines: hardware.Hardware) -> dict[str, 
 
 
 def sweep(machines: hardware.Hardware) -> dict[str, list[float]]:
-    """Throughput over that of d = 1, by degree."""
+    """Return the throughput by degree, over the throughput of d = 1."""
     model, length, degrees = SWEEP
     base = seconds(model, length, "", 1, machines)
     return {name: [base / seconds(model, length, kind, degree, machines) for degree in degrees] for name, kind in KINDS.items()}
@@ -110,7 +111,7 @@ def draw(rows: Sequence[dict[str, Any]], swept: dict[str, list[float]], path: Pa
         left.hlines(row["bound_stream"], stream, stream + width, color="#b91c1c")
     left.set_xticks([place + 0.4 - width / 2 for place in range(len(rows))])
     left.set_xticklabels([f"{row['model'][-1].upper()}\n{row['length'] // 1024}K" for row in rows])
-    left.set_title("step over sequential's, each at its best degree", loc="left", fontsize=10)
+    left.set_title("speed over sequential, each kind at its best degree", loc="left", fontsize=10)
     left.axhline(1, color="#6b7280", linewidth=0.8)
     least = min(value for row in rows for value in row["speedup"].values())
     left.set_ylim(least - 0.05, None)
@@ -132,11 +133,16 @@ def main() -> None:
     parser.add_argument("--cluster", default="a10g-g5.48xlarge", help="as for `foldray plan` (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--picture", type=Path, metavar="FILE")
-    parser.add_argument("--exchange", type=float, metavar="SHARE", help="of nominal that all-to-alls reach; else the planner's")
-    given = parser.parse_args()
-    machines = hardware.load_hardware(given.cluster)
-    if given.exchange is not None:
-        machines = machines.model_copy(update={"constants": {**machines.constants, "exchange": given.exchange}})
+    parser.add_argument(
+        "--exchange",
+        type=float,
+        metavar="SHARE",
+        help="share of nominal bandwidth that all-to-alls reach; default: the planner's",
+    )
+    args = parser.parse_args()
+    machines = hardware.load_hardware(args.cluster)
+    if args.exchange is not None:
+        machines = machines.model_copy(update={"constants": {**machines.constants, "exchange": args.exchange}})
     rows = [speedups(model, length, machines) for model in MODELS for length in LENGTHS]
     print(
         f"{'model':<12}{'tokens':>7}{'sequential':>12}" + "".join(f"{name:>22}" for name in KINDS) + f"{'bound':>8}{'stream':>8}"
@@ -145,15 +151,15 @@ def main() -> None:
         cells = "".join(f"{row['speedup'][name]:>13.2f} × (d = {row['degree'][name]:>2})" for name in KINDS)
         bound = f"{row['bound']:>6.2f} ×{row['bound_stream']:>6.2f} ×"
         print(f"{row['model']:<12}{row['length']:>7}{row['sequential_s']:>10.3f} s{cells}{bound}")
-        own = {name: row["bound_stream" if name == "stream" else "bound"] for name in KINDS}
-        assert all(row["speedup"][name] <= own[name] * (1 + 1e-9) for name in KINDS), "nothing beats its bound"
+        limit = {name: row["bound_stream" if name == "stream" else "bound"] for name in KINDS}
+        assert all(row["speedup"][name] <= limit[name] * (1 + 1e-9) for name in KINDS), "a schedule exceeds its bound"
     for name in list(KINDS)[1:]:
         lost = [
             f"{row['model'][-1].upper()} {row['length'] // 1024}K"
             for row in rows
             if row["speedup"][name] < row["speedup"]["Tutel"]
         ]
-        print(f"{name} loses against Tutel at: {', '.join(lost) or 'none'}")
+        print(f"{name} is slower than Tutel at: {', '.join(lost) or 'none'}")
     swept = sweep(machines)
     model, length, degrees = SWEEP
     print(
@@ -163,10 +169,10 @@ def main() -> None:
     )
     for name, line in swept.items():
         print(f"{name:<22}" + "".join(f"{value:>9.3f}" for value in line))
-    if given.json:
-        given.json.write_text(json.dumps({"speedups": rows, "sweep": swept}, indent=1))
-    if given.picture:
-        draw(rows, swept, given.picture)
+    if args.json:
+        args.json.write_text(json.dumps({"speedups": rows, "sweep": swept}, indent=1))
+    if args.picture:
+        draw(rows, swept, args.picture)
 
 
 if __name__ == "__main__":

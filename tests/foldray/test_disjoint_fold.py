@@ -76,8 +76,8 @@ def test_sums_of_2_to_the_rank_name_the_members(ranks, fold: Fold) -> None:
         ({"ep": 3, "expert_ranks": 4}, "etp·ep·expert_pp must divide the experts' 4 ranks"),
         ({"expert_ranks": 12}, "must leave at least one of 12 ranks to attention"),
         ({"expert_ranks": -1}, "must leave at least one of 12 ranks to attention"),
-        ({"expert_pp": 2}, "is pp, unless the experts have ranks of their own"),
-        ({"expert_ranks": 4, "expert_pp": 0}, "a size is at least 1"),
+        ({"expert_pp": 2}, "must be left out unless the experts have ranks of their own"),
+        ({"expert_ranks": 4, "expert_pp": 0}, "must be at least 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(sizes: dict[str, int], rule: str) -> None:

@@ -90,7 +90,7 @@ def test_models_that_are_trained_somewhere_are_legal_on_thousands_of_gpus(model:
         (["model.vocab=123456789012345678901"], "model.vocab=123456789012345678901: must be less than or equal to 16777216"),
         (
             ["model.layers=4096", "model.experts=65"],
-            "model.experts=65: makes 266240 experts in all blocks, at most 262144 can be",
+            "model.experts=65: makes 266240 experts in all blocks; at most 262144 are allowed",
         ),
         (
             ["model.layers=4096", "model.hidden=1000000", "model.expert_hidden=1000000"],
@@ -98,8 +98,8 @@ def test_models_that_are_trained_somewhere_are_legal_on_thousands_of_gpus(model:
         ),
         (["schedule={reduction: chunks, sp_bytes: 1}"], "schedule.sp_bytes=1: cuts a worker's gradients into 10408448 chunks"),
         ([f"schedule.degrees={list(range(1, 500))}"], "schedule.degrees=[1, 2, 3"),
-        (["schedule.recompute=[x]"], "schedule.recompute.0=x: is none of the legal values; legal: attention, expert, ffn"),
-        (["tune.space.kind=[stream, x]"], "tune.space.kind.1=x: is none of the legal values; legal: sequential, moe_only"),
+        (["schedule.recompute=[x]"], "schedule.recompute.0=x: is not a legal value; legal: attention, expert, ffn"),
+        (["tune.space.kind=[stream, x]"], "tune.space.kind.1=x: is not a legal value; legal: sequential, moe_only"),
         (
             [f"tune.space.{key}={list(range(1, 17))}" for key in ("micro_batch", "degree", "virtual_stages", "batch_degree")],
             "tune.space=65536 settings of every fold: must make at most 16384 settings of every fold; list fewer values",
@@ -130,12 +130,12 @@ CONTENTS: dict[str, tuple[bytes, str]] = {
 }
 FILES: dict[str, str] = {
     "folder": "cannot be read (Is a directory)",
-    "fifo": "cannot be read (it is no regular file)",
-    "zero": "cannot be read (it is no regular file)",
+    "fifo": "cannot be read (it is not a regular file)",
+    "zero": "cannot be read (it is not a regular file)",
     "loop": "cannot be read (Too many levels of symbolic links)",
     "large": "cannot be read (it is larger than 256 KiB)",
-    "binary": "is no UTF-8 text",
-    "latin": "is no UTF-8 text",
+    "binary": "is not UTF-8 text",
+    "latin": "is not UTF-8 text",
 }
 TRIES = """
 import resource, sys

@@ -88,7 +88,7 @@ def test_nodes_need_neither_begin_nor_end_with_the_fold():
 
 @pytest.mark.parametrize("ranks_per_node", [0, -8])
 def test_a_node_holds_a_rank(ranks_per_node):
-    with pytest.raises(UserError, match=f"ranks_per_node={ranks_per_node}: a node holds at least 1 rank"):
+    with pytest.raises(UserError, match=f"ranks_per_node={ranks_per_node}: must be at least 1"):
         Placement(Fold(8), ranks_per_node)
     with pytest.raises(UserError, match="ranks_per_node"):
         best_order(Fold(8), ranks_per_node)
@@ -97,9 +97,9 @@ def test_a_node_holds_a_rank(ranks_per_node):
 
 
 def test_heat_of_no_family_is_refused():
-    with pytest.raises(UserError, match="family=tp_ep: is no group family"):
+    with pytest.raises(UserError, match="family=tp_ep: is not a group family"):
         Placement(Fold(8), 4).score({"tp_ep": 1})
-    with pytest.raises(UserError, match="family=tp_ep: is no group family"):
+    with pytest.raises(UserError, match="family=tp_ep: is not a group family"):
         best_order(Fold(8), 4, {"tp_ep": 1})
 
 

@@ -99,7 +99,7 @@ def test_a_recipe_keeps_its_secrets_in_its_own_process() -> None:
         assert "hush" not in told
         assert told.count("***") == 4
     for name, value in (("uri", recipe.model_dump(mode="json")["tracking"]["uri"]), ("none", "***")):
-        with pytest.raises(UserError, match="stands here without its secret, which is written to no file"):
+        with pytest.raises(UserError, match="lacks its secret, because foldray writes secrets to no file"):
             refuse_hidden(name, value)
 
 

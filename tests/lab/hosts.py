@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network namespaces on a switch, with links as slow as wanted."""
+"""Several hosts on one machine: network namespaces on a switch, with links of any rate."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from itertools import count
 from typing import Any
 
 BURST = 128 * 2**10
-"""Bytes that a link that was idle carries at once. A larger burst would let whole messages through for nothing. A smaller one
-would have TCP's packets of 64 KiB cut up, for which the kernel takes the processor from what is to be measured.
+"""Bytes that an idle link carries at once. A larger burst would let whole messages pass at no cost. With a smaller burst,
+the kernel would have to cut TCP's packets of 64 KiB, which takes processor time from the measurement.
 """
 
 _labs = count()
@@ -23,7 +23,7 @@ _labs = count()
 
 @dataclass(frozen=True)
 class Host:
-    """A host of the lab: a network namespace with loopback and one link. Files and cores are the machine's own."""
+    """A host of the lab: a network namespace with loopback and one link. Hosts share the machine's files and cores."""
 
     namespace: str
     address: str
@@ -32,13 +32,13 @@ class Host:
     def popen(
         self, command: Sequence[object], *, env: Mapping[str, str] | None = None, cpu: int | None = None, **options: Any
     ) -> subprocess.Popen:
-        """Start a command here, in a session of its own; it is told to end if the thread that started it does.
+        """Start a command on this host, in its own session. The command gets SIGTERM if the thread that started it ends.
 
         Args:
-            command: program and arguments; the process id is the program's.
-            env: changes to this process's environment; gloo is told which interface to take.
-            cpu: the one core to run on.
-            **options: everything else that `subprocess.Popen` takes.
+            command: program and arguments. The process id is that of the program.
+            env: changes to this process's environment. `GLOO_SOCKET_IFNAME` is set to the host's interface.
+            cpu: the only core to run on; None is any core.
+            **options: other arguments of `subprocess.Popen`.
         """
         pinned = [] if cpu is None else ["taskset", "--cpu-list", str(cpu)]
         prefix = ["ip", "netns", "exec", self.namespace, "setpriv", "--pdeathsig", "TERM", *pinned]
@@ -46,10 +46,11 @@ class Host:
         return subprocess.Popen([*prefix, *map(str, command)], env=environment, start_new_session=True, **options)
 
     def run(self, command: Sequence[object], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run a command here to its end and take its output; the exit status is the caller's to look at.
+        """Run a command on this host to its end, and return its output. The caller has to check the exit status.
 
         Raises:
-            subprocess.TimeoutExpired: it ran longer than `timeout` seconds and was killed, with all that it had started.
+            subprocess.TimeoutExpired: the command ran longer than `timeout` seconds. It was killed with all its child
+                processes.
         """
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         process = self.popen(command, **{**pipes, **options})
@@ -63,11 +64,11 @@ class Host:
         return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
     def processes(self) -> list[int]:
-        """Ids of all processes that run here."""
+        """Return the ids of all processes on this host."""
         return [int(pid) for pid in _ip("netns", "pids", self.namespace).split()]
 
     def stop(self, patience: float = 5.0) -> None:
-        """End all processes that run here, gently for `patience` seconds."""
+        """End all processes on this host: with SIGTERM, and after `patience` seconds with SIGKILL."""
         for sign in (signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + patience
             while time.monotonic() < deadline:
@@ -83,11 +84,12 @@ class Host:
 
 @contextmanager
 def hosts(n: int, rate: str | None = None) -> Iterator[list[Host]]:
-    """`n` hosts that reach each other, and nothing else; on leaving, they are gone with all that runs on them.
+    """Make `n` hosts that can reach only each other. At the end of the context, their processes are ended and they are
+    deleted.
 
     Args:
         n: number of hosts.
-        rate: speed of every host's link, each way, as `tc` writes it, such as "200mbit"; None is as fast as the kernel copies.
+        rate: rate of every host's link in each direction, in the notation of `tc`, such as "200mbit"; None sets no limit.
     """
     lab = next(_labs)
     name, subnet = f"foldray-{os.getpid()}-{lab}", f"10.231.{(os.getpid() + lab) % 256}"
@@ -95,17 +97,17 @@ def hosts(n: int, rate: str | None = None) -> Iterator[list[Host]]:
         switch = stack.enter_context(_namespace(f"{name}-switch"))
         _ip("-n", switch, "link", "add", "switch", "type", "bridge")
         _ip("-n", switch, "link", "set", "switch", "up")
-        made = []
+        lab_hosts = []
         for i in range(1, n + 1):
             namespace = stack.enter_context(_namespace(f"{name}-{i}"))
-            made.append(Host(namespace, f"{subnet}.{i}", f"link{i}"))  # another name on every host, as between machines
-            _connect(made[-1], switch, rate)
-            stack.callback(made[-1].stop)
-        yield made
+            lab_hosts.append(Host(namespace, f"{subnet}.{i}", f"link{i}"))  # interface names differ, as on real machines
+            _connect(lab_hosts[-1], switch, rate)
+            stack.callback(lab_hosts[-1].stop)
+        yield lab_hosts
 
 
 def why_not() -> str | None:
-    """What keeps this machine from having a lab, if anything."""
+    """Return the reason why this machine cannot have a lab; None if it can."""
     if os.geteuid() != 0:
         return "needs root for network namespaces"
     missing = [tool for tool in ("ip", "tc", "setpriv", "taskset") if shutil.which(tool) is None]
@@ -125,20 +127,20 @@ def _namespace(name: str) -> Iterator[str]:
         _ip("-n", name, "link", "set", "lo", "up")
         yield name
     finally:
-        _ip("netns", "del", name)  # its ends of the links go with it, and so the other ends
+        _ip("netns", "del", name)  # this also deletes both ends of its links
 
 
 def _connect(host: Host, switch: str, rate: str | None) -> None:
-    """A cable from the host to the switch."""
-    here, there, port = host.namespace, switch, host.interface
-    _ip("-n", here, "link", "add", port, "type", "veth", "peer", "name", port, "netns", there)
-    _ip("-n", there, "link", "set", port, "master", "switch", "up")
-    _ip("-n", here, "addr", "add", f"{host.address}/24", "dev", port)
-    _ip("-n", here, "link", "set", port, "up")
-    _ip("-n", here, "route", "add", "default", "dev", port)  # programs look for their own address along it
+    """Connect a host to the switch."""
+    namespace, port = host.namespace, host.interface
+    _ip("-n", namespace, "link", "add", port, "type", "veth", "peer", "name", port, "netns", switch)
+    _ip("-n", switch, "link", "set", port, "master", "switch", "up")
+    _ip("-n", namespace, "addr", "add", f"{host.address}/24", "dev", port)
+    _ip("-n", namespace, "link", "set", port, "up")
+    _ip("-n", namespace, "route", "add", "default", "dev", port)  # programs use this route to find their own address
     if rate is not None:
         shape = f"dev {port} root tbf rate {rate} burst {BURST} limit 50mb".split()
-        for end in (here, there):  # what the host sends, and what it is sent
+        for end in (namespace, switch):  # limits the traffic from the host, and the traffic to the host
             _call("tc", "-n", end, "qdisc", "add", *shape)
 
 

@@ -1,4 +1,4 @@
-"""A Ray cluster over the hosts of a lab, apart from any other Ray on the machine."""
+"""A Ray cluster on the hosts of a lab, separate from any other Ray on the machine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.lab.hosts import Host
 PACKAGES = ("foldray", "trainers", "tuners")
 _OBJECT_STORE = 100 * 2**20
 
-# sh -ec _HIDE hide EMPTY FOLDER… -- COMMAND…: the command sees the folders empty. Every command of a host has its own mounts.
+# sh -ec _HIDE hide EMPTY FOLDER… -- COMMAND…: the folders look empty to the command. Every command has its own mounts.
 _HIDE = 'empty=$1; shift; while [ "$1" != -- ]; do mount --bind "$empty" "$1"; shift; done; shift; exec "$@"'
 
-# python -c _WAIT ADDRESS NODES SECONDS: until the dashboard answers and knows of so many living nodes.
+# python -c _WAIT ADDRESS NODES SECONDS: waits until the dashboard answers and reports so many living nodes.
 _WAIT = """
 import json, os, sys, time, urllib.request
 token = open(os.environ["RAY_AUTH_TOKEN_PATH"]).read()
@@ -44,7 +44,7 @@ sys.exit(f"nodes seen: {seen}")
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running cluster: where jobs are sent to, and the environment of who may send them."""
+    """A running cluster: the address for jobs, and the environment that a process needs to submit them."""
 
     address: str
     env: Mapping[str, str]
@@ -52,19 +52,24 @@ class Cluster:
 
 @contextmanager
 def ray_cluster(hosts: Sequence[Host], timeout: float = 90.0, cpus: int = 1) -> Iterator[Cluster]:
-    """A cluster of so many CPUs per host, its head with dashboard on the first; on leaving, everything on these hosts is ended.
+    """Start a cluster on hosts. Its head and dashboard run on the first host.
 
-    Token authentication is on, with a token of its own. The nodes do not see this checkout's packages: what a job runs must
-    have travelled with it.
+    The cluster uses token authentication with a new token. The nodes do not see this checkout's packages, so a job must
+    bring its own. At the end of the context, all processes on the hosts are ended.
+
+    Args:
+        hosts: hosts of a lab.
+        timeout: seconds to wait for all nodes.
+        cpus: CPUs per host.
 
     Raises:
-        TimeoutError: the nodes were not there after `timeout` seconds.
+        TimeoutError: not all nodes were alive after `timeout` seconds.
     """
     with ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="lab-", dir="/tmp"))  # short: a socket's path may have 107 characters
+        folder = Path(tempfile.mkdtemp(prefix="lab-", dir="/tmp"))  # a socket's path has at most 107 characters
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         (folder / "empty").mkdir()
-        (folder / "token").write_text(secrets.token_hex(32))  # mkdtemp lets nobody else in
+        (folder / "token").write_text(secrets.token_hex(32))  # only this user can read the folder
         cluster = Cluster(f"http://{hosts[0].address}:8265", _environment(folder / "token"))
         for host in hosts:
             node = _start(host, hosts[0], folder, cluster.env, cpus)
@@ -83,16 +88,16 @@ def _environment(token: Path) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_memory_monitor_refresh_ms": "0",  # workers shall not die of what else fills the machine
+        "RAY_memory_monitor_refresh_ms": "0",  # otherwise Ray kills workers if other programs fill the memory
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # jobs are started as `python`
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # jobs run the command `python`
         "no_proxy": "*",
     }
 
 
 def _start(host: Host, head: Host, folder: Path, env: Mapping[str, str], cpus: int) -> subprocess.Popen:
-    """A node in the foreground."""
+    """Start a Ray node in the foreground."""
     arguments = [
         f"--node-ip-address={host.address}", f"--temp-dir={folder / host.interface}", f"--num-cpus={cpus}",
         f"--object-store-memory={_OBJECT_STORE}",
@@ -109,6 +114,6 @@ def _start(host: Host, head: Host, folder: Path, env: Mapping[str, str], cpus: i
 
 
 def _checkout() -> list[str]:
-    """Where this process would import the project's packages from."""
+    """Return the folders of the project's packages in this checkout."""
     specs = [importlib.util.find_spec(package) for package in PACKAGES]
-    return [place for spec in specs if spec is not None for place in spec.submodule_search_locations or ()]
+    return [folder for spec in specs if spec is not None for folder in spec.submodule_search_locations or ()]

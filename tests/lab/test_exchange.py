@@ -1,4 +1,4 @@
-"""All-to-alls over a link of the lab: both directions of it at once."""
+"""All-to-alls over a link of the lab use both directions at once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ print(statistics.median(took), flush=True)
 
 
 def test_an_all_to_all_sends_while_it_receives() -> None:
-    """One way after the other, it would take twice as long."""
+    """If one direction came after the other, the all-to-all would take twice as long."""
     rows, rate = 1000, 100e6
     with hosts(2, rate=f"{rate:.0f}bit") as (near, far):
         other = far.popen([sys.executable, "-c", _RANK, 1, near.address, rows], cwd=repository(), stdout=subprocess.PIPE)

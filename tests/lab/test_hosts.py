@@ -1,4 +1,4 @@
-"""The lab itself: links are as slow as asked for, and nothing stays behind."""
+"""The lab: links have the requested rate, and no process or namespace is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quickstart recipe on a Ray cluster of two nodes: it runs over both, from what was uploaded, and no bit of it changes."""
+"""The quickstart recipe on a Ray cluster of two nodes: it runs on both, from uploaded files, with bitwise equal results."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ pytestmark = [
 _FOLDRAY = [sys.executable, "-m", "foldray"]
 _RECIPE = repository() / "recipes" / "quickstart.yaml"
 _SHORT = ["training.stop_after=8", "training.eval_every=4", "training.eval_sequences=32", "checkpoint.every=4"]
-_LIMIT = 400  # seconds, of one training on a busy machine
+_LIMIT = 400  # seconds for one training on a busy machine
 
 Command = Callable[..., subprocess.CompletedProcess]
 
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[list[Host]]:
-    """Two hosts for a cluster, and one to sit at."""
-    with hosts(3) as made:
-        yield made
+    """Two hosts for a cluster, and one for the user."""
+    with hosts(3) as lab_hosts:
+        yield lab_hosts
 
 
 @pytest.fixture(scope="module")
 def alone(lab: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of the same training on one node, with a Ray of its own."""
+    """The run folder of the same training on one node, with its own Ray."""
     storage = tmp_path_factory.mktemp("alone")
     done = lab[2].run([*_FOLDRAY, "train", _RECIPE, *_SHORT, f"cluster.storage={storage}"], timeout=_LIMIT, cwd=repository())
     assert done.returncode == 0, done.stdout + done.stderr
@@ -52,18 +52,18 @@ def alone(lab: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(lab: list[Host], alone: Path) -> Iterator[Cluster]:
-    with ray_cluster(lab[:2]) as made:
-        yield made
+    with ray_cluster(lab[:2]) as running:
+        yield running
 
 
 @pytest.fixture
 def submit(lab: list[Host], cluster: Cluster, tmp_path: Path) -> Command:
-    """`foldray submit` from the third host, with some more arguments and changes to the environment."""
+    """A function that runs `foldray submit` on the third host, with more arguments and changes to the environment."""
 
     def command(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         overrides = [*_SHORT, f"cluster.storage={tmp_path / 'runs'}", *arguments]
-        given = [*_FOLDRAY, "submit", _RECIPE, "--address", cluster.address, *overrides]
-        return lab[2].run(given, timeout=_LIMIT, env={**cluster.env, **env}, cwd=repository())
+        program = [*_FOLDRAY, "submit", _RECIPE, "--address", cluster.address, *overrides]
+        return lab[2].run(program, timeout=_LIMIT, env={**cluster.env, **env}, cwd=repository())
 
     return command
 
@@ -102,14 +102,14 @@ def test_more_workers_than_the_cluster_has_room_for_are_refused_at_once(submit: 
 @pytest.mark.parametrize("env", [{"RAY_AUTH_MODE": ""}, {"RAY_AUTH_TOKEN": "0" * 64}], ids=["none", "another"])
 def test_a_job_without_the_clusters_token_is_refused_in_one_line(submit: Command, env: dict[str, str], tmp_path: Path) -> None:
     done = submit(**env, RAY_AUTH_TOKEN_PATH="", HOME=str(tmp_path))
-    _assert_refused(done, "foldray: address=", "the cluster wants its token")
+    _assert_refused(done, "foldray: address=", "the cluster requires its token")
 
 
 def test_joining_without_the_clusters_token_is_refused_in_one_line(lab: list[Host], cluster: Cluster, tmp_path: Path) -> None:
-    given = [*_FOLDRAY, "train", _RECIPE, f"cluster.storage={tmp_path / 'runs'}", "--address", f"{lab[0].address}:6379"]
+    train = [*_FOLDRAY, "train", _RECIPE, f"cluster.storage={tmp_path / 'runs'}", "--address", f"{lab[0].address}:6379"]
     env = {**cluster.env, "RAY_AUTH_TOKEN_PATH": "", "HOME": str(tmp_path)}
-    done = lab[2].run(given, timeout=60, env=env, cwd=repository())
-    _assert_refused(done, "foldray: cluster.address=", "the cluster wants its token")
+    done = lab[2].run(train, timeout=60, env=env, cwd=repository())
+    _assert_refused(done, "foldray: cluster.address=", "the cluster requires its token")
 
 
 def _assert_refused(done: subprocess.CompletedProcess[str], start: str, rule: str) -> None:
@@ -120,7 +120,7 @@ def _assert_refused(done: subprocess.CompletedProcess[str], start: str, rule: st
 
 
 def _checkout(folder: Path) -> Path:
-    """A copy of what the repository would upload, whose foldray says where it is imported from."""
+    """Copy the files that the repository uploads. The copy's foldray prints the path that it is imported from."""
     for name in (*PACKAGES, "recipes"):
         shutil.copytree(repository() / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in (".gitignore", ".rayignore"):
@@ -143,7 +143,7 @@ def _assert_one_expert_half_per_node(run: Path, lab: list[Host]) -> None:
 
 
 def _outcome(run: Path) -> list[tuple[Any, ...]]:
-    """What every step and validation came to, to the last bit."""
+    """Return the results of every step and validation, to compare them bit by bit."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     outcome = [
         (record["kind"], record["step"], record["loss"], record.get("grad_norm"), record.get("load"))

@@ -1,4 +1,4 @@
-"""A study on a Ray cluster of two nodes, two trials at once: each on a node of its own, none twice, the winner compared."""
+"""A study on a Ray cluster of two nodes, with two trials at once, each on its own node. No setting is measured twice."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def test_two_trials_run_at_once_each_on_nodes_of_its_own(tmp_path: Path) -> None
     (folder,) = (tmp_path / "tune").iterdir()
     study = optuna.load_study(study_name=folder.name, storage=f"sqlite:///{folder}/tune.db")
     trials = study.get_trials()
-    assert [each.state.name for each in trials] == ["COMPLETE"] * _TRIALS
-    assert len({json.dumps(each.params, sort_keys=True) for each in trials}) == _TRIALS, "each setting once"
-    ran_on = {each.number: TrialRecord.of_attributes(each.user_attrs).hosts for each in trials}
-    assert all(len(found) == 1 for found in ran_on.values()), "both ranks of a trial on one node"
-    assert {found[0] for found in ran_on.values()} == addresses
+    assert [trial.state.name for trial in trials] == ["COMPLETE"] * _TRIALS
+    assert len({json.dumps(trial.params, sort_keys=True) for trial in trials}) == _TRIALS, "a setting was measured twice"
+    ran_on = {trial.number: TrialRecord.of_attributes(trial.user_attrs).hosts for trial in trials}
+    assert all(len(hosts) == 1 for hosts in ran_on.values()), "a trial ran on two nodes"
+    assert {hosts[0] for hosts in ran_on.values()} == addresses
     together = [
         (ran_on[one.number], ran_on[other.number])
         for one, other in combinations(trials, 2)

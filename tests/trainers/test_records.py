@@ -88,7 +88,7 @@ def test_a_queue_that_is_gone_costs_records_and_not_the_training(ray_session):
 def test_an_inbox_that_lost_its_queue_says_so(ray_session, caplog):
     with pytest.raises(ray.exceptions.RayError), Inbox([lambda record: None], period=0.01) as inbox:
         ray.kill(inbox.queue.actor)
-    assert "the queue is gone" in caplog.text
+    assert "the queue is lost" in caplog.text
 
 
 def test_a_history_keeps_the_records_by_step():

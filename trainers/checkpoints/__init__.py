@@ -1,1 +1,1 @@
-"""A training's state on disk: written in boxes of whole tensors, read without trust."""
+"""Checkpoints: every rank writes its boxes of global tensors, and files are read without trust."""

@@ -1,4 +1,8 @@
-"""How `torch.distributed.checkpoint` writes and reads tensors of which every rank holds a box: any fold reads what any wrote."""
+"""Planners and a reader for `torch.distributed.checkpoint` (DCP), for tensors of which every rank holds a box.
+
+A box is a slice of the global tensor along every axis. So a checkpoint can be read under another fold than it was written
+under.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +32,10 @@ Pieces = Mapping[str, Piece]
 
 
 class SaveBoxes(DefaultSavePlanner):
-    """Writes each tensor as its box of the whole; boxes that several ranks hold are written once.
+    """Writes each tensor as its box of the global tensor. A box that several ranks hold is written once.
 
     Args:
-        pieces: the box of each key; a key without one is whole.
+        pieces: the box of each key. A tensor whose key is not in it is a complete global tensor.
     """
 
     def __init__(self, pieces: Pieces):
@@ -46,13 +50,13 @@ class SaveBoxes(DefaultSavePlanner):
         return self.state_dict[index.fqn]
 
     def _item(self, key: str, tensor: torch.Tensor) -> WriteItem:
-        whole, chunk = _box(self.pieces, key, tensor)
-        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor), whole)
+        shape, chunk = _box(self.pieces, key, tensor)
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor), shape)
         return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 class LoadBoxes(DefaultLoadPlanner):
-    """Fills each tensor with its box of what is stored, however that is cut.
+    """Fills each tensor with its box of the stored tensor, whatever boxes were written.
 
     Raises:
         DamagedFile: (in DCP's CheckpointException) a tensor is missing, or has another shape or kind in the checkpoint.
@@ -66,12 +70,12 @@ class LoadBoxes(DefaultLoadPlanner):
         assert self.metadata is not None
         items = []
         for key, tensor in self.state_dict.items():
-            whole, chunk = _box(self.pieces, key, tensor)
+            shape, chunk = _box(self.pieces, key, tensor)
             stored = self.metadata.state_dict_metadata.get(key)
             if not isinstance(stored, TensorStorageMetadata):
                 raise DamagedFile(METADATA, f"has no tensor {key}")
-            if stored.size != whole:
-                raise DamagedFile(METADATA, f"has {key} as {tuple(stored.size)}, not {tuple(whole)}")
+            if stored.size != shape:
+                raise DamagedFile(METADATA, f"has {key} as {tuple(stored.size)}, not {tuple(shape)}")
             if stored.properties.dtype.is_floating_point != tensor.dtype.is_floating_point:
                 raise DamagedFile(METADATA, f"has {key} in {stored.properties.dtype}, not {tensor.dtype}")
             items += create_read_items_for_chunk_list(key, stored, [chunk])
@@ -82,11 +86,11 @@ class LoadBoxes(DefaultLoadPlanner):
 
 
 class ReadBoxes(FileSystemReader):
-    """Reads what a rank's plan asks for, after a look at the hashes of the files that it is in; never unpickles.
+    """Reads the tensors in a rank's plan, after it has checked the hashes of their files. It never unpickles.
 
     Raises:
-        DamagedFile: (in DCP's CheckpointException) a file has other bytes than were written, or holds other tensors than
-            `.metadata` says.
+        DamagedFile: (in DCP's CheckpointException) a file has other bytes than were written, or its tensors differ from
+            `.metadata`.
     """
 
     def __init__(self, stored: Stored):
@@ -116,20 +120,22 @@ class ReadBoxes(FileSystemReader):
         place, key = self.storage_data[item.storage_index], item.storage_index.fqn
         try:
             tensor = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
-        except Exception as error:  # torch promises no type: RuntimeError, UnpicklingError, EOFError, KeyError were seen
+        # torch documents no type for its errors. It raises RuntimeError, UnpicklingError, EOFError, KeyError and others.
+        except Exception as error:
             raise DamagedFile(name, f"holds no plain tensor for {key} ({type(error).__name__})") from None
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             raise DamagedFile(name, f"holds no plain tensor for {key} ({type(tensor).__name__})")
-        said = self.stored.contents.tensors[key]
-        size = next(chunk.sizes for chunk in said.chunks if chunk.offsets == item.storage_index.offset)
-        found, told = ((tuple(tensor.shape), tensor.dtype), (tuple(size), said.properties.dtype))
-        if found != told:
-            raise DamagedFile(name, f"holds {key} as {found[0]} in {found[1]}, and {METADATA} says {told[0]} in {told[1]}")
+        metadata = self.stored.contents.tensors[key]
+        shape = tuple(next(chunk.sizes for chunk in metadata.chunks if chunk.offsets == item.storage_index.offset))
+        dtype = metadata.properties.dtype
+        if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+            actual = f"{tuple(tensor.shape)} in {tensor.dtype}"
+            raise DamagedFile(name, f"holds {key} as {actual}, but {METADATA} says {shape} in {dtype}")
         return tensor
 
 
 def _box(pieces: Pieces, key: str, tensor: torch.Tensor) -> tuple[torch.Size, ChunkStorageMetadata]:
-    """Shape of the whole tensor, and this rank's chunk of it."""
+    """Return the shape of the global tensor, and this rank's chunk of it."""
     if key not in pieces:
         return tensor.shape, ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
     piece = pieces[key]

@@ -1,9 +1,9 @@
-"""A checkpoint's `.metadata`, read without unpickling it.
+"""Reads a checkpoint's `.metadata` without unpickling it.
 
-`torch.distributed.checkpoint` keeps there, as a pickle, which file holds which box of which tensor. Whoever unpickles calls what
-the pickle names, so a forged one could run anything. Here its opcodes are only read: numbers, texts and containers are put
-together, and an object stays what the pickle says of it, a class's name with arguments. Nothing is imported, called or hashed.
-What is found is checked piece by piece, and torch's own classes are made from it.
+`.metadata` says which file holds which box of which tensor. `torch.distributed.checkpoint` writes it as a pickle. Unpickling
+calls the functions that the pickle names, so a forged pickle could run any code. This module only reads the opcodes of the
+pickle. It builds numbers, texts and containers. An object stays a description: the name of a class, with arguments. Nothing
+is imported, called or hashed. Then the module checks every part of the result, and makes torch's own classes from it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _CHECKPOINT = "torch.distributed.checkpoint.metadata."
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 )
-_WHOLE_NUMBERS = 2**63  # torch's sizes are below
+_WHOLE_NUMBERS = 2**63  # torch's sizes are below this number
 _CONSTANTS: Mapping[str, Any] = MappingProxyType({"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()})
 _VALUES = frozenset({"BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE"})
 _TUPLES: Mapping[str, int] = MappingProxyType({"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3})
 
 
 class Contents(NamedTuple):
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
-        tensors: by name, with the boxes that they are cut into.
-        places: of every box in a file.
+        tensors: the tensors by name, with the boxes that they are cut into.
+        places: the file of every box, and the box's place in it.
     """
 
     tensors: dict[str, TensorStorageMetadata]
@@ -46,7 +46,7 @@ class Contents(NamedTuple):
 
 
 class _Pairs(list):
-    """A dictionary as its pairs: its keys need not be hashed."""
+    """A dictionary as a list of pairs, so no key has to be hashed."""
 
 
 class _Name(str):
@@ -54,27 +54,27 @@ class _Name(str):
 
 
 class _Object:
-    """What a pickle says of an object: the name of what makes it, the arguments, and the state that is set then."""
+    """A pickle's description of an object: the name of its class or function, the arguments, and the state."""
 
     def __init__(self, maker: Any, arguments: Any):
         self.maker, self.arguments, self.state = maker, arguments, None
 
 
 def read_metadata(content: bytes) -> Contents:
-    """What `torch.distributed.checkpoint` wrote, with every tensor's boxes whole and their places in files.
+    """Return the contents that `torch.distributed.checkpoint` wrote, and check that the boxes of every tensor cover it.
 
     Raises:
-        ValueError: it is no such pickle, or names anything that a checkpoint does not need.
+        ValueError: the content is not such a pickle, or names an object that a checkpoint does not need.
     """
     try:
         return _contents(_Reader().read(content))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         reason = str(error) if type(error) is ValueError else type(error).__name__
-        raise ValueError(f"it is no pickle of a checkpoint: {reason[:120]}") from None
+        raise ValueError(f"it is not the pickle of a checkpoint: {reason[:120]}") from None
 
 
-def _contents(found: Any) -> Contents:
-    fields = _fields(found, _CHECKPOINT + "Metadata")
+def _contents(value: Any) -> Contents:
+    fields = _fields(value, _CHECKPOINT + "Metadata")
     tensors = dict(_tensor(*pair) for pair in _pairs(fields["state_dict_metadata"]))
     places = dict(_place(*pair) for pair in _pairs(fields["storage_data"]))
     for name, tensor in tensors.items():
@@ -84,17 +84,17 @@ def _contents(found: Any) -> Contents:
 
 
 class _Reader:
-    """The stack and the memory that a pickle's opcodes work on."""
+    """Runs a pickle's opcodes on a stack and a memory."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
-        self.below: list[list[Any]] = []  # what was on the stack before each mark
+        self.below: list[list[Any]] = []  # the stack before each mark
         self.memory: dict[int, Any] = {}
 
     def read(self, content: bytes) -> Any:
         argument: Any
         for opcode, argument, _ in pickletools.genops(content):
-            name = opcode.name  # the most frequent ones first: a large checkpoint has millions
+            name = opcode.name  # a large checkpoint has millions of opcodes, so the most frequent ones come first
             if name == "MEMOIZE":
                 self.memory[len(self.memory)] = self.stack[-1]
             elif name in ("BINGET", "LONG_BINGET"):
@@ -140,86 +140,86 @@ class _Reader:
                 raise ValueError(f"it uses {opcode}")
 
     def _close(self) -> list[Any]:
-        """End what the last mark began; the stack before it."""
+        """Restore and return the stack before the last mark."""
         self.stack = self.below.pop()
         return self.stack
 
     def _take(self, count: int) -> list[Any]:
         if len(self.stack) < count:
             raise IndexError(count)
-        taken = self.stack[-count:]
+        items = self.stack[-count:]
         del self.stack[-count:]
-        return taken
+        return items
 
 
-def _tensor(name: Any, found: Any) -> tuple[str, TensorStorageMetadata]:
-    fields = _fields(found, _CHECKPOINT + "TensorStorageMetadata")
+def _tensor(name: Any, value: Any) -> tuple[str, TensorStorageMetadata]:
+    fields = _fields(value, _CHECKPOINT + "TensorStorageMetadata")
     properties = _of(_Object, fields["properties"], "TensorProperties")
     dtype, *_ = _of(tuple, properties.state, "TensorProperties")
     if dtype not in _DTYPES:
         raise ValueError("it holds something else where a dtype belongs")
-    whole = _size(fields["size"])
+    shape = _size(fields["size"])
     chunks = [_chunk(chunk) for chunk in _of(list, fields["chunks"], "a list")]
-    fit = all(len(chunk.sizes) == len(chunk.offsets) == len(whole) for chunk in chunks) and all(
-        start + length <= end for chunk in chunks for start, length, end in zip(chunk.offsets, chunk.sizes, whole, strict=True)
+    fit = all(len(box.sizes) == len(box.offsets) == len(shape) for box in chunks) and all(
+        start + length <= end for box in chunks for start, length, end in zip(box.offsets, box.sizes, shape, strict=True)
     )
-    if not fit or sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(whole):
-        raise ValueError(f"the parts of {_text(name)} do not make up the whole")
-    return _text(name), TensorStorageMetadata(TensorProperties(_DTYPES[dtype]), whole, chunks)
+    if not fit or sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
+        raise ValueError(f"the parts of {_text(name)} do not make up the tensor")
+    return _text(name), TensorStorageMetadata(TensorProperties(_DTYPES[dtype]), shape, chunks)
 
 
-def _chunk(found: Any) -> ChunkStorageMetadata:
-    fields = _fields(found, _CHECKPOINT + "ChunkStorageMetadata")
+def _chunk(value: Any) -> ChunkStorageMetadata:
+    fields = _fields(value, _CHECKPOINT + "ChunkStorageMetadata")
     return ChunkStorageMetadata(_size(fields["offsets"]), _size(fields["sizes"]))
 
 
-def _place(index: Any, found: Any) -> tuple[MetadataIndex, _StorageInfo]:
-    which = _fields(index, _CHECKPOINT + "MetadataIndex")
-    where = _fields(found, "torch.distributed.checkpoint.filesystem._StorageInfo")
-    if where.get("transform_descriptors") is not None:
+def _place(index: Any, value: Any) -> tuple[MetadataIndex, _StorageInfo]:
+    box = _fields(index, _CHECKPOINT + "MetadataIndex")
+    place = _fields(value, "torch.distributed.checkpoint.filesystem._StorageInfo")
+    if place.get("transform_descriptors") is not None:
         raise ValueError("it names a transformed file")
-    offset = which.get("offset")
-    key = MetadataIndex(_text(which["fqn"]), None if offset is None else _size(offset))
-    return key, _StorageInfo(_text(where["relative_path"]), _whole_number(where["offset"]), _whole_number(where["length"]))
+    offset = box.get("offset")
+    key = MetadataIndex(_text(box["fqn"]), None if offset is None else _size(offset))
+    return key, _StorageInfo(_text(place["relative_path"]), _whole_number(place["offset"]), _whole_number(place["length"]))
 
 
 class _Fields(dict):
-    """An object's fields by name; one that is asked for and not there is the pickle's fault."""
+    """The fields of an object by name. A missing field is an error of the pickle."""
 
     def __missing__(self, name: str) -> Any:
         raise ValueError(f"it lacks {name}")
 
 
-def _fields(found: Any, kind: str) -> _Fields:
+def _fields(value: Any, kind: str) -> _Fields:
     name = kind.rpartition(".")[2]
-    if _of(_Object, found, name).maker != kind:
-        raise ValueError(f"it holds {str(found.maker).removeprefix(_CHECKPOINT)[:60]} where {name} belongs")
-    return _Fields((key, value) for key, value in _pairs(found.state) if isinstance(key, str))
+    if _of(_Object, value, name).maker != kind:
+        raise ValueError(f"it holds {str(value.maker).removeprefix(_CHECKPOINT)[:60]} where {name} belongs")
+    return _Fields((key, field) for key, field in _pairs(value.state) if isinstance(key, str))
 
 
-def _pairs(found: Any) -> _Pairs:
-    return _of(_Pairs, found, "a dictionary")
+def _pairs(value: Any) -> _Pairs:
+    return _of(_Pairs, value, "a dictionary")
 
 
-def _size(found: Any) -> torch.Size:
-    made = _of(_Object, found, "a size")
-    (parts,) = _of(tuple, made.arguments, "a size")
-    if made.maker != "torch.Size":
-        raise ValueError(f"it holds {str(made.maker)[:60]} where a size belongs")
+def _size(value: Any) -> torch.Size:
+    size = _of(_Object, value, "a size")
+    (parts,) = _of(tuple, size.arguments, "a size")
+    if size.maker != "torch.Size":
+        raise ValueError(f"it holds {str(size.maker)[:60]} where a size belongs")
     return torch.Size([_whole_number(part) for part in _of(tuple, parts, "a size")])
 
 
-def _whole_number(found: Any) -> int:
-    if type(found) is not int or not 0 <= found < _WHOLE_NUMBERS:
+def _whole_number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _WHOLE_NUMBERS:
         raise ValueError("it holds something else where a whole number belongs")
-    return found
+    return value
 
 
-def _text(found: Any) -> str:
-    return str(_of(str, found, "a name"))
+def _text(value: Any) -> str:
+    return str(_of(str, value, "a name"))
 
 
-def _of(kind: type, found: Any, what: str) -> Any:
-    if not isinstance(found, kind):
+def _of(kind: type, value: Any, what: str) -> Any:
+    if not isinstance(value, kind):
         raise ValueError(f"it holds something else where {what} belongs")
-    return found
+    return value

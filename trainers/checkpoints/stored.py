@@ -1,18 +1,20 @@
-"""What lies in a checkpoint's folder, looked at without trust in it.
+"""Reads a checkpoint's folder without trust.
 
-A checkpoint is read long after it was written, and perhaps comes from elsewhere, so nothing in it may run code, and no damage
-may be trained on. Each rank leaves a manifest of its files, with their sizes and hashes. Before anything is loaded, every file
-must have its size, and `.metadata` and `progress.json` their hashes. Tensors' files, which may be large, are hashed by the ranks
-that read them.
+A checkpoint is read long after it was written, and may come from another place. So its files must not run code, and training
+must not continue from damaged files. Each rank writes a manifest with the sizes and hashes of its files. Before a checkpoint
+is loaded, the size of every file is checked, and the hashes of `.metadata` and `progress.json`. Files of tensors may be
+large, so each rank hashes only the files that it reads.
 
-All that is read from a folder of runs, of packed data or of a tokenizer was gone through for what might run code:
+No file in a folder of runs, of packed data or of a tokenizer can run code:
 
-- JSON (`manifest.N.json`, `progress.json`, `run.json`, `metrics.jsonl`, and Ray's `checkpoint_manager_snapshot.json`, from which
-  nothing is unpickled) is checked against its types.
-- `.metadata` is a pickle, which is not unpickled (`metadata.py`).
-- Tensors' files go through `torch.load(weights_only=True)`; what DCP's planner would unpickle, its byte items, is never planned.
-- NumPy maps packed data without `allow_pickle`; transformers opens tokenizers without `trust_remote_code`.
-- YAML has a safe loader. Optuna unpickles what Redis holds, which is no legal `tune.storage`.
+- JSON (`manifest.N.json`, `progress.json`, `run.json`, `metrics.jsonl`, and Ray's `checkpoint_manager_snapshot.json`, which
+is
+  never unpickled) is checked against its types.
+- `.metadata` is a pickle. It is read without unpickling (`metadata.py`).
+- Files of tensors are read with `torch.load(weights_only=True)`. DCP's planner would unpickle byte items, so no plan has
+any.
+- NumPy maps packed data without `allow_pickle`. transformers opens tokenizers without `trust_remote_code`.
+- YAML is read with a safe loader. Optuna would unpickle entries of a Redis storage, so `tune.storage` does not take Redis.
 """
 
 from __future__ import annotations
@@ -37,26 +39,26 @@ Name = Annotated[str, Field(pattern=r"^(\.metadata|progress\.json|__\d{1,9}_\d{1
 
 
 class Entry(Checked):
-    """A file, as it was written; checkpoints from before there were hashes have none."""
+    """Size and hash of a file as it was written. Old checkpoints have no hashes."""
 
     size: Count
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
 
 
 class Found(Checked):
-    """What a search while training chose, and on which cluster that holds."""
+    """The choice of a search during training, and the cluster that it holds for."""
 
     on: dict[str, Any]
     chosen: tuple[Count, Count] | None
 
 
 class Progress(Checked):
-    """What is needed to go on, beside tensors; `progress.json` of a checkpoint.
+    """The state beside the tensors that training needs to continue: `progress.json` of a checkpoint.
 
     Attributes:
-        step: done so far.
+        step: number of finished steps.
         data: digest of the packed data.
-        seed, global_batch: of the training, which order its text; older checkpoints do not have them.
+        seed, global_batch: of the training. They decide the order of its text. Old checkpoints do not have them.
     """
 
     step: Annotated[int, Field(ge=1, le=_MOST_STEPS)]
@@ -73,10 +75,10 @@ _ENTRIES, _SIZES, _PROGRESS = TypeAdapter(dict[Name, Entry]), TypeAdapter(dict[N
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint whose files are all there.
+    """A checkpoint with all its files.
 
     Args:
-        entries: every file's size and hash, as written.
+        entries: size and hash of every file, as it was written.
     """
 
     folder: Folder
@@ -86,7 +88,7 @@ class Stored:
 
     @property
     def hashed(self) -> bool:
-        """Whether damaged bits would be seen."""
+        """Whether every file has a hash, so that every damaged bit is detected."""
         return all(entry.sha256 for entry in self.entries.values())
 
     @property
@@ -94,42 +96,42 @@ class Stored:
         return sum(entry.size for entry in self.entries.values())
 
     def check(self, name: str) -> None:
-        """Hash a file.
+        """Compare a file's hash with its manifest.
 
         Raises:
-            DamagedFile: it is another one than was written.
+            DamagedFile: the hashes differ.
         """
         _check_hash(self.folder, name, self.entries[name])
 
 
 def look(folder: Folder) -> Stored:
-    """A checkpoint's manifests, metadata and progress, after a look at every file's size.
+    """Read a checkpoint's manifests, metadata and progress, and check the size of every file.
 
     Raises:
-        DamagedFile: something is missing, or is not what was written.
+        DamagedFile: a file is missing, or differs from what was written.
     """
     names = folder.names()
     if names is None:
-        raise DamagedFile("its folder", "is not there")
+        raise DamagedFile("its folder", "does not exist")
     entries = _entries(folder, names)
     for name, entry in entries.items():
-        if (found := folder.size(name)) != entry.size:
-            raise DamagedFile(name, f"has {found} bytes instead of {entry.size}")
+        if (size := folder.size(name)) != entry.size:
+            raise DamagedFile(name, f"has {size} bytes instead of {entry.size}")
     for name in (METADATA, PROGRESS):
         if name not in entries:
             raise DamagedFile(name, "is in no manifest" if name in names else "is missing")
         _check_hash(folder, name, entries[name])
     progress = read_json(folder, PROGRESS, _PROGRESS)
-    told = re.fullmatch(r"step_(\d+)", folder.last)
-    if told and int(told[1]) != progress.step:
-        raise DamagedFile(PROGRESS, f"is of step {progress.step}")
+    name_of_step = re.fullmatch(r"step_(\d+)", folder.last)
+    if name_of_step and int(name_of_step[1]) != progress.step:
+        raise DamagedFile(PROGRESS, f"belongs to step {progress.step}")
     return Stored(folder, entries, _contents(folder, entries), progress)
 
 
 def seal(folder: Path, rank: int) -> None:
-    """Write the manifest of what a rank has written."""
-    here = Folder(str(folder))
-    entries = {name: {"size": here.size(name), "sha256": here.sha256(name)} for name in here.names() or ()}
+    """Write the manifest of the files that a rank has written."""
+    written = Folder(str(folder))
+    entries = {name: {"size": written.size(name), "sha256": written.sha256(name)} for name in written.names() or ()}
     (folder / f"manifest.{rank}.json").write_text(json.dumps(entries))
 
 
@@ -137,16 +139,16 @@ def _entries(folder: Folder, names: list[str]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for manifest in names:
         if _MANIFEST.fullmatch(manifest):
-            found = read_json(folder, manifest, _ENTRIES)
+            of_manifest = read_json(folder, manifest, _ENTRIES)
         elif _OLD_MANIFEST.fullmatch(manifest):
-            found = {name: Entry(size=size) for name, size in read_json(folder, manifest, _SIZES).items()}
+            of_manifest = {name: Entry(size=size) for name, size in read_json(folder, manifest, _SIZES).items()}
         else:
             continue
-        if twice := found.keys() & entries.keys():
-            raise DamagedFile(manifest, f"names {min(twice)}, which another one has")
-        entries |= found
+        if twice := of_manifest.keys() & entries.keys():
+            raise DamagedFile(manifest, f"names {min(twice)}, which another manifest names, too")
+        entries |= of_manifest
     if not entries:
-        raise DamagedFile("its manifest", "is missing: it was never completed")
+        raise DamagedFile("its manifest", "is missing: the checkpoint was never completed")
     return entries
 
 
@@ -164,5 +166,5 @@ def _contents(folder: Folder, entries: dict[str, Entry]) -> Contents:
         if place.relative_path not in entries:
             raise DamagedFile(METADATA, f"names the file {place.relative_path[:80]}, which is in no manifest")
         if place.offset + place.length > entries[place.relative_path].size:
-            raise DamagedFile(METADATA, f"looks for a tensor behind the end of {place.relative_path}")
+            raise DamagedFile(METADATA, f"places a tensor beyond the end of {place.relative_path}")
     return contents

@@ -1,8 +1,9 @@
-"""Checkpoints: `torch.distributed.checkpoint` files under Ray's `Checkpoint`, keyed by global names, in boxes of whole tensors.
+"""Saves and loads checkpoints: files of `torch.distributed.checkpoint` in a Ray `Checkpoint`.
 
-A rank copies its state to host memory, and a background thread writes it and hands it to Ray's storage while training goes
-on. Ray registers a checkpoint only when every rank's files have arrived, so a half-written one is never resumed from. Sizes and
-hashes of all files are written beside them (`stored.py`), so that damage is found before it is trained on.
+Tensors have global names, and every rank writes its boxes of the global tensors. A rank copies its state to host memory.
+Then a background thread writes the copy to Ray's storage while training continues. Ray registers a checkpoint only after the
+files of all ranks have arrived, so training never resumes from an incomplete one. Sizes and hashes of all files are written
+beside them (`stored.py`), so damage is detected before training continues from it.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint that cannot be gone on from; all ranks raise it, and another attempt would find the same.
+    """Training cannot continue from a checkpoint. All ranks raise this error, and another attempt would fail in the same
+    way.
 
     Args:
-        path: the checkpoint's, in its storage.
-        file: that is damaged.
-        what: is wrong with it.
+        path: path of the checkpoint in its storage.
+        file: name of the damaged file.
+        what: the damage.
     """
 
     def __init__(self, path: str, file: str, what: str):
@@ -52,10 +54,10 @@ class DamagedCheckpoint(Exception):
 
 
 class Saver:
-    """Saves this rank's share of a checkpoint; every rank calls `save` at the same steps.
+    """Saves this rank's share of checkpoints. Every rank must call `save` at the same steps.
 
     Args:
-        asynchronous: write in the background; a save waits for the one before it.
+        asynchronous: write in the background; a save waits until the previous one is written.
     """
 
     def __init__(self, asynchronous: bool):
@@ -65,13 +67,14 @@ class Saver:
         self._written.set()
 
     def save(self, state: State, pieces: Pieces, progress: dict[str, Any], metrics: dict[str, float], last: bool = False) -> str:
-        """Report a checkpoint to Ray; the path where it will be.
+        """Report a checkpoint to Ray, and return the path that it will have.
 
         Args:
-            state: tensors by global name; copied before this returns.
-            pieces: the box of the whole that each tensor is.
-            progress: what else is needed to go on (`stored.Progress`); `progress["step"]` names the checkpoint.
-            last: wait until it is written.
+            state: tensors by global name; they are copied before this returns.
+            pieces: the box of the global tensor that each tensor is.
+            progress: the other state (`stored.Progress`); `progress["step"]` names the checkpoint.
+            metrics: metrics that Ray stores with the checkpoint.
+            last: wait until the checkpoint is written.
         """
         copy = {key: tensor.detach().to("cpu", copy=True) for key, tensor in state.items()}
         self._written.wait()
@@ -100,7 +103,7 @@ class Saver:
 
 
 def write(folder: Path, state: State, pieces: Pieces, progress: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Write this rank's share of a checkpoint into a folder of its own; every rank of the group calls this."""
+    """Write this rank's share of a checkpoint into a folder. Every rank of the group must call this."""
     writer, planner = dcp.FileSystemWriter(folder), SaveBoxes(pieces)
     dcp.save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     rank = 0 if group is None else dist.get_rank(group)
@@ -111,10 +114,10 @@ def write(folder: Path, state: State, pieces: Pieces, progress: dict[str, Any], 
 
 @contextmanager
 def opened(checkpoint: Checkpoint, group: dist.ProcessGroup | None) -> Iterator[Stored]:
-    """What a checkpoint holds, on this machine, for `load`; every rank of the group calls this.
+    """Open a checkpoint on this machine, for `load`. Every rank of the group must call this.
 
     Raises:
-        DamagedCheckpoint: a rank finds here, or in `load`, that something is missing, or is not what was written.
+        DamagedCheckpoint: on some rank, here or in `load`, a file is missing or differs from what was written.
     """
     with checkpoint.as_directory() as folder:
         try:
@@ -124,15 +127,15 @@ def opened(checkpoint: Checkpoint, group: dist.ProcessGroup | None) -> Iterator[
 
 
 def load(stored: Stored, state: State, pieces: Pieces, group: dist.ProcessGroup | None) -> None:
-    """Fill the tensors of `state`, each a box of the whole, from a checkpoint that any fold wrote.
+    """Fill the tensors of `state`, each a box of a global tensor, from a checkpoint of any fold.
 
     Raises:
-        DamagedFile: (on all ranks) a tensor is missing, has another shape, or lies in a file that is damaged.
+        DamagedFile: (on all ranks) a tensor is missing, has another shape, or lies in a damaged file.
     """
     reader, planner = ReadBoxes(stored), LoadBoxes(pieces)
     try:
         dcp.load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
-    except CheckpointException as error:  # derives from BaseException: nothing above would catch it
+    except CheckpointException as error:  # it derives from BaseException, so `except Exception` would not catch it
         failures = [failure[0] if isinstance(failure, tuple) else failure for failure in error.failures.values()]
         damage = next((failure for failure in failures if isinstance(failure, DamagedFile)), None)
         reasons = "; ".join(map(str, failures))[:300]
@@ -140,17 +143,17 @@ def load(stored: Stored, state: State, pieces: Pieces, group: dist.ProcessGroup 
 
 
 def _look(folder: Folder, group: dist.ProcessGroup | None) -> Stored:
-    """Look, and raise on all ranks what one of them finds; else the others would wait for it."""
-    found: Stored | DamagedFile
+    """Call `look` on all ranks, and raise on all ranks if one of them fails. Otherwise the others would wait for it."""
+    result: Stored | DamagedFile
     try:
-        found = look(folder)
+        result = look(folder)
     except DamagedFile as error:
-        found = error
-    damages = [found if isinstance(found, DamagedFile) else None]
+        result = error
+    damages = [result if isinstance(result, DamagedFile) else None]
     if group is not None:
         damages *= dist.get_world_size(group)
         dist.all_gather_object(damages, damages[0], group=group)
     for damage in filter(None, damages):
         raise damage
-    assert isinstance(found, Stored), "a rank without damage has looked"
-    return found
+    assert isinstance(result, Stored), "no rank reported damage, so this rank has no error"
+    return result

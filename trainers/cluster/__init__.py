@@ -1,1 +1,1 @@
-"""Ray: joining it, workers and ranks on it, jobs, storage, and the way of records from workers to the driver."""
+"""The use of Ray: clusters, workers, ranks, jobs, storage, and the queue that carries records from workers to the driver."""

@@ -1,7 +1,8 @@
-"""Ranks that stay: Ray actors that make one world, and run one thing after another without being started anew.
+"""Ray actors that form one world of ranks and run many functions, one after another.
 
-A `TorchTrainer` takes ten seconds to start, such a group two, and once it is there a call takes milliseconds. It has no
-checkpoints and no second chance: whoever uses it starts a new one when a rank is lost.
+A `TorchTrainer` takes ten seconds to start for every function. Such a group of actors starts once, in two seconds, and then
+a call takes milliseconds. The group has no checkpoints and does not restart ranks. After the loss of a rank, the caller has
+to start a new group.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from foldray.recipe import Recipe
 from trainers.cluster.workers import ALLOCATOR
 
 MEMORY = "memory"
-_PLACED_S, _JOINED_S = 60.0, 60.0  # seconds for actors to get their place, and to find each other
+_PLACED_S, _JOINED_S = 60.0, 60.0  # seconds for actors to be placed, and to find each other
 
 
 class RankFailure(Exception):
-    """A call that failed on some rank, so that the others may wait for ever: the group is of no more use.
+    """A call failed on some rank. The other ranks may wait for it forever, so the group cannot be used any more.
 
     Args:
-        reason: one line; begins with `MEMORY` where there was too little.
+        reason: one line; it begins with `MEMORY` if a rank ran out of memory.
     """
 
     def __init__(self, reason: str):
@@ -44,39 +45,40 @@ class Ranks:
     """A world of ranks.
 
     Args:
-        nodes: ids of the nodes to be on; None is any, placed as the recipe says.
+        recipe: its section `cluster` says how many ranks to start, and with which resources.
+        nodes: ids of the nodes to use; None lets Ray place the ranks as the recipe says.
 
     Attributes:
-        hosts: addresses of the nodes that it is on, in the order of ranks.
+        hosts: addresses of the nodes that the ranks run on, in the order of ranks.
 
     Raises:
-        UserError: there is no room.
+        UserError: the cluster has no room for the ranks.
     """
 
     def __init__(self, recipe: Recipe, nodes: Sequence[str] | None = None):
         spec = recipe.cluster
-        each = {"CPU": float(spec.cpus_per_worker), **({"GPU": 1.0} if spec.gpu else {})}
-        bundles, more = [each] * spec.workers, {}
+        resources = {"CPU": float(spec.cpus_per_worker), **({"GPU": 1.0} if spec.gpu else {})}
+        bundles, options = [resources] * spec.workers, {}
         if nodes is not None:
             share = -(-spec.workers // len(nodes))
-            more["bundle_label_selector"] = [{"ray.io/node-id": nodes[rank // share]} for rank in range(spec.workers)]
-        self._placement: PlacementGroup = placement_group(bundles, strategy=spec.placement, **more)
+            options["bundle_label_selector"] = [{"ray.io/node-id": nodes[rank // share]} for rank in range(spec.workers)]
+        self._placement: PlacementGroup = placement_group(bundles, strategy=spec.placement, **options)
         if not self._placement.wait(_PLACED_S):
             self.close()
             raise UserError("cluster.workers", spec.workers, f"found no room on the cluster within {_PLACED_S:.0f} s")
-        self._actors = self._start(recipe, each)
+        self._actors = self._start(recipe, resources)
 
-    def _start(self, recipe: Recipe, each: dict[str, float]) -> list[Any]:
+    def _start(self, recipe: Recipe, resources: dict[str, float]) -> list[Any]:
         make = ray.remote(_Rank).options
         started = []
         for bundle in range(recipe.cluster.workers):
-            where = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
-            options = {"num_cpus": each["CPU"], "num_gpus": each.get("GPU", 0), "max_restarts": 0, "scheduling_strategy": where}
-            options["runtime_env"] = {"env_vars": ALLOCATOR}
+            strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
+            options: dict[str, Any] = {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0), "max_restarts": 0}
+            options["scheduling_strategy"], options["runtime_env"] = strategy, {"env_vars": ALLOCATOR}
             started.append(make(**options).remote(recipe.cluster.cpus_per_worker))
         self._actors = started
         places = self._wait([actor.where.remote() for actor in started], _JOINED_S)
-        # Ranks of a node lie next to each other, as Ray Train has them.
+        # Ranks of a node get consecutive numbers, as in Ray Train.
         first = {node: number for number, (node, _) in reversed(list(enumerate(places)))}
         order = sorted(range(len(started)), key=lambda number: (first[places[number][0]], number))
         actors = [started[number] for number in order]
@@ -88,23 +90,27 @@ class Ranks:
         self._wait(joins, _JOINED_S)
         return actors
 
-    def call(self, function: Callable[..., Any], *given: Any, timeout: float) -> list[Any]:
-        """`function(state, *given)` on every rank at once; `state` is a dictionary that each keeps. What they returned, by rank.
+    def call(self, function: Callable[..., Any], *arguments: Any, timeout: float) -> list[Any]:
+        """Call `function(state, *arguments)` on all ranks at once, and return the results by rank.
+
+        Args:
+            function: its argument `state` is a dictionary that a rank keeps from call to call.
+            timeout: in seconds.
 
         Raises:
-            RankFailure: of the first rank that failed, or after so many seconds.
+            RankFailure: a rank failed, or the call took longer than the timeout.
         """
-        return self._wait([actor.call.remote(function, given) for actor in self._actors], timeout)
+        return self._wait([actor.call.remote(function, arguments) for actor in self._actors], timeout)
 
     def close(self) -> None:
-        """Stop all ranks, whatever they do."""
+        """Stop all ranks, even if a call is running."""
         for actor in getattr(self, "_actors", []):
             ray.kill(actor)
         remove_placement_group(self._placement)
 
     @staticmethod
     def _wait(calls: list[Any], timeout: float) -> list[Any]:
-        """All results; the first failure ends it, whoever else still waits."""
+        """Return all results. The first failure raises, even if other ranks are still running."""
         end, left = time.monotonic() + timeout, list(calls)
         try:
             while left:
@@ -118,7 +124,7 @@ class Ranks:
 
 
 class _Rank:
-    """One of them."""
+    """The actor of one rank."""
 
     def __init__(self, threads: int):
         torch.set_num_threads(threads)
@@ -134,25 +140,25 @@ class _Rank:
 
     def join(self, address: str, rank: int, world: int, backend: str) -> None:
         host, port = address.removeprefix("tcp://").rsplit(":", 1)
-        # Ray shows each actor its own GPU alone. DeepSpeed takes the local rank for the number of a GPU that it sees.
+        # Each actor sees only its own GPU. DeepSpeed takes the local rank as the number of a visible GPU, so it must be 0.
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0", MASTER_ADDR=host, MASTER_PORT=port)
         if backend == "nccl":
             torch.cuda.set_device(0)
         dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, timeout=timedelta(seconds=_JOINED_S))
         self._state |= {"rank": rank, "device": torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")}
 
-    def call(self, function: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-        return function(self._state, *given)
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        return function(self._state, *arguments)
 
 
 def _reason(error: Exception) -> str:
-    """One line."""
+    """Return the reason of a failure in one line."""
     cause: BaseException = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
     line = " ".join(str(cause).split())[:200]
     if isinstance(cause, (MemoryError, torch.OutOfMemoryError, OutOfMemoryError)):
-        return f"{MEMORY}: {line or 'more was needed than there is'}"
+        return f"{MEMORY}: {line or 'a rank needed more than its node has'}"
     if isinstance(cause, (RayActorError, WorkerCrashedError)):
         return f"lost a worker: {line}"
     if isinstance(cause, UserError):
-        return f"cannot be: {cause}"
+        return f"refused: {cause}"
     return f"failed: {type(cause).__name__}: {line}"

@@ -1,4 +1,4 @@
-"""Sending a recipe to a Ray cluster as a job."""
+"""Sends a recipe to a Ray cluster as a job."""
 
 from __future__ import annotations
 
@@ -22,29 +22,35 @@ from foldray.urls import holds_secret
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
-WANTS_TOKEN = "the cluster wants its token; put it into ~/.ray/auth_token, or set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+WANTS_TOKEN = "the cluster requires its token; put it into ~/.ray/auth_token, or set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
 _STORED = (
-    "holds a secret, and a job's recipe is stored on its cluster; let the cluster's environment have it, such as "
+    "holds a secret, and a job's recipe is stored on its cluster; put the secret into the cluster's environment, such as "
     "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or PGPASSWORD"
 )
 _PACKAGES = ("foldray", "trainers", "tuners")
 
 
 def in_job() -> bool:
-    """Whether this process was started by `ray job submit`."""
+    """Whether this process was started as a Ray job."""
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
 def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = True) -> int:
     """Submit `foldray train` as a Ray job and follow its log.
 
-    Returns 0 if the job succeeded (or was accepted), 2 if it ended over a user's mistake, else 1.
+    The job carries foldray's packages and the complete recipe. So the cluster needs foldray's dependencies, but not foldray
+    or the recipe's file.
 
-    The packages and the resolved recipe travel: the cluster needs foldray's dependencies, not foldray, and the recipe may lie
-    anywhere.
+    Args:
+        address: address of the cluster's dashboard.
+        as_json: print the job's JSON document on standard output, and its log on standard error.
+        wait: follow the log until the job ends; otherwise return once the cluster has accepted the job.
+
+    Returns:
+        0 if the job succeeded or was accepted, 2 if it ended with a user's mistake, otherwise 1.
 
     Raises:
-        UserError: nothing answers at the address, or it refuses the token; the recipe holds a secret that the job would need.
+        UserError: the cluster does not answer or refuses the token, or the recipe holds a secret that the job would need.
     """
     _check_address(address)
     if recipe.tracking.uri is not None and holds_secret(recipe.tracking.uri):
@@ -64,9 +70,9 @@ def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = Tru
             reason = error.message.split("\n")[0].split(". ")[0]
             raise UserError("address", address, f"{WANTS_TOKEN} ({reason})") from None
         except (ConnectionError, RuntimeError, ValueError) as error:
-            # What is no JSON was sent by somebody else than Ray.
-            strange = isinstance(error, json.JSONDecodeError)
-            reason = "what answers there is no Ray dashboard" if strange else " ".join(str(error).split())[:200]
+            # Ray's dashboard always answers in JSON.
+            is_other = isinstance(error, json.JSONDecodeError)
+            reason = "the server there is not a Ray dashboard" if is_other else " ".join(str(error).split())[:200]
             raise UserError("address", address, f"the cluster does not take the job ({reason})") from None
     print(f"job {job} at {address}", file=sys.stderr)
     if not wait:
@@ -82,7 +88,7 @@ def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = Tru
 
 
 def _check_address(address: str) -> None:
-    """Ray's client also takes what is no dashboard's address, and tries some of it for minutes."""
+    """Refuse an address that is not a dashboard's. Ray's client would try some of these addresses for minutes."""
     try:
         parts = urlsplit(address)
         known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -93,7 +99,7 @@ def _check_address(address: str) -> None:
 
 
 def _send_token() -> None:
-    """Ray's job client leaves the token out unless it is asked for, and refuses to go without one if it is."""
+    """Make Ray's job client send the token if the user has one. With RAY_AUTH_MODE=token, the client requires a token."""
     named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     if named or (Path.home() / ".ray" / "auth_token").exists():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -109,8 +115,12 @@ def _pack(folder: Path, recipe: Recipe) -> None:
 
 
 async def _follow(client: JobSubmissionClient, job: str, as_json: bool) -> None:
-    """Print the job's log as it grows. It mixes both outputs of the job: as_json, only the document at its end is for ours."""
-    end = ""  # the last two lines, the newest perhaps unfinished
+    """Print the job's log as it grows.
+
+    The log mixes standard output and standard error of the job. With `as_json`, only the document at the end of the log goes
+    to this process's standard output.
+    """
+    end = ""  # the last two lines, the newest of which may be incomplete
     async for text in client.tail_job_logs(job):
         print(text, end="", flush=True, file=sys.stderr if as_json else sys.stdout)
         end = "\n".join((end + text).split("\n")[-2:])

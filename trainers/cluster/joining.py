@@ -1,4 +1,4 @@
-"""Joining or starting Ray, and whether the workers fit."""
+"""Joins or starts Ray, and checks that the workers fit."""
 
 from __future__ import annotations
 
@@ -18,29 +18,32 @@ from foldray.recipe import Recipe
 from foldray.urls import told_without
 from trainers.cluster.jobs import WANTS_TOKEN, in_job
 
-# What Ray's own processes read; set before it starts, never over a user's value.
+# Environment variables for Ray's processes. They are set before Ray starts, and never replace a user's value.
 _QUIET = {
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # A worker group that cannot be placed, or a lost worker, is noticed in seconds.
+    # With this, Ray Train notices within a minute that it cannot place a worker group.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
 }
 _ANSWER_S = 10.0  # seconds for a cluster to answer at its address
-_PROCESS_BYTES, _GPU_BYTES = 128 * 2**20, 512 * 2**30  # less than any worker's process takes, more than any GPU has
+_PROCESS_BYTES, _GPU_BYTES = 128 * 2**20, 512 * 2**30  # less than any worker's process needs, more than any GPU has
 _OBJECT_STORE = 512 * 2**20  # bytes; training data does not travel through Ray
 
 
 def connect(recipe: Recipe, crowded: bool = False) -> None:
-    """Join the cluster that the recipe or the environment names, or start Ray on this machine; a joined one stays as it is.
+    """Join the cluster that the recipe or the environment names, or start Ray on this machine.
+
+    If this process has already joined a cluster, nothing happens.
 
     Args:
-        crowded: a Ray started here takes as many workers as the recipe has, whatever the number of cores.
+        crowded: a Ray on this machine takes all workers of the recipe, even if it has fewer cores.
 
     Raises:
-        UserError: no cluster answers at the address, or it refuses the token; the model is too large for this machine.
+        UserError: no cluster answers at the address, or the cluster refuses the token, or the model is too large for this
+            machine.
     """
     for key, value in _QUIET.items():
         os.environ.setdefault(key, value)
@@ -61,31 +64,32 @@ def connect(recipe: Recipe, crowded: bool = False) -> None:
         raise UserError("cluster.address", named, WANTS_TOKEN) from None
     except (OSError, RuntimeError, ValueError) as error:
         reason = told_without(" ".join(str(error).split()), named)[:160]
-        raise UserError("cluster.address", named, f"no Ray cluster answers there, or not to this token ({reason})") from None
+        rule = f"no Ray cluster answers there, or it refuses the token ({reason})"
+        raise UserError("cluster.address", named, rule) from None
 
 
 def _knock(address: str) -> None:
-    """Fail in seconds where nobody listens, or somebody who is not Ray (its dashboard, say): Ray tries for a quarter of an hour.
+    """Fail in seconds if no Ray cluster listens at an address. Ray itself would try for a quarter of an hour.
 
     Raises:
-        ConnectionError: nothing at the address speaks Ray's protocol.
+        ConnectionError: no server at the address speaks Ray's protocol. The dashboard does not.
     """
     if ":" not in address:
-        return  # a word, which Ray knows or refuses at once
+        return  # Ray knows words such as "auto", and refuses other words at once
     channel = init_grpc_channel(address.removeprefix("ray://"))
     try:
         grpc.channel_ready_future(channel).result(timeout=_ANSWER_S)
     except grpc.FutureTimeoutError:
-        raise ConnectionError(f"none in {_ANSWER_S:.0f} s; it should be the head node's HOST:PORT, port 6379 as a rule") from None
+        raise ConnectionError(f"no answer in {_ANSWER_S:.0f} s; give the head node's HOST:PORT, usually port 6379") from None
     finally:
         channel.close()
 
 
 def check_room(recipe: Recipe) -> None:
-    """Refuse at once what could never be placed.
+    """Refuse a recipe whose workers can never be placed.
 
     Raises:
-        UserError: more workers, CPUs or GPUs than the cluster's nodes have, or a model that their memory cannot hold.
+        UserError: the recipe needs more workers, CPUs or GPUs than the cluster's nodes have, or more memory.
     """
     cluster = recipe.cluster
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -96,24 +100,29 @@ def check_room(recipe: Recipe) -> None:
         places = [min(place, 1) for place in places]
     room = max(places, default=0) if cluster.placement == "STRICT_PACK" else sum(places)
     if cluster.workers > room:
-        each = f"{cluster.cpus_per_worker} CPU" + (" and 1 GPU" if cluster.gpu else "")
-        rule = f"the cluster has room for {room} workers of {each} each on {len(nodes)} node(s), placed {cluster.placement}"
+        resources = f"{cluster.cpus_per_worker} CPU" + (" and 1 GPU" if cluster.gpu else "")
+        on_nodes = f"on {len(nodes)} node(s), placed {cluster.placement}"
+        rule = f"the cluster has room for {room} workers of {resources} each {on_nodes}"
         raise UserError("cluster.workers", cluster.workers, rule, [f"1 to {room}"] if room else None)
-    # Ray tells what was free as it started, of GPUs nothing: what is surely too much is more than anyone may have.
+    # Ray reports the memory that was free at its start, and no GPU memory. So these limits are above any real memory.
     free = sum(node.get("memory", 0.0) + node.get("object_store_memory", 0.0) for node in nodes)
     _check_memory(recipe, cluster.workers * _GPU_BYTES if cluster.gpu else 2 * free, "the cluster")
 
 
-def _check_memory(recipe: Recipe, there: float, where: str) -> None:
-    """Refuse what surely does not fit: every worker's process, its even share of weights and gradients, and Adam's moments."""
+def _check_memory(recipe: Recipe, available: float, where: str) -> None:
+    """Refuse a recipe that certainly does not fit into the available bytes.
+
+    Every worker needs memory for its process, for its share of weights and gradients, and for Adam's moments.
+    """
     fold, workers, (outside, inside) = recipe.fold, recipe.cluster.workers, count_by_cut(recipe.model)
     count = {"dp_cp": outside / (fold.tp * fold.pp), "edp": inside / (fold.ep * fold.etp * fold.pp)}
-    held = parameters(recipe.placed_fold, recipe.engine.zero, getattr(torch, recipe.precision).itemsize, count)
-    each = held.weights + held.gradients + (held.optimizer if recipe.optimizer.kind == "adamw" else 0.0)
-    needed = workers * (each + (0 if recipe.cluster.gpu else _PROCESS_BYTES))
-    if needed > there:
-        rule = f"{workers} workers need {needed / GIB:.3g} GiB for weights, gradients and optimizer at least, {where} has "
-        raise UserError("model", f"{outside + inside:.3g} parameters", f"{rule}{there / GIB:.3g} GiB")
+    share = parameters(recipe.placed_fold, recipe.engine.zero, getattr(torch, recipe.precision).itemsize, count)
+    per_worker = share.weights + share.gradients + (share.optimizer if recipe.optimizer.kind == "adamw" else 0.0)
+    needed = workers * (per_worker + (0 if recipe.cluster.gpu else _PROCESS_BYTES))
+    if needed > available:
+        least = f"{workers} workers need at least {needed / GIB:.3g} GiB for weights, gradients and optimizer"
+        rule = f"{least}, but {where} has {available / GIB:.3g} GiB"
+        raise UserError("model", f"{outside + inside:.3g} parameters", rule)
 
 
 def _places(node: dict[str, float], cpus: int, gpu: bool) -> int:

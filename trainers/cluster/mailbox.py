@@ -1,7 +1,7 @@
-"""The way of records from the workers to the driver.
+"""Carries records from the workers to the driver.
 
-Workers touch neither MLflow nor a file of the run: they put records (`trainers/records.py`) into a Ray queue, and the driver,
-which drains it, is the one writer of everything that people look at.
+Workers never write to MLflow or to files of the run. They put records (`trainers/records.py`) into a Ray queue. The driver
+reads the queue, and only the driver writes metrics, files and pictures.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """The workers' end: sends records in order and never waits for anybody, until `flush`.
+    """The workers' end of the queue. It sends records in order. Only `flush` waits.
 
-    One batch travels at a time, for Ray may run the calls of an asynchronous actor in another order than they were made;
-    what is sent meanwhile goes with the next batch. A queue that is slow or gone costs records, never training: only the
-    newest `limit` wait, and no failure is raised.
+    Only one batch travels at a time, because Ray may run calls of an asynchronous actor in another order. Records that are
+    sent meanwhile go with the next batch. A slow or lost queue never stops training: only the newest `limit` records wait,
+    older ones are lost, and no error is raised.
     """
 
     def __init__(self, queue: Queue, limit: int = 10_000):
@@ -39,12 +39,12 @@ class Outbox:
         self._travelling: Any = None
 
     def send(self, record: Record) -> None:
-        """Send a record, stamped with the time of sending."""
+        """Send a record with the current time."""
         self._waiting.append({"time": time.time(), **record})
         self._ship(patience=0.0)
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Wait until all that was sent has arrived, or for `timeout` seconds; whether all has left."""
+        """Wait until all records have arrived, for at most `timeout` seconds, and return whether they have."""
         deadline = time.monotonic() + timeout
         while self._travelling is not None or self._waiting:
             if not self._ship(patience=max(deadline - time.monotonic(), 0.0)):
@@ -52,7 +52,7 @@ class Outbox:
         return True
 
     def _ship(self, patience: float) -> bool:
-        """Send what waits, if the batch before has arrived."""
+        """Send the waiting records if the previous batch has arrived."""
         try:
             if self._travelling is not None and not ray.wait([self._travelling], timeout=patience)[0]:
                 return False
@@ -60,23 +60,23 @@ class Outbox:
             if batch:
                 self._travelling = self._actor.put_nowait_batch.remote(batch)
                 self._waiting.clear()
-        except Exception as error:  # whatever telemetry suffers, training goes on
+        except Exception as error:  # training must continue if a record cannot be sent
             _log.debug("records not sent: %s", error)
             return False
         return True
 
 
 class Inbox:
-    """The driver's end: a thread that hands every record to the subscribers, in order.
+    """The driver's end of the queue: a thread that passes every record to the subscribers, in order.
 
-    Use it as a context manager around the training; `queue` is what an `Outbox` is made from. A subscriber's exception is
-    logged when it happens, stops neither the thread nor the other subscribers, and is raised on leaving the context unless
-    something else is being raised already.
+    Use it as a context manager around the training, and make an `Outbox` from its `queue`. If a subscriber raises an
+    exception, the exception is logged, and the thread and the other subscribers continue. The first such exception is raised
+    at the end of the context, unless another exception is already raised.
 
     Args:
-        subscribers: called in this order with every record, from the inbox's thread.
-        period: seconds between looks into the queue.
-        patience: seconds to wait on leaving for records that are still queued.
+        subscribers: functions that take a record. The thread calls them in this order.
+        period: seconds between two reads of the queue.
+        patience: seconds to wait at the end of the context for records that are still in the queue.
     """
 
     def __init__(self, subscribers: Sequence[Subscriber], period: float = 0.2, patience: float = 30.0):
@@ -88,9 +88,9 @@ class Inbox:
         self.queue: Queue
 
     def __enter__(self) -> Inbox:
-        # Beside the driver: elsewhere the queue would be lost with a worker's node.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        self.queue = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
+        # The queue runs on the driver's node. On another node it would be lost with that node.
+        strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        self.queue = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": strategy})
         self._thread.start()
         return self
 
@@ -99,7 +99,7 @@ class Inbox:
         self._thread.join(self._patience)
         if self._thread.is_alive():
             _log.warning("telemetry: records were still waiting after %.0f s; the last ones are lost", self._patience)
-        with suppress(Exception):  # with Ray gone, so is the queue
+        with suppress(Exception):  # the queue is lost if Ray has stopped
             self.queue.shutdown(force=True)
         if self._failure is not None and error is None:
             raise self._failure
@@ -107,7 +107,7 @@ class Inbox:
     def _run(self) -> None:
         try:
             while True:
-                # Read before looking: a record sent before the context was left is then seen by the last look.
+                # This is read before the queue, so the last read still gets records that were sent before the context ended.
                 leaving = self._leaving.is_set()
                 records = self.queue.get_nowait_batch(self.queue.qsize())
                 self._deliver(records)
@@ -116,7 +116,7 @@ class Inbox:
                 if not records:
                     self._leaving.wait(self._period)
         except Exception as error:
-            self._keep(error, "the queue is gone; training goes on, its records are lost")
+            self._keep(error, "the queue is lost; training continues without records")
 
     def _deliver(self, records: Iterable[Record]) -> None:
         for record in records:

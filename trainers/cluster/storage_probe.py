@@ -1,4 +1,4 @@
-"""Writes a small file to a storage and deletes it again: `storage_probe.py URI`. What is wrong goes to standard output."""
+"""Writes a small file to a storage and deletes it: `storage_probe.py URI`. It prints an error on standard output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pyarrow.fs import FileSystem
 
 
 def probe(uri: str) -> None:
-    """Raises whatever the storage's client raises."""
+    """Write and delete a file. Errors of the storage's client are not caught."""
     files, folder = FileSystem.from_uri(uri)
     path = f"{folder.rstrip('/')}/.foldray-{secrets.token_hex(4)}"
     with files.open_output_stream(path) as stream:

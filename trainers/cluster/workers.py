@@ -1,4 +1,4 @@
-"""Something run once on a recipe's workers."""
+"""Runs a function once on the workers of a recipe."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trainers.cluster.joining import check_room, connect
 from trainers.cluster.run_storage import storage_folder
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
-"""Workers' environment: else glibc would hand every large block back to the kernel and fault its pages in again, every step."""
+"""Environment of workers. By default, glibc returns large blocks to the kernel, and every step gets new pages for them."""
 
 
 def scaling(recipe: Recipe) -> ScalingConfig:
-    """The workers that a recipe asks Ray Train for."""
+    """Return the workers that a recipe needs, for Ray Train."""
     spec = recipe.cluster
     resources = {"CPU": spec.cpus_per_worker, **({"GPU": 1} if spec.gpu else {})}
     return ScalingConfig(
@@ -32,11 +32,11 @@ def scaling(recipe: Recipe) -> ScalingConfig:
 
 
 def on_workers(recipe: Recipe, loop: Callable[[dict[str, Any]], Any], name: str, **config: Any) -> dict[str, Any]:
-    """Run a loop once on a recipe's workers, as Ray Train does; what the first of them returned.
+    """Run a function once on a recipe's workers with Ray Train, and return the result of the first worker.
 
     Args:
-        loop: gets `config` and the recipe, as `worker` reads it.
-        name: of what is done, for the folder that Ray keeps meanwhile.
+        loop: the function. It gets a dict with `config` and the recipe, which `worker` reads.
+        name: name of the task, for the folder that Ray uses meanwhile.
 
     Raises:
         UserError: the recipe cannot run here.
@@ -56,15 +56,15 @@ def on_workers(recipe: Recipe, loop: Callable[[dict[str, Any]], Any], name: str,
         ),
     )
     try:
-        found = trainer.fit().return_value
+        result = trainer.fit().return_value
     finally:
         shutil.rmtree(Path(storage) / folder, ignore_errors=True)
-    assert isinstance(found, dict), "the first worker came back without a result"
-    return found
+    assert isinstance(result, dict), f"the first worker returned {result!r} instead of a dict"
+    return result
 
 
 def worker(config: dict[str, Any]) -> tuple[Recipe, Groups, torch.device]:
-    """A worker of `on_workers`: its recipe, its place in the fold, its device."""
+    """Return the recipe, the process groups and the device of a worker of `on_workers`."""
     recipe = Recipe.parse(config["recipe"])
     torch.set_num_threads(recipe.cluster.cpus_per_worker)
     device = ray.train.torch.get_device() if recipe.cluster.gpu else torch.device("cpu")

@@ -1,1 +1,1 @@
-"""Documents → tokens → packed sequences on disk; reading by global index; byte baselines."""
+"""Data: documents become tokens, and tokens become packed sequences on disk, which training reads by global index."""

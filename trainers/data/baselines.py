@@ -1,8 +1,8 @@
-"""Byte models to measure against: unigram and bigram, fitted on the training text.
+"""Baselines: a unigram and a bigram model of bytes, fitted on the training text.
 
-Both add one half to every count (Krichevsky–Trofimov), so p(c | b) = (n_bc + ½) / (n_b + 128) and an unseen byte costs a finite
-number of bits. They predict the bytes of documents; a document's first byte has the document's start as its predecessor, and the
-end of a document is not predicted.
+Both models add one half to every count (Krichevsky–Trofimov), so p(c | b) = (n_bc + ½) / (n_b + 128), and an unseen byte
+costs a finite number of bits. The models predict the bytes of documents. The predecessor of a document's first byte is the
+document's start. The end of a document is not predicted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 SMOOTHING = 0.5
 PAIRS = 257 * 256
-"""Number of (predecessor, byte) pairs; predecessor 256 is a document's start."""
+"""Number of (predecessor, byte) pairs. Predecessor 256 is the start of a document."""
 
 
 class Baselines(NamedTuple):
@@ -25,7 +25,7 @@ class Baselines(NamedTuple):
 
 
 def byte_pairs(documents: Iterable[bytes]) -> np.ndarray:
-    """Pair index 256·predecessor + byte of every byte of the documents, uint32 [bytes]."""
+    """Return the pair index 256·predecessor + byte of every byte of the documents, uint32 [bytes]."""
     documents = [document for document in documents if document]
     text = np.frombuffer(b"".join(documents), np.uint8).astype(np.uint32)
     before = np.roll(text, 1)
@@ -34,15 +34,15 @@ def byte_pairs(documents: Iterable[bytes]) -> np.ndarray:
 
 
 def count_pairs(pairs: np.ndarray) -> np.ndarray:
-    """How often each pair occurs, int64 [PAIRS]."""
+    """Count how often each pair occurs, int64 [PAIRS]."""
     return np.bincount(pairs, minlength=PAIRS)
 
 
 def fit(counts: np.ndarray) -> np.ndarray:
-    """Bits that each pair costs under the unigram and the bigram model, float64 [2, PAIRS].
+    """Return the bits that each pair costs under the unigram and the bigram model, float64 [2, PAIRS].
 
     Args:
-        counts: of the training text, int64 [PAIRS].
+        counts: the counts of pairs in the training text, int64 [PAIRS].
     """
     bigrams = counts.reshape(257, 256) + SMOOTHING
     unigrams = counts.reshape(257, 256).sum(axis=0) + SMOOTHING

@@ -1,4 +1,4 @@
-"""The workers' part of preparing data: some parts of files become tokens, lengths and byte pairs."""
+"""The workers' share of data preparation: parts of files become tokens, lengths and byte pairs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainers.data.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Work:
-    """Consecutive parts of one split, which one task encodes."""
+    """Consecutive parts of one split. One task encodes them."""
 
     parts: list[Part]
     validation: bool
@@ -28,15 +28,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Encoded:
-    """What one `Work` became: N tokens (each document behind a separator) of D documents, T bytes of text.
+    """The result of one `Work`: N tokens of D documents with T bytes of text. A separator precedes each document.
 
     Args:
         tokens: ids, uint16 or uint32 [N].
         lengths: bytes of text that each token stands for, uint32 [N]; 0 for a separator.
-        starts: where the documents' separators stand, int64 [D].
-        pairs: of training text how often each byte pair occurs, int64 [PAIRS]; of validation text the pairs in order, uint32 [T].
-        validation: whether it is validation text.
-        files: files of which this holds the last part.
+        starts: positions of the documents' separators, int64 [D].
+        pairs: for training text the count of each byte pair, int64 [PAIRS]; for validation text the pairs in order, uint32
+            [T].
+        validation: whether the text is validation text.
+        files: number of files whose last part is in this work.
     """
 
     tokens: np.ndarray
@@ -48,7 +49,7 @@ class Encoded:
 
 
 def deal(parts: Iterable[Part], validation: bool, least: int = 1 << 20, most: int = 32 << 20) -> list[Work]:
-    """Group parts into work of about 1/256 of the text, between `least` and `most` bytes; a function of the parts alone."""
+    """Group parts into works of about 1/256 of the text, of `least` to `most` bytes. The works depend only on the parts."""
     parts = list(parts)
     target = min(max(sum(part.size for part in parts) // 256, least), most)
     works, group, size = [], [], 0
@@ -62,20 +63,20 @@ def deal(parts: Iterable[Part], validation: bool, least: int = 1 << 20, most: in
 
 
 def encode(work: Work, tokenizer: Tokenizer, text_field: str) -> Encoded:
-    """Read and tokenize; documents without a token are left out, also of the byte pairs.
+    """Read and tokenize the documents of a work. A document without tokens is left out, also from the byte pairs.
 
     Raises:
         UserError: a file cannot be read or lacks the text field.
     """
     dtype = token_dtype(tokenizer.vocab_size)
-    separator, nothing = np.asarray([tokenizer.separator], dtype), np.zeros(1, np.uint32)
+    separator, no_bytes = np.asarray([tokenizer.separator], dtype), np.zeros(1, np.uint32)
     tokens, lengths, sizes, texts = [np.zeros(0, dtype)], [np.zeros(0, np.uint32)], [0], []
     for part in work.parts:
         for text in read_documents(part, text_field):
             ids, id_bytes = tokenizer.measure(text)
             if len(ids):
                 tokens += [separator, ids.astype(dtype)]
-                lengths += [nothing, id_bytes]
+                lengths += [no_bytes, id_bytes]
                 sizes.append(len(ids) + 1)
                 texts.append(text.encode())
     pairs = byte_pairs(texts)
@@ -90,22 +91,23 @@ def encode(work: Work, tokenizer: Tokenizer, text_field: str) -> Encoded:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest type that the ids are stored in."""
+    """Return the smallest type that holds all ids."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
 def encode_all(works: list[Work], tokenizer: Tokenizer, text_field: str) -> Generator[Encoded, None, None]:
-    """Encode with Ray Data, in parallel; results come in the order of `works`.
+    """Encode works in parallel with Ray Data, and yield the results in the order of `works`.
 
     Raises:
-        UserError: the first one, in that order, that a worker met. It travels as a result, so that no Ray error wraps it.
+        UserError: a worker cannot encode a work; the first such error in the order of `works`. The error travels as a
+            result, so Ray does not wrap it into an error of its own.
     """
     context = DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True
     rows = [{"work": pickle.dumps(work)} for work in works]
     with _quiet_console(), DataContext.current(context):
-        # One block per work is one task per work, however many CPUs there are.
+        # With one block per work, Ray Data runs one task per work, whatever the number of CPUs is.
         dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map(_Encode(tokenizer, text_field))
         for row in dataset.iter_rows():
             result = pickle.loads(row["result"])
@@ -130,7 +132,7 @@ class _Encode:
 
 @contextmanager
 def _quiet_console() -> Iterator[None]:
-    """Keep Ray Data's account of its own progress out of the terminal; its log file still gets it."""
+    """Keep Ray Data's progress messages off the terminal. Its log file still gets them."""
     consoles = [handler for handler in logging.getLogger("ray.data").handlers if isinstance(handler, logging.StreamHandler)]
     levels = [handler.level for handler in consoles]
     for handler in consoles:

@@ -1,8 +1,9 @@
-"""Packed sequences on disk, read by index, and the order in which training takes them.
+"""Packed sequences on disk, which are read by index, and the order in which training takes them.
 
-A split is one stream of tokens, each document behind a separator. Sequence i is tokens [i·S, (i + 1)·S] of it, both ends included
-(S = seq_len), that is S inputs and, one further, S targets: neighbours share one token, and every token but the first of all is a
-target exactly once. What does not fill a sequence at the end is left out.
+A split is one stream of tokens. A separator precedes each document. Sequence i consists of the tokens [i·S, (i + 1)·S] of
+the stream, both ends included (S = seq_len). The first S tokens are its inputs, and the last S tokens are its targets. So
+neighbours share one token, and every token except the first one is a target exactly once. The tokens at the end that do not
+fill a sequence are left out.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from trainers.data.baselines import Baselines
 from trainers.folders import Checked, Count, DamagedFile, Folder, read_json
 
 FORMAT = 1
-"""Version of what is on disk; it is part of the cache's digest."""
+"""Version of the files on disk. It is part of the cache's digest."""
 
 
 class PackedData:
-    """A folder that `prepare` wrote.
+    """The packed data in a folder that `prepare` wrote.
 
     Attributes:
-        folder: where it is.
+        folder: the folder.
         meta: counts, tokenizer and inputs, as in `meta.json`.
         train: sequences in the order of the files.
-        validation: sequences in a fixed random order, so that the first n are a sample of all files.
+        validation: sequences in a fixed random order, so the first n are a sample of all files.
     """
 
     def __init__(self, folder: Path, meta: dict[str, Any]):
@@ -45,25 +46,25 @@ class PackedData:
         """Map the folder's files into memory.
 
         Raises:
-            UserError: it holds no packed data, or some of it is missing or damaged.
+            UserError: the folder holds no packed data, or a file is missing or damaged.
         """
         if not is_intact(Path(folder)):
             raise UserError("data.cache", folder, "holds no complete packed data; prepare it again")
         try:
             return cls(Path(folder), json.loads((Path(folder) / "meta.json").read_text()))
         except (OSError, ValueError) as error:
-            rule = f"holds packed data that cannot be read ({error}); delete it, and it is prepared again"
+            rule = f"holds packed data that cannot be read ({error}); delete it, and the next run prepares it again"
             raise UserError("data.cache", folder, rule) from None
 
     def baselines(self, sequences: int | None = None) -> Baselines:
-        """Bits per byte of the byte models on the bytes that the first `sequences` validation sequences predict (all of them)."""
+        """Return the byte models' bits per byte on the targets of the first `sequences` validation sequences (None: all)."""
         sequences = len(self.validation) if sequences is None else sequences
         unigram, bigram = self._bits[:, sequences] / self.validation.bytes(sequences)
         return Baselines(float(unigram), float(bigram))
 
 
 class Split:
-    """The sequences of one split, memory-mapped. `len()` is their number.
+    """The sequences of one split, mapped into memory. `len()` returns their number.
 
     Args:
         folder: the packed data's folder.
@@ -87,7 +88,7 @@ class Split:
         return self._count
 
     def tokens(self, indices: ArrayLike) -> torch.Tensor:
-        """Inputs and, shifted by one, targets of n sequences: int64 [n, seq_len + 1]."""
+        """Return the tokens of n sequences: int64 [n, seq_len + 1]. The targets are the inputs, shifted by one."""
         places = self._places(indices)
         out = np.empty((len(places), self.seq_len + 1), np.int64)
         for row, place in enumerate(places):
@@ -96,12 +97,12 @@ class Split:
         return torch.from_numpy(out)
 
     def segments(self, indices: ArrayLike) -> torch.Tensor:
-        """Number of the document that each input position is in (its separator included): int64 [n, seq_len]."""
+        """Return the document's number at each input position: int64 [n, seq_len]. The separator belongs to its document."""
         positions = self._places(indices)[:, None] * self.seq_len + np.arange(self.seq_len)
         return torch.from_numpy(np.searchsorted(self._starts, positions, side="right") - 1)
 
     def bytes(self, sequences: int | None = None) -> int:
-        """Bytes of text that the targets of the first `sequences` stand for (of all); separators have none."""
+        """Return the bytes of text in the targets of the first `sequences` sequences (None: all). A separator has none."""
         return int(self._bytes[self._count if sequences is None else sequences])
 
     def _in_shard(self, number: int) -> int:
@@ -115,13 +116,14 @@ class Split:
 
 
 class SampleOrder:
-    """Which sequence each global sample position takes: every epoch is its own permutation of all sequences.
+    """The order of sequences: which sequence is at each global sample position. Every epoch is a new permutation of all
+    sequences.
 
-    The sequence at a position depends on (seed, position) alone. A permutation sorts raw Philox numbers, because NumPy promises
-    the same raw numbers in every version, but not the same shuffles.
+    The sequence at a position depends only on (seed, position). A permutation sorts raw Philox numbers, because NumPy
+    promises the same raw numbers in every version, but not the same shuffles.
 
     Args:
-        seed: of the training.
+        seed: seed of the training.
         count: sequences in an epoch.
     """
 
@@ -132,7 +134,7 @@ class SampleOrder:
         self._epoch, self._permutation = -1, np.empty(0, np.int64)
 
     def __call__(self, start: int, stop: int) -> np.ndarray:
-        """Sequence indices of global sample positions [start, stop): int64 [stop - start]."""
+        """Return the sequence indices at global sample positions [start, stop): int64 [stop - start]."""
         pieces = [np.empty(0, np.int64)]
         while start < stop:
             epoch, within = divmod(start, self._count)
@@ -148,16 +150,16 @@ class SampleOrder:
 
 
 def sample_order(seed: int, count: int, start: int, stop: int) -> np.ndarray:
-    """`SampleOrder(seed, count)(start, stop)`, for a single look."""
+    """Return `SampleOrder(seed, count)(start, stop)`, for a single use."""
     return SampleOrder(seed, count)(start, stop)
 
 
 class Batches:
-    """What each data-parallel rank trains on, in the seeded order.
+    """The sequences that each data-parallel place trains on, in the seeded order.
 
     Args:
         split: usually `PackedData.train`.
-        seed: of the order.
+        seed: seed of the order.
     """
 
     def __init__(self, split: Split, seed: int):
@@ -166,7 +168,11 @@ class Batches:
     def indices(
         self, step: int, accumulation_index: int, dp_rank: int, dp: int, micro_batch: int, global_batch: int
     ) -> np.ndarray:
-        """Sequences of one pass: those at positions step·B + (m·dp + r)·b + [0, b), int64 [micro_batch]. Steps count from 0."""
+        """Return the sequences of one micro-batch: int64 [micro_batch]. Steps count from 0.
+
+        Their positions in the order are step·B + (m·dp + r)·b + [0, b), with global batch B, micro-batch size b, micro-batch
+        m of the step, and data-parallel place r.
+        """
         start = step * global_batch + (accumulation_index * dp + dp_rank) * micro_batch
         return self._order(start, start + micro_batch)
 
@@ -180,7 +186,7 @@ class _SplitMeta(Checked):
 
 
 class _Meta(Checked):
-    """What is relied on of `meta.json`."""
+    """The keys of `meta.json` that `is_intact` needs."""
 
     format: Annotated[int, Field(ge=FORMAT, le=FORMAT)]
     seq_len: Annotated[int, Field(ge=1)]
@@ -191,20 +197,20 @@ class _Meta(Checked):
 
 def is_intact(folder: Path) -> bool:
     """Whether the folder holds packed data of this format, with every file at its full size."""
-    here = Folder(str(folder))
+    files = Folder(str(folder))
     try:
-        meta = read_json(here, "meta.json", TypeAdapter(_Meta))
-        return all(here.size(name) == size for name, size in meta.sizes.items())
+        meta = read_json(files, "meta.json", TypeAdapter(_Meta))
+        return all(files.size(name) == size for name, size in meta.sizes.items())
     except (DamagedFile, OSError):
         return False
 
 
 def _mapped(folder: Path, name: str, kind: str, shape: tuple[int, ...]) -> np.ndarray:
-    """An array in a file, which is mapped into memory."""
+    """Map the array in a file into memory."""
     try:
-        found = np.load(folder / f"{name}.npy", mmap_mode="r")
-    except ValueError:  # in many words, which advise to unpickle
+        array = np.load(folder / f"{name}.npy", mmap_mode="r")
+    except ValueError:  # NumPy's own message is long, and advises to unpickle the file
         raise ValueError(f"{name}.npy holds no array") from None
-    if not isinstance(found, np.ndarray) or found.dtype.kind != kind or found.shape != shape:
+    if not isinstance(array, np.ndarray) or array.dtype.kind != kind or array.shape != shape:
         raise ValueError(f"{name}.npy holds another array than it should")
-    return found
+    return array

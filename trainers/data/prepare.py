@@ -1,4 +1,4 @@
-"""Documents → tokens → packed sequences on disk, once for the same inputs."""
+"""Prepares data: documents become tokens, and tokens become packed sequences on disk. Equal inputs are prepared once."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from trainers.data.sources import SourceFile, check_field, cut, python_version, 
 from trainers.data.tokenizers import Tokenizer, load_tokenizer
 
 Progress = Callable[[int, int, str], None]
-"""Called with files done, files in all, and what is being done to them."""
+"""A function that is called with the number of finished files, the number of all files, and the name of the work."""
 
 
 def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | None = None) -> PackedData:
-    """Tokenize and pack the recipe's documents into `<cache>/<digest>/`, unless that is there already.
+    """Tokenize and pack the recipe's documents into `<cache>/<digest>/`, unless this folder exists.
 
-    Work runs on the Ray that the caller has initialised; every node must see the files, and the workers the cache. The result
-    does not depend on the number of CPUs. The folder appears whole or not at all.
+    The work runs on Ray, which the caller must have initialised. Every node must see the files, and every worker must see
+    the cache. The result does not depend on the number of CPUs. The folder appears only when it is complete.
 
     Args:
-        data: what to read and how to cut it.
-        vocab: ids that the model knows.
-        cache: folder of packed data.
-        progress: told how many files are done.
+        data: section `data` of the recipe.
+        vocab: number of ids that the model knows.
+        cache: folder of all packed data.
+        progress: called with the number of finished files.
 
     Raises:
-        UserError: the data cannot be found, read, split or stored, or its tokenizer does not suit the model.
-        RuntimeError: Ray is needed and not initialised.
+        UserError: the data cannot be found, read, split or stored, or the tokenizer has more ids than the model.
+        RuntimeError: the data have to be prepared, and Ray is not initialised.
     """
     tokenizer = load_tokenizer(data.tokenizer)
     if vocab < tokenizer.vocab_size:
@@ -56,7 +56,7 @@ def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | 
     try:
         folder = Path(cache).expanduser().absolute() / digest
     except RuntimeError:
-        raise UserError("data.cache", cache, "names the home of a user who is not known here") from None
+        raise UserError("data.cache", cache, "names the home of an unknown user") from None
     if not is_intact(folder):
         if not ray.is_initialized():
             raise RuntimeError("prepare() needs an initialised Ray: call ray.init() first")
@@ -66,10 +66,10 @@ def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | 
 
 
 def _inputs(data: DataSpec, tokenizer: Tokenizer, train: list[SourceFile], validation: list[SourceFile]) -> dict[str, Any]:
-    """All that the packed data depends on."""
+    """Return all inputs that the packed data depends on."""
 
     def listed(file: SourceFile) -> list[Any]:
-        # A Python's own library is told by its version: installing it anew changes the times, and not the text.
+        # A new installation of the same Python version changes the times of its library's files, but not their text.
         return [file.name, file.size] if file.kind == "stdlib" else [file.path, file.size, file.mtime_ns]
 
     return {
@@ -101,7 +101,7 @@ def _write(
     done, total = 0, len(train) + len(validation)
     with closing(encode_all(works, tokenizer, data.text_field)) as pieces:
         for piece in pieces:
-            # All training text comes before the first validation text, so the byte models are complete by then.
+            # All training text comes before the validation text, so the counts are complete when the byte models are fitted.
             if piece.validation:
                 costs = fit(pair_counts) if costs is None else costs
             else:
@@ -141,7 +141,7 @@ def _write_meta(folder: Path, data: DataSpec, tokenizer: Tokenizer, inputs: dict
 
 @contextmanager
 def _draft(folder: Path) -> Iterator[Path]:
-    """A fresh sibling to write to, which becomes `folder` if all goes well, and vanishes otherwise."""
+    """Make a new folder beside `folder`. It becomes `folder` at the end, or is deleted after an error."""
     draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     with _writing(folder):
         draft.mkdir(parents=True)
@@ -159,7 +159,7 @@ def _publish(draft: Path, folder: Path) -> None:
     try:
         os.replace(draft, folder)
     except OSError:
-        # Another driver prepared the same meanwhile; its folder is as good.
+        # Another driver has prepared the same data meanwhile. Its folder is as good as this one.
         if not is_intact(folder):
             raise
 

@@ -1,4 +1,4 @@
-"""Writing a split: a stream of tokens into shards, and what is counted on the way."""
+"""Writes a split: its tokens go into shards, and its documents and bytes are counted."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trainers.data.packed import sample_order
 
 
 class SplitWriter:
-    """Takes a split's text piece by piece and holds at most one shard of tokens.
+    """Writes the text of a split piece by piece, and holds at most one shard of tokens.
 
-    A shard has a whole number of sequences, and so repeats the first token of the next shard as its last target.
+    A shard has a whole number of sequences. So its last target is the first token of the next shard.
 
     Args:
-        folder: where the files go.
-        name: train or validation, the first part of their names.
-        seq_len: targets of a sequence.
-        dtype: of the stored tokens.
-        shard_bytes: size of a shard, at most (but at least one sequence).
+        folder: folder of the files.
+        name: train or validation, the first part of the files' names.
+        seq_len: number of targets of a sequence.
+        dtype: type of the stored tokens.
+        shard_bytes: largest size of a shard. A shard has at least one sequence.
     """
 
     def __init__(self, folder: Path, name: str, seq_len: int, dtype: np.dtype, shard_bytes: int = 64 << 20):
@@ -35,12 +35,12 @@ class SplitWriter:
 
     @property
     def sequences(self) -> int:
-        """Sequences that the tokens so far fill."""
+        """Number of sequences that the tokens so far fill."""
         return max(self.tokens - 1, 0) // self._seq_len
 
     def add(self, piece: Encoded, bits: np.ndarray | None = None) -> None:
-        """Append a piece; `bits` are what its T bytes cost under the two byte models, float64 [2, T]."""
-        # Sequence i ends with token (i + 1)·seq_len of the stream; token 0 is the separator in front of everything.
+        """Append a piece. `bits` is the cost of its T bytes under the two byte models, float64 [2, T]."""
+        # Sequence i ends with token (i + 1)·seq_len of the stream. Token 0 is the separator of the first document.
         at_ends = np.cumsum(piece.lengths, dtype=np.int64)[-self.tokens % self._seq_len :: self._seq_len]
         if bits is not None:
             running = self._bits + np.concatenate([np.zeros((2, 1)), np.cumsum(bits, axis=1)], axis=1)
@@ -56,7 +56,11 @@ class SplitWriter:
             self._flush(self._per_shard)
 
     def finish(self, shuffled: bool = False) -> dict[str, Any]:
-        """Write what is left and the indices; `shuffled` presents the sequences in a fixed random order. Returns the counts."""
+        """Write the last shard and the indices, and return the counts for `meta.json`.
+
+        Args:
+            shuffled: store a fixed random order of the sequences.
+        """
         rest = self.sequences - len(self._shards) * self._per_shard
         if rest:
             self._flush(rest)
@@ -88,6 +92,6 @@ class SplitWriter:
 
 
 def _reordered(ends: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Running sums [… , n + 1] at sequence ends in the order of the stream → the same in another order."""
-    each = np.diff(ends, axis=-1)[..., order]
-    return np.concatenate([np.zeros_like(ends[..., :1]), np.cumsum(each, axis=-1)], axis=-1)
+    """Turn running sums [… , n + 1] at the ends of sequences, in the order of the stream, into sums in another order."""
+    per_sequence = np.diff(ends, axis=-1)[..., order]
+    return np.concatenate([np.zeros_like(ends[..., :1]), np.cumsum(per_sequence, axis=-1)], axis=-1)

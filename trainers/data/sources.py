@@ -1,4 +1,4 @@
-"""Where documents come from: files, their split into training and validation, and reading a part of a file."""
+"""Sources of documents: lists files, splits them into training and validation, and reads parts of files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from typing import Any
 from foldray.errors import UserError
 from foldray.recipe import DataSpec
 
-# Tests are left out because distributions package them apart, so that the text differs little between machines; pydoc_data is
-# one file of generated prose, and most of the validation set if the split picks it.
+# Tests are left out because some distributions package them separately. So the text is nearly the same on all machines.
+# pydoc_data is one file of generated prose, which would be most of the validation set if the split picked it.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "pydoc_data"}
 _PART_BYTES = 8 << 20
-_HEAD_BYTES = 8 << 10  # in which a file shows whether it is text
+_HEAD_BYTES = 8 << 10  # the beginning of a file that is checked for zero bytes
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class SourceFile:
 
     Args:
         kind: stdlib, text, jsonl or parquet.
-        name: its name below the glob's fixed folder (or the library's root), which decides the split and the order.
-        path: absolute path; empty for stdlib, which every node finds for itself.
-        size: bytes.
+        name: name below the glob's fixed folder (or the library's root). It decides the split and the order.
+        path: absolute path; empty for stdlib, because every node finds its own library.
+        size: in bytes.
         mtime_ns: time of the last change.
     """
 
@@ -44,28 +44,33 @@ class SourceFile:
     mtime_ns: int
 
     def locate(self) -> str:
-        """Its path on this machine."""
+        """Return the path of the file on this machine."""
         return self.path or str(_library() / self.name)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is read at once: a whole text file, the lines that begin in bytes [start, stop), or the row group `start`."""
+    """A part of a file that is read at once.
+
+    A part is a whole text file, the lines that begin in bytes [start, stop) of a jsonl file, or the row group `start` of a
+    parquet file.
+    """
 
     file: SourceFile
     start: int
     stop: int
     size: int
-    """Bytes of text, for dealing out work."""
+    """Bytes of text, used to group parts into works."""
     last: bool
-    """No part of this file comes after it."""
+    """Whether this is the last part of its file."""
 
 
 def split_files(data: DataSpec) -> tuple[list[SourceFile], list[SourceFile]]:
-    """Files to train on and files to validate on, each in order of name; none is in both.
+    """Split files into training files and validation files, each in the order of names.
 
-    A file belongs to one side whole. Without `validation.path` the files whose names hash lowest are held back: `fraction` of
-    them, and at least one for each side. With it, the files that it names are held back, wherever else they appear.
+    A file belongs to one side only. If `validation.path` is set, its files are held back, even if `path` matches them, too.
+    Otherwise the files whose names have the lowest hashes are held back: the share `fraction` of all files, with at least
+    one file on each side.
 
     Raises:
         UserError: a pattern matches no file, or one side would be empty.
@@ -73,13 +78,13 @@ def split_files(data: DataSpec) -> tuple[list[SourceFile], list[SourceFile]]:
     files = _list_library() if data.source == "stdlib" else _list_files(data.source, str(data.path), "data.path")
     if data.validation.path is not None:
         kind = "text" if data.source == "stdlib" else data.source
-        held = _list_files(kind, data.validation.path, "data.validation.path")
-        held_paths = {os.path.realpath(file.locate()) for file in held}
-        train = [file for file in files if os.path.realpath(file.locate()) not in held_paths]
+        validation = _list_files(kind, data.validation.path, "data.validation.path")
+        validation_paths = {os.path.realpath(file.locate()) for file in validation}
+        train = [file for file in files if os.path.realpath(file.locate()) not in validation_paths]
         if not train:
             rule = "covers every file of data.path; nothing is left to train on"
             raise UserError("data.validation.path", data.validation.path, rule)
-        return train, held
+        return train, validation
     if len(files) == 1:
         rule = f"must name a validation set: data.path is one file, {files[0].name}, and files are not split"
         raise UserError("data.validation.path", "null", rule)
@@ -89,15 +94,15 @@ def split_files(data: DataSpec) -> tuple[list[SourceFile], list[SourceFile]]:
 
 
 def python_version() -> str:
-    """The version that the standard library's text belongs to."""
+    """Return the version of Python whose library is read."""
     return platform.python_version()
 
 
 def check_field(file: SourceFile, text_field: str) -> None:
-    """Look for the text field where that is cheap: in a file's schema or first line; of a text file, whether its head is text.
+    """Check the beginning of a file: the text field in the schema or the first line, or zero bytes in a text file.
 
     Raises:
-        UserError: it is missing (with the fields there are), or the file is not of its kind.
+        UserError: the text field is missing (the error lists the fields), or the file is not of its kind.
     """
     with _reading(file):
         if file.kind == "parquet":
@@ -110,7 +115,7 @@ def check_field(file: SourceFile, text_field: str) -> None:
 
 
 def cut(files: Iterable[SourceFile]) -> Iterator[Part]:
-    """The parts of files, in order; the same whatever reads them."""
+    """Yield the parts of files, in order. The parts do not depend on the number of workers."""
     for file in files:
         if file.kind == "parquet":
             with _reading(file):
@@ -122,22 +127,23 @@ def cut(files: Iterable[SourceFile]) -> Iterator[Part]:
             spans = [(start, min(start + _PART_BYTES, file.size), _PART_BYTES) for start in starts]
         else:
             spans = [(0, file.size, file.size)]
-        # A file without rows has one part all the same, so that it is counted as done.
+        # A file without rows gets one empty part, so the file is counted as done.
         spans = spans or [(0, 0, 0)]
         for index, (start, stop, size) in enumerate(spans):
             yield Part(file, start, stop, size, last=index == len(spans) - 1)
 
 
 def read_documents(part: Part, text_field: str) -> Iterator[str]:
-    """The documents of a part, in order. Bytes that are not UTF-8 become U+FFFD.
+    """Yield the documents of a part, in order. Bytes that are not UTF-8 become U+FFFD.
 
     Raises:
-        UserError: the file cannot be read on this machine, differs from the one that was listed, or lacks the text field.
+        UserError: the file cannot be read on this machine, has another size than when it was listed, or lacks the text
+            field.
     """
     file = part.file
     with _reading(file):
         if os.stat(file.locate()).st_size != file.size:
-            rule = f"has another size on node {platform.node()} than where it was listed, or is being written"
+            rule = f"has another size on node {platform.node()} than on the driver, or it is being written"
             raise UserError("data.path", file.locate(), rule)
         if file.kind == "parquet":
             yield from _parquet_documents(part, text_field)
@@ -165,7 +171,7 @@ def _list_library() -> list[SourceFile]:
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _NOT_LIBRARY]
         for path in (os.path.join(folder, name) for name in names if name.endswith(".py")):
-            if os.path.isfile(path):  # a distribution may ship links to nowhere
+            if os.path.isfile(path):  # some distributions have broken links
                 files.append(_source_file("stdlib", os.path.relpath(path, root), path))
     if len(files) < 2:
         rule = f"finds no Python sources in {root}; train on files of your own"
@@ -177,7 +183,7 @@ def _list_files(kind: str, pattern: str, field: str) -> list[SourceFile]:
     expanded = os.path.abspath(os.path.expanduser(pattern))
     if os.path.isdir(expanded):
         raise UserError(field, pattern, "is a folder; name a file or a glob, such as " + os.path.join(pattern, "*"))
-    # A name that exists is meant, even if it has brackets in it.
+    # The name of an existing file is not a glob, even if it has brackets in it.
     exists = os.path.isfile(expanded)
     paths = [expanded] if exists else sorted(filter(os.path.isfile, glob.glob(expanded, recursive=True)))
     if not paths:
@@ -193,14 +199,15 @@ def _source_file(kind: str, name: str, path: str) -> SourceFile:
 
 def _text(content: bytes, file: SourceFile) -> str:
     if b"\0" in content[:_HEAD_BYTES]:
-        raise UserError("data.path", file.locate(), "is no UTF-8 text but binary, or in another encoding: it has zero bytes")
+        rule = "is not UTF-8 text but binary, or in another encoding: it has zero bytes"
+        raise UserError("data.path", file.locate(), rule)
     return content.decode("utf-8", "replace")
 
 
 def _jsonl_documents(part: Part, text_field: str) -> Iterator[str]:
     with open(part.file.locate(), "rb") as lines:
         if part.start:
-            # The line that holds the byte before this part belongs to the part before it.
+            # The line that holds the byte before this part belongs to the previous part.
             lines.seek(part.start - 1)
             lines.readline()
         while (offset := lines.tell()) < part.stop:
@@ -215,15 +222,15 @@ def _field_of(line: bytes, file: SourceFile, text_field: str, offset: int) -> st
     except ValueError as error:
         raise UserError("data.path", file.locate(), f"line {_line_number(file, offset)} is not JSON ({error})") from None
     if not isinstance(document, dict):
-        raise UserError("data.path", file.locate(), f"line {_line_number(file, offset)} is no JSON object")
+        raise UserError("data.path", file.locate(), f"line {_line_number(file, offset)} is not a JSON object")
     if text_field not in document:
-        rule = f"is no field of line {_line_number(file, offset)} of {file.locate()}"
+        rule = f"is not a field of line {_line_number(file, offset)} of {file.locate()}"
         raise UserError("data.text_field", text_field, rule, document)
     if not isinstance(document[text_field], str):
         kind = type(document[text_field]).__name__
-        rule = f"holds no text but {kind} at line {_line_number(file, offset)} of {file.locate()}"
+        rule = f"is not text but {kind} in line {_line_number(file, offset)} of {file.locate()}"
         raise UserError("data.text_field", text_field, rule)
-    # JSON can spell half a surrogate pair, which UTF-8 cannot.
+    # JSON may hold half a surrogate pair, which UTF-8 cannot encode.
     return document[text_field].encode("utf-8", "replace").decode()
 
 
@@ -239,7 +246,7 @@ def _parquet_documents(part: Part, text_field: str) -> Iterator[str]:
     for batch in table.iter_batches(batch_size=1024, row_groups=groups, columns=[text_field]) if groups else ():
         for document in batch.column(0).to_pylist():
             if not isinstance(document, str):
-                rule = f"holds no text but {type(document).__name__} in row group {part.start} of {part.file.locate()}"
+                rule = f"is not text but {type(document).__name__} in row group {part.start} of {part.file.locate()}"
                 raise UserError("data.text_field", text_field, rule)
             yield document
 
@@ -256,4 +263,4 @@ def _open_parquet(file: SourceFile) -> Any:
 
 def _check_schema(file: SourceFile, schema: Any, text_field: str) -> None:
     if text_field not in schema.names:
-        raise UserError("data.text_field", text_field, f"is no column of {file.locate()}", schema.names)
+        raise UserError("data.text_field", text_field, f"is not a column of {file.locate()}", schema.names)

@@ -1,4 +1,4 @@
-"""Text to token ids, and how many bytes of the text each token stands for."""
+"""Tokenizers: turn text into token ids, and count the bytes of text that each token stands for."""
 
 from __future__ import annotations
 
@@ -12,50 +12,53 @@ import numpy as np
 
 from foldray.errors import MissingPackage, UserError
 
-# Tokenizers take some 250 bytes of memory per character, and a text file is one document, however long.
+# Characters per piece. Tokenizers need about 250 bytes of memory per character, and a text file is one document.
 _PIECE = 1 << 20
-# A tokenizer's folder may also hold a model's weights; only these decide what text becomes.
+# A tokenizer's folder may also hold a model's weights. Only files with these endings define the tokens.
 _DEFINING = {".json", ".txt", ".model", ".tiktoken", ".jinja"}
-_SIGNS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")  # one of these is in every tokenizer's folder
+_SIGNS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")  # every tokenizer's folder has at least one of these files
 
 
 class Tokenizer(Protocol):
-    """What the packing needs of a tokenizer; instances travel to the workers by pickle."""
+    """The interface of tokenizers. Instances are pickled and sent to the workers."""
 
     vocab_size: int
-    """Smallest number that every id is below."""
+    """Smallest number that is larger than every id."""
     separator: int
-    """Id put in front of each document."""
+    """Id in front of each document."""
     fingerprint: str
-    """Equal for two tokenizers only if they agree on every text."""
+    """Two tokenizers have the same fingerprint only if they make the same tokens of every text."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of a text, unsigned integers [n], without separators."""
+        """Return the ids of a text, unsigned integers [n], without separators."""
         ...
 
     def measure(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """`encode(text)` and, for each of its n ids, the UTF-8 bytes it stands for; these sum to the text's (if n > 0)."""
+        """Return `encode(text)`, and the number of UTF-8 bytes that each of its n ids stands for.
+
+        If n > 0, the numbers sum to the bytes of the text.
+        """
         ...
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer "byte", or the Hugging Face tokenizer in a local folder.
+    """Return the tokenizer "byte", or the Hugging Face tokenizer in a local folder.
 
     Raises:
-        UserError: the folder is missing, holds no tokenizer, or its tokenizer has nothing that can separate documents.
-        MissingPackage: a folder was named and `transformers` is not installed.
+        UserError: the folder is missing, holds no tokenizer, or its tokenizer has no token to separate documents with.
+        MissingPackage: the name is a folder, and `transformers` is not installed.
     """
     if name == "byte":
         return ByteTokenizer()
     folder = Path(os.path.expanduser(name)).absolute()
-    if not os.path.isdir(folder):  # unlike Path's, it takes names that no folder could have
-        rule = 'must be "byte" or a folder with a Hugging Face tokenizer; there is no such folder'
+    if not os.path.isdir(folder):  # unlike Path.is_dir, this accepts names that are too long
+        rule = 'must be "byte" or a folder with a Hugging Face tokenizer; this folder does not exist'
         raise UserError("data.tokenizer", name, rule)
     return FolderTokenizer(name, _from_folder(name, folder), _content_hash(folder))
 
 
 class ByteTokenizer:
-    """Ids 0…255 are UTF-8 bytes, 256 stands in front of a document."""
+    """A tokenizer whose ids 0…255 are UTF-8 bytes. Its separator is 256."""
 
     vocab_size = 257
     separator = 256
@@ -70,11 +73,11 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """A Hugging Face tokenizer. Text that reads like a special token is ordinary text to it; long text is taken in pieces.
+    """A Hugging Face tokenizer. It treats special tokens in a text as ordinary text, and takes long text in pieces.
 
     Args:
-        name: the folder as the recipe gives it, for messages.
-        inner: what `transformers.AutoTokenizer` made of the folder.
+        name: the folder's name in the recipe, for messages.
+        inner: the tokenizer of `transformers`.
         fingerprint: hash of the folder's content.
     """
 
@@ -82,7 +85,7 @@ class FolderTokenizer:
         separator = inner.bos_token_id if inner.bos_token_id is not None else inner.eos_token_id
         if separator is None:
             raise UserError("data.tokenizer", name, "has neither a bos nor an eos token to separate documents with")
-        # Ids may have gaps, so that the largest one can exceed the number of tokens.
+        # Ids may have gaps, so the largest id may exceed the number of tokens.
         self.vocab_size = max(len(inner), separator + 1, *(index + 1 for index in inner.get_vocab().values()))
         self.separator, self.fingerprint, self._inner = int(separator), fingerprint, inner
 
@@ -95,7 +98,7 @@ class FolderTokenizer:
             return ids, _spread(len(text.encode()), len(ids))
         ids, sizes = map(np.concatenate, zip(*map(self._measure_piece, _pieces(text)), strict=True))
         if len(sizes):
-            sizes[-1] += len(text.encode()) - sizes.sum()  # what comes after the last token, or became none
+            sizes[-1] += len(text.encode()) - sizes.sum()  # text after the last token, and text that became no token
         return ids, sizes
 
     def _measure_piece(self, piece: str) -> tuple[np.ndarray, np.ndarray]:
@@ -103,15 +106,15 @@ class FolderTokenizer:
         return np.asarray(out["input_ids"], np.uint32), _bytes_of_offsets(piece, out["offset_mapping"])
 
     def _call(self, text: str, **options: Any) -> Any:
-        # verbose=False: documents are longer than a model's context, and are cut later.
+        # verbose=False, because transformers would warn about documents that are longer than a model's context.
         return self._inner(text, add_special_tokens=False, split_special_tokens=True, verbose=False, **options)
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A text in pieces of at most _PIECE characters, cut behind a line where there is one."""
+    """Yield a text in pieces of at most _PIECE characters. A piece ends at the end of a line, if it has one."""
     start = 0
     while len(text) - start > _PIECE:
-        # rfind gives -1 where there is no line end, so that 0 means: cut anywhere.
+        # Without a line end, rfind returns -1. Then the sum is 0, and the piece gets its full length.
         stop = text.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
         yield text[start:stop]
         start = stop
@@ -119,10 +122,11 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _bytes_of_offsets(text: str, offsets: list[tuple[int, int]]) -> np.ndarray:
-    """Bytes of n tokens from their character spans, uint32 [n].
+    """Return the bytes of n tokens from their character spans, uint32 [n].
 
-    A token stands for what lies between the end of those before it and its own end. So what the tokenizer passes over (spaces,
-    say) goes to the next token, and a character that became several tokens to the first of them; nothing is counted twice.
+    A token stands for the text between the end of the earlier tokens and its own end. So text that the tokenizer skips, such
+    as spaces, counts for the next token. A character that became several tokens counts for the first one. No byte counts
+    twice.
     """
     if not offsets:
         return np.zeros(0, np.uint32)
@@ -133,7 +137,7 @@ def _bytes_of_offsets(text: str, offsets: list[tuple[int, int]]) -> np.ndarray:
 
 
 def _spread(total: int, count: int) -> np.ndarray:
-    """`total` bytes over `count` tokens, as evenly as integers allow, uint32 [count]."""
+    """Spread `total` bytes over `count` tokens, as evenly as integers allow, uint32 [count]."""
     return np.diff(np.arange(count + 1) * total // max(count, 1)).astype(np.uint32)
 
 
@@ -143,11 +147,11 @@ def _from_folder(name: str, folder: Path) -> Any:
     except ImportError:
         raise MissingPackage("data.tokenizer", name, "transformers", "pip install transformers") from None
     if not any(path for sign in _SIGNS for path in folder.glob(sign)):
-        raise UserError("data.tokenizer", name, "holds no Hugging Face tokenizer; there is no tokenizer.json or the like in it")
+        raise UserError("data.tokenizer", name, "holds no Hugging Face tokenizer; it lacks tokenizer.json or a similar file")
     try:
-        # Without a word about code of the folder's own, a terminal would be asked whether to run it.
+        # Without trust_remote_code=False, transformers would ask on the terminal whether to run code in the folder.
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers promises no type: OSError, ValueError, JSONDecodeError, KeyError were seen
+    except Exception as error:  # transformers documents no type; it raises OSError, ValueError, JSONDecodeError, KeyError
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError("data.tokenizer", name, f"holds no Hugging Face tokenizer that can be loaded ({reason})") from None
 

@@ -1,4 +1,4 @@
-"""`foldray train`: a recipe from the command line to its closing table."""
+"""The command `foldray train`: it trains a recipe and prints the closing table."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ def train(
     as_json: bool = False,
     search: MakeSearch | None = None,
 ) -> int:
-    """Train and report; 0 on success, 1 when training failed.
+    """Train and report. Return 0 on success, and 1 if training failed.
 
     Args:
-        resume: id of a run to go on with.
-        start: folder of a checkpoint to begin a new run at.
-        search: makes what searches for `schedule.sp_bytes: auto` and `schedule.degrees`.
+        resume: id of a run to continue.
+        start: folder of a checkpoint to start a new run from.
+        as_json: print a JSON document on standard output instead of the closing table.
+        search: makes the search for `schedule.sp_bytes: auto` and `schedule.degrees`.
 
     Raises:
-        UserError: the recipe cannot run here; nothing has been written.
+        UserError: the recipe cannot run here. No file has been written.
     """
     console = Console(as_json)
     trainer = FoldTrainer(recipe, resume=resume, start=start, search=search, console=console)
@@ -43,25 +44,25 @@ def train(
         if isinstance(cause, UserError):
             raise cause from None
         if trainer.run is None or trainer.run.summary is None:
-            raise  # nothing has been trained that could be reported on
+            raise  # training never started, so there are no results to report
         failure = error
     if trainer.run is None or trainer.run.summary is None:
-        raise RuntimeError("the trainer came back without a summary")
+        raise RuntimeError("the trainer returned without a summary")
     summary = trainer.run.summary
     if as_json:
         print(to_json(summary.as_dict()))
     else:
         console.close(summary, trainer.run.tracker.view_url)
     if failure is not None:
-        cause, file = root_cause(failure), _keep(failure, Path(summary.run_dir))
+        cause, file = root_cause(failure), _write_traceback(failure, Path(summary.run_dir))
         reason = textwrap.shorten(told_without(f"{type(cause).__name__}: {cause}"), 600, placeholder=" …")
         print(f"foldray: training failed after step {summary.steps}: {reason}; the traceback is in {file}", file=sys.stderr)
         return 1
     return 0
 
 
-def _keep(failure: Exception, folder: Path) -> Path:
-    """Write down the tracebacks of every worker that failed, and of the driver; the file."""
+def _write_traceback(failure: Exception, folder: Path) -> Path:
+    """Write the tracebacks of the driver and of every failed worker into a file, and return its path."""
     workers = {f"rank {rank}": error for rank, error in getattr(failure, "worker_failures", {}).items()}
     texts = [f"{where}\n{''.join(traceback.format_exception(error))}" for where, error in {**workers, "driver": failure}.items()]
     file = folder / "error.txt"
@@ -70,7 +71,7 @@ def _keep(failure: Exception, folder: Path) -> Path:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The first worker's own exception inside what Ray wraps around it; a user's mistake goes before what came of it."""
+    """Return the exception of a worker inside Ray's exceptions. A UserError wins over the other workers' exceptions."""
     if isinstance(error, UserError):
         return error
     failures = list((getattr(error, "worker_failures", None) or {}).values())

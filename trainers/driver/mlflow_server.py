@@ -1,4 +1,4 @@
-"""An MLflow server, or the database of one, and the experiment that a recipe's runs belong to."""
+"""The MLflow server or database of a recipe, and the experiment of the recipe's runs."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
-_KIND = {"mlflow.experimentKind": "custom_model_development"}  # its page opens on the runs, not on traces of language models
+_KIND = {"mlflow.experimentKind": "custom_model_development"}  # MLflow's page then shows the runs first, and not traces
 _URI_EXAMPLES = ["sqlite:////folder/mlflow.db", "http://host:5000", "null"]
 
 
 class TrackingServer:
-    """Where a recipe is tracked.
+    """The MLflow server or database that tracks a recipe.
 
     Args:
-        storage: local folder for the database, where the recipe names none, and for artifacts, where no server keeps them.
+        storage: local folder for the database if the recipe names none, and for artifacts if no server stores them.
 
     Attributes:
-        uri: as it is told to people, without secrets.
+        uri: the address without secrets, for messages and files.
 
     Raises:
-        UserError: the server does not answer, or refuses; its address stands without its secret.
+        UserError: the server does not answer, refuses a request, or its address has lost its secret.
     """
 
     def __init__(self, recipe: Recipe, storage: Path):
-        self._given = _absolute(recipe.tracking.uri) if recipe.tracking.uri else default_uri(storage)
-        self.uri = without_secrets(self._given)
+        self._secret_uri = _absolute(recipe.tracking.uri) if recipe.tracking.uri else default_uri(storage)
+        self.uri = without_secrets(self._secret_uri)
         self.experiment = recipe.tracking.experiment
         self._artifacts = storage.absolute() / "mlartifacts"
-        refuse_hidden("tracking.uri", self._given)
+        refuse_hidden("tracking.uri", self._secret_uri)
         with self.told_as_user_error():
-            self.client = _connect(self._given)
+            self.client = _connect(self._secret_uri)
             self.experiment_id = self._find_experiment()
 
     def view_url(self, run_id: str) -> str:
-        """Where a browser shows a run: on the tracking server, or on the one that `view_command` starts."""
+        """Return the URL of a run's page, on the tracking server or on the server that `view_command` starts."""
         server = self.uri.rstrip("/") if _is_http(self.uri) else "http://127.0.0.1:5000"
         return f"{server}/#/experiments/{self.experiment_id}/runs/{run_id}"
 
     def view_command(self) -> str | None:
-        """The command that starts a server showing the runs, on this machine only; None where a server runs already."""
+        """Return a command that starts a server for the runs, for this machine only; None if a server runs already."""
         if _is_http(self.uri):
             return None
         options = ["--backend-store-uri", self.uri, "--artifacts-destination", str(self._artifacts)]
@@ -66,16 +66,18 @@ class TrackingServer:
 
     @contextmanager
     def told_as_user_error(self) -> Iterator[None]:
+        """Turn the errors of MLflow's client into a UserError."""
         try:
             yield
         except UserError:
             raise
         except Exception as error:
-            raise UserError("tracking.uri", self.uri, f"no MLflow tracking there ({self.reason(error)})", _URI_EXAMPLES) from None
+            rule = f"cannot be used for MLflow tracking ({self.reason(error)})"
+            raise UserError("tracking.uri", self.uri, rule, _URI_EXAMPLES) from None
 
     def reason(self, error: Exception) -> str:
-        """Why it fails, in one line without secrets."""
-        return told_without(line(error), self._given)
+        """Return the reason of an error in one line, without secrets."""
+        return told_without(line(error), self._secret_uri)
 
     def _find_experiment(self) -> str:
         known = self.client.get_experiment_by_name(self.experiment)
@@ -85,23 +87,23 @@ class TrackingServer:
         if known is not None:
             return known.experiment_id
         try:
-            # A server keeps artifacts where it was told to; without one they lie beside the runs.
+            # A server has its own place for artifacts. Without a server, artifacts lie beside the runs.
             location = None if _is_http(self.uri) else self._artifacts.as_uri()
             return self.client.create_experiment(self.experiment, artifact_location=location, tags=_KIND)
         except Exception:
-            known = self.client.get_experiment_by_name(self.experiment)  # another driver may have been faster
+            known = self.client.get_experiment_by_name(self.experiment)  # another driver may have created it meanwhile
             if known is None:
                 raise
             return known.experiment_id
 
 
 def default_uri(storage: Path) -> str:
-    """SQLite in the run storage; absolute, because Ray changes the workers' directory."""
+    """Return the URI of a SQLite database in the run storage. It is absolute, because Ray changes the workers' directory."""
     return f"sqlite:///{storage.absolute()}/mlflow.db"
 
 
 def log_recipe(client: MlflowClient, run_id: str, recipe: Recipe) -> None:
-    """All keys of a recipe, as parameters of a run."""
+    """Log all keys of a recipe as parameters of a run."""
     from mlflow.entities import Param
 
     params = [Param(key, value) for key, value in flatten(recipe.model_dump(mode="json")).items()]
@@ -110,7 +112,7 @@ def log_recipe(client: MlflowClient, run_id: str, recipe: Recipe) -> None:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted keys and texts of a nested mapping, as MLflow's parameters want them."""
+    """Turn a nested mapping into dotted keys and texts, the form of MLflow's parameters."""
     flat: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -122,8 +124,9 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def _connect(uri: str) -> MlflowClient:
     _check_reachable(uri)
-    # MLflow reads these from the environment alone, the first one while it is imported. Standard output may be promised to
-    # one JSON document; the defaults for HTTP would try a dead server for many minutes, and the sender comes back by itself.
+    # MLflow reads these settings only from the environment, and the first one during its import. URLs must not be printed,
+    # because standard output may be reserved for a JSON document. The default HTTP settings would retry a dead server for many
+    # minutes, which is not needed, because the tracker's thread tries again later.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     if _is_http(uri):
@@ -141,7 +144,7 @@ def _connect(uri: str) -> MlflowClient:
 
 @contextmanager
 def _alone(uri: str) -> Iterator[None]:
-    """One driver at a time: two that create the tables of a new database at once both fail."""
+    """Lock a SQLite database for one driver, because two drivers that create its tables at the same time both fail."""
     if not uri.startswith("sqlite:"):
         yield
         return
@@ -151,7 +154,7 @@ def _alone(uri: str) -> Iterator[None]:
 
 
 def _check_reachable(uri: str) -> None:
-    """Fail in seconds on a database that cannot be opened: SQLAlchemy's engine is tried for an hour."""
+    """Fail in seconds if a database cannot be opened. MLflow would try to open it for an hour."""
     parts = urlsplit(uri)
     scheme = parts.scheme.split("+")[0]
     if scheme == "sqlite":
@@ -185,7 +188,7 @@ def _mlflow() -> list[str]:
 
 
 def line(error: BaseException, limit: int = 160) -> str:
-    """The innermost reason, which says more than what was wrapped around it."""
+    """Return the message of the innermost exception in one line. It says more than the exceptions around it."""
     while (inner := error.__cause__ or error.__context__) and not isinstance(inner, KeyError):
         error = inner
     text = " ".join(str(error).split()) or type(error).__name__

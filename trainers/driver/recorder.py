@@ -1,4 +1,4 @@
-"""The run folder: `recipe.yaml`, `metrics.jsonl`, `run.json` and the pictures, all written by the driver."""
+"""The run folder: `recipe.yaml`, `metrics.jsonl`, `run.json` and the pictures. Only the driver writes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import yaml
 from pydantic import ConfigDict, TypeAdapter
-from typing_extensions import TypedDict  # as pydantic asks for below Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this one below Python 3.12
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
@@ -21,15 +21,16 @@ from trainers.folders import DamagedFile, Folder, read_json
 from trainers.pictures.training import draw_expert_load, draw_loss, draw_tried
 from trainers.records import LOAD_WINDOW, History, Record, as_json
 
-_PICTURE_PERIOD_S = 30.0  # drawing takes the driver half a second, and the workers may be on the same cores
+_PICTURE_PERIOD_S = 30.0  # drawing takes half a second, perhaps on the workers' cores
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What came out of a run; the closing table shows it, `run.json` and `train --json` hold it.
+    """The results of a run, for the closing table, `run.json` and `train --json`.
 
-    Rates are medians over all steps. What concerns experts is taken over the newest steps (`LOAD_WINDOW`): the busiest
-    expert's load over the mean is averaged over them and is the worst layer's; a dead expert got no token in any of them.
+    Rates are medians over all steps. Figures of experts cover the newest steps (`LOAD_WINDOW`). `load_max_over_mean` is the
+    load of the busiest expert over the mean load, averaged over these steps, in the worst layer. A dead expert got no token
+    in any of these steps.
     """
 
     run_id: str
@@ -57,21 +58,21 @@ class Summary:
 
 
 class RunFolder:
-    """Writes a run's folder; the folder's name is the run's id.
+    """Writes a run's folder. The name of the folder is the run's id.
 
-    A folder that holds a run already is gone on with: `history` begins with what it recorded, and `previous` is its last
+    If the folder already holds a run, this continues it: `history` starts with the run's records, and `previous` is its last
     `run.json`.
 
     Args:
-        path: the folder, on the driver's disk or a shared one; made if needed.
-        recipe: what is trained.
-        baselines: bits per byte of simple predictors on the validation text ("unigram", "bigram").
+        path: the folder, on the driver's disk or a shared one. It is created if needed.
+        recipe: the recipe of the training.
+        baselines: bits per byte of simple models on the validation text ("unigram", "bigram").
         bytes_per_token: mean length of a token; 1 for the byte tokenizer.
-        history: what the folder's run has done so far; read from there if not given.
-        start: the checkpoint that the run begins at, if any; one that was noted before stays.
+        history: records of the run so far; None reads them from the folder.
+        start: the checkpoint that the run starts from; None keeps the one in `run.json`.
 
     Raises:
-        UserError: what the folder holds of a run cannot be read.
+        UserError: a file of the earlier run cannot be read.
     """
 
     def __init__(
@@ -96,14 +97,14 @@ class RunFolder:
         self._write_run("running")
 
     def tracked_by(self, uri: str, run_id: str, command: str | None) -> None:
-        """Note where MLflow has this run."""
+        """Write MLflow's address and id of this run into `run.json`."""
         self._mlflow = (uri, run_id, command)
         self._write_run("running")
 
     def receive(self, record: Record) -> None:
-        """Write a record down; redraw the pictures at a validation, twice a minute at most."""
+        """Write a record. At a validation, draw the pictures again, but at most twice a minute."""
         self.history.receive(record)
-        with self._metrics.open("a") as lines:  # closed and so flushed: whoever follows the file sees whole lines
+        with self._metrics.open("a") as lines:  # closing flushes the file, so its readers see complete lines
             lines.write(as_json(record) + "\n")
         if record["kind"] != "step":
             self._write_run("running")
@@ -111,7 +112,7 @@ class RunFolder:
             self.draw()
 
     def draw(self) -> None:
-        """Draw the pictures that there is something to show on."""
+        """Draw the pictures for which the run has data."""
         if self.history.steps:
             draw_loss(self.history, self._baselines, self._loss, self.path.name, self._bytes_per_token)
         if self.history.tried:
@@ -126,7 +127,7 @@ class RunFolder:
         return self._write_run(status)
 
     def summary(self, status: str) -> Summary:
-        """What has come out of the run so far."""
+        """Return the results of the run so far."""
         history, steps = self.history, list(self.history.steps.values())
         last = history.steps[history.last_step] if steps else None
         validation = history.validations[max(history.validations)] if history.validations else None
@@ -156,7 +157,7 @@ class RunFolder:
 
     @property
     def artifacts(self) -> list[Path]:
-        """The files that a tracking server should keep a copy of."""
+        """The files to copy to the tracking server."""
         online = [self._online] if self.history.tried else []
         return [self.path / "recipe.yaml", self.path / "run.json", self._loss, self._expert_load, *online]
 
@@ -180,7 +181,7 @@ class RunFolder:
         load = self.history.load
         if load is None:
             return None, None, None
-        # Step by step, not of the sum: a step waits for its busiest expert, even if it is another one in every step.
+        # The ratio is taken for each step and not of the sum, because every step waits for its own busiest expert.
         newest = list(self.history.imbalance.values())[-LOAD_WINDOW:]
         ratio = np.mean(newest, axis=0)
         worst = int(ratio.argmax())
@@ -189,60 +190,60 @@ class RunFolder:
     def _write_run(self, status: str) -> Summary:
         summary = self.summary(status)
         workers = [self.history.places[rank] for rank in sorted(self.history.places)]
-        begun = {"started_from": self._start, "resumed_at": self.history.resumes}
-        document = summary.as_dict() | begun | {"workers": workers}
-        half = self.path / ".run.json"
-        half.write_text(json.dumps(json.loads(as_json(document)), indent=2) + "\n")
-        half.replace(self.path / "run.json")
+        origin = {"started_from": self._start, "resumed_at": self.history.resumes}
+        document = summary.as_dict() | origin | {"workers": workers}
+        draft = self.path / ".run.json"
+        draft.write_text(json.dumps(json.loads(as_json(document)), indent=2) + "\n")
+        draft.replace(self.path / "run.json")
         return summary
 
     def _mend_last_line(self) -> None:
-        # A driver that was killed may have left half a line; the next record must not be glued to it.
+        # A killed driver may leave an incomplete line. It is removed, so that the next record starts a new line.
         if self._metrics.exists() and (text := self._metrics.read_bytes()) and not text.endswith(b"\n"):
             self._metrics.write_bytes(text[: text.rfind(b"\n") + 1])
 
 
 class _Run(TypedDict, total=False):
-    """What a later part of a run needs of its `run.json`."""
+    """The keys of `run.json` that a resumed run needs."""
 
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic documents this attribute
 
     mlflow_run_id: str | None
     started_from: str | None
 
 
 def read_run(path: Path) -> dict[str, Any] | None:
-    """The `run.json` of a run folder, or None where there is none.
+    """Return the `run.json` of a run folder; None if the file does not exist.
 
     Raises:
-        UserError: it is no such file.
+        UserError: the file cannot be read.
     """
     if not (path / "run.json").exists():
         return None
     try:
         return dict(read_json(Folder(str(path)), "run.json", TypeAdapter(_Run)))
     except DamagedFile as error:
-        raise UserError("resume", path.name, f"its {error}; mend or delete that file") from None
+        raise UserError("resume", path.name, f"its {error}; repair or delete that file") from None
 
 
 def read_history(path: Path) -> History:
-    """What a run folder's `metrics.jsonl` tells.
+    """Return the history in a run folder's `metrics.jsonl`.
 
     Raises:
-        UserError: it tells no history.
+        UserError: the file cannot be read.
     """
     file = path / "metrics.jsonl"
     try:
         if file.exists():
-            Folder(str(path)).size(file.name)  # a device could be read for ever
+            Folder(str(path)).size(file.name)  # refuses a device, whose read might never end
         return History.read(file)
     except (DamagedFile, ValueError) as error:
         what = error if isinstance(error, DamagedFile) else DamagedFile(file.name, f"cannot be read ({error})")
-        raise UserError("resume", path.name, f"its {what}; mend or delete that file") from None
+        raise UserError("resume", path.name, f"its {what}; repair or delete that file") from None
 
 
 def as_yaml(recipe: Recipe) -> str:
-    """A recipe with every key, as a file that `Recipe.load` reads back."""
+    """Return a recipe with all its keys, as YAML that `Recipe.load` reads."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
 
 

@@ -1,4 +1,4 @@
-"""What a run says on the terminal: a progress line, progress of the data preparation, and a closing table."""
+"""Reports on the terminal: the progress of data preparation, the progress line of a run, and the closing table."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ _BAR_WIDTH = 30
 
 
 class Console:
-    """Where reports go: standard output, or standard error where standard output is kept for one JSON document.
+    """The terminal. Reports go to standard output, or to standard error if standard output is reserved for a JSON document.
 
     Args:
-        json: keep standard output free.
+        json: keep standard output free for a JSON document.
         out: a rich console to write to instead.
     """
 
     def __init__(self, json: bool = False, out: rich.console.Console | None = None):
         self.out = out or rich.console.Console(stderr=json)
-        self._told = 0.0
+        self._shown = 0.0
 
     def say(self, text: str) -> None:
-        """Print a line as it is."""
+        """Print a line without markup."""
         self.out.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def files(self, done: int, total: int, what: str) -> None:
-        """Progress of the data preparation: a bar that updates in place on a terminal, elsewhere a line now and then."""
+        """Show the progress of data preparation: a bar on a terminal, or a line now and then in a file."""
         now = time.monotonic()
-        if done < total and now - self._told < (0.1 if self.out.is_interactive else _PLAIN_PERIOD_S):
+        if done < total and now - self._shown < (0.1 if self.out.is_interactive else _PLAIN_PERIOD_S):
             return
-        self._told = now
+        self._shown = now
         if not self.out.is_interactive:
             self.say(f"{what}: {done}/{total} files")
             return
-        # Drawn by hand: a bar of rich hides the cursor until it is stopped, and preparing may end in an exception.
+        # A bar of rich would hide the cursor until it is stopped, and the preparation may raise an exception before that.
         filled = _BAR_WIDTH * done // max(total, 1)
         self.out.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
         bar = f"[bold]{escape(what)}[/] [green]{'━' * filled}[/][dim]{'━' * (_BAR_WIDTH - filled)}[/] {done}/{total} files"
         self.out.print(bar, highlight=False, end="\n" if done >= total else "")
 
     def progress(self, name: str, total: int) -> Progress:
-        """The progress line of a run that ends at step `total`."""
+        """Return the progress line of a run that ends at step `total`."""
         return Progress(name, total, self)
 
     def close(self, summary: Summary, view_url: str | None = None) -> None:
-        """Print the closing table, and below it, unbroken to be copied, how to see the run in MLflow."""
+        """Print the closing table, and the command and the URL that show the run in MLflow, on lines to copy."""
         self.out.print()
         self.out.print(closing_table(summary))
         if summary.mlflow_command:
@@ -67,14 +67,14 @@ class Console:
 
 
 class Progress:
-    """One line per run: a bar that updates in place on a terminal, elsewhere a plain line now and then.
+    """The progress of a run: a bar on a terminal, or plain lines in a file. Use it as a context manager.
 
-    Use it as a context manager. A plain line is printed after every tenth of the steps and every ten seconds.
+    A plain line is printed after every tenth of the steps, and at least every ten seconds while steps finish.
 
     Args:
         name: the run's id.
         total: the step at which this training ends.
-        console: where to write.
+        console: the terminal to write to.
     """
 
     def __init__(self, name: str, total: int, console: Console):
@@ -104,17 +104,16 @@ class Progress:
             self._bar.stop()
 
     def receive(self, record: Record) -> None:
-        """Show what a record says."""
+        """Show a record."""
         if record["kind"] == "validation":
             self._validation = record["bits_per_byte"]
         elif record["kind"] == "resumed":
             self._began = None
             self._printed = (record["step"], self._printed[1])
-            self._say(f"{self._name}: goes on from step {record['step']}")
+            self._say(f"{self._name}: continues from step {record['step']}")
         elif record["kind"] == "settled":
-            self._say(
-                f"{self._name}: order of {record['degree']} pieces: {record['forward']} forward, {record['backward']} backward"
-            )
+            order = f"{record['forward']} forward, {record['backward']} backward"
+            self._say(f"{self._name}: order of {record['degree']} pieces: {order}")
         elif record["kind"] == "step":
             self._show(record)
 
@@ -137,7 +136,7 @@ class Progress:
         return tenths or now - self._printed[1] >= _PLAIN_PERIOD_S
 
     def _left(self, step: int, now: float) -> str:
-        assert self._began is not None, "the first step has been seen"
+        assert self._began is not None, "no step has been received"
         first, began = self._began
         return _clock((now - began) / (step - first) * (self._total - step)) if step > first else "–:––"
 
@@ -146,7 +145,7 @@ class Progress:
 
 
 def closing_table(summary: Summary) -> Table:
-    """The run in a dozen rows: what came out, how fast, how balanced, and where everything lies."""
+    """Return a table with the results of a run: loss, speed, balance of experts, and paths."""
     table = Table(title=f"run {escape(summary.run_id)}", title_justify="left", title_style="bold", show_header=False, box=None)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

@@ -1,4 +1,4 @@
-"""One training as people see it: its folder, its MLflow run, its progress line, all fed by the workers' records."""
+"""The driver's view of a training: the run's folder, MLflow run and progress line. The workers' records feed all three."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from trainers.driver.tracking import Status, Tracker
 
 
 class Run:
-    """A context around the training; workers send to `queue`, and `summary` is there on leaving.
+    """A context around the training. Workers send records to `queue`. At the end of the context, `summary` has the results.
 
     Args:
-        name: the run's id, and its folder's name.
+        recipe: the recipe of the training.
+        name: the run's id, which is also the name of its folder.
         root: local folder of runs.
-        data: what the baselines are taken from.
-        console: where progress is shown; None shows nothing.
-        start: the checkpoint that it begins at, if any.
+        data: data for the baselines.
+        console: shows the progress; None shows nothing.
+        start: the checkpoint that the run starts from; None for a run without one.
 
     Raises:
-        UserError: what an earlier part of the run has left cannot be read, or the tracking server does not answer, or refuses.
+        UserError: a file of the earlier run cannot be read, or the tracking server does not answer or refuses a request.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Run:
         held_back = min(len(data.validation), recipe.training.eval_sequences or len(data.validation))
         baselines = data.baselines(held_back)
         length = data.validation.bytes(held_back) / (held_back * recipe.data.seq_len)
-        # First what can be refused: a tracking server that does not answer leaves no folder behind.
+        # These two may raise a UserError. They come first, so that an error leaves no folder behind.
         history = read_history(root / name)
         self.tracker = Tracker(recipe, name, root, (read_run(root / name) or {}).get("mlflow_run_id"))
         bits = {"unigram": baselines.unigram, "bigram": baselines.bigram}

@@ -1,6 +1,6 @@
-"""MLflow: one run, written by the driver alone, through a client that names the run in every call.
+"""Writes a run to MLflow. Only the driver does this, with a client that names the run in every call.
 
-MLflow's fluent functions keep an active run in global state; nothing here uses them.
+MLflow's fluent functions keep an active run in global state, so this module does not use them.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ _log = logging.getLogger(__name__)
 class Tracker:
     """The MLflow run of a training.
 
-    Metrics travel in the background; a server that stops answering costs one warning, and what it missed is sent when it
-    answers again. MLflow's histories cannot be rewritten: of a step that is run again after a restart, the first value stays.
+    A thread sends the metrics. If the server stops answering, the driver warns once, and sends the missed metrics when the
+    server answers again. MLflow's histories cannot be rewritten: if a step runs again after a restart, its first values
+    stay.
 
     Args:
-        recipe: what is trained; becomes the run's parameters.
+        recipe: the recipe of the training. Its keys become the run's parameters.
         name: the run's name.
-        storage: local folder for the database, where the recipe names none, and for artifacts, where no server keeps them.
-        mlflow_run_id: the run to go on with; one that the server does not know is begun anew.
+        storage: local folder for the database if the recipe names none, and for artifacts if no server stores them.
+        mlflow_run_id: the MLflow run to continue. If the server does not know it, a new run is created.
 
     Raises:
-        UserError: the tracking server does not answer, or refuses.
+        UserError: the tracking server does not answer, or refuses a request.
     """
 
     def __init__(self, recipe: Recipe, name: str, storage: Path, mlflow_run_id: str | None = None):
@@ -68,7 +69,7 @@ class Tracker:
         self._sender.start()
 
     def receive(self, record: Record) -> None:
-        """Log what a record holds."""
+        """Log the metrics of a record."""
         if record["kind"] == "step":
             values = {name: record[key] for name, key in _STEP_METRICS.items()}  # type: ignore[literal-required]
             self._send("loss", record["step"], values | self._per_layer(record) | _traffic(record))
@@ -83,7 +84,7 @@ class Tracker:
             self._send("online/step_time_s", self._tried, values)
 
     def store(self, paths: Iterable[Path]) -> None:
-        """Copy the files that exist to the run's artifacts; never raises."""
+        """Copy the files that exist to the run's artifacts. Errors become a warning."""
         try:
             for path in paths:
                 if path.exists():
@@ -92,7 +93,7 @@ class Tracker:
             self._warn(error)
 
     def close(self, status: Status) -> None:
-        """Send what is left and end the run; never raises."""
+        """Send the remaining metrics and end the run. Errors become a warning."""
         self._sender.close()
         try:
             self._client.set_terminated(self.run_id, status)
@@ -101,16 +102,16 @@ class Tracker:
 
     @property
     def uri(self) -> str:
-        """Of the tracking server, or of its database."""
+        """The URI of the tracking server or database, without secrets."""
         return self._server.uri
 
     @property
     def view_url(self) -> str:
-        """Where a browser shows the run."""
+        """The URL of the run's page."""
         return self._server.view_url(self.run_id)
 
     def view_command(self) -> str | None:
-        """The command that starts a server showing the run; None where one runs already."""
+        """Return a command that starts a server for the run; None if a server runs already."""
         return self._server.view_command()
 
     def _create(self, recipe: Recipe, name: str) -> str:
@@ -147,7 +148,7 @@ class Tracker:
             return
         self._logged[name] = step
         now = int(time.time() * 1000)
-        # Infinity would be stored as 1.8e308 and flatten every chart.
+        # MLflow would store infinity as 1.8e308, which flattens every chart.
         known = {key: float(value) for key, value in values.items() if value is not None}
         finite = {key: value if math.isfinite(value) else math.nan for key, value in known.items()}
         self._sender.put([Metric(key, value, now, step) for key, value in finite.items()])
@@ -156,21 +157,23 @@ class Tracker:
         if not self._warned:
             self._warned = True
             _log.warning(
-                "MLflow at %s fails (%s); training goes on, metrics.jsonl has everything", self.uri, self._server.reason(error)
+                "MLflow at %s fails (%s); training continues, and metrics.jsonl has all metrics",
+                self.uri,
+                self._server.reason(error),
             )
 
 
 class _Sender(threading.Thread):
-    """Sends metrics in batches, some seconds late, and keeps for later what could not be sent.
+    """A thread that sends metrics in batches, and keeps metrics that could not be sent for later.
 
-    Ours rather than MLflow's asynchronous logging, which gives up a batch at its first failure, reports each, and makes the
-    process wait at exit for a server that is gone.
+    MLflow's own asynchronous logging is not used. It drops a batch at the first failure, reports every failure, and at exit
+    makes the process wait for a server that does not answer.
     """
 
     def __init__(self, send: Callable[[list[Metric]], object], warn: Callable[[Exception], None]):
         super().__init__(name="foldray-mlflow", daemon=True)
         self._send, self._warn = send, warn
-        self._pending: deque[Metric] = deque(maxlen=500_000)  # a server may be gone for days
+        self._pending: deque[Metric] = deque(maxlen=500_000)  # bounded, because a server may not answer for days
         self._closing = threading.Event()
 
     def put(self, metrics: list[Metric]) -> None:
@@ -199,6 +202,6 @@ class _Sender(threading.Thread):
 
 
 def _traffic(record: Step) -> dict[str, int]:
-    """Bytes that a step's collectives sent inside of nodes and across, by class of traffic."""
+    """Return the bytes that a step sent inside nodes and between nodes, by class of traffic."""
     sides = ("inside_bytes", "across_bytes")
     return {f"traffic/{name}/{side}": count[side] for name, count in record.get("traffic", {}).items() for side in sides}

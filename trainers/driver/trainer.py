@@ -1,4 +1,4 @@
-"""FoldTrainer: Ray's TorchTrainer, made from a recipe."""
+"""FoldTrainer: a TorchTrainer of Ray that trains a recipe."""
 
 from __future__ import annotations
 
@@ -29,29 +29,31 @@ from trainers.worker.engines import make_backend
 from trainers.worker.loop import train_loop
 from trainers.worker.online import MakeSearch
 
-_CONTROLLER_FAILURES = 2  # times that Ray may fail to place the workers; without a limit it tries for ever
+_CONTROLLER_FAILURES = 2  # how often Ray may fail to place the workers; without a limit it tries forever
 
 
 class FoldTrainer(TorchTrainer):
     """Trains a recipe on Ray.
 
-    `fit()` joins or starts Ray, refuses what cannot be placed, prepares the data, trains, and returns Ray's `Result`; rank
-    0's summary is `Result.return_value`. The run's folder, MLflow run and closing figures are in `run` afterwards.
+    `fit()` joins or starts Ray, refuses a recipe that cannot be placed, prepares the data, trains, and returns Ray's
+    `Result`. Its `return_value` is the summary of rank 0. After `fit()`, `run` has the run's folder, its MLflow run and its
+    results.
 
     Args:
-        recipe: what to train.
-        scaling_config: Ray's; its num_workers, use_gpu and placement_strategy take the place of the recipe's `cluster`.
-        run_config: Ray's; a name or storage_path given here takes the place of the recipe's.
-        torch_config: Ray's; gloo on CPU and NCCL on GPU if not given.
-        resume: id of a run in the same storage to go on with, under this recipe (any legal fold).
-        start: folder of a checkpoint, `…/RUN/step_XXXXXXXX` (a path or a URI); a new run begins there, as if it went on with RUN.
-        search: makes what searches for `schedule.sp_bytes: auto` and `schedule.degrees`, such as `tuners.OnlineSearch`.
-        console: where progress is shown; None shows nothing.
-        **ray_arguments: everything else that `TorchTrainer` takes.
+        recipe: the recipe to train.
+        scaling_config: Ray's configuration; its num_workers, use_gpu and placement_strategy replace those of `cluster`.
+        run_config: Ray's configuration; its name and storage_path replace those of the recipe.
+        torch_config: Ray's configuration; None uses gloo on CPUs and NCCL on GPUs.
+        resume: id of a run in the same storage to continue with this recipe. The fold may differ.
+        start: folder of a checkpoint, `…/RUN/step_XXXXXXXX` (a path or a URI). A new run starts there, as if it continued
+            RUN.
+        search: makes the search for `schedule.sp_bytes: auto` and `schedule.degrees`, such as `tuners.OnlineSearch`.
+        console: shows the progress; None shows nothing.
+        **ray_arguments: other arguments of `TorchTrainer`.
 
     Raises:
-        UserError: the recipe does not fit the scaling configuration, asks for a search that is not given, the run to resume
-            is not there, or both a run and a checkpoint are given.
+        UserError: the recipe does not fit the scaling configuration, the recipe needs a search but `search` is None, the run
+            to resume does not exist, or both `resume` and `start` are set.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class FoldTrainer(TorchTrainer):
     ):
         self.recipe = recipe if scaling_config is None else _scaled(recipe, scaling_config)
         if resume is not None and start is not None:
-            raise UserError("from", start, f"begins a new run, and resume={resume} goes on with an old one; give one of them")
+            raise UserError("from", start, f"starts a new run, but resume={resume} continues an old one; give only one")
         self.console, self.resume, self.start = console, resume, None if start is None else str(start)
         opened = self.recipe.schedule.opened
         if opened and search is None:
@@ -79,7 +81,7 @@ class FoldTrainer(TorchTrainer):
         self.run: Run | None = None
         config = _run_config(self.recipe, run_config, resume)
         super().__init__(
-            _told_train_loop,
+            _train_loop_with_notes,
             train_loop_config={},
             torch_config=torch_config,
             scaling_config=scaling_config or workers.scaling(self.recipe),
@@ -88,12 +90,12 @@ class FoldTrainer(TorchTrainer):
         )
 
     def fit(self) -> Result:
-        """Train to the end of the recipe, or to `training.stop_after`.
+        """Train to the last step of the recipe, or to `training.stop_after`.
 
         Raises:
             UserError: the recipe cannot run on this cluster, its data cannot be read, a package is missing, or the checkpoint to
-                begin at is damaged, or has other data or another model.
-            DamagedCheckpoint: the run lost a worker, and the checkpoint to go on from has been damaged since.
+                start from is damaged or has other data or another model.
+            DamagedCheckpoint: the run lost a worker, and the checkpoint to continue from has been damaged meanwhile.
             ray.train.TrainingFailedError: the workers failed more often than `cluster.max_failures` allows.
         """
         _check_packages(self.recipe)
@@ -105,30 +107,30 @@ class FoldTrainer(TorchTrainer):
         if begin and stored:
             check_resumable(begin, stored, self.recipe, data)
         start = begin.folder if begin and begin.field == "from" else None
-        name, noted = str(self.run_config.name), None if start is None else start.name
-        self.run = Run(self.recipe, name, self._root, data, self.console, noted)
+        name, origin = str(self.run_config.name), None if start is None else start.name
+        self.run = Run(self.recipe, name, self._root, data, self.console, origin)
         with self.run:
-            told = {"recipe": self.recipe.model_dump(mode="json"), "data": str(data.folder), "queue": self.run.queue}
-            self.train_loop_config = told | {"search": self.search, "start": start and start.checkpoint}
+            config = {"recipe": self.recipe.model_dump(mode="json"), "data": str(data.folder), "queue": self.run.queue}
+            self.train_loop_config = config | {"search": self.search, "start": start and start.checkpoint}
             result = super().fit()
             if damaged := result.return_value.get("damaged"):
                 raise self._refused(begin, *damaged)
             return result
 
     def _begin(self) -> Beginning | None:
-        """Where the training goes on, if it does."""
+        """Return the checkpoint to start from; None for a run that starts at step 0."""
         if self.start is not None:
             if Beginning.newest(self._folder):
-                raise UserError("from", self.start, f"begins a new run, and {self.run_config.name} has checkpoints already")
+                raise UserError("from", self.start, f"starts a new run, but {self.run_config.name} has checkpoints already")
             return Beginning.at(self.start)
         if self.resume is None:
             return None
-        # A run that began at another's checkpoint and was stopped before its own first one begins there again.
+        # A run may have started from another run's checkpoint, and stopped before its own first one. It starts there again.
         origin = (read_run(self._root / self.resume) or {}).get("started_from")
         return Beginning.newest(self._folder) or (Beginning.at(origin) if origin else None)
 
     def _refused(self, begin: Beginning | None, path: str, file: str, what: str) -> Exception:
-        """What to say of a checkpoint that the workers have found damaged."""
+        """Return the error for a checkpoint that the workers found damaged."""
         name = Path(path).name
         if begin and name == begin.folder.last:
             return begin.refused(file, what)
@@ -142,20 +144,20 @@ class FoldTrainer(TorchTrainer):
 
     @property
     def _folder(self) -> Folder:
-        """The run's, where Ray keeps its checkpoints."""
+        """The run's folder, where Ray stores its checkpoints."""
         return Folder(str(self.run_config.storage_path), self.run_config.storage_filesystem) / str(self.run_config.name)
 
     @property
     def _root(self) -> Path:
-        """Local folder of runs; with storage elsewhere, what the driver writes stays beside the caller."""
+        """Local folder of runs. With a remote storage, the driver writes its files into `runs` in the working directory."""
         storage = str(self.run_config.storage_path)
         return Path("runs" if "://" in storage else storage).absolute()
 
 
-def _told_train_loop(config: dict[str, Any]) -> dict[str, Any]:
-    """`train_loop`, whose exceptions carry their traceback as a note: Ray hands on the exception alone.
+def _train_loop_with_notes(config: dict[str, Any]) -> dict[str, Any]:
+    """Run `train_loop`, and add the traceback to an exception as a note, because Ray passes on only the exception.
 
-    A damaged checkpoint becomes a result: Ray would try again, as often as it may, and find the same.
+    A damaged checkpoint becomes a result. Ray would retry after an exception, and every attempt would fail in the same way.
     """
     try:
         return train_loop(config)
@@ -167,7 +169,10 @@ def _told_train_loop(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_packages(recipe: Recipe) -> None:
-    """Refuse at once what every worker would fail on, attempt after attempt; DeepSpeed is slow to import, so only looked for."""
+    """Refuse a recipe whose packages are missing, because every worker would fail in every attempt.
+
+    The function does not import DeepSpeed, which is slow.
+    """
     for field, kind in (("engine.kind", recipe.engine.kind), ("moe.backend", recipe.moe.backend)):
         if kind == "deepspeed" and importlib.util.find_spec(kind) is None:
             raise MissingPackage(field, kind, kind, "pip install deepspeed")
@@ -182,17 +187,17 @@ def _scaled(recipe: Recipe, scaling: ScalingConfig) -> Recipe:
     cpus = (scaling.resources_per_worker or {}).get("CPU")
     if cpus:
         changes["cpus_per_worker"] = int(cpus)
-    given = recipe.model_dump()
-    return Recipe.parse({**given, "cluster": {**given["cluster"], **changes}})
+    values = recipe.model_dump()
+    return Recipe.parse({**values, "cluster": {**values["cluster"], **changes}})
 
 
-def _run_config(recipe: Recipe, given: RunConfig | None, resume: str | None) -> RunConfig:
-    storage = (given.storage_path if given else None) or storage_folder(recipe)
-    name = resume or (given.name if given else None) or f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+def _run_config(recipe: Recipe, base: RunConfig | None, resume: str | None) -> RunConfig:
+    storage = (base.storage_path if base else None) or storage_folder(recipe)
+    name = resume or (base.name if base else None) or f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     runs = sorted(path.parent.name for path in Path(storage).glob("*/recipe.yaml"))
     if resume is not None and "://" not in storage and resume not in runs:
-        raise UserError("resume", resume, f"is no run in {storage}", runs or None)
-    config = given or RunConfig(
+        raise UserError("resume", resume, f"is not a run in {storage}", runs or None)
+    config = base or RunConfig(
         failure_config=FailureConfig(max_failures=recipe.cluster.max_failures, controller_failure_limit=_CONTROLLER_FAILURES),
         checkpoint_config=CheckpointConfig(num_to_keep=recipe.checkpoint.keep),
     )

@@ -1,4 +1,4 @@
-"""`foldray bench` and `foldray timeline`: a recipe's step under several schedules, measured side by side on its workers."""
+"""The commands `foldray bench` and `foldray timeline`, which measure a recipe's step under several schedules."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ _WARM_UP = 2
 
 
 def bench(recipe: Recipe, names: Sequence[str], rounds: int, as_json: bool = False) -> int:
-    """Measure and report; the variants alternate within a round.
+    """Measure schedules and print a report. The schedules take turns within a round.
 
     Args:
-        names: orderings as `named_ordering` reads them; none is the recipe's own beside `DEFAULT`, as far as they fit.
+        names: orderings as `named_ordering` reads them. An empty list measures the recipe's own ordering, and those of
+            `DEFAULT` that are legal for the recipe.
+        rounds: number of rounds.
+        as_json: print a JSON document instead of a table.
 
     Raises:
-        UserError: a name that does not fit, or a recipe that cannot run here.
+        UserError: a name is illegal for the recipe, or the recipe cannot run here.
     """
     if rounds < 1:
         raise UserError("rounds", rounds, "must be at least 1")
     chosen = {name: recipe.named_ordering(name) for name in names} or _defaults(recipe)
     print(f"{len(chosen)} schedules, {rounds} rounds, on {recipe.cluster.workers} workers …", file=sys.stderr)
-    found = workers.on_workers(recipe, _bench_loop, "bench", orderings=list(chosen.values()), rounds=rounds)
-    measured = zip(chosen.values(), found["measured"], strict=True)
-    results = [_result(recipe, ordering, each) for ordering, each in measured]
-    cost = _slice_cost(found["slices"])
+    timings = workers.on_workers(recipe, _bench_loop, "bench", orderings=list(chosen.values()), rounds=rounds)
+    measured = zip(chosen.values(), timings["measured"], strict=True)
+    results = [_result(recipe, ordering, times) for ordering, times in measured]
+    cost = _slice_cost(timings["slices"])
     if as_json:
         print(to_json({"results": results, "slice_cost": cost}))
     else:
@@ -54,29 +57,34 @@ def bench(recipe: Recipe, names: Sequence[str], rounds: int, as_json: bool = Fal
 
 
 def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: bool = False) -> int:
-    """Record a step of the recipe's own schedule, simulate it from its op times, and draw both.
+    """Record a step of the recipe's own schedule, simulate the step from its op times, and draw both.
+
+    Args:
+        picture: PNG to write, if any.
+        trace: Perfetto trace to write, if any.
+        as_json: print a JSON document instead of the drawings.
 
     Raises:
-        UserError: a file that cannot be written, or a recipe that cannot run here.
+        UserError: a file cannot be written, or the recipe cannot run here.
     """
     if picture is not None and picture.suffix.lower() != ".png":
         raise UserError("picture", picture, "is written as PNG: the name must end in .png")
     for name, path in (("picture", picture), ("trace", trace)):
         if path is not None and not path.parent.is_dir():
-            raise UserError(name, path, f"cannot be written (there is no folder {path.parent})")
+            raise UserError(name, path, f"cannot be written (the folder {path.parent} does not exist)")
     print(f"a step on {recipe.cluster.workers} workers …", file=sys.stderr)
-    found = workers.on_workers(recipe, _timeline_loop, "timeline")
-    graph, recordings = found["graph"], found["recordings"]
-    ranks, expected = [each.spans for each in recordings], replay(graph, recordings)
+    result = workers.on_workers(recipe, _timeline_loop, "timeline")
+    graph, recordings = result["graph"], result["recordings"]
+    ranks, expected = [recording.spans for recording in recordings], replay(graph, recordings)
     measured, begin = ranks[0], min(span.start for spans in ranks for span in spans.values())
     if trace is not None:
         _write(trace, json.dumps(perfetto(graph, ranks, begin)))
     if picture is not None:
         _draw(recipe, graph, measured, expected.spans, begin, picture)
     if as_json:
-        print(to_json({"measured": found["times"], "simulated_step_ms": expected.seconds * 1e3}))
+        print(to_json({"measured": result["times"], "simulated_step_ms": expected.seconds * 1e3}))
         return 0
-    print(f"measured on the first worker: {found['times']['step_ms']:.1f} ms")
+    print(f"measured on the first worker: {result['times']['step_ms']:.1f} ms")
     print(draw_text(graph, measured))
     print(f"\nsimulated from these op times: {expected.seconds * 1e3:.1f} ms")
     print(draw_text(graph, expected.spans))
@@ -84,13 +92,13 @@ def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: 
 
 
 def _defaults(recipe: Recipe) -> dict[str, Ordering]:
-    found: dict[str, Ordering] = {"recipe": recipe.ordering} if recipe.slicing else {}
+    orderings: dict[str, Ordering] = {"recipe": recipe.ordering} if recipe.slicing else {}
     for name in DEFAULT:
         try:
-            found[name] = recipe.named_ordering(name)
-        except UserError:  # a sequence too short for so many pieces
+            orderings[name] = recipe.named_ordering(name)
+        except UserError:  # for example, the sequence is too short for so many pieces
             continue
-    return found
+    return orderings
 
 
 def _bench_loop(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -100,7 +108,7 @@ def _bench_loop(config: dict[str, Any]) -> dict[str, Any] | None:
     execution.trace = trace
     measured: list[list[dict[str, float]]] = [[] for _ in config["orderings"]]
     slices: list[tuple[int, int, float]] = []
-    learnt: dict[Ordering, Ordering] = {}  # those whose chunks give way, by what ops were seen to take
+    learnt: dict[Ordering, Ordering] = {}  # orderings whose chunks depend on measured op times → the same with these times
     for number in range(_WARM_UP + config["rounds"]):
         for ordering, rounds in zip(config["orderings"], measured, strict=True):
             execution.reorder(learnt.get(ordering, ordering))
@@ -123,35 +131,35 @@ def _timeline_loop(config: dict[str, Any]) -> dict[str, Any] | None:
         graph = _step(recipe, engine, groups, device)
         if engine.execution.lacks_costs:
             engine.execution.learn_costs()
-    mine = Recording(engine.execution.order(graph), trace.spans)
-    everyone: list[Any] = [mine] * groups.control.size
+    recording = Recording(engine.execution.order(graph), trace.spans)
+    recordings: list[Any] = [recording] * groups.control.size
     if groups.control.group is not None:
-        dist.all_gather_object(everyone, mine, group=groups.control.group)
+        dist.all_gather_object(recordings, recording, group=groups.control.group)
     times = _slowest(groups, trace.times(graph), device)
     if groups.rank != groups.fold.offset:
         return None
-    return {"graph": graph, "recordings": everyone, "times": times}
+    return {"graph": graph, "recordings": recordings, "times": times}
 
 
 def _step(recipe: Recipe, engine: Engine, groups: Groups, device: Any) -> StepGraph:
-    """One step of random text, which changes no weight."""
+    """Run one step on random text with learning rate 0, which changes no weight."""
     batches = random_batches(recipe, groups, device)
     execution = engine.execution
-    graph, _ = execution.step(batches)  # made before the clock runs
-    groups.control.all_reduce(torch.zeros(1, device=device))  # all start together
+    graph, _ = execution.step(batches)  # builds the graph before the clock starts
+    groups.control.all_reduce(torch.zeros(1, device=device))  # makes all ranks start together
     engine.train(batches)
     engine.update(0.0)
     return graph
 
 
 def _slowest(groups: Groups, times: dict[str, float], device: torch.device) -> dict[str, float]:
-    """The slowest rank's figures: a step is done when all are."""
+    """Return the largest value of all ranks for every time, because a step ends when all ranks have finished."""
     values = groups.control.all_reduce(torch.tensor(list(times.values()), dtype=torch.float64, device=device), "max")
     return dict(zip(times, values.tolist(), strict=True))
 
 
 def _result(recipe: Recipe, ordering: Ordering, rounds: list[dict[str, float]]) -> dict[str, Any]:
-    columns = {key: [each[key] for each in rounds] for key in rounds[0]}
+    columns = {key: [times[key] for times in rounds] for key in rounds[0]}
     step = columns.pop("step_ms")
     degree, reduction = ordering.slicing.degree if ordering.slicing else 1, ordering.reduction
     return {
@@ -164,7 +172,7 @@ def _result(recipe: Recipe, ordering: Ordering, rounds: list[dict[str, float]]) 
 
 
 def _slicing(recipe: Recipe, ordering: Ordering) -> str:
-    """How attention is cut: a kind of slicing, `whole` where it is not, or the lengths where no kind gives them."""
+    """Describe how attention is cut: a kind of slicing, `whole` for an uncut sequence, or lengths that no kind gives."""
     cut = ordering.slicing
     if cut is None or len(cut.attention) == 1:
         return "whole"
@@ -173,8 +181,9 @@ def _slicing(recipe: Recipe, ordering: Ordering) -> str:
 
 
 def _slice_cost(timings: list[tuple[int, int, float]]) -> SliceCost | None:
-    """What slices of attention cost here, in seconds; None if too few kinds of slices ran, or so short ones that only their
-    start shows.
+    """Fit the cost of attention's slices to measured seconds.
+
+    Returns None if too few different slices ran, or if the slices are so short that only the time to start them is measured.
     """
     cost = SliceCost.measured(timings) if len({timing[:2] for timing in timings}) > 2 else None
     return cost if cost and max(cost) > 0 else None
@@ -183,7 +192,7 @@ def _slice_cost(timings: list[tuple[int, int, float]]) -> SliceCost | None:
 def _table(names: Sequence[str], results: Sequence[dict[str, Any]], rounds: int) -> str:
     fastest = min(result["step_ms"]["median"] for result in results)
     lines = [
-        f"milliseconds of a step, medians of {rounds} rounds, all taking turns; exposed is communication that nothing hides",
+        f"milliseconds per step, medians of {rounds} rounds in turns; exposed communication is not hidden by computation",
         f"{'schedule':<22}{'step':>9}{'min':>9}{'max':>9}{'forward':>9}{'backward':>9}{'compute':>9}{'comm':>9}{'exposed':>9}",
     ]
     for name, result in zip(names, results, strict=True):

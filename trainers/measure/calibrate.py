@@ -1,7 +1,8 @@
-"""`foldray calibrate`: what a recipe's workers reach, measured on all of them at once, as a hardware file for the planner.
+"""The command `foldray calibrate`. It measures the speed of a recipe's workers, and writes a hardware file for the planner.
 
-Every figure is the slowest worker's median. Products of matrices give a table of the share of peak that each size reaches, the
-best of them being the peak; everything else is told as shares of that, or of what memory and links carry at best.
+All workers measure at the same time. Every figure is the median of the slowest worker. The speed of the fastest matrix
+product is the peak, and a table has the share of the peak for every size. Other figures are shares of the peak, or of the
+bandwidth of memory or links.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from trainers.measure.op_times import of_ops, of_slices
 from trainers.records import as_json as to_json
 
 _SIDES = (64, 128, 256, 512, 1024, 2048)
-_BYTES = (1 << 14, 1 << 18, 1 << 22)  # that a rank sends
-_MESSAGES = 8  # at once, of the middle size, beside computation
+_BYTES = (1 << 14, 1 << 18, 1 << 22)  # bytes that a rank sends
+_MESSAGES = 8  # all-to-alls of the middle size that run at once beside computation
 
 
 def calibrate(recipe: Recipe, path: Path, as_json: bool = False) -> int:
-    """Measure and write the file.
+    """Measure the workers and write the hardware file.
 
     Raises:
-        UserError: a file that cannot be written, or a recipe that cannot run here.
+        UserError: the file cannot be written, or the recipe cannot run here.
     """
     if path.suffix not in (".yaml", ".yml") or not path.absolute().parent.is_dir():
         raise UserError("out", path, "must be a .yaml file in a folder that exists")
     print(f"measuring {recipe.cluster.workers} workers …", file=sys.stderr)
-    found = workers.on_workers(recipe, _loop, "calibrate", called=path.stem)
-    hardware = Hardware.model_validate(found["hardware"])
+    result = workers.on_workers(recipe, _loop, "calibrate", hardware_name=path.stem)
+    hardware = Hardware.model_validate(result["hardware"])
     try:
         path.write_text(yaml.safe_dump(hardware.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
     except OSError as error:
@@ -57,15 +58,15 @@ def calibrate(recipe: Recipe, path: Path, as_json: bool = False) -> int:
 
 
 def _loop(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Of every worker; the first one returns the file's content."""
-    recipe, everyone, device = workers.worker(config)
-    hardware = measured(recipe, everyone, device, config["called"])
-    everyone.close()
-    return {"hardware": hardware} if everyone.rank == everyone.fold.offset else None
+    """Measure on a worker. The first worker returns the content of the file."""
+    recipe, groups, device = workers.worker(config)
+    hardware = measured(recipe, groups, device, config["hardware_name"])
+    groups.close()
+    return {"hardware": hardware} if groups.rank == groups.fold.offset else None
 
 
 def measured(recipe: Recipe, everyone: Groups, device: torch.device, name: str) -> dict[str, Any]:
-    """A hardware file's content; all ranks measure together, and get the same."""
+    """Measure all figures of a hardware file. All ranks must call this, and get the same result."""
     dtype, world = getattr(torch, recipe.precision), everyone.fold.world_size
     meter = Meter(device, everyone.control, dtype)
     gemm = _products(meter, device, dtype)
@@ -89,69 +90,73 @@ def measured(recipe: Recipe, everyone: Groups, device: torch.device, name: str) 
 
 
 def _links(meter: Meter, everyone: Groups, together: int, memory: float) -> tuple[dict[str, dict[str, Any]], float, float]:
-    """Both lanes, by the size of groups; what all-to-alls over the largest group reach, as a share of its all-gathers; and what
-    they take from computation beside them.
+    """Measure the links inside and between nodes.
 
     Args:
-        memory: bytes a second, for a lane that no two workers share.
+        together: number of workers on a node.
+        memory: bytes per second of memory, for a kind of link that no two workers share.
+
+    Returns:
+        Both links by the size of groups; the bandwidth of all-to-alls over the largest group, as a share of all-gathers; and
+        the slowdown of computation beside these all-to-alls (`_crowding`).
     """
     world, device = everyone.fold.world_size, meter.device
-    found: dict[str, list[tuple[int, float, float]]] = {"intra": [], "inter": []}
+    by_size: dict[str, list[tuple[int, float, float]]] = {"intra": [], "inter": []}
     exchange, crowding = 1.0, 0.0
     sizes = {"intra": divisors(together), "inter": divisors(world // together)}
-    for name, size in [(lane, size) for lane in found for size in sizes[lane] if size > 1]:
-        # Ranks of a node lie next to each other, so TP stays inside it, and EP beyond it goes from node to node.
+    for name, size in [(lane, size) for lane in by_size for size in sizes[lane] if size > 1]:
+        # Ranks of a node have consecutive numbers. So TP groups lie inside a node, and EP groups lie across nodes.
         inside = size if name == "intra" else together
         fold = Fold(world, tp=inside, etp=inside, ep=1 if name == "intra" else size, offset=everyone.fold.offset)
         groups = Groups.create(fold, everyone.rank)
         over = groups.tensor if name == "intra" else groups.tokens
-        found[name].append((size, *_link(meter, over, device)))
-        exchange = _exchange(meter, over, device) / found[name][-1][1]
+        by_size[name].append((size, *_link(meter, over, device)))
+        exchange = _exchange(meter, over, device) / by_size[name][-1][1]
         crowding = _crowding(meter, over, device)
         groups.close()
-    none = (1, memory / 1e9, 0.0)
-    ends = {name: (each or [none])[-1] for name, each in found.items()}
-    links = {name: {"gb_s": end[1], "latency_us": end[2], "by_size": found[name]} for name, end in ends.items()}
+    no_link = (1, memory / 1e9, 0.0)
+    largest = {name: (measured_sizes or [no_link])[-1] for name, measured_sizes in by_size.items()}
+    links = {name: {"gb_s": row[1], "latency_us": row[2], "by_size": by_size[name]} for name, row in largest.items()}
     return links, exchange, crowding
 
 
 def _nodes(control: Communicator, device: torch.device) -> list[int]:
-    """Each worker's node, as a number."""
-    own = int(ray.get_runtime_context().get_node_id()[:15], 16)
-    return control.all_gather(torch.tensor([own], device=device)).tolist()
+    """Return the node of each worker, as a number."""
+    node = int(ray.get_runtime_context().get_node_id()[:15], 16)
+    return control.all_gather(torch.tensor([node], device=device)).tolist()
 
 
 def _products(meter: Meter, device: torch.device, dtype: torch.dtype) -> list[tuple[float, float]]:
-    """(FLOPs, FLOP/s) of square products, growing."""
-    found = []
+    """Measure (FLOPs, FLOP/s) of square matrix products, the smallest first."""
+    speeds = []
     for side in _SIDES:
         a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
         flops = 2.0 * side**3
-        found.append((flops, flops / meter(partial(torch.matmul, a, b))))
-    return found
+        speeds.append((flops, flops / meter(partial(torch.matmul, a, b))))
+    return speeds
 
 
 def _memory(meter: Meter, device: torch.device) -> float:
-    """Bytes a second that one pass reads and writes."""
+    """Measure the bytes per second that a pass over memory reads and writes."""
     x = torch.randn(1 << 23, device=device)
     y = torch.empty_like(x)
     return 2 * 4 * x.numel() / meter(lambda: torch.mul(x, 1.5, out=y))
 
 
 def _attention(meter: Meter, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of causal attention, forward and backward together, at 3.5 times its forward FLOPs."""
+    """Measure the FLOP/s of causal attention. Forward and backward together count 3.5 times the forward FLOPs."""
     heads, length, width = 8, 2048, 64
     q, k, v = (torch.randn(1, heads, length, width, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    above = torch.randn(1, heads, length, width, device=device, dtype=dtype)
+    gradient = torch.randn(1, heads, length, width, device=device, dtype=dtype)
 
     def both() -> None:
-        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), above)
+        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), gradient)
 
     return 3.5 * 4 * heads * width * length * (length + 1) / 2 / meter(both)
 
 
 def _grouped(meter: Meter, device: torch.device, dtype: torch.dtype) -> float:
-    """Speed of eight experts in turn over that of one with all of their rows."""
+    """Measure the speed of eight experts, as a share of the speed of one expert with all rows."""
     rows, hidden, inner = 2048, 256, 512
     x = torch.randn(rows, hidden, device=device, dtype=dtype)
 
@@ -164,7 +169,7 @@ def _grouped(meter: Meter, device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _link(meter: Meter, over: Communicator, device: torch.device) -> tuple[float, float]:
-    """GB/s that all-gathers over a group reach, and the microseconds that each of their messages takes to start."""
+    """Measure the GB/s of all-gathers over a group, and the microseconds that each message takes to start."""
     points = []
     for size in _BYTES:
         x = torch.zeros(size // 4, device=device)
@@ -174,7 +179,7 @@ def _link(meter: Meter, over: Communicator, device: torch.device) -> tuple[float
 
 
 def _exchange(meter: Meter, over: Communicator, device: torch.device) -> float:
-    """GB/s that all-to-alls over a group reach."""
+    """Measure the GB/s of all-to-alls over a group."""
     points = []
     for size in _BYTES:
         rows = size // 4 // over.size
@@ -184,36 +189,36 @@ def _exchange(meter: Meter, over: Communicator, device: torch.device) -> float:
 
 
 def _crowding(meter: Meter, over: Communicator, device: torch.device) -> float:
-    """Seconds that computation takes longer, for each second that all-to-alls take, where both are at it at once."""
+    """Measure how many seconds longer computation takes for each second of all-to-alls that run beside it."""
     rows = _BYTES[1] // 4 // over.size
     x, even = torch.zeros(rows * over.size, 1, device=device), [rows] * over.size
 
     def travel() -> list[Pending]:
         return [over.start_all_to_all(x, even, even) for _ in range(_MESSAGES)]
 
-    alone = meter.plain(lambda: [each.wait() for each in travel()])
+    alone = meter.plain(lambda: [pending.wait() for pending in travel()])
     products = math.ceil(2 * alone / meter.standard)
 
     def compute(beside: bool) -> None:
-        on_their_way = travel() if beside else []
+        exchanges = travel() if beside else []
         for _ in range(products):
             meter.product()
-        for each in on_their_way:
-            each.wait()
+        for pending in exchanges:
+            pending.wait()
 
     pairs = [(meter.took(partial(compute, True), 1), meter.took(partial(compute, False), 1)) for _ in range(ROUNDS)]
     return min(1.0, max(0.0, meter.slowest(statistics.median(beside - by_itself for beside, by_itself in pairs)) / alone))
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Seconds for each byte and to start, from (bytes, seconds), smallest first: the largest tells the slope."""
+    """Return the seconds per byte and to start, from the smallest and the largest of (bytes, seconds)."""
     (small, first), (large, last) = points[0], points[-1]
     per_byte = (last - first) / (large - small)
     return per_byte, max(0.0, first - per_byte * small)
 
 
 def _room(device: torch.device) -> float:
-    """Bytes of memory of a device, or of the machine."""
+    """Return the bytes of memory of a GPU, or of the machine."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal")]
@@ -221,7 +226,7 @@ def _room(device: torch.device) -> float:
 
 
 def _table(hardware: Hardware, path: Path) -> str:
-    lines = [f"{hardware.gpus_per_node} workers to a node, {hardware.memory_gib:.1f} GiB each", ""]
+    lines = [f"{hardware.gpus_per_node} workers per node, {hardware.memory_gib:.1f} GiB each", ""]
     lines += [f"  {'peak ' + dtype:<22}{peak:>10.3f} TFLOP/s" for dtype, peak in hardware.peak_tflops.items()]
     lines += [f"  {'product of ' + f'{(flops / 2) ** (1 / 3):.0f}³':<22}{share:>10.1%} of peak" for flops, share in hardware.gemm]
     lines.append(f"  {'memory':<22}{hardware.memory_gb_s:>10.2f} GB/s")

@@ -1,7 +1,7 @@
-"""A recipe's engine on its workers beside one process, on the same data: what every worker of `foldray verify` does.
+"""Compares a recipe's engine on its workers with one process, on the same data. Every worker of `foldray verify` runs this.
 
-The one process takes the plainest path there is: torch engine, experts in a loop, no fold, no schedule. The fold's first rank
-runs it, and sends its tensors to all ranks, each of which compares the boxes that it holds.
+The one process runs the plainest code: torch engine, experts in a loop, no fold, no schedule. The fold's first rank runs it,
+and sends its tensors to all ranks. Each rank compares the boxes that it holds.
 """
 
 from __future__ import annotations
@@ -28,31 +28,34 @@ _SHOWN = 5
 
 
 def compare_gradients(recipe: Recipe, groups: Groups, device: torch.device) -> dict[str, Any] | None:
-    """The losses and all gradients of one step; on the fold's first rank, how far they are from one process's.
+    """Compare the losses and all gradients of one step with one process.
 
     Args:
-        recipe: one whose optimizer is SGD with momentum: its memory after the first step is the gradient that it got.
+        recipe: its optimizer must be SGD with momentum, whose state after the first step is the gradient.
+
+    Returns:
+        The differences on the fold's first rank; None on other ranks.
     """
     engine = make_engine(recipe, groups, device)
     means = all_losses(engine.train(random_batches(recipe, groups, device)), groups.control).means()
     engine.update(0.0)
-    own, reference = _tensors(engine, "optimizer/{}/momentum_buffer"), means
-    whole: Tensors = {}
+    local, reference = _tensors(engine, "optimizer/{}/momentum_buffer"), means
+    gradients: Tensors = {}
     engine.close()
     first = groups.rank == groups.fold.offset
     if first:
         alone, dp = _one_process(recipe, recipe.precision, device), groups.fold.dp
         reference = all_losses(alone.train(_all_batches(recipe, dp, device)), Groups.create(Fold(1)).control).means()
         alone.update(0.0)
-        whole = _tensors(alone, "optimizer/{}/momentum_buffer")
-    found = []
-    for spec, expected in _shared(recipe, whole, groups, device):
+        gradients = _tensors(alone, "optimizer/{}/momentum_buffer")
+    largest = []
+    for spec, expected in _shared(recipe, gradients, groups, device):
         difference = torch.zeros((), dtype=torch.float64, device=device)
-        if spec.name in own:
-            apart = (own[spec.name].double() - expected[engine.model.pieces[spec.name].box]).abs().max()
+        if spec.name in local:
+            apart = (local[spec.name].double() - expected[engine.model.pieces[spec.name].box]).abs().max()
             difference = torch.where(apart == 0, apart, apart / expected.abs().max())
-        found.append(difference.nan_to_num(nan=math.inf, posinf=math.inf))  # a maximum keeps infinity
-    differences = groups.control.all_reduce(torch.stack(found), "max").tolist()
+        largest.append(difference.nan_to_num(nan=math.inf, posinf=math.inf))  # a maximum over ranks may lose NaN
+    differences = groups.control.all_reduce(torch.stack(largest), "max").tolist()
     if not first:
         return None
     ranked = _ranked(zip((spec.name for spec in parameter_table(recipe.model)), differences, strict=True))
@@ -64,44 +67,49 @@ def compare_gradients(recipe: Recipe, groups: Groups, device: torch.device) -> d
 
 
 def compare_updates(recipe: Recipe, groups: Groups, device: torch.device) -> dict[str, Any] | None:
-    """What one update changes in the weights; on the fold's first rank, how far that is from one process in at least float32.
+    """Compare the change of the weights in one update with one process in at least float32.
 
-    Of a parameter's change Δ and the reference's Δ′ it is |⟨Δ, Δ′⟩ / ⟨Δ′, Δ′⟩ − 1|: 1 where nothing is trained, 1 where the
-    gradient is twice too large, near 0 in spite of a low precision's noise. The experts of a block count together, for rounding
-    sends a token to another expert now and then.
+    The difference between a parameter's change Δ and the reference's change Δ′ is |⟨Δ, Δ′⟩ / ⟨Δ′, Δ′⟩ − 1|. It is 1 if the
+    parameter is not trained, 1 if its gradient is twice too large, and near 0 even with the noise of a low precision. The
+    experts of a block count together, because rounding sometimes sends a token to another expert.
 
     Args:
-        recipe: one whose optimizer is plain SGD.
+        recipe: its optimizer must be plain SGD.
+
+    Returns:
+        The differences on the fold's first rank; None on other ranks.
     """
     engine = make_engine(recipe, groups, device)
-    own = _changes(engine, random_batches(recipe, groups, device), recipe.optimizer.lr)
+    local = _changes(engine, random_batches(recipe, groups, device), recipe.optimizer.lr)
     engine.close()
     first = groups.rank == groups.fold.offset
-    whole: Tensors = {}
+    changes: Tensors = {}
     if first:
         wide = "float32" if recipe.precision == "bfloat16" else recipe.precision
-        whole = _changes(_one_process(recipe, wide, device), _all_batches(recipe, groups.fold.dp, device), recipe.optimizer.lr)
+        batches = _all_batches(recipe, groups.fold.dp, device)
+        changes = _changes(_one_process(recipe, wide, device), batches, recipe.optimizer.lr)
     counted = set(recipe.ownership.counted(groups.rank))
     products: dict[str, torch.Tensor] = {}
-    for spec, expected in _shared(recipe, whole, groups, device):
-        own_product = torch.zeros((), dtype=torch.float64, device=device)
+    for spec, expected in _shared(recipe, changes, groups, device):
+        local_product = torch.zeros((), dtype=torch.float64, device=device)
         if spec.name in counted:
-            own_product = (own[spec.name].double() * expected[engine.model.pieces[spec.name].box]).sum()
+            local_product = (local[spec.name].double() * expected[engine.model.pieces[spec.name].box]).sum()
         name = re.sub(r"\.experts\.\d+\.", ".experts.*.", spec.name)
-        both = torch.stack([own_product, expected.square().sum() * first])
+        both = torch.stack([local_product, expected.square().sum() * first])
         products[name] = products[name] + both if name in products else both
     sums = groups.control.all_reduce(torch.stack(list(products.values()))).tolist()
     if not first:
         return None
     ranked = _ranked(
-        (name, abs(got / wanted - 1) if wanted else abs(got)) for name, (got, wanted) in zip(products, sums, strict=True)
+        (name, abs(product / square - 1) if square else abs(product))
+        for name, (product, square) in zip(products, sums, strict=True)
     )
     worst = next(iter(ranked))
     return {"update_rel_diff": ranked[worst], "update_worst_parameter": worst}
 
 
 def random_batch(recipe: Recipe, dp_rank: int, dp: int, m: int, device: torch.device) -> Batch:
-    """A micro-batch of random text, different for every data-parallel rank."""
+    """Make a micro-batch of random text, which differs between data-parallel places."""
     shape = (recipe.training.micro_batch, recipe.data.seq_len + 1)
     generator = torch.Generator().manual_seed(recipe.training.seed + m * dp + dp_rank)
     token_BL = torch.randint(0, recipe.model.vocab, shape, generator=generator).to(device)
@@ -110,7 +118,7 @@ def random_batch(recipe: Recipe, dp_rank: int, dp: int, m: int, device: torch.de
 
 
 def random_batches(recipe: Recipe, groups: Groups, device: torch.device) -> list[Batch]:
-    """A step's micro-batches of random text for this rank."""
+    """Make a step's micro-batches of random text for this rank."""
     return [random_batch(recipe, groups.dp_rank, groups.fold.dp, m, device) for m in range(recipe.accumulation)]
 
 
@@ -119,7 +127,7 @@ def _all_batches(recipe: Recipe, dp: int, device: torch.device) -> list[Batch]:
 
 
 def _one_process(recipe: Recipe, precision: str, device: torch.device) -> Engine:
-    """An engine without a fold."""
+    """Make an engine without a fold."""
     alone, backend = Groups.create(Fold(1)), MoeBackend(gate=make_backend(recipe).gate, experts="loop")
     ownership, seed = Ownership(recipe.model, Fold(1)), recipe.training.seed
     model = Transformer(ownership, alone, backend, seed=seed, device=device, dtype=DTYPES[precision])
@@ -127,7 +135,7 @@ def _one_process(recipe: Recipe, precision: str, device: torch.device) -> Engine
 
 
 def _changes(engine: Engine, batches: Sequence[Batch], lr: float) -> Tensors:
-    """What one update adds to every weight, by global name."""
+    """Return the change of every weight in one update, by global name."""
     before = _tensors(engine, "model/{}")
     engine.train(batches)
     engine.update(lr)
@@ -135,20 +143,25 @@ def _changes(engine: Engine, batches: Sequence[Batch], lr: float) -> Tensors:
 
 
 def _tensors(engine: Engine, key: str) -> Tensors:
-    """This rank's part of an engine's state under keys of one kind, by global name; a collective call."""
+    """Return this rank's boxes of an engine's state under keys of one form, by global name. All ranks must call this."""
     state = engine.state()
     return {name: state[key.format(name)].detach().clone() for name in engine.model.pieces}
 
 
-def _shared(recipe: Recipe, whole: Tensors, groups: Groups, device: torch.device) -> Iterator[tuple[ParameterSpec, torch.Tensor]]:
-    """Each parameter's whole tensor in float64, which the fold's first rank has and all others get; a collective call."""
+def _shared(
+    recipe: Recipe, reference: Tensors, groups: Groups, device: torch.device
+) -> Iterator[tuple[ParameterSpec, torch.Tensor]]:
+    """Send the reference's tensors in float64 from the fold's first rank to all ranks. All ranks must call this."""
     for spec in parameter_table(recipe.model):
-        tensor = whole[spec.name].double().contiguous() if whole else torch.empty(spec.shape, dtype=torch.float64, device=device)
+        if reference:
+            tensor = reference[spec.name].double().contiguous()
+        else:
+            tensor = torch.empty(spec.shape, dtype=torch.float64, device=device)
         if groups.control.group is not None:
             dist.broadcast(tensor, groups.fold.offset, group=groups.control.group)
         yield spec, tensor
 
 
 def _ranked(differences: Any) -> dict[str, float]:
-    """The worst first; what is no number goes before all others."""
+    """Sort differences, the largest first. NaN comes before all numbers."""
     return dict(sorted(differences, reverse=True, key=lambda item: (math.isnan(item[1]), item[1])))

@@ -1,4 +1,4 @@
-"""Seconds of a call on workers that measure together."""
+"""Measures the seconds of a call on all workers at the same time."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from foldray.comm import Communicator
 
 ROUNDS = 7
 _AT_LEAST = 0.02  # seconds of one measurement
-_STANDARD = 1024  # side of the product that everything is measured beside
+_STANDARD = 1024  # side of the standard matrix product
 
 
 class Meter:
-    """Seconds of a call, the slowest worker's: the median of some measurements, each as many calls as make it long enough to be
-    told. All workers call it together, for what they measure may need all of them.
+    """Measures the seconds of a call on the slowest worker.
 
-    Processors change their speed from minute to minute. So whatever computes is measured beside a product of matrices, taking
-    turns, and told in seconds of the moment at which that product took its median.
+    The result is the median of several measurements. Each measurement makes enough calls to be long enough for the clock.
+    All workers must call the meter together, because a call may need all of them.
+
+    Processors change their speed from minute to minute. So a computation and a standard matrix product run in turns. The
+    result is scaled to the speed at which the product takes its median time.
     """
 
     def __init__(self, device: torch.device, control: Communicator, dtype: torch.dtype):
@@ -32,23 +34,24 @@ class Meter:
     def __call__(self, run: Callable[[], Any]) -> float:
         calls = self._calls(run)
         rounds = [(self.took(self.product, 1), self.took(run, calls) / calls) for _ in range(ROUNDS)]
-        return self.slowest(statistics.median(took / beside for beside, took in rounds) * self.standard)
+        return self.slowest(statistics.median(seconds / product for product, seconds in rounds) * self.standard)
 
     def plain(self, run: Callable[[], Any]) -> float:
-        """Of what does not compute."""
+        """Measure a call that does not compute, such as communication, without the standard product."""
         calls = self._calls(run)
         return self.slowest(statistics.median(self.took(run, calls) / calls for _ in range(ROUNDS)))
 
     @property
     def pace(self) -> float:
-        """What a computation takes now over what it would take at the standard's moment."""
+        """The present time of the standard product over its median time."""
         return statistics.median(self.took(self.product, 1) for _ in range(ROUNDS)) / self.standard
 
     def slowest(self, seconds: float) -> float:
-        """The largest of all workers'."""
+        """Return the largest value of all workers."""
         return float(self.control.all_reduce(torch.tensor(seconds, dtype=torch.float64, device=self.device), "max"))
 
     def product(self) -> torch.Tensor:
+        """Compute the standard product."""
         return self._a @ self._b
 
     def _calls(self, run: Callable[[], Any]) -> int:
@@ -56,6 +59,7 @@ class Meter:
         return max(1, round(_AT_LEAST / max(self.slowest(self.took(run, 1)), 1e-7)))
 
     def took(self, run: Callable[[], Any], calls: int) -> float:
+        """Return the seconds of some calls on this worker."""
         self._wait()
         begin = time.perf_counter()
         for _ in range(calls):

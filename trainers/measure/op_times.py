@@ -1,9 +1,8 @@
-"""What the runtime's own small ops take: how long starting a kernel takes, how fast rows are copied by index and weights updated,
-how fast attention is when it is cut.
+"""Measures constants of the planner: the time to start a kernel, and the speeds of permutation, weight updates and slices.
 
-All but weights' updates are read off recorded steps of small models on one rank. In the first, pieces are so small that nothing
-but starting kernels is left. In the second, experts are so thin that routing and permutation are what is left. The third one's
-attention is cut into ever smaller slices.
+All but the speed of updates come from recorded steps of small models on one rank. The first model has such small pieces that
+only the start of kernels takes time. The second one has such thin experts that only routing and permutation take time. The
+third one cuts attention into smaller and smaller slices.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from trainers.measure.comparison import random_batch
 from trainers.measure.meter import Meter
 from trainers.worker.engines import make_engine
 
-_STEPS = 5  # recorded; the median of each op counts
-_LENGTH, _DEGREES = 2048, (1, 2, 4, 8, 16)  # of sequences that are cut
+_STEPS = 5  # recorded steps; the median of each op counts
+_LENGTH, _DEGREES = 2048, (1, 2, 4, 8, 16)  # length and degrees of sequences that are cut
 _TINY: dict[str, Any] = {"preset": None, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn_hidden": 32, "experts": 4,
                          "topk": 2, "expert_hidden": 32, "shared_hidden": 0, "vocab": 64, "layers": 2}  # fmt: skip
 _THIN: dict[str, Any] = {"preset": None, "heads": 1, "kv_heads": 1, "head_dim": 16, "ffn_hidden": 16, "expert_hidden": 16,
@@ -36,7 +35,7 @@ _WIDE: dict[str, Any] = {"preset": None, "hidden": 512, "heads": 8, "kv_heads": 
 
 
 def of_ops(meter: Meter, recipe: Recipe, hardware: Hardware) -> dict[str, float]:
-    """Constants `launch` (s), `permute` and `optimizer` (shares), with the recipe's router and optimizer."""
+    """Measure the constants `launch` (s), `permute` and `optimizer` (shares), with the recipe's router and optimizer."""
     tiny = _small(recipe, _TINY, 64, {"kind": "one_a_one_m", "degree": 4})
     took, kernels = _recorded(tiny, meter), _priced(tiny, hardware, "launch", {"launch": 1.0})
     kinds = [op for op in took if kernels[op]]
@@ -52,7 +51,7 @@ def of_ops(meter: Meter, recipe: Recipe, hardware: Hardware) -> dict[str, float]
 
 
 def _optimizer(recipe: Recipe, meter: Meter, hardware: Hardware) -> float:
-    """What updating weights reaches of the bandwidth, by the bytes that the planner counts for it."""
+    """Measure the bandwidth of weight updates, as a share of memory bandwidth. The planner counts the bytes of an update."""
     wide = _small(recipe, _WIDE, 64, {})
     engine = make_engine(wide, Groups.create(wide.placed_fold), meter.device)
     engine.train([random_batch(wide, 0, 1, 0, meter.device)])
@@ -64,11 +63,12 @@ def _optimizer(recipe: Recipe, meter: Meter, hardware: Hardware) -> float:
 
 
 def of_slices(meter: Meter, recipe: Recipe, hardware: Hardware) -> list[tuple[int, float]]:
-    """(Tokens of a slice, share of the constant `attention` that slices of so many reach), smallest first.
+    """Measure the speed of slices: (tokens of a slice, share of the constant `attention`), the smallest slice first.
 
-    Read off recorded steps of one block: whatever else it costs to cut attention (keys and values kept, results merged) is in it.
+    The times come from recorded steps of one block. So they include all costs of cutting attention, such as keeping keys and
+    values and merging results.
     """
-    found = []
+    shares = []
     for degree in _DEGREES:
         cut = {"kind": "one_a_one_m", "degree": degree, "slicing": "token_uniform"} if degree > 1 else {}
         sliced = _small(recipe, _WIDE, _LENGTH, cut)
@@ -76,13 +76,13 @@ def of_slices(meter: Meter, recipe: Recipe, hardware: Hardware) -> list[tuple[in
         others = [_priced(sliced, hardware, what, {}) for what in ("gemm", "memory", "launch")]
         ops = [op for op in took if op.kind == ATTENTION]
         left = meter.slowest(sum(took[op] - sum(other[op] for other in others) for op in ops))
-        whole = sum(core[op] for op in ops)
-        found.append((_LENGTH // degree, whole / max(left, whole / 10)))
-    return found[::-1]
+        predicted = sum(core[op] for op in ops)
+        shares.append((_LENGTH // degree, predicted / max(left, predicted / 10)))
+    return shares[::-1]
 
 
 def _small(recipe: Recipe, sizes: dict[str, Any], length: int, schedule: dict[str, Any]) -> Recipe:
-    """For one rank, by the recipe's model but for some sizes."""
+    """Return a recipe for one rank, with the model of a recipe except for some sizes."""
     return Recipe.parse(
         {
             "model": {**recipe.model.model_dump(), **sizes},
@@ -97,7 +97,7 @@ def _small(recipe: Recipe, sizes: dict[str, Any], length: int, schedule: dict[st
 
 
 def _recorded(recipe: Recipe, meter: Meter) -> dict[Op, float]:
-    """Seconds of every op that computes, of a step on one rank."""
+    """Return the seconds of every op that computes, in a step on one rank."""
     device = meter.device
     groups = Groups.create(recipe.placed_fold)
     engine = make_engine(recipe, groups, device)
@@ -115,8 +115,8 @@ def _recorded(recipe: Recipe, meter: Meter) -> dict[Op, float]:
 
 
 def _priced(recipe: Recipe, hardware: Hardware, what: str, changed: dict[str, float]) -> dict[Op, float]:
-    """What the planner has for one kind of work in every op."""
+    """Return the seconds that the planner predicts for one kind of work in every op."""
     job = Job(recipe.model, recipe.data.seq_len, recipe.training.global_batch, DTYPES[recipe.precision])
     candidate = Candidate(job, recipe.placed_fold, recipe.ordering, zero=recipe.engine.zero)
     work = OpWork(candidate, Device.of(job, hardware, changed))
-    return {op: sum(each.seconds for each in work.work(op) if each.what == what) for op in candidate.graph.ops()}
+    return {op: sum(item.seconds for item in work.work(op) if item.what == what) for op in candidate.graph.ops()}

@@ -1,7 +1,7 @@
-"""What ranks do for a tuner: steps of one recipe or another, timed as training has them.
+"""Measures steps of recipes on ranks, for a tuner.
 
-A step is everything between two updates: forward, backward, the gradients' sums, the optimizer. The learning rate is zero, so
-weights stay and recipes may take turns.
+A step is the same as in training: forward, backward, reductions of gradients, and the update. The learning rate is zero, so
+weights do not change, and recipes may take turns.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from trainers.worker.engines import make_engine
 
 
 class Turn(NamedTuple):
-    """What one rank measured.
+    """The measurements of one rank.
 
     Args:
-        seconds: of each step.
-        peak: bytes that the recipe needed at most, the other recipes' left out where that can be told.
-        recorded: the ops of one step more, where they were asked for.
-        compute, exposed: milliseconds of that step: computing, and communication that nothing hid.
+        seconds: seconds of each step.
+        peak: largest number of bytes that the recipe needed, as far as possible without the bytes of other recipes.
+        recorded: graph and ops of one more step, if they were to be recorded.
+        compute, exposed: milliseconds of computation and of exposed communication in that step.
     """
 
     seconds: list[float]
@@ -51,12 +51,15 @@ class _Ready(NamedTuple):
 
 
 def measure_turn(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, record: bool) -> Turn:
-    """Steps of a recipe, behind one to warm up. Of every rank at once.
+    """Measure steps of a recipe, after one step to warm up. All ranks must call this at the same time.
 
     Args:
+        state: state of the rank, which holds engines from call to call.
         given: the recipe, as `Recipe.parse` reads it.
-        keep: how many recipes' engines to keep; those used longest ago are given up.
-        record: take a step more, and record its ops.
+        steps: number of steps to measure.
+        keep: number of recipes whose engines stay in memory. The engine of the recipe that was used longest ago is closed
+            first.
+        record: run one more step, and record its ops.
     """
     ready = _prepared(state, given, keep)
     device = state["device"]
@@ -77,14 +80,14 @@ def measure_turn(state: dict[str, Any], given: dict[str, Any], steps: int, keep:
 
 
 def _prepared(state: dict[str, Any], given: dict[str, Any], keep: int) -> _Ready:
-    kept: OrderedDict[str, _Ready] = state.setdefault("kept", OrderedDict())
+    engines: OrderedDict[str, _Ready] = state.setdefault("kept", OrderedDict())
     recipe = Recipe.parse(given)
     key = recipe.model_dump_json()
-    if key in kept:
-        kept.move_to_end(key)
-        return kept[key]
-    while len(kept) >= keep:
-        _, old = kept.popitem(last=False)
+    if key in engines:
+        engines.move_to_end(key)
+        return engines[key]
+    while len(engines) >= keep:
+        _, old = engines.popitem(last=False)
         old.engine.close()
         old.groups.close()
         del old
@@ -94,7 +97,7 @@ def _prepared(state: dict[str, Any], given: dict[str, Any], keep: int) -> _Ready
     groups = Groups.create(recipe.placed_fold, state["rank"])
     engine = make_engine(recipe, groups, device)
     batches = random_batches(recipe, groups, device)
-    kept[key] = ready = _Ready(recipe, engine, groups, batches, before)
+    engines[key] = ready = _Ready(recipe, engine, groups, batches, before)
     execution = engine.execution
     _step(ready, device)
     if execution.lacks_costs:
@@ -106,7 +109,7 @@ def _prepared(state: dict[str, Any], given: dict[str, Any], keep: int) -> _Ready
 
 
 def _step(ready: _Ready, device: torch.device) -> float:
-    """Seconds of a step, from when all ranks are there."""
+    """Run a step and return its seconds. The clock starts when all ranks are ready."""
     ready.groups.control.all_reduce(torch.zeros(1, device=device))
     _wait(device)
     begin = time.perf_counter()
@@ -121,11 +124,11 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# Memory: the allocator's on a GPU; on a CPU the process's own, whose peak Linux forgets when told to.
+# On a GPU, memory is the memory of torch's allocator. On a CPU, it is the memory of the process, whose peak Linux can reset.
 
 
 def _give_back(device: torch.device) -> None:
-    """What is free goes back, or the next recipe would seem to need less than it does."""
+    """Return free memory to the system. Otherwise the next recipe would use it, and seem to need less."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

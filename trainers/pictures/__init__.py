@@ -1,1 +1,1 @@
-"""PNGs of a run, a fold, a plan and a step."""
+"""Draws PNGs of a run, a fold, a plan and a step."""

@@ -1,6 +1,6 @@
-"""A picture of a fold: both grids side by side, and the nodes that the ranks lie on.
+"""Draws a fold: both grids side by side, and the nodes of the ranks.
 
-A rank has one colour in both grids, so that the eye finds it again on the other side.
+A rank has the same colour in both grids.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Color = tuple[float, float, float]
 INK, GREY, PALE = "#1f2937", "#6b7280", "#e8eaee"
 HUES = ("#2364aa", "#d9630b", "#2f855a", "#6b4fbb", "#b91c1c", "#0e7490", "#be185d", "#8a6d00")
 _DPI = 144
-_RANKS, _STAGES, _ROWS = 1024, 16, 32  # of more ranks, only the first stage is drawn; of a stage, at most so many rows
-_TOP = 1.72  # inches above the first row: title, names of the views and of the columns
+_RANKS, _STAGES, _ROWS = 1024, 16, 32  # a fold of more ranks is drawn as its first stage; a stage has at most _ROWS rows
+_TOP = 1.72  # inches above the first row, for the title and the names of the grids and columns
 
 
 @dataclass(frozen=True)
 class _Panel:
-    """One view of a fold: its tables, stage by stage, and the sizes in inches in which they are drawn."""
+    """One grid of a fold: its tables, stage by stage, and their sizes in inches."""
 
     name: str
     tables: Sequence[Table]
@@ -44,27 +44,27 @@ class _Panel:
 
     @property
     def gap(self) -> float:
-        """Between rows, and between the boxes of a row."""
+        """Gap between rows, and between the boxes of a row."""
         return 0.3 * self.cell
 
     @property
     def margin(self) -> float:
-        """For the rows' labels, and the stages' names before them."""
+        """Width of the rows' labels, and of the stages' names before them."""
         return 0.15 + 0.085 * max(len(label) for table in self.tables for label, _ in table.rows) + 0.4 * (len(self.tables) > 1)
 
     @property
     def columns(self) -> list[float]:
-        """Left edges of a full row's cells."""
+        """Left edges of the cells of a full row."""
         sizes = [len(box) for box in self.tables[0].rows[0][1]]
         return [i * self.cell + box * self.gap for box, size in enumerate(sizes) for i in range(box * size, box * size + size)]
 
     @property
     def width(self) -> float:
-        on = [len(text) for table in self.tables for text in self.beside(table)]
-        return self.margin + self.columns[-1] + self.cell + 0.25 + 0.085 * max(on, default=0)
+        lengths = [len(text) for table in self.tables for text in self.beside(table)]
+        return self.margin + self.columns[-1] + self.cell + 0.25 + 0.085 * max(lengths, default=0)
 
     def beside(self, table: Table) -> list[str]:
-        """Each row's nodes."""
+        """Return the nodes of each row, as text."""
         return [self.nodes.named(chain(*boxes)) for _, boxes in table.rows] if self.nodes else []
 
     def height(self, stage: int) -> float:
@@ -75,9 +75,9 @@ def draw_fold(fold: Fold, path: Path, ranks_per_node: int | None = None) -> None
     """Draw attention's grid and the experts' grid of a fold into a PNG.
 
     Args:
-        fold: of a large one the first rows of the first pipeline stages are drawn, and the picture says so.
+        fold: the fold. Of a large fold, only the first rows of the first pipeline stages are drawn, and the picture says so.
         path: the file to write.
-        ranks_per_node: puts a border around the ranks of each node.
+        ranks_per_node: ranks on a node. A border surrounds the ranks of each node. None draws no nodes.
 
     Raises:
         UserError: `ranks_per_node` is less than 1.
@@ -125,12 +125,16 @@ def _subtitle(fold: Fold, panels: Sequence[_Panel]) -> str:
     elif fold.ep > 1:
         parts.append("same hue: same EP group")
     drawn = [sum(len(box) for table in panel.tables for _, row in table.rows for box in row) for panel in panels]
-    some = drawn[0] < fold.attention_ranks or drawn[1] < fold.moe_ranks
-    return " · ".join([*parts, *(["the rest goes on like this"] if some else [])])
+    incomplete = drawn[0] < fold.attention_ranks or drawn[1] < fold.moe_ranks
+    return " · ".join([*parts, *(["the other ranks follow the same pattern"] if incomplete else [])])
 
 
 def _colors(fold: Fold) -> dict[int, Color]:
-    """Hue by sequence, the same in every stage, and shade by part of it; without TP and CP, hue by EP group."""
+    """Choose a colour for every rank.
+
+    The hue stands for the sequences, and the shade for a part of a sequence. Both are the same in every stage. Without TP
+    and CP, the hue stands for the EP group.
+    """
     colors = {}
     for rank in fold.groups("world")[0]:
         seat = fold.coordinate(rank)
@@ -146,7 +150,7 @@ def _colors(fold: Fold) -> dict[int, Color]:
 
 
 def _draw_names(axes: Axes, panel: _Panel, left: float) -> None:
-    """The view's name, and the columns'."""
+    """Write the names of the grid and of its columns."""
     axes.text(left, 1.08, panel.name, fontsize=12.5, weight="bold", color=INK, va="center")
     table, boxes = panel.tables[0], len(panel.tables[0].rows[0][1])
     starts = [left + start for start in panel.columns]
@@ -178,7 +182,7 @@ def _draw_stage(axes: Axes, panel: _Panel, table: Table, left: float, top: float
 
 
 def _draw_nodes(axes: Axes, panel: _Panel, table: Table, left: float, top: float, nodes: Placement) -> None:
-    """Borders around the cells of each node, and the nodes' numbers on the right."""
+    """Draw borders around the cells of each node, and write the nodes' numbers on the right."""
     half = panel.gap / 2
     ends = [left + start + panel.cell for start in panel.columns]
     across = [
@@ -187,8 +191,8 @@ def _draw_nodes(axes: Axes, panel: _Panel, table: Table, left: float, top: float
         ends[-1] + half,
     ]
     down = [top - half + number * (panel.cell + panel.gap) for number in range(len(table.rows) + 1)]
-    on = [[nodes.node(rank) for box in boxes for rank in box] for _, boxes in table.rows]
-    place = {(row, column): node for row, line in enumerate(on) for column, node in enumerate(line)}
+    nodes_of_rows = [[nodes.node(rank) for box in boxes for rank in box] for _, boxes in table.rows]
+    place = {(row, column): node for row, line in enumerate(nodes_of_rows) for column, node in enumerate(line)}
     lines = []
     for (row, column), node in place.items():
         (x, right), (y, bottom) = across[column : column + 2], down[row : row + 2]

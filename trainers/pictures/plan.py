@@ -1,4 +1,4 @@
-"""A picture of a plan: step time against memory."""
+"""Draws a plan: step time over memory."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def draw_plan(found: Found, hardware: Hardware, path: Path) -> None:
     figure = Figure(figsize=(11, 6), dpi=144, layout="constrained")
     axes = figure.subplots()
     for planned, colour, label, size in (
-        (found.front, _FRONT, "nothing is better in both", 60),
-        (found.best, _BEST, "the best", 25),
+        (found.front, _FRONT, "no other candidate is better in both", 60),
+        (found.best, _BEST, "best", 25),
     ):
-        held, seconds = [each.memory.total / GIB for each in planned], [each.prediction.seconds for each in planned]
-        axes.scatter(held, seconds, s=size, color=colour, label=label, zorder=3)
-    axes.step([each.memory.total / GIB for each in found.front], [each.prediction.seconds for each in found.front],
+        memory, seconds = [plan.memory.total / GIB for plan in planned], [plan.prediction.seconds for plan in planned]
+        axes.scatter(memory, seconds, s=size, color=colour, label=label, zorder=3)
+    axes.step([plan.memory.total / GIB for plan in found.front], [plan.prediction.seconds for plan in found.front],
               color=_FRONT, linewidth=1, where="post")  # fmt: skip
     axes.axvline(hardware.memory_gib, color=_LIMIT, linestyle=(0, (5, 3)), linewidth=1.2, label=f"{hardware.memory_gib:.0f} GiB")
-    for each in [found.best[0], *found.front[-1:]]:
-        text = f"{each.candidate.fold}\n{schedule(each)}"
-        at = each.memory.total / GIB, each.prediction.seconds
-        axes.annotate(text, at, xytext=(8, 8), textcoords="offset points", fontsize=8, color=_INK)
-    axes.set_xlabel("memory of the fullest rank (GiB)")
+    for plan in [found.best[0], *found.front[-1:]]:
+        text = f"{plan.candidate.fold}\n{schedule(plan)}"
+        point = plan.memory.total / GIB, plan.prediction.seconds
+        axes.annotate(text, point, xytext=(8, 8), textcoords="offset points", fontsize=8, color=_INK)
+    axes.set_xlabel("memory of the rank that needs most (GiB)")
     axes.set_ylabel("step (s), predicted")
     job = found.best[0].candidate.job
     name = job.model.preset or "model"

@@ -1,4 +1,4 @@
-"""A picture of a step: what computed and what travelled, on one clock, recorded above simulated."""
+"""Draws a step: computation and communication over time, the recorded step above the simulated one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _INK, _EXPOSED = "#1f2937", "#b91c1c"
 
 
 def draw_timelines(graph: Graph, rows: Mapping[str, Mapping[Op, Span]], path: Path, title: str) -> None:
-    """Draw every row's lanes, all rows to one scale; a red line marks communication behind which nothing is computed.
+    """Draw the lanes of every row, all rows to one scale. A red line marks exposed communication.
 
     Args:
-        rows: name → spans in seconds, from zero on.
+        rows: name → spans in seconds; the first span starts at zero.
         path: the PNG to write.
     """
     end = max(span.end for spans in rows.values() for span in spans.values())
@@ -70,16 +70,16 @@ def _draw(axes: Axes, graph: Graph, name: str, spans: Mapping[Op, Span], end: fl
 
 
 def _without(spans: list[Span], others: list[Span]) -> list[Span]:
-    """What of the spans no other covers."""
-    found = []
+    """Return the parts of spans that no other span covers."""
+    uncovered = []
     for span in spans:
         at = span.start
         for other in others:
             if other.end <= at or other.start >= span.end:
                 continue
             if other.start > at:
-                found.append(Span(at, other.start))
+                uncovered.append(Span(at, other.start))
             at = max(at, other.end)
         if at < span.end:
-            found.append(Span(at, span.end))
-    return found
+            uncovered.append(Span(at, span.end))
+    return uncovered

@@ -1,6 +1,6 @@
-"""The run's pictures: the loss against the byte baselines, how evenly the experts are used, what was tried in the first steps.
+"""Draws a run: the loss and the byte baselines, the balance of experts, and the trials of the first steps.
 
-Figures are drawn as objects of their own; matplotlib.pyplot would keep them in global state and may want a display.
+This module does not use matplotlib.pyplot, which keeps figures in global state and may need a display.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainers.records import History, Tried, number
 
 BLUE, ORANGE, GREEN, GREY, RED, INK = "#2364aa", "#d9630b", "#2f855a", "#6b7280", "#b91c1c", "#1f2937"
 _DPI = 144
-_CELL_NUMBERS = 16  # experts up to which a cell has room for its number
+_CELL_NUMBERS = 16  # with more experts, cells are too small for numbers
 _HINTS = {"unigram": "knows how frequent each byte is", "bigram": "knows the byte before"}
 
 
@@ -31,9 +31,9 @@ def draw_loss(history: History, baselines: Mapping[str, float], path: Path, titl
 
     Args:
         history: the run so far.
-        baselines: bits per byte of simple predictors on the validation text, by name.
+        baselines: bits per byte of simple models on the validation text, by name.
         path: the PNG to write.
-        title: heading, as a rule the run's id.
+        title: heading, usually the run's id.
         bytes_per_token: mean length of a token; 1 for the byte tokenizer.
     """
     steps = np.array(sorted(history.steps))
@@ -66,13 +66,13 @@ def draw_loss(history: History, baselines: Mapping[str, float], path: Path, titl
 
 
 def draw_expert_load(history: History, path: Path, title: str, layers: Sequence[int] | None = None) -> None:
-    """Draw how the tokens of the newest steps spread over the experts, and each layer's busiest expert over the steps.
+    """Draw the load of every expert in the newest steps, and the load of each layer's busiest expert over the steps.
 
     Args:
-        history: the run so far; without expert loads the picture says so.
+        history: the run so far. If it has no expert loads, the picture says so.
         path: the PNG to write.
-        title: heading, as a rule the run's id.
-        layers: the MoE layers' numbers in the model; counted from 0 if not given.
+        title: heading, usually the run's id.
+        layers: numbers of the MoE layers in the model; None counts them from 0.
     """
     load = history.load
     if load is None:
@@ -95,13 +95,11 @@ def draw_expert_load(history: History, path: Path, title: str, layers: Sequence[
 
 
 def draw_tried(history: History, path: Path, title: str) -> None:
-    """Draw what a step took with each degree and size of gradient chunks that was tried, numbered in that order, and mark the
-    chosen one.
-    """
+    """Draw the time of a step with each degree and size of gradient chunks, with numbered trials and the marked choice."""
     sized = any(record["sp_bytes"] for record in history.tried)
     degrees = sorted({record["degree"] for record in history.tried})
-    what = "gradients in chunks of this size" if sized else "sequences in so many pieces"
-    figure = _figure(8.0, 4.6, title, f"What a step takes with {what}; lower is better")
+    x_axis = "size of gradient chunks" if sized else "number of pieces of a sequence"
+    figure = _figure(8.0, 4.6, title, f"Time of a step over the {x_axis}; lower is better")
     axes = figure.add_axes((0.1, 0.13, 0.85, 0.67))
     places = [(_across(record, sized), number(record["step_time_s"]) * 1e3) for record in history.tried]
     for record, (place, _) in zip(history.tried, places, strict=True):
@@ -112,10 +110,11 @@ def draw_tried(history: History, path: Path, title: str) -> None:
                           textcoords="offset points", color=ORANGE, fontsize=9, va="top")  # fmt: skip
     tried = [(record["degree"], *at) for record, at in zip(history.tried, places, strict=True) if not record["chosen"]]
     for shade, degree in enumerate(degrees if sized else [None]):
-        own = sorted((place, took) for each, place, took in tried if degree in (None, each))
+        points = sorted((place, took) for of, place, took in tried if degree in (None, of))
         colour = (BLUE, GREEN, RED, GREY)[shade % 4]
-        if own:
-            axes.plot(*zip(*own, strict=True), "o-", color=colour, linewidth=1.0, alpha=0.7, markersize=6, label=f"d={degree}")
+        if points:
+            x, y = zip(*points, strict=True)
+            axes.plot(x, y, "o-", color=colour, linewidth=1.0, alpha=0.7, markersize=6, label=f"d={degree}")
     for order, (_, place, took) in enumerate(tried, 1):
         axes.annotate(str(order), (place, took), xytext=(0, 7), textcoords="offset points", ha="center", color=INK, fontsize=8)
     if sized and len(degrees) > 1:
@@ -128,7 +127,7 @@ def draw_tried(history: History, path: Path, title: str) -> None:
 
 
 def _across(record: Tried, sized: bool) -> float:
-    """Where a trial stands: its size in MiB, or its degree."""
+    """Return the x-coordinate of a trial: its size in MiB, or its degree."""
     return number(record["sp_bytes"]) / 2**20 if sized else float(record["degree"])
 
 
@@ -204,7 +203,7 @@ def _plain(axes: Axes, ticks: int = 6) -> None:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """A mean over neighbours, nearer ones counting more; values that are not finite are left out."""
+    """Average over neighbours with Gaussian weights. Infinite values and NaN are left out."""
     if not len(values):
         return values
     width = max(len(values) / 60, 1.0)
@@ -217,7 +216,7 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _limit(axes: Axes, training: np.ndarray, others: list[float]) -> None:
-    """Let neither a spike nor the first steps squeeze everything else into the bottom."""
+    """Limit the y-axis, so that a spike or the first steps do not squeeze the other values into the bottom."""
     finite = training[np.isfinite(training)]
     shown = [value for value in others if math.isfinite(value)]
     if finite.size:
@@ -255,7 +254,7 @@ def _last(values: np.ndarray) -> float:
 
 
 def _label_right(axes: Axes, labels: list[tuple[float, str, str, str]]) -> None:
-    """Name lines at their right ends (value, name, hint below it, colour), moved apart where they would overlap."""
+    """Write (value, name, hint below it, colour) at the right ends of lines. Labels that would overlap move apart."""
     low, high = axes.get_ylim()
     line = 14 / (axes.bbox.height * 72 / axes.figure.dpi)  # 14 points, as a share of the axes' height
     floor = -math.inf
@@ -269,7 +268,7 @@ def _label_right(axes: Axes, labels: list[tuple[float, str, str, str]]) -> None:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """Write in one move, so that whoever looks at the file meanwhile sees a whole picture."""
-    half = path.with_name(f".{path.name}")
-    figure.savefig(half, format="png")
-    half.replace(path)
+    """Write a draft and rename it, so that a reader of the file always sees a complete picture."""
+    draft = path.with_name(f".{path.name}")
+    figure.savefig(draft, format="png")
+    draft.replace(path)

@@ -1,1 +1,1 @@
-"""What runs on every worker: the loop, its engines, the guard, the search while training."""
+"""The code of a worker: the training loop, its engines, the guard, and the search during training."""

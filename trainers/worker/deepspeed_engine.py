@@ -1,10 +1,13 @@
-"""DeepSpeed as the engine: it reduces over data parallel ranks and holds the sharded optimizer; the groups are ours.
+"""The DeepSpeed engine. DeepSpeed reduces gradients over data-parallel ranks and holds the sharded optimizer.
 
-A step's list runs in our executor, inside one module's forward (`StepModule`), whose backward returns what the list has added up:
-to DeepSpeed a step is one node with one gradient per parameter, and micro-batches, pipeline, tensor and context parallelism are
-none of its business. It learns of our groups from an `mpu` object and, of the experts', from its module-level
-tables, filled before `deepspeed.initialize`; expert parameters carry the table's key, and an empty layer of DeepSpeed's MoE
-class stands beside the model as the marker that it looks for. These are private names: the dependency's range is narrow.
+foldray's executor runs a step's list inside the forward of one module (`StepModule`). Its backward returns the gradients
+that the list has summed. So for DeepSpeed a step is one node of autograd with one gradient per parameter. DeepSpeed does not
+see micro-batches, or pipeline, tensor and context parallelism.
+
+DeepSpeed uses foldray's process groups. It gets them from an `mpu` object. It takes the experts' groups from its
+module-level tables, which this module fills before `deepspeed.initialize`. Expert parameters have the key of these tables.
+DeepSpeed also looks for a layer of its MoE class, so an empty one lies beside the model. These are private names of
+DeepSpeed, so pyproject.toml allows only a narrow range of its versions.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from foldray.schedule import Ordering
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
-import deepspeed  # noqa: E402 - DeepSpeed picks its accelerator, and logs, when it is imported
+import deepspeed  # noqa: E402 - DeepSpeed chooses its accelerator, and writes logs, during its import
 from deepspeed.moe.layer import MoE  # noqa: E402
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer  # noqa: E402
 from deepspeed.utils import groups as deepspeed_groups  # noqa: E402
@@ -50,35 +53,35 @@ from deepspeed.utils import (  # noqa: E402
 
 
 class DeepSpeedEngine:
-    """`deepspeed.initialize` around a foldray model, ZeRO stage 0 (of float32 parameters), 1 or 2."""
+    """An engine that runs `deepspeed.initialize` on a foldray model, with ZeRO stage 0 (float32 parameters only), 1 or 2."""
 
     def __init__(self, model: Transformer, groups: Groups, recipe: Recipe):
         self.model, self.groups, self.spec, self.zero = model, groups, recipe.optimizer, recipe.engine.zero
         self._classes: dict[nn.Parameter, GradientClass] = {p: name for name in CLASSES for p in model.by_class(name)}
         self._norms = Norms()
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else a C++ build of half a minute starts
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # avoids a C++ build of half a minute
         deepspeed.init_distributed(dist_backend="nccl" if recipe.cluster.gpu else "gloo", verbose=False)
         name = _register(groups)
         for parameter in model.by_class("expert"):
             parameter.allreduce, parameter.group_name = False, name  # type: ignore[attr-defined]
-        # Where the list says when gradients travel, DeepSpeed gets them reduced, and reduces nothing.
+        # If the list has ops that reduce gradients, DeepSpeed gets reduced gradients, and must not reduce them again.
         reduced = recipe.schedule.reduction != "end"
         self.step = _Step(model, groups, recipe.ordering, reduced)
         self.execution = self.step.execution
         decays = decay_groups(self.spec, ((parameter, parameter) for parameter in model.parameters()))
-        wanted = [{**group, "name": f"decay_{group['weight_decay']}"} for group in decays]
-        parted = [group for group in split_params_into_different_moe_groups_for_optimizer(wanted) if group["params"]]
+        named = [{**group, "name": f"decay_{group['weight_decay']}"} for group in decays]
+        split = [group for group in split_params_into_different_moe_groups_for_optimizer(named) if group["params"]]
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=self.step, optimizer=make_optimizer(self.spec, parted), config=_config(recipe), mpu=_mpu(groups)
+            model=self.step, optimizer=make_optimizer(self.spec, split), config=_config(recipe), mpu=_mpu(groups)
         )
         if reduced and self.zero:
-            # It reduces nothing, but takes what a rank owns out of the sums: gradients of another precision than the parameters'
-            # reach its optimizer by this way alone.
+            # This function takes a rank's partition out of the sums, and reduces nothing. Gradients of another precision than
+            # the parameters can reach DeepSpeed's optimizer only in this way.
             self.optimizer.average_tensor = self.optimizer._add_full_reduction_to_compact_grad_partition
         elif reduced:
             self.engine.enable_backward_allreduce = False
         if self.zero:
-            # DeepSpeed's own norm takes for granted that experts lie inside a data parallel group, and that every stage has some.
+            # DeepSpeed's norm assumes that expert groups lie inside a data-parallel group, and that every stage has experts.
             self.optimizer.scaled_global_norm = self._partitioned_norm
             self._make_optimizer_state()
 
@@ -99,10 +102,10 @@ class DeepSpeedEngine:
             yield from ((self._classes[parameter], parameter.detach()) for parameter in self.model.parameters())
             return
         for parameters, flat in zip(self.optimizer.bit16_groups, self.optimizer.single_partition_of_fp32_groups, strict=True):
-            yield self._classes[parameters[0]], flat.detach()  # DeepSpeed keeps experts apart from all others
+            yield self._classes[parameters[0]], flat.detach()  # no tensor holds both experts and other parameters
 
     def state(self) -> State:
-        """Ranks of the same data parallel place put their tensors together; a collective call."""
+        """Return the state. Data-parallel ranks gather their partitions, so all ranks must call this."""
         return engine_state(self.model, self.spec, self._weight, self._remembered)
 
     def load_state(self, state: State) -> None:
@@ -117,11 +120,11 @@ class DeepSpeedEngine:
                 memory["step"] = step.clone()
 
     def close(self) -> None:
-        """DeepSpeed's hooks sit in autograd's nodes, where garbage collection does not see that they hold the whole engine."""
+        """Remove DeepSpeed's hooks. Autograd's nodes hold them, and so the engine, unseen by garbage collection."""
         self.engine.destroy()
 
     def _make_optimizer_state(self) -> None:
-        """Make (zero) what the optimizer makes at its first step, and link it, so that state can be read and set before."""
+        """Make the optimizer's state as zeros and link it, so that it can be read and set before the first step."""
         for flat in self.optimizer.single_partition_of_fp32_groups:
             memory = self.optimizer.optimizer.state[flat]
             memory.update({key: torch.zeros_like(flat) for key in state_keys(self.spec)})
@@ -131,22 +134,22 @@ class DeepSpeedEngine:
 
     def _memories(self) -> list[dict[str, torch.Tensor]]:
         flats = self.optimizer.single_partition_of_fp32_groups if self.zero else list(self.model.parameters())
-        holder = self.optimizer.optimizer if self.zero else self.optimizer
-        return [holder.state[flat] for flat in flats]
+        optimizer = self.optimizer.optimizer if self.zero else self.optimizer
+        return [optimizer.state[flat] for flat in flats]
 
     def _weight(self, parameter: nn.Parameter) -> torch.Tensor:
         return safe_get_full_fp32_param(parameter) if self.zero else parameter.detach()
 
     def _remembered(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
-        """What the optimizer remembers of a parameter, made (zero) if no step has been taken yet."""
+        """Return the optimizer's state of a parameter. Before the first step, it is zero."""
         if self.zero:
             return self._memories()[0]["step"] if key == "step" else safe_get_full_optimizer_state(parameter, key)
-        nothing = torch.zeros((), dtype=torch.float32) if key == "step" else torch.zeros_like(parameter)
-        return self.optimizer.state[parameter].setdefault(key, nothing)
+        zeros = torch.zeros((), dtype=torch.float32) if key == "step" else torch.zeros_like(parameter)
+        return self.optimizer.state[parameter].setdefault(key, zeros)
 
     @torch.no_grad()
     def _set(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None) -> None:
-        """Set what the optimizer remembers of a parameter, or without a key the parameter itself."""
+        """Set the optimizer's state of a parameter. Without a key, set the parameter itself."""
         if key is None:
             parameter.copy_(value)
             if self.zero:
@@ -157,12 +160,12 @@ class DeepSpeedEngine:
             self._remembered(parameter, key).copy_(value)
 
     def _partitioned_norm(self, norm_type: float = 2) -> torch.Tensor:
-        """What DeepSpeed clips by: the norm of the reduced gradients, of which this rank has its partition."""
+        """Return the norm of all reduced gradients, by which DeepSpeed clips. A rank holds a partition of the gradients."""
         place, counted = self.groups.coordinate["attention"], []
-        # What other ranks of the same data parallel place hold too, and count.
+        # Other ranks of the same data-parallel place hold these parameters, too, and count them.
         copies = {*(self.model.by_class("replicated") if place["tp"] else ()), *(self.model.tied() if place["pp"] else ())}
         for index, parameters in enumerate(self.optimizer.params_in_partition):
-            # Behind the gradients of a partition's parameters there may be padding, which zip leaves out.
+            # A partition may end with padding, which has no parameter, so zip leaves it out.
             for gradient, parameter in zip(self.optimizer.averaged_gradients[index], parameters, strict=False):
                 if parameter not in copies:
                     counted.append((self._classes[parameter], gradient))
@@ -170,7 +173,7 @@ class DeepSpeedEngine:
         return torch.tensor(self._norms.total, dtype=torch.float64, device=self.engine.device)
 
     def _clip(self) -> Norms:
-        """Clip at stage 0, where every rank has whole gradients; the norms before."""
+        """Clip the gradients at stage 0, where every rank has complete gradients. Return the norms before clipping."""
         gradients = {parameter: parameter.grad for parameter in self.model.parameters() if parameter.grad is not None}
         counted = ((self._classes[parameter], gradients[parameter]) for parameter in self.model.counted())
         norms = gradient_norms(counted, self.engine.device, self.groups)
@@ -181,7 +184,11 @@ class DeepSpeedEngine:
 
 
 class _Step(StepModule):
-    """What DeepSpeed takes for the model: gradients come to it summed over the ranks that it knows not, or over all."""
+    """The module that DeepSpeed treats as the model.
+
+    Its backward returns gradients that are summed over all ranks, or only over the ranks that DeepSpeed does not reduce
+    over.
+    """
 
     def __init__(self, model: Transformer, groups: Groups, ordering: Ordering, reduced: bool):
         super().__init__(model, groups, ordering, reduced)
@@ -198,26 +205,27 @@ class _Step(StepModule):
             if buffer.name == "replicated":
                 self.groups.tensor.all_reduce(buffer.sums)
         for parameter in self.model.tied():
-            # Reduced here, for DeepSpeed's mean of equal values has the same bits on both stages: they never drift apart.
+            # After this reduction, DeepSpeed takes a mean of equal values. The mean has the same bits on both stages, so the
+            # two copies of the weight stay equal.
             data_parallel.all_reduce(views[parameter].div_(data_parallel.size))
             self.groups.tied_gradients.all_reduce(views[parameter])
         return super().hand_over(scale)
 
 
 class _ExpertMarker(MoE):
-    """DeepSpeed treats a model as sparse if it holds a module of its MoE class; this one has no parameters and no work."""
+    """An empty module of DeepSpeed's MoE class. DeepSpeed treats a model as sparse if it has such a module."""
 
     def __init__(self, experts: int):
         nn.Module.__init__(self)
         self.num_experts = experts
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """DeepSpeed would make its own groups here; ours are registered already."""
+        """Do nothing. DeepSpeed's method would make process groups, but the fold's groups are already registered."""
 
 
 def _register(groups: Groups) -> str:
-    """Put the fold's EP and EDP groups into DeepSpeed's tables, alone; the key they stand under."""
-    name = f"ep_size_{groups.fold.ep}"  # DeepSpeed parses the number behind the last underscore
+    """Replace the groups in DeepSpeed's tables by the fold's EP and EDP groups, and return their key."""
+    name = f"ep_size_{groups.fold.ep}"  # DeepSpeed parses the number after the last underscore
     for table, family in (("_EXPERT_PARALLEL_GROUP", "ep"), ("_EXPERT_DATA_PARALLEL_GROUP", "edp")):
         group, ranks = groups.process_group(family)
         for key, value in ((table, group), (f"{table}_RANKS", list(ranks))):
@@ -227,32 +235,33 @@ def _register(groups: Groups) -> str:
 
 
 def _mpu(groups: Groups) -> SimpleNamespace:
-    """The fold as DeepSpeed asks for it.
+    """Return the fold in the form of DeepSpeed's `mpu` object.
 
-    Data parallel are the ranks that hold the same dense weights: it shards over them, and divides every gradient by their number.
-    Of the model parallel group it asks whether any member has met a gradient that is no number, which concerns all ranks.
+    The data-parallel group has the ranks with the same dense weights. DeepSpeed shards over this group, and divides every
+    gradient by its size. DeepSpeed uses the model-parallel group to ask whether any member has a gradient that is NaN, so
+    this group has all ranks.
     """
-    (data, ranks), everybody = groups.process_group("dp_cp"), groups.control
+    (data, ranks), control = groups.process_group("dp_cp"), groups.control
     return SimpleNamespace(
         get_data_parallel_group=lambda: data,
         get_data_parallel_group_ranks=lambda: list(ranks),
         get_data_parallel_world_size=lambda: len(ranks),
         get_data_parallel_rank=data.rank,
-        get_model_parallel_group=lambda: everybody.group,
-        get_model_parallel_world_size=lambda: everybody.size,
-        get_model_parallel_rank=lambda: everybody.index,
+        get_model_parallel_group=lambda: control.group,
+        get_model_parallel_world_size=lambda: control.size,
+        get_model_parallel_rank=lambda: control.index,
     )
 
 
 def _config(recipe: Recipe) -> dict:
     return {
-        # Micro-batches are ours: to DeepSpeed, a step is one pass.
+        # foldray runs the micro-batches. For DeepSpeed, a step is one pass.
         "train_micro_batch_size_per_gpu": recipe.training.micro_batch * recipe.accumulation,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": (recipe.optimizer.clip if recipe.engine.zero else None) or 0.0,  # unset, DeepSpeed clips at 1.0
+        "gradient_clipping": (recipe.optimizer.clip if recipe.engine.zero else None) or 0.0,  # DeepSpeed's default is 1.0
         "bf16": {"enabled": recipe.precision == "bfloat16"},
         "communication_data_type": "fp32",
-        # At stage 1 this would select an optimizer of another kind, without the links to whole tensors that `state` needs.
+        # At stage 1 this key would select another optimizer, which lacks the links to complete tensors that `state` needs.
         **({"data_types": {"grad_accum_dtype": "fp32"}} if recipe.engine.zero == 2 else {}),
         "zero_optimization": {"stage": recipe.engine.zero, "overlap_comm": False},
         "zero_allow_untested_optimizer": True,

@@ -1,4 +1,4 @@
-"""From a recipe to the engine that trains it."""
+"""Makes the engine that trains a recipe."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 def make_engine(recipe: Recipe, groups: Groups, device: torch.device) -> Engine:
-    """Model, backend and optimizer of one rank.
+    """Make the engine of one rank: its model, backend and optimizer.
 
     Raises:
-        MissingPackage: the recipe asks for a package that is not installed.
+        MissingPackage: the recipe needs a package that is not installed.
     """
     seed, dtype, context = recipe.training.seed, DTYPES[recipe.precision], recipe.schedule.context
     model = Transformer(recipe.ownership, groups, make_backend(recipe), context, seed, device, dtype)
@@ -32,7 +32,11 @@ def make_engine(recipe: Recipe, groups: Groups, device: torch.device) -> Engine:
 
 
 def make_backend(recipe: Recipe) -> MoeBackend:
-    """The MoE layers' kernels."""
+    """Make the backend of the MoE layers.
+
+    Raises:
+        MissingPackage: the recipe needs a package that is not installed.
+    """
     kind, experts = recipe.moe.backend, recipe.moe.experts
     if kind == "tutel":
         from foldray.moe.tutel import TutelPermutation

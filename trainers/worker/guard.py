@@ -1,8 +1,8 @@
-"""A step that trains nothing ends the training: with a message, before a checkpoint keeps it.
+"""Stops a training whose steps do not train, before a checkpoint saves the result.
 
-Where a precision, a ZeRO stage and a way of reducing meet, a gradient may get lost on its way to the optimizer. The loss may
-still fall, by other weights or by chance. Two signs are certain, whatever the engine: the gradient of a class of weights is zero
-over the whole model, or no bit of a class changes at a learning rate above zero.
+Some combinations of precision, ZeRO stage and reduction may lose a gradient on its way to the optimizer. The loss may still
+fall, because other weights train or by chance. Two signs are certain with every engine: the gradient of a class is zero in
+the whole model, or no bit of a class's weights changes at a learning rate above zero.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from foldray.runtime import Engine, Norms
 
 
 class NothingTrained(RuntimeError):
-    """A step whose gradient is zero or no number, or that left weights as they were."""
+    """The gradient of a step is zero, infinite or NaN, or a step did not change any weight of a class."""
 
 
 class Guard:
-    """An engine's updates, looked at. Every rank holds one, and all raise together.
+    """Checks the updates of an engine. Every rank has a guard, and all guards raise together.
 
     Args:
-        model: tells which classes of weights there are.
+        engine: the engine to check.
+        groups: the process groups of the rank.
+        model: its parameters decide which gradient classes the model has.
     """
 
     def __init__(self, engine: Engine, groups: Groups, model: ModelSpec):
@@ -34,33 +36,34 @@ class Guard:
         self._moved = False
 
     def update(self, step: int, lr: float) -> Norms:
-        """`Engine.update` as step number `step`, from 1.
+        """Call `Engine.update` for step number `step`, counted from 1.
 
         Raises:
-            NothingTrained: what the class says; weights are compared at the first step with a learning rate above zero.
+            NothingTrained: a gradient is zero, infinite or NaN, or a class of weights has not changed. Weights are compared
+                only in the first step with a learning rate above zero.
         """
-        looks = lr > 0 and not self._moved
-        before = self._bits() if looks else {}
+        compares = lr > 0 and not self._moved
+        before = self._bits() if compares else {}
         norms = self.engine.update(lr)
         for name in self.classes:
             if norms[name] == 0 or not math.isfinite(norms[name]):
                 raise NothingTrained(f"step {step}: the gradient norm of {name} weights is {norms[name]}")
-        if looks:
+        if compares:
             self._compare(step, lr, before)
             self._moved = True
         return norms
 
     def _compare(self, step: int, lr: float, before: dict[GradientClass, int]) -> None:
         after, device = self._bits(), next(self.engine.model.parameters()).device
-        told = [(name in after, after.get(name) != before.get(name)) for name in self.classes]
-        ranks = self.groups.control.all_reduce(torch.tensor(told, dtype=torch.int64, device=device)).tolist()
-        for name, (holding, changed) in zip(self.classes, ranks, strict=True):
-            if holding and not changed:  # an engine may keep a class among another one's weights
+        flags = [(name in after, after.get(name) != before.get(name)) for name in self.classes]
+        counts = self.groups.control.all_reduce(torch.tensor(flags, dtype=torch.int64, device=device)).tolist()
+        for name, (holding, changed) in zip(self.classes, counts, strict=True):
+            if holding and not changed:  # an engine may count the weights of a class as another class; then no rank holds it
                 raise NothingTrained(f"step {step}: no {name} weight has changed, at a learning rate of {lr:g}")
 
     def _bits(self) -> dict[GradientClass, int]:
-        """For each class, the sum of what its weights here are as integers: a weight that changes, changes it."""
-        found: dict[GradientClass, int] = {}
+        """Sum the bits of this rank's weights, read as integers, for each class. The sum changes if a weight changes."""
+        sums: dict[GradientClass, int] = {}
         for name, weights in self.engine.weights():
-            found[name] = found.get(name, 0) + int(weights.flatten().view(torch.int32).sum(dtype=torch.int64))
-        return found
+            sums[name] = sums.get(name, 0) + int(weights.flatten().view(torch.int32).sum(dtype=torch.int64))
+        return sums

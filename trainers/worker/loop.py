@@ -1,4 +1,4 @@
-"""What a worker does: build its part, go on from a checkpoint if there is one, step, look, save, tell."""
+"""The training loop of a worker: it builds its engine, loads a checkpoint, trains, validates, saves and sends records."""
 
 from __future__ import annotations
 
@@ -30,14 +30,18 @@ from trainers.worker.engines import DTYPES, make_engine
 from trainers.worker.guard import Guard
 from trainers.worker.online import Knobs, MakeSearch, Online
 
-_EVALUATED = 8  # micro-batches on their way through the pipeline at once, for each of its positions
+_EVALUATED = 8  # micro-batches in one evaluation, for each pipeline position
 
 
 def train_loop(config: dict[str, Any]) -> dict[str, Any]:
-    """Ray's entry: `config` holds the recipe (plain), the folder of packed data, the records' queue and the start, if any.
+    """Run the training loop; Ray calls this on every worker.
+
+    Args:
+        config: the recipe as a dictionary, the folder of packed data, the queue for records, and optionally a search and the
+            checkpoint to start from.
 
     Raises:
-        DamagedCheckpoint: (on all ranks) what it was to go on from cannot be read.
+        DamagedCheckpoint: (on all ranks) the checkpoint cannot be read.
     """
     recipe = Recipe.parse(config["recipe"])
     torch.set_num_threads(recipe.cluster.cpus_per_worker)
@@ -50,7 +54,7 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Totals(NamedTuple):
-    """What an optimizer step adds up to over all ranks and micro-batches."""
+    """Losses and counts of a step, over all ranks and micro-batches."""
 
     language: float
     balance: float
@@ -64,7 +68,11 @@ class Worker:
     """One rank of a training.
 
     Args:
-        start: the checkpoint of another run to begin at, while this one has none of its own.
+        recipe: the recipe of the training.
+        data: the packed data.
+        outbox: sends records to the driver.
+        search: makes the search for degrees and sizes of chunks; None searches nothing.
+        start: a checkpoint of another run. The training starts from it if this run has no checkpoint.
     """
 
     def __init__(
@@ -90,11 +98,11 @@ class Worker:
         self.search = search
         sizes = recipe.schedule.sp_bytes == "auto"
         self.online = Online(self.engine.execution, self.groups, self.device, recipe.orderings, sizes)
-        # What was found holds for a fold on a cluster: on another one it is searched for again.
+        # The result of a search holds only for this fold on this cluster. Otherwise training searches again.
         self.ground = {"fold": recipe.fold.model_dump(), "workers": recipe.cluster.workers, "nodes": _nodes()}
 
     def run(self) -> dict[str, Any]:
-        """Train to the end of the recipe; the summary that Ray returns for rank 0."""
+        """Train to the last step of the recipe, and return a summary. Ray returns the summary of rank 0."""
         training = self.recipe.training
         first, last = self._restore(), training.stop_after or training.steps
         loss = math.nan
@@ -113,7 +121,7 @@ class Worker:
         return {"steps": max(first, last), "final_loss": loss, "validation": self.validation}
 
     def _step(self, step: int) -> float:
-        """One optimizer step, numbered from 0; the mean loss over all tokens."""
+        """Run one step, numbered from 0, and return the mean loss over all tokens."""
         started, training = time.perf_counter(), self.recipe.training
         self.groups.traffic.clear()
         losses = self.engine.train(
@@ -128,7 +136,7 @@ class Worker:
         return totals.language
 
     def _indices(self, step: int, m: int) -> np.ndarray:
-        """Sequences of a step's micro-batch m; the same on all ranks of a data-parallel place."""
+        """Return the sequences of a step's micro-batch m. They are the same on all ranks of a data-parallel place."""
         training, dp = self.recipe.training, self.groups.fold.dp
         return self.batches.indices(step, m, self.groups.dp_rank, dp, training.micro_batch, training.global_batch)
 
@@ -149,14 +157,17 @@ class Worker:
         }  # fmt: skip
 
     def _validate(self, done: int) -> None:
-        """Loss over the first validation sequences; every rank runs as many micro-batches, for they meet in the all-to-all."""
+        """Measure the loss on the first validation sequences.
+
+        Every rank runs the same number of micro-batches, because ranks of different data-parallel places share all-to-alls.
+        """
         size, fold, split = self.recipe.training.micro_batch, self.groups.fold, self.data.validation
         count = min(len(split), self.recipe.training.eval_sequences or len(split))
         starts = range(self.groups.dp_rank * size, count + fold.dp * size, fold.dp * size)
         starts, losses = starts[: math.ceil(count / (fold.dp * size))], list[Losses]()
         for first in range(0, len(starts), _EVALUATED * fold.pp):
-            mine = [range(start, min(count, start + size)) for start in starts[first : first + _EVALUATED * fold.pp]]
-            losses += self.engine.execution.evaluate([self._batch(split, indices) for indices in mine])
+            chunk = [range(start, min(count, start + size)) for start in starts[first : first + _EVALUATED * fold.pp]]
+            losses += self.engine.execution.evaluate([self._batch(split, indices) for indices in chunk])
         loss = float(all_losses(losses, self.groups.control).means()[0])
         bits = loss * count * self.recipe.data.seq_len / math.log(2) / split.bytes(count)
         record: Validation = {"kind": "validation", "step": done, "loss": loss, "bits_per_byte": bits, "sequences": count}
@@ -176,7 +187,7 @@ class Worker:
             self.outbox.send({"kind": "checkpoint", "step": done, "path": path})
 
     def _restore(self) -> int:
-        """Steps that are done already."""
+        """Load the checkpoint, if there is one, and return the number of finished steps."""
         checkpoint = ray.train.get_checkpoint() or self.start
         if checkpoint is None:
             return 0
@@ -192,7 +203,7 @@ class Worker:
         return step
 
     def _recall(self, known: Found | None) -> None:
-        """What an earlier search chose, if it may be chosen here."""
+        """Take over the choice of an earlier search, if it holds for this fold and cluster."""
         if self.search is None or known is None or known.on != self.ground or known.chosen is None:
             return
         knobs = Knobs(*known.chosen)
@@ -201,35 +212,38 @@ class Worker:
             self.online.choose(knobs)
 
     def _batch(self, split: Split, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Inputs, targets and, if attention stops at documents, their numbers; without indices a sequence that does not count."""
-        some = indices if len(indices) else [0]
-        tokens = split.tokens(some).to(self.device)
-        segments = split.segments(some).to(self.device) if self.recipe.data.mask_documents else None
+        """Make a batch: inputs, targets, and the numbers of documents if attention stops at their boundaries.
+
+        Without indices, the batch is one sequence whose targets are all ignored.
+        """
+        sequences = indices if len(indices) else [0]
+        tokens = split.tokens(sequences).to(self.device)
+        segments = split.segments(sequences).to(self.device) if self.recipe.data.mask_documents else None
         targets = tokens[:, 1:] if len(indices) else torch.full_like(tokens[:, 1:], IGNORED)
         return Batch(tokens[:, :-1], targets, segments)
 
     def _totals(self, losses: list[Losses]) -> Totals:
-        """Means and sums over ranks and micro-batches."""
-        own, total = self.groups.traffic.by_name(), all_losses(losses, self.groups.control)
-        sent = [own.get(name, Count()) for name in TRAFFIC]
-        traffic = torch.tensor([(count.calls, count.inside_bytes, count.across_bytes) for count in sent], dtype=torch.float64)
-        rows = self.groups.control.all_reduce(traffic.to(self.device)).tolist()
-        everything = {name: Count(*map(int, row)) for name, row in zip(TRAFFIC, rows, strict=True)}
+        """Return the means and sums over ranks and micro-batches."""
+        by_name, total = self.groups.traffic.by_name(), all_losses(losses, self.groups.control)
+        counts = [by_name.get(name, Count()) for name in TRAFFIC]
+        sent = torch.tensor([(count.calls, count.inside_bytes, count.across_bytes) for count in counts], dtype=torch.float64)
+        rows = self.groups.control.all_reduce(sent.to(self.device)).tolist()
+        traffic = {name: Count(*map(int, row)) for name, row in zip(TRAFFIC, rows, strict=True)}
         language, balance, z = total.means().tolist()
-        return Totals(language, balance, z, float(total.dropped), total.count_ME.cpu(), everything)
+        return Totals(language, balance, z, float(total.dropped), total.count_ME.cpu(), traffic)
 
     def _all_ranks(self, value: float) -> float:
         return float(self.groups.control.all_reduce(torch.tensor(value, dtype=torch.float64, device=self.device)))
 
 
 def _nodes() -> list[int]:
-    """The node of every rank, numbered in order of rank."""
+    """Return the node of every rank. Nodes have numbers in the order of their first ranks."""
     node = ray.get_runtime_context().get_node_id()
     nodes = [node]
     if torch.distributed.is_initialized():
         nodes = [node] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(nodes, node)
-    return [list(dict.fromkeys(nodes)).index(each) for each in nodes]
+    return [list(dict.fromkeys(nodes)).index(name) for name in nodes]
 
 
 def _place(groups: Groups) -> Place:

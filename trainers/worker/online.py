@@ -1,5 +1,6 @@
-"""What training finds out about itself in its first steps: what ops take, and which degree and which size of gradient chunks is
-fastest. All of them are steps that train.
+"""Measurements in the first steps of a training: the times of ops, and the fastest degree and size of gradient chunks.
+
+All of these steps train the model.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from foldray.runtime import Execution, Trace
 from foldray.schedule import Ordering
 from trainers.records import Settled, Tried
 
-SMALLEST = 64 << 10  # bytes: below, a message is all start-up on any network
-STEPS = 8  # of each choice; FlowMoE (section 4.1) takes ten, of which the last two here go to the run-off
-_WARM_UP = 2  # of these
-TURNS = 4  # steps of each turn in the run-off, the first to warm up
+SMALLEST = 64 << 10  # bytes; for smaller messages, every network needs nearly all the time to start them
+STEPS = 8  # steps of each trial; FlowMoE (section 4.1) takes ten, but here a run-off follows
+_WARM_UP = 2  # the first steps of a trial, which do not count
+TURNS = 4  # steps of each turn in the run-off; the first one is to warm up
 
 
 class Knobs(NamedTuple):
-    """What may change from one step to the next.
+    """The settings that may change from one step to the next.
 
     Args:
         degree: pieces of a sequence.
-        sp_bytes: bytes of gradients that travel at once; 0 where that is not searched for.
+        sp_bytes: bytes of a chunk of gradients; 0 if the search does not change this size.
     """
 
     degree: int
@@ -34,35 +35,38 @@ class Knobs(NamedTuple):
 
 
 class Search(Protocol):
-    """Proposes and is told what a step took; only rank 0 asks."""
+    """The interface of searches. A search proposes settings, and takes the time of a step with them. Only rank 0 has one."""
 
     def ask(self) -> Knobs | None:
-        """What to try next; None when there is nothing left to try."""
+        """Return the next setting to try; None if the search is finished."""
 
     def tell(self, knobs: Knobs, seconds: float) -> None:
-        """What a step took."""
+        """Take the seconds of a step with a setting."""
 
     @property
     def ranked(self) -> list[Knobs]:
-        """What was told, the fastest first."""
+        """The measured settings, the fastest first."""
 
 
 MakeSearch = Callable[[Sequence[int], tuple[int, int] | None], Search]
-"""From the degrees, and the smallest and the largest size of chunks that make sense (None: the size is settled)."""
+"""Makes a search from the degrees, and from the smallest and the largest size of chunks (None if the size is settled)."""
 
 Tell = Callable[[Tried | Settled], None]
 """Takes a record of what was found."""
 
 Steps = Generator[None, float, None]
-"""Is sent each step's seconds, and changes how the next one runs."""
+"""A generator that takes the seconds of each step, and changes the settings of the next one."""
 
 
 class Online:
-    """Changes how a training's steps run, between them; all ranks do the same.
+    """Changes the settings of a training between its steps. All ranks make the same changes.
 
     Args:
-        orderings: by degree, the ones to choose from.
-        sizes: whether gradient chunks may have other sizes.
+        execution: the execution of the steps.
+        groups: the process groups of the rank.
+        device: the device of the rank.
+        orderings: the orderings to choose from, by degree.
+        sizes: whether the search may change the size of gradient chunks.
     """
 
     def __init__(
@@ -73,47 +77,47 @@ class Online:
         self._settled: dict[int, Ordering] = {}  # by degree, once it is known what its pieces take
 
     def steps(self, search: MakeSearch | None, tell: Tell) -> Steps:
-        """What to do around the first steps, each of whose times is sent.
+        """Measure the first steps. The caller sends the seconds of each step.
 
         Args:
-            search: makes what chooses; None leaves everything as it is.
-            tell: takes a record of everything that was tried, and of what was chosen.
+            search: makes the search; None changes no setting.
+            tell: takes a record of every trial, and of the choice.
         """
         yield from self._learn(tell)
         if search is not None:
             yield from self.search(search, tell)
 
     def search(self, make: MakeSearch, tell: Tell) -> Steps:
-        """Try each for some steps, and keep the better one of the best two.
+        """Try settings for some steps each, and choose the faster one of the best two.
 
-        Machines drift: something may look fast because it was tried in a good moment. So the two take turns once more, first,
-        second, second, first, and these steps decide.
+        The speed of machines changes over time, so a setting may only seem fast. Therefore the best two take turns in a
+        run-off, in the order first, second, second, first, and these steps decide.
         """
         sizes = self._range()
-        asked = make(list(self.orderings), sizes) if self.groups.control.index == 0 else None
+        search = make(list(self.orderings), sizes) if self.groups.control.index == 0 else None
 
         def record(knobs: Knobs, seconds: float, chosen: bool) -> None:
-            if asked is not None:
+            if search is not None:
                 size = knobs.sp_bytes or None
                 tell({"kind": "tried", "degree": knobs.degree, "sp_bytes": size, "step_time_s": seconds, "chosen": chosen})
 
-        while (knobs := self._agreed(asked.ask() if asked else None)) is not None:
+        while (knobs := self._agreed(search.ask() if search else None)) is not None:
             slowest = self._slowest((yield from self._take(knobs, STEPS, _WARM_UP, tell)))
-            if asked is not None:
-                asked.tell(knobs, slowest)
+            if search is not None:
+                search.tell(knobs, slowest)
             record(knobs, slowest, False)
-        best = [self._agreed(asked.ranked[:2][place] if asked else None) for place in (0, -1)]
+        best = [self._agreed(search.ranked[:2][place] if search else None) for place in (0, -1)]
         first, second = (knobs for knobs in best if knobs is not None)
         times: dict[Knobs, list[float]] = {first: [], second: []}
         for knobs in (first, second, second, first):
             times[knobs] += yield from self._take(knobs, TURNS, 1, tell)
-        found = {knobs: self._slowest(seconds) for knobs, seconds in times.items()}
-        self.choose(min(found, key=found.__getitem__))
+        medians = {knobs: self._slowest(seconds) for knobs, seconds in times.items()}
+        self.choose(min(medians, key=medians.__getitem__))
         assert self.chosen is not None
-        record(self.chosen, found[self.chosen], True)
+        record(self.chosen, medians[self.chosen], True)
 
     def choose(self, knobs: Knobs) -> None:
-        """Settle it."""
+        """Use a setting for all following steps."""
         self._turn_to(knobs)
         self.chosen = knobs
 
@@ -124,7 +128,7 @@ class Online:
         return Knobs(degree, (ordering.reduction.bytes or 0) if self.sizes else 0)
 
     def _turn_to(self, knobs: Knobs) -> None:
-        """Cut and order the steps that follow so."""
+        """Use a setting from the next step on."""
         now = self.execution.ordering
         if knobs == self._now:
             return
@@ -136,7 +140,7 @@ class Online:
         self.execution.reorder(ordering)
 
     def _learn(self, tell: Tell) -> Steps:
-        """What ops take in pieces like the present ones, where the order goes by it: a step to warm up, and a traced one."""
+        """Measure the times of ops with the present setting, if the order needs them: one warm-up step, then a traced one."""
         execution, was_open = self.execution, self.execution.ordering.open
         if not execution.lacks_costs:
             return
@@ -151,7 +155,7 @@ class Online:
             tell({"kind": "settled", "degree": degree, "forward": str(settled.forward), "backward": str(settled.backward)})
 
     def _take(self, knobs: Knobs, count: int, warm_up: int, tell: Tell) -> Generator[None, float, list[float]]:
-        """What so many steps take, the first of them left out."""
+        """Run some steps with a setting, and return their seconds without the warm-up steps."""
         self._turn_to(knobs)
         yield from self._learn(tell)
         seconds = []
@@ -160,20 +164,20 @@ class Online:
         return seconds[warm_up:]
 
     def _range(self) -> tuple[int, int] | None:
-        """Sizes of chunks from the smallest to everything, on the rank that has most."""
+        """Return the smallest and the largest size of chunks. The largest one is the largest buffer of all ranks."""
         if not self.sizes:
             return None
-        own = max((chunk.bytes for chunk in self.execution.gradients.chunks(None)), default=SMALLEST)
-        most = torch.tensor(float(own), dtype=torch.float64, device=self.device)
+        largest = max((chunk.bytes for chunk in self.execution.gradients.chunks(None)), default=SMALLEST)
+        most = torch.tensor(float(largest), dtype=torch.float64, device=self.device)
         return SMALLEST, max(SMALLEST, int(self.groups.control.all_reduce(most, "max")))
 
     def _agreed(self, knobs: Knobs | None) -> Knobs | None:
-        """The first rank's."""
-        own = torch.tensor([knobs or (0, 0)], dtype=torch.int64, device=self.device)
-        degree, size = self.groups.control.all_gather(own)[0].tolist()
+        """Return the setting of the first rank."""
+        values = torch.tensor([knobs or (0, 0)], dtype=torch.int64, device=self.device)
+        degree, size = self.groups.control.all_gather(values)[0].tolist()
         return Knobs(degree, size) if degree else None
 
     def _slowest(self, seconds: list[float]) -> float:
-        """The slowest rank's median."""
-        own = torch.tensor(median(seconds), dtype=torch.float64, device=self.device)
-        return float(self.groups.control.all_reduce(own, "max"))
+        """Return the median seconds of the slowest rank."""
+        value = torch.tensor(median(seconds), dtype=torch.float64, device=self.device)
+        return float(self.groups.control.all_reduce(value, "max"))

@@ -283,12 +283,12 @@ def _refusals(rank: int) -> list[str]:
 def test_groups_of_a_fold_that_does_not_fit_are_refused(ranks) -> None:
     for rank, found in enumerate(ranks(4).run(_refusals)):
         assert found == [
-            "the fold has ranks 0…7, the process group 4",
-            "the fold has ranks 1…4, the process group 4",
-            f"rank {rank} is not in the fold's " + ("2…3" if rank < 2 else "0…1"),
+            "the fold has ranks 0…7, but the process group has only 4",
+            "the fold has ranks 1…4, but the process group has only 4",
+            f"rank {rank} is not in the fold's ranks " + ("2…3" if rank < 2 else "0…1"),
         ]
     for fold, rank in ((Fold(2), 0), (Fold(1), 1), (Fold(1, offset=3), 0)):
-        with pytest.raises(ValueError, match="process group 1" if fold.world_size > 1 else "is not in the fold's"):
+        with pytest.raises(ValueError, match="process group has only 1" if fold.world_size > 1 else "is not in the fold's"):
             Groups.create(fold, rank)
 
 
@@ -298,5 +298,5 @@ def _send_alone(groups: Groups) -> Any:
 
 @pytest.mark.parametrize("talk", [_send_alone, lambda groups: groups.activations.receive(torch.zeros(1), 0)])
 def test_nobody_sends_to_itself(talk: Callable[[Groups], Any]) -> None:
-    with pytest.raises(AssertionError, match="activations has one member only"):
+    with pytest.raises(AssertionError, match="activations has only one member"):
         talk(Groups.create(Fold(1)))

@@ -46,7 +46,7 @@ def test_it_trains(ranks) -> None:
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("relu", "is none of the legal values"),
+        ("relu", "is not a legal value"),
         ("tests.foldray.kernels.squares:gated_squares", "is a function, not a"),
         ("tests.foldray.moe.nowhere:X", "cannot be imported"),
     ],

@@ -100,8 +100,8 @@ def test_it_is_planned_and_drawn() -> None:
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("half", "is none of the legal values"),
-        ("sliding", "is none of the legal values"),
+        ("half", "is not a legal value"),
+        ("sliding", "is not a legal value"),
         ("sliding:0", "must have a size from 1"),
         ("tests.foldray.model.striding:STRIDE", "is a int, not a"),
         ("tests.foldray.model.nowhere:X", "cannot be imported"),

@@ -31,6 +31,7 @@ from foldray.schedule import (
     times,
 )
 from foldray.schedule.step_graph import Place
+from tests.foldray.blocks import DENSE, MOE
 from tests.foldray.schedule.plain_clock import plain_times
 
 LENGTH = 48
@@ -43,7 +44,7 @@ def drawn_graph(kind: str, data: st.DataObject) -> StepGraph:
     cut = (LENGTH // degree,) * degree
     slicing = Slicing((LENGTH,) if kind == "moe_only" else cut, cut)
     pp, virtual = data.draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1)]))
-    block = st.sampled_from(["dense", "moe"])
+    block = st.sampled_from([DENSE, MOE])
     stages = tuple(tuple(data.draw(st.lists(block, min_size=1, max_size=2))) for _ in range(pp * virtual))
     again = data.draw(st.sampled_from([(), ("expert",), ("attention", "expert")]))
     batch_degree = data.draw(st.sampled_from([1, 2]))
@@ -55,7 +56,7 @@ def drawn_graph(kind: str, data: st.DataObject) -> StepGraph:
     for number, layers in enumerate(graph.layers):
         for layer in layers:
             maker: Maker = ("attention", layer)
-            chunks[number % pp].append(Chunk("dense", layer, layer + 1, 4, (maker,)))
+            chunks[number % pp].append(Chunk(DENSE, layer, layer + 1, 4, (maker,)))
     return StepGraph(
         stages, slicing, pp, pp * rounds * batch_degree, ragged, again, True, batch_degree, tuple(map(tuple, chunks))
     )  # type: ignore[arg-type]
@@ -124,7 +125,7 @@ def test_one_pass_is_enough_where_no_lane_is_shared(kind: str, data: st.DataObje
 
 
 def test_a_lane_is_shared_if_two_queues_use_it_at_one_position() -> None:
-    graph = StepGraph((("moe",),), Slicing((8,), (4, 4)), ragged=False)
+    graph = StepGraph(((MOE,),), Slicing((8,), (4, 4)), ragged=False)
     schedule = step_schedule(graph, Overlap("moe_only"))
 
     def shared(computing: str) -> bool:
@@ -145,7 +146,7 @@ def test_pipelines_run_as_on_the_plain_clock(data: st.DataObject) -> None:
 
 def test_attention_and_experts_apart_run_as_on_the_plain_clock() -> None:
     """What a dispatch carries is made at one of its two positions alone, and the other has posted it long before."""
-    graph = StepGraph((("moe", "moe"),), Slicing((8,), (4, 4)), 2, 1, False, backward=False, places=(Place(0, 1), Place(0, 1)))
+    graph = StepGraph(((MOE, MOE),), Slicing((8,), (4, 4)), 2, 1, False, backward=False, places=(Place(0, 1), Place(0, 1)))
     (order,) = [stage_order(graph, 0, "F", Overlap("one_a_one_m"))]
     schedule = tuple(tuple(op for op in order if place in graph.where(op)) for place in range(2))
     for lane in ("link", "other"):
@@ -153,7 +154,7 @@ def test_attention_and_experts_apart_run_as_on_the_plain_clock() -> None:
 
 
 def test_ops_of_a_class_cost_the_same() -> None:
-    graph = StepGraph((("moe",),), Slicing((8,), (4, 4)), ragged=False)
+    graph = StepGraph(((MOE,),), Slicing((8,), (4, 4)), ragged=False)
     schedule = step_schedule(graph, Overlap("moe_only"))
     compiled = CompiledSchedule(graph, schedule, lambda op: (op.kind, op.direction))
     assert len(compiled.classes) < len(compiled.ops)
@@ -169,7 +170,7 @@ def test_ops_of_a_class_cost_the_same() -> None:
 
 def test_a_part_of_the_lists_takes_the_rest_as_done() -> None:
     """A stage's own list, whose handovers stand elsewhere."""
-    graph = StepGraph((("moe",), ("moe",)), Slicing((8,), (8,)), 2, 1, False)
+    graph = StepGraph(((MOE,), (MOE,)), Slicing((8,), (8,)), 2, 1, False)
     lists = ((), stage_order(graph, 1, "F", Overlap("sequential")))
     costs = ((COMPUTE, 1.0),)
     compiled = CompiledSchedule(graph, lists, lambda op: None, partial=True)

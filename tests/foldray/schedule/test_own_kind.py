@@ -68,7 +68,7 @@ def test_it_is_planned():
         ("tests.foldray.schedule.zigzag:NONE", "cannot be imported"),
         ("tests.foldray.schedule.nowhere:PAIRS", "cannot be imported"),
         ("tests.foldray.schedule.zigzag:in_pairs", "is a function, not a foldray.schedule.OverlapKind"),
-        ("zigzag", "is none of the legal values"),
+        ("zigzag", "is not a legal value"),
     ],
 )
 def test_what_is_no_kind_is_refused(kind: str, rule: str):

@@ -96,8 +96,8 @@ def nested(what: str) -> str:
 
 WRITTEN, REGULAR, BELONGS = (
     "has other bytes than were written",
-    "is no regular file",
-    "it is no pickle of a checkpoint: it holds ",
+    "is not a regular file",
+    "it is not the pickle of a checkpoint: it holds ",
 )
 INTEGER, READ, PLAIN = "(step: Input should be a valid integer)", "cannot be read (", "holds no plain tensor for model/b "
 TENSORS: list[tuple[str, Damage, str]] = [
@@ -122,13 +122,13 @@ METADATA: list[tuple[str, Damage, str]] = [
     ),
     ("code in text", replaced(".metadata", lambda folder: f"cos\nsystem\n(S'touch {canary(folder)}'\ntR."), "it uses GLOBAL"),
     ("a bit of metadata", flipped(".metadata"), WRITTEN),
-    ("truncated metadata", replaced(".metadata", lambda folder: (folder / ".metadata").read_bytes()[:-9]), "no pickle"),
+    ("truncated metadata", replaced(".metadata", lambda folder: (folder / ".metadata").read_bytes()[:-9]), "not the pickle"),
     ("no metadata", lambda folder: (folder / ".metadata").unlink(), "is missing"),
     ("a device for metadata", linked(".metadata", "/dev/zero"), REGULAR),
     ("another's manifest", another_list, WRITTEN),
     ("a tensor in another folder", metadata(elsewhere), "names the file ../../secret, which is in no manifest"),
-    ("a tensor behind the end", metadata(behind), f"looks for a tensor behind the end of {FILE}"),
-    ("half a tensor", metadata(torn), "the parts of model/a do not make up the whole"),
+    ("a tensor behind the end", metadata(behind), f"places a tensor beyond the end of {FILE}"),
+    ("half a tensor", metadata(torn), "the parts of model/a do not make up the tensor"),
     ("a tensor without a place", metadata(lambda found, _: found.storage_data.clear()), "names no file for a part of model/a"),
     ("bytes for a tensor", metadata(as_bytes), "BytesStorageMetadata where TensorStorageMetadata belongs"),
     ("no end of tuples", replaced(".metadata", deep), BELONGS + "something else where Metadata"),
@@ -141,12 +141,12 @@ PROGRESS: list[tuple[str, Damage, str]] = [
     ("progress that is no JSON", replaced("progress.json", "step 3"), READ + "Invalid JSON"),
     ("progress that is a list", replaced("progress.json", "[3]"), READ),
     ("progress without end", replaced("progress.json", nested("3")), READ),
-    ("huge progress", replaced("progress.json", " " * (17 << 20)), "has 17825792 bytes, and such a file at most"),
+    ("huge progress", replaced("progress.json", " " * (17 << 20)), "has 17825792 bytes, but may have at most"),
     ("a step in words", progress(step="3"), INTEGER),
     ("a step that is true", progress(step=True), INTEGER),
     ("a step before all", progress(step=-1), READ + "step: Input should be greater than"),
     ("a step beyond all", progress(step=10**30), READ + "step: Input should be less than"),
-    ("a step of another", progress(step=2), "is of step 2"),
+    ("a step of another", progress(step=2), "belongs to step 2"),
     ("a choice in words", progress(online={"on": {}, "chosen": "many"}), READ + "online.chosen:"),
     ("data that are a number", progress(data=3), READ + "data: Input should be a valid string)"),
 ]
@@ -161,10 +161,10 @@ MANIFEST: list[tuple[str, Damage, str]] = [
     ("a manifest of a list", manifest(lambda found: [found]), READ),
 ]
 OTHER: list[tuple[str, Damage, str, str]] = [
-    ("no manifest", lambda folder: (folder / "manifest.0.json").unlink(), "its manifest", "is missing: it was never completed"),
+    ("no manifest", lambda folder: (folder / "manifest.0.json").unlink(), "its manifest", "is missing: the checkpoint was"),
     ("an empty manifest", manifest(lambda _: {}), "its manifest", "is missing"),
     ("a manifest twice", lambda folder: shutil.copy(folder / "manifest.0.json", folder / "manifest.1.json"), "manifest.1.json",
-     "which another one has"),
+     "which another manifest names"),
 ]  # fmt: skip
 LATE: list[tuple[str, Damage, str, str]] = [
     ("code for a tensor", holding(lambda folder: saved(Payload(canary(folder)))), FILE, PLAIN + "(UnpicklingError)"),
@@ -172,8 +172,8 @@ LATE: list[tuple[str, Damage, str, str]] = [
      PLAIN + "(UnpicklingError)"),
     ("a dictionary for a tensor", holding(lambda _: saved({"a": 1})), FILE, PLAIN + "(dict)"),
     ("another shape", holding(lambda _: saved(torch.zeros(8, 7))), FILE,
-     "holds model/b as (8, 7) in torch.float32, and .metadata says (8, 6)"),
-    ("another dtype", holding(lambda _: saved(torch.zeros(8, 6, dtype=torch.int64))), FILE, "as (8, 6) in torch.int64, and"),
+     "holds model/b as (8, 7) in torch.float32, but .metadata says (8, 6)"),
+    ("another dtype", holding(lambda _: saved(torch.zeros(8, 6, dtype=torch.int64))), FILE, "as (8, 6) in torch.int64, but"),
     ("a shape that the model has not", metadata(another), ".metadata", "has model/a as (6, 8), not (8, 6)"),
     ("a kind that the model has not", metadata(typed), ".metadata", "has model/a in torch.int32, not torch.float32"),
     ("a tensor less", metadata(lambda found, _: found.state_dict_metadata.pop("model/a") and None), ".metadata",
@@ -209,5 +209,5 @@ def test_damage_is_named(run: Path, damage: Damage, file: str, what: str, early:
     assert f"is damaged: {file} " in line
     assert what in line
     assert line.isprintable()
-    assert line.endswith(f"the newest one before it that is whole: foldray train RECIPE --from {run}/step_00000002")
+    assert line.endswith(f"the newest undamaged one before it: foldray train RECIPE --from {run}/step_00000002")
     assert not canary(folder).exists()

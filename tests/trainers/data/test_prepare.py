@@ -183,7 +183,7 @@ def test_worker_meets_a_mistake(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     (tmp_path / "v.jsonl").write_text(lines[0])
     data = DataSpec(source="jsonl", path=str(tmp_path / "a.jsonl"), seq_len=4, validation={"path": str(tmp_path / "v.jsonl")})
-    with pytest.raises(UserError, match=r"^data.text_field=text: is no field of line 2 .*legal: other$") as caught:
+    with pytest.raises(UserError, match=r"^data.text_field=text: is not a field of line 2 .*legal: other$") as caught:
         prepare(data, 257, tmp_path / "cache")
     assert caught.value.__cause__ is None
     assert os.listdir(tmp_path / "cache") == []
@@ -207,7 +207,7 @@ def test_cheap_checks_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (256, DataSpec(), r"^model.vocab=256: must be at least 257"),
         (257, DataSpec(tokenizer="gpt2"), r"^data.tokenizer=gpt2"),
         (257, DataSpec(source="text", path="nothing*"), r"^data.path=nothing\*: matches no file"),
-        (257, data, r"^data.text_field=text: is no field .*legal: body"),
+        (257, data, r"^data.text_field=text: is not a field .*legal: body"),
     ]:
         with pytest.raises(UserError, match=message):
             prepare(spec, vocab, tmp_path / "cache")

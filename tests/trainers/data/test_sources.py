@@ -138,10 +138,10 @@ def test_every_file_has_one_last_part(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 BAD_LINES = [
-    ('{"body": "b", "title": "t"}', r"^data.text_field=text: is no field of line 3 of .*; legal: body, title$"),
+    ('{"body": "b", "title": "t"}', r"^data.text_field=text: is not a field of line 3 of .*; legal: body, title$"),
     ("{not json", r"^data.path=.*: line 3 is not JSON"),
-    ("[1]", r"^data.path=.*: line 3 is no JSON object"),
-    ('{"text": null}', r"^data.text_field=text: holds no text but NoneType at line 3 "),
+    ("[1]", r"^data.path=.*: line 3 is not a JSON object"),
+    ('{"text": null}', r"^data.text_field=text: is not text but NoneType in line 3 "),
 ]
 
 
@@ -154,10 +154,10 @@ def test_bad_line(tmp_path: Path, line: str, message: str):
 
 def test_bad_parquet(tmp_path: Path):
     table(tmp_path / "a.parquet", {"body": ["b"], "title": ["t"]})
-    with pytest.raises(UserError, match=r"^data.text_field=text: is no column of .*; legal: body, title$"):
+    with pytest.raises(UserError, match=r"^data.text_field=text: is not a column of .*; legal: body, title$"):
         documents(tmp_path / "a.parquet", "parquet")
     table(tmp_path / "b.parquet", {"id": [1]})
-    with pytest.raises(UserError, match=r"^data.text_field=id: holds no text but int in row group 0 "):
+    with pytest.raises(UserError, match=r"^data.text_field=id: is not text but int in row group 0 "):
         documents(tmp_path / "b.parquet", "parquet", "id")
     (tmp_path / "c.parquet").write_text("text")
     with pytest.raises(UserError, match="is not Parquet"):

@@ -109,7 +109,7 @@ def test_fingerprint_is_of_the_content(tokenizer_folder: Path):
 
 
 def test_no_such_folder(tmp_path: Path):
-    with pytest.raises(UserError, match=r"^data.tokenizer=.*no such folder"):
+    with pytest.raises(UserError, match=r"^data.tokenizer=.*this folder does not exist"):
         load_tokenizer(str(tmp_path / "gpt2"))
 
 

@@ -118,60 +118,60 @@ DATA: list[tuple[str, tuple[str, ...]]] = [
     ("data.path=short/*", ("data.seq_len=32", "needs 33 tokens, but the training documents have 12")),
     ("data.validation.path=short/*", ("data.seq_len=32", "needs 33 tokens, but the validation documents have 18")),
     ("data.seq_len=16777216", ("data.seq_len=16777216", "but the training documents have")),
-    ("data.path=binary/*", ("data.path=", "/binary/", "is no UTF-8 text", "zero bytes")),
+    ("data.path=binary/*", ("data.path=", "/binary/", "is not UTF-8 text", "zero bytes")),
     ("data.path=utf16/*", ("data.path=", "/utf16/", "another encoding")),
-    ("data.path=partly/*", ("data.path=", "/partly/z", "is no UTF-8 text", "zero bytes")),
+    ("data.path=partly/*", ("data.path=", "/partly/z", "is not UTF-8 text", "zero bytes")),
     ("data.path=texts/a", ("data.validation.path=null", "must name a validation set", "data.path is one file, a")),
     ("data.validation.path=/nowhere/*", ("data.validation.path=/nowhere/*", "matches no file")),
     ("data.validation.path=texts/*", ("data.validation.path=texts/*", "nothing is left to train on")),
-    ("data.source=jsonl  data.path=body/*", ("data.text_field=text", "is no field of line 1", "/body/a", "legal: body")),
+    ("data.source=jsonl  data.path=body/*", ("data.text_field=text", "is not a field of line 1", "/body/a", "legal: body")),
     ("data.source=jsonl  data.path=torn/*", ("data.path=", "/torn/a", "line 100 is not JSON")),
-    ("data.source=jsonl  data.path=untold/*", ("data.text_field=text", "is no field of line 100", "/untold/a", "legal: txt")),
-    ("data.source=jsonl  data.path=lists/*", ("data.path=", "/lists/", "line 1 is no JSON object")),
-    ("data.source=jsonl  data.path=numbers/*", ("data.text_field=text", "holds no text but int at line 1")),
+    ("data.source=jsonl  data.path=untold/*", ("data.text_field=text", "is not a field of line 100", "/untold/a", "legal: txt")),
+    ("data.source=jsonl  data.path=lists/*", ("data.path=", "/lists/", "line 1 is not a JSON object")),
+    ("data.source=jsonl  data.path=numbers/*", ("data.text_field=text", "is not text but int in line 1")),
     ("data.source=jsonl  data.path=binary/*", ("data.path=", "/binary/", "line 1 is not JSON")),
     ("data.source=jsonl", ("data.path=", "/texts/", "line 1 is not JSON")),
     ("data.source=parquet", ("data.path=", "/texts/", "is not Parquet")),
     ("model.vocab=100", ("model.vocab=100", "must be at least 257, the ids of data.tokenizer=byte")),
-    ("data.tokenizer=/nowhere", ("data.tokenizer=/nowhere", "there is no such folder")),
-    ("data.tokenizer=gpt2", ("data.tokenizer=gpt2", 'must be "byte" or a folder', "there is no such folder")),
+    ("data.tokenizer=/nowhere", ("data.tokenizer=/nowhere", "this folder does not exist")),
+    ("data.tokenizer=gpt2", ("data.tokenizer=gpt2", 'must be "byte" or a folder', "this folder does not exist")),
     ("data.tokenizer=no-tokenizer", ("data.tokenizer=no-tokenizer", "holds no Hugging Face tokenizer")),
     ("data.tokenizer=half-tokenizer", ("data.tokenizer=half-tokenizer", "holds no Hugging Face tokenizer that can be loaded")),
     ("data.cache=file", ("data.cache=", "/file", "cannot be written (Not a directory)")),
-    ("data.tokenizer=~nobody-of-this-name", ("data.tokenizer=~nobody-of-this-name", "there is no such folder")),
-    (f"data.tokenizer={'x' * 300}", ("data.tokenizer=xxx", "there is no such folder")),
-    ("data.cache=~nobody-of-this-name", ("data.cache=~nobody-of-this-name", "a user who is not known")),
+    ("data.tokenizer=~nobody-of-this-name", ("data.tokenizer=~nobody-of-this-name", "this folder does not exist")),
+    (f"data.tokenizer={'x' * 300}", ("data.tokenizer=xxx", "this folder does not exist")),
+    ("data.cache=~nobody-of-this-name", ("data.cache=~nobody-of-this-name", "the home of an unknown user")),
     (f"data.cache={'x' * 300}", ("data.cache=", "cannot be written (File name too long)")),
     ("data.cache=/proc/foldray", ("data.cache=/proc/foldray", "cannot be written")),
 ]
 STORAGE: list[tuple[str, tuple[str, ...]]] = [
-    ("cluster.storage=file", ("cluster.storage=", "/file:", "is no folder that can be written to (Not a directory)")),
-    ("cluster.storage=file/runs", ("cluster.storage=", "/file/runs:", "is no folder that can be written to (Not a directory)")),
-    ("cluster.storage=/proc/foldray/runs", ("cluster.storage=/proc/foldray/runs", "is no folder that can be written to")),
+    ("cluster.storage=file", ("cluster.storage=", "/file:", "is not a writable folder (Not a directory)")),
+    ("cluster.storage=file/runs", ("cluster.storage=", "/file/runs:", "is not a writable folder (Not a directory)")),
+    ("cluster.storage=/proc/foldray/runs", ("cluster.storage=/proc/foldray/runs", "is not a writable folder")),
     (f"cluster.storage={'x' * 300}", ("cluster.storage=/", "(File name too long)")),
-    ("cluster.storage=~nobody-of-this-name/runs", ("cluster.storage=~nobody-of-this-name/runs", "a user who is not known")),
-    ("cluster.storage=ftpp://host/runs", ("cluster.storage=ftpp://host/runs", "is no storage that can be reached", "ftpp")),
-    ("cluster.storage=file:///proc/foldray", ("cluster.storage=/proc/foldray", "is no folder that can be written to")),
-    ("cluster.storage=file://host/runs", ("cluster.storage=file://host/runs", "is no folder on this machine")),
+    ("cluster.storage=~nobody-of-this-name/runs", ("cluster.storage=~nobody-of-this-name/runs", "the home of an unknown user")),
+    ("cluster.storage=ftpp://host/runs", ("cluster.storage=ftpp://host/runs", "is not a storage that can be reached", "ftpp")),
+    ("cluster.storage=file:///proc/foldray", ("cluster.storage=/proc/foldray", "is not a writable folder")),
+    ("cluster.storage=file://host/runs", ("cluster.storage=file://host/runs", "is not a folder on this machine")),
     (
         "cluster.storage=s3://runs/x?endpoint_override=127.0.0.1:9&scheme=http&region=x",
-        ("cluster.storage=s3://runs/x?endpoint_override=127.0.0.1:9", "is no storage that can be reached and written to"),
+        ("cluster.storage=s3://runs/x?endpoint_override=127.0.0.1:9", "is not a storage that can be reached and written to"),
     ),
 ]
 TRACKING: list[tuple[str, tuple[str, ...]]] = [
     ("tracking.uri=http://127.0.0.1:9", ("tracking.uri=http://127.0.0.1:9", "Connection refused", "legal: sqlite:///")),
-    ("tracking.uri=http://127.0.0.1:port", ("tracking.uri=http://127.0.0.1:port", "no MLflow tracking there")),
-    ("tracking.uri=htp://127.0.0.1", ("tracking.uri=htp://127.0.0.1", "no MLflow tracking there")),
-    ("tracking.uri='some words'", ("tracking.uri=some words", "no MLflow tracking there")),
+    ("tracking.uri=http://127.0.0.1:port", ("tracking.uri=http://127.0.0.1:port", "cannot be used for MLflow tracking")),
+    ("tracking.uri=htp://127.0.0.1", ("tracking.uri=htp://127.0.0.1", "cannot be used for MLflow tracking")),
+    ("tracking.uri='some words'", ("tracking.uri=some words", "cannot be used for MLflow tracking")),
     ("tracking.uri=postgresql://127.0.0.1:9/db", ("tracking.uri=postgresql://127.0.0.1:9/db", "Connection refused")),
     ("tracking.uri=sqlite://db", ("tracking.uri=sqlite://db", "three slashes")),
-    ("tracking.uri=sqlite:///file/db", ("tracking.uri=sqlite:////", "/file/db", "no MLflow tracking there")),
+    ("tracking.uri=sqlite:///file/db", ("tracking.uri=sqlite:////", "/file/db", "cannot be used for MLflow tracking")),
     ("tracking.uri=sqlite:///texts/a", ("tracking.uri=sqlite:////", "/texts/a", "file is not a database")),
 ]
 CLUSTER: list[tuple[str, tuple[str, ...]]] = [
     (
         "model.vocab=16000000  model.hidden=100000",
-        ("model=3.2e+12 parameters", "2 workers need", "GiB for weights, gradients and optimizer at least, the cluster has"),
+        ("model=3.2e+12 parameters", "2 workers need", "GiB for weights, gradients and optimizer, but the cluster has"),
     ),
     ("cluster.workers=8  training.global_batch=16", ("cluster.workers=8", "has room for 2 workers of 1 CPU", "legal: 1 to 2")),
     ("cluster.workers=131072  training.global_batch=262144", ("cluster.workers=131072", "has room for 2 workers", "1 to 2")),
@@ -254,7 +254,7 @@ def test_an_address_without_a_cluster(
     where = where.replace("stranger", stranger).replace("silent", silent)
     line = refused("--address", where)
     assert f"cluster.address={where}: no Ray cluster answers there" in line
-    assert "(none in " in line
+    assert "(no answer in " in line
     assert "HOST:PORT" in line
 
 
@@ -265,7 +265,7 @@ def test_an_address_with_a_cluster() -> None:
 
 
 def test_a_tracking_server_that_is_none(refused: Refused, stranger: str) -> None:
-    assert f"tracking.uri=http://{stranger}: no MLflow tracking there" in refused(f"tracking.uri=http://{stranger}")
+    assert f"tracking.uri=http://{stranger}: cannot be used for MLflow tracking" in refused(f"tracking.uri=http://{stranger}")
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_a_tracking_server_that_is_none(refused: Refused, stranger: str) -> None
         ("http://127.0.0.1:9", "Failed to connect to Ray at address: http://127.0.0.1:9"),
         ("http://no.such.host.invalid:8265", "Failed to connect to Ray"),
         ("http://127.0.0.1:port", "address of the cluster's dashboard, such as http://HOST:8265"),
-        ("http://stranger", "what answers there is no Ray dashboard"),
+        ("http://stranger", "the server there is not a Ray dashboard"),
     ],
 )
 def test_a_job_for_nobody(refused: Refused, stranger: str, where: str, reason: str) -> None:
@@ -307,10 +307,10 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 RESUME: list[tuple[str, tuple[str, ...]]] = [
     ("data.path=more/*", ("resume=RUN", "was trained on other data")),
-    ("data.seq_len=16", ("resume=RUN", "or in other lengths")),
-    ("model.hidden=64", ("resume=RUN", "embedding.weight is 264×32, this recipe's is 264×64")),
-    ("model.layers=3", ("resume=RUN", "blocks.2.attention_norm.weight is not there, this recipe's is 32")),
-    ("model.layers=1", ("resume=RUN", "blocks.1.attention.key is 32×16, this recipe's is not there")),
+    ("data.seq_len=16", ("resume=RUN", "other sequence lengths")),
+    ("model.hidden=64", ("resume=RUN", "embedding.weight is 264×32, but this recipe's is 264×64")),
+    ("model.layers=3", ("resume=RUN", "blocks.2.attention_norm.weight is missing, but this recipe's is 32")),
+    ("model.layers=1", ("resume=RUN", "blocks.1.attention.key is 32×16, but this recipe's is missing")),
     ("training.seed=1", ("training.seed=1", "RUN takes its text in another order", "legal: 0")),
     ("training.global_batch=16", ("training.global_batch=16", "RUN takes its text in another order", "legal: ")),
     ("optimizer.kind=sgd  optimizer.momentum=0.9", ("optimizer.kind=sgd", "RUN has no optimizer state for it", "legal: adamw")),
@@ -339,15 +339,13 @@ def test_a_checkpoint_that_cannot_be_begun_at(
 
 
 def test_where_no_run_can_begin(refused: Refused, finished: Path, tmp_path: Path) -> None:
-    assert "from=/nowhere: is no checkpoint's folder, or is not there\n" in refused("--from", "/nowhere")
-    assert "from=htp://x: is no storage that can be reached" in refused("--from", "htp://x")
+    assert "from=/nowhere: is not a checkpoint's folder, or does not exist\n" in refused("--from", "/nowhere")
+    assert "from=htp://x: is not a storage that can be reached" in refused("--from", "htp://x")
     assert f"from={tmp_path}"[:79] in (line := refused("--from", str(tmp_path)))
     assert "holds no checkpoint\n" in line
     assert f"holds no checkpoint; legal: {finished}/step_00000002\n" in refused("--from", str(finished))
     start = str(finished / "step_00000002")
-    assert "training.steps=2: the checkpoint to begin at has 2 steps behind it already" in refused(
-        "--from", start, "training.steps=2"
-    )
+    assert "training.steps=2: the checkpoint has 2 finished steps already" in refused("--from", start, "training.steps=2")
     assert "training.stop_after=1: " in refused("--from", start, "training.stop_after=1")
     assert "not allowed with argument --resume" in refused("--resume", "a", "--from", start)
 
@@ -371,7 +369,7 @@ def test_damage_that_workers_find(finished: Path, tmp_path: Path, monkeypatch: p
     assert main(["train", "recipe.yaml", f"cluster.storage={tmp_path}", "--resume", run.name, "cluster.max_failures=3"]) == 2
     assert capfd.readouterr().err == (
         f"foldray: resume={run.name}: its checkpoint step_00000002 is damaged: __1_0.distcp has other bytes than were written "
-        "(its SHA-256 differs); no earlier one of the run is whole\n"
+        "(its SHA-256 differs); the run has no earlier undamaged checkpoint\n"
     )
     records = [json.loads(line)["kind"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert records.count("place") == 2 * len(("the first part of the run", "this one"))
@@ -382,14 +380,14 @@ FORGED = [
     ("run.json", "{", "its run.json cannot be read (Invalid JSON"),
     ("run.json", '{"mlflow_run_id": 3}', "its run.json cannot be read (mlflow_run_id: Input should be a valid string)"),
     ("run.json", '{"started_from": ["x"]}', "its run.json cannot be read (started_from: Input should be a valid string)"),
-    ("metrics.jsonl", '{"kind": "step", "step": 1}\n', "its metrics.jsonl cannot be read (line 1 holds no record of a run)"),
+    ("metrics.jsonl", '{"kind": "step", "step": 1}\n', "its metrics.jsonl cannot be read (line 1 is not a record of a run)"),
     (
         "metrics.jsonl",
         '\n{"kind": "resumed", "step": "3"}\n',
-        "its metrics.jsonl cannot be read (line 2 holds no record of a run)",
+        "its metrics.jsonl cannot be read (line 2 is not a record of a run)",
     ),
-    ("metrics.jsonl", "[" * 200_000, "its metrics.jsonl cannot be read (line 1 holds no record)"),
-    ("metrics.jsonl", "3\n", "its metrics.jsonl cannot be read (line 1 holds no record of a run)"),
+    ("metrics.jsonl", "[" * 200_000, "its metrics.jsonl cannot be read (line 1 is not a record)"),
+    ("metrics.jsonl", "3\n", "its metrics.jsonl cannot be read (line 1 is not a record of a run)"),
     ("checkpoint_manager_snapshot.json", "[]", "its checkpoint_manager_snapshot.json cannot be read ("),
 ]
 
@@ -409,11 +407,11 @@ def test_a_forged_file_of_a_run(refused: Refused, finished: Path, tmp_path: Path
 def test_a_run_that_is_not_there(refused: Refused, finished: Path, resume: str) -> None:
     line = refused(f"cluster.storage={finished.parent}", "--resume", resume)
     value = resume or "''"
-    assert f"resume={value}: is no run in {finished.parent}; legal: {finished.name}\n" in line
+    assert f"resume={value}: is not a run in {finished.parent}; legal: {finished.name}\n" in line
 
 
 def test_a_run_where_there_are_none(refused: Refused, storage: Path) -> None:
-    assert refused("--resume", "absent") == f"foldray: resume=absent: is no run in {storage}\n"
+    assert refused("--resume", "absent") == f"foldray: resume=absent: is not a run in {storage}\n"
 
 
 def test_a_failure_in_the_middle(place: Path, storage: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ def test_going_on_is_said_and_the_time_left_counted_anew():
     with shown.progress("r-1", 100) as progress:
         for record in (step(9), step(10), resumed(50), step(60), validation(60), step(61)):
             progress.receive(record)
-    assert "r-1: goes on from step 50\n" in text(shown)
+    assert "r-1: continues from step 50\n" in text(shown)
     assert "step 60/100 · loss 2.000 · 12.3k tokens/s · –:–– left" in text(shown)
 
 

@@ -68,11 +68,11 @@ def test_only_files_of_the_plan_are_hashed(run: Path) -> None:
 def test_the_newest_whole_one_is_offered(run: Path) -> None:
     for name in ("step_00000002", "step_00000003"):
         flipped(FILE)(run / name)
-    with pytest.raises(UserError, match=r"whole: foldray train RECIPE --from \S+step_00000001$"):
+    with pytest.raises(UserError, match=r"undamaged one before it: foldray train RECIPE --from \S+step_00000001$"):
         Beginning.at(str(run / "step_00000003")).look()
     flipped(".metadata")(run / "step_00000001")
     for name in ("step_00000001", "step_00000003"):
-        with pytest.raises(UserError, match=r"no earlier one of the run is whole$"):
+        with pytest.raises(UserError, match=r"the run has no earlier undamaged checkpoint$"):
             Beginning.at(str(run / name)).look()
 
 
@@ -83,7 +83,7 @@ def test_checkpoints_from_before_there_were_hashes(run: Path, caplog: pytest.Log
     (folder / "sizes.0.json").write_text(json.dumps({name: entry["size"] for name, entry in entries.items()}))
     Beginning.at(str(folder)).look()
     assert [record.message for record in caplog.records] == [
-        f"checkpoint {folder} is from before hashes were kept: damaged bits in it would not be seen"
+        f"checkpoint {folder} has no hashes, so damaged bits in it are not detected"
     ]
     assert torch.equal(load(folder)["model/a"], state(3)["model/a"])
     (folder / "sizes.0.json").write_text(json.dumps({name: str(entry["size"]) for name, entry in entries.items()}))
@@ -98,10 +98,10 @@ def test_storage_elsewhere(run: Path) -> None:
     """A URI is read through pyarrow, and offered as one."""
     flipped(".metadata")(run / "step_00000003")
     Beginning.at(f"file://{run}/step_00000002").look()
-    with pytest.raises(UserError, match=rf"whole: foldray train RECIPE --from file://{run}/step_00000002$"):
+    with pytest.raises(UserError, match=rf"undamaged one before it: foldray train RECIPE --from file://{run}/step_00000002$"):
         Beginning.at(f"file://{run}/step_00000003/").look()
     assert (Folder("s3://bucket/runs?region=x") / "run").name == "s3://bucket/runs/run?region=x"
-    with pytest.raises(UserError, match=r"^from=htp://x: is no storage that can be reached"):
+    with pytest.raises(UserError, match=r"^from=htp://x: is not a storage that can be reached"):
         Beginning.at("htp://x")
 
 
@@ -147,7 +147,7 @@ def test_ray_names_the_newest(run: Path) -> None:
     with pytest.raises(UserError) as told:
         begin.look()
     assert str(told.value).startswith(f"resume=run: its checkpoint step_00000002 is damaged: {FILE} has other bytes")
-    assert str(told.value).endswith(f"whole: foldray train RECIPE --from {run}/step_00000001")
+    assert str(told.value).endswith(f"before it: foldray train RECIPE --from {run}/step_00000001")
 
 
 def _climbing(run: Path) -> None:
@@ -165,7 +165,7 @@ def _climbing(run: Path) -> None:
         (lambda run: reported(run, 1, checkpoint_report_indices=[]), "contradicts itself"),
         (lambda run: reported(run, 1, current_report_index="1"), "cannot be read (current_report_index"),
         (lambda run: (run / "checkpoint_manager_snapshot.json").write_text("{"), "cannot be read (Invalid JSON"),
-        (lambda run: (run / "checkpoint_manager_snapshot.json").symlink_to("/dev/zero"), "is no regular file"),
+        (lambda run: (run / "checkpoint_manager_snapshot.json").symlink_to("/dev/zero"), "is not a regular file"),
         (lambda run: reported(run, 1, 7), "step_00000007 is missing"),
     ],
 )
@@ -176,7 +176,7 @@ def test_rays_list_is_not_trusted(run: Path, damage: Damage, what: str) -> None:
     line = str(told.value)
     assert line.startswith("resume=run: its ")
     assert what in line
-    assert line.endswith(f"; the newest one that is whole: foldray train RECIPE --from {run}/step_00000003")
+    assert line.endswith(f"; the newest undamaged one: foldray train RECIPE --from {run}/step_00000003")
 
 
 def test_a_rank_that_finds_damage_tells_all(ranks: Any, run: Path) -> None:

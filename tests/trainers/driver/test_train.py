@@ -213,7 +213,7 @@ def test_a_checkpoint_damaged_in_the_middle_of_a_run_is_no_mistake_of_the_users(
     assert isinstance(told, tensors.DamagedCheckpoint)
     assert str(told) == (
         f"checkpoint {run}/step_{STOP:08d} is damaged: __0_0.distcp is missing; "
-        f"the newest one before it that is whole: foldray train RECIPE --from {run}/step_{BEFORE:08d}"
+        f"the newest undamaged one before it: foldray train RECIPE --from {run}/step_{BEFORE:08d}"
     )
 
 
@@ -223,7 +223,7 @@ def test_a_run_stopped_before_its_first_checkpoint_begins_again_where_it_began(s
     RunFolder(folder, recipe(storage), {}, start=origin).close("killed")
     RunFolder(folder, recipe(storage), {}).close("killed")  # a resume that did not come far either
     trainer = FoldTrainer(recipe(storage), resume="begun")
-    with pytest.raises(UserError, match="is no checkpoint's folder, or is not there") as told:
+    with pytest.raises(UserError, match="is not a checkpoint's folder, or does not exist") as told:
         trainer.fit()
     assert (told.value.field, told.value.value) == ("from", origin)
 

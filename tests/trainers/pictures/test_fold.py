@@ -112,7 +112,7 @@ def test_it_says_what_is_where(drawn):
 
 
 def test_a_large_fold_is_cut_and_says_so(drawn):
-    assert "the rest goes on like this" in words(drawn(Fold(10_240, tp=8, cp=4, pp=8, ep=8, etp=2)))[1]
+    assert "the other ranks follow the same pattern" in words(drawn(Fold(10_240, tp=8, cp=4, pp=8, ep=8, etp=2)))[1]
 
 
 def borders(axes: Axes) -> list:
