@@ -136,8 +136,9 @@ def offer(run: Folder, damaged: str | None = None) -> str:
             _, hashes_match = _check(folder)
         except (DamagedFile, *_UNREACHED):
             continue
-        name = "the newest undamaged one" if hashes_match else "the newest one with all its files"
-        return f"{name}{' before it' if damaged else ''}: foldray train RECIPE --from {shlex.quote(folder.name)}"
+        before = " before it" if damaged else ""
+        name = f"the newest undamaged one{before}" if hashes_match else f"the newest one{before} with all its files"
+        return f"{name}: foldray train RECIPE --from {shlex.quote(folder.name)}"
     return f"the run has no {'earlier ' if damaged else ''}undamaged checkpoint"
 
 
