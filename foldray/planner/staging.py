@@ -44,7 +44,7 @@ class Stagings(NamedTuple):
 def make_stagings(blocks: Sequence[BlockSpec], pp: int, micro_batches: int) -> Stagings:
     """Of a model's blocks. Interleaving needs stages alike in size, and full rounds of micro-batches."""
     layers = len(blocks)
-    several = pp > 1 and layers % pp == 0 and micro_batches % pp == 0
+    several = pp > 1 and pp in divisors(layers) and PipelineGraph(pp, micro_batches).full_rounds
     every, leanest = list[Staging](), list[tuple[Staging, list[Counter[BlockSpec]]]]()
     for virtual_stages in divisors(layers // pp) if several else [1]:
         stages = tuple(tuple(blocks[i] for i in stage.layers) for stage in make_stages(layers, pp, virtual_stages))
