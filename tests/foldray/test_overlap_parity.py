@@ -91,7 +91,7 @@ def every_schedule() -> list[dict[str, Any]]:
     return found
 
 
-_PARTS = 8  # of all schedules, one part in a normal run, another one for each fold and stack; the others nightly
+_PARTS = 16  # of all schedules, one part in a normal run, another one for each fold and stack; the others nightly
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, _PARTS))])

@@ -63,7 +63,7 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(params=["sqlite", "journal", "postgresql"])
+@pytest.fixture(params=["sqlite", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("journal", "postgresql"))])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A storage that nobody has opened yet."""
     if request.param == "postgresql":

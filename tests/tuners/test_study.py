@@ -62,6 +62,7 @@ def _eat_all() -> None:
     bytearray(16 << 30)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_sweep_survives_its_trials(ray_session, tmp_path: Path) -> None:
     """One runs out of memory, one hangs, the worker of one is killed: their reasons are kept, the right one wins."""
@@ -106,6 +107,7 @@ def killed_late(state: dict[str, Any], given: dict[str, Any], steps: int, keep: 
     return steady(state, given, steps, keep, record)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_rank_lost_while_the_winner_is_compared(ray_session, tmp_path: Path) -> None:
     """Once is made good; twice ends it in one line, and the same study goes on from there."""
@@ -150,6 +152,7 @@ def roomy(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, r
     return Turn([0.5 if fast else 4.0 if slow else 2.0] * steps, peak=(3 if fast else 1 if slow else 4) << 30)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_memory_may_be_an_objective_too(ray_session, tmp_path: Path) -> None:
     """The best is the fastest; what needs less is told beside it, and is not stopped for being slow."""
@@ -168,6 +171,7 @@ def test_memory_may_be_an_objective_too(ray_session, tmp_path: Path) -> None:
         FoldTuner(recipe(tmp_path, sampler="random", trials=50), tmp_path, measure_turn=roomy).fit()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_tuner_that_slept_too_long_goes_on(ray_session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others gave its row back meanwhile: what it measured is dropped, and the study ends well."""
@@ -189,6 +193,7 @@ def test_a_tuner_that_slept_too_long_goes_on(ray_session, tmp_path: Path, monkey
     assert len(outcome.trials) == 4
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_luck_does_not_win(ray_session, tmp_path: Path) -> None:
     outcome = FoldTuner(recipe(tmp_path, sampler="random", trials=4), tmp_path, measure_turn=lucky).fit()
@@ -197,6 +202,7 @@ def test_luck_does_not_win(ray_session, tmp_path: Path) -> None:
     assert outcome.recipe == recipe(tmp_path, sampler="random", trials=4)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_from_tune_to_train(ray_session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """The command, with real steps; its best recipe trains."""

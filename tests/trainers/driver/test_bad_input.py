@@ -356,6 +356,7 @@ def moved(finished: Path, to: Path) -> Path:
     return Path(shutil.copytree(finished, to / finished.name))
 
 
+@pytest.mark.nightly
 def test_damage_that_workers_find(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Path, capfd) -> None:
     """It is told in one line, and no other attempt is made."""
     monkeypatch.chdir(place)

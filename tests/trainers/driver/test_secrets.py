@@ -147,6 +147,7 @@ def test_a_job_is_not_sent_with_a_password(place: Path, capfd: pytest.CaptureFix
     assert line.count("\n") == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_training_leaves_no_password_anywhere(
     ray_session: None, place: Path, tracked: str, capfd: pytest.CaptureFixture[str]

@@ -175,6 +175,7 @@ def _kill_rank_1_after(trainer: FoldTrainer, step: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_loads_under_another_fold_and_engine(
     engine: dict, whole: FoldTrainer, stopped: FoldTrainer, storage: Path
 ) -> None:
@@ -185,6 +186,7 @@ def test_a_checkpoint_loads_under_another_fold_and_engine(
     assert losses(second) == pytest.approx(losses(whole)[: STOP + 15], rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_a_new_run_begins_where_a_damaged_one_was_whole(
     engine: dict, whole: FoldTrainer, stopped: FoldTrainer, storage: Path
 ) -> None:
@@ -228,6 +230,7 @@ def test_a_run_stopped_before_its_first_checkpoint_begins_again_where_it_began(s
     assert (told.value.field, told.value.value) == ("from", origin)
 
 
+@pytest.mark.nightly
 def test_rays_own_configurations_are_taken(storage: Path) -> None:
     trainer = FoldTrainer(
         recipe(storage, training={"steps": 2}, fold={"ep": 1}),

@@ -30,6 +30,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "recipe.yaml"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) -> None:
     asked = ["--schedule", "sequential", "--schedule", "one_a_one_m-even:2", "--schedule", "stream:4:1"]

@@ -154,6 +154,7 @@ def test_what_is_left_open_needs_a_search(recipe: Recipe) -> None:
         FoldTrainer(Recipe.parse({**recipe.model_dump(), "schedule": schedule}))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_what_is_found_while_training_changes_nothing(ray_session, recipe: Recipe) -> None:
     trainer = FoldTrainer(recipe, search=OnlineSearch)
