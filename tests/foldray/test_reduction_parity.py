@@ -59,7 +59,7 @@ def trained(rank: int, recipes: list[Recipe], steps: int) -> list[dict[str, Any]
     return found
 
 
-_PARTS = 9  # of all ways to reduce, one part with one optimizer in a normal run, another one for each fold and stage
+_PARTS = 7  # of all ways to reduce, one part with one optimizer in a normal run, another one for each fold and stage
 
 
 @pytest.mark.parametrize(("part", "world", "fold", "zero"), rotated(_PARTS, range(_PARTS), FOLDS, [0, 1, 2]), ids=str)

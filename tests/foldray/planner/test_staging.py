@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import pytest
 
+from foldray.blueprint import BlockSpec
 from foldray.planner.staging import make_stagings
+from tests.foldray.blocks import DENSE, MOE
 
 
 @pytest.mark.parametrize(
-    ("kinds", "pp", "micro_batches", "legal", "leanest"),
+    ("blocks", "pp", "micro_batches", "legal", "leanest"),
     [
-        (["moe"] * 8, 1, 4, [1], [1]),
-        (["moe"] * 8, 2, 4, [1, 2, 4], [1]),
-        (["moe"] * 8, 2, 3, [1], [1]),  # no full rounds
-        (["moe"] * 7, 2, 4, [1], [1]),  # stages of two lengths
-        (["dense", *["moe"] * 7], 2, 4, [1, 2, 4], [1]),
-        (["dense", "moe"] * 2, 2, 4, [1, 2], [1, 2]),  # interleaved, a position has dense blocks alone
+        ([MOE] * 8, 1, 4, [1], [1]),
+        ([MOE] * 8, 2, 4, [1, 2, 4], [1]),
+        ([MOE] * 8, 2, 3, [1], [1]),  # no full rounds
+        ([MOE] * 7, 2, 4, [1], [1]),  # stages of two lengths
+        ([DENSE, *[MOE] * 7], 2, 4, [1, 2, 4], [1]),
+        ([DENSE, MOE] * 2, 2, 4, [1, 2], [1, 2]),  # interleaved, a position has dense blocks alone
     ],
 )
-def test_stagings(kinds: list[str], pp: int, micro_batches: int, legal: list[int], leanest: list[int]) -> None:
-    found = make_stagings(kinds, pp, micro_batches)
+def test_stagings(blocks: list[BlockSpec], pp: int, micro_batches: int, legal: list[int], leanest: list[int]) -> None:
+    found = make_stagings(blocks, pp, micro_batches)
     assert [each.virtual_stages for each in found.all] == legal
     assert [each.virtual_stages for each in found.leanest] == leanest
-    assert found.first_blocks == len(kinds) // pp // legal[-1]
+    assert found.first_blocks == len(blocks) // pp // legal[-1]
     for each in found.all:
-        blocks = [count for content in each.layout.contents_at for _, count in content.blocks]
-        assert sum(blocks) == len(kinds)
+        counts = [count for content in each.layout.contents_at for _, count in content.blocks]
+        assert sum(counts) == len(blocks)
         assert each.layout.contents_at in found.contents_at

@@ -155,7 +155,7 @@ def test_attention_and_experts_apart_run_as_on_the_plain_clock() -> None:
 
 @pytest.mark.parametrize("lane", ["link", "other"])
 def test_what_is_posted_ahead_of_what_it_carries_waits_for_it(lane: str) -> None:
-    graph = StepGraph((("moe",),), Slicing((8,), (4, 4)), ragged=False)
+    graph = StepGraph(((MOE,),), Slicing((8,), (4, 4)), ragged=False)
     (order,) = step_schedule(graph, Overlap("moe_only"))
     ahead = [op for op in order if op.kind == "dispatch" and op.direction == "F"]
     schedule = ((*ahead, *(op for op in order if op not in ahead)),)
