@@ -25,7 +25,7 @@ tracking: {uri: "http://127.0.0.1:9"}
         ("tune.study=../../etc", "foldray: tune.study=../../etc: "),
         (
             "tune.storage=postgresql://***@host/db",
-            "foldray: tune.storage=postgresql://***@host/db: stands here without its secret",
+            "foldray: tune.storage=postgresql://***@host/db: lacks its secret",
         ),
         ("tune.learn=nowhere/learnt.yaml", "foldray: tune.learn=nowhere/learnt.yaml: is in a folder that does not exist"),
         ("tune.trials=3", "foldray: tracking.uri=http://127.0.0.1:9: "),
