@@ -97,7 +97,7 @@ class Attention(nn.Module):
 def whole_attention(q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Tensor, sight: Sight) -> torch.Tensor:
     """Attention of whole sequences that one rank holds: [B, N, S, V]. A run of queries meets only the keys that it may see."""
     outs, grouped = [], q_BNSD.shape[1] != k_BGSD.shape[1]
-    for queries, keys, mask in sight.blocks():
+    for queries, keys, mask in sight.blocks:
         given, causal = (mask, False) if isinstance(mask, torch.Tensor) else (None, mask == "causal")
         q, k, v = (x[:, :, run.start : run.stop] for x, run in ((q_BNSD, queries), (k_BGSD, keys), (v_BGSV, keys)))
         outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=given, is_causal=causal, enable_gqa=grouped))

@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
     Args:
         keys: where they lie among the keys at hand.
-        mask: who of the queries sees whom of them.
+        mask: which of these keys each query sees.
     """
 
     keys: slice
@@ -82,7 +82,11 @@ class Sight:
         return [list(self.meet(queries, (range(queries.start), queries))) for queries in self.own]
 
     def meet(self, queries: range, runs: Sequence[range]) -> Iterator[Part]:
-        """What these queries see of runs of keys, in ascending order, that lie one behind another in one block."""
+        """Yield the parts that these queries see.
+
+        Args:
+            runs: positions of the keys, run by run in ascending order; the block holds the runs one behind another.
+        """
         seen: list[tuple[range, int]] = []  # runs before the queries, from the first one that is met; where they lie
         last = place = 0
         here: int | None = None
@@ -103,7 +107,7 @@ class Sight:
             yield Part(slice(here, here + len(queries)), self.mask(queries, [queries]))
 
     def mask(self, queries: range, runs: Sequence[range]) -> Mask:
-        """Who of the queries sees whom of the keys in these runs; the last run may be the queries themselves."""
+        """Return which keys of these runs each query sees. The last run may be the queries themselves."""
         causal = runs[-1].stop > queries.start
         windowed = self.window.begin(queries[-1]) > runs[0].start
         several = not self._one_document([queries, *runs])
@@ -117,15 +121,21 @@ class Sight:
             seen_B1ST = same_B1ST if seen_B1ST is None else same_B1ST & seen_B1ST
         return seen_B1ST
 
-    def blocks(self) -> Iterator[tuple[range, range, Mask]]:
-        """A whole sequence's queries in runs, each with all keys that it may see: one run, unless most keys are out of sight."""
+    @cached_property
+    def blocks(self) -> list[tuple[range, range, Mask]]:
+        """The queries of a whole sequence in runs, each with all keys that it may see. All layers share the masks.
+
+        There is one run, unless most keys are out of sight.
+        """
         widest = max(query + 1 - self.window.begin(query) for query in range(self.length)) if self.window.first else self.length
         size = max(widest, _SHORTEST_RUN) if 2 * max(widest, _SHORTEST_RUN) < self.length else self.length
+        blocks = []
         for start in range(0, self.length, size):
             queries = range(start, min(start + size, self.length))
             keys = range(self.window.begin(start), queries.stop)
             before = [range(keys.start, start)] if keys.start < start else []
-            yield queries, keys, self.mask(queries, [*before, queries])
+            blocks.append((queries, keys, self.mask(queries, [*before, queries])))
+        return blocks
 
     def _positions(self, queries: range, runs: Sequence[range]) -> Tensor:
         """Keys within the window and not later than the query, bool [1, 1, S, T]."""
