@@ -1,7 +1,7 @@
 """Communication between ranks. No other floor makes process groups or calls collectives."""
 
 from foldray.comm.communicator import Communicator, Count, Pending, Traffic
-from foldray.comm.exchange import exchange, gather_rows, gather_sequence, scatter_rows, scatter_sequence
+from foldray.comm.exchange import gather_rows, gather_sequence, mirrored, scatter_rows, scatter_sequence
 from foldray.comm.groups import TRAFFIC, Groups, host_group
 from foldray.comm.probe import UnsupportedBackend, probe
 
@@ -13,10 +13,10 @@ __all__ = [
     "Pending",
     "Traffic",
     "UnsupportedBackend",
-    "exchange",
     "gather_rows",
     "gather_sequence",
     "host_group",
+    "mirrored",
     "probe",
     "scatter_rows",
     "scatter_sequence",

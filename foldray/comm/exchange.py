@@ -2,7 +2,7 @@
 
 | function | forward | gradient |
 |---|---|---|
-| `exchange` | all-to-all-v | all-to-all-v back |
+| `mirrored` | any exchange | the exchange that brings it back |
 | `gather_rows` | all-gather-v | reduce-scatter-v |
 | `scatter_rows` | reduce-scatter-v | all-gather-v |
 | `gather_sequence` | all-gather along the sequence | reduce-scatter |
@@ -20,15 +20,9 @@ from torch import Tensor
 from foldray.comm.communicator import Communicator
 
 
-def exchange(x_NH: Tensor, communicator: Communicator, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-    """Exchange rows with every member, as `Communicator.all_to_all` does: [Σ sent, H] → [Σ received, H]."""
-    if communicator.size == 1:
-        return x_NH
-    return _Mirrored.apply(
-        x_NH,
-        lambda x: communicator.all_to_all(x, received, sent),
-        lambda grad: communicator.all_to_all(grad, sent, received),
-    )
+def mirrored(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    """Send a tensor one way, and its gradient the other way."""
+    return _Mirrored.apply(x, there, back)
 
 
 def gather_rows(x_NH: Tensor, communicator: Communicator, rows: Sequence[int]) -> Tensor:

@@ -23,9 +23,11 @@ from typing import Any, Protocol
 
 import torch
 
-from foldray.comm import Pending
+from foldray.comm import Pending, mirrored
 from foldray.moe.balance import Balance, Tally
 from foldray.moe.router import Router, Routing
+
+Expert = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,10 @@ class Layer(Protocol):
     @property
     def router(self) -> Router: ...
 
+    @property
+    def shared(self) -> Expert | None:
+        """The expert that every token goes to: [B, s, H] → [B, s, H]."""
+
     def route(self, h_TH: torch.Tensor, sequences: int, length: int | None = None, before: Tally | None = None) -> Routing:
         """The experts of each token of a piece (`Router.forward`)."""
 
@@ -137,32 +143,27 @@ def run_layer(layer: Layer, h_BSH: torch.Tensor) -> tuple[torch.Tensor, Balance]
     y_NH = layer.run_experts(dispatch(exchange, rows_NH, sent, received), received)
     y_NH = combine(exchange, y_NH, sent, received)
     y_TH = layer.combine_postprocess(y_NH, sent, routing.weight_TK)
-    return y_TH.to(h_BSH.dtype).view_as(h_BSH), routing.tally.balance(layer.router.sequences, h_BSH.shape[1])
+    y_BSH = y_TH.to(h_BSH.dtype).view_as(h_BSH)
+    y_BSH = y_BSH if layer.shared is None else y_BSH + layer.shared(h_BSH)
+    return y_BSH, routing.tally.balance(layer.router.sequences, h_BSH.shape[1])
 
 
 def dispatch(exchange: Exchange, rows_NH: torch.Tensor, sent: Sent, received: Received) -> torch.Tensor:
-    """Rows to the owners of their experts, and their gradient back."""
-    return _Travel.apply(rows_NH, exchange.start_out, exchange.start_back, sent, received)
+    """Send rows to the owners of their experts, and their gradient back."""
+    return mirrored(
+        rows_NH,
+        lambda rows_NH: exchange.start_out(rows_NH, sent, received).wait()[0],
+        lambda gradient_NH: exchange.start_back(gradient_NH, sent, received).wait()[0],
+    )
 
 
 def combine(exchange: Exchange, y_NH: torch.Tensor, sent: Sent, received: Received) -> torch.Tensor:
-    """Results to the owners of their tokens, and their gradient back."""
-    return _Travel.apply(y_NH, exchange.start_back, exchange.start_out, sent, received)
-
-
-class _Travel(torch.autograd.Function):
-    """Rows one way; their gradient the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_NH: torch.Tensor, there: Any, back: Any, sent: Sent, received: Received) -> torch.Tensor:
-        ctx.back, ctx.sides = back, (sent, received)
-        (arrived_NH,) = there(rows_NH, sent, received).wait()
-        return arrived_NH.view_as(arrived_NH)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (gradient_NH,) = ctx.back(gradients[0], *ctx.sides).wait()
-        return gradient_NH, None, None, None, None
+    """Send results to the owners of their tokens, and their gradient back."""
+    return mirrored(
+        y_NH,
+        lambda y_NH: exchange.start_back(y_NH, sent, received).wait()[0],
+        lambda gradient_NH: exchange.start_out(gradient_NH, sent, received).wait()[0],
+    )
 
 
 class PlainExchange:
@@ -188,10 +189,11 @@ class PlainLayer:
 
     Args:
         experts: [n, H] → [n, H], one for each global expert.
+        shared: [B, s, H] → [B, s, H].
     """
 
-    def __init__(self, router: Router, experts: Sequence[Callable[[torch.Tensor], torch.Tensor]]):
-        self.exchange, self.router, self.experts = PlainExchange(), router, experts
+    def __init__(self, router: Router, experts: Sequence[Expert], shared: Expert | None = None):
+        self.exchange, self.router, self.experts, self.shared = PlainExchange(), router, experts, shared
 
     def route(self, h_TH: torch.Tensor, sequences: int, length: int | None = None, before: Tally | None = None) -> Routing:
         return self.router(h_TH, sequences, length, before)

@@ -52,8 +52,7 @@ class MoELayer(nn.Module):
 
     def forward(self, h_BSH: torch.Tensor) -> tuple[torch.Tensor, Balance]:
         """All stages one after another in one autograd graph: what every schedule must equal."""
-        y_BSH, balance = run_layer(self, h_BSH)
-        return y_BSH if self.shared is None else y_BSH + self.shared(h_BSH), balance
+        return run_layer(self, h_BSH)
 
     def route(self, h_TH: torch.Tensor, sequences: int, length: int | None = None, before: Tally | None = None) -> Routing:
         return self.router(h_TH, sequences, length, before)

@@ -126,7 +126,7 @@ class MicroBatch:
             h_TH = h_BsH.flatten(0, 1)
             routing = layer.route(h_TH, len(h_BsH), length, before)
             rows_NH, sent = layer.dispatch_preprocess(h_TH, routing)
-            shared = [] if block.moe.shared is None else [block.moe.shared(h_BsH)]
+            shared = [] if layer.shared is None else [layer.shared(h_BsH)]
             tally = routing.tally
             return Computed([rows_NH, routing.weight_TK, tally.score_BE, tally.z, *shared], (sent, tally.detach()))
 
@@ -138,7 +138,7 @@ class MicroBatch:
             self._received[part] = layer.exchange.equal_counts(sent)
         self._tallies[op.layer] = tally if before is None else before + tally
         if op.part == self.graph.slicing.degree - 1:
-            self._balances[op.layer] = self._tallies.pop(op.layer).balance(block.moe.router.sequences, length)
+            self._balances[op.layer] = self._tallies.pop(op.layer).balance(layer.router.sequences, length)
             self.losses = add_losses(self.losses, self.model.router_losses(op.layer, self._balances[op.layer]))
 
     def counts_forward(self, op: Op) -> None:

@@ -2,7 +2,7 @@
 
 from foldray.timeline.choice import best_overlaps, settle
 from foldray.timeline.perfetto import perfetto
-from foldray.timeline.recorded import Recording, op_costs, recorded_cost, replay, slice_timings
+from foldray.timeline.recorded import Recording, op_costs, replay, slice_timings
 from foldray.timeline.simulator import Simulation, simulate
 from foldray.timeline.text import draw_text
 from foldray.timeline.usage import Usage, held_up, length, merged, overlaps, queued, usage
@@ -20,7 +20,6 @@ __all__ = [
     "overlaps",
     "perfetto",
     "queued",
-    "recorded_cost",
     "replay",
     "settle",
     "simulate",

@@ -15,9 +15,9 @@ from foldray.comm import (
     Count,
     Groups,
     Traffic,
-    exchange,
     gather_rows,
     gather_sequence,
+    mirrored,
     scatter_rows,
     scatter_sequence,
 )
@@ -117,7 +117,8 @@ def _mirrored(rank: int, fold: Fold) -> None:
     first = sum(rows[:me])
 
     received, sent = [crossing(i, me) for i in range(n)], [crossing(me, j) for j in range(n)]
-    y, gradient = with_gradient(lambda x: exchange(x, line, received, sent), data(rank, 1, sum(sent), H), 2, rank)
+    both_ways = (lambda x: line.all_to_all(x, received, sent)), (lambda x: line.all_to_all(x, sent, received))
+    y, gradient = with_gradient(lambda x: mirrored(x, *both_ways), data(rank, 1, sum(sent), H), 2, rank)
     back = []
     for j, r in enumerate(members):  # what was sent to member j lies behind what those before this one sent to it
         upstream = data(r, 2, sum(crossing(i, j) for i in range(n)), H)
@@ -232,7 +233,7 @@ def _is_alone(line: Communicator) -> None:
     x = torch.randn(2, 4, 3)
     assert line.all_reduce(x) is line.all_gather(x) is line.reduce_scatter(x) is line.all_to_all(x, [2], [2]) is x
     assert line.shift([x]).wait() == (x,)
-    assert exchange(x, line, [2], [2]) is gather_sequence(x, line) is scatter_sequence(x, line) is x
+    assert gather_sequence(x, line) is scatter_sequence(x, line) is x
     assert gather_rows(x, line, [2]) is scatter_rows(x, line, [2]) is x
     assert line.traffic.counts == {}
 

@@ -28,7 +28,7 @@ def plain(made: MoELayer) -> PlainLayer:
     def expert(number: int, x_nH: torch.Tensor) -> torch.Tensor:
         return reference_ffn(x_nH, made.experts.up[number], made.experts.down[number], made.experts.share.ffn)
 
-    return PlainLayer(made.router, [partial(expert, number) for number in made.experts.ids])
+    return PlainLayer(made.router, [partial(expert, number) for number in made.experts.ids], made.shared)
 
 
 @pytest.mark.parametrize("router", ROUTERS)
