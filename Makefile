@@ -5,6 +5,7 @@ VENV ?= .venv
 PYTHON ?= python3
 
 BIN := $(VENV)/bin
+PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadgroup
 STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -28,10 +29,10 @@ quickstart: setup ## train a small MoE model on two workers of this machine
 	$(BIN)/python -m foldray train recipes/quickstart.yaml
 
 test: setup ## run the tests, the ground floors first; stops after three failures
-	$(BIN)/python -m pytest --maxfail 3
+	$(BIN)/python -m pytest $(PARALLEL) --maxfail 3
 
 nightly: setup ## run the long tests, which `make test` leaves out; SHARE=I/N runs one in N of them
-	$(BIN)/python -m pytest -m nightly $(if $(SHARE),--share $(SHARE))
+	$(BIN)/python -m pytest $(PARALLEL) -m nightly $(if $(SHARE),--share $(SHARE))
 
 lint: setup ## run ruff and mypy
 	$(BIN)/ruff check

@@ -18,19 +18,27 @@ _FLOORS = (
     "tuners", "lab",
 )  # fmt: skip
 
+# A second Ray cluster would be found by the first one's commands, and hosts in namespaces are there once. So these tests run one
+# after another.
+_WITH_RAY = ("tests/trainers", "tests/tuners", "tests/lab")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", metavar="I/N", help="run every N-th of the tests, chosen by name; I is from 0 to N − 1")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort tests by floors. With --share, keep only that share of them."""
+    """Sort tests by floors. With --share, keep only that share of them. With several processes, Ray belongs to one of them."""
     if share := config.getoption("--share"):
         number, shares = map(int, share.split("/"))
         chosen = [item for item in items if zlib.crc32(item.nodeid.encode()) % shares == number % shares]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
     items.sort(key=lambda item: _floor(item.nodeid))
+    for item in items:
+        if item.nodeid.startswith(_WITH_RAY):
+            item.add_marker(pytest.mark.xdist_group("ray"))
 
 
 def _floor(name: str) -> int:

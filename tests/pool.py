@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -13,9 +12,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore
+
 # Ranks are forks of a process that has imported the slow modules, but has no threads and no process groups.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed", "trainers.worker.deepspeed_engine", "tests.foldray.parity"])
+_CONTEXT.set_forkserver_preload(["tests.preload"])
 
 # Process groups have threads. A group in a reference cycle lives until garbage collection.
 _MANY_THREADS = 30
@@ -30,6 +31,7 @@ class RankPool:
 
     def __init__(self, world: int):
         self.world = world
+        self._store: TCPStore | None = None
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -63,10 +65,11 @@ class RankPool:
         self._processes, self._connections = [], []
 
     def _start(self) -> None:
-        store = os.path.join(tempfile.mkdtemp(prefix="foldray-ranks-"), "store")
+        # Not a file: ranks that make process groups would poll it, which takes a third of the time of a test.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world):
             ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(rank, self.world, store, theirs), daemon=True)
+            process = _CONTEXT.Process(target=_serve, args=(rank, self.world, self._store.port, theirs), daemon=True)
             process.start()
             self._connections.append(ours)
             self._processes.append(process)
@@ -93,13 +96,13 @@ class RankPools:
             pool.close()
 
 
-def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, world: int, port: int, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    dist.init_process_group("gloo", store=TCPStore("127.0.0.1", port, is_master=False), rank=rank, world_size=world)
     while True:
         try:
             case, arguments = connection.recv()
