@@ -1,4 +1,7 @@
-"""foldray: Mixture-of-Experts training whose communication is hidden. This floor is the engine; it needs torch alone."""
+"""foldray: Mixture-of-Experts training that hides its communication behind computation.
+
+This package is the engine. It needs torch, numpy, scipy, pydantic and PyYAML.
+"""
 
 from foldray.errors import MissingPackage, UserError
 from foldray.fold import Fold

@@ -16,8 +16,8 @@ class Activation(NamedTuple):
 
     Args:
         name: the name in recipes.
-        gated: whether the first product has two halves, a gate and values. Without a gate it has values only.
-        kernel: a `foldray.kernels.activations.Kernel`, or a function of the first product, as `module:NAME`.
+        gated: whether the first product has two halves, a gate and values. Without a gate, it has values only.
+        kernel: `module:NAME` of a `foldray.kernels.activations.Kernel`, or of a plain function of the first product.
     """
 
     name: str
@@ -43,6 +43,6 @@ def find_activation(name: str) -> Activation:
     """Return a row by its name, or by `module:NAME`.
 
     Raises:
-        UserError: no such row exists.
+        UserError: the table has no row of this name, or `module:NAME` cannot be imported or is not an `Activation`.
     """
     return find_row("model.ffn", ACTIVATIONS, Activation, name)

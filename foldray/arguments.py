@@ -1,4 +1,4 @@
-"""The arguments of every command, with their help. A mistake is reported in one line."""
+"""The arguments of every command, with their help texts. The parser reports a mistake in one line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ORDERS = ("tp-cp-dp-pp", "etp-ep-edp-pp")  # legal for all sizes
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises mistakes as UserErrors, which name the legal values."""
+    """An argument parser that raises a UserError for a mistake, with the legal values if it can list them."""
 
     _given: Sequence[str] = ()
 
@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
         self._given = args or ()
         given, rest = super().parse_known_args(args, namespace)
         if hasattr(given, "overrides"):
-            # argparse fills a "*" argument from one place only, and returns the words behind an option as unknown.
+            # argparse fills a "*" argument from one place only. It returns the words behind an option as unknown arguments.
             given.overrides = given.overrides + [text for text in rest if not text.startswith("-")]
             rest = [text for text in rest if text.startswith("-")]
         if rest:
@@ -48,14 +48,14 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the line breaks of the list of keys, and does not break values such as tp-cp-dp-pp."""
+    """A help formatter that keeps the line breaks of the list of keys and does not break values such as tp-cp-dp-pp."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line; `command` is the name of the command."""
+    """Return the parser of the whole command line. Its argument `command` is the name of the command."""
     parser = Parser(
         prog="foldray",
         description="Trains Mixture-of-Experts language models on Ray clusters and hides their communication. "
@@ -184,10 +184,10 @@ def _add(commands: Any, name: str, meaning: str, epilog: str | None = None) -> a
 
 
 def _add_recipe(command: argparse.ArgumentParser, joins: bool = False) -> None:
-    """The recipe and changes to it.
+    """Add the arguments for a recipe and for changes to the recipe.
 
     Args:
-        joins: whether the command joins a Ray cluster, so that it takes the cluster's address.
+        joins: whether the command joins a Ray cluster. Then it also takes the cluster's address.
     """
     command.add_argument("recipe", metavar="RECIPE", help="YAML file; docs/recipe.md describes its keys")
     command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="changes to the recipe, such as fold.ep=4")

@@ -1,4 +1,4 @@
-"""The command line: it parses the arguments. A command imports the upper floor that it needs inside its function."""
+"""The command line. Each command imports the upper floor that it needs inside its function."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from foldray.fold import Fold, Placement, best_order, nearest_disjoint, nearest_
 from foldray.recipe import Recipe
 from foldray.schedule import SliceCost, Slicing, slice_sequence
 
-_MOST_RANKS = 2**17  # `explain` shows no more: tables of more ranks take minutes and gigabytes
+_MOST_RANKS = 2**17  # limit of `explain` and `plan`: tables of more ranks take minutes and gigabytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; 0 on success, 1 on a failure, 2 on a user's mistake (one line on stderr)."""
+    """Run a command and return its exit code.
+
+    The code is 0 on success, 1 on a failure, 2 on a user's mistake (reported in one line on stderr) and 130 on Ctrl-C.
+    """
     try:
         given = make_parser().parse_args(sys.argv[1:] if arguments is None else arguments)
         return _COMMANDS[given.command](given)
@@ -41,7 +44,7 @@ def train(given: argparse.Namespace) -> int:
 
 
 def _search(recipe: Recipe) -> Any:
-    """The search for the values that a recipe leaves open; None if it leaves none open."""
+    """Return the search for the values that a recipe leaves open, or None if the recipe leaves none open."""
     if not recipe.schedule.opened:
         return None
     from tuners import OnlineSearch
@@ -141,7 +144,7 @@ def plan(given: argparse.Namespace) -> int:
 
 
 def _fit(given: argparse.Namespace, machines: Any) -> int:
-    """Fit the constants to published rows. Print the errors on these rows, and on each row by the others' constants."""
+    """Fit the constants to published rows. Print the errors, and the error of each row by constants fitted to the others."""
     from foldray.planner import report, score
 
     rows = score.read_rows(given.fit)
@@ -156,7 +159,11 @@ def _fit(given: argparse.Namespace, machines: Any) -> int:
 
 
 def _space(given: argparse.Namespace, machines: Any) -> Any:
-    """The space that `foldray plan` searches."""
+    """Return the space that `foldray plan` searches.
+
+    Raises:
+        UserError: a required option is missing, or an option has an illegal value.
+    """
     from foldray.blueprint import ModelSpec
     from foldray.planner.candidate import Job
     from foldray.planner.space import Space
@@ -172,7 +179,7 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
 
 
 def _check_range(given: argparse.Namespace, **most: int) -> None:
-    """Refuse sizes beyond these limits; they would exhaust the machine before another check could refuse them."""
+    """Raise a UserError for a size outside 1 … limit. Larger sizes would exhaust the machine before another check."""
     for name, limit in most.items():
         value = getattr(given, name)
         if value is not None and not 1 <= value <= limit:
@@ -197,7 +204,7 @@ def slice_(given: argparse.Namespace) -> int:
 
 
 def _slices(slicing: Slicing, cost: SliceCost) -> str:
-    """A table with the length of each slice and its share of attention's cost."""
+    """Return a table with the length of each slice and its share of attention's cost."""
     costs = cost.slices(slicing.attention)
     lines = [f"{slicing.length} tokens, degree {slicing.degree}", "", f"{'':>6}{'slice':>10}{'cost':>9}   {'micro-batch':>11}"]
     for number, (tokens, seconds, rows) in enumerate(zip(slicing.attention, costs, slicing.moe, strict=True)):
@@ -208,7 +215,7 @@ def _slices(slicing: Slicing, cost: SliceCost) -> str:
 
 
 def _legal_fold(given: argparse.Namespace) -> Fold:
-    """The fold that the user asked for.
+    """Return the fold that the user asked for.
 
     Raises:
         UserError: the fold is illegal; the message names the nearest legal folds.
@@ -242,10 +249,11 @@ def _fold_picture(fold: Fold, ranks_per_node: int | None, path: Path) -> None:
 
 
 def _draw_into(path: str, draw: Callable[[Path], None]) -> None:
-    """Write a PNG.
+    """Write a PNG with `draw`.
 
     Raises:
-        UserError: the name or the folder is wrong, or matplotlib is not installed.
+        UserError: the name does not end in .png, or the file cannot be written.
+        MissingPackage: matplotlib is not installed.
     """
     if Path(path).suffix.lower() != ".png":
         raise UserError("picture", path, "is written as PNG: the name must end in .png")
@@ -271,7 +279,7 @@ def _print(document: Any) -> None:
 def _say(text: str) -> None:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # the reader stopped, as `| head` does; without this, Python complains once more as it exits
+    except BrokenPipeError:  # the reader stopped, as `| head` does; without dup2, Python reports the error again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -10,7 +10,7 @@ from foldray.fold.fold import FAMILIES, Fold
 from foldray.fold.grid import Grid, listed
 from foldray.fold.placement import Placement
 
-_ALL_RANKS, _ROWS = 64, 8  # a fold of more ranks than this is drawn as the first rows of its first stage
+_ALL_RANKS, _ROWS = 64, 8  # a fold of more than 64 ranks is drawn as the first 8 rows of its first stage
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,13 @@ class Table:
     """The layout of one pipeline stage of one grid: labelled rows of boxes, with names over the boxes and over their cells.
 
     A cell is a rank. A box is a group of the fastest axis that has more than one rank. Boxes in one row differ in the next
-    axis, and rows differ in the other axes. Groups that are too long for a row continue in the next row. A column has a name
-    if it means the same in every row.
+    axis, and rows differ in the other axes. Groups that are too long for a row continue in the next row. Columns have names
+    if they mean the same in every row.
+
+    Args:
+        box_names: names over the boxes; empty if the boxes have no names.
+        cell_names: names over the cells of each box; empty if the cells have no names.
+        rows: the label of each row and its boxes, each a tuple of ranks.
     """
 
     box_names: tuple[str, ...]
@@ -46,10 +51,10 @@ class Table:
 
 
 def draw(fold: Fold, ranks_per_node: int | None = None) -> str:
-    """Draw attention's grid on the left and the experts' grid on the right, with a block per pipeline stage.
+    """Draw attention's grid on the left and the experts' grid on the right, with one table per pipeline stage.
 
-    A `┃` marks the place where a row enters another node. A fold of more than 64 ranks is drawn as the first rows of its first
-    stage, followed by a line about the other stages.
+    A `┃` marks the place where a row enters another node. A fold of more than 64 ranks is drawn as the first rows of its
+    first stage, followed by a line about the other stages.
     """
     nodes = None if ranks_per_node is None else Placement(fold, ranks_per_node)
     complete = fold.world_size <= _ALL_RANKS

@@ -22,8 +22,8 @@ def read_text(field: str, path: str | Path) -> str:
     """Return the text of a file.
 
     Raises:
-        UserError: the file cannot be read, is too large, or is not UTF-8 text. Or it is not a regular file: reading a device
-            or a pipe might never end.
+        UserError: the file cannot be read, is too large, is not UTF-8 text, or is not a regular file (reading a device or a
+            pipe might never end).
     """
     try:
         with open(Path(path), "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
@@ -56,8 +56,8 @@ def read_yaml(text: str) -> Any:
     """Return the values of a YAML text.
 
     Raises:
-        Exception: the text is not YAML, repeats a key, holds control characters, or exceeds the bounds of this module. PyYAML
-            documents no common type for its errors. A wrong date raises ValueError, a wrong tag raises KeyError.
+        Exception: the text is not YAML, repeats a key, holds control characters, or exceeds the bounds of this module.
+            PyYAML documents no common type for its errors. A wrong date raises ValueError, a wrong tag raises KeyError.
     """
     if len(text) > _MOST_BYTES:
         raise ValueError(f"more than {_MOST_BYTES} characters")
@@ -70,7 +70,7 @@ def one_line(error: Exception) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads YAML of a bounded size, and refuses duplicate keys. PyYAML would silently take the last one."""
+    """A loader for YAML of a bounded size. It refuses duplicate keys; PyYAML would silently take the last one."""
 
     def __init__(self, text: str):
         super().__init__(text)
@@ -78,7 +78,7 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Count the nodes with all aliases followed, because merges follow aliases, and so does code that reads the values."""
+        """Count the nodes with all aliases followed: merges follow aliases, and so does the code that reads the values."""
         line, before, alias = self.peek_event().start_mark.line + 1, self._nodes, self.check_event(yaml.AliasEvent)
         self._depth += 1
         if self._depth > _DEEPEST:

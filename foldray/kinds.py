@@ -1,8 +1,8 @@
 """The table of op kinds. A step consists of ops of these kinds.
 
-An op has the name of its kind (`Op.kind`), and so do the parameters that the op computes with. A row of the table says how a kind
-is drawn, what an op of this kind works on, what it sends, and whether its forward may run again. The runtime and the planner have
-a function for each kind. A test compares their kinds with this table.
+An op has the name of its kind (`Op.kind`), and so do the parameters that the op computes with. A row of the table says how a
+kind is drawn, what an op of this kind works on, what it sends, and whether its forward may run again. The runtime and the
+planner have a function for each kind. A test compares their kinds with this table.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 
 Half = Literal["attention", "experts", "both"]
 Cut = Literal["slices", "micro_batches", "last", "sequence", "chunk"]
-"""The data that an op works on: a slice of attention, a MoE micro-batch, a piece of the last block's output, a sequence, or a
-chunk of gradients."""
+"""The data that an op works on: a slice of attention, a MoE micro-batch, a piece of the last block's output (a slice if that
+block is dense, else a MoE micro-batch), a sequence, or a chunk of gradients."""
 
 EMBED, ATTENTION, FFN, HEAD = "embed", "attention", "ffn", "head"
 ROUTE, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE = "route", "counts", "dispatch", "expert", "combine", "merge"
@@ -26,12 +26,12 @@ class OpKind(NamedTuple):
     Args:
         name: the name that ops have (`Op.kind`).
         cut: the data that an op works on.
-        letter: stands for the op in a drawing made of text.
+        letter: the letter for the op in a text drawing.
         label: the name in a legend.
         colour: the colour in a picture.
         does: what an op of this kind does, in one line.
         half: the half of a block that takes part: attention with everything dense, the experts, or both.
-        travels: the class of traffic that the op sends; None for an op that computes.
+        travels: the class of traffic that the op sends; None if the op computes.
         recomputable: whether the forward may run again before the backward.
     """
 

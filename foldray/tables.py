@@ -1,4 +1,4 @@
-"""Looks up rows of tables by name: foldray's own rows, and rows in a user's module."""
+"""Lookup of table rows by name: foldray's own rows, and rows in a user's module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def find_row(field: str, table: Mapping[str, Row], kind: type[Row], name: str) -
         kind: the type of the rows.
 
     Raises:
-        UserError: no such row exists, or `module:NAME` names an object of another type.
+        UserError: no row has this name, or `module:NAME` cannot be imported or names an object of another type.
     """
     if name in table:
         return table[name]
@@ -43,7 +43,7 @@ def imported(field: str, name: str, legal: Iterable[str] | None = None) -> Any:
     """Import the object that `module:NAME` names.
 
     Raises:
-        UserError: the import fails.
+        UserError: the import fails, or the module has no attribute NAME.
     """
     module, _, attribute = name.partition(":")
     try:
@@ -53,7 +53,7 @@ def imported(field: str, name: str, legal: Iterable[str] | None = None) -> Any:
 
 
 class Refused(ValueError):
-    """Carries a UserError through pydantic, which accepts only a ValueError from a validator."""
+    """A UserError as a ValueError, because pydantic accepts only ValueErrors from a validator."""
 
     def __init__(self, error: UserError):
         super().__init__(error.rule)

@@ -1,4 +1,4 @@
-"""Hides secrets of URLs in texts."""
+"""Functions that hide the secrets of URLs in texts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def told_without(text: str, url: str | None = None) -> str:
     """Return a text without the secrets of the URLs in it.
 
     Args:
-        url: the URL that the text is about. The text may quote any part of this URL, so every word of the text that occurs in
-            the URL's secret is hidden, too.
+        url: the URL that the text is about. The text may quote any part of this URL, so every word of three or more
+            characters that occurs in the URL's secret is hidden, too.
     """
     if url is not None:
         plain, query = _query(url)

@@ -1,7 +1,7 @@
 """The table of attention windows. A window says how far back a query sees.
 
-`model.windows` takes names of rows. The windows `sliding` and `chunked` have a size, as in `sliding:128`. `module:NAME` names a
-row in a user's module.
+`model.windows` takes names of rows. The windows `sliding` and `chunked` have a size in tokens, as in `sliding:128`.
+`module:NAME` names a row in a user's module.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Window(NamedTuple):
 
     Args:
         name: the name in recipes.
-        first: position of a query → position of the first key that the query sees. For a later query, this position is never
-            smaller. None is the beginning of the sequence for all queries.
+        first: position of a query → position of the first key that the query sees. This position must not decrease from one
+            query to the next. With None, every query sees keys from the beginning of the sequence.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Window(NamedTuple):
         return 0 if self.first is None else self.first(query)
 
     def pairs(self, queries: range) -> int:
-        """Count the pairs of a query and a key that it sees, over neighbouring queries."""
+        """Return the number of pairs of a query and a key that the query sees, over a range of queries."""
         if self.first is None:
             return (queries.start + 1 + queries.stop) * len(queries) // 2
         return sum(query - self.first(query) + 1 for query in queries)
@@ -50,8 +50,8 @@ def _chunked(size: int) -> Window:
 
 FULL = Window("full")
 SIZED: Mapping[str, Callable[[int], Window]] = {"sliding": _sliding, "chunked": _chunked}
-"""Windows with a size. `sliding` sees the newest keys (Mistral 7B, arXiv:2310.06825, section 2). `chunked` sees the keys of the
-query's own chunk."""
+"""Windows with a size. With `sliding`, a query sees the newest keys (Mistral 7B, arXiv:2310.06825, section 2). With
+`chunked`, it sees the keys of its own chunk."""
 LEGAL = (FULL.name, *(f"{name}:TOKENS" for name in SIZED), OWN)
 
 
@@ -60,7 +60,7 @@ def find_window(name: str) -> Window:
     """Return a row by its name, or by `module:NAME`.
 
     Raises:
-        UserError: no such row exists, or its size is out of bounds.
+        UserError: no row has this name, or the size is out of bounds.
     """
     sized = re.fullmatch(r"([a-z]+):(\d{1,9})", name)
     if sized and sized[1] in SIZED:

@@ -1,1 +1,1 @@
-"""What a step will take, before it is run. No torch."""
+"""The planner: it predicts time and memory of a step before the step runs. It does not need torch."""

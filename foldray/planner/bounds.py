@@ -1,4 +1,4 @@
-"""Lower bounds of a step's time, from what its ops compute and send, without a clock."""
+"""Lower bounds of a step's time, from the seconds that its ops compute and send, without a simulation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ def _ops(block: BlockSpec) -> tuple[str, ...]:
 
 
 def ops_of_pass(block: BlockSpec, back: bool, pieces: Pieces) -> list[tuple[str, bool]]:
-    """The kinds of ops of one pass of a block, each with whether it is a backward op; recomputed ones are forward ops."""
+    """Return the ops of one pass of a block, as (kind, whether it is a backward op). Recomputed ops are forward ops.
+
+    Args:
+        back: whether the pass is a backward pass.
+    """
     return [(each, back) for each in _ops(block)] + [(each, False) for each in _recomputed(block, back, pieces)]
 
 
@@ -29,18 +33,18 @@ def _recomputed(block: BlockSpec, back: bool, pieces: Pieces) -> list[str]:
 
 
 def cut_of(kind: str, slicing: Slicing) -> tuple[int, ...]:
-    """Tokens of all pieces of a kind of op in a block."""
+    """Return the tokens of each piece of a kind of op in a block."""
     return slicing.attention if OP_KINDS[kind].cut == "slices" else slicing.moe
 
 
 def ends_of(content: Content, slicing: Slicing) -> list[tuple[str, tuple[int, ...]]]:
-    """The embedding and the head, as far as they are there, with the tokens of their pieces."""
+    """Return the kinds EMBED and HEAD that a content has, with the tokens of each of their pieces."""
     found = [(EMBED, slicing.attention)] if content.embedding else []
     return [*found, (HEAD, slicing.moe if content.head.moe else slicing.attention)] if content.head else found
 
 
 def pass_works(rank: RankCosts, blocks: Iterable[BlockSpec], pieces: Pieces) -> Mapping[tuple[BlockSpec, bool], PassWork]:
-    """By block and whether it is a backward pass; of these blocks at least."""
+    """Return {(block, whether it is a backward pass): its work}, for these blocks and possibly others."""
     found = rank.blocks.passes.setdefault(pieces, {})
     for block in blocks:
         if (block, False) not in found:
@@ -50,11 +54,12 @@ def pass_works(rank: RankCosts, blocks: Iterable[BlockSpec], pieces: Pieces) -> 
 
 
 def _pass_work(rank: RankCosts, block: BlockSpec, back: bool, pieces: Pieces) -> PassWork:
-    """Of one pass of a block. What computes goes one after another, and so does what travels.
+    """Return the work of one pass of a block. Ops compute one after another, and all-to-alls travel one after another.
 
-    A block in one piece is a chain, but that experts may be computed again while their gradients are on the way to them. A block
-    that drains begins with attention and routing (backward, ends with them) of a piece, which nothing travels beside. It ends
-    with a sum, and no sooner than a piece comes back from the last expert.
+    A block in one piece is a chain, except that experts may be recomputed while their gradients travel to them. For several
+    pieces, `least` is the largest of three bounds of a block that drains: all computation; all travel, with attention and
+    routing of a piece before it and a weighted sum after it; attention, routing and experts of all pieces, with one combine
+    and weighted sum after them. Backward has the reverse order and the same bounds.
     """
     own = {each: rank.totals(each, cut_of(each, pieces.slicing), back, block) for each in _ops(block)}
     again = {
@@ -74,7 +79,7 @@ def _pass_work(rank: RankCosts, block: BlockSpec, back: bool, pieces: Pieces) ->
 
 
 def stage_work(rank: RankCosts, content: Content, back: bool, pieces: Pieces) -> PassWork:
-    """Of one pass of a stage by a part of a micro-batch: its blocks, its embedding, its head."""
+    """Return the work of one pass of a stage for one part of a micro-batch: blocks, embedding and head."""
     works = pass_works(rank, [block for block, _ in content.blocks], pieces)
     computed = 0.0
     for kind, cut in ends_of(content, pieces.slicing):
@@ -89,10 +94,11 @@ def stage_work(rank: RankCosts, content: Content, back: bool, pieces: Pieces) ->
 
 
 def stage_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces) -> list[float]:
-    """Seconds that stages take at least to go forward and backward. Those of several together are no more than they are apart.
+    """Return lower bounds of the seconds of forward and backward of stages, for one micro-batch.
 
-    Where blocks drain, what each of them takes at least; else all that computes, or all that travels, if that is more. What
-    travels beside computation slows it down.
+    If blocks drain, a stage takes at least the sum of the bounds of its blocks. Otherwise it takes at least all of its
+    computation or all of its all-to-alls, whichever is longer. Hidden communication slows computation down (`crowding`). The
+    bound of several stages together is at most the sum of their bounds.
     """
     known = rank.blocks.bounds.setdefault(pieces, {})
     for content in contents:
@@ -113,16 +119,18 @@ def _stage_bound(rank: RankCosts, content: Content, pieces: Pieces) -> float:
 def step_bound(
     layout: PipelineLayout, micro_batches: int, stages: Sequence[float], behind: Sequence[float], handover: float
 ) -> float:
-    """Seconds that a step takes at least.
+    """Return a lower bound of the seconds of a step.
 
-    A position computes its stages for every micro-batch, then updates its weights. Or: before that a stage of every position
-    ahead of it goes forward, and behind it backward, until the first one updates.
+    A position computes its stages for every micro-batch, and then updates its weights. Before its first stage begins, the
+    first stage of every earlier position must go forward. After its last backward, the same stages must go backward, and the
+    first position updates its weights.
 
     Args:
-        micro_batches: of one data-parallel rank.
-        stages: seconds of every form of stage, forward and backward.
-        behind: seconds of every position behind its last backward.
-        handover: seconds from a stage to the next.
+        layout: the stages of the pipeline.
+        micro_batches: micro-batches of one data-parallel place.
+        stages: for every form of stage, seconds of forward and backward of one micro-batch.
+        behind: for every position, seconds after its last backward.
+        handover: seconds of a handover from a stage to the next.
     """
     found, ahead = 0.0, 0.0
     for after, forms in zip(behind, layout.forms_at, strict=True):
@@ -135,15 +143,17 @@ def step_bound(
 def fold_bound(
     rank: RankCosts, contents_at: Sequence[Content], stage: float, micro_batches: int, pieces: Pieces, behind: Sequence[float]
 ) -> float:
-    """Seconds that a step takes at least, however many stages a position has.
+    """Return a lower bound of the seconds of a step, for any number of stages per position.
 
     Args:
-        contents_at: of every position, all of its stages.
-        stage: seconds of a position's first stage at least, forward and backward.
+        rank: the costs of a rank.
+        contents_at: for every position, the content of all its stages together.
+        stage: lower bound of the seconds of a position's first stage, forward and backward.
         micro_batches, behind: as for `step_bound`.
+        pieces: how a rank cuts its micro-batches.
     """
     ahead = stage + 2 * rank.handover.seconds
-    places = {content: place for place, content in enumerate(contents_at)}  # of those that are alike, the last one waits longest
+    places = {content: place for place, content in enumerate(contents_at)}  # the last of equal positions waits longest
     bounds = stage_bounds(rank, list(places), pieces)
     return max(
         micro_batches * bound + max(place * ahead + behind[0], behind[place])

@@ -1,4 +1,4 @@
-"""What is planned: a model and a batch, and one way to train it on a cluster."""
+"""The candidates of a plan: a job (model and batch), and one way to train it on a cluster."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from foldray.planner.layout import PipelineLayout, make_layout
 from foldray.schedule import Chunk, Ordering, PipelineGraph, Slicing, StepGraph, cut_buffer
 
 FAMILY: Mapping[str, str] = {"dense": "dp_cp", "replicated": "tp_dp_cp", "expert": "edp"}
-"""By class of gradient: the family over whose groups it is summed."""
+"""Gradient class → the group family over which gradients of this class are summed."""
 
 
 Hiding = Literal["nothing", "within", "all"]
-"""What a schedule may hide of all-to-alls: none of them, those inside of blocks that drain, or any."""
+"""The all-to-alls that a schedule can hide: none, those within each block (blocks drain), or all."""
 
 DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
-"""By a recipe's precision: the dtype as hardware files have it."""
+"""The precision of a recipe → the name of the dtype in hardware files."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained.
+    """The model and batch to train.
 
     Args:
+        model: the model.
         seq_len: tokens of a sequence.
         global_batch: sequences of an optimizer step.
-        dtype: of activations and weights.
+        dtype: dtype of activations and weights.
     """
 
     model: ModelSpec
@@ -42,13 +43,13 @@ class Job:
 
 
 class Pieces(NamedTuple):
-    """How a rank works through its micro-batches, as far as bounds of time and its memory depend on it.
+    """The properties of an ordering that bounds of time and memory depend on.
 
     Args:
-        slicing: of the sequences as the rank has them.
-        recompute: kinds of ops that are computed again.
-        hiding: how much of what travels can be hidden.
-        batch_degree: parts of a micro-batch that go side by side.
+        slicing: how a rank's share of a sequence is cut.
+        recompute: kinds of ops whose forward runs again.
+        hiding: the all-to-alls that can be hidden.
+        batch_degree: number of parts of a micro-batch whose pieces overlap.
     """
 
     slicing: Slicing
@@ -58,7 +59,7 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of(cls, ordering: Ordering, seq_len: int, ranks: int) -> Pieces:
-        """Of an ordering, where so many ranks share a sequence of so many tokens."""
+        """Return the pieces of an ordering if `ranks` ranks share a sequence of `seq_len` tokens."""
         slicing = (ordering.slicing or Slicing((seq_len,), (seq_len,))).shared(ranks)
         return cls(slicing, ordering.recompute, _hiding(ordering), ordering.batch_degree)
 
@@ -75,11 +76,15 @@ class Candidate:
     """One way to train a job.
 
     Args:
+        job: the model and batch.
+        fold: the fold.
+        ordering: the ordering of a step.
         micro_batch: sequences of a micro-batch.
-        zero: 0 to 2 as in training; 3 keeps all weights shared out and gathers them layer by layer, in every micro-batch.
+        virtual_stages: stages per pipeline position.
+        zero: stage of ZeRO. 0 to 2 are as in training. 3 also shards the weights, and gathers them for every op.
 
     Raises:
-        UserError: the fold does not divide the model, or the batch.
+        UserError: the fold does not divide the model or the batch, or the parts do not divide the micro-batch.
     """
 
     job: Job
@@ -105,7 +110,7 @@ class Candidate:
 
     @property
     def micro_batches(self) -> int:
-        """Of one data-parallel rank in a step."""
+        """Number of micro-batches of one data-parallel place in a step."""
         return self.job.global_batch // (self.fold.dp * self.micro_batch)
 
     @cached_property
@@ -119,7 +124,7 @@ class Candidate:
 
     @property
     def pipeline(self) -> PipelineGraph:
-        """The step with stages as its smallest pieces."""
+        """The graph of the step with stages as its smallest pieces."""
         return PipelineGraph(self.fold.pp, self.micro_batches, self.virtual_stages)
 
     @cached_property
@@ -128,7 +133,7 @@ class Candidate:
 
     @cached_property
     def graph(self) -> StepGraph:
-        """The step that training would run, without its reductions."""
+        """The graph of the step that training would run, without reductions."""
         return StepGraph(
             self.stages,
             self.pieces.slicing,
@@ -141,13 +146,13 @@ class Candidate:
 
     @cached_property
     def reducing(self) -> StepGraph:
-        """The same step, with the reductions of its gradients."""
+        """The graph of the same step with the reductions of its gradients."""
         grid, fold = self.fold.attention, self.fold
         firsts = [fold.offset + place * grid.stride("pp") for place in range(fold.pp)]
         return replace(self.graph, chunks=tuple(tuple(self._chunks(rank)) for rank in firsts))
 
     def _chunks(self, rank: int) -> Iterator[Chunk]:
-        """In float32; what one rank alone has is not reduced."""
+        """Yield the chunks of a rank's float32 gradients. Gradients that only one rank holds are not reduced."""
         for name, parts in self.ownership.gradient_parts(rank).items():
             _, axes = self.fold.axes(FAMILY[name])
             if math.prod(getattr(self.fold, axis) for axis in axes) > 1:

@@ -1,9 +1,10 @@
-"""What every op of a step costs one rank: a sequence of lanes and seconds, each with a name for what it is spent on.
+"""The cost of every op of a step on one rank: a sequence of (lane, what the seconds are spent on, seconds).
 
-Counts are of one rank: n tokens of its piece of the sequences, wide = n · tp of them between TP's gather and scatter. A backward
-op multiplies twice what its forward op does (inputs and weights), passes over twice the memory, and adds gradients of weights to
-float32 sums. The terms are those of MoE Parallel Folding's section 3 (which traffic a mapping has), those of attention under
-slices of FoldMoE's formula (5).
+Counts are those of one rank. An op works on n tokens of the rank's share of the sequences, and on wide = n · tp tokens
+between TP's gather and scatter. A backward op has two matrix products for each product of its forward op (for the gradients
+of inputs and of weights), passes over twice the memory, and adds the gradients of weights to float32 sums. The traffic of a
+fold follows section 3 of MoE Parallel Folding. The cost of attention over slices follows FoldMoE's formula (5), but counts
+keys causally.
 """
 
 from __future__ import annotations
@@ -38,16 +39,19 @@ from foldray.planner.shares import Price, Work
 from foldray.schedule import COMPUTE, Chunk, LaneSeconds, Op
 
 _KERNELS = {EMBED: 4, ATTENTION: 12, "part": 6, FFN: 8, ROUTE: 26, EXPERT: 10, MERGE: 6, HEAD: 12}
-"""Launches of a forward op: what torch starts for our modules."""
+"""Number of kernels that torch starts for a forward op of foldray's modules. "part" is one part of attention."""
 
-_SUMS = 8  # bytes that move to add a gradient to its float32 sum, besides the gradient itself
+_SUMS = 8  # bytes per element to read and write the float32 sum of a gradient
 
 
 class OpWork:
     """The costs of a candidate's ops.
 
     Args:
-        rank: the costs of its rank, where other candidates have them in common.
+        candidate: the candidate.
+        device: the GPU.
+        rank: the costs of the candidate's ranks, if other candidates share them. None makes new ones.
+        memo: tables for new costs (`RankCosts`).
     """
 
     def __init__(self, candidate: Candidate, device: Device, rank: RankCosts | None = None, memo: Memo | None = None):
@@ -56,7 +60,7 @@ class OpWork:
         self.rank = rank or RankCosts(candidate.job, candidate.fold, device, sequences, candidate.zero, memo)
 
     def cost(self, op: Op) -> LaneSeconds:
-        """As the clock takes it."""
+        """Return the lanes and seconds of an op, for the clock."""
         return self._price(op).lanes
 
     def work(self, op: Op) -> tuple[Work, ...]:
@@ -64,7 +68,7 @@ class OpWork:
 
     def _price(self, op: Op) -> Price:
         if op.kind == HANDOVER:
-            # Links are duplex, and a position sends while it receives: handovers meet those of their own channel alone.
+            # Links are duplex: a position sends and receives at once. So a handover waits only for those of its own channel.
             return Price.of([self.rank.handover._replace(lane=str(self.candidate.graph.channel(op)))])
         if op.kind == REDUCE:
             return Price.of([self.rank.reduce(self.candidate.reducing.chunk(op))])
@@ -73,12 +77,15 @@ class OpWork:
 
 
 class RankCosts:
-    """The costs of whatever one rank does under a fold.
+    """The costs of one rank's ops, reductions and handovers under a fold.
 
     Args:
-        sequences: of a micro-batch's piece.
-        zero: 3 gathers weights in every op.
-        memo: what was found already, for all ranks of one job on one device to share.
+        job: the model and batch.
+        fold: the fold.
+        device: the GPU.
+        sequences: number of sequences that an op works on: those of a micro-batch, or of one of its parts.
+        zero: stage of ZeRO; 3 gathers weights in every op.
+        memo: tables of known results, shared by all ranks of one job on one device.
     """
 
     def __init__(
@@ -101,7 +108,14 @@ class RankCosts:
         self._own: dict[tuple[str, BlockSpec | None], OpTables] = {}
 
     def price(self, kind: str, back: bool, tokens: range, block: BlockSpec | None) -> Price:
-        """Of an op on these tokens of the local sequence, in this block."""
+        """Return the price of an op.
+
+        Args:
+            kind: kind of the op.
+            back: whether it is a backward op.
+            tokens: the tokens that it works on, as positions in the rank's share of a sequence.
+            block: its block; None for embedding and head.
+        """
         prices = self._tables_of(kind, block).prices
         key = PieceKey(back, tokens.start if kind == ATTENTION else 0, len(tokens))
         found = prices.get(key)
@@ -110,10 +124,11 @@ class RankCosts:
         return found
 
     def totals(self, kind: str, cut: tuple[int, ...], back: bool, block: BlockSpec | None) -> Totals:
-        """Of all pieces of a kind.
+        """Return the seconds of all pieces of a kind of op in one pass of a block.
 
         Args:
-            cut: their tokens.
+            kind, back, block: as for `price`.
+            cut: the tokens of each piece.
         """
         totals, key = self._tables_of(kind, block).totals, CutKey(back, cut)
         found = totals.get(key)
@@ -124,14 +139,14 @@ class RankCosts:
 
     @cached_property
     def blocks(self) -> BlockTables:
-        """Shared by those ranks whose blocks cost the same."""
+        """Tables that ranks share if all their ops cost the same."""
         key = BlockKey(self.sequences, tuple(self.tables.traits.values()))
         if key not in self.memo.blocks:
             self.memo.blocks[key] = BlockTables()
         return self.memo.blocks[key]
 
     def _tables_of(self, kind: str, block: BlockSpec | None) -> OpTables:
-        """Of a kind of op in a block, shared by those ranks for which it costs the same."""
+        """Return the tables of a kind of op in a block. Ranks share them if this kind of op costs the same for them."""
         tables = self._own.get((kind, block))
         if tables is None:
             key = OpKey(kind, block, self.sequences, self.tables.traits[kind])
@@ -157,13 +172,16 @@ class RankCosts:
 
     @cached_property
     def weights(self) -> dict[tuple[str, BlockSpec | None], float]:
-        """Parameters that a rank computes with, by kind of op and block."""
+        """Number of parameters that a rank computes with, by (kind of op, block)."""
         self.memo.counts = self.memo.counts or count_by_op(self.model)
         parts = defaultdict(lambda: self.fold.tp, {EXPERT: self.fold.ep * self.fold.etp})
         return {key: cut / parts[key[0]] + whole for key, (cut, whole) in self.memo.counts.items()}
 
     def elements(self, content: Content) -> dict[str, float]:
-        """Parameters of stages, by the family over which their gradients are summed; a tied embedding stands on both ends."""
+        """Return the number of parameters of stages, by the group family over which their gradients are summed.
+
+        A tied embedding counts with the embedding, and again with the head if `content` has only the head.
+        """
         weights, found = self.weights, {"dp_cp": 0.0, "edp": 0.0}
         for block, count in content.blocks:
             found["dp_cp"] += count * (weights[ATTENTION, block] + weights[ROUTE if block.moe else FFN, block])
@@ -176,7 +194,7 @@ class RankCosts:
                 found["dp_cp"] += self.model.vocab * self.model.hidden / self.fold.tp
         return found
 
-    # The ops.
+    # The kinds of ops.
 
     def _embed(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         n = self._rows(tokens)
@@ -193,14 +211,15 @@ class RankCosts:
         yield self._memory((2 if back else 1) * (5 * n * self._width + 2 * wide * (own.queries + own.keys) * self.device.bytes))
         yield from self._tensor(wide, back)
         yield from self._products("gemm", wide, self.model.hidden, own.queries + own.keys + own.values, back)
-        seen = spec.sees.pairs(range(tokens.start * shared, tokens.stop * shared)) / (len(tokens) * shared)  # keys of a query
-        queries = len(tokens) * fold.tp / (1 if fold.cp == 1 else 2)  # at a time: a slice, or a chunk of the ring's
+        seen = spec.sees.pairs(range(tokens.start * shared, tokens.stop * shared)) / (len(tokens) * shared)  # keys per query
+        queries = len(tokens) * fold.tp / (1 if fold.cp == 1 else 2)  # per kernel: a slice, or one of CP's 2 chunks
         core = self.device.attention((2.5 if back else 1) * 2 * wide * seen * (own.queries + own.outputs), queries)
         yield Work(COMPUTE, "attention", core)
         whole = len(tokens) * shared == self.job.seq_len
         if fold.cp > 1:
-            # A ring passes keys and values on while it attends to those that have come. Backward it does so again, with their
-            # float32 gradients behind them; of slices, those alone are scattered.
+            # A ring passes keys and values on while it attends to those that have arrived. In backward it passes them on
+            # again, with their float32 gradients. Slices gather keys and values in forward, and scatter only gradients in
+            # backward.
             each = (4 + self.device.bytes * whole) if back else self.device.bytes
             travel = self.network.gather("cp", wide * fold.cp * (own.keys + own.values) * each)
             hidden = core * (fold.cp - 1) / fold.cp if whole else 0.0
@@ -211,10 +230,11 @@ class RankCosts:
         yield self._launch(ATTENTION, back)
 
     def _parts(self, own: AttentionSpec, tokens: range, whole: bool, wide: float, back: bool) -> Iterator[Work]:
-        """Attention to some keys after others: results weighed against each other, gradients added up, in float32.
+        """Yield the work to merge the parts of attention: float32 results in forward, float32 gradients in backward.
 
-        A ring's fullest rank has two of its chunk's parts from every member, and a third one from itself. A slice sees what lies
-        before it, and itself.
+        Each part attends to some of the keys. In a ring, the fullest rank has two parts for the keys of every member, and a
+        third part for its own keys. A slice (with CP, each of its two chunks on a rank) has one part for all tokens before
+        it, if there are any, and one part for itself.
         """
         fold = self.fold
         chunks = 1 if fold.cp == 1 else 2
@@ -255,10 +275,10 @@ class RankCosts:
         rows, local = self._rows(tokens) * moe.topk * fold.etp, moe.experts / fold.ep
         inner, width = moe.expert.inner / fold.etp, moe.expert.width / fold.etp
         yield from self._zero3(EXPERT, block, back)
-        for _ in range(2):  # in, and out; backward the other way round
+        for _ in range(2):  # gather before the experts, scatter after them; in backward the reverse
             yield self._travel("etp", self.network.gather("etp", rows * self._width))
         times = 2 if back else 1
-        # Rows into the order of experts and back, and the activation between the two products.
+        # Rows are sorted by expert and back. The activation is between the two products.
         if local > 1:
             yield self._permuted(times * 4 * rows * self._width)
         yield self._memory(times * rows * (width + inner) * device.bytes)
@@ -282,21 +302,21 @@ class RankCosts:
         yield self._launch(HEAD, back)
 
     def reduce(self, chunk: Chunk) -> Work:
-        """A chunk of gradients: an all-reduce, or with ZeRO a reduce-scatter."""
+        """Return the work to reduce a chunk of gradients: an all-reduce, or with ZeRO a reduce-scatter."""
         family = FAMILY[chunk.name]
         travel = self.network.gather if self.zero else self.network.reduce
         return self._travel(family, travel(family, chunk.bytes))
 
     @cached_property
     def handover(self) -> Work:
-        """A micro-batch's activations, or their gradient, from one stage to the next."""
+        """The work of a handover: activations, or their gradient, from one stage to the next."""
         tokens = self.job.seq_len / (self.fold.cp * self.fold.tp)
         return self._travel("pp", self.network.hand_over(tokens * self.sequences * self._width))
 
-    # Their parts.
+    # The parts of their costs.
 
     def _dense(self, n: float, spec: FeedForwardSpec, back: bool) -> Iterator[Work]:
-        """A feed-forward network cut over TP."""
+        """Yield the work of a feed-forward network that is cut over TP."""
         wide, inner, width = n * self.fold.tp, spec.inner / self.fold.tp, spec.width / self.fold.tp
         yield from self._tensor(wide, back)
         yield from self._products("gemm", wide, self.model.hidden, width, back)
@@ -304,7 +324,11 @@ class RankCosts:
         yield from self._products("gemm", wide, inner, self.model.hidden, back)
 
     def _tensor(self, wide: float, back: bool, ways: int = 2) -> Iterator[Work]:
-        """Gathered before and scattered behind; backward also gathered again, for the weights' gradient."""
+        """Yield TP's gather before and scatter after a computation. Backward gathers again, for the gradient of the weights.
+
+        Args:
+            ways: 2 for gather and scatter, 1 for the gather alone.
+        """
         for _ in range(ways + back):
             yield self._travel("tp", self.network.gather("tp", wide * self._width))
 
@@ -316,11 +340,11 @@ class RankCosts:
 
     @staticmethod
     def _three(rows: float, inside: float, outside: float, back: bool) -> tuple[tuple[float, float, float], ...]:
-        """The product forward; backward those for the input's and the weights' gradients."""
+        """Return the shape of the forward product, or those of the two products for the gradients of input and weights."""
         return ((rows, outside, inside), (inside, rows, outside)) if back else ((rows, inside, outside),)
 
     def _zero3(self, part: str, block: BlockSpec | None, back: bool) -> Iterator[Work]:
-        """Weights gathered over those that share them out; backward their gradients are scattered too."""
+        """Yield ZeRO-3's gather of weights over the ranks that share them. Backward also scatters their gradients."""
         if self.zero < 3:
             return
         family = "edp" if part == EXPERT else "dp_cp"
@@ -330,7 +354,7 @@ class RankCosts:
 
     @property
     def _width(self) -> float:
-        """Bytes of a token."""
+        """Bytes of one token's activation."""
         return self.model.hidden * self.device.bytes
 
     def _rows(self, tokens: range) -> float:
@@ -351,7 +375,7 @@ class RankCosts:
 
 
 def pieces_of(cut: tuple[int, ...]) -> list[range]:
-    """The tokens of every piece of a sequence that is cut into these lengths."""
+    """Return the tokens of every piece of a sequence that is cut into these lengths."""
     return [range(end - size, end) for end, size in zip(accumulate(cut), cut, strict=True)]
 
 
@@ -366,4 +390,4 @@ PRICES: Mapping[str, Callable[[RankCosts, BlockSpec | None, range, bool], Iterat
     DISPATCH: RankCosts._dispatch, EXPERT: RankCosts._expert, COMBINE: RankCosts._combine, MERGE: RankCosts._merge,
     HEAD: RankCosts._head,
 }  # fmt: skip
-"""What an op of each kind costs. Counts are not predicted: planned experts have room for a fixed number of rows."""
+"""Kind of op → its cost. COUNTS is left out: planned experts have room for a fixed number of rows, so no counts travel."""

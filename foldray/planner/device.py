@@ -1,8 +1,8 @@
-"""Seconds of what one GPU computes: products of matrices, attention, passes over memory.
+"""Seconds of computation on one GPU: matrix products, attention, passes over memory.
 
-A product takes its FLOPs at the share of peak that its shape reaches, or as long as its operands take to stream (roofline). The
-shape counts by waves: a product is cut into tiles, of which the GPU runs as many at once as it has multiprocessors, and the last
-wave is seldom full.
+A matrix product takes its FLOPs divided by the speed that its shape reaches, or the time to stream its operands, whichever
+is longer (roofline). The shape matters because of waves: a product is cut into tiles, the GPU computes as many tiles at once
+as it has multiprocessors, and the last wave is seldom full.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from itertools import pairwise
 from foldray.planner.candidate import Job
 from foldray.planner.hardware import Hardware, constants
 
-_TILE = 128  # rows and columns of a product that a multiprocessor has at a time: cuBLAS's usual
+_TILE = 128  # rows and columns of the tile that a multiprocessor computes at a time, as usual in cuBLAS
 
 
-_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4}  # of what else than two-byte numbers (those that are multiplied as fp8 among them)
+_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4}  # per element; every other dtype has 2 (fp8 too: only products compute in fp8)
 
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU of a cluster, computing in one dtype.
+    """One GPU of a cluster that computes in one dtype.
 
     Args:
-        bytes: of an element of activations and weights.
-        changed: constants that are other than the file's.
+        hardware: the cluster.
+        dtype: dtype of matrix products, as in hardware files.
+        bytes: bytes of an element of activations and weights.
+        changed: constants that replace those of the files.
     """
 
     hardware: Hardware
@@ -38,12 +40,12 @@ class Device:
 
     @classmethod
     def of(cls, job: Job, hardware: Hardware, changed: Mapping[str, float] | None = None) -> Device:
-        """For a job's dtype."""
+        """Return the device for a job's dtype."""
         return cls(hardware, job.dtype, _BYTES.get(job.dtype, 2), changed or {})
 
     @cached_property
     def share(self) -> Mapping[str, float]:
-        """All constants: the file's, the hardware's, the changed."""
+        """All constants by name. Those of the hardware file replace defaults, and changed ones replace both."""
         return {name: each.value for name, each in constants().items()} | self.hardware.constants | dict(self.changed)
 
     @cached_property
@@ -52,11 +54,11 @@ class Device:
 
     @cached_property
     def bandwidth(self) -> float:
-        """Bytes per second that element-wise kernels reach."""
+        """Bytes per second of element-wise kernels."""
         return self.hardware.memory_gb_s * 1e9 * self.share["memory"]
 
     def product(self, rows: float, inner: float, columns: float) -> float:
-        """Seconds of [rows, inner] × [inner, columns]."""
+        """Return the seconds of a product [rows, inner] × [inner, columns]."""
         if not rows:
             return 0.0
         flops = 2 * rows * inner * columns
@@ -64,7 +66,7 @@ class Device:
         return max(flops / (self.peak * self._gemm(flops) * self._waves(rows, columns)), streamed / self.bandwidth)
 
     def grouped(self, groups: float, rows: float, inner: float, columns: float) -> float:
-        """Seconds of `groups` such products in one kernel, each of `rows` rows."""
+        """Return the seconds of `groups` products [rows, inner] × [inner, columns] in one kernel."""
         if not rows:
             return 0.0
         flops = 2 * groups * rows * inner * columns
@@ -73,23 +75,28 @@ class Device:
         return max(flops / (self.peak * share * self._waves(rows, columns, groups)), streamed / self.bandwidth)
 
     def attention(self, flops: float, tokens: float) -> float:
-        """Seconds of attention's scores and sums, counted causally, of so many tokens' queries at a time."""
+        """Return the seconds of attention's scores and weighted sums.
+
+        Args:
+            flops: FLOPs, counted causally.
+            tokens: number of queries that one kernel computes. Small slices reach a smaller share of peak.
+        """
         return flops / (self.peak * self.share["attention"] * _between(self.hardware.attention, tokens))
 
     def passes(self, moved: float) -> float:
-        """Seconds to read and write so many bytes."""
+        """Return the seconds to read and write `moved` bytes in all."""
         return moved / self.bandwidth
 
     def launches(self, kernels: int) -> float:
-        """Seconds that the host needs to start so many kernels."""
+        """Return the seconds that the host needs to start `kernels` kernels."""
         return kernels * self.share["launch"]
 
     def _gemm(self, flops: float) -> float:
-        """Share of peak of a product that fills its waves."""
+        """Return the share of peak that a product with full waves reaches."""
         return self.share["gemm"] * _between(self.hardware.gemm, flops)
 
     def _waves(self, rows: float, columns: float, groups: float = 1) -> float:
-        """How full the waves of a product are: its size over that of the tiles that whole waves have room for."""
+        """Return how full the waves of a product are: its size divided by the size of all tiles in its waves."""
         processors = self.hardware.processors
         if processors == 1:
             return 1.0
@@ -100,7 +107,10 @@ class Device:
 
 
 def _between(table: Sequence[tuple[float, float]], size: float) -> float:
-    """A measured share at a size, by the logarithms of its neighbours'; 1 where nothing was measured."""
+    """Return the measured share at a size; 1 for an empty table.
+
+    Between two sizes of the table, the share is linear in the logarithm of the size. Outside the table, it is constant.
+    """
     if not table:
         return 1.0
     at = math.log(max(size, 1.0))

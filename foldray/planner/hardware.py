@@ -1,4 +1,4 @@
-"""What machines are: peaks, memory, links, as YAML; and the planner's constants, which say how much of them is reached."""
+"""Hardware files (peaks, memory and links of a cluster, in YAML), and the constants of the planner."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ _HERE = Path(__file__).parent
 
 
 class Constant(Strict):
-    """One number that is not on a data sheet.
+    """A number that no data sheet has.
 
     Args:
-        value: in `unit`, within [low, high], the physical bounds.
-        fitted: whether a fit may move it.
-        why: where it comes from.
+        value: the value, in `unit`.
+        low, high: physical bounds of the value, in `unit`.
+        unit: the unit, in words.
+        fitted: whether a fit may change the value.
+        why: the reason for the value.
     """
 
     value: float
@@ -33,7 +35,7 @@ class Constant(Strict):
 
 
 class Link(Strict):
-    """How a GPU reaches others: one direction, its own share of what a node has."""
+    """A link of a GPU to other GPUs. Speeds are those of one direction, and of this GPU's share of its node's links."""
 
     gb_s: float = Field(gt=0, description="nominal GB/s of one GPU in one direction")
     latency_us: float = Field(0.0, ge=0, description="until a message's first byte arrives")
@@ -43,14 +45,14 @@ class Link(Strict):
     )
 
     def of(self, ranks: int) -> tuple[float, float]:
-        """Bytes a second, and seconds until a first byte, in a group of so many ranks on this lane."""
+        """Return (bytes per second, seconds until the first byte arrives) for a group with `ranks` ranks on this lane."""
         found = [each[1:] for each in self.by_size if each[0] <= ranks]
         gb_s, latency_us = found[-1] if found else (self.gb_s, self.latency_us)
         return gb_s * 1e9, latency_us * 1e-6
 
 
 class Hardware(Strict):
-    """A cluster of equal nodes of equal GPUs; a "GPU" may also be a core."""
+    """A cluster of equal nodes with equal GPUs. A "GPU" may also be a CPU core."""
 
     name: str
     about: str = ""
@@ -72,10 +74,10 @@ class Hardware(Strict):
     )
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s.
+        """Return the peak FLOP/s of one GPU for a dtype.
 
         Raises:
-            UserError: the data sheet has no such dtype.
+            UserError: the hardware file has no peak for this dtype.
         """
         if dtype not in self.peak_tflops:
             raise UserError("dtype", dtype, f"has no peak in hardware {self.name}", self.peak_tflops)
@@ -84,24 +86,25 @@ class Hardware(Strict):
 
 @cache
 def constants() -> Mapping[str, Constant]:
-    """All constants of the planner, by name."""
+    """Return all constants of the planner, by name."""
     given = load_yaml("constants", _HERE / "constants.yaml")
     return {name: Constant.model_validate(fields) for name, fields in given.items()}
 
 
 def known_hardware() -> list[str]:
-    """Names of the clusters that come with foldray."""
+    """Return the names of the clusters that come with foldray."""
     return sorted(path.stem for path in (_HERE / "hardware").glob("*.yaml"))
 
 
 def load_hardware(name: str, field: str = "cluster") -> Hardware:
-    """A known cluster, or one from a YAML file.
+    """Return a cluster that comes with foldray, or one from a YAML file.
 
     Args:
-        field: the option or the recipe key that names it.
+        name: name of a cluster, or path of a .yaml or .yml file.
+        field: the option or recipe key that names the cluster.
 
     Raises:
-        UserError: no such cluster, no such file, or one that says something wrong.
+        UserError: the cluster is unknown, the file cannot be read, or a value of the file is illegal.
     """
     path = _HERE / "hardware" / f"{name.lower()}.yaml"
     if name.lower() not in known_hardware():

@@ -1,4 +1,4 @@
-"""Which stages a pipeline has, where they differ, and which of them each position holds."""
+"""The stages of a pipeline: their different forms, and the stages of each position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foldray.blueprint import BlockSpec, stage_positions
 
 
 class StageForm(NamedTuple):
-    """All that stages differ in: their blocks, and whether they have the embedding, the head."""
+    """The form of a stage: its blocks, whether it is the first stage (embedding), and whether it is the last one (head)."""
 
     blocks: tuple[BlockSpec, ...]
     first: bool
@@ -20,11 +20,11 @@ class StageForm(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What one stage, or all stages of a position, are made of.
+    """The content of a stage, or of all stages of a position together.
 
     Args:
-        blocks: all blocks that differ, and how many there are of each.
-        embedding: whether it is among them.
+        blocks: (block, number of such blocks), for all different blocks.
+        embedding: whether the content has the embedding.
         head: the block before the head; None without a head.
     """
 
@@ -41,12 +41,13 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PipelineLayout:
-    """Stages of a pipeline; there is one object for equal ones (`make_layout`).
+    """The stages of a pipeline. `make_layout` returns the same object for equal stages.
 
     Args:
-        forms, contents: all stages that differ.
-        form_of: for every stage the number of its form.
-        forms_at, contents_at: for every position the numbers of its stages' forms, and what they are made of together.
+        forms, contents: the different forms of stages, and their contents.
+        form_of: for every stage, the number of its form.
+        forms_at: for every position, the numbers of its stages' forms.
+        contents_at: for every position, the content of all its stages together.
     """
 
     forms: tuple[StageForm, ...]
@@ -57,13 +58,18 @@ class PipelineLayout:
 
     @property
     def pp(self) -> int:
-        """Pipeline positions."""
+        """Number of pipeline positions."""
         return len(self.forms_at)
 
 
 @lru_cache(maxsize=1024)
 def make_layout(stages: tuple[tuple[BlockSpec, ...], ...], pp: int) -> PipelineLayout:
-    """The layout of stages that are given by their blocks."""
+    """Return the layout of stages.
+
+    Args:
+        stages: the blocks of every stage.
+        pp: number of pipeline positions.
+    """
     last = len(stages) - 1
     numbers: dict[StageForm, int] = {}
     form_of = tuple(

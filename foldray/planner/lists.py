@@ -1,4 +1,4 @@
-"""The lists that predictions are put together from, compiled once for all costs: a stage's by itself, and a pipeline's."""
+"""The compiled lists that predictions use: the list of one pass of a stage, and the lists of a pipeline of whole stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from foldray.schedule import CompiledSchedule, Op, Overlap, PipelineGraph, Slici
 
 
 class Piece(NamedTuple):
-    """An op, as far as its cost depends on it: arguments of `RankCosts.price`."""
+    """The properties of an op that its cost depends on: the arguments of `RankCosts.price`."""
 
     kind: str
     back: bool
@@ -29,7 +29,14 @@ def stage_list(
     recompute: tuple[str, ...],
     batch_degree: int,
 ) -> CompiledSchedule[Piece]:
-    """One pass of one stage among these, for the micro-batches that go together. Its classes of costs are `Piece`s."""
+    """Return the compiled list of one pass of one stage, for all parts of a micro-batch. Its cost classes are `Piece`s.
+
+    Args:
+        stages: the blocks of every stage.
+        number: number of the stage.
+        direction: F or B.
+        overlap, slicing, recompute, batch_degree: as in `Ordering`, with the slicing of a rank's share of a sequence.
+    """
     graph = StepGraph(stages, slicing, len(stages), batch_degree, False, recompute, batch_degree=batch_degree)
 
     def piece(op: Op) -> Piece:
@@ -41,19 +48,24 @@ def stage_list(
 
 
 def block_of(graph: StepGraph, op: Op) -> BlockSpec | None:
-    """The block that an op belongs to; embedding and head belong to none."""
+    """Return the block of an op; None for embedding and head."""
     return None if op.kind in (EMBED, HEAD) else graph.blocks[op.layer]
 
 
 class StagePass(NamedTuple):
-    """What computing costs in a pipeline depends on this."""
+    """The cost class of a `stage` op: its direction and stage."""
 
     direction: str
     stage: int
 
 
 class PipelineList:
-    """A pipeline's lists, with stages as wholes."""
+    """The compiled lists of a pipeline whose smallest pieces are stages.
+
+    Attributes:
+        compiled: the lists.
+        last_backward: for every position and each of its stages, the number of the stage's last backward op.
+    """
 
     def __init__(self, graph: PipelineGraph):
         def cost_class(op: Op) -> StagePass | None:
@@ -65,11 +77,12 @@ class PipelineList:
         self.last_backward = [[last[stage] for stage in graph.stages_at(place)] for place in range(graph.pp)]
 
     def backward_ends(self, forward: tuple[float, ...], backward: tuple[float, ...], handover: float) -> list[list[float]]:
-        """When the last backward of each stage of each position ends.
+        """Return, for every position and each of its stages, the seconds until the stage's last backward ends.
 
         Args:
-            forward, backward: seconds of every stage.
-            handover: seconds from a stage to the next, once both ends are there. Each way has a link of its own.
+            forward, backward: seconds of every stage for one micro-batch.
+            handover: seconds of a handover from a stage to the next, after both ends have started it. Each direction has its
+                own link.
         """
         seconds = {"F": forward, "B": backward}
         classes = self.compiled.classes
@@ -79,5 +92,5 @@ class PipelineList:
 
 @lru_cache(maxsize=64)
 def pipeline_list(graph: PipelineGraph) -> PipelineList:
-    """The compiled lists of a pipeline."""
+    """Return the compiled lists of a pipeline."""
     return PipelineList(graph)

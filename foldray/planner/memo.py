@@ -1,6 +1,7 @@
-"""What ranks of one job on one device have in common, found once.
+"""Tables of results that the ranks of one job on one device share.
 
-Each table belongs to what its numbers depend on: one kind of op under some sizes of groups, all ops of a block, or a whole fold.
+The key of a table has everything that its numbers depend on: a kind of op with the sizes of its groups, all ops of a block,
+or a fold.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from foldray.schedule import Ordering, Reduction
 
 
 class OpKey(NamedTuple):
-    """A kind of op at one rank: its price depends on these and on its tokens.
+    """A kind of op on one rank. The price of an op depends on these fields and on its tokens.
 
     Args:
-        block: that it belongs to; None for embedding and head.
-        sequences: of a micro-batch's part.
-        traits: sizes and shapes of the groups that it talks in.
+        kind: the kind.
+        block: the block of the op; None for embedding and head.
+        sequences: number of sequences in a part of a micro-batch.
+        traits: sizes and shapes of the groups in which the op communicates.
     """
 
     kind: str
@@ -34,14 +36,14 @@ class OpKey(NamedTuple):
 
 
 class BlockKey(NamedTuple):
-    """All ops at one rank: as `OpKey`, with the traits of every kind."""
+    """All ops on one rank: like `OpKey`, with the traits of every kind."""
 
     sequences: float
     traits: tuple[tuple, ...]
 
 
 class PieceKey(NamedTuple):
-    """One op of a kind; where it starts in the sequence matters to attention alone."""
+    """An op of a kind: its direction, first token and number of tokens. `start` is 0 except for attention."""
 
     back: bool
     start: int
@@ -49,14 +51,14 @@ class PieceKey(NamedTuple):
 
 
 class CutKey(NamedTuple):
-    """All ops of a kind in one pass of a block, by the lengths of their pieces in tokens."""
+    """All ops of a kind in one pass of a block: direction, and tokens of each piece."""
 
     back: bool
     cut: tuple[int, ...]
 
 
 class Totals(NamedTuple):
-    """Seconds of all pieces of one kind, of the first one, and of the shortest."""
+    """Seconds of all pieces of a kind together, of the first piece, and of the shortest piece."""
 
     total: float
     first: float
@@ -64,7 +66,7 @@ class Totals(NamedTuple):
 
 
 class PassWork(NamedTuple):
-    """Seconds of one pass: of what computes, of what travels, and of all at least, if blocks drain."""
+    """Seconds of one pass: all computation, all all-to-alls, and a lower bound of the whole pass if blocks drain."""
 
     computed: float
     travels: float
@@ -72,7 +74,7 @@ class PassWork(NamedTuple):
 
 
 class ActivationKey(NamedTuple):
-    """What a block keeps depends on these, and on the imbalance of its experts."""
+    """The fields that the activations of a block depend on. `imbalance` is rows of the fullest rank over the mean."""
 
     block: BlockSpec
     recompute: tuple[str, ...]
@@ -81,7 +83,7 @@ class ActivationKey(NamedTuple):
 
 
 class Update(NamedTuple):
-    """Seconds behind backward of a stage's parameters of one family: to reduce gradients, gather weights, run the optimizer."""
+    """Seconds after backward for a stage's parameters of one group family: reduction, gather of weights, optimizer."""
 
     family: str
     reduce: float
@@ -90,7 +92,7 @@ class Update(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Bytes that parameters cost a rank: weights (and float32 copies), float32 sums of gradients, two moments."""
+    """Bytes for the parameters of a rank: weights (with float32 copies), float32 sums of gradients, two moments."""
 
     weights: float
     gradients: float
@@ -99,7 +101,7 @@ class Held(NamedTuple):
 
 @dataclass(slots=True)
 class OpTables:
-    """Of one kind of op (`OpKey`)."""
+    """The tables of one kind of op (`OpKey`)."""
 
     prices: dict[PieceKey, Price] = field(default_factory=dict)
     totals: dict[CutKey, Totals] = field(default_factory=dict)
@@ -107,7 +109,7 @@ class OpTables:
 
 @dataclass(slots=True)
 class BlockTables:
-    """Of ranks whose ops cost the same, whatever their kind."""
+    """The tables of ranks whose ops of all kinds cost the same (`BlockKey`)."""
 
     passes: dict[Pieces, dict[tuple[BlockSpec, bool], PassWork]] = field(default_factory=dict)
     bounds: dict[Pieces, dict[Content, float]] = field(default_factory=dict)
@@ -117,10 +119,13 @@ class BlockTables:
 
 @dataclass(slots=True)
 class FoldTables:
-    """Of a fold under a stage of ZeRO.
+    """The tables of a fold with a stage of ZeRO.
 
     Args:
-        traits: by kind of op, all of the fold that its price depends on.
+        network: the links of the cluster under the fold.
+        traits: for every kind of op, the properties of the fold that its price depends on.
+        updates: seconds after backward, by reduction and content.
+        parameters: bytes for parameters, by content.
     """
 
     network: Network
@@ -131,10 +136,12 @@ class FoldTables:
 
 @dataclass
 class Memo:
-    """All tables of one job on one device, to be handed to whoever prices its ranks.
+    """All tables of one job on one device.
 
     Args:
-        counts: elements that an op of each kind computes with: those that are cut among ranks, and those that each has whole.
+        ops, blocks, folds: the tables by their keys; a fold has its stage of ZeRO in the key.
+        counts: (kind of op, block) → elements that the op computes with: those that are cut over ranks, and those that every
+            rank holds whole.
     """
 
     ops: dict[OpKey, OpTables] = field(default_factory=dict)

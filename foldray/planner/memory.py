@@ -1,7 +1,7 @@
-"""What a rank holds, in bytes, for the fullest pipeline position.
+"""The memory of a rank at the fullest pipeline position, in bytes.
 
-Weights, gradients and the optimizer's state are counted from the parameters; activations from what the runtime's ops keep between
-forward and backward, times the micro-batches that the pipeline has in flight at a position (its list's peak).
+Weights, gradients and optimizer states follow from the number of parameters. Activations are what the runtime's ops keep
+from forward to backward, times the largest number of micro-batches that the position has in flight.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ GIB = 2**30
 
 
 class Memory(NamedTuple):
-    """Bytes of one rank, by what they hold.
+    """Bytes of one rank, by use.
 
     Args:
-        weights: as they compute, and float32 copies where they compute in less.
-        gradients: float32 sums.
+        weights: weights in the dtype of computation, and float32 copies (`parameters`).
+        gradients: float32 sums of gradients.
         optimizer: two moments.
-        activations: kept from forward to backward, of all micro-batches in flight.
-        buffers: rows on their way between ranks, keys and values of sliced sequences with their gradients, weights gathered by
-            ZeRO-3.
-        logits: of one piece, with their gradient and float32 copy.
-        workspace: context, communicators, fragments.
+        activations: activations that are kept from forward to backward, of all micro-batches in flight.
+        buffers: rows that travel between ranks, float32 gradients of keys and values of sliced sequences, weights that
+            ZeRO-3 has gathered.
+        logits: logits of one piece, with their gradient and float32 copy.
+        workspace: device context, communicators, fragmentation.
     """
 
     weights: float
@@ -52,10 +52,11 @@ class Memory(NamedTuple):
 
 
 def ledger(candidate: Candidate, rank: RankCosts, imbalance: float = 1.0) -> Memory:
-    """Of the position that holds most.
+    """Return the memory of a rank at the fullest position.
 
     Args:
-        rank: what the candidate's ranks cost.
+        candidate: the candidate.
+        rank: the costs of the candidate's ranks.
         imbalance: rows of the fullest rank over the mean.
     """
     return peak_memory(rank, candidate.layout, candidate.pipeline, candidate.pieces, imbalance)
@@ -64,13 +65,13 @@ def ledger(candidate: Candidate, rank: RankCosts, imbalance: float = 1.0) -> Mem
 def peak_memory(
     rank: RankCosts, layout: PipelineLayout, pipeline: PipelineGraph, pieces: Pieces, imbalance: float = 1.0
 ) -> Memory:
-    """As `ledger`, of all candidates that have these in common."""
+    """Return the same as `ledger`, for all candidates with this layout, pipeline and pieces."""
     places = _fullest_places(layout)
     return max((_position(rank, layout, place, pipeline, pieces, imbalance) for place in places), key=lambda each: each.total)
 
 
 def _fullest_places(layout: PipelineLayout) -> list[int]:
-    """One of each kind of position: of those with stages alike, the first one has most micro-batches in flight."""
+    """Return one position for each kind: among positions with equal stages, the first has most micro-batches in flight."""
     return list({forms: place for place, forms in reversed([*enumerate(layout.forms_at)])}.values())
 
 
@@ -93,7 +94,10 @@ def _position(
 def least_memory(
     rank: RankCosts, layout: PipelineLayout, pipeline: PipelineGraph, recompute: tuple[str, ...], imbalance: float
 ) -> float:
-    """Bytes of the fullest position at least, however sequences are cut: parameters, and activations of whole sequences."""
+    """Return a lower bound of the bytes at the fullest position, for every cut of the sequences.
+
+    The bound counts parameters, activations of whole sequences and the workspace.
+    """
     found = 0.0
     for place in _fullest_places(layout):
         held = sum(content_parameters(rank, layout.contents_at[place]))
@@ -104,7 +108,7 @@ def least_memory(
 
 
 def content_parameters(rank: RankCosts, content: Content) -> Held:
-    """Bytes that the parameters of a position cost."""
+    """Return the bytes for the parameters of a position."""
     known = rank.tables.parameters
     if content not in known:
         known[content] = parameters(rank.fold, rank.zero, rank.device.bytes, rank.elements(content))
@@ -112,10 +116,17 @@ def content_parameters(rank: RankCosts, content: Content) -> Held:
 
 
 def parameters(fold: Fold, zero: int, itemsize: int, count: Mapping[str, float]) -> Held:
-    """What so many parameters of a rank cost it, by family, if it computes with so many bytes of each.
+    """Return the bytes for the parameters of a rank.
 
-    The optimizer updates float32 weights: copies where a rank computes in less, or where it updates only those that it owns. Sums
-    of gradients that are shared out lie beside the gradients, unless these are given back as they leave.
+    The optimizer updates float32 weights. They are copies if a rank computes in a smaller dtype, or if ZeRO-1 or ZeRO-2 lets
+    it update only the weights that it owns. Under ZeRO, a rank holds the sums that it owns. Under ZeRO-1, it also holds its
+    whole gradients; ZeRO-2 and ZeRO-3 free them once they are reduced.
+
+    Args:
+        fold: the fold.
+        zero: stage of ZeRO.
+        itemsize: bytes of a weight in the dtype of computation.
+        count: number of parameters that the rank computes with, by group family of their gradients.
     """
     weights = gradients = optimizer = 0.0
     for family, ranks in (("dp_cp", fold.dp * fold.cp), ("edp", fold.edp)):
@@ -129,8 +140,8 @@ def parameters(fold: Fold, zero: int, itemsize: int, count: Mapping[str, float])
 
 @lru_cache(maxsize=4096)
 def in_flight(graph: PipelineGraph, place: int) -> Mapping[int, int]:
-    """By stage: micro-batches whose activations a position keeps at the moment at which it keeps most."""
-    # It keeps most once it has warmed up, which takes two rounds.
+    """Return {stage: number of micro-batches in flight}, at the moment when a position has most of them in flight."""
+    # This moment is right after the warm-up, which takes at most two rounds of pp micro-batches.
     graph = replace(graph, micro_batches=min(graph.micro_batches, 3 * graph.pp))
     alive, most, total, peak = Counter[int](), Counter[int](), 0, 0
     for op in computed(graph, place):
@@ -144,7 +155,7 @@ def in_flight(graph: PipelineGraph, place: int) -> Mapping[int, int]:
 
 @lru_cache(maxsize=16384)
 def blocks_in_flight(layout: PipelineLayout, graph: PipelineGraph, place: int) -> list[tuple[BlockSpec, int]]:
-    """All blocks that differ, and of how many of each a position keeps activations, each once for every micro-batch."""
+    """Return (block, number of activations of such blocks that a position keeps, over all micro-batches in flight)."""
     found = Counter[BlockSpec]()
     for stage, flying in in_flight(graph, place).items():
         for block, count in layout.contents[layout.form_of[stage]].blocks:
@@ -155,11 +166,16 @@ def blocks_in_flight(layout: PipelineLayout, graph: PipelineGraph, place: int) -
 def block_activations(
     rank: RankCosts, block: BlockSpec, again: tuple[str, ...] = (), sliced: bool = False, imbalance: float = 1.0
 ) -> float:
-    """Bytes that a block keeps of one micro-batch from forward to backward: what our ops' small autograd graphs hold.
+    """Return the bytes that a block keeps from forward to backward, for one micro-batch or one of its parts.
+
+    These are the tensors that the autograd graphs of foldray's ops hold.
 
     Args:
-        again: kinds of ops that are computed again.
+        rank: the costs of a rank.
+        block: the block.
+        again: kinds of ops whose forward runs again.
         sliced: whether attention works on slices.
+        imbalance: rows of the fullest rank over the mean.
     """
     known, key = rank.blocks.activations, ActivationKey(block, again, sliced, imbalance)
     if key not in known:
@@ -170,7 +186,7 @@ def block_activations(
 def _block_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...], sliced: bool, imbalance: float) -> float:
     model, fold, b = rank.model, rank.fold, rank.device.bytes
     n = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
-    total = 2 * n * model.hidden * b  # what attention starts from, and what comes behind it
+    total = 2 * n * model.hidden * b  # the input and the output of attention
     total += _attention(rank, block.attention, n, ATTENTION in again, sliced)
     if block.dense:
         total += 0.0 if FFN in again else _feed_forward(rank, n, block.dense)
@@ -180,17 +196,21 @@ def _block_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...]
     if ROUTE not in again:
         total += n * (model.hidden * b + experts * 8 + topk * 32)
         if block.moe.shared:
-            total += _feed_forward(rank, n, block.moe.shared) - n * model.hidden * b * (fold.tp == 1)  # they share their input
+            # Without TP, the shared expert and the router have the same input tensor.
+            total += _feed_forward(rank, n, block.moe.shared) - n * model.hidden * b * (fold.tp == 1)
     rows = n * topk * imbalance
-    total += rows * model.hidden * b  # as dispatched
+    total += rows * model.hidden * b  # dispatched rows
     if EXPERT not in again:
         regrouped = fold.etp > 1 or (fold.ep > 1 and experts > fold.ep)
         total += rows * fold.etp * (model.hidden * regrouped + block.moe.expert.width / fold.etp) * b
-    return total + n * topk * (model.hidden * b + 16)  # as combined
+    return total + n * topk * (model.hidden * b + 16)  # combined rows
 
 
 def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, sliced: bool) -> float:
-    """Input, queries, keys, values, results; sliced, those of all context-parallel ranks, whatever is computed again."""
+    """Return the bytes of attention's input, queries, keys, values and outputs.
+
+    With slices, a rank keeps the keys and values of all context-parallel ranks, even if attention runs again.
+    """
     model, fold, b = rank.model, rank.fold, rank.device.bytes
     tokens, queries, outputs = n * fold.tp, spec.queries / fold.tp, spec.outputs / fold.tp
     keys_and_values = (spec.keys + spec.values) / fold.tp
@@ -198,22 +218,27 @@ def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, slic
     if again:
         return memory
     rope = model.positions == "rope"
-    turned = 8 * tokens / rank.sequences * spec.key_dim if rope else 0.0  # sines and cosines
-    # Sliced, keys and values lie in the memory; but where nothing is turned, queries are part of one product with them.
+    turned = 8 * tokens / rank.sequences * spec.key_dim if rope else 0.0  # sines and cosines of rope
+    # With slices, `memory` already has keys and values. But without rope, queries, keys and values stay one tensor.
     made = queries if sliced and rope else queries + keys_and_values
     return memory + tokens * ((model.hidden + made + outputs) * b + spec.heads / fold.tp * 4) + turned
 
 
 def _feed_forward(rank: RankCosts, n: float, spec: FeedForwardSpec) -> float:
-    """Its input, and the first product, of a gated one both halves."""
+    """Return the bytes of a feed-forward network's input and first product (both halves if it is gated)."""
     return n * (rank.fold.tp * rank.model.hidden + spec.width) * rank.device.bytes
 
 
 def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
-    """Rows under way, two pieces each way; a layer's gradients of keys and values; ZeRO-3's gathered block.
+    """Return the bytes of buffers.
+
+    They hold the rows that two pieces send and receive, float32 gradients of one layer's keys and values if the sequence is
+    sliced, and the weights of the largest attention and of the largest experts under ZeRO-3.
 
     Args:
-        slicing: of the local sequences.
+        rank: the costs of a rank.
+        slicing: how a rank's share of a sequence is cut.
+        imbalance: rows of the fullest rank over the mean.
     """
     model, fold, b = rank.model, rank.fold, rank.device.bytes
     rows = max(slicing.moe) * rank.sequences * model.topk * model.hidden * b

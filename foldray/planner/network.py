@@ -1,8 +1,9 @@
-"""Seconds of collectives over a fold's groups, from where a group's ranks lie.
+"""Seconds of collectives over a fold's groups, from the placement of the groups on nodes.
 
-A group's ranks on one node reach each other over the node's own links, those on other nodes through their GPUs' adapters, one
-each. Rings and exchanges use both at once; the slower of the two is what counts. Within a group of g ranks, r of them on each of
-n nodes, a collective over B bytes (of the whole tensor, or of what a rank sends in all) moves for each rank
+Ranks on the same node use the node's own links. Ranks on different nodes use network adapters, one per GPU. Rings and
+all-to-alls use both kinds of links at once, and the slower one decides. In a group of g ranks on n nodes, with r ranks on
+each node, a collective over B bytes (of the whole tensor; of all that a rank sends in an all-to-all) moves these bytes per
+rank:
 
 | | inside its node | between nodes |
 |---|---|---|
@@ -10,7 +11,8 @@ n nodes, a collective over B bytes (of the whole tensor, or of what a rank sends
 | all-reduce | twice that | twice that |
 | all-to-all | B · (r − 1) / g | B · (g − r) / g |
 
-An all-to-all between nodes loses speed as nodes multiply (`contention`): its flows cross, and switches route them blindly.
+The time of an all-to-all between nodes grows by a share for every doubling of the nodes (`contention`), because its flows
+collide in the switches.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from foldray.fold import Fold
 from foldray.planner.device import Device
 
 INTRA, INTER = "intra", "inter"
-"""The lanes of the clock: a rank has one of each."""
+"""Lanes of the clock. Every rank has one lane of each name."""
 
 
 class Shape(NamedTuple):
-    """A group: its ranks, how many of them share a node at least, and its nodes."""
+    """The placement of a group: number of ranks, smallest number of its ranks on a node, number of nodes."""
 
     size: int
     together: int
@@ -44,7 +46,7 @@ class Travel(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """The cost of a collective of one group, linear in what it moves: seconds until its first byte, and per byte."""
+    """The cost of a collective of one group: its lane, seconds to start, and seconds per byte."""
 
     lane: str
     start: float
@@ -55,7 +57,7 @@ class Collective(NamedTuple):
 
 
 _NOBODY = Collective(INTRA, 0.0, 0.0)
-"""A group of one rank."""
+"""The cost for a group of one rank."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Network:
     _exchanges: dict[str, Collective] = field(default_factory=dict, repr=False, compare=False)
 
     def shape(self, family: str) -> Shape:
-        """Of the family's first group; the others lie on nodes as it does."""
+        """Return the placement of a family's first group. It stands for all groups of the family."""
         if family not in self._shapes:
             grid, axes = self.fold.axes(family)
             steps = tuple((grid.stride(axis), grid.sizes[grid.axes.index(axis)]) for axis in axes)
@@ -77,24 +79,34 @@ class Network:
         return self._shapes[family]
 
     def gather(self, family: str, whole: float) -> Travel:
-        """An all-gather, or a reduce-scatter, of `whole` bytes in all."""
+        """Return the cost of an all-gather or a reduce-scatter.
+
+        Args:
+            family: group family.
+            whole: bytes of the whole tensor.
+        """
         if family not in self._gathers:
             self._gathers[family] = self._gather(self.shape(family))
         return self._gathers[family].travel(whole)
 
     def reduce(self, family: str, whole: float) -> Travel:
-        """An all-reduce."""
+        """Return the cost of an all-reduce of `whole` bytes: that of a reduce-scatter and an all-gather."""
         lane, seconds = self.gather(family, whole)
         return Travel(lane, 2 * seconds)
 
     def exchange(self, family: str, sent: float) -> Travel:
-        """An all-to-all in which a rank has `sent` bytes for all ranks, itself among them, alike."""
+        """Return the cost of an all-to-all with equal shares.
+
+        Args:
+            family: group family.
+            sent: bytes that a rank sends to all ranks together, itself included.
+        """
         if family not in self._exchanges:
             self._exchanges[family] = self._exchange(self.shape(family))
         return self._exchanges[family].travel(sent)
 
     def hand_over(self, bytes_: float) -> Travel:
-        """From one pipeline stage to the next."""
+        """Return the cost to send bytes from one pipeline stage to the next."""
         near, far = self._links(Shape(2, 2, 2), "intra", "inter")
         lane, link = (INTRA, near) if self.shape("pp").nodes == 1 else (INTER, far)
         return Travel(lane, bytes_ / link.speed + link.start)
@@ -117,17 +129,24 @@ class Network:
         return self._slower(shape, inside, across, near.start * (together - 1) + far.start * (size - together))
 
     def _links(self, shape: Shape, *shares: str) -> tuple[_Link, _Link]:
-        """Within nodes and between them, for a group; each reaches a share of what its link has."""
+        """Return the links within nodes and between nodes for a group.
+
+        Args:
+            shape: placement of the group.
+            shares: names of the constants with the share of each link's speed that is reached.
+        """
         hardware, reached = self.device.hardware, self.device.share
         (near, near_start), (far, far_start) = hardware.intra.of(shape.together), hardware.inter.of(shape.nodes)
         return _Link(near * reached[shares[0]], near_start), _Link(far * reached[shares[1]], far_start)
 
     @staticmethod
     def _slower(shape: Shape, inside: float, across: float, start: float) -> Collective:
-        """Both links at once, behind their messages' starts: so many within the node and so many beyond, one after another.
+        """Return the cost of a collective that uses both links at once. The slower link decides.
 
         Args:
-            inside, across: seconds per byte.
+            shape: placement of the group.
+            inside, across: seconds per byte, within a node and between nodes.
+            start: seconds to start all messages, one after another.
         """
         if shape.together == 1:
             inside = 0.0
@@ -135,7 +154,7 @@ class Network:
 
 
 class _Link(NamedTuple):
-    """Bytes a second, and seconds until a message's first byte."""
+    """Bytes per second, and seconds until the first byte of a message arrives."""
 
     speed: float
     start: float
@@ -143,14 +162,16 @@ class _Link(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _placed(first: int, steps: tuple[tuple[int, int], ...], ranks_per_node: int) -> Shape:
-    """Of a group from a rank on.
+    """Return the placement of a group.
 
     Args:
-        steps: stride and size of every axis that it lies along.
+        first: first rank of the group.
+        steps: (stride, size) of every axis of the group.
+        ranks_per_node: ranks that share a node.
     """
     ranks, copies = [first], 1
     for stride, size in steps:
-        if stride % ranks_per_node == first % ranks_per_node == 0:  # the same once more, on nodes of its own
+        if stride % ranks_per_node == first % ranks_per_node == 0:  # the same ranks again, on other nodes
             copies *= size
         else:
             ranks = [rank + stride * i for i in range(size) for rank in ranks]

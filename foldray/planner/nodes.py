@@ -1,8 +1,14 @@
-"""Nodes of a search: sets of candidates with lower bounds of time and memory, and how a node is refined.
+"""Nodes of the search: sets of candidates with lower bounds of time and memory, and their refinement.
 
-First comes a fold, bounded by the work of its blocks; then the fold with a micro-batch and with what is computed again; then one
-of its schedules, with its exact memory; then the same with simulated stages; last a prediction. No bound is above those of its
-refinements.
+A node is refined in these steps:
+
+1. a fold, bounded by the work of its blocks;
+2. the fold with a micro-batch and a choice of recomputation (`Group`);
+3. one schedule of the group, with its exact memory (`Choice`);
+4. the same candidate with simulated stages (`Simulated`);
+5. the prediction of the candidate (`Planned`).
+
+A bound of a node is at most the bounds of its refinements.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from foldray.schedule import Ordering, Slicing
 
 
 class Planned(NamedTuple):
-    """A candidate, what is predicted for it, and whether it fits into memory."""
+    """A candidate with its predicted time and memory, and whether it fits into a GPU's memory."""
 
     candidate: Candidate
     prediction: Prediction
@@ -34,7 +40,7 @@ class Planned(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Candidates that share a fold, a micro-batch and what is computed again."""
+    """Candidates with the same fold, micro-batch and recomputation."""
 
     rank: RankCosts
     micro_batch: int
@@ -42,14 +48,14 @@ class Group(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """An ordering, and how a rank works through its pieces under it."""
+    """An ordering, and its pieces on a rank."""
 
     ordering: Ordering
     pieces: Pieces
 
 
 class Choice(NamedTuple):
-    """One candidate of a group, with its memory, before anything is simulated."""
+    """One candidate of a group with its memory, before any simulation."""
 
     group: Group
     ordering: Ordering
@@ -58,14 +64,20 @@ class Choice(NamedTuple):
 
 
 class Simulated(NamedTuple):
-    """A candidate whose stages are simulated, but not its pipeline."""
+    """A candidate with simulated stages, before the simulation of its pipeline."""
 
     step: Step
     memory: Memory
 
 
 class Node(NamedTuple):
-    """Candidates that take so many seconds and bytes at least; those of a fold are its groups."""
+    """A set of candidates with lower bounds.
+
+    Args:
+        seconds: lower bound of the step time.
+        held: lower bound of the memory, in bytes.
+        what: the candidates; the list of all its groups for a fold.
+    """
 
     seconds: float
     held: float
@@ -89,18 +101,18 @@ class Refinement:
         self._again = tuple(sorted({kind for again in space.recompute for kind in again}))
 
     def folds(self) -> Iterator[Node]:
-        """All there is."""
+        """Yield a node for every legal fold."""
         for fold in self.space.folds():
             sizes = [n for n in self.space.micro_batches if self.job.global_batch % (fold.dp * n) == 0]
             ranks = [(RankCosts(self.job, fold, self.device, n, self.space.zero, self._memo), n) for n in sizes]
             if ranks:
-                # Whatever is computed again costs time, and saves memory.
+                # Recomputation costs time and saves memory, so one bound is without it and the other with all of it.
                 seconds = min(self._least_seconds(Group(*rank, ())) for rank in ranks)
                 held = min(self._least_held(Group(*rank, self._again)) for rank in ranks)
                 yield Node(seconds, held, [Group(*rank, again) for rank in ranks for again in self.space.recompute])
 
     def refined(self, node: Node) -> Iterator[Node]:
-        """The same candidates with closer bounds; at last what is predicted."""
+        """Yield nodes that have the same candidates together, with higher bounds; in the last step, the prediction."""
         what = node.what
         if isinstance(what, list):
             for group in what:
@@ -132,7 +144,11 @@ class Refinement:
                 yield Node(max(seconds, node.seconds), memory.total, what)
 
     def _least_seconds(self, group: Group) -> float:
-        """Whole sequences all of whose tokens travel unseen; or in as few pieces as can be, where a ring costs more."""
+        """Return a lower bound of the seconds of a group.
+
+        It is the bound of whole sequences with all all-to-alls hidden. With context parallelism, slices can cost less than
+        the ring of whole sequences. The bound is then the lower one of whole sequences and of the fewest slices.
+        """
         rank, fold = group.rank, group.rank.fold
         piece = self.job.seq_len // (fold.cp * fold.tp)
         slicings = [Slicing((piece,), (piece,))]

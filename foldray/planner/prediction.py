@@ -1,8 +1,9 @@
-"""How long a step takes: the lists that training runs, on the clock, put together from their parts.
+"""The predicted time of a step: the lists that training would run, simulated in parts.
 
-A pipeline's list treats stages as wholes, so the inside of a stage is simulated once for each kind of stage and direction, and
-where blocks drain, once for each kind of block. Then the pipeline's list runs with these. Where nothing of one stage overlaps
-another, that is the same as to simulate everything (`simulate` of the whole graph); a test holds it.
+The lists of a pipeline have stages as their smallest pieces. So the prediction first simulates the inside of a stage, once
+for each form of stage and direction (if blocks drain, once for each kind of block and direction). Then it runs the
+pipeline's lists with these times. If ops of different stages do not overlap, the result is the same as a simulation of the
+whole graph; a test checks this.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from foldray.planner.shares import Shares, Stretch
 from foldray.planner.updates import least_behind, seconds_behind, stage_updates
 from foldray.schedule import PipelineGraph, StepGraph
 
-_PERIODS = 2  # of a pipeline after which each takes as long as the one before
-_BLOCKS = 4  # of a stage that streams, after which each takes as long as the one before
+_PERIODS = 2  # simulated rounds of a pipeline; every further round takes as long as the one before
+_BLOCKS = 4  # simulated blocks of a stage that does not drain; every further block takes as long as the one before
 
 
 class Prediction(NamedTuple):
-    """A step's time.
+    """The predicted time of a step.
 
     Args:
-        seconds: of an optimizer step.
-        breakdown: of the rank that ends last; sums to `seconds`.
-        traffic: total seconds by group family, of that rank.
-        mfu_causal, mfu_full: model FLOPs over peak, attention counted causally, or as full squares.
+        seconds: seconds of an optimizer step.
+        breakdown: seconds by name (`shares.STEP`) of the rank that ends last; they sum to `seconds`.
+        traffic: seconds of that rank's communication by group family, hidden or not.
+        mfu_causal, mfu_full: model FLOPs over peak, from 0 to 1. Attention is counted causally, or as full squares.
     """
 
     seconds: float
@@ -49,29 +50,34 @@ class Prediction(NamedTuple):
 
 
 class _Position(NamedTuple):
-    """When a pipeline position ends its last backward, and when each of its stages does."""
+    """Seconds until a pipeline position ends its last backward, and until each of its stages ends its last backward."""
 
     end: float
     stage_ends: Sequence[float]
 
 
 def predict(candidate: Candidate, hardware: Hardware, changed: Mapping[str, float] | None = None) -> Prediction:
-    """Predict one candidate's step on this hardware.
+    """Predict the step time of one candidate.
 
     Args:
-        changed: constants that are other than the file's.
+        candidate: the candidate.
+        hardware: the cluster.
+        changed: constants that replace those of the files.
+
+    Raises:
+        UserError: the hardware has no peak for the job's dtype.
     """
     return Step(candidate, OpWork(candidate, Device.of(candidate.job, hardware, changed))).prediction()
 
 
 def straggling(world_size: int, device: Device) -> float:
-    """Share of a step's time that is spent on waiting for the slowest node."""
+    """Return the seconds of waiting for the slowest node, per second of a step without this wait."""
     nodes = max(1.0, world_size / device.hardware.gpus_per_node)
     return device.share["straggling"] * math.log2(nodes)
 
 
 class Step:
-    """One candidate's step, from its parts; those are shared with all candidates whose ranks have the same memo."""
+    """The predicted step of one candidate. It shares the simulations of stages with candidates that have the same memo."""
 
     def __init__(self, candidate: Candidate, work: OpWork):
         self.candidate, self.work, self.rank = candidate, work, work.rank
@@ -81,11 +87,11 @@ class Step:
 
     @property
     def graph(self) -> StepGraph:
-        """The step that training would run."""
+        """The graph of the step that training would run, without reductions."""
         return self.candidate.graph
 
     def prediction(self) -> Prediction:
-        """The whole step: of the position that ends last."""
+        """Return the prediction, from the position that ends last."""
         job, device, world = self.candidate.job, self.rank.device, self.candidate.fold.world_size
         shares = self._shares(max(range(self.layout.pp), key=self._end))
         waiting = math.fsum(shares.of_step().values()) * straggling(world, device)
@@ -96,22 +102,22 @@ class Step:
         return Prediction(seconds, shares.of_step(), shares.of_groups(), flops[0] / rate, flops[1] / rate)
 
     def passes(self) -> float:
-        """Seconds until every position has gone forward and backward; nothing is reduced yet."""
+        """Return the seconds until every position has ended its last backward, without reductions."""
         return max(position.end for position in self.pipeline)
 
     @cached_property
     def behind(self) -> list[float]:
-        """Seconds of every position behind its gradients."""
+        """For every position, seconds of its optimizer and of its gather of weights."""
         return seconds_behind(self.rank, self.layout, self._reduction)
 
     # Bounds.
 
     def bound(self) -> float:
-        """Seconds that the step takes at least, by what its stages compute and send."""
+        """Return a lower bound of the seconds of the step, from the bounds of its stages."""
         return self._bound(stage_bounds(self.rank, self.layout.contents, self.pieces))
 
     def simulated_bound(self) -> float:
-        """The same by stages that are simulated."""
+        """Return a lower bound of the seconds of the step, from the simulated stages."""
         return self._bound([self.stage(form, "F").seconds + self.stage(form, "B").seconds for form in self.layout.forms])
 
     def _bound(self, stages: Sequence[float]) -> float:
@@ -123,7 +129,7 @@ class Step:
     # Stages.
 
     def stage(self, form: StageForm, direction: str) -> Stretch:
-        """A stage's whole list, for one micro-batch of the pipeline's."""
+        """Return the simulated time of one pass of a stage, for one micro-batch."""
         key = form, direction
         if key not in self._stretches:
             ordering = self.candidate.ordering
@@ -132,14 +138,14 @@ class Step:
         return self._stretches[key]
 
     def _drained_stage(self, form: StageForm, direction: str) -> Stretch:
-        """Blocks one after another, beside them embedding and head, which nothing travels beside."""
+        """Return the time of a stage whose blocks run one after another. Embedding and head overlap with no all-to-all."""
         content = Content.of([form])
         ends = sum(
             self.rank.totals(kind, cut, direction == "B", None).total for kind, cut in ends_of(content, self.pieces.slicing)
         )
         found = Stretch(self.pieces.batch_degree * ends, 0.0)
         for block, count in content.blocks:
-            # One block in the middle of three: no embedding, no head.
+            # The middle one of three stages has no embedding and no head.
             alone = StageForm((block,), False, False)
             if (alone, direction) not in self._stretches:
                 self._stretches[alone, direction] = self._simulated(((block,),) * 3, 1, direction)
@@ -147,20 +153,20 @@ class Step:
         return found
 
     def _streamed_stage(self, form: StageForm, direction: str) -> Stretch:
-        """Blocks that overlap: beyond some, each takes as long as the one before."""
+        """Return the time of a stage whose blocks overlap. After `_BLOCKS` equal blocks, every block takes the same time."""
         blocks, first, last = form
         if len(blocks) > _BLOCKS and len(set(blocks)) == 1:
             less, more = (self.stage(form._replace(blocks=blocks[:count]), direction) for count in (_BLOCKS - 1, _BLOCKS))
             found = more + (more + less.times(-1)).times(len(blocks) - _BLOCKS)
-            # What computes, and what it loses, takes its time in any case.
+            # A stage never takes less than its computation and what this loses to crowding.
             return found._replace(seconds=max(found.seconds, self._computed(form, direction) + found.crowding))
-        # In the middle of three, or at the end where it has one.
+        # The stage is simulated between two others. There is no stage before the first, and no stage after the last.
         others = ((blocks[0],),)
         stages = (*(() if first else others), blocks, *(() if last else others))
         return self._simulated(stages, 0 if first else 1, direction)
 
     def _simulated(self, stages: tuple[tuple[BlockSpec, ...], ...], number: int, direction: str) -> Stretch:
-        """A stage's list by itself, on the clock."""
+        """Return the time of one pass of a stage, simulated alone."""
         ordering = self.candidate.ordering
         overlap = ordering.forward if direction == "F" else ordering.backward
         order = stage_list(stages, number, direction, overlap, self.pieces.slicing, ordering.recompute, ordering.batch_degree)
@@ -168,19 +174,19 @@ class Step:
         seconds = max(times.ends)
         if not self._crowding:
             return Stretch(seconds, 0.0)
-        # Something runs at any time; where two do, one travels beside what computes.
+        # At least one op runs at any time. If two run, one of them travels while the other computes.
         beside = sum(end - start for start, end in zip(*times, strict=True)) - seconds
         return Stretch(seconds + self._crowding * beside, self._crowding * beside)
 
     def _computed(self, form: StageForm, direction: str) -> float:
-        """Seconds of a stage's ops that compute, with the traffic inside of them."""
+        """Return the seconds of a stage's ops that compute, with the communication inside these ops (such as TP's)."""
         return self.pieces.batch_degree * stage_work(self.rank, Content.of([form]), direction == "B", self.pieces).computed
 
     # The pipeline.
 
     @cached_property
     def pipeline(self) -> list[_Position]:
-        """Every position of the pipeline, with nothing reduced yet."""
+        """Every position of the pipeline, without reductions."""
         graph, forms = self.candidate.pipeline, self.layout.forms
         seconds = [[self.stage(form, direction).seconds for form in forms] for direction in "FB"]
         if graph.pp == 1:
@@ -196,7 +202,7 @@ class Step:
             for count in counts
             for handover in [self.rank.handover.seconds]
         ]
-        # In steady state a round of micro-batches takes as long as the one before.
+        # In steady state, every round of micro-batches takes the same time.
         rounds = (graph.micro_batches - counts[-1]) / graph.pp
         ends = [
             [late + rounds * (late - early) for early, late in zip(*own, strict=True)]
@@ -205,13 +211,15 @@ class Step:
         return [_Position(max(own), own) for own in ends]
 
     def _end(self, place: int) -> float:
-        """When a position is done."""
+        """Return the seconds until a position has updated its weights."""
         reduced = sum(exposed + self._crowding * (each.reduce - exposed) for each, exposed in self.reductions(place))
         return self.pipeline[place].end + reduced + self.behind[place]
 
     def reductions(self, place: int) -> Iterator[tuple[Update, float]]:
-        """Gradients' travel, stage by stage and in each block by block as backward has them, and how many seconds of it are
-        exposed: behind the end of the last backward.
+        """Yield every update of a position's stages, with the exposed seconds of its reduction.
+
+        Gradients are reduced stage by stage, and within a stage block by block, as soon as backward has them (`end`: after
+        the last backward). Seconds after the end of the last backward are exposed.
         """
         end, stage_ends = self.pipeline[place]
         at_end, free = self._reduction.kind == "end", 0.0
@@ -225,10 +233,10 @@ class Step:
             exposed = max(0.0, free - max(end, before))
             yield from ((each, exposed * each.reduce / whole if whole else 0.0) for each in updates)
 
-    # What the time goes into.
+    # The breakdown of the time.
 
     def _shares(self, place: int) -> Shares:
-        """All of one position: its stages, what it waits for, its gradients, its optimizer."""
+        """Return all seconds of one position: its stages, waiting (bubble), reductions and optimizer."""
         found, own = Shares(), Stretch(0.0, 0.0)
         for number, count in Counter(self.layout.forms_at[place]).items():
             for direction in "FB":
@@ -248,7 +256,7 @@ class Step:
         return found + Shares.of(named)
 
     def _work_shares(self, form: StageForm, direction: str) -> Shares:
-        """What the ops of a stage are busy with."""
+        """Return the seconds of one pass of a stage, by what its ops are busy with."""
         slicing, back, found = self.pieces.slicing, direction == "B", Shares()
         content = Content.of([form])
         ops: list[tuple[str, tuple[int, ...], bool, int, BlockSpec | None]] = []

@@ -1,4 +1,4 @@
-"""What the planner found, as a document for programs and as text for people."""
+"""The planner's results, as a document for programs and as text for people."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foldray.planner.shares import COMPUTING
 
 
 def document(planned: Sequence[Planned]) -> dict[str, Any]:
-    """The document of `foldray plan --json`."""
+    """Return the document that `foldray plan --json` prints. Times are in seconds, memory is in GiB."""
     return {"candidates": [_candidate(each) for each in planned]}
 
 
@@ -44,13 +44,13 @@ def _candidate(planned: Planned) -> dict[str, Any]:
 
 
 def breakdown(shares: Mapping[str, float]) -> dict[str, float]:
-    """What a step's seconds go into, with all that computes under one name first; sums to the same."""
+    """Return the seconds of a step by name, with the sum of all computation first, as `compute`."""
     computing = sum(shares.get(name, 0.0) for name in COMPUTING)
     return {"compute": computing} | {name: seconds for name, seconds in shares.items() if name not in COMPUTING}
 
 
 def table(found: Found, hardware: Hardware) -> str:
-    """The best, a line each, what the first one's step goes into, and why it is the first."""
+    """Return a text with one line per candidate, the breakdown of the first one, and its gain over another fold."""
     planned = found.best
     fold, most = max(len(str(each.candidate.fold)) for each in planned) + 2, max(len(schedule(each)) for each in planned) + 2
     lines = [f"{found.legal} legal folds on {hardware.name}", ""]
@@ -64,7 +64,7 @@ def table(found: Found, hardware: Hardware) -> str:
 
 
 def schedule(planned: Planned) -> str:
-    """A candidate's schedule in a few words."""
+    """Return a candidate's schedule in a few words."""
     candidate, ordering = planned.candidate, planned.candidate.ordering
     text = ordering.forward.kind + (f" d={ordering.slicing.degree}" if ordering.slicing else "")
     text += f" b={candidate.micro_batch}" + (f" v={candidate.virtual_stages}" if candidate.virtual_stages > 1 else "")
@@ -79,7 +79,10 @@ def _of_first(planned: Planned) -> list[str]:
 
 
 def why(planned: Sequence[Planned]) -> str:
-    """What the first one gains over the best that is folded in another way, in one sentence of figures."""
+    """Return one sentence about the gain of the first candidate over the best one with another fold.
+
+    If no other candidate has another fold, the sentence compares the first with the second. There must be two candidates.
+    """
     first = planned[0]
     other = next((each for each in planned[1:] if each.candidate.fold != first.candidate.fold), planned[1])
     mine, theirs = (breakdown(each.prediction.breakdown) for each in (first, other))
@@ -93,7 +96,7 @@ def why(planned: Sequence[Planned]) -> str:
 
 
 def scores(scored: Sequence[Scored]) -> dict[str, Any]:
-    """The document of `foldray plan --score --json`."""
+    """Return the document that `foldray plan --score --json` prints. MFU and errors are fractions."""
     rows = [
         {
             "row_id": each.row.name,
@@ -110,7 +113,7 @@ def scores(scored: Sequence[Scored]) -> dict[str, Any]:
 
 
 def score_table(scored: Sequence[Scored]) -> str:
-    """Every row, the mean errors, and the worst."""
+    """Return a text with every row, the mean absolute errors, and the row with the largest error."""
     lines = [f"{'row':<10}{'model':<24}{'method':<19}{'GPUs':>5}{'measured':>10}{'predicted':>10}{'error':>8}{'memory':>10}"]
     for each in scored:
         job, fold = each.row.candidate.job, each.row.candidate.fold
@@ -129,7 +132,11 @@ def score_table(scored: Sequence[Scored]) -> str:
 
 
 def constants_table(found: Mapping[str, float]) -> str:
-    """Constants, their bounds and units."""
+    """Return a text with all constants, their bounds and units.
+
+    Args:
+        found: fitted values by name; other constants have their default values.
+    """
     rows = [(name, found.get(name, each.value), each) for name, each in constants().items()]
     return "\n".join(
         f"{name:<12}{value:>10.4g}  {each.low:g}…{each.high:g} {each.unit}{'' if each.fitted else ', not fitted'}"

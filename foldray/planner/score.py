@@ -1,8 +1,8 @@
-"""The planner held against published measurements, and its constants fitted to them.
+"""The planner's errors on published measurements, and a fit of its constants to these measurements.
 
-What the publication leaves open is assumed as MoE Parallel Folding's setting says or suggests: blocks run one after another,
-interleaved 1F1B with one block per virtual stage, bf16, capacity factor 1 and balance, no recomputation, micro-batches of one
-sequence, gradients reduced in buckets during backward.
+A row leaves some settings open. They are assumed as the experiments of MoE Parallel Folding state or suggest: blocks run one
+after another, interleaved 1F1B with one block per virtual stage, bf16, capacity factor 1 and balanced experts, no
+recomputation, micro-batches of one sequence, gradients reduced in buckets during backward.
 """
 
 from __future__ import annotations
@@ -34,15 +34,23 @@ METHODS: dict[str, dict[str, int]] = {
     "MCore": {"zero": 1},
     "MCore w/ Folding": {"zero": 1},
 }
-"""What a method's name settles besides its row's numbers."""
+"""Method → the values that its name implies: the stage of ZeRO, and ep if it does not come from the row."""
 
-_PULL, _LENIENT = 0.1, 0.03  # of constants over their whole bounds; the error beyond which a row counts less
+# The weight of a constant's distance from its default (a fraction of its range); the error above which a row counts less.
+_PULL, _LENIENT = 0.1, 0.03
 
 COLUMNS = ("row_id", "model", "method", "gpus", "seq_len", "gbs", "cp", "tp", "ep", "pp", "etp_effective", "mfu_pct")
 
 
 class Row(NamedTuple):
-    """A published measurement: a candidate, and its model FLOPs over peak (0…1), if the file tells."""
+    """A published measurement.
+
+    Args:
+        name: the row's `row_id`.
+        method: a name of `METHODS`.
+        candidate: the candidate that was measured.
+        mfu: model FLOPs over peak, from 0 to 1; None if the file has no measurement.
+    """
 
     name: str
     method: str
@@ -51,10 +59,10 @@ class Row(NamedTuple):
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Published measurements from a CSV file with the columns `COLUMNS`; `mfu_pct` may be empty.
+    """Read published measurements from a CSV file with the columns `COLUMNS`. `mfu_pct` may be empty.
 
     Raises:
-        UserError: no such file, a column that is missing, a row that makes no sense.
+        UserError: the file cannot be read, a column is missing, or a row has an illegal value.
     """
     reader = csv.DictReader(io.StringIO(read_text("score", path), newline=""))
     missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
@@ -64,7 +72,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _told_row(fields: dict[str, str]) -> Row:
-    """A row; whose mistake it is stands before it."""
+    """Return a row. A UserError names the row."""
     try:
         return _row(fields)
     except UserError as error:
@@ -105,7 +113,10 @@ def _share(text: str) -> float | None:
 
 
 class Scored(NamedTuple):
-    """A row, what is predicted for it, and the error of its MFU relative to what was measured."""
+    """A row with its predicted time and memory, whether it fits into memory, and the relative error of the predicted MFU.
+
+    The error is predicted MFU over measured MFU, minus 1; None if the row has no measurement.
+    """
 
     row: Row
     prediction: Prediction
@@ -115,7 +126,16 @@ class Scored(NamedTuple):
 
 
 def score(rows: Sequence[Row], hardware: Hardware, changed: Mapping[str, float] | None = None) -> list[Scored]:
-    """Predict every row."""
+    """Predict every row.
+
+    Args:
+        rows: published measurements.
+        hardware: the cluster.
+        changed: constants that replace those of the files.
+
+    Raises:
+        UserError: the hardware has no peak for a row's dtype.
+    """
     found = []
     for row in rows:
         prediction = predict(row.candidate, hardware, changed)
@@ -127,7 +147,7 @@ def score(rows: Sequence[Row], hardware: Hardware, changed: Mapping[str, float] 
 
 
 def mape(scored: Sequence[Scored]) -> dict[str, float]:
-    """Mean absolute error of all rows, and of each method, as fractions."""
+    """Return the mean absolute error of MFU, as a fraction, over all rows ("overall") and by method."""
     errors: dict[str, list[float]] = {"overall": []}
     for each in scored:
         if each.error is not None:
@@ -137,13 +157,15 @@ def mape(scored: Sequence[Scored]) -> dict[str, float]:
 
 
 def fit(rows: Sequence[Row], hardware: Hardware, near: Mapping[str, float] | None = None) -> dict[str, float]:
-    """The constants marked as fitted, within their bounds, that make these rows' errors smallest.
+    """Return the values of the constants marked as fitted, within their bounds, with the smallest errors on these rows.
 
-    Least squares of the logarithms of predicted over measured, lenient with rows that are far off (soft L1), and a weak pull to
-    where the constants stand: so few rows would else buy accuracy with numbers that mean nothing.
+    The fit minimizes the squares of log(predicted MFU / measured MFU). Rows with large errors count less (soft L1). A weak
+    pull keeps the constants close to their default values: so few rows would otherwise fit with meaningless constants.
 
     Args:
-        near: constants to start from, which saves time; they do not pull.
+        rows: published measurements; those without MFU are ignored.
+        hardware: the cluster.
+        near: constants to start from, to save time. The pull is still towards the default values.
 
     Raises:
         UserError: no row has a measurement.
@@ -171,7 +193,11 @@ def fit(rows: Sequence[Row], hardware: Hardware, near: Mapping[str, float] | Non
 
 
 def left_out(rows: Sequence[Row], hardware: Hardware) -> Iterator[Scored]:
-    """Every row as predicted with the constants that the others give."""
+    """Predict every row with constants that are fitted to all other rows.
+
+    Raises:
+        UserError: fewer than two rows have a measurement.
+    """
     near = fit(rows, hardware)
     for row in rows:
         yield from score([row], hardware, fit([other for other in rows if other is not row], hardware, near))

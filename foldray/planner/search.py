@@ -1,8 +1,9 @@
-"""All legal ways to train a job on a cluster, the best first.
+"""The search through all legal ways to train a job on a cluster, for the best ones.
 
-Whatever is not predicted yet has lower bounds of time and memory (`nodes.py`). What has the lowest bound of time is refined next,
-so predictions come out in their order, fastest first. Once there are enough of them, whatever needs at least as much memory as
-the leanest of these is left out: it could not have been shown.
+Sets of candidates have lower bounds of time and memory (`nodes.py`). The search always refines the set with the lowest bound
+of time. So it finds predictions in the order of their time, fastest first. Once it has enough predictions, it skips every
+set that needs at least as much memory as the leanest prediction. No candidate of such a set is among the best or on the
+front.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from foldray.planner.space import Space
 
 
 class Found(NamedTuple):
-    """What a search found.
+    """The result of a search.
 
     Args:
-        best: those that fit first, then by step time.
-        front: those that nothing beats in both time and memory, fastest first.
-        legal: folds that there are.
+        best: the best candidates: first those that fit into memory, then the others, each sorted by step time.
+        front: all candidates that no other candidate beats in both time and memory, fastest first.
+        legal: number of legal folds.
     """
 
     best: list[Planned]
@@ -31,9 +32,9 @@ class Found(NamedTuple):
 
 
 def search(space: Space, top: int = 10) -> Found:
-    """The `top` best, and the front of time and memory.
+    """Search a space for the `top` best candidates, and for the front of time and memory.
 
-    Best first: the queue has nodes by their bound of time, and a node is replaced by its refinements (A*).
+    This is a best-first search (A*): the queue sorts nodes by their bound of time, and the refinements of a node replace it.
 
     Raises:
         UserError: no fold is legal.

@@ -1,4 +1,4 @@
-"""Seconds of one rank, and what they are spent on."""
+"""Seconds of one rank, by what they are spent on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foldray.schedule import COMPUTE
 COMPUTING = ("gemm", "experts", "attention", "memory", "launch")
 GROUPS = ("tp", "cp", "ep", "etp", "dp_cp", "edp")
 STEP = (*COMPUTING, *(f"exposed_{group}" for group in GROUPS), "crowding", "bubble", "optimizer", "straggling")
-"""What the seconds of a step go into: computation, traffic that nothing hides, and the rest."""
+"""Names for the seconds of a step: computation, communication that nothing hides, and the rest."""
 
 _NAMES = (*STEP, *GROUPS)
 _PLACE = {name: place for place, name in enumerate(_NAMES)}
@@ -21,13 +21,17 @@ _PLACE = {name: place for place, name in enumerate(_NAMES)}
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Seconds by name: those of `STEP` sum to a stretch of time; those of `GROUPS` are all traffic of a group, hidden or not."""
+    """Seconds by name.
+
+    The seconds of the names in `STEP` sum to a stretch of time. The seconds of the names in `GROUPS` are all communication
+    of a group family, hidden or not.
+    """
 
     seconds: tuple[float, ...] = (0.0,) * len(_NAMES)
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, float]]) -> Shares:
-        """From names and seconds; those of the same name are added."""
+        """Return shares from (name, seconds). Seconds of the same name are added."""
         found = [0.0] * len(_NAMES)
         for name, seconds in named:
             found[_PLACE[name]] += seconds
@@ -40,16 +44,16 @@ class Shares:
         return Shares(tuple([factor * each for each in self.seconds]))
 
     def of_step(self) -> dict[str, float]:
-        """What the step's seconds go into, without what takes none."""
+        """Return the seconds of a step by name, without names that take no time."""
         return {name: seconds for name, seconds in zip(STEP, self.seconds, strict=False) if seconds > 0}
 
     def of_groups(self) -> dict[str, float]:
-        """Seconds of every group's traffic, without what takes none."""
+        """Return the seconds of communication by group family, without families that take no time."""
         return {name: seconds for name in GROUPS if (seconds := self.seconds[_PLACE[name]]) > 0}
 
 
 class Work(NamedTuple):
-    """Seconds on a lane, and what for: one of `COMPUTING`, or the family of the group that talks."""
+    """Seconds on a lane. `what` is a name of `COMPUTING`, or the family of the group that communicates."""
 
     lane: str
     what: str
@@ -57,12 +61,12 @@ class Work(NamedTuple):
 
 
 class Price(NamedTuple):
-    """What an op costs.
+    """The cost of an op.
 
     Args:
-        works: one after another; none takes no time.
-        lanes: the same as the clock takes it, what follows on the same lane put together.
-        seconds: of all.
+        works: the work of the op, one after another; each takes time.
+        lanes: (lane, seconds) of the same work for the clock. Successive work on one lane is added up.
+        seconds: seconds of the whole op.
     """
 
     works: tuple[Work, ...]
@@ -77,7 +81,10 @@ class Price(NamedTuple):
         return cls(works, lanes or ((COMPUTE, 0.0),), sum(seconds for _, seconds in lanes))
 
     def shares(self, travels: bool) -> Shares:
-        """Of an op that travels all is traffic, and none of it a share of the step: what is exposed is told by the clock."""
+        """Return the shares of an op.
+
+        If the op travels, its seconds count as communication only, because only the clock knows which of them are exposed.
+        """
         traffic = [(work.what, work.seconds) for work in self.works if work.lane != COMPUTE]
         if travels:
             return Shares.of(traffic)
@@ -86,11 +93,11 @@ class Price(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """How long one rank takes for something.
+    """A stretch of one rank's time.
 
     Args:
-        seconds: from the start to the end.
-        crowding: how much of them computation lost to what travelled beside it.
+        seconds: seconds from its start to its end.
+        crowding: seconds of these that computation loses to communication beside it.
     """
 
     seconds: float

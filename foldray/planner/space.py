@@ -1,4 +1,4 @@
-"""What a search goes through: all legal folds of a cluster, and the schedules of each."""
+"""The space of a search: all legal folds of a cluster, and the schedules of each fold."""
 
 from __future__ import annotations
 
@@ -16,17 +16,24 @@ DEGREES = (2, 4, 8)
 RECOMPUTE: tuple[tuple[str, ...], ...] = ((), (EXPERT,), (ATTENTION, FFN, EXPERT))
 MICRO_BATCHES = (1, 2, 4)
 REDUCTION = Reduction("buckets")
-"""When gradients travel, in all that is searched."""
+"""The reduction of all candidates of a search."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched.
+    """The space of a search.
 
     Args:
-        pins: sizes of axes that are settled.
-        zero: stage of ZeRO: 1, or 3.
-        imbalance: rows of the fullest rank over the mean, for memory.
+        job: the model and batch.
+        hardware: the cluster.
+        gpus: number of GPUs.
+        pins: axis → size, for axes with a fixed size.
+        zero: stage of ZeRO: 1 or 3.
+        micro_batches: sizes of micro-batches to try, in sequences.
+        degrees: numbers of pieces to try.
+        recompute: sets of kinds of ops to recompute.
+        kinds: overlap kinds to try.
+        imbalance: rows of the fullest rank over the mean, for the memory.
     """
 
     job: Job
@@ -41,7 +48,7 @@ class Space:
     imbalance: float = 1.0
 
     def folds(self) -> Iterator[Fold]:
-        """Every legal fold with the settled sizes."""
+        """Yield every legal fold with the fixed sizes."""
         model, job = self.job.model, self.job
         for pp in self._sizes("pp", self.gpus, lambda n: n <= model.layers):
             place = self.gpus // pp
@@ -56,7 +63,7 @@ class Space:
                         yield from (Fold(self.gpus, tp, cp, pp, ep, etp) for ep, etp in moe)
 
     def orderings(self, fold: Fold, recompute: tuple[str, ...]) -> Iterator[Ordering]:
-        """Schedules of a fold: where no token travels there is nothing to hide, and only whole sequences."""
+        """Yield the schedules of a fold. Without expert parallelism no rows travel, so there is only `sequential`."""
         yield Ordering(recompute=recompute, reduction=REDUCTION)
         if fold.ep == 1:
             return

@@ -1,4 +1,4 @@
-"""How many stages a position may have, for all folds with the same number of positions and of micro-batches."""
+"""The legal numbers of virtual stages, for all folds with the same number of positions and of micro-batches."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from foldray.schedule import PipelineGraph
 
 
 class Staging(NamedTuple):
-    """One number of stages.
+    """One number of virtual stages.
 
     Args:
-        virtual_stages: of a position.
-        pipeline: of no more micro-batches than it has in flight, as far as memory goes by it (`memory.in_flight`).
+        virtual_stages: number of stages of a position.
+        layout: the stages.
+        pipeline: the pipeline with at most 3·pp micro-batches, which are enough to find its memory (`memory.in_flight`).
     """
 
     virtual_stages: int
@@ -27,12 +28,13 @@ class Staging(NamedTuple):
 
 
 class Stagings(NamedTuple):
-    """All numbers of stages that are legal, and what bounds them together.
+    """All legal numbers of virtual stages, and what their common bounds need.
 
     Args:
-        leanest: those of which none surely needs more memory than another, whatever the rank.
-        contents_at: what positions are made of; each once.
-        first_blocks: blocks of a position's first stage at least.
+        all: all stagings.
+        leanest: stagings without those that need at least the memory of another one on every rank.
+        contents_at: the different contents of positions; every entry has the contents of all positions.
+        first_blocks: smallest number of blocks of a stage.
     """
 
     all: Sequence[Staging]
@@ -42,7 +44,10 @@ class Stagings(NamedTuple):
 
 
 def make_stagings(blocks: Sequence[BlockSpec], pp: int, micro_batches: int) -> Stagings:
-    """Of a model's blocks. Interleaving needs stages alike in size, and full rounds of micro-batches."""
+    """Return the stagings of a model's blocks.
+
+    Several virtual stages need stages with equal numbers of blocks, and a multiple of pp micro-batches.
+    """
     layers = len(blocks)
     several = pp > 1 and pp in divisors(layers) and PipelineGraph(pp, micro_batches).full_rounds
     every, leanest = list[Staging](), list[tuple[Staging, list[Counter[BlockSpec]]]]()
@@ -59,6 +64,9 @@ def make_stagings(blocks: Sequence[BlockSpec], pp: int, micro_batches: int) -> S
 
 
 def _needs_no_less(one: Staging, kept: list[Counter[BlockSpec]], other: Staging, others: list[Counter[BlockSpec]]) -> bool:
-    """Whether one needs at least the memory of another: positions hold the same, and none keeps less of any kind of block."""
+    """Whether `one` needs at least the memory of `other`.
+
+    This holds if their positions have the same contents, and no position of `one` keeps fewer activations of any block.
+    """
     same = one.layout.contents_at == other.layout.contents_at
     return same and all(mine >= theirs for mine, theirs in zip(kept, others, strict=True))

@@ -1,4 +1,4 @@
-"""What a stage's parameters take behind its backward: gradients are reduced, weights updated and, if shared out, gathered."""
+"""Seconds after the backward of a stage: its gradients are reduced, its weights are updated and, under ZeRO, gathered."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from foldray.schedule import Reduction
 
 
 def stage_updates(rank: RankCosts, content: Content, reduction: Reduction) -> tuple[Update, ...]:
-    """One for each family of a stage's parameters.
+    """Return the updates of a stage, one per group family of its parameters.
 
-    ZeRO-3 has reduced the gradients before. The optimizer reads and writes float32 weights and two moments, reads a gradient,
-    writes a weight.
+    ZeRO-3 has already reduced the gradients during backward. The optimizer reads and writes float32 weights and two moments,
+    reads a gradient, and writes a weight in the dtype of computation.
     """
     if reduction not in rank.tables.updates:
         rank.tables.updates[reduction] = {}
@@ -25,7 +25,7 @@ def stage_updates(rank: RankCosts, content: Content, reduction: Reduction) -> tu
 
 
 def _update(rank: RankCosts, family: str, count: float, reduction: Reduction) -> Update:
-    """Of so many elements."""
+    """Return the update of `count` parameters."""
     fold, network, zero, device = rank.fold, rank.network, rank.zero, rank.device
     owners = {"dp_cp": fold.dp * fold.cp, "edp": fold.edp}[family] if zero else 1
     chunks = max(1.0, 4 * count / size) if (size := reduction.most) else 1.0
@@ -37,16 +37,16 @@ def _update(rank: RankCosts, family: str, count: float, reduction: Reduction) ->
 
 
 def seconds_behind(rank: RankCosts, layout: PipelineLayout, reduction: Reduction) -> list[float]:
-    """Seconds of every position behind its gradients: to update its weights, and to gather them again."""
+    """Return, for every position, the seconds after its reductions: optimizer and gather of weights."""
     updates = [stage_updates(rank, content, reduction) for content in layout.contents]
     seconds = [sum([each.gather + each.optimizer for each in own]) for own in updates]
     return [sum([seconds[form] for form in own]) for own in layout.forms_at]
 
 
 def least_behind(rank: RankCosts, contents_at: Sequence[Content], reduction: Reduction) -> list[float]:
-    """Seconds of every position behind its last backward, at least: also what reductions that are hidden cost.
+    """Return, for every position, a lower bound of the seconds after its last backward, with the crowding by reductions.
 
-    A position's stages are taken together, which never takes longer than apart.
+    The bound takes all stages of a position together. This never takes longer than the stages one by one.
     """
     crowding = rank.device.share["crowding"]
     seconds = {

@@ -1,4 +1,4 @@
-"""A candidate's step simulated whole, op by op, reductions of gradients included: what `prediction` is put together to equal."""
+"""A simulation of a candidate's whole step, op by op, with its reductions. `prediction.py` approximates it from parts."""
 
 from __future__ import annotations
 
@@ -14,27 +14,37 @@ from foldray.timeline.simulator import Simulation, simulate
 
 
 def simulate_step(candidate: Candidate, work: OpWork) -> Simulation:
-    """Every op of a step, up to the last gradient's arrival; optimizer and what follows it left out."""
+    """Simulate every op of a step up to the end of the last reduction, without the optimizer and the gather of weights.
+
+    Raises:
+        UserError: the virtual stages do not fit the micro-batches.
+    """
     graph, ordering = candidate.reducing, candidate.ordering
     costs = _op_costs(graph, work) if ordering.goes_by_costs else None
     return simulate(graph, step_schedule(graph, ordering.forward, ordering.backward, ordering.reduction, costs), work.cost)
 
 
 def whole_seconds(candidate: Candidate, work: OpWork) -> float:
-    """Of a step, every op of it simulated, with its optimizer: the slowest position's stands for all."""
+    """Return the seconds of a step whose every op is simulated, with the optimizer of the slowest position.
+
+    The wait for the slowest node (`straggling`) is left out.
+
+    Raises:
+        UserError: the virtual stages do not fit the micro-batches.
+    """
     simulated, graph = simulate_step(candidate, work), candidate.reducing
     beside = max(_hidden(graph, simulated.spans, place) for place in range(graph.pp))
     return simulated.seconds + work.rank.device.share["crowding"] * beside + max(Step(candidate, work).behind)
 
 
 def _hidden(graph: StepGraph, spans: Mapping[Op, Span], place: int) -> float:
-    """Seconds of one position in which something travelled beside what it computed."""
+    """Return the seconds of one position in which communication overlaps with computation."""
     used = usage(graph, {op: span for op, span in spans.items() if place in graph.where(op)})
     return used.communication - used.exposed
 
 
 def _op_costs(graph: StepGraph, work: OpWork) -> OpCosts:
-    """What a list is written by, as training has it from recorded ops."""
+    """Return the predicted times of ops, in the form in which training has the times of recorded ops."""
 
     def seconds(op: Op) -> float:
         return sum(each.seconds for each in work.work(op))

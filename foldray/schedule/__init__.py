@@ -1,4 +1,4 @@
-"""Schedules as data: ops, the graph that binds them, generators, the checker, the drawing. Pure Python."""
+"""Schedules as data: ops, graphs of their needs, generators of their order, a checker, a clock, a drawing. Pure Python."""
 
 from foldray.schedule.check import check, check_ranks, peak
 from foldray.schedule.chunks import REDUCTIONS, Chunk, Reduction, cut_buffer

@@ -1,4 +1,4 @@
-"""Proves that a schedule is one that its graph allows, and counts what it keeps alive."""
+"""Checks that a graph allows a schedule, and counts the ops whose saved state the schedule keeps alive."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from foldray.schedule.compiled import ScheduleError
 from foldray.schedule.graph import Channel, Graph
 from foldray.schedule.op import Op, Schedule
 
-_Places = tuple[dict[Op, int], ...]  # for every position: op → its place in the list
+_Places = tuple[dict[Op, int], ...]  # for every position: op → its index in the list
 
 
 def check(graph: Graph, schedule: Schedule) -> None:
-    """Accept a schedule that runs to its end, or name its first fault.
+    """Accept a schedule that runs to its end, or raise an error for its first fault.
 
-    Every op stands once at every position that takes part in it; on a position none stands before one that it needs, or after
-    one that frees what it needs; a channel has the same order at both of its ends; a run in which every position follows its
-    list finishes.
+    The rules are:
+
+    - Every op is in the list of every position that takes part in it, exactly once.
+    - In a list, no op comes before an op that it needs, or after an op that frees what it needs.
+    - Both ends of a channel have the same order.
+    - A run in which every position follows its list finishes.
 
     Raises:
-        ScheduleError: one line that names the fault, its position and its ops.
+        ScheduleError: the schedule breaks a rule. The message is one line with the fault, its position and its ops.
     """
     if len(schedule) != graph.positions:
         raise ScheduleError(f"{len(schedule)} lists for {graph.positions} positions")
@@ -35,10 +38,10 @@ def check(graph: Graph, schedule: Schedule) -> None:
 
 
 def check_ranks(graph: Graph, lists: Sequence[Sequence[Op]]) -> None:
-    """Accept the lists of ranks that work side by side, each on its own tokens, if their collectives meet.
+    """Accept the lists of the ranks of one pipeline position if all of them start the same collectives in the same order.
 
     Raises:
-        ScheduleError: two ranks have other collectives on a channel, or the same in another order.
+        ScheduleError: two ranks have different collectives on a channel, or the same collectives in different orders.
     """
     queues: list[dict[Channel, list[Op]]] = []
     for ops in lists:
@@ -55,9 +58,10 @@ def check_ranks(graph: Graph, lists: Sequence[Sequence[Op]]) -> None:
 
 
 def peak(graph: Graph, schedule: Schedule) -> tuple[int, ...]:
-    """For every position the most ops whose saved state is alive at once: done, and yet to be freed by another op.
+    """Return, for every position, the largest number of ops whose saved state is alive at once.
 
-    What no op frees counts nothing: a forward that is not followed by a backward saves nothing.
+    The state of an op is alive from the op until another op frees it. Ops that no op frees do not count: a forward without a
+    backward saves nothing.
     """
     kept = {op for freeing in graph.ops() for op in graph.frees(freeing)}
     return tuple(_peak(graph, ops, kept) for ops in schedule)
@@ -106,7 +110,7 @@ def _check_needs(graph: Graph, position: int, places: _Places) -> None:
 
 def _check_frees(graph: Graph, position: int, places: _Places) -> None:
     freed_by: dict[Op, Op] = {}
-    for op in places[position]:  # in the order of the list
+    for op in places[position]:  # a dict keeps the order of the list
         for need in graph.needs(op):
             if need in freed_by:
                 raise ScheduleError(f"position {position} has {op} after {freed_by[need]}, which frees {need} that it uses")

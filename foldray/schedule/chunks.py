@@ -1,4 +1,4 @@
-"""Gradients cut into chunks: which runs of a flat buffer travel at once, and which ops make them."""
+"""Chunks of gradients: the runs of a flat buffer that are reduced at once, and the ops that produce them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from foldray.blueprint import GradientPart, Maker
 
 REDUCTIONS = ("end", "buckets", "chunks")
 USUAL_BYTES = {"buckets": 25 << 20, "chunks": 5 << 19}
-"""DistributedDataParallel's bucket_cap_mb; what FlowMoE found for BERT-Large-MoE."""
+"""Default bytes: `bucket_cap_mb` of DistributedDataParallel, and the chunk that FlowMoE found best for BERT-Large-MoE."""
 
 
 class Chunk(NamedTuple):
-    """A run of a flat buffer of gradients that travels at once.
+    """A run of a flat gradient buffer that is reduced at once.
 
     Args:
-        name: the buffer's gradient class.
-        start, stop: its elements.
-        bytes: what is reduced.
-        makers: the ops that make it.
+        name: gradient class of the buffer.
+        start, stop: the chunk's elements in the buffer, from `start` to before `stop`.
+        bytes: size of the chunk, with padding.
+        makers: the ops that add to the chunk's gradients, as (kind, block).
     """
 
     name: str
@@ -31,11 +31,11 @@ class Chunk(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """How gradients are reduced within a step.
+    """The time and the size of the reductions of gradients in a step.
 
     Args:
         kind: one of `REDUCTIONS`.
-        bytes: of a chunk or a bucket, FlowMoE's S_p; None is the kind's usual.
+        bytes: size of a chunk or bucket (FlowMoE's S_p). None is the default of the kind (`USUAL_BYTES`).
     """
 
     kind: str = "end"
@@ -43,23 +43,24 @@ class Reduction(NamedTuple):
 
     @property
     def gives_way(self) -> bool:
-        """Whether gradients leave when no all-to-all wants the link, which takes knowing what ops take."""
+        """Whether reductions wait until no all-to-all needs the link. To decide this, the times of the ops must be known."""
         return self.kind == "chunks"
 
     @property
     def most(self) -> int | None:
-        """Bytes of a chunk at most; None is whole buffers."""
+        """Largest size of a chunk in bytes; None for whole buffers."""
         return None if self.kind == "end" else self.bytes or USUAL_BYTES[self.kind]
 
 
 def cut_buffer(name: str, parts: Sequence[GradientPart], itemsize: int, most: int | None, granule: int = 1) -> tuple[Chunk, ...]:
-    """The chunks of one buffer, in the order in which backward has them.
+    """Cut one buffer into chunks, from its start.
 
     Args:
-        parts: what the buffer holds, from its start.
+        name: gradient class of the buffer.
+        parts: content of the buffer, from its start.
         itemsize: bytes of an element.
-        most: bytes of a chunk, at least one granule; None is the whole buffer.
-        granule: chunks begin and end at multiples of this, the last one behind the padded end of the buffer.
+        most: largest size of a chunk in bytes; a chunk has at least one granule. None makes one chunk of the whole buffer.
+        granule: chunks begin and end at multiples of this number of elements. The last chunk includes the padding.
     """
     total = sum(part.elements for part in parts)
     padded = -(-total // granule) * granule

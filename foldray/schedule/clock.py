@@ -1,4 +1,4 @@
-"""A schedule on a clock: when each op runs, or who waits for whom where it cannot finish."""
+"""A schedule on a clock: when each op runs, or, if the schedule cannot finish, which position waits for which op."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from foldray.schedule.graph import Graph
 from foldray.schedule.op import Op, Schedule
 
 Cost = Callable[[Op], LaneSeconds]
-"""Op → what it costs."""
+"""Op → its cost."""
 
 UNITS = {"F": 1, "R": 1, "B": 2}
 
 
 class Span(NamedTuple):
-    """From when to when an op runs, in the cost's unit."""
+    """Start and end of an op, in the unit of the costs."""
 
     start: float
     end: float
 
 
 def unit_times(graph: Graph, schedule: Schedule) -> dict[Op, Span]:
-    """When each op runs if a forward takes 1, a backward 2, and what travels nothing once all its ends have started it.
+    """Return the span of each op if forward and recomputation take 1, backward takes 2, and communication takes no time.
 
     Raises:
         ScheduleError: the positions wait for each other.
@@ -32,7 +32,7 @@ def unit_times(graph: Graph, schedule: Schedule) -> dict[Op, Span]:
 
 
 def times(graph: Graph, schedule: Schedule, cost: Cost) -> dict[Op, Span]:
-    """When each op runs.
+    """Return the span of each op at given costs.
 
     Raises:
         ScheduleError: the positions wait for each other.

@@ -1,13 +1,17 @@
 """A graph and its lists, compiled once into numbers, then run on a clock for any costs.
 
-The rules are the executor's. A position starts its ops in the order of its list. An op that computes waits for all it needs. An
-op that travels is posted at once and blocks nobody, except that the host must have what other collectives bring it (row counts)
-before it posts. A channel is a queue: what travels on it does so in order. The cost of an op is a sequence of lanes and seconds.
-An op that computes keeps its position busy all along. Whoever needs a lane that another op uses waits for it.
+The clock follows the same rules as the executor:
 
-There are two ways to run. If every lane belongs to one queue, be it a position or a channel, then an op starts at the latest end
-of its predecessors: one pass in topological order finds all times (longest paths in a DAG). If queues share a lane, it goes to
-whoever asks first, so events are processed in the order of their time.
+- A position starts its ops in the order of its list.
+- An op that computes waits for all ops that it needs, and keeps its position busy from its start to its end.
+- A position posts an op that travels without waiting for its end. But it waits for other collectives that the op needs: the
+  host must have the row counts before it can post a dispatch.
+- A channel is a queue: its ops travel one after another, in order.
+- The cost of an op is a sequence of (lane, seconds). An op waits while another op uses the lane that it needs.
+
+There are two ways to run. If every lane belongs to one queue (a position or a channel), an op starts at the latest end of
+its predecessors, and one pass in topological order finds all times (longest paths in a DAG). If queues share a lane, the
+lane goes to the op that asks first, so the run processes events in the order of their time.
 """
 
 from __future__ import annotations
@@ -24,15 +28,15 @@ from foldray.schedule.op import Op
 COMPUTE = "compute"
 
 LaneSeconds = Sequence[tuple[str, float]]
-"""The cost of an op: lanes and seconds, one after another. A lane is `COMPUTE`, or a link of which each position has one."""
+"""The cost of an op: (lane, seconds), one after another. A lane is `COMPUTE`, or a link of which each position has one."""
 
 
 class ScheduleError(ValueError):
-    """A schedule that its graph does not allow; the text names the fault in one line."""
+    """A schedule breaks a rule of its graph. The message is one line."""
 
 
 class Times(NamedTuple):
-    """When each op starts and when it ends, by its number, in the unit of the costs."""
+    """Start and end of each op, by its number, in the unit of the costs."""
 
     starts: list[float]
     ends: list[float]
@@ -42,19 +46,25 @@ Class = TypeVar("Class", bound=Hashable)
 
 
 class CompiledSchedule(Generic[Class]):
-    """Lists of ops as numbers.
+    """The lists of a schedule, with numbers instead of ops.
 
     Args:
-        graph: what binds the ops.
-        schedule: for every position its list.
-        cost_class: ops of the same class cost the same.
-        partial: ops that stand in no list are taken as done at time zero. Without, whoever needs one waits forever.
+        graph: the graph of the ops.
+        schedule: the list of every position.
+        cost_class: op → a class. Ops of one class have the same cost.
+        partial: whether ops that no list has count as done at time zero. Otherwise an op that needs such an op never starts.
 
     Attributes:
         ops: all ops, by number.
-        classes: the classes of costs, in the order in which `run` takes costs.
-        class_of: for every op the number of its class.
-        channel_of: for every op the number of its channel; -1 for one that computes.
+        lists: the list of every position, as numbers of ops.
+        classes: the cost classes, in the order in which `run` takes costs.
+        class_of: for every op, the number of its class.
+        channel_of: for every op, the number of its channel; -1 if the op computes.
+        places: for every op, the positions that take part.
+        queues: for every channel, its ops in order.
+        waits: for every op, the ops that must end before a position starts it. Earlier computing ops of the same list are
+            left out.
+        remote: for every op that travels, the other ops that must end before it travels.
     """
 
     def __init__(
@@ -76,19 +86,19 @@ class CompiledSchedule(Generic[Class]):
         self.channel_of = [-1 if name is None else channels.setdefault(name, len(channels)) for name in named]
         self.places = [graph.where(op) for op in self.ops]
         self.queues = [self._queue(channel) for channel in range(len(channels))]
-        self.waits: list[tuple[int, ...]] = []  # what a position waits for before it starts an op
-        self.remote: list[tuple[int, ...]] = []  # what a posted op waits for besides
+        self.waits: list[tuple[int, ...]] = []
+        self.remote: list[tuple[int, ...]] = []
         self._link(partial)
 
     def _queue(self, channel: int) -> list[int]:
-        """A channel's order, as far as all its ends agree."""
+        """Return the order of a channel's ops, up to the first op in which its ends differ."""
         ends = [[i for i in ops if self.channel_of[i] == channel] for ops in self.lists]
         agreed = takewhile(lambda heads: len(set(heads)) == 1, zip(*filter(None, ends), strict=False))
         return [heads[0] for heads in agreed]
 
     def _link(self, partial: bool) -> None:
-        """Who waits for whom, without what the order of a list implies: an earlier op of the same position that computes."""
-        absent = len(self.ops)  # stands for every op that no list has; it never ends
+        """Fill `waits` and `remote`. The order of a list already implies its earlier computing ops."""
+        absent = len(self.ops)  # the number for every op that no list has; this op never ends
         index = [{i: k for k, i in enumerate(ops)} for ops in self.lists]
         home = {i: place for place, ops in enumerate(self.lists) for i in ops if self.channel_of[i] < 0}
         for i, op in enumerate(self.ops):
@@ -107,14 +117,14 @@ class CompiledSchedule(Generic[Class]):
 
     @cached_property
     def _order(self) -> list[tuple[int, int, tuple[int, ...]]] | None:
-        """(Op, its class, its predecessors), each op behind its predecessors; None if the lists cannot finish."""
+        """(op, its class, its predecessors) in topological order; None if the lists cannot finish."""
         predecessors = self._predecessors()
         missing, followers = list(map(len, predecessors)), [list[int]() for _ in self.ops]
         for i, before in enumerate(predecessors):
             for each in before:
                 followers[each].append(i)
         order = [i for i, count in enumerate(missing) if not count]
-        for i in order:  # grows on the way: Kahn's algorithm
+        for i in order:  # Kahn's algorithm: the loop extends the list that it reads
             for follower in followers[i]:
                 missing[follower] -= 1
                 if not missing[follower]:
@@ -122,11 +132,11 @@ class CompiledSchedule(Generic[Class]):
         return [(i, self.class_of[i], tuple(predecessors[i])) for i in order] if len(order) == len(self.ops) else None
 
     def _predecessors(self) -> list[dict[int, None]]:
-        """By op, what it starts behind; an op that cannot start has itself among them."""
+        """Return, for each op, the ops that must end before it starts. An op that can never start has itself among them."""
         count, posts = len(self.ops), [0] * len(self.ops)
         found = [dict.fromkeys(i if need == count else need for need in self.waits[i] + self.remote[i]) for i in range(count)]
         for ops in self.lists:
-            last: tuple[int, ...] = ()  # what holds the position up at this place of its list
+            last: tuple[int, ...] = ()  # the ops that must end before the position reaches this place of its list
             for i in ops:
                 posts[i] += 1
                 found[i].update(dict.fromkeys(last))
@@ -142,7 +152,7 @@ class CompiledSchedule(Generic[Class]):
 
     @cached_property
     def _lane_users(self) -> list[tuple[int, tuple[int, ...], int]]:
-        """(Class, positions, queue) that there are; a queue is a position or, numbered behind all positions, a channel."""
+        """All (class, positions, queue) in use. A queue is a position, or a channel with a number after all positions."""
         found: dict[tuple[int, tuple[int, ...], int], None] = {}
         for place, ops in enumerate(self.lists):
             for i in ops:
@@ -152,10 +162,10 @@ class CompiledSchedule(Generic[Class]):
         return list(found)
 
     def run(self, costs: Sequence[LaneSeconds]) -> Times:
-        """When each op runs.
+        """Return start and end of each op.
 
         Args:
-            costs: of every class, at least one lane.
+            costs: the cost of every class, in the order of `classes`; each has at least one lane.
 
         Raises:
             ScheduleError: the positions wait for each other.
@@ -165,11 +175,15 @@ class CompiledSchedule(Generic[Class]):
         return self.one_pass([sum(seconds for _, seconds in each) for each in costs])
 
     def run_once(self, costs: Sequence[LaneSeconds]) -> Times:
-        """As `run`, event by event: quicker than to find the order for one pass, if there is one run alone."""
+        """Do the same as `run`, event by event. For a single run, this is faster than to find the topological order first.
+
+        Raises:
+            ScheduleError: the positions wait for each other.
+        """
         return _EventRun(self, costs).times()
 
     def contended(self, costs: Sequence[LaneSeconds]) -> bool:
-        """Whether some lane is used by more than one queue."""
+        """Whether more than one queue uses the same lane of a position."""
         owner: dict[tuple[str, int], int] = {}
         for cost_class, places, queue in self._lane_users:
             for lane, _ in costs[cost_class]:
@@ -178,17 +192,19 @@ class CompiledSchedule(Generic[Class]):
         return False
 
     def one_pass(self, seconds: Sequence[float]) -> Times:
-        """When each op runs if nobody waits for a lane: start = the latest end of its predecessors.
+        """Return start and end of each op if no op waits for a lane: an op starts at the latest end of its predecessors.
+
+        The lists must be able to finish.
 
         Args:
-            seconds: of every class.
+            seconds: the seconds of every class, in the order of `classes`.
         """
         assert self._order is not None
         starts = [0.0] * len(self.ops)
         ends = starts.copy()
         for i, cost_class, predecessors in self._order:
             start = 0.0
-            for before in predecessors:  # comparisons, not max(): a search runs this loop millions of times
+            for before in predecessors:  # faster than max(); a search runs this loop millions of times
                 if ends[before] > start:
                     start = ends[before]
             starts[i] = start
@@ -199,8 +215,8 @@ class CompiledSchedule(Generic[Class]):
 class _EventRun:
     """One run of a compiled schedule, event by event: a position starts its next op, or the head of a channel travels.
 
-    An actor is a position or, numbered behind all positions, a channel. Each has at most one event at a time. An actor that
-    misses something is woken when this has ended. Events at the same time are processed in the order in which they were planned.
+    An actor is a position, or a channel with a number after all positions. An actor has at most one event at a time. If it
+    waits for an op, the end of this op wakes it. Events at the same time run in the order in which they were planned.
     """
 
     def __init__(self, compiled: CompiledSchedule, costs: Sequence[LaneSeconds]):
@@ -208,17 +224,17 @@ class _EventRun:
         self.costs = [costs[cost_class] for cost_class in compiled.class_of]
         self.positions, channels, count = len(compiled.lists), len(compiled.queues), len(compiled.ops)
         self.starts = [0.0] * count
-        self.ends: list[float | None] = [None] * (count + 1)  # the last one never ends: an op that no list has
-        self.started = [0] * self.positions  # ops of each list
-        self.free = [0.0] * self.positions  # when each position has done what it has started to compute
-        self.lanes: list[dict[str, float]] = [{} for _ in range(self.positions)]  # when each lane is free
-        self.posted = [0.0] * count  # when the last of its places has posted an op
-        self.missing = [len(places) for places in compiled.places]  # places that have not posted an op yet
-        self.sent = [0] * channels  # ops of each queue
-        self.quiet = [0.0] * channels  # when each channel's last op has arrived
-        self.planned = [False] * channels  # whether the head of a channel has an event, or will be looked at again
-        self.waiters: dict[int, list[int]] = {}  # op → actors
-        self.events: list[tuple[float, int, int]] = []  # time, number, actor
+        self.ends: list[float | None] = [None] * (count + 1)  # the last entry is for ops that no list has; it stays None
+        self.started = [0] * self.positions  # by position: number of ops that it has started
+        self.free = [0.0] * self.positions  # by position: when the computation that it has started ends
+        self.lanes: list[dict[str, float]] = [{} for _ in range(self.positions)]  # by position: lane → when it is free
+        self.posted = [0.0] * count  # by op: when the last position posted it
+        self.missing = [len(places) for places in compiled.places]  # by op: number of positions that must still post it
+        self.sent = [0] * channels  # by channel: number of ops that have begun to travel
+        self.quiet = [0.0] * channels  # by channel: when its last op has arrived
+        self.planned = [False] * channels  # by channel: whether its head has an event, or waits to be woken
+        self.waiters: dict[int, list[int]] = {}  # op → actors that wait for its end
+        self.events: list[tuple[float, int, int]] = []  # heap of (time, running number, actor)
         self.count = 0
 
     def times(self) -> Times:
@@ -236,7 +252,7 @@ class _EventRun:
         return Times(self.starts, ends)
 
     def _stuck(self) -> list[str]:
-        """One clause for every position that cannot finish, or for every op that was posted and has not arrived."""
+        """Return a clause for every position that cannot finish. If there are none, name every posted op without an end."""
         schedule, clauses, posted = self.schedule, [], []
         done = {op for op, end in zip(schedule.ops, self.ends, strict=False) if end is not None}
         for position, (ops, count) in enumerate(zip(schedule.lists, self.started, strict=True)):
@@ -252,7 +268,7 @@ class _EventRun:
         heapq.heappush(self.events, (at, self.count, actor))
 
     def _ready(self, needs: Sequence[int], at: float, actor: int) -> float | None:
-        """The latest of these ends, and `at`; None if one is missing, whose end will wake the actor."""
+        """Return the latest of these ops' ends and `at`. If an op has no end yet, return None; its end wakes the actor."""
         for need in needs:
             end = self.ends[need]
             if end is None:
@@ -263,7 +279,7 @@ class _EventRun:
         return at
 
     def _plan_start(self, position: int) -> None:
-        """Plan when a position starts its next op, if nothing is missing."""
+        """Plan when a position starts its next op, if this op does not wait for others."""
         ops, count = self.schedule.lists[position], self.started[position]
         if count < len(ops):
             at = self._ready(self.schedule.waits[ops[count]], self.free[position], position)
@@ -285,7 +301,7 @@ class _EventRun:
         self._plan_start(position)
 
     def _plan_travel(self, channel: int) -> None:
-        """Plan when the head of a channel travels, if all its places have posted it and nothing is missing."""
+        """Plan when the head of a channel travels, if all its positions have posted it and it does not wait for others."""
         queue, sent = self.schedule.queues[channel], self.sent[channel]
         if self.planned[channel] or sent == len(queue) or self.missing[queue[sent]]:
             return
@@ -299,7 +315,7 @@ class _EventRun:
         i = self.schedule.queues[channel][self.sent[channel]]
         lane, places = self.costs[i][0][0], self.schedule.places[i]
         begin = at if lane == COMPUTE else max([at, *(self.lanes[place].get(lane, 0.0) for place in places)])
-        if begin > at:  # the link is busy: in line again, behind what is ready before that
+        if begin > at:  # the link is busy: plan again, so that ops which are ready earlier go first
             self._push(begin, self.positions + channel)
             return
         self.sent[channel] += 1
@@ -309,7 +325,7 @@ class _EventRun:
         self._plan_travel(channel)
 
     def _use(self, i: int, places: Sequence[int], at: float) -> float:
-        """Take an op's lanes one after another, each once it is free at all its places; when the last one is done."""
+        """Use an op's lanes one after another, each once it is free at all positions. Return when the last use ends."""
         for lane, seconds in self.costs[i]:
             if lane == COMPUTE:
                 at += seconds

@@ -1,12 +1,12 @@
-"""Generators of the order of computation inside a stage. Each is a few lines that read like its figure.
+"""Generators of the order of computation inside a stage. Each generator is a few lines long and looks like its figure.
 
-A generator takes its ops from a `Run`: some blocks that a group of micro-batches passes without draining. A run goes step by step
-through the pieces of attention, block by block. With `attend` comes what a step computes: attention, then the routers of the MoE
-micro-batches that it completes. With `experts` come the experts of micro-batches that were routed up to some step. What else
-is needed (embeddings, weighted sums of the block before) comes by itself, as late as it can.
+A generator takes its ops from a `Run`. A run is a sequence of blocks that a group of micro-batches passes without draining.
+It has one step for each piece of attention, block by block. `attend` yields the computation of a step: attention, then the
+routers of the MoE micro-batches that this attention completes. `experts` yields the experts of all micro-batches that were
+routed up to a step. The run inserts embeddings and the weighted sums of the previous block itself, as late as possible.
 
-In the figures A is attention with routers, E experts, M the weighted sum, for one block in four pieces. A backward order is the
-mirror of a forward one.
+The figures show one block in four pieces: A is attention with routers, E the experts, M the weighted sum. A backward order
+is the mirror image of a forward order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def experts_one_behind(run: Run, lag: int) -> Iterator[Op]:
 
 
 def experts_some_behind(run: Run, lag: int) -> Iterator[Op]:
-    """With a lag of 2: A0 A1 A2 E0 A3 E1 E2 E3 M0 M1 M2 M3; from block to block, without the end between them."""
+    """With a lag of 2: A0 A1 A2 E0 A3 E1 E2 E3 M0 M1 M2 M3. A run of several blocks has this end only once."""
     for step in run.steps:
         yield from run.attend(step)
         yield from run.experts(step - lag)
@@ -43,16 +43,17 @@ def experts_some_behind(run: Run, lag: int) -> Iterator[Op]:
 
 
 class Run:
-    """Some blocks of a stage, and the pieces of one group of micro-batches on their way through.
+    """A sequence of blocks of a stage, and the pieces of one group of micro-batches on their way through these blocks.
 
     Args:
-        layers: the blocks.
+        graph: the step that the ops belong to.
+        layers: numbers of the blocks.
         head: whether the run ends with the head.
-        staggered: at the run's end, merge each micro-batch behind the experts of the next one rather than all of them last.
-            Mirrored, the first collectives of a backward then do not block those behind them.
+        staggered: whether the last block merges each micro-batch right after the experts of the next one, instead of all
+            micro-batches at the end. The mirrored backward then does not queue all combines before the first dispatch.
 
     Attributes:
-        steps: numbers of the pieces of attention, then of the head's.
+        steps: numbers of the steps: one per piece of attention, then one per piece of the head.
     """
 
     def __init__(self, graph: StepGraph, layers: list[int], head: bool, staggered: bool):
@@ -60,11 +61,11 @@ class Run:
         pieces = [op for layer in layers for op in group(graph, ATTENTION, layer)]
         self._pieces = [*pieces, *(group(graph, HEAD, layers[-1]) if head else ())]
         self.steps = range(len(self._pieces))
-        self._waiting: deque[tuple[int, Op]] = deque()  # experts, with the step that has routed to them
+        self._waiting: deque[tuple[int, Op]] = deque()  # (step that routed the micro-batch, its expert op)
         self._merged: set[Op] = set()
 
     def attend(self, step: int) -> Iterator[Op]:
-        """Attention of a step and what follows it at once, behind what both need."""
+        """Yield attention (or the head) of a step, after the embedding or sums that it needs, then dense FFN or routers."""
         op = self._pieces[step]
         for need in self.graph.needs(op):
             if need.kind == EMBED:
@@ -84,7 +85,7 @@ class Run:
                     yield route
 
     def experts(self, step: int) -> Iterator[Op]:
-        """Experts of the micro-batches that were routed up to a step, as far as they have not run."""
+        """Yield the experts of all micro-batches that were routed up to a step, if they have not run yet."""
         while self._waiting and self._waiting[0][0] <= step:
             _, op = self._waiting.popleft()
             yield op
@@ -94,7 +95,7 @@ class Run:
                         yield from self._merge(before)
 
     def end(self) -> Iterator[Op]:
-        """The experts that are left, then the sums that are."""
+        """Yield the remaining experts, then the remaining weighted sums."""
         yield from self.experts(self.steps.stop)
         if not self.head and self.graph.blocks[self.layers[-1]].moe:
             for op in group(self.graph, MERGE, self.layers[-1]):
@@ -107,10 +108,10 @@ class Run:
 
 
 def group(graph: StepGraph, kind: str, layer: int) -> Iterator[Op]:
-    """All ops of a kind at a block, of the micro-batches that go together."""
+    """Return all ops of a kind at a block, over the `batch_degree` parts of a micro-batch."""
     return (op for m in range(graph.batch_degree) for op in graph.pieces(kind, layer, m))
 
 
 def _place(op: Op) -> tuple[int, int, int]:
-    """Sorts pieces as a run meets them."""
+    """Return a sort key: the order in which a run reaches pieces."""
     return op.layer, op.micro_batch, op.part

@@ -1,4 +1,4 @@
-"""What the ops of a step need, where they run and how they talk: all that executor, checker and clock know of an op."""
+"""Graphs of a step: what its ops need, at which positions they run, and which channels they use."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from foldray.kinds import HANDOVER, STAGE
 from foldray.schedule.op import Op, handover, stage
 
 Channel = tuple[str, int, int]
-"""Class of what travels, and the two pipeline positions, the lower one first. A channel is one queue."""
+"""Class of traffic, and the two pipeline positions, the lower one first. A channel is one queue."""
 
 
 class Graph(Protocol):
-    """All ops of one optimizer step and what binds their order. A schedule is an order that keeps to it."""
+    """All ops of one optimizer step, and the dependencies that restrict their order."""
 
     @property
     def positions(self) -> int:
-        """Pipeline positions, each with a list of its own."""
+        """Number of pipeline positions. Each position has a list."""
 
     def ops(self) -> Iterator[Op]:
-        """Every op once, none before one that it needs."""
+        """Return every op once, after all ops that it needs."""
 
     def needs(self, op: Op) -> tuple[Op, ...]:
-        """Ops that must be complete before this one; whoever consumes what was handed over needs the handover."""
+        """Return the ops that must be complete before this op starts. Ops that use handed-over data need the handover."""
 
     def where(self, op: Op) -> tuple[int, ...]:
-        """Positions that take part: one for an op that computes; of a handover the sender, then the receiver."""
+        """Return the positions that take part: one for an op that computes, sender and receiver for a handover."""
 
     def channel(self, op: Op) -> Channel | None:
-        """The queue that the op travels on; None for one that computes."""
+        """Return the channel that the op uses; None if the op computes."""
 
     def frees(self, op: Op) -> tuple[Op, ...]:
-        """Ops whose saved state nobody may use once this op is done."""
+        """Return the ops whose saved state this op frees. No later op may use this state."""
 
 
 @dataclass(frozen=True)
 class PipelineGraph:
-    """A pipeline of stages that stand where `stage_positions` says.
+    """A pipeline whose smallest pieces are stages. `stage_positions` assigns the stages to positions.
 
     Args:
-        pp: pipeline positions.
+        pp: number of pipeline positions.
         micro_batches: micro-batches of one optimizer step.
         virtual_stages: stages per position.
         backward: False for evaluation: no op goes backward and no state is kept.
 
     Raises:
-        UserError: virtual_stages < 1, or more than one where there is no pipeline.
+        UserError: virtual_stages < 1, or virtual_stages > 1 with pp = 1.
         ValueError: pp or micro_batches < 1.
     """
 
@@ -74,21 +74,21 @@ class PipelineGraph:
 
     @property
     def stages(self) -> int:
-        """Virtual stages of the whole pipeline."""
+        """Number of stages of the whole pipeline."""
         return self.pp * self.virtual_stages
 
     @cached_property
     def at(self) -> tuple[int, ...]:
-        """The position of every stage."""
+        """Position of every stage."""
         return stage_positions(self.stages, self.pp)
 
     def stages_at(self, position: int) -> tuple[int, ...]:
-        """The stages of a position, in order."""
+        """Return the stages of a position, in order."""
         return tuple(stage for stage, where in enumerate(self.at) if where == position)
 
     @property
     def full_rounds(self) -> bool:
-        """Whether micro-batches go through the pipeline in rounds of pp, none of them smaller."""
+        """Whether the number of micro-batches is a multiple of pp, so that every round has pp micro-batches."""
         return divmod(self.micro_batches, self.pp)[1] == 0
 
     def ops(self) -> Iterator[Op]:

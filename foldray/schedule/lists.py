@@ -1,7 +1,7 @@
-"""From orders to lists: everything that a pipeline position does in a step, in the order in which it starts.
+"""The lists of pipeline positions: all ops of a position in a step, in the order in which they start.
 
-The pipeline says which stage computes when, a generator what a stage computes (`overlaps.py`). A stage's backward is the mirror
-of a forward order. Collectives start as soon as what they carry is there.
+The pipeline schedule orders the stages, and a generator (`overlaps.py`) orders the computation inside a stage. The backward
+of a stage is the mirror image of a forward order. A collective starts as soon as the data that it carries is ready.
 """
 
 from __future__ import annotations
@@ -27,22 +27,27 @@ def step_schedule(
     reduction: Reduction | None = None,
     costs: OpCosts | None = None,
 ) -> Schedule:
-    """The lists of all positions: the pipeline's order of stages, each written out, and the reductions of their gradients.
+    """Return the lists of all positions: the stages in the pipeline's order with all their ops, and the reductions.
 
     Args:
-        backward: None is as forward.
-        reduction: of `graph.chunks`; None is at the end.
-        costs: what ops take, if it is known (`Ordering`).
+        forward: overlap of the forward.
+        backward: overlap of the backward; None is the same as `forward`.
+        reduction: when `graph.chunks` are reduced; None is at the end.
+        costs: the times of the ops, if they are known (`Ordering`).
 
     Raises:
-        UserError: virtual stages that do not fit (`check_pipeline`).
+        UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
     """
     ordering = Ordering(forward, backward or forward, reduction=reduction or Reduction(), costs=costs)
     return tuple(position_list(graph, position, ordering) for position in range(graph.positions))
 
 
 def position_list(graph: StepGraph, position: int, ordering: Ordering) -> tuple[Op, ...]:
-    """Everything that a pipeline position does, in order."""
+    """Return the list of one pipeline position.
+
+    Raises:
+        UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
+    """
     order = expand(graph, pipeline(graph.pipeline)[position], ordering.forward, ordering.backward)
     if graph.chunks:
         order = place_reductions(graph, order, position, ordering.reduction.kind)
@@ -52,7 +57,12 @@ def position_list(graph: StepGraph, position: int, ordering: Ordering) -> tuple[
 
 
 def expand(graph: StepGraph, stages: Iterable[Op], forward: Overlap, backward: Overlap | None = None) -> tuple[Op, ...]:
-    """A position's list, its `stage` ops written out."""
+    """Return a position's list in which every `stage` op is replaced by the ops of its blocks.
+
+    Args:
+        stages: `stage` and `handover` ops of the position, in order.
+        forward, backward: as for `step_schedule`.
+    """
     settings = {"F": forward, "B": backward or forward}
     orders: dict[tuple[int, str], tuple[Op, ...]] = {}
     found: list[Op] = []
@@ -69,7 +79,13 @@ def expand(graph: StepGraph, stages: Iterable[Op], forward: Overlap, backward: O
 
 
 def stage_order(graph: StepGraph, stage: int, direction: str, overlap: Overlap) -> tuple[Op, ...]:
-    """One direction of a stage for the first micro-batches that go together, collectives included."""
+    """Return the ops of one pass of a stage, with collectives, for the parts of the first micro-batch.
+
+    Args:
+        stage: number of the virtual stage.
+        direction: F or B. A backward pass includes recomputation (R).
+        overlap: how the pieces of the stage overlap.
+    """
     layers, row = list(graph.layers[stage]), overlap.row
     has_head = stage == len(graph.stages) - 1
     order: list[Op] = []
@@ -89,7 +105,7 @@ def _mirrored(graph: StepGraph, order: list[Op]) -> Iterator[Op]:
 
 
 def _with_collectives(graph: StepGraph, order: list[Op]) -> tuple[Op, ...]:
-    """Every collective behind the last op that it needs."""
+    """Insert every collective right after the last op that it needs."""
     after = {
         (ROUTE, "F"): (COUNTS, DISPATCH) if graph.ragged else (DISPATCH,),
         (EXPERT, "F"): (COMBINE,),

@@ -1,4 +1,4 @@
-"""The atom of a schedule: what is done, which way, for which layer, part and micro-batch."""
+"""The op, the smallest thing that a schedule orders: its kind, direction, layer, part and micro-batch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ Direction = Literal["F", "R", "B"]
 
 
 class Op(NamedTuple):
-    """One step in the list of a pipeline position. What it needs and where it runs are questions to the graph.
+    """One entry of the list of a pipeline position. The graph knows what an op needs and where it runs.
 
     Args:
-        kind: what is done. A pipeline has two kinds. `stage` computes all blocks of a virtual stage for one micro-batch.
-            `handover` sends the stage's output (F) to the next virtual stage, or the gradient of its input (B) to the one
-            before; it stands once in the sender's list and once in the receiver's.
-        direction: forward, recomputation or backward.
-        layer: for a pipeline the virtual stage, 0 … pp·virtual_stages − 1; of a handover, the stage that sends.
-        part: chunk of the micro-batch's sequence; a pipeline has one.
+        kind: a name of `kinds.OP_KINDS`. In a `PipelineGraph` there are two kinds. `stage` computes all blocks of a virtual
+            stage for one micro-batch. `handover` sends the stage's output (F) to the next virtual stage, or the gradient of
+            its input (B) to the previous one; the sender and the receiver each have it once in their lists.
+        direction: forward (F), recomputation (R) or backward (B).
+        layer: number of the block. In a `PipelineGraph` and for a `handover`, number of the virtual stage, from 0 to
+            pp·virtual_stages − 1; a `handover` has the number of the stage that sends. For a `reduce`, pipeline position.
+        part: number of the piece within the micro-batch, 0 in a `PipelineGraph`. For a `reduce`, number of the chunk.
         micro_batch: number of the micro-batch within the optimizer step.
     """
 
@@ -30,13 +31,16 @@ class Op(NamedTuple):
     micro_batch: int = 0
 
     def __str__(self) -> str:
-        """`F3.1`: forward of stage 3, micro-batch 1; other kinds in front (`handover B3.1`), parts after the first behind."""
+        """Return a name such as `F3.1`: forward of stage 3 for micro-batch 1.
+
+        Other kinds than `stage` precede it (`handover B3.1`), and a part other than 0 follows it (`attention F3.1/2`).
+        """
         name = f"{self.direction}{self.layer}.{self.micro_batch}" + (f"/{self.part}" if self.part else "")
         return name if self.kind == STAGE else f"{self.kind} {name}"
 
 
 Schedule = tuple[tuple[Op, ...], ...]
-"""For every pipeline position the ops that it takes part in, in its order."""
+"""The list of every pipeline position."""
 
 
 def stage(direction: Direction, layer: int, micro_batch: int) -> Op:

@@ -1,4 +1,4 @@
-"""How a rank works through a step: how sequences are cut, in which order pieces go, when gradients travel."""
+"""The ordering of a step: how sequences are cut, in which order pieces run, and when gradients are reduced."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from foldray.schedule.traffic import OpCosts
 
 
 class Ordering(NamedTuple):
-    """The orders of a step's pieces.
+    """All choices that decide the lists of a step.
 
     Args:
-        slicing: None is whole sequences, of any length.
-        recompute: kinds of ops whose forward is computed again before their backward.
-        batch_degree: parts into which a micro-batch is cut along the batch (FlowMoE's R), whose pieces go side by side.
-        reduction: when gradients travel.
-        costs: what ops take. `chunks` give way to all-to-alls by them; until they are known, chunks leave as soon as they are
-            ready.
+        forward, backward: how pieces overlap in each direction.
+        slicing: how sequences are cut, in tokens of the whole sequence. None is whole sequences of any length.
+        recompute: kinds of ops whose forward runs again before their backward.
+        batch_degree: number of parts that a micro-batch is cut into along the batch (FlowMoE's R). Their pieces overlap.
+        reduction: when gradients are reduced.
+        costs: the times of the ops. `chunks` uses them to let all-to-alls go first. With None, chunks leave as soon as they
+            are ready.
     """
 
     forward: Overlap = Overlap("sequential")
@@ -33,22 +34,22 @@ class Ordering(NamedTuple):
 
     @property
     def goes_by_costs(self) -> bool:
-        """Whether knowing what ops take would change anything."""
+        """Whether the lists depend on `costs`, or a lag is still to be chosen by them."""
         return self.reduction.gives_way or self.open
 
     @property
     def open(self) -> bool:
-        """Whether a lag is still to be chosen."""
+        """Whether a lag is not chosen yet."""
         return self.forward.open or self.backward.open
 
 
 class Sequences(NamedTuple):
-    """What is cut.
+    """The sequences to cut.
 
     Args:
         length: tokens of a sequence.
-        cost: of a slice of attention.
-        multiple_of: what every slice's length is a multiple of.
+        cost: cost of a slice of attention.
+        multiple_of: the length of every slice is a multiple of this number of tokens.
     """
 
     length: int
@@ -56,7 +57,11 @@ class Sequences(NamedTuple):
     multiple_of: int = 1
 
     def cut(self, slicing: str, degree: int) -> Slicing:
-        """In so many pieces (`slice_sequence`)."""
+        """Cut a sequence into `degree` pieces (`slice_sequence`).
+
+        Raises:
+            UserError: the sequence cannot be cut in this way.
+        """
         return slice_sequence(slicing, self.length, degree, self.cost, self.multiple_of)
 
 
@@ -73,16 +78,22 @@ def make_ordering(
     reduction: Reduction | None = None,
     recompute: tuple[str, ...] = (),
 ) -> Ordering:
-    """The one way from settings to an ordering.
+    """Return the ordering for the settings of a recipe.
 
     Args:
-        kind: name of the overlap going forward.
-        degree: pieces of a sequence.
-        lag, backward_lag: of overlaps that have one; None is chosen once it is known what ops take.
-        backward: name of the overlap going backward; None is as forward.
-        slicing: how attention is cut.
-        slices: lengths of attention's slices; None is as `slicing` finds them.
-        reduction: None is at the end.
+        sequences: the sequences to cut.
+        kind: overlap kind of the forward.
+        degree: number of pieces of a sequence. 1 does not cut sequences.
+        lag, backward_lag: lags for kinds that have one. None is chosen later, when the times of the ops are known.
+        backward: overlap kind of the backward; None is the same as `kind`.
+        slicing: how attention is cut, one of `SLICINGS`.
+        slices: lengths of attention's slices in tokens; None lets `slicing` choose them.
+        batch_degree: number of parts of a micro-batch.
+        reduction: when gradients are reduced; None is at the end.
+        recompute: kinds of ops whose forward runs again.
+
+    Raises:
+        UserError: no kind has this name, or sequences cannot be cut in this way.
     """
     cut = None if degree == 1 else sequences.cut(slicing, degree)
     if cut is not None:
@@ -93,13 +104,18 @@ def make_ordering(
 
 
 def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1) -> Ordering:
-    """The ordering that a short name stands for: KIND[:DEGREE[:LAG[:BACKWARD_LAG]]][@PARTS][+REDUCTION[=BYTES]].
+    """Return the ordering for a short name: KIND[:DEGREE[:LAG[:BACKWARD_LAG]]][@PARTS][+REDUCTION[=BYTES]].
 
-    As in `stream:4:2`, `flow@4+chunks=1000000` or `moe_only:4+buckets`. Slices are time-uniform; `-even` behind the kind, as in
-    `one_a_one_m-even:4`, makes them equal. `flow` is cut along the batch, in two unless told, with its gradients in chunks.
+    Examples are `stream:4:2`, `flow@4+chunks=1000000` and `moe_only:4+buckets`. KIND is a row of `OVERLAPS`. Slices are
+    time-uniform; `-even` after the kind, as in `one_a_one_m-even:4`, makes them equal. DEGREE is 1 by default, and
+    BACKWARD_LAG is the same as LAG. PARTS (along the batch) and REDUCTION have the defaults of the kind; `flow` has two
+    parts, and `chunks`. A name that cuts nothing gives the `sequential` ordering.
+
+    Args:
+        length, cost, multiple_of: the sequences to cut (`Sequences`).
 
     Raises:
-        UserError: no such kind, or numbers that do not fit.
+        UserError: the name has no known kind or another form, or the sequence cannot be cut in this way.
     """
     order, plus, how = name.partition("+")
     order, at, parts = order.partition("@")

@@ -1,6 +1,7 @@
-"""The kinds of overlap inside a stage: one table. A kind of one's own is a row like these, and needs no place here.
+"""The table of overlap kinds: how the pieces of a stage overlap.
 
-`schedule.kind` and short names take a row's name, or `module:NAME` for a row that stands in a module of the user's.
+`schedule.kind` takes the name of a row, or `module:NAME` for a row in a user's module. Short names (`named_ordering`) take
+names of this table only.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from foldray.tables import find_row
 
 
 class OverlapKind(NamedTuple):
-    """How the pieces of a stage's blocks go past each other.
+    """A way in which the pieces of a stage's blocks overlap.
 
     Args:
-        name: as recipes have it.
-        source: where it comes from.
-        hides: what it hides, in one line.
-        order: makes the forward order of a run of blocks, from the run and the lag.
-        cuts: whether sequences may be cut at all.
-        cuts_attention: whether attention is cut as well, or the MoE layers alone.
-        drains: whether each block ends before the next one begins; else a stage is one run.
-        has_lag: whether a lag has a meaning for it.
-        batch_degree, reduction: of recipes that do not say otherwise.
-        searched: whether planner and tuner try it unless told otherwise.
+        name: the name in recipes.
+        source: the paper or project that it comes from.
+        hides: the communication that it hides, in one line.
+        order: (run, lag) → the forward order of the run's computation.
+        cuts: whether sequences may be cut.
+        cuts_attention: whether attention is cut, too. Otherwise only the MoE layers are cut.
+        drains: whether a block finishes before the next block begins. Otherwise all blocks of a stage are one run.
+        has_lag: whether `order` uses the lag.
+        batch_degree, reduction: defaults for recipes with this kind.
+        searched: whether planner and tuner try this kind by default.
     """
 
     name: str
@@ -70,14 +71,14 @@ OVERLAPS: Mapping[str, OverlapKind] = {row.name: row for row in (SEQUENTIAL, MOE
 USUAL_LAG = 2
 
 SEARCHED = tuple(name for name, row in OVERLAPS.items() if row.searched)
-"""What planner and tuner try unless told otherwise."""
+"""Kinds that planner and tuner try by default."""
 
 
 def overlap_kind(name: str) -> OverlapKind:
-    """A row by its name, or by `module:NAME`.
+    """Return a row by its name, or by `module:NAME`.
 
     Raises:
-        UserError: there is none.
+        UserError: no row has this name, or `module:NAME` cannot be imported or is not an `OverlapKind`.
     """
     return find_row("schedule.kind", OVERLAPS, OverlapKind, name)
 
@@ -86,9 +87,9 @@ class Overlap(NamedTuple):
     """How a stage's pieces are ordered in one direction.
 
     Args:
-        kind: the name of a kind (`overlap_kind`).
-        lag: steps of attention between a micro-batch's router and its experts, where the kind has a lag. None is chosen once it
-            is known what ops take (`timeline.settle`); until then it is `USUAL_LAG`.
+        kind: name of an overlap kind (`overlap_kind`).
+        lag: number of attention slices between a piece's router and its experts; ignored if the kind has no lag. None is
+            chosen when the times of the ops are known (`timeline.settle`); until then, the lag is `USUAL_LAG`.
     """
 
     kind: str
@@ -99,7 +100,7 @@ class Overlap(NamedTuple):
 
     @property
     def open(self) -> bool:
-        """Whether the lag is still to be chosen."""
+        """Whether the lag is not chosen yet."""
         return self.lag is None and self.row.has_lag
 
     @property

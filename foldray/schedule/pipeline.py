@@ -1,4 +1,4 @@
-"""Generators of pipeline schedules: the order in which every position computes, then woven with its handovers."""
+"""Generators of pipeline schedules: the order in which every position computes its stages, woven with the handovers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from foldray.schedule.weave import weave
 
 
 def pipeline(graph: PipelineGraph) -> Schedule:
-    """The schedule of a pipeline: forward only, interleaved where it has virtual stages, else 1F1B."""
+    """Return the schedule of a pipeline: forward only for evaluation, interleaved for virtual stages, else 1F1B.
+
+    Raises:
+        UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
+    """
     if not graph.backward:
         return forward_only(graph)
     return interleaved(graph) if graph.virtual_stages > 1 else one_f_one_b(graph)
 
 
 def check_pipeline(graph: PipelineGraph) -> None:
-    """Refuse a graph for which `pipeline` knows no schedule.
+    """Raise an error for a graph for which `pipeline` has no schedule.
 
     Raises:
-        UserError: virtual stages, and micro_batches is no multiple of pp.
+        UserError: there are virtual stages, and micro_batches is not a multiple of pp.
     """
     if graph.backward and graph.virtual_stages > 1 and not graph.full_rounds:
         rule = f"interleaving needs the micro-batches of a step ({graph.micro_batches}) to be a multiple of pp={graph.pp}"
@@ -27,12 +31,15 @@ def check_pipeline(graph: PipelineGraph) -> None:
 
 
 def one_f_one_b(graph: PipelineGraph) -> Schedule:
-    """1F1B with a flush at the end of the step.
+    """Return the 1F1B schedule with a flush at the end of the step.
 
-    Position p warms up with pp − 1 − p forwards, then does one forward and one backward in turn, then the backwards that are
-    left. It keeps at most pp − p forwards alive.
+    Position p warms up with pp − 1 − p forwards. Then it alternates one forward and one backward, and ends with the
+    remaining backwards. It keeps the activations of at most pp − p forwards.
 
-    Sources: DAPPLE (arXiv:2007.01045), PipeDream-Flush (arXiv:2006.09503), both as Megatron-LM has them (arXiv:2104.04473).
+    Sources: DAPPLE (arXiv:2007.01045) and PipeDream-Flush (arXiv:2006.09503), in the form of Megatron-LM (arXiv:2104.04473).
+
+    Raises:
+        ValueError: the graph has virtual stages or no backward.
     """
     if graph.virtual_stages > 1 or not graph.backward:
         raise ValueError("1F1B is for one stage per position, with a backward")
@@ -40,16 +47,17 @@ def one_f_one_b(graph: PipelineGraph) -> Schedule:
 
 
 def interleaved(graph: PipelineGraph) -> Schedule:
-    """Interleaved 1F1B: a position holds several stages, pp apart, which shrinks the bubble by their number.
+    """Return the interleaved 1F1B schedule: a position holds several stages, and the bubble shrinks by their number.
 
-    Micro-batches go in rounds of pp through one stage of a position after the other. Position p warms up with
-    (virtual_stages − 1)·pp + 2·(pp − 1 − p) forwards.
+    The stages of a position are pp stages apart. A round of pp micro-batches goes through the first stage of a position,
+    then through its second stage, and so on. Position p warms up with (virtual_stages − 1)·pp + 2·(pp − 1 − p) forwards.
 
-    Source: Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM (arXiv:2104.04473), section 2.2. Its
-    special case of micro_batches = pp (all forwards first) is left out, as later versions of Megatron-LM do.
+    Source: Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM (arXiv:2104.04473), section 2.2.
+    Like later versions of Megatron-LM, this leaves out the special case of micro_batches = pp (all forwards first).
 
     Raises:
-        UserError: micro_batches is no multiple of pp.
+        UserError: micro_batches is not a multiple of pp.
+        ValueError: the graph has one stage per position or no backward.
     """
     if graph.virtual_stages < 2 or not graph.backward:
         raise ValueError("interleaving is for several stages per position, with a backward")
@@ -58,14 +66,18 @@ def interleaved(graph: PipelineGraph) -> Schedule:
 
 
 def forward_only(graph: PipelineGraph) -> Schedule:
-    """Forwards in rounds of pp micro-batches, for evaluation; the last round may be smaller."""
+    """Return the schedule for evaluation: forwards in rounds of pp micro-batches. The last round may be smaller.
+
+    Raises:
+        ValueError: the graph has a backward.
+    """
     if graph.backward:
         raise ValueError("a graph with a backward needs a schedule with one")
     return weave(graph, tuple(computed(graph, p) for p in range(graph.pp)))
 
 
 def computed(graph: PipelineGraph, position: int) -> tuple[Op, ...]:
-    """What a position computes: some forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Return the `stage` ops of a position: warm-up forwards, then pairs of a forward and a backward, then backwards."""
     forwards = _passes(graph, "F", position)
     if not graph.backward:
         return forwards
@@ -78,7 +90,7 @@ def computed(graph: PipelineGraph, position: int) -> tuple[Op, ...]:
 
 
 def _passes(graph: PipelineGraph, direction: Direction, position: int) -> tuple[Op, ...]:
-    """All ops of one direction at a position: a round of pp micro-batches through each of its stages, then the next round."""
+    """Return all ops of one direction at a position: each round of pp micro-batches goes through all of its stages."""
     layers = graph.stages_at(position)
     rounds = [range(graph.micro_batches)[first : first + graph.pp] for first in range(0, graph.micro_batches, graph.pp)]
     layers = layers if direction == "F" else layers[::-1]

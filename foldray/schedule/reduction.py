@@ -1,13 +1,13 @@
-"""Gradients on their way: into which chunks flat buffers are cut, and where the chunks' reductions stand in a list.
+"""The places of reductions in a list.
 
-| kind | source | when a chunk leaves |
+| kind | source | when a chunk is reduced |
 |---|---|---|
-| `end` | plain expert and data parallelism | behind everything else, each buffer as one chunk |
-| `buckets` | PyTorch's DistributedDataParallel, Megatron-LM | as soon as all of it is there, whatever else travels |
-| `chunks` | FlowMoE, section 3.3 | once it is there and no all-to-all wants the link |
+| `end` | plain expert and data parallelism | after everything else, each buffer as one chunk |
+| `buckets` | PyTorch's DistributedDataParallel, Megatron-LM | as soon as its gradients are complete, whatever else travels |
+| `chunks` | FlowMoE, section 3.3 | when its gradients are complete and no all-to-all needs the link |
 
-`chunks` are placed as `buckets` first; that all-to-alls go before them is the work of `traffic.by_urgency`, which needs to know
-what ops cost.
+This module places `chunks` like `buckets`. If the times of the ops are known, `traffic.by_urgency` then moves reductions
+behind all-to-alls.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from foldray.schedule.step_graph import StepGraph
 
 
 def place_reductions(graph: StepGraph, order: Sequence[Op], position: int, kind: str) -> tuple[Op, ...]:
-    """A position's list with the reductions of its chunks (`graph.chunks`): behind everything, or each as soon as it is there.
+    """Return a position's list with the reductions of its chunks (`graph.chunks`) inserted.
 
     Args:
-        order: all else that the position does, collectives included.
+        graph: the step.
+        order: all other ops of the position, with collectives.
+        position: number of the pipeline position.
+        kind: `end` puts the reductions last. Every other kind puts a reduction where its gradients are complete.
     """
     chunks = list(graph.reductions(position))
     if kind == "end":
@@ -33,13 +36,16 @@ def place_reductions(graph: StepGraph, order: Sequence[Op], position: int, kind:
 
 
 def _ready(graph: StepGraph, order: Sequence[Op], chunks: Sequence[Op]) -> dict[int, list[Op]]:
-    """Place in the list → chunks whose last contribution is made there; later ones of a buffer never before earlier ones."""
-    last: dict[Maker, int] = {}
+    """Return {index in the list: the reductions of the chunks that the op there completes}.
+
+    A chunk of a buffer never comes before an earlier chunk of this buffer.
+    """
+    last: dict[Maker, int] = {}  # kind and block → index of its last backward op
     for i, op in enumerate(order):
         if op.direction == "B":
             last[op.kind, op.layer] = i
     found: dict[int, list[Op]] = {}
-    latest: dict[str, int] = {}  # by buffer
+    latest: dict[str, int] = {}  # buffer → index at which its previous chunk is placed
     for op in chunks:
         chunk = graph.chunk(op)
         at = max([latest.get(chunk.name, 0), *(last[maker] for maker in chunk.makers)])

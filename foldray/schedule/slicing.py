@@ -1,7 +1,8 @@
-"""How a sequence is cut: slices for attention, micro-batches for the MoE layers, and what a slice of causal attention costs.
+"""The cuts of a sequence (slices for attention, micro-batches for MoE layers), and the cost of a slice of causal attention.
 
-FoldMoE (section 4.2) cuts the two apart, joined by a token buffer: attention's slices may have any lengths, as long as the buffer
-never runs dry, which is the paper's constraint (2): behind its first j slices, attention has made the tokens of j micro-batches.
+FoldMoE (section 4.2) cuts attention and MoE layers separately, with a token buffer between them. The slices of attention may
+have any lengths as long as the buffer never runs empty. This is the paper's constraint (2): the first j slices have at least
+as many tokens as the first j micro-batches.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ SLICINGS = ("token_uniform", "algorithm1", "time_uniform")
 
 
 class Slicing(NamedTuple):
-    """Lengths in tokens; both sum to the sequence's.
+    """Lengths of the pieces of a sequence, in tokens. Both tuples sum to the length of the sequence.
 
     Args:
-        attention: slices of attention, and of everything else outside the MoE layers.
-        moe: micro-batches of the MoE layers.
+        attention: lengths of the slices, for attention and everything else outside the MoE layers.
+        moe: lengths of the MoE micro-batches.
     """
 
     attention: tuple[int, ...]
@@ -33,22 +34,27 @@ class Slicing(NamedTuple):
 
     @property
     def degree(self) -> int:
-        """Into how many pieces communication is cut, the paper's d."""
+        """Number of MoE micro-batches: FoldMoE's d."""
         return len(self.moe)
 
     def shared(self, ranks: int) -> Slicing:
-        """Each rank's part, when so many share the sequence evenly."""
+        """Return the lengths on one rank if `ranks` ranks share the sequence evenly."""
         return Slicing(*(tuple(tokens // ranks for tokens in lengths) for lengths in self))
 
     def supplies(self) -> bool:
-        """Whether the token buffer never runs dry (constraint (2))."""
+        """Whether the token buffer never runs empty (FoldMoE's constraint (2))."""
         return all(made >= used for made, used in zip(accumulate(self.attention), accumulate(self.moe), strict=False))
 
 
 class SliceCost(NamedTuple):
-    """What a slice costs that ends at token c and has l of them: quadratic · l · (c − (l − 1) / 2) + linear · l.
+    """The cost of a slice of l tokens that ends after c tokens: quadratic · l · (c − (l − 1) / 2) + linear · l.
 
-    Its token number i sees i + 1 − l + c keys: causal attention, exactly (the paper's formula (5) counts c for all of them).
+    This counts causal attention exactly: token i of the slice (i = 0 … l − 1) sees c − l + i + 1 keys. FoldMoE's formula (5)
+    counts c keys for every token.
+
+    Args:
+        quadratic: cost per pair of a query and a key that it sees.
+        linear: cost per token.
     """
 
     quadratic: float
@@ -56,12 +62,15 @@ class SliceCost(NamedTuple):
 
     @classmethod
     def of_model(cls, hidden: int, heads: int) -> SliceCost:
-        """FLOPs of FoldMoE's formula (5): H the model's width, h its attention heads."""
+        """Return the cost in FLOPs, with the coefficients of FoldMoE's formula (5): H is `hidden`, h is `heads`."""
         return cls(4 * hidden + 3 * heads, 8 * hidden * hidden)
 
     @classmethod
     def measured(cls, timings: Sequence[tuple[int, int, float]]) -> SliceCost:
-        """Fit the cost to measured (length, context with the slice itself, seconds), neither coefficient negative.
+        """Fit the cost to measured slices. No coefficient becomes negative.
+
+        Args:
+            timings: (length of the slice, tokens up to its end, seconds). Lengths are in tokens.
 
         Raises:
             ValueError: fewer than two timings.
@@ -70,30 +79,34 @@ class SliceCost(NamedTuple):
 
         if len(timings) < 2:
             raise ValueError(f"{len(timings)} timings cannot tell two coefficients")
-        # A constant per slice is fitted too, and left out: whatever the cut, every slice has it.
+        # The fit has a constant per slice, too. The cost leaves it out, because it does not depend on a slice's length.
         rows = [(length * (context - (length - 1) / 2), length, 1.0) for length, context, _ in timings]
         quadratic, linear, _ = nnls(rows, [seconds for _, _, seconds in timings])[0]
         return cls(float(quadratic), float(linear))
 
     def before(self, context: int) -> float:
-        """Cost of everything before this token."""
+        """Return the cost of the first `context` tokens of a sequence."""
         return self.quadratic * (context * (context + 1) // 2) + self.linear * context
 
     def slices(self, lengths: Sequence[int]) -> list[float]:
-        """Cost of each slice of a sequence."""
+        """Return the cost of each slice of a sequence."""
         ends = list(accumulate(lengths))
         return [self.before(end) - self.before(end - length) for end, length in zip(ends, lengths, strict=True)]
 
 
 def slice_sequence(kind: str, length: int, degree: int, cost: SliceCost, multiple_of: int = 1) -> Slicing:
-    """Slices of attention by `kind`, one of `SLICINGS`, and as many equal micro-batches.
+    """Cut a sequence into `degree` slices of attention and as many equal micro-batches.
 
     Args:
-        cost: what algorithm1 and time_uniform go by.
-        multiple_of: every length is a multiple of this, which is what ranks that share a sequence need.
+        kind: how attention is cut, one of `SLICINGS`.
+        length: tokens of the sequence.
+        degree: number of slices.
+        cost: cost of a slice, for `algorithm1` and `time_uniform`.
+        multiple_of: every length is a multiple of this number of tokens, so that ranks can share each slice.
 
     Raises:
-        UserError: unknown kind; length or degree below 1; length no multiple of `multiple_of`, or too short for `degree` slices.
+        UserError: the kind is unknown; length, degree or `multiple_of` is less than 1; length is not a multiple of
+            `multiple_of`, or too short for `degree` slices.
     """
     if kind not in SLICINGS:
         raise UserError("schedule.slicing", kind, "is no kind of slicing", SLICINGS)
@@ -119,15 +132,24 @@ def slice_sequence(kind: str, length: int, degree: int, cost: SliceCost, multipl
 
 
 def token_uniform(length: int, degree: int) -> tuple[int, ...]:
-    """Lengths that differ by one at most, longer ones first."""
+    """Return lengths that differ by at most one token, longer ones first."""
     return tuple(length // degree + (i < length % degree) for i in range(degree))
 
 
 def algorithm1(micro_batches: Sequence[int], cost: SliceCost, multiple_of: int = 1) -> tuple[int, ...]:
-    """FoldMoE's Algorithm 1 as printed: a first slice of ⌈L/d⌉, then each slice as near as can be to the mean time.
+    """Cut attention with FoldMoE's Algorithm 1 as printed: a first slice of ⌈L/d⌉, then slices close to the mean cost.
 
-    Times are those of formula (5), which lets every token of a slice see all of its context. Ends are clamped, so that every
-    slice keeps a token and constraint (2) holds for any length and degree, where the listing stops short of both.
+    The mean cost is the cost of the whole sequence divided by d. The cost of a slice is that of formula (5), in which every
+    token of a slice sees all of the slice's context. Unlike the printed listing, this function clamps the ends of slices, so
+    for any length and degree every slice has a token, and constraint (2) holds.
+
+    Args:
+        micro_batches: lengths of the MoE micro-batches, in tokens.
+        cost: cost of a slice.
+        multiple_of: every length is a multiple of this number of tokens.
+
+    Returns:
+        Lengths of the slices, in tokens.
     """
 
     def flops(tokens: int, context: int) -> float:
@@ -137,12 +159,11 @@ def algorithm1(micro_batches: Sequence[int], cost: SliceCost, multiple_of: int =
     ideal = cost.before(length) / degree
     slices, start = [first], first
     for number in range(1, degree):
-        last = length - (degree - 1 - number) * multiple_of  # each of the others keeps something
+        last = length - (degree - 1 - number) * multiple_of  # every later slice keeps at least one unit
         least = min((number + 1) * first, last)
         ends = range(least, last + 1, multiple_of) if number < degree - 1 else range(last, last + 1)
-        above = bisect_left(
-            ends, ideal, key=lambda end: flops(end - start, end)
-        )  # nobody looks at all ends: there may be millions
+        # A bisection, because there may be millions of ends.
+        above = bisect_left(ends, ideal, key=lambda end: flops(end - start, end))
         near = ends[max(above - 1, 0) : above + 1] or ends[-1:]
         end = min(near, key=lambda end: abs(flops(end - start, end) - ideal))
         slices.append(end - start)
@@ -151,10 +172,19 @@ def algorithm1(micro_batches: Sequence[int], cost: SliceCost, multiple_of: int =
 
 
 def time_uniform(micro_batches: Sequence[int], cost: SliceCost, multiple_of: int = 1) -> tuple[int, ...]:
-    """The goal of FoldMoE's section 4.2: after a first slice as long as a micro-batch, the slowest slice as fast as can be.
+    """Cut attention so that the slowest slice is as fast as possible: the goal of FoldMoE's section 4.2.
 
-    For a limit on the time of a slice, taking as much as the limit allows each time reaches furthest; constraint (2) and the end
-    of the sequence ask for reach alone. So the smallest limit that suffices is found by bisection.
+    The first slice is as long as a micro-batch and does not count. For a given limit on the cost of a slice, slices that are
+    as long as the limit allows reach furthest. Constraint (2) and the end of the sequence require only that slices reach far
+    enough. So bisection finds the smallest limit that suffices.
+
+    Args:
+        micro_batches: lengths of the MoE micro-batches, in tokens.
+        cost: cost of a slice.
+        multiple_of: every length is a multiple of this number of tokens.
+
+    Returns:
+        Lengths of the slices, in tokens.
     """
     needed = [tokens // multiple_of for tokens in accumulate(micro_batches)]
 
@@ -162,7 +192,7 @@ def time_uniform(micro_batches: Sequence[int], cost: SliceCost, multiple_of: int
         return cost.before(unit * multiple_of)
 
     low, high = 0.0, float(before(needed[-1]))
-    best = _furthest(needed, before, high)  # a limit of the whole suffices
+    best = _furthest(needed, before, high)  # the cost of the whole sequence is always a sufficient limit
     while low < (middle := (low + high) / 2) < high:
         found = _furthest(needed, before, middle)
         low, high, best = (middle, high, best) if found is None else (low, middle, found)
@@ -170,11 +200,20 @@ def time_uniform(micro_batches: Sequence[int], cost: SliceCost, multiple_of: int
 
 
 def _furthest(needed: Sequence[int], before: Callable[[int], float], limit: float) -> list[int] | None:
-    """Slices none of which but the first costs more than the limit, each as long as can be; None if they fall short."""
+    """Return the longest slices within a limit on the cost of every slice but the first; None if they do not suffice.
+
+    Args:
+        needed: units that the first j slices must have at least, for j = 1, 2, …
+        before: unit → cost of the sequence before this unit.
+        limit: largest cost of a slice.
+
+    Returns:
+        Lengths of the slices, in units of `multiple_of` tokens.
+    """
     slices, start, count = [needed[0]], needed[0], len(needed)
     for number in range(1, count):
         end = bisect_right(range(needed[-1] + 1), before(start) + limit, start, key=before) - 1
-        end = min(end, needed[-1] - (count - 1 - number))  # each of the others keeps something
+        end = min(end, needed[-1] - (count - 1 - number))  # every later slice keeps at least one unit
         if end <= start or end < needed[number]:
             return None
         slices.append(end - start)

@@ -1,11 +1,11 @@
-"""All ops of one optimizer step, block by block and piece by piece, and what binds them.
+"""All ops of one optimizer step, block by block and piece by piece, and their dependencies.
 
-A micro-batch's sequences are cut twice (`Slicing`): attention and what is dense work on slices, MoE layers on micro-batches of
-their own. Both cut the same tokens, so who needs whom across the two is a matter of which tokens they share; that is FoldMoE's
-token buffer (section 4.2). Pieces that need no slicing are slicings of one piece.
+The sequences of a micro-batch are cut twice (`Slicing`): attention and dense layers work on slices, MoE layers work on MoE
+micro-batches. Both cuts have the same tokens, so an op of one cut needs those ops of the other cut that share tokens with
+it. This is FoldMoE's token buffer (section 4.2). A sequence that is not cut has one slice and one MoE micro-batch.
 
-`foldray/kinds.py` says what the kinds of ops do and what they are cut by. Of a `reduce`, `layer` is the pipeline position and
-`part` the chunk.
+`foldray/kinds.py` says what each kind of op does and how its data is cut. For a `reduce`, `layer` is the pipeline position
+and `part` is the number of the chunk.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _BEFORE = {
     MERGE: (ROUTE, COMBINE),
 }  # fmt: skip
 _AFTER = {EMBED: (ATTENTION,), ROUTE: (DISPATCH, MERGE), DISPATCH: (EXPERT,), EXPERT: (COMBINE,), COMBINE: (MERGE,)}
-"""Of ops on the same piece: whose results a forward op works on, and who works on its results."""
+"""For ops on the same piece: the kinds whose results a forward op uses, and the kinds that use its results."""
 
 
 class Place(NamedTuple):
-    """Pipeline positions of a block's two halves, the same one where they share workers."""
+    """Pipeline positions of a block's two halves. They are the same if both halves share ranks."""
 
     attention: int
     experts: int
@@ -55,19 +55,19 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class StepGraph:
-    """Micro-batches through pipeline stages of dense and MoE blocks.
+    """The graph of a step: micro-batches go through pipeline stages of dense and MoE blocks.
 
     Args:
         stages: the blocks of every virtual stage, in order.
-        slicing: of every micro-batch's sequences.
-        pp: pipeline positions.
-        micro_batches: of one optimizer step.
-        ragged: whether row counts travel before rows do; without, experts have room for a fixed number.
-        recompute: kinds of ops whose forward is computed again, as an op of its own (R), before their backward.
+        slicing: the cut of a rank's share of every sequence.
+        pp: number of pipeline positions.
+        micro_batches: micro-batches of one optimizer step, or their parts if `batch_degree` cuts them.
+        ragged: whether ranks exchange row counts before rows. Otherwise experts have room for a fixed number of rows.
+        recompute: kinds of ops whose forward runs again, as a separate op (R), before their backward.
         backward: False for evaluation.
-        batch_degree: micro-batches that go through a stage as one (FlowMoE's R); `micro_batches` is a multiple of it.
-        chunks: by position, the chunks in which its gradients are reduced; none if that is not the step's business.
-        places: by block, where its attention and its experts stand; none if all of a stage stands at its position.
+        batch_degree: number of parts that go through a stage together (FlowMoE's R); `micro_batches` is a multiple of it.
+        chunks: for every position, the chunks in which its gradients are reduced. Empty if the step reduces no gradients.
+        places: for every block, the positions of its two halves. Empty if both are at the position of the block's stage.
     """
 
     stages: tuple[tuple[BlockSpec, ...], ...]
@@ -87,34 +87,34 @@ class StepGraph:
 
     @property
     def pipeline(self) -> PipelineGraph:
-        """The same step with stages as its smallest pieces."""
+        """The same step with stages as its smallest pieces, and whole micro-batches."""
         return PipelineGraph(self.pp, self.micro_batches // self.batch_degree, len(self.stages) // self.pp, self.backward)
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:
-        """All blocks; an op's `layer` is its block's place here."""
+        """All blocks. The `layer` of an op is the index of its block."""
         return tuple(block for stage in self.stages for block in stage)
 
     @cached_property
     def layers(self) -> tuple[range, ...]:
-        """Blocks of every stage."""
+        """Numbers of the blocks of every stage."""
         ends = list(accumulate(map(len, self.stages)))
         return tuple(range(end - len(stage), end) for end, stage in zip(ends, self.stages, strict=True))
 
     @cached_property
     def stage_of(self) -> tuple[int, ...]:
-        """Stage of every block."""
+        """Number of the stage of every block."""
         return tuple(number for number, layers in enumerate(self.layers) for _ in layers)
 
     @cached_property
     def at(self) -> tuple[Place, ...]:
-        """Where every block stands."""
+        """Pipeline positions of every block."""
         if self.places:
             return self.places
         where = self.pipeline.at
         return tuple(Place(where[stage], where[stage]) for stage in self.stage_of)
 
-    # What there is to do.
+    # The ops.
 
     def ops(self) -> Iterator[Op]:
         for m in range(self.micro_batches):
@@ -132,15 +132,15 @@ class StepGraph:
             yield from self.reductions(position)
 
     def reductions(self, position: int) -> Iterator[Op]:
-        """Of a position's chunks, buffer by buffer."""
+        """Return the `reduce` ops of a position, buffer by buffer."""
         return (Op(REDUCE, "B", position, part) for part in range(len(self.chunks[position]) if self.chunks else 0))
 
     def chunk(self, op: Op) -> Chunk:
-        """What a `reduce` op reduces."""
+        """Return the chunk that a `reduce` op reduces."""
         return self.chunks[op.layer][op.part]
 
     def _stage(self, stage: int, m: int) -> Iterator[Op]:
-        """A stage's forward ops, piece by piece."""
+        """Return the forward ops of a stage for one micro-batch, with the handover to the next stage."""
         layers = self.layers[stage]
         if stage == 0:
             yield from self.pieces(EMBED, 0, m)
@@ -157,21 +157,21 @@ class StepGraph:
             yield from self.pieces(HEAD, layers[-1], m)
 
     def pieces(self, kind: str, layer: int, m: int = 0, direction: Direction = "F") -> Iterator[Op]:
-        """All ops of a kind at a block."""
+        """Return all ops of a kind at a block, for micro-batch `m`."""
         return (Op(kind, direction, layer, part, m) for part in range(len(self._cuts(kind, layer)) - 1))
 
     def tokens(self, op: Op) -> range:
-        """Positions of the (local) sequence that an op works on."""
+        """Return the tokens that an op works on, as positions in the rank's share of a sequence."""
         if op.kind == HANDOVER:
             return range(self.slicing.length)
         cuts = self._cuts(op.kind, op.layer)
         return range(cuts[op.part], cuts[op.part + 1])
 
     def output(self, layer: int) -> str:
-        """The kind of op that makes a block's output."""
+        """Return the kind of op that produces a block's output."""
         return MERGE if self.blocks[layer].moe else FFN
 
-    # What binds it.
+    # The dependencies.
 
     def needs(self, op: Op) -> tuple[Op, ...]:
         if op.kind == REDUCE:
@@ -189,7 +189,7 @@ class StepGraph:
         if op.kind == REDUCE:
             return (op.layer,)
         if op.kind == HANDOVER:
-            # Forward, what the stage's last block makes goes to the first one of the next.
+            # Forward sends the output of the stage's last block to the first block of the next stage; backward, the reverse.
             sender, receiver = (-1, op.layer + 1) if op.direction == "F" else (0, op.layer - 1)
             ends = self.layers[op.layer][sender], self.layers[receiver][-1 - sender]
             return self.at[ends[0]].attention, self.at[ends[1]].attention
@@ -198,7 +198,7 @@ class StepGraph:
             return (place.attention,)
         if half == "experts":
             return (place.experts,)
-        outwards = (op.kind == COMBINE) == (op.direction == "B")  # rows to the experts, or gradients of rows that came back
+        outwards = (op.kind == COMBINE) == (op.direction == "B")  # dispatched rows, or gradients of combined rows
         return place if outwards else (place.experts, place.attention)
 
     def channel(self, op: Op) -> Channel | None:
@@ -217,14 +217,14 @@ class StepGraph:
         return (forward, self._state(op)) if op.kind in self.recompute else (forward,)
 
     def _inputs(self, op: Op) -> tuple[Op, ...]:
-        """Forward ops whose results an op works on."""
+        """Return the forward ops whose results a forward op uses."""
         kind, layer, part, m = op.kind, op.layer, op.part, op.micro_batch
         if kind == EMBED:
             return ()
         if kind == ATTENTION:
             return (*self._entering(op), *((op._replace(part=part - 1),) if part else ()))
         if kind == ROUTE:
-            # In order, for counters and statistics run through a sequence.
+            # Routers run in order, because counters and statistics pass from piece to piece of a sequence.
             return (*self._sharing(op, ATTENTION, layer), *((op._replace(part=part - 1),) if part else ()))
         if kind == HEAD:
             return tuple(self._sharing(op, self.output(layer), layer))
@@ -234,7 +234,7 @@ class StepGraph:
         return tuple(op._replace(kind=name) for name in _BEFORE[kind] if self.ragged or name != COUNTS)
 
     def _entering(self, op: Op) -> tuple[Op, ...]:
-        """Who makes the tokens that a slice of attention starts from."""
+        """Return the ops that produce the input of a slice of attention."""
         stage = self.stage_of[op.layer]
         if op.layer > self.layers[stage][0]:
             return tuple(self._sharing(op, self.output(op.layer - 1), op.layer - 1))
@@ -243,7 +243,7 @@ class StepGraph:
         return (handover("F", stage - 1, op.micro_batch),)
 
     def _users(self, op: Op) -> tuple[Op, ...]:
-        """Forward ops that work on a forward op's results, and so give it their gradient."""
+        """Return the forward ops that use the results of an op's forward. Their backwards make the results' gradient."""
         op = op._replace(direction="F")
         kind, layer, m = op.kind, op.layer, op.micro_batch
         if kind == ATTENTION:
@@ -252,14 +252,14 @@ class StepGraph:
             return (*self._sharing(op, own, layer), *following)
         if kind == HEAD:
             return ()
-        if kind == HANDOVER:  # B: of a stage's input
+        if kind == HANDOVER:  # a backward handover sends the gradient of the stage's input
             return tuple(self.pieces(ATTENTION, self.layers[layer][0], m))
         if kind in (MERGE, FFN):
             return self._leaving(op)
         return tuple(op._replace(kind=name) for name in _AFTER[kind])
 
     def _leaving(self, op: Op) -> tuple[Op, ...]:
-        """Who uses tokens that a block has made."""
+        """Return the forward ops that use the output of a block's last op."""
         stage = self.stage_of[op.layer]
         if op.layer < self.layers[stage][-1]:
             return tuple(self._sharing(op, ATTENTION, op.layer + 1))
@@ -268,7 +268,7 @@ class StepGraph:
         return tuple(self._sharing(op, HEAD, op.layer))
 
     def _sharing(self, op: Op, kind: str, layer: int) -> Iterator[Op]:
-        """Ops of a kind at a block that work on some of the same tokens."""
+        """Return the ops of a kind at a block that share tokens with an op."""
         mine = self.tokens(op)
         for other in self.pieces(kind, layer, op.micro_batch):
             theirs = self.tokens(other)
@@ -279,7 +279,7 @@ class StepGraph:
         return handover("B", op.layer + 1, op.micro_batch) if op.kind == HANDOVER else op._replace(direction="B")
 
     def _state(self, op: Op) -> Op:
-        """The op that made what a backward op differentiates."""
+        """Return the op whose saved state a backward op uses."""
         return op._replace(direction="R" if op.kind in self.recompute else "F")
 
     def _cuts(self, kind: str, layer: int) -> tuple[int, ...]:

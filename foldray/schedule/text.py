@@ -8,9 +8,9 @@ from foldray.schedule.op import Schedule
 
 
 def show(graph: Graph, schedule: Schedule) -> str:
-    """One line per position on a clock on which a forward takes 1 and a backward 2; a dot is a unit of waiting.
+    """Return one line per position, for a clock on which a forward takes 1 and a backward 2. A dot is a unit of waiting.
 
-    Handovers are not drawn. Two positions, two micro-batches:
+    The drawing leaves out handovers. This is 1F1B with two positions and two micro-batches:
 
         0 | F0.0 F0.1 .    .    B0.0----- .    B0.1-----
         1 | .    F1.0 B1.0----- F1.1 B1.1-----
@@ -34,5 +34,5 @@ def show(graph: Graph, schedule: Schedule) -> str:
 
 
 def _cell(name: str, width: int) -> str:
-    """The name, drawn out over all of its time but the last column."""
+    """Return the name, padded with dashes to `width` columns; the last column is a space."""
     return name + "-" * (width - 1 - len(name)) + " "

@@ -1,8 +1,9 @@
-"""When gradients travel, where it is known what ops cost: in the gaps that all-to-alls leave.
+"""Reductions of gradients in the gaps between all-to-alls, chosen by the times of the ops.
 
-A list that starts every reduction as soon as its gradients are there makes all-to-alls wait behind what nobody needs yet. Here
-reductions are held until the link is about to be idle: FlowMoE's priority (section 3.3). FlowMoE polls a flag to keep it; here
-the choice is made once, when the list is written, from numbers that all ranks share.
+If a list starts every reduction as soon as its gradients are complete, all-to-alls wait for reductions that no op needs yet.
+This module holds reductions back until the link is about to be idle: FlowMoE's priority of all-to-alls (section 3.3).
+FlowMoE polls a flag during the step. This module decides once, when the list is made, from times that all ranks of a
+pipeline position share.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from foldray.schedule.step_graph import StepGraph
 
 
 class OpCosts(NamedTuple):
-    """What ops take, in seconds, as far as the choice goes by it; the same numbers on every rank.
+    """The times of ops, in seconds. They must be the same on every rank of a pipeline position.
 
     Args:
-        seconds: by kind, direction and part; what is not there takes none.
-        startup, per_byte: of a reduction.
+        seconds: pairs of ((kind, direction, part), seconds). Ops that are not listed take no time.
+        startup, per_byte: seconds to start a reduction, and seconds per byte of its chunk.
     """
 
     seconds: tuple[tuple[tuple[str, str, int], float], ...]
@@ -30,12 +31,14 @@ class OpCosts(NamedTuple):
 
 
 def by_urgency(graph: StepGraph, order: Sequence[Op], costs: OpCosts) -> tuple[Op, ...]:
-    """The same list, in which reductions leave when the link would be idle before the next op ends.
+    """Return the same list with later reductions: each starts when the link would be idle before the next computation ends.
 
-    So no all-to-all waits for more than one chunk. All else keeps its order.
+    According to `costs`, an all-to-all then waits for at most one chunk. All other ops keep their order.
 
     Args:
-        order: a legal list, in which every reduction stands where it is first ready.
+        graph: the step.
+        order: a legal list that starts every reduction as soon as its gradients are complete.
+        costs: the times of the ops.
     """
     walk = _Walk(graph, costs)
     for op in order:
@@ -49,17 +52,17 @@ def by_urgency(graph: StepGraph, order: Sequence[Op], costs: OpCosts) -> tuple[O
 
 
 class _Walk:
-    """Through a list on a clock of its own, with one link."""
+    """A pass through a list, on a clock for one position and one link."""
 
     def __init__(self, graph: StepGraph, costs: OpCosts):
         self.graph, self.costs, self.seconds = graph, costs, dict(costs.seconds)
-        self.now = self.link = 0.0  # when what was started is computed; when the link is idle
+        self.now = self.link = 0.0  # when the started computation ends; when the link becomes idle
         self.arrival: dict[Op, float] = {}
-        self.waiting: deque[Op] = deque()  # reductions that are ready
+        self.waiting: deque[Op] = deque()  # reductions whose gradients are complete
         self.found: list[Op] = []
 
     def take(self, op: Op) -> None:
-        """An op that keeps its place; before one that computes, as many reductions as the link has room for."""
+        """Append an op. Before an op that computes, start reductions while the link becomes idle before this op ends."""
         if self.graph.channel(op) is not None:
             self._travel(op)
             return
@@ -70,12 +73,12 @@ class _Walk:
         self.now = end
 
     def post(self) -> None:
-        """Start the first of what waits."""
+        """Start the reduction that has waited longest."""
         self._travel(self.waiting.popleft())
 
     def _travel(self, op: Op) -> None:
         self.found.append(op)
-        if op.kind != HANDOVER:  # those wait for other positions, of which this clock knows nothing
+        if op.kind != HANDOVER:  # handovers wait for other positions, and this clock has only one position
             self.link = max(self.link, self.now) + self._takes(op)
             self.arrival[op] = self.link
 

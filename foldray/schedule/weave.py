@@ -1,4 +1,4 @@
-"""From orders of computation to a schedule: where the handovers go."""
+"""Handovers, inserted into the orders of computation of all positions."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from foldray.schedule.op import Op, Schedule
 def weave(graph: Graph, orders: Schedule) -> Schedule:
     """Insert the handovers into the orders in which the positions compute.
 
-    The ops of all positions are put into one order, that in which they end on a clock of unit times; ties go to the lower
-    position. A handover follows the last op that it needs, and a position's list is its share of that one order. So both ends of
-    every channel agree, and nobody can wait in a circle. A receive stands before the receiver's first op that ends later than
-    the sender's: on that clock no transfer waits for its receiver, and no buffer is held for longer than this takes.
+    All ops get one common order: the order in which they end on a clock of unit times (`clock.UNITS`). Ties go to the lower
+    position. A handover follows the last op that it needs. The list of a position is its share of the common order. So both
+    ends of every channel have the same order, and the positions cannot wait for each other in a circle. In the receiver's
+    list, a handover comes right before the first op that ends later than the sender's op. So on this clock no transfer waits
+    for its receiver, and no receiver holds a buffer longer than that requires.
 
     Args:
-        graph: what has to be done.
-        orders: for every position its ops that compute, and no handover.
+        graph: the graph of the schedule.
+        orders: for every position, its ops that compute, without handovers.
 
     Raises:
-        ScheduleError: the orders are not those of this graph, or they make the positions wait for each other.
+        ScheduleError: an order lacks ops or has ops of another position or graph, or the positions wait for each other.
     """
     check(_Computing(graph), orders)
     return woven(graph, orders)
 
 
 def woven(graph: Graph, orders: Schedule) -> Schedule:
-    """What `weave` makes of orders that are known to be right."""
+    """Do the same as `weave`, without a check of the orders."""
     computing = _Computing(graph)
     position_of = {op: position for position, ops in enumerate(orders) for op in ops}
     ends = _ends(computing, orders)
@@ -50,7 +51,7 @@ def woven(graph: Graph, orders: Schedule) -> Schedule:
 
 
 def _ends(computing: _Computing, orders: Schedule) -> dict[Op, int]:
-    """When each op ends: what `unit_times` finds where nothing travels, in one pass for those that plan."""
+    """Return when each op ends. The times are those of `unit_times` without communication, but found faster."""
     heads, free, ends = [0] * len(orders), [0] * len(orders), dict[Op, int]()
     moved = True
     while moved:
@@ -70,7 +71,7 @@ def _ends(computing: _Computing, orders: Schedule) -> dict[Op, int]:
 
 @dataclass(frozen=True)
 class _Computing:
-    """A graph without its handovers: who needs one needs what the handover needs."""
+    """A graph without its handovers. An op that needs a handover in the original graph needs the sender's op here."""
 
     graph: Graph
 

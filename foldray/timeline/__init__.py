@@ -1,4 +1,4 @@
-"""Spans of ops, recorded or simulated: what they add up to, how they look, and recorded steps run again in another order."""
+"""Spans of ops, recorded or simulated: their sums, drawings and traces, and simulations that use recorded times."""
 
 from foldray.timeline.choice import best_overlaps, settle
 from foldray.timeline.perfetto import perfetto

@@ -1,4 +1,4 @@
-"""Which order of a step's pieces is fastest at given costs."""
+"""The choice of the fastest order of a step's pieces at given costs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from foldray.kinds import EMBED, HEAD
 from foldray.schedule import COMPUTE, ONE_A_ONE_M, STREAM, Cost, Op, OpCosts, Ordering, Overlap, StepGraph, step_schedule
 from foldray.timeline.simulator import simulate
 
-_BLOCKS = 4  # of a stage that are simulated; behind these, each takes as long as the one before
+_BLOCKS = 4  # simulated blocks of a stage; every further block takes as long as the one before
 
 
 def best_overlaps(graph: StepGraph, cost: Cost) -> tuple[Overlap, Overlap]:
-    """The fastest way forward and the fastest way backward: `one_a_one_m`, or `stream` with any lag.
+    """Return the fastest overlap of the forward and of the backward: `one_a_one_m`, or `stream` with any lag.
 
-    The loss stands between the two, so they are chosen one after the other.
+    The loss separates the two directions, so the forward is chosen first and the backward second.
     """
 
     def seconds(forward: Overlap, backward: Overlap) -> float:
@@ -26,12 +26,15 @@ def best_overlaps(graph: StepGraph, cost: Cost) -> tuple[Overlap, Overlap]:
 
 
 def settle(ordering: Ordering, graph: StepGraph, stage: int, costs: OpCosts) -> Ordering:
-    """The ordering of a stage whose ops take so long: with these costs, and with its open lags chosen.
+    """Return the ordering of a stage with the measured costs, and with a choice for every lag that is open.
 
-    Ranks of a stage have the same costs, and so they choose the same.
+    All ranks of a stage must pass the same costs. Then they make the same choice.
 
     Args:
-        graph: of the whole step.
+        ordering: the ordering so far. An overlap with an open lag is replaced by the fastest one (`best_overlaps`).
+        graph: the graph of the whole step.
+        stage: number of the stage.
+        costs: the measured times of the stage's ops, in seconds.
     """
     ordering = ordering._replace(costs=costs)
     if not ordering.open:
@@ -43,7 +46,7 @@ def settle(ordering: Ordering, graph: StepGraph, stage: int, costs: OpCosts) -> 
     )  # fmt: skip
 
     def cost(op: Op) -> tuple[tuple[str, float], ...]:
-        channel, outside = alone.channel(op), op.kind in (EMBED, HEAD)  # that may belong to other stages
+        channel, outside = alone.channel(op), op.kind in (EMBED, HEAD)  # they may belong to other stages
         return ((channel[0] if channel else COMPUTE, 0.0 if outside else seconds.get((op.kind, op.direction, op.part), 0.0)),)
 
     forward, backward = best_overlaps(alone, cost)

@@ -1,4 +1,4 @@
-"""Spans as a trace that Perfetto and Chrome open."""
+"""Spans as a trace for Perfetto and Chrome."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from foldray.schedule import Graph, Op, Span
 
 
 def perfetto(graph: Graph, ranks: Sequence[Mapping[Op, Span]], begin: float = 0.0) -> dict:
-    """The document (Chrome's trace event format): a process for every rank, a track for what computes and for each channel.
+    """Return a document in Chrome's trace event format, with times in microseconds.
+
+    Every rank is a process. It has one track for computation and one for each class of traffic.
 
     Args:
-        ranks: spans of each, in seconds.
-        begin: the time that is to be zero.
+        graph: the graph of the ops.
+        ranks: the spans of every rank, in seconds.
+        begin: the time that becomes zero, in seconds.
     """
     lanes = ["compute", *sorted({channel[0] for spans in ranks for op in spans if (channel := graph.channel(op))})]
     events: list[dict] = []

@@ -1,4 +1,4 @@
-"""Recorded steps: run again on the simulator's clock, and what can be learnt from them."""
+"""Recorded steps: their replay on the simulator's clock, and the op times that they give."""
 
 from __future__ import annotations
 
@@ -14,29 +14,36 @@ from foldray.timeline.usage import usage
 
 
 class Recording(NamedTuple):
-    """What one rank ran: its list, and the span of every op by a clock of its own."""
+    """A step of one rank: its list, and the span of every op in seconds of the rank's own clock."""
 
     order: tuple[Op, ...]
     spans: Mapping[Op, Span]
 
 
 class _RankedOp(NamedTuple):
-    """An op at a rank; of a collective, `rank` is -1 for all that share it, of a handover the pair of neighbours."""
+    """An op at a rank.
+
+    Args:
+        op: the op.
+        rank: the rank of an op that computes; -1 for a collective, which all ranks of a position share; for a handover, the
+            number of the pair of ranks within their positions.
+    """
 
     op: Op
     rank: int
 
 
 class _Ranks:
-    """A step's graph with a position for each rank, so that ranks wait for each other as they do when they run.
+    """A graph of the same step with one position per rank, so that ranks wait for each other as in the recorded step.
 
-    Ranks of one pipeline position meet in every collective; their i-th members are neighbours along the pipeline.
+    All ranks of a pipeline position take part in every collective of this position. The i-th ranks of neighbouring positions
+    exchange handovers.
     """
 
     def __init__(self, graph: Graph, recordings: Sequence[Recording]):
         self.graph = graph
         self.at: dict[int, list[int]] = defaultdict(list)  # pipeline position → ranks
-        self.place: list[tuple[int, int]] = []  # rank → pipeline position, number there
+        self.place: list[tuple[int, int]] = []  # rank → (pipeline position, number within this position)
         for rank, recording in enumerate(recordings):
             position = next(graph.where(op)[0] for op in recording.order if graph.channel(op) is None)
             self.place.append((position, len(self.at[position])))
@@ -64,7 +71,7 @@ class _Ranks:
         return tuple(self.at[positions[0]])
 
     def needs(self, ranked: _RankedOp) -> tuple[_RankedOp, ...]:
-        found: dict[_RankedOp, None] = {}  # in order, each once
+        found: dict[_RankedOp, None] = {}  # an ordered set
         for rank in self.where(ranked):
             for need in self.graph.needs(ranked.op):
                 if self.place[rank][0] in self.graph.where(need):
@@ -76,7 +83,7 @@ class _Ranks:
         return channel and (channel, ranked.rank)
 
     def travel(self, recordings: Sequence[Recording]) -> dict[_RankedOp, float]:
-        """Seconds of every collective, on one clock for all ranks that share it."""
+        """Return the seconds of every collective and handover, after the clocks of each pipeline position are aligned."""
         spans: dict[_RankedOp, list[Span]] = defaultdict(list)
         for rank, (recording, ahead) in enumerate(zip(recordings, self._ahead(recordings), strict=True)):
             for op, span in recording.spans.items():
@@ -92,7 +99,10 @@ class _Ranks:
         return found
 
     def _ahead(self, recordings: Sequence[Recording]) -> list[float]:
-        """How far each rank's clock is ahead of that of the first rank of its pipeline position: collectives end together."""
+        """Return the seconds by which each rank's clock is ahead of the first rank of its pipeline position.
+
+        This assumes that a collective ends at the same time on all ranks.
+        """
         found = []
         for rank, recording in enumerate(recordings):
             first = recordings[self.at[self.place[rank][0]][0]].spans
@@ -103,10 +113,17 @@ class _Ranks:
 
 
 def replay(graph: Graph, recordings: Sequence[Recording]) -> Simulation:
-    """A recorded step on the simulator's clock; the spans are the first rank's.
+    """Run a recorded step again on the simulator's clock. The spans of the result are those of the first rank.
 
-    What computes takes as long as it did on its rank. A collective takes the time from when the last rank started it, and the one
-    before it on the same channel had arrived, until it had arrived itself.
+    An op that computes takes as long as it did on its rank. A collective takes the time until its end, from the moment when
+    the last rank had started it and the collective before it on the same channel had ended.
+
+    Args:
+        graph: the graph of the recorded step.
+        recordings: one recording per rank.
+
+    Raises:
+        ScheduleError: the recorded lists cannot finish.
     """
     ranks = _Ranks(graph, recordings)
     travel = ranks.travel(recordings)
@@ -118,14 +135,14 @@ def replay(graph: Graph, recordings: Sequence[Recording]) -> Simulation:
         span = recordings[ranked.rank].spans[ranked.op]
         return ((COMPUTE, span.end - span.start),)
 
-    # The clock asks a graph about whatever its lists hold.
+    # The clock only passes the entries of its lists to the graph, so these entries may be ranked ops.
     spans = times(cast(Graph, ranks), cast(Schedule, ranks.lists), cast(Callable, cost))
     own = [{each.op: spans[cast(Op, each)] for each in ops} for ops in ranks.lists]
     return Simulation(own[0], max(span.end for span in spans.values()), tuple(usage(graph, each) for each in own))
 
 
 def recorded_cost(graph: Graph, recordings: Sequence[Recording]) -> Cost:
-    """What ops cost, for other orders of the same: means over ranks, and over those pairs of ranks that hand over."""
+    """Return the costs of the recorded ops, to simulate other orders of them: means over ranks, or over pairs of ranks."""
     ranks = _Ranks(graph, recordings)
     seconds: dict[Op, list[float]] = defaultdict(list)
     for ranked, took in ranks.travel(recordings).items():
@@ -143,7 +160,12 @@ def recorded_cost(graph: Graph, recordings: Sequence[Recording]) -> Cost:
 
 
 def op_costs(graph: StepGraph, recordings: Sequence[Recording]) -> OpCosts:
-    """What a recorded step's ops took, as urgency goes by it: medians over blocks and micro-batches."""
+    """Return the times of a recorded step's ops, for `by_urgency` and `settle`: medians over blocks and micro-batches.
+
+    Args:
+        graph: the graph of the recorded step.
+        recordings: recordings of the ranks of one pipeline position.
+    """
     cost = recorded_cost(graph, recordings)
     took: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     reductions = []
@@ -157,7 +179,7 @@ def op_costs(graph: StepGraph, recordings: Sequence[Recording]) -> OpCosts:
 
 
 def _line(timings: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds to start a reduction, and per byte, neither negative, from (bytes, seconds)."""
+    """Fit seconds to start a reduction and seconds per byte to (bytes, seconds). No coefficient becomes negative."""
     from scipy.optimize import nnls
 
     if len({size for size, _ in timings}) < 2:
@@ -167,10 +189,16 @@ def _line(timings: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def slice_timings(graph: StepGraph, spans: Mapping[Op, Span], ranks: int) -> list[tuple[int, int, float]]:
-    """Every recorded slice of attention as `SliceCost.measured` takes it: tokens, context, seconds forward and backward.
+    """Return all recorded slices of attention for `SliceCost.measured`, with medians over blocks and micro-batches.
 
     Args:
-        ranks: how many share a sequence (cp·tp).
+        graph: the graph of the recorded step.
+        spans: the recorded spans, with forward and backward of every slice.
+        ranks: number of ranks that share a sequence (cp·tp).
+
+    Returns:
+        (tokens of the slice, tokens up to its end, seconds of forward and backward together). Tokens are those of the whole
+        sequence.
     """
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for op, span in spans.items():

@@ -1,4 +1,4 @@
-"""The lists that training runs, on a clock: what they would take at given costs."""
+"""The simulator: it runs the lists of training on a clock, at given costs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Simulation(NamedTuple):
     """A simulated step.
 
     Args:
-        spans: of every op, in the unit of the costs.
-        seconds: from the first op's start to the last one's end.
-        usage: of every position.
+        spans: the span of every op, in the unit of the costs.
+        seconds: time from the start of the step to the end of the last op.
+        usage: usage of every position.
     """
 
     spans: dict[Op, Span]
@@ -26,7 +26,7 @@ def simulate(graph: Graph, schedule: Schedule, cost: Cost) -> Simulation:
     """Run a schedule at given costs.
 
     Raises:
-        ScheduleError: it cannot finish.
+        ScheduleError: the schedule cannot finish.
     """
     spans = times(graph, schedule, cost)
     own = tuple(usage(graph, {op: spans[op] for op in ops}) for ops in schedule)

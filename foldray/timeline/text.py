@@ -1,4 +1,4 @@
-"""Spans as text: one line per lane, as the papers draw their schedules."""
+"""Spans as a text drawing with one line per lane, like the figures of the papers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from foldray.schedule import Graph, Op, Span
 
 
 def draw_text(graph: Graph, spans: Mapping[Op, Span], width: int = 110) -> str:
-    """Lanes on a common clock of `width` columns: an op's letter and part where it has room, its letter alone where not.
+    """Draw all lanes on a common clock of `width` columns.
 
-    Forward ops are upright, those going backward have a prime behind their number; recomputation has an R in front.
+    An op is its letter and part, or its letter alone if it has too few columns. Backward has a prime after the part, and
+    recomputation has an R before the letter.
     """
     if not spans:
         return ""

@@ -1,4 +1,4 @@
-"""What a step's time went into, from the spans of its ops."""
+"""The use of a step's time, from the spans of its ops."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from foldray.schedule import Graph, Op, Span
 
 
 class Usage(NamedTuple):
-    """Seconds of one rank.
+    """The use of one rank's time, in seconds.
 
     Args:
-        compute: in which an op computed.
-        communication: in which a collective was in flight.
-        exposed: in which a collective was in flight and no op computed.
+        compute: time in which an op computed.
+        communication: time in which a collective or a handover was in flight.
+        exposed: time in which a collective or a handover was in flight and no op computed.
     """
 
     compute: float
@@ -24,7 +24,7 @@ class Usage(NamedTuple):
 
 
 def usage(graph: Graph, spans: Mapping[Op, Span]) -> Usage:
-    """Where the time of these ops, all of one rank, went."""
+    """Return the use of time by the ops of one rank."""
     computing = merged(span for op, span in spans.items() if graph.channel(op) is None)
     talking = merged(span for op, span in spans.items() if graph.channel(op) is not None)
     both = length(merged([*computing, *talking]))
@@ -32,10 +32,17 @@ def usage(graph: Graph, spans: Mapping[Op, Span]) -> Usage:
 
 
 def overlaps(graph: Graph, order: Sequence[Op], spans: Mapping[Op, Span]) -> tuple[int, int]:
-    """How many collectives a list starts ahead of computation that does not need them, and how many of these were in flight
-    while such an op computed.
+    """Count the collectives that a list should hide, and those that were hidden.
+
+    The first number counts collectives that have computation between them and the first op that needs them. The second
+    number counts those of them that were in flight during such computation.
+
+    Args:
+        graph: the graph of the step.
+        order: the list of one rank.
+        spans: the span of every op of the list.
     """
-    users: dict[Op, int] = {}  # collective → place of the first op that needs it
+    users: dict[Op, int] = {}  # collective → index of the first op that needs it
     for place, op in enumerate(order):
         for need in graph.needs(op):
             if graph.channel(need) is not None:
@@ -51,7 +58,7 @@ def overlaps(graph: Graph, order: Sequence[Op], spans: Mapping[Op, Span]) -> tup
 
 
 def held_up(graph: Graph, spans: Mapping[Op, Span]) -> list[float]:
-    """Of every all-to-all how long it was in flight beside chunks of gradients that had left before it, and shared the link."""
+    """Return, for every all-to-all, how long it shared the link with chunks of gradients that had started before it."""
     chunks = [span for op, span in spans.items() if op.kind == REDUCE]
     found = []
     for op, span in spans.items():
@@ -62,7 +69,7 @@ def held_up(graph: Graph, spans: Mapping[Op, Span]) -> list[float]:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """Spans that do not touch, in order, that cover the same time."""
+    """Return sorted spans that do not touch and cover the same time."""
     found: list[Span] = []
     for span in sorted(spans):
         if found and span.start <= found[-1].end:
@@ -77,7 +84,7 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def queued(graph: Graph, spans: Mapping[Op, Span]) -> dict[Op, Span]:
-    """The same with every collective on its channel's queue from when the one before it has arrived."""
+    """Return the spans with later starts: a collective starts when the collective before it on its channel has ended."""
     last: dict[object, float] = {}
     found = dict(spans)
     for op, span in sorted(spans.items(), key=lambda item: item[1]):
