@@ -22,8 +22,8 @@ class Tally:
         score_BE: this rank's scores (`router.scores`) per sequence and expert, summed over tokens.
         z: squared log-sum-exp of the logits, summed over this rank's tokens, scalar.
         dropped: number of this rank's dropped assignments, int64 scalar.
-        competed_BE: assignments that competed for capacity, kept or dropped, int64. They are those of the whole sequences with
-            `drop_scope: sequence`, else this rank's. None if pieces do not compete with each other.
+        competed_BE: assignments that competed for capacity, kept or dropped, int64. They are those of the whole sequences
+            with `drop_scope: sequence`, else this rank's. None if pieces do not compete with each other.
     """
 
     count_BE: torch.Tensor
@@ -77,10 +77,12 @@ class Balance:
     def slopes(self) -> tuple[torch.Tensor, float]:
         """Return the derivatives of the balance loss by score_BE [B, E], and of the z-loss by z.
 
-        The balance loss of a sequence is E · Σ_e f_e · P_e, where f_e is an expert's share of the sequence's assignments and P_e
-        its mean score (Switch Transformer, equation 4). It is 1 if all experts are used evenly. The shares are those of whole
-        sequences, so the loss depends neither on the fold, nor on the micro-batch, nor on pieces. The z-loss of a sequence is
-        the mean of the squared log-sum-exp over its tokens (ST-MoE, Zoph et al. 2022). Both losses are summed over sequences.
+        The balance loss of a sequence is E · Σ_e f_e · P_e, where f_e is an expert's share of the sequence's assignments and
+            P_e
+        its mean score (Switch Transformer, equation 4). It is 1 if all experts are used evenly. The shares are those of
+        whole sequences, so the loss depends neither on the fold, nor on the micro-batch, nor on pieces. The z-loss of a
+        sequence is the mean of the squared log-sum-exp over its tokens (ST-MoE, Zoph et al. 2022). Both losses are summed
+        over sequences.
         """
         return self.share_BE * (self.share_BE.shape[1] / self.length), 1 / self.length
 

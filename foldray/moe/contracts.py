@@ -1,8 +1,8 @@
 """The contracts of a MoE layer: the state of its two sides, the exchange between them, and the methods that ops call.
 
-A layer has two sides. The *sender* owns tokens: it routes them, and sums the rows that come back. The *receiver* owns experts.
-A rank may be a sender, a receiver or both. The phases are those of Megatron-Core's token dispatcher (MoE Parallel Folding,
-section 3.3). Each phase runs on one side; only the exchange runs on both.
+A layer has two sides. The *sender* owns tokens: it routes them, and sums the rows that come back. The *receiver* owns
+experts. A rank may be a sender, a receiver or both. The phases are those of Megatron-Core's token dispatcher (MoE Parallel
+Folding, section 3.3). Each phase runs on one side; only the exchange runs on both.
 
     sender    route → dispatch_preprocess ─┐                                                   ┌─ combine_postprocess
     exchange                               └─ counts → out ─┐                          ┌─ back ┘
@@ -10,8 +10,9 @@ section 3.3). Each phase runs on one side; only the exchange runs on both.
 
 In backward, the gradient of the rows that went out comes back, and the gradient of the rows that came back goes out.
 
-Legend: B sequences, s positions of a rank's piece, T = B·s tokens, H hidden, K experts per token, N rows that travel (assignments
-that are not dropped, and padding), E experts, X expert-tensor-parallel ranks (ETP), R expert-parallel ranks (EP).
+Legend: B sequences, s positions of a rank's piece, T = B·s tokens, H hidden, K experts per token, N rows that travel
+(assignments that are not dropped, and padding), E experts, X expert-tensor-parallel ranks (ETP), R expert-parallel ranks
+(EP).
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Received:
     """The row counts that a receiver knows of a dispatch.
 
     Args:
-        rows_XRE: number of rows for each ETP rank of the receiver's group, from each EP rank, for each local expert; int64, on
-            the host.
+        rows_XRE: number of rows for each ETP rank of the receiver's group, from each EP rank, for each local expert; int64,
+            on the host.
         index: the receiver's index among the ETP ranks.
     """
 
@@ -100,7 +101,7 @@ class Exchange(Protocol):
         """Return the counts of the rows that will come. The host waits for them."""
 
     def equal_counts(self, sent: Sent) -> Received:
-        """Return the counts of the rows that will come if every rank sends as many to each expert as this rank, as with padding.
+        """Return the counts of the rows that will come if every rank sends the same counts, as with padding.
 
         Nothing travels.
         """
@@ -132,7 +133,7 @@ class Layer(Protocol):
         """Copy tokens to rows [N, H], in the order in which rows leave."""
 
     def run_experts(self, rows_NH: torch.Tensor, received: Received) -> torch.Tensor:
-        """Compute rows in the order in which they arrived; the results have the order in which they go back: [N, H] → [N, H]."""
+        """Compute the rows in the order of their arrival; the results are in the order of their return: [N, H] → [N, H]."""
 
     def combine_postprocess(self, y_NH: torch.Tensor, sent: Sent, weight_TK: torch.Tensor) -> torch.Tensor:
         """Sum the results that have come back into tokens: [N, H] → [T, H]."""

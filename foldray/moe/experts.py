@@ -46,7 +46,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(len(ids), share.inner, hidden, device=device, dtype=dtype))
 
     def forward(self, rows_NH: torch.Tensor, received: Received) -> torch.Tensor:
-        """Compute rows in the order in which they arrived; the results have the order in which they go back: [N, H] → [N, H].
+        """Compute the rows in the order of their arrival; the results are in the order of their return: [N, H] → [N, H].
 
         Rows are gathered over ETP, and results are summed over ETP.
         """

@@ -46,8 +46,8 @@ class Routing:
 class Router(nn.Module):
     """Scores, top-k, dropping and balance terms of one MoE layer.
 
-    `bias` [E] is the selection bias of auxiliary-loss-free balancing (DeepSeek-V3, section 2.1.2). It changes which experts are
-    chosen, but not their weights. `update_bias` moves it once per optimizer step.
+    `bias` [E] is the selection bias of auxiliary-loss-free balancing (DeepSeek-V3, section 2.1.2). It changes which experts
+    are chosen, but not their weights. `update_bias` moves it once per optimizer step.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class Router(nn.Module):
     def _keep(
         self, expert_TK: torch.Tensor, score_TK: torch.Tensor, sequences: int, length: int, before: Tally | None
     ) -> tuple[torch.Tensor | None, int | None, torch.Tensor | None]:
-        """Return keep_TK, the most rows that an expert can then get from this rank's piece, and competed_BE (see `Tally`)."""
+        """Return keep_TK, the most rows that an expert can get from this rank's piece, and competed_BE (see `Tally`)."""
         factor, experts, drop = self.spec.capacity_factor, self.model.experts, self.spec.drop
         if factor is None:
             return None, None, None
         own = expert_TK.shape[0] // sequences
         shared = self.spec.drop_scope == "sequence" and self.sequences.ranks > 1
         ranks = self.sequences.ranks if shared else 1
-        # "probability" chooses within a piece. "position" chooses within all pieces, so it needs the counts of earlier pieces.
+        # "probability" chooses within a piece. "position" chooses within all pieces, and needs the counts of earlier pieces.
         tokens = (own if drop == "probability" else length) * ranks
         limit = capacity(tokens, expert_TK.shape[1], experts, factor)
         if shared:

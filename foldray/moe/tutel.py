@@ -1,4 +1,4 @@
-"""Tutel's fast dispatcher as a backend. Every expert gets the same number of rows. Tutel's float32 kernels copy and sum them."""
+"""Tutel's fast dispatcher as a backend. Every expert gets equally many rows. Tutel's float32 kernels copy and sum them."""
 
 from __future__ import annotations
 
