@@ -74,8 +74,8 @@ def count_parameters(model: ModelSpec) -> int:
 def count_by_cut(model: ModelSpec) -> tuple[int, int]:
     """Return the number of elements outside of the experts, and the number of elements of all experts.
 
-    tp cuts most of the first, ep and etp cut the second. The numbers come from closed forms, because the table of a model that
-    must be refused for its size may be too long to make.
+    tp cuts most of the first, ep and etp cut the second. The numbers come from closed forms, because the table of a model
+    that must be refused for its size may be too long to make.
     """
     hidden, matrices = model.hidden, 1 + len(model.activation.inwards)
     attention = model.block(0).attention
