@@ -40,7 +40,8 @@ class Fold:
 
     Raises:
         UserError: a size is less than 1 or does not divide, `expert_ranks` leaves no rank to attention, `expert_pp` is given
-            without `expert_ranks`, an order is not a permutation of its axes, or the pipeline groups of the two grids differ.
+            without `expert_ranks`, an order is not a permutation of its axes, or the pipeline groups of the two grids
+            differ.
     """
 
     world_size: int

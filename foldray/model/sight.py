@@ -26,7 +26,7 @@ class Part(NamedTuple):
     """A run of keys that a run of queries is computed with at once.
 
     Args:
-        keys: places of the keys in the tensor that holds them.
+        keys: indices of the keys in the tensor that holds them.
         mask: which of these keys each query sees.
     """
 
@@ -90,7 +90,7 @@ class Sight:
             queries: positions of the queries.
             runs: positions of the keys, run by run in ascending order. One tensor holds the runs one after another.
         """
-        seen: list[tuple[range, int]] = []  # runs before the queries from the first visible key on, and their places
+        seen: list[tuple[range, int]] = []  # runs before the queries, from the first visible key on; their first index
         last = place = 0
         here: int | None = None
         for keys in runs:

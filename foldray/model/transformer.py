@@ -241,7 +241,7 @@ class Transformer(nn.Module):
         Args:
             x_BsH: output of the last block for these tokens.
             batch: the whole sequences.
-            tokens: places of these tokens in this rank's piece.
+            tokens: indices of these tokens in this rank's piece.
         """
         length = batch.token_BL.shape[1]
         # The head gathers the tokens of the tensor-parallel ranks, rank by rank.

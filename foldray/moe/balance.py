@@ -78,8 +78,7 @@ class Balance:
         """Return the derivatives of the balance loss by score_BE [B, E], and of the z-loss by z.
 
         The balance loss of a sequence is E · Σ_e f_e · P_e, where f_e is an expert's share of the sequence's assignments and
-            P_e
-        its mean score (Switch Transformer, equation 4). It is 1 if all experts are used evenly. The shares are those of
+        P_e its mean score (Switch Transformer, equation 4). It is 1 if all experts are used evenly. The shares are those of
         whole sequences, so the loss depends neither on the fold, nor on the micro-batch, nor on pieces. The z-loss of a
         sequence is the mean of the squared log-sum-exp over its tokens (ST-MoE, Zoph et al. 2022). Both losses are summed
         over sequences.

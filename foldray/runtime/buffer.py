@@ -27,7 +27,7 @@ class TokenBuffer:
         self._coming.append((tokens, pending))
 
     def take(self, tokens: range) -> torch.Tensor:
-        """Take the tokens at these places out: [B, len(tokens), H].
+        """Take these tokens out: [B, len(tokens), H].
 
         Raises:
             RuntimeError: some of the tokens are not in the buffer.

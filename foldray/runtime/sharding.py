@@ -45,7 +45,7 @@ class Sharding:
         return self.padded // self.ranks
 
     def own(self, start: int, stop: int) -> slice:
-        """Return the places, in the tensor of this rank's elements, of the elements that it owns of a run of the buffer."""
+        """Return the indices, in the tensor of this rank's elements, of those that lie in a run of the buffer."""
         return slice(self._before(start), self._before(stop))
 
     def mine(self, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor:
