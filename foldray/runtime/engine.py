@@ -166,8 +166,8 @@ def whole_tensors(
 ) -> Iterator[tuple[nn.Parameter, str | None, torch.Tensor]]:
     """Yield the tensors of a state as (parameter, key, tensor), for this rank's parameters.
 
-    The key is None for the weights, else one of the optimizer's state. A tensor has the shape of the parameter; the tensor of
-    "step" is a scalar.
+    The key is None for the weights, else one of the optimizer's state. A tensor has the shape of the parameter; the tensor
+    of "step" is a scalar.
     """
     keys = (*state_keys(optimizer), "step") if optimizer.kind == "adamw" else state_keys(optimizer)
     patterns: dict[str | None, str] = {None: "model/{}"} | {key: f"optimizer/{{}}/{key}" for key in keys}
