@@ -1,4 +1,4 @@
-"""What a model is: configuration, presets, parameter table, FLOPs. Pure."""
+"""Models as data: sizes and choices, presets, the parameter table, the owners of parameters, FLOPs. No torch."""
 
 from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec, MixtureSpec
 from foldray.blueprint.flops import forward_flops_per_token, step_flops

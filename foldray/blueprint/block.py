@@ -1,6 +1,6 @@
-"""What one block is made of: the sizes and choices that its parameters, costs and memory follow from. No torch.
+"""The sizes and choices of one block. They determine its parameters, costs and memory. No torch.
 
-A rank's share of a block is a block as well, with fewer heads and narrower layers (`Ownership.share`).
+A rank's share of a block is a block as well, with fewer heads and experts and smaller widths (`Ownership.share`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class AttentionSpec(NamedTuple):
     """Causal self-attention.
 
     Args:
-        heads, kv_heads: query heads, and heads of keys and values; several query heads may share one of those.
+        heads, kv_heads: number of query heads, and of key/value heads. Several query heads may share a key/value head.
         key_dim, value_dim: width of a head's queries and keys, and of its values.
-        window: how far back queries see, as recipes have it.
+        window: name of the window, as in recipes.
     """
 
     heads: int
@@ -43,7 +43,7 @@ class AttentionSpec(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        """Width of what all heads find."""
+        """Width of all heads' outputs."""
         return self.heads * self.value_dim
 
     @property
@@ -55,7 +55,7 @@ class AttentionSpec(NamedTuple):
 
 
 class FeedForwardSpec(NamedTuple):
-    """Products into and out of an inner layer, with an activation between them.
+    """A feed-forward network: a product into an inner layer, an activation, and a product out of it.
 
     Args:
         inner: width of the inner layer.
@@ -71,7 +71,7 @@ class FeedForwardSpec(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Columns of the product into it."""
+        """Width of the product into the inner layer: twice `inner` with a gate."""
         return self.inner * len(self.activation.inwards)
 
     def cut(self, parts: int) -> FeedForwardSpec:
@@ -82,9 +82,9 @@ class MixtureSpec(NamedTuple):
     """A mixture of experts.
 
     Args:
-        experts, topk: how many there are, and how many a token goes to.
-        expert: each of them.
-        shared: the one that every token goes to; None where there is none.
+        experts, topk: number of experts, and number of experts per token.
+        expert: sizes of every expert.
+        shared: sizes of the shared expert; None without one.
     """
 
     experts: int
@@ -99,9 +99,9 @@ class MixtureSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """Attention, then either a dense feed-forward layer or a mixture of experts.
+    """Attention, then either a dense feed-forward network or a mixture of experts.
 
-    Tables of graphs, costs and memory are keyed by blocks, so a block keeps its hash.
+    A block computes its hash only once, because it is a key in many tables.
     """
 
     attention: AttentionSpec
@@ -115,19 +115,19 @@ class BlockSpec:
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def __reduce__(self) -> tuple:
-        return make_block, (self.attention, self.dense, self.moe)  # another process hashes texts otherwise
+        return make_block, (self.attention, self.dense, self.moe)  # the kept hash is wrong in another process
 
     @property
     def order(self) -> tuple[bool, str]:
-        """Sorts the blocks of a model: dense ones first."""
+        """Sort key of a model's blocks. Dense blocks come first."""
         return self.moe is not None, self.attention.window
 
     def cut(self, tp: int, ep: int, etp: int) -> BlockSpec:
-        """A rank's share of it."""
+        """Return a rank's share of the block."""
         return BlockSpec(self.attention.cut(tp), self.dense and self.dense.cut(tp), self.moe and self.moe.cut(tp, ep, etp))
 
 
 @lru_cache(maxsize=1024)
 def make_block(attention: AttentionSpec, dense: FeedForwardSpec | None, moe: MixtureSpec | None) -> BlockSpec:
-    """One object for equal blocks: tables then compare them by identity."""
+    """Return the same object for equal blocks, so that tables compare keys by identity."""
     return BlockSpec(attention, dense, moe)

@@ -1,8 +1,8 @@
 """Floating-point operations of one training step, in closed form. No torch.
 
-Counted as model FLOPs: matrix products only, forward plus twice that for backward, no recomputation; a product of
-[a, b] by [b, c] is 2abc. Attention scores are counted where a query sees a key (causally: half of S×S); `causal=False` counts
-the full square, whatever the window.
+These are model FLOPs. Only matrix products count; a product of [a, b] by [b, c] is 2abc. Backward counts twice as much as
+forward. Recomputation does not count. Attention counts the pairs of a query and a key that it sees, which is half of S×S for
+causal attention without a window. `causal=False` counts all of S×S for every window.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from foldray.blueprint.model import ModelSpec
 
 
 def forward_flops_per_token(model: ModelSpec, seq_len: int, causal: bool = True) -> float:
-    """FLOPs of one token's forward pass, averaged over a sequence of `seq_len` tokens."""
+    """Return the FLOPs of one token's forward, averaged over a sequence of `seq_len` tokens."""
     blocks = Counter(model.block(layer) for layer in range(model.layers))
     found = 2.0 * model.hidden * model.vocab
     for block, count in blocks.items():
@@ -36,5 +36,5 @@ def _feed_forward(hidden: int, spec: FeedForwardSpec) -> int:
 
 
 def step_flops(model: ModelSpec, seq_len: int, sequences: int, causal: bool = True) -> float:
-    """FLOPs of forward and backward over `sequences` sequences."""
+    """Return the FLOPs of forward and backward over `sequences` sequences of `seq_len` tokens."""
     return 3 * forward_flops_per_token(model, seq_len, causal) * seq_len * sequences

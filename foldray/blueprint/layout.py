@@ -1,8 +1,8 @@
-"""Which positions of a sequence a rank holds. No torch.
+"""The positions of a sequence that a rank holds. No torch.
 
-A sequence is cut into slices first, one after another. Context parallelism cuts each slice into 2·cp equal chunks and gives rank
-i the chunks i and 2·cp − 1 − i, so that under a causal mask every rank has the same work (zigzag; Llama 3, section 3.3.2).
-Sequence parallelism cuts what a rank then has of a slice into tp pieces.
+First, a sequence is cut into slices. Then context parallelism cuts each slice into 2·cp equal chunks. Rank i gets the chunks
+i and 2·cp − 1 − i, its shard of the slice, so that all ranks have the same work under a causal mask (zigzag; Llama 3,
+section 3.3.2). Last, sequence parallelism cuts the shard into tp pieces.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from foldray.errors import UserError, multiples_near
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a rank stands among those that share a sequence.
+    """The place of a rank among the ranks that share a sequence.
 
     Args:
-        slices: lengths of the slices, which sum to a sequence's; None is one slice, of any length.
+        cp, tp: context and tensor parallel sizes.
+        cp_rank, tp_rank: the rank's coordinates.
+        slices: lengths of the slices in tokens; their sum is the length of a sequence. None is one slice, of any length.
     """
 
     cp: int = 1
@@ -30,10 +32,10 @@ class Layout:
     slices: tuple[int, ...] | None = None
 
     def cut(self, length: int) -> list[range]:
-        """The slices of a sequence.
+        """Return the positions of each slice of a sequence of `length` tokens.
 
         Raises:
-            ValueError: sequences have another length than the slices.
+            ValueError: the sum of the slices is not `length`.
         """
         if self.slices is not None and sum(self.slices) != length:
             raise ValueError(f"slices {self.slices} are of sequences of {sum(self.slices)} tokens, not {length}")
@@ -41,7 +43,11 @@ class Layout:
         return [range(end - size, end) for end, size in zip(ends, self.slices or (length,), strict=True)]
 
     def chunks(self, part: range) -> tuple[range, ...]:
-        """Positions of a slice in this context-parallel rank's shard, in the order in which it holds them."""
+        """Return this rank's shard of a slice, chunk by chunk, in the order in which the rank holds the positions.
+
+        Raises:
+            UserError: the slice cannot be shared out evenly.
+        """
         check_length(len(part), self.cp, self.tp)
         if self.cp == 1:
             return (part,)
@@ -49,11 +55,11 @@ class Layout:
         return tuple(part[i * chunk : (i + 1) * chunk] for i in (self.cp_rank, last - self.cp_rank))
 
     def shard(self, part: range) -> list[int]:
-        """Positions of a slice in this context-parallel rank's shard: 1 / cp of them."""
+        """Return the positions of this rank's shard of a slice: 1 / cp of the slice."""
         return [position for chunk in self.chunks(part) for position in chunk]
 
     def piece(self, length: int) -> list[int]:
-        """Positions of this rank's own piece of a sequence, slice by slice: length / (cp·tp) of them."""
+        """Return the positions of this rank's piece of a sequence, slice by slice: length / (cp·tp) positions."""
         return list(self._piece(length))
 
     def _piece(self, length: int) -> Iterator[int]:
@@ -63,12 +69,16 @@ class Layout:
 
 
 def smallest_slice(cp: int, tp: int) -> int:
-    """Slices must be multiples of this to be shared out evenly."""
+    """Return the number that divides the length of every slice that can be shared out evenly."""
     return tp if cp == 1 else math.lcm(2 * cp, tp * cp)
 
 
 def check_length(length: int, cp: int, tp: int) -> None:
-    """Raise a UserError unless sequences of this length can be shared out evenly."""
+    """Check that sequences of this length can be shared out evenly.
+
+    Raises:
+        UserError: `length` is not a multiple of `smallest_slice`.
+    """
     unit = smallest_slice(cp, tp)
     if length % unit:
         rule = f"must be a multiple of {unit} to be cut for cp={cp} (2·cp chunks) and tp={tp}"

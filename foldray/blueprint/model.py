@@ -1,4 +1,4 @@
-"""What a model is: sizes and choices, validated. No torch."""
+"""The validated sizes and choices of a model. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foldray.fold import divisors
 from foldray.tables import OWN, among
 from foldray.windows import FULL, LEGAL, find_window
 
-# These bounds are far above what anybody can train. Checks count some of these one by one, so they need a bound of their own.
+# These bounds are far above any model that can be trained. Checks loop over some of the sizes, so the sizes need bounds.
 _MOST_LAYERS, _MOST_EXPERTS, _WIDEST, _LARGEST = 2**12, 2**14, 2**20, 2**24
 
 
@@ -236,7 +236,7 @@ class ModelSpec(Strict):
         return layer >= self.dense_first and (layer - self.dense_first + 1) % self.moe_every == 0
 
     def block(self, layer: int) -> BlockSpec:
-        """What a block is made of."""
+        """Return the sizes and choices of a block."""
         window = self.windows[layer % len(self.windows)]
         attention = AttentionSpec(self.heads, self.kv_heads, self.head_dim, self.value_dim or self.head_dim, window)
         if not self.is_moe(layer):

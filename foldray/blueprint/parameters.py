@@ -1,7 +1,8 @@
 """The parameter table: every parameter's global name, shape, layer and gradient class. No torch.
 
-The table is what the model builds from, what a checkpoint is keyed by and what counts are taken from. Every matrix that
-tensor parallelism cuts is cut along one axis into equal pieces: queries, keys and values are three matrices for that reason.
+The model is built from this table, its names are the keys of checkpoints, and numbers of parameters are counted in it.
+Tensor parallelism cuts a matrix along one axis into equal pieces. For this reason, queries, keys and values are three
+matrices.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ class ParameterSpec:
     """One parameter of the whole model.
 
     Args:
-        name: global name; an expert's carries the expert's global id.
-        shape: shape in the whole model, matrices as [in, out].
-        layer: block index; -1 for the embeddings, `layers` for the final norm and the head.
-        op: kind of the schedule's op that computes with it.
-        gradient_class: "dense" is summed over DP×CP; "replicated", whole on every tensor-parallel rank but seeing only that
-            rank's piece of the sequence, over TP×DP×CP; "expert" over EDP. All are scaled by 1/(DP·CP).
+        name: global name. The name of an expert's parameter has the expert's global id.
+        shape: shape in the whole model. Matrices are [in, out], the embedding and the head [vocab, hidden].
+        layer: index of the block; -1 for the embeddings, `layers` for the final norm and the head.
+        op: kind of the op that computes with it.
+        gradient_class: the ranks over which its gradient is summed. "dense" is summed over DP×CP, "expert" over EDP.
+            "replicated" is whole on every tensor-parallel rank, which sees only its piece of the sequence, so its gradient
+            is summed over TP×DP×CP.
         cut: the axis along which tp ("dense") or etp ("expert") cuts it; None leaves it whole.
-        init: standard deviation of the normal initialisation; None initialises to one (norm weights), 0 to zero.
+        init: standard deviation of the normal distribution of its initial values; 0 is zeros, None is ones (norm weights).
     """
 
     name: str
@@ -47,12 +49,12 @@ class ParameterSpec:
 
     @property
     def expert(self) -> int | None:
-        """Global id of the expert it belongs to."""
+        """Global id of its expert; None outside of experts."""
         return int(self.name.split(".experts.")[1].split(".")[0]) if self.gradient_class == "expert" else None
 
 
 def parameter_table(model: ModelSpec) -> tuple[ParameterSpec, ...]:
-    """All parameters of the model, in order of use."""
+    """Return all parameters of the model, in the order in which forward uses them."""
     std, vocabulary = model.init_std, (model.vocab, model.hidden)
     table = [ParameterSpec("embedding.weight", vocabulary, -1, EMBED, cut=0, init=std)]
     if model.positions == "learned":
@@ -70,9 +72,10 @@ def count_parameters(model: ModelSpec) -> int:
 
 
 def count_by_cut(model: ModelSpec) -> tuple[int, int]:
-    """Elements outside of the experts, and of all experts: what tp, and what ep and etp, share out.
+    """Return the number of elements outside of the experts, and the number of elements of all experts.
 
-    In closed form: a model may have to be refused because its table would be too long.
+    tp cuts most of the first, ep and etp cut the second. The numbers come from closed forms, because the table of a model
+    that must be refused for its size may be too long to make.
     """
     hidden, matrices = model.hidden, 1 + len(model.activation.inwards)
     attention = model.block(0).attention
@@ -87,8 +90,10 @@ def count_by_cut(model: ModelSpec) -> tuple[int, int]:
 
 
 def count_by_op(model: ModelSpec) -> dict[tuple[str, BlockSpec | None], tuple[int, int]]:
-    """Elements that one op of each kind computes with, by its block: those that are cut among ranks, and those that each has
-    whole. Embedding and head are of no block.
+    """Return the number of elements that the ops of one block compute with, by kind of op and block.
+
+    A value is (elements that are cut among ranks, elements that each rank has whole). The block of the embedding and of the
+    head is None.
     """
     first: dict[tuple[str, BlockSpec | None], int] = {}
     found: dict[tuple[str, BlockSpec | None], tuple[int, int]] = {}
@@ -102,7 +107,7 @@ def count_by_op(model: ModelSpec) -> dict[tuple[str, BlockSpec | None], tuple[in
 
 def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
     name, std, hidden, block = f"blocks.{layer}", model.init_std, model.hidden, model.block(layer)
-    out_std = std / math.sqrt(2 * model.layers)  # residual branches add up: GPT-2's scaled initialisation
+    out_std = std / math.sqrt(2 * model.layers)  # residual branches add up (GPT-2's scaled initialisation)
     attention, moe = block.attention, block.moe
     rows = _norm(model, f"{name}.attention_norm", layer, ATTENTION)
     for part, width in (("query", attention.queries), ("key", attention.keys), ("value", attention.values)):

@@ -1,4 +1,4 @@
-"""Which slice of a rank's tensor is which parameter of the whole model. No torch."""
+"""The parameters of the whole model inside a rank's tensors. No torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ from collections.abc import Iterable, Mapping
 
 Index = tuple[slice | int, ...]
 Parts = dict[str, list[tuple[str, Index]]]
-"""For each parameter of a module: (global name, index into the tensor); an empty index is all of it."""
+"""For each tensor of a module, the model's parameters in it: (name, index). An empty index is the whole tensor."""
 
 
 def columns(widths: Mapping[str, int], before: Index = (slice(None),)) -> list[tuple[str, Index]]:
-    """Parts that lie side by side along the axis that `before` leads up to."""
+    """Return parts that lie side by side along one axis of a tensor.
+
+    Args:
+        widths: width of each part along the axis, by name.
+        before: index of the axes before that axis.
+    """
     found: list[tuple[str, Index]] = []
     start = 0
     for name, width in widths.items():
@@ -20,5 +25,5 @@ def columns(widths: Mapping[str, int], before: Index = (slice(None),)) -> list[t
 
 
 def ffn_columns(inwards: Iterable[str], inner: int, before: Index = (slice(None),)) -> list[tuple[str, Index]]:
-    """The parts of a feed-forward layer's inward product, side by side."""
+    """Return the parts of a feed-forward network's product into the inner layer, `inner` columns each."""
     return columns(dict.fromkeys(inwards, inner), before)

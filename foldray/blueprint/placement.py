@@ -1,4 +1,4 @@
-"""Who owns which piece of which layer: the pipeline's stages, and each rank's box of each parameter. No torch."""
+"""The owners of the model: the stages that each rank holds, and its box of each parameter. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, ROUTE
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's box of one parameter of the whole model: from `offset`, of `shape`, in `spec.shape`."""
+    """A rank's box of one parameter of the whole model.
+
+    Args:
+        spec: the parameter.
+        offset: first index of the box on each axis of `spec.shape`.
+        shape: shape of the box.
+    """
 
     spec: ParameterSpec
     offset: tuple[int, ...]
@@ -31,20 +37,25 @@ class Piece:
 
 
 Maker = tuple[str, int]
-"""Kind and block of the ops that add to a gradient."""
+"""Kind and block of ops whose backward adds to a gradient."""
 
-_BACKWARD = (EXPERT, ROUTE, FFN, ATTENTION)  # of a block
+_BACKWARD = (EXPERT, ROUTE, FFN, ATTENTION)  # the order of a block's ops in backward
 
 
 class GradientPart(NamedTuple):
-    """Neighbours in a flat buffer of gradients that the same ops make, the last of these at last."""
+    """A run of a gradient buffer whose gradients come from the same ops.
+
+    Args:
+        elements: length of the run.
+        makers: the ops, in the order of backward.
+    """
 
     elements: int
     makers: tuple[Maker, ...]
 
 
 def made_at(makers: tuple[Maker, ...]) -> tuple[int, int]:
-    """Sorts gradients by when backward has the last of them."""
+    """Return a sort key: gradients are sorted by the moment at which backward completes them."""
     kind, block = makers[-1]
     if kind == HEAD:
         return (-block - 1, -1)
@@ -53,12 +64,18 @@ def made_at(makers: tuple[Maker, ...]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Ownership:
-    """The one owner map: which stages and which pieces of parameters a rank holds.
+    """The stages and the pieces of parameters that each rank holds. All other code takes them from here.
 
-    A tied embedding stands on the first and on the last stage; the first one counts as its owner.
+    The first and the last stage hold a tied embedding; the first stage counts as its owner.
+
+    Args:
+        model: the model.
+        fold: the fold.
+        virtual_stages: stages per pipeline position.
+        stage_layers: number of blocks of each stage of attention; None cuts evenly.
 
     Raises:
-        UserError: the fold does not divide the model.
+        UserError: the fold does not divide the model, or the blocks cannot be cut into these stages.
     """
 
     model: ModelSpec
@@ -72,7 +89,7 @@ class Ownership:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Of attention; the experts' as well, unless they have ranks of their own."""
+        """Stages of attention. The experts have the same stages, unless they have ranks of their own."""
         return make_stages(self.model.layers, self.fold.pp, self.virtual_stages, self.stage_layers)
 
     @cached_property
@@ -80,27 +97,27 @@ class Ownership:
         return make_stages(self.model.layers, self.fold.moe_pp, self.virtual_stages) if self.fold.disjoint else self.stages
 
     def held_stages(self, rank: int) -> tuple[Stage, ...]:
-        """Stages whose attention a rank holds."""
+        """Return the stages whose attention a rank holds."""
         return _standing(self.stages, self.fold.coordinate(rank).get("attention"))
 
     def share(self, layer: int) -> BlockSpec:
-        """What a rank of either half holds of a block."""
+        """Return the sizes of a rank's share of a block, in attention's half and in the experts' half."""
         return self.model.block(layer).cut(self.fold.tp, self.fold.ep, self.fold.etp)
 
     def vocabulary(self, rank: int) -> range:
-        """Rows of the embedding, and of the head, that a rank of attention's half holds where its stage has them."""
+        """Return the rows of the embedding and of the head that a rank of attention's half holds if its stage has them."""
         rows = self.model.vocab // self.fold.tp
         first = self.fold.attention.coordinate(rank)["tp"] * rows
         return range(first, first + rows)
 
     def experts(self, rank: int) -> range:
-        """Global ids of the experts that a rank of the experts' half holds, of every MoE block of its stages."""
+        """Return the global ids of the experts that a rank of the experts' half holds in every MoE block of its stages."""
         local = self.model.experts // self.fold.ep
         first = self.fold.moe.coordinate(rank)["ep"] * local
         return range(first, first + local)
 
     def pieces(self, rank: int) -> dict[str, Piece]:
-        """A rank's share of the model, by global name: what it holds of attention's half and of the experts'."""
+        """Return a rank's pieces of parameters in both halves, by global name."""
         seat, found = self.fold.coordinate(rank), {}
         attention, moe = seat.get("attention"), seat.get("moe")
         held, held_experts = _standing(self.stages, attention), _standing(self.expert_stages, moe)
@@ -114,7 +131,7 @@ class Ownership:
         return found
 
     def counted(self, rank: int) -> Iterator[str]:
-        """Names of the pieces that this rank counts in a norm: every element of the model is counted by one rank."""
+        """Yield names of the pieces that a rank counts in a norm, so that one rank counts each element of the model."""
         seat = self.fold.coordinate(rank)
         first_copy = {
             name: not any(place[axis] for axis in axes)
@@ -131,7 +148,7 @@ class Ownership:
                 yield name
 
     def makers(self, spec: ParameterSpec, rank: int) -> tuple[Maker, ...]:
-        """The ops of a rank whose backward adds to a parameter's gradient, in the order in which they first do."""
+        """Return the ops of a rank whose backward adds to a parameter's gradient, in the order of backward."""
         held, last = self.held_stages(rank), self.model.layers - 1
         if spec.layer < 0:
             tied = self.model.tied_embeddings and spec.name == "embedding.weight"
@@ -140,9 +157,10 @@ class Ownership:
         return ((spec.op, min(spec.layer, last)),)
 
     def gradient_parts(self, rank: int) -> dict[GradientClass, tuple[GradientPart, ...]]:
-        """A rank's gradients of each class in the order in which backward has the last of them: a flat buffer, from its start.
+        """Return the runs of a rank's gradient buffers, from the start of each buffer, by gradient class.
 
-        Backward goes through the blocks from the last one on, whatever the schedule.
+        They are in the order in which backward completes them. Every schedule goes backward from the last block to the
+        first.
         """
         sizes: dict[GradientClass, dict[tuple[Maker, ...], int]] = {"dense": {}, "replicated": {}, "expert": {}}
         for piece in self.pieces(rank).values():
@@ -161,7 +179,7 @@ class Ownership:
 
 
 def _standing(stages: tuple[Stage, ...], place: dict[str, int] | None) -> tuple[Stage, ...]:
-    """Stages at a place's pipeline position; none for a rank that has no place in this half."""
+    """Return the stages at a place's pipeline position; none for a rank without a place in this half."""
     return tuple(stage for stage in stages if place and stage.position == place["pp"])
 
 

@@ -1,10 +1,10 @@
-"""Named models, as data.
+"""Named models.
 
-The published sizes are those of the papers' tables and of the models' own configuration files: Mixtral-8x22B and its
-G8T8 re-parameterisation, Qwen2-57B-A14B and Llama3-8x70B as in MoE Parallel Folding section 4.1; GPT-MoE-S/M/L as in
-FoldMoE table 1 (MoE in every other block; dense inner width 4 × hidden and the GPT-2 vocabulary assumed);
-DeepSeek-MoE, GPT-OSS-120B and Qwen3-235B-A22B as in DisagMoE's model table, with head counts and vocabularies of the
-released models. Sliding windows, attention sinks and query/key norms of the released models are not modelled.
+The sizes are those of the papers' tables and of the models' own configuration files. Mixtral-8x22B and its G8T8
+re-parameterisation, Qwen2-57B-A14B and Llama3-8x70B are as in MoE Parallel Folding, section 4.1. GPT-MoE-S/M/L are as in
+FoldMoE, table 1, with MoE in every other block; dense inner width 4 × hidden and the GPT-2 vocabulary are assumptions.
+DeepSeek-MoE, GPT-OSS-120B and Qwen3-235B-A22B are as in DisagMoE's model table, with the head counts and vocabularies of
+the released models. The presets leave out sliding windows, attention sinks and query/key norms of the released models.
 """
 
 from __future__ import annotations

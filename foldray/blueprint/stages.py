@@ -1,4 +1,4 @@
-"""Stages of a pipeline, and at which of its positions each stands. No torch."""
+"""The stages of a pipeline, and their positions. No torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Stage:
     """A run of blocks that one pipeline position computes in one go.
 
     Args:
-        number: among all virtual stages, from 0.
-        position: the pipeline position where it stands.
+        number: number among all virtual stages, from 0.
+        position: its pipeline position.
         layers: its blocks.
-        first, last: whether it begins with the embedding, ends with the head and the loss.
+        first, last: whether it begins with the embedding, and whether it ends with the head and the loss.
     """
 
     number: int
@@ -28,18 +28,21 @@ class Stage:
 
 
 def stage_positions(stages: int, pp: int) -> tuple[int, ...]:
-    """The position of every stage: s mod pp, as Megatron-LM interleaves them (arXiv:2104.04473, section 2.2).
+    """Return the position of every stage: s mod pp, as in Megatron-LM's interleaving (arXiv:2104.04473, section 2.2).
 
-    Nobody else counts positions: graph, ownership and planner ask for this tuple.
+    Graphs, ownership and planner all take positions from here.
     """
     return tuple(stage % pp for stage in range(stages))
 
 
 def make_stages(layers: int, pp: int, virtual_stages: int = 1, sizes: Sequence[int] | None = None) -> tuple[Stage, ...]:
-    """Cut `layers` blocks into pp · virtual_stages stages, in order; `sizes` says how, else evenly, longer ones first.
+    """Cut `layers` blocks into pp · virtual_stages stages, in order.
+
+    Args:
+        sizes: number of blocks of each stage; None cuts evenly, longer stages first.
 
     Raises:
-        UserError: too few blocks, or sizes that do not fit.
+        UserError: there are fewer blocks than stages, or `sizes` does not fit.
     """
     count = pp * virtual_stages
     if count > layers:

@@ -1,4 +1,4 @@
-"""Communication between ranks. No other floor makes process groups or calls collectives."""
+"""Communication between ranks. No other package in foldray/ makes process groups or calls collectives."""
 
 from foldray.comm.communicator import Communicator, Count, Pending, Traffic
 from foldray.comm.exchange import gather_rows, gather_sequence, mirrored, scatter_rows, scatter_sequence

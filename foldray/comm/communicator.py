@@ -31,10 +31,10 @@ class Count:
 class Traffic:
     """Calls and bytes that one rank sent, by class of traffic and operation.
 
-    All-to-alls and sends are counted pair by pair. An all-reduce, all-gather or reduce-scatter is counted as a ring: each rank
-    sends its share, (n − 1)/n of the whole tensor (twice for an all-reduce), to the next member. Data that stay on a rank
-    are not counted. The count does not follow the route of a backend: gloo sends an all-gather's bytes straight to every
-    member.
+    All-to-alls and sends are counted pair by pair. An all-reduce, all-gather or reduce-scatter is counted as a ring: each
+    rank sends its share, (n − 1)/n of the whole tensor (twice for an all-reduce), to the next member. Data that stay on a
+    rank are not counted. The count does not follow the route of a backend: gloo sends an all-gather's bytes straight to
+    every member.
     """
 
     counts: dict[tuple[str, str], Count] = field(default_factory=dict)

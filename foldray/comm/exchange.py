@@ -40,7 +40,7 @@ def scatter_rows(x_NH: Tensor, communicator: Communicator, rows: Sequence[int]) 
 
 
 def gather_sequence(x_BSH: Tensor, communicator: Communicator) -> Tensor:
-    """Gather the members' pieces of a sequence, one behind another: [B, S, H] → [B, size · S, H]."""
+    """Gather the members' pieces of a sequence, one after another: [B, S, H] → [B, size · S, H]."""
     if communicator.size == 1:
         return x_BSH
     return _Mirrored.apply(x_BSH, lambda x: _gather_s(x, communicator), lambda grad: _scatter_s(grad, communicator))

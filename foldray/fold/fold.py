@@ -1,7 +1,7 @@
 """A fold: two grids of ranks, one for attention and one for the experts.
 
 Usually both grids cover the same ranks (MoE Parallel Folding, section 3.2). Then the pipeline groups must have the same
-members in both grids. Or the experts have ranks of their own, behind attention's ranks (DisagMoE, section 3). Then each grid
+members in both grids. Or the experts have ranks of their own, after attention's ranks (DisagMoE, section 3). Then each grid
 has a pipeline of its own, and this rule does not apply. The code calls a grid a view of the fold.
 """
 
@@ -39,7 +39,8 @@ class Fold:
         expert_pp: pipeline positions of experts that have ranks of their own; None is pp.
 
     Raises:
-        UserError: a size does not divide, an order is not a permutation of its axes, or the pipeline groups of the two grids
+        UserError: a size is less than 1 or does not divide, `expert_ranks` leaves no rank to attention, `expert_pp` is given
+            without `expert_ranks`, an order is not a permutation of its axes, or the pipeline groups of the two grids
             differ.
     """
 

@@ -16,7 +16,7 @@ from foldray.fold.fold import FAMILIES, Fold
 from foldray.fold.grid import Grid
 
 HEAT: Mapping[str, float] = MappingProxyType({"etp": 32, "tp": 16, "ep": 8, "cp": 4, "edp": 2, "dp_cp": 2, "pp": 1})
-"""How much a slow link slows down a family. The numbers only order the families, in powers of two. Nobody measured them.
+"""How much a slow link slows down a family. The numbers only order the families, in powers of two. They are not measured.
 
 The first four families send data for every layer and token, forward and backward. etp gathers and scatters each of the
 token's top-k rows among all ranks of a group. tp does the same with the token itself. ep sends k rows out and back, each to

@@ -1,7 +1,7 @@
 """Causal self-attention with grouped key/value heads and rotary positions, cut over heads (TP) and positions (CP).
 
-B sequences, s positions of this rank's piece, S positions of its context-parallel shard (s · tp), L of the whole sequence,
-H hidden, N query heads, G key/value heads (those of this rank), D width of a head's queries and keys, V of its values.
+Legend: B sequences, s positions of this rank's piece, S positions of its context-parallel shard (s · tp), H hidden, N query
+heads and G key/value heads of this rank, D width of a head's queries and keys, V width of its values.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ ContextMode = Literal["ring", "all_gather"]
 
 
 class Place(NamedTuple):
-    """Where the tokens at hand stand in their sequences.
+    """The positions of a slice that this rank holds, and the keys that its queries see.
 
     Args:
-        position_S: positions of the context-parallel shard.
-        sights: what queries see, by the name of the window.
+        position_S: positions of the context-parallel shard of the slice, int64.
+        sights: the keys that queries see, by the name of the window.
     """
 
     position_S: torch.Tensor
@@ -36,12 +36,15 @@ class Place(NamedTuple):
 
 
 class Attention(nn.Module):
-    """[B, s, H] → [B, s, H]; queries, keys and values of this rank's heads come from one product, `qkv` [H, N·Dk + G·(Dk + Dv)].
+    """Attention with this rank's heads: [B, s, H] → [B, s, H].
+
+    One product with `qkv` [H, N·D + G·(D + V)] gives queries, keys and values. `out` is [N·V, H].
 
     Args:
         share: this rank's heads.
-        theta: base of rotary positions; None is without.
-        context: how keys and values reach the other context-parallel ranks: around a ring, or gathered at once.
+        hidden: H.
+        theta: base of rotary positions; None leaves them out.
+        context: how keys and values reach the other context-parallel ranks: around a ring, or in one all-gather.
     """
 
     def __init__(
@@ -61,7 +64,11 @@ class Attention(nn.Module):
         self.out = nn.Parameter(torch.empty(share.outputs, hidden, device=device, dtype=dtype))
 
     def forward(self, x_BsH: torch.Tensor, place: Place, memory: KeysAndValues | None = None) -> torch.Tensor:
-        """Attend within whole sequences, or from a slice of them to all of `memory`, which then holds the slice too."""
+        """Compute attention of whole sequences, or of one slice to everything up to it: [B, s, H] → [B, s, H].
+
+        Args:
+            memory: keys and values of earlier slices; the call adds those of this slice. Whole sequences do not use it.
+        """
         x_BSH, share = gather_sequence(x_BsH, self.tensor), self.share
         product_BSW = x_BSH @ self.qkv
         q_BSND, k_BSGD, v_BSGV = (
@@ -74,7 +81,7 @@ class Attention(nn.Module):
         )
         if self.theta is not None:
             angle_SD = rotary_angles(place.position_S, share.key_dim, self.theta)
-            # Values of their own: a view of the product would keep queries and keys as they were, too.
+            # The values are copied. As a view, they would keep the whole product alive until backward.
             q_BSND, k_BSGD, v_BSGV = rotate(q_BSND, angle_SD), rotate(k_BSGD, angle_SD), v_BSGV.contiguous()
         q_BNSD, k_BGSD, v_BGSV = q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGV.transpose(1, 2)
         y_BNSV = self._attend(q_BNSD, k_BGSD, v_BGSV, place.sights[share.window], memory)
@@ -95,7 +102,10 @@ class Attention(nn.Module):
 
 
 def whole_attention(q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Tensor, sight: Sight) -> torch.Tensor:
-    """Attention of whole sequences that one rank holds: [B, N, S, V]. A run of queries meets only the keys that it may see."""
+    """Compute attention of whole sequences that one rank holds: [B, N, S, V].
+
+    Each run of queries is computed with the keys that it may see (`Sight.blocks`).
+    """
     outs, grouped = [], q_BNSD.shape[1] != k_BGSD.shape[1]
     for queries, keys, mask in sight.blocks:
         given, causal = (mask, False) if isinstance(mask, torch.Tensor) else (None, mask == "causal")
@@ -105,13 +115,16 @@ def whole_attention(q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Te
 
 
 def rotary_angles(position_S: torch.Tensor, head_dim: int, theta: float) -> torch.Tensor:
-    """Angles [S, D/2] of rotary position embedding (RoFormer, section 3.2.2), float64: long positions lose digits in float32."""
+    """Return the angles [S, D/2] of rotary position embedding (RoFormer, section 3.2.2), in radians.
+
+    They are float64, because large positions lose digits in float32.
+    """
     rate_D = theta ** (-torch.arange(0, head_dim, 2, device=position_S.device, dtype=torch.float64) / head_dim)
     return position_S.to(torch.float64).unsqueeze(1) * rate_D
 
 
 def rotate(x_BSND: torch.Tensor, angle_SD: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs (i, i + D/2) of every head by the position's angles; in at least float32."""
+    """Rotate the pairs (i, i + D/2) of every head by the angles of its position, in at least float32: [B, S, N, D]."""
     dtype = torch.promote_types(x_BSND.dtype, torch.float32)
     cos_S1D, sin_S1D = (f(angle_SD).to(dtype).unsqueeze(1) for f in (torch.cos, torch.sin))
     a, b = x_BSND.to(dtype).chunk(2, dim=-1)

@@ -1,4 +1,7 @@
-"""What goes into the model, and the losses that come out of it."""
+"""The model's input, and its losses.
+
+Legend: B sequences, L positions of a whole sequence, M MoE blocks, E experts.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,16 @@ import torch
 from foldray.comm import Communicator
 
 IGNORED = -100
-"""A target that does not count, as PyTorch's cross-entropy has it: padding, say, or what a user says in a conversation."""
+"""A target that does not count, such as padding or a user's words in a conversation (PyTorch's default `ignore_index`)."""
 
 
 class Batch(NamedTuple):
-    """Whole sequences of one micro-batch; all ranks of a data-parallel place get the same, and each takes its piece.
+    """The whole sequences of one micro-batch. All ranks of a data-parallel place get the same batch; each takes its piece.
 
-    Shapes: token_BL, target_BL int64, targets that do not count `IGNORED`; segment_BL document numbers that attention does not
-    cross, or None.
+    Args:
+        token_BL: tokens, int64.
+        target_BL: targets, int64; `IGNORED` for a target that does not count.
+        segment_BL: the document number of each token. Attention does not cross documents. None is one document.
     """
 
     token_BL: torch.Tensor
@@ -25,10 +30,10 @@ class Batch(NamedTuple):
     segment_BL: torch.Tensor | None = None
 
     def cut(self, parts: int) -> list[Batch]:
-        """The same in so many equal parts along the batch.
+        """Cut the sequences into `parts` equal parts.
 
         Raises:
-            ValueError: it cannot be shared out evenly.
+            ValueError: `parts` does not divide the number of sequences.
         """
         size, rest = divmod(len(self.token_BL), parts)
         if rest:
@@ -39,11 +44,14 @@ class Batch(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """What a rank adds to the losses of a micro-batch, or of several: all are sums, over tokens that count or over sequences.
+    """A rank's contribution to the losses of one micro-batch or several. All fields are sums.
 
-    Shapes: language float64 scalar, cross-entropy summed over the tokens that count; balance and z float64 scalars, summed over
-    sequences, means over MoE blocks; tokens, sequences int64 scalars, how many those are. count_ME int64, assignments per MoE
-    block and expert; dropped int64 scalar.
+    Args:
+        language: cross-entropy, summed over tokens that count, float64 scalar.
+        balance, z: balance loss and z-loss, summed over sequences, mean over MoE blocks, float64 scalars.
+        tokens, sequences: number of tokens that count, and of sequences, int64 scalars.
+        count_ME: number of assignments per MoE block and expert, before dropping, int64.
+        dropped: number of dropped assignments, int64 scalar.
     """
 
     language: torch.Tensor
@@ -55,7 +63,7 @@ class Losses(NamedTuple):
     dropped: torch.Tensor
 
     def means(self) -> torch.Tensor:
-        """[language, balance, z] by token or sequence, float64."""
+        """Return language per token, balance per sequence and z per sequence: float64 [3]."""
         sums = torch.stack([self.language, self.balance, self.z])
         return sums / torch.stack([self.tokens, self.sequences, self.sequences]).clamp_min(1)
 
@@ -65,7 +73,10 @@ def add_losses(total: Losses, more: Losses | None) -> Losses:
 
 
 def all_losses(losses: Sequence[Losses], control: Communicator) -> Losses:
-    """The sum over micro-batches and ranks: one collective call, in float64, where counts are exact."""
+    """Return the sum over micro-batches and ranks. All ranks of `control` must call this.
+
+    One all-reduce carries all fields in float64, which holds counts exactly.
+    """
     own = Losses(*(torch.stack(parts).sum(0) for parts in zip(*losses, strict=True)))
     flat = control.all_reduce(torch.cat([part.double().flatten() for part in own]))
     parts = flat.split([part.numel() for part in own])

@@ -1,18 +1,21 @@
 """Exact causal attention of sequences that are cut over several ranks (context parallelism).
 
-Ranks hold zigzag shards (`Layout`; Llama 3, section 3.3.2): rank i the chunks i and 2·cp − 1 − i of 2·cp. A query chunk sees all
-keys of earlier chunks and, causally, of itself; later chunks are never computed. Keys and values come in one of two ways:
+Ranks hold zigzag shards (`Layout`; Llama 3, section 3.3.2): rank i holds the chunks i and 2·cp − 1 − i of 2·cp. The queries
+of a chunk see all keys of earlier chunks and, causally, those of their own chunk. Later chunks are not computed. Keys and
+values travel in one of two ways:
 
 | mode | source | forward sends | backward sends | keys and values held |
 |---|---|---|---|---|
 | "ring" | Ring Attention, Liu et al. 2023 | (cp − 1) · KV | (cp − 1) · (KV + dKV) | three ranks' |
 | "all_gather" | Llama 3, section 3.3.2 | (cp − 1) · KV | (cp − 1) · (KV + dKV) | all, while in use |
 
-per rank, where KV = 2·B·G·S·D numbers of the inputs' type and dKV as many, in at least float32. The ring sends each block while
-the one before is in use; the all-gather sends all ahead of the computation, in fewer and larger messages.
+The amounts are per rank. KV is B·G·S·(Dk + Dv) numbers of the inputs' type. dKV is as many numbers, in at least float32. The
+ring sends the next block while a block is in use. The all-gather sends everything before the computation, in fewer and
+larger messages.
 
-B sequences, N query heads, G key/value heads, S positions held by this rank, L = S · cp positions of the whole sequence, D head
-size. A block is keys and values side by side, [B, G, …, Dk + Dv].
+Legend: B sequences, N query heads, G key/value heads, S positions held by this rank, L = S · cp positions of the whole
+sequence, D head size (Dk of queries and keys, Dv of values and outputs). In this module, a block is a tensor [B, G, …, Dk +
+Dv] of keys and values side by side, and a part is a run of keys that a chunk of queries is computed with (`sight.Part`).
 """
 
 from __future__ import annotations
@@ -40,18 +43,18 @@ def context_attention(
     mode: Mode,
     sight: Sight,
 ) -> Tensor:
-    """Causal attention over the whole sequence, for this rank's queries: [B, N, S, D]. Every member calls this.
+    """Compute causal attention of this rank's queries to the whole sequence: [B, N, S, Dv]. Every member must call this.
 
-    Neither mode keeps other ranks' keys and values for the backward pass, which fetches them again: what a layer remembers does
-    not grow with cp. Parts are merged in an order that depends on ranks only, so results repeat.
+    Neither mode keeps other ranks' keys and values for backward. Backward fetches them again, so the saved memory does not
+    grow with cp. The order in which parts are merged depends on ranks only, so results repeat.
 
     Args:
         communicator: the ranks that share the sequences, in the order of their shards.
-        mode: how keys and values come to the queries.
-        sight: of the whole sequences, the same on every member but for its index.
+        mode: how keys and values travel.
+        sight: the sight of whole sequences. Members differ in its `index` only.
 
     Raises:
-        ValueError: the mode is unknown, or document numbers are not those of the whole sequences.
+        ValueError: the mode is unknown, or the shape of the document numbers is not that of the whole sequences.
     """
     if mode not in ("ring", "all_gather"):
         raise ValueError(f"mode is {mode!r}; legal are 'ring', 'all_gather'")
@@ -62,7 +65,7 @@ def context_attention(
 
 
 class _ContextAttention(torch.autograd.Function):
-    """One function for all parts: merging them by log-sum-exp has no gradient of its own."""
+    """One autograd function for all parts, because the merge by log-sum-exp cannot be differentiated part by part."""
 
     @staticmethod
     def forward(
@@ -94,7 +97,7 @@ class _ContextAttention(torch.autograd.Function):
 
 
 class _Whole:
-    """This rank's queries with what they came to over all keys, and their gradient so far."""
+    """This rank's queries, their output and log-sum-exp over all keys, and the gradient of the queries so far."""
 
     def __init__(
         self, sight: Sight, widths: tuple[int, int], q_BNSD: Tensor, out_BNSD: Tensor, lse_BNS: Tensor, dout_BNSD: Tensor
@@ -105,11 +108,11 @@ class _Whole:
         self._dout, self._q, self._out, self._lse, self._dq = chunked
 
     def block_gradient(self, chunks: Sequence[range], block: Tensor) -> Tensor:
-        """These queries' share of a block's gradient, in at least float32; adds the block's share to that of the queries."""
+        """Return these queries' share of a block's gradient, in at least float32, and add to the gradient of the queries."""
         dblock = torch.zeros_like(block, dtype=_at_least_float32(block))
         for place, part in _parts(self.sight, chunks):
             (k, v), (dk, dv) = (x[..., part.keys, :].split(self.widths, dim=-1) for x in (block, dblock))
-            # The *merged* output and log-sum-exp: a part's own would normalise its weights over its own keys.
+            # The *merged* output and log-sum-exp: with a part's own, the weights would be normalised over that part's keys.
             shares = attend_backward(self._dout[place], self._q[place], k, v, self._out[place], self._lse[place], part.mask)
             for total, share in zip((self._dq[place], dk, dv), shares, strict=True):
                 total.add_(share)
@@ -117,14 +120,18 @@ class _Whole:
 
 
 def _parts(sight: Sight, chunks: Sequence[range]) -> Iterator[tuple[int, Part]]:
-    """What is to be computed once a block with these chunks, in ascending order, is here; by number of this rank's chunk."""
+    """Yield the parts to compute with a block: (number of this rank's query chunk, part).
+
+    Args:
+        chunks: positions of the block's keys, chunk by chunk in ascending order.
+    """
     return ((place, part) for place, queries in enumerate(sight.own) for part in sight.meet(queries, chunks))
 
 
 def _blocks(
     keys_and_values: tuple[Tensor, Tensor], communicator: Communicator, mode: Mode, sight: Sight
 ) -> Iterator[tuple[Sequence[range], Tensor]]:
-    """Chunks and contents of the blocks that this rank's queries are to meet."""
+    """Yield the blocks of all members as (chunks, block): one by one around the ring, or all of them as one block."""
     if mode == "all_gather":
         yield sight.sequence, gather_chunks(keys_and_values, communicator, sight)
         return
@@ -133,7 +140,7 @@ def _blocks(
 
 
 def _ring(block: Tensor, communicator: Communicator) -> Iterator[tuple[int, Tensor]]:
-    """Every member's block in turn, this rank's first; the next one travels while one is in use."""
+    """Yield (member, block) for every member, this rank first. While a block is in use, the next one travels."""
     for step in range(communicator.size):
         following = communicator.shift([block]) if step + 1 < communicator.size else None
         yield (communicator.index - step) % communicator.size, block
@@ -142,10 +149,10 @@ def _ring(block: Tensor, communicator: Communicator) -> Iterator[tuple[int, Tens
 
 
 def _ring_backward(keys_and_values: tuple[Tensor, Tensor], communicator: Communicator, whole: _Whole) -> Tensor:
-    """Gradient of this rank's block.
+    """Return the gradient of this rank's block.
 
-    A block's gradient follows it around, one step behind, and each rank adds its share. It starts at the first rank that is not
-    its home, which adds the share of its own queries at the end: one message less than if it started at home.
+    The gradient of a block follows the block around the ring, and each rank adds its share. The gradient starts at the first
+    rank after the block's owner. The owner adds the share of its own queries at the end, which saves one message.
     """
     home: Tensor | None = None
     following: Pending | None = None
@@ -162,7 +169,7 @@ def _ring_backward(keys_and_values: tuple[Tensor, Tensor], communicator: Communi
 
 
 def _all_gather_backward(keys_and_values: tuple[Tensor, Tensor], communicator: Communicator, whole: _Whole) -> Tensor:
-    """Gradient of this rank's block: shares for all positions are summed over the members and come home by reduce-scatter."""
+    """Return the gradient of this rank's block. A reduce-scatter sums the members' shares for all positions."""
     share = whole.block_gradient(whole.sight.sequence, gather_chunks(keys_and_values, communicator, whole.sight))
     return scatter_chunks(share, communicator, whole.sight)
 

@@ -1,7 +1,7 @@
-"""Norms, dense feed-forward layers, and the vocabulary's two ends: embedding and loss.
+"""Norms, dense feed-forward networks, the embedding, and the head with its loss.
 
-B sequences, s positions of this rank's piece, S of its context-parallel shard (s · tp), H hidden, V rows of the vocabulary
-that this rank holds.
+Legend: B sequences, s positions of this rank's piece, S positions of its context-parallel shard (s · tp), T = B·S tokens, H
+hidden, V rows of the vocabulary that this rank holds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from foldray.model.batch import IGNORED
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last axis, computed in at least float32; its input is all that is kept for backward."""
+    """RMSNorm or LayerNorm over the last axis, in at least float32. It keeps only its input for backward."""
 
     def __init__(self, model: ModelSpec, device: torch.device | None = None, dtype: torch.dtype | None = None):
         super().__init__()
@@ -41,7 +41,7 @@ class Norm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """A dense feed-forward layer, its inner width cut over TP: [B, s, H] → [B, s, H]."""
+    """A dense feed-forward network: [B, s, H] → [B, s, H]. TP cuts its inner width."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class FeedForward(nn.Module):
     def forward(self, x_BsH: Tensor) -> Tensor:
         x_BSH = gather_sequence(x_BsH, self.tensor)
         rows_TH = x_BSH.flatten(0, 1)
-        # As an expert of all rows: those keep less for backward.
+        # One expert with all rows: `expert_ffn` keeps less for backward than autograd does.
         y_TH = expert_ffn(rows_TH, [len(rows_TH)], self.up.unsqueeze(0), self.down.unsqueeze(0), self.share.ffn, "grouped")
         return scatter_sequence(y_TH.view_as(x_BSH), self.tensor)
 
@@ -68,7 +68,7 @@ class FeedForward(nn.Module):
 
 
 class Vocabulary(nn.Module):
-    """The rows of an embedding (or head) that this rank holds: an equal share of the vocabulary for each TP rank."""
+    """The rows of an embedding or head that this rank holds. Each TP rank has an equal share of the vocabulary."""
 
     def __init__(self, rows: range, hidden: int, tensor: Communicator, device: torch.device | None, dtype: torch.dtype | None):
         super().__init__()
@@ -76,21 +76,24 @@ class Vocabulary(nn.Module):
         self.weight = nn.Parameter(torch.empty(len(rows), hidden, device=device, dtype=dtype))
 
     def embed(self, token_BS: Tensor) -> Tensor:
-        """Tokens of the shard → embeddings of this rank's piece: [B, S] → [B, s, H]."""
+        """Return embeddings of this rank's piece, from the tokens of the shard: [B, S] → [B, s, H]."""
         if self.tensor.size == 1:
             return F.embedding(token_BS, self.weight)
         row_BS = token_BS - self.first
         held_BS = (row_BS >= 0) & (row_BS < self.weight.shape[0])
-        # Every token's row is on one rank, the others add zero: the sum is exact.
+        # The row of a token is on one rank, and the other ranks add zero. So the sum is exact.
         rows_BSH = F.embedding(row_BS.where(held_BS, 0), self.weight) * held_BS.unsqueeze(-1)
         return scatter_sequence(rows_BSH, self.tensor)
 
     def logits(self, x_BsH: Tensor) -> Tensor:
-        """Logits of this rank's rows for every position of the shard: [B, s, H] → [B, S, V]."""
+        """Return logits of this rank's rows for every position of the shard: [B, s, H] → [B, S, V]."""
         return F.linear(gather_sequence(x_BsH, self.tensor), self.weight)
 
     def loss(self, x_BsH: Tensor, target_BS: Tensor) -> Tensor:
-        """Cross-entropy summed over the shard's positions that count, the same on all TP ranks, in at least float32."""
+        """Return the cross-entropy, summed over the shard's targets that count: a scalar of at least float32.
+
+        It is the same on all TP ranks.
+        """
         logits_BSV = self.logits(x_BsH)
         logits_TV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32)).flatten(0, 1)
         if self.tensor.size == 1:
@@ -100,9 +103,12 @@ class Vocabulary(nn.Module):
 
 
 def vocabulary_cross_entropy(logits_TV: Tensor, target_T: Tensor, first: int, tensor: Communicator) -> Tensor:
-    """Cross-entropy of each token when every rank holds the logits of its own rows only, from row `first` on.
+    """Return the cross-entropy of each token [T], if every rank holds the logits of its own rows only.
 
-    Logits never leave their rank: what travels is each token's maximum, sum and target logit (Megatron-LM, section 3).
+    Logits do not leave their rank. Only each token's maximum, sum and target logit travel (Megatron-LM, section 3).
+
+    Args:
+        first: number of this rank's first row in the vocabulary.
     """
     return _VocabularyCrossEntropy.apply(logits_TV, target_T, first, tensor)
 

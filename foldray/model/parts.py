@@ -1,4 +1,4 @@
-"""From a module's parameters to the whole model's."""
+"""Maps the parameters of modules to the parameters of the whole model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from foldray.blueprint.parts import Parts
 
 @runtime_checkable
 class Packed(Protocol):
-    """A module that keeps several of the model's parameters in one tensor, for one product instead of several."""
+    """A module that keeps several of the model's parameters in one tensor, to compute one product instead of several."""
 
     def parts(self) -> Parts:
-        """Its parameters' parts, by names relative to the module."""
+        """Return the model's parameters inside each tensor. Names are relative to the module."""
 
 
 def parts_below(modules: Iterable[tuple[str, nn.Module]]) -> Parts:
-    """The parts of every parameter below a module, by full names, from its `named_modules()`."""
+    """Return the parts of every parameter of these modules, by full names.
+
+    Args:
+        modules: the `named_modules()` of a module.
+    """
     found: Parts = {}
     for prefix, module in modules:
         dot = f"{prefix}." if prefix else ""

@@ -1,4 +1,7 @@
-"""Keys and values of sequences that are cut over context-parallel ranks: put together, and given back."""
+"""Gathers keys and values that are cut over context-parallel ranks, and scatters their gradients.
+
+Legend: B sequences, G key/value heads, S positions of this rank's shard, D head size (Dk of keys, Dv of values).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from foldray.model.sight import Sight
 
 
 def gather_chunks(keys_and_values: Sequence[Tensor], communicator: Communicator, sight: Sight) -> Tensor:
-    """All members' keys and values of a slice in the sequence's order: [B, G, S, D] each → [B, G, cp · S, Dk + Dv]."""
+    """Gather keys and values of a slice in the order of positions: [B, G, S, D] each → [B, G, cp · S, Dk + Dv].
+
+    Every member must call this.
+    """
     gathered = communicator.all_gather(torch.cat(list(keys_and_values), dim=-1))
     held = {
         chunk.start: part
@@ -23,7 +29,10 @@ def gather_chunks(keys_and_values: Sequence[Tensor], communicator: Communicator,
 
 
 def scatter_chunks(share: Tensor, communicator: Communicator, sight: Sight) -> Tensor:
-    """This member's chunks of the sum over members' shares of a slice: [B, G, cp · S, D] → [B, G, S, D]."""
+    """Sum a gradient of a slice over the members, and return this member's chunks: [B, G, cp · S, D] → [B, G, S, D].
+
+    Every member must call this.
+    """
     if sight.alone:
         return share
     first = sight.tokens.start

@@ -1,7 +1,9 @@
-"""Which keys a rank's queries see: none that are later, none outside of the window, none of another document.
+"""The keys that a rank's queries see: no later keys, no keys outside of the window, no keys of another document.
 
-Slices and context parallelism cut sequences into runs of positions. Both ask here which runs of keys a run of queries meets, and
-under which mask. B sequences, S queries, T keys, L positions of the whole sequence.
+Slices and context parallelism cut sequences into runs of positions. For both, this module finds the runs of keys that a run
+of queries must be computed with, and their masks.
+
+Legend: B sequences, S queries, T keys, L positions of the whole sequence.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from torch import Tensor
 from foldray.kernels.attention import Mask
 from foldray.windows import FULL, Window
 
-_SHORTEST_RUN = 128  # queries; starting a kernel takes as long as computing so many
+_SHORTEST_RUN = 128  # queries; starting a kernel takes as long as computing this many
 
 
 class Part(NamedTuple):
-    """Keys that a run of queries meets at once.
+    """A run of keys that a run of queries is computed with at once.
 
     Args:
-        keys: where they lie among the keys at hand.
+        keys: indices of the keys in the tensor that holds them.
         mask: which of these keys each query sees.
     """
 
@@ -34,16 +36,16 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """What this rank's queries of a slice see.
+    """The keys that this rank's queries of a slice see.
 
     Args:
-        tokens: the slice's positions; all of the sequence where it is not cut.
-        length: of the whole sequence.
-        shards: chunks of the slice that every context-parallel member holds, as positions.
-        index: this rank's place among the members.
-        segment_BL: document numbers of the whole sequences, which attention does not cross; None where it does.
+        tokens: positions of the slice; all positions if the sequence is not cut.
+        length: tokens of the whole sequence.
+        shards: for each context-parallel member, positions of the chunks of the slice that it holds.
+        index: this rank's index among the members.
+        segment_BL: document numbers of the whole sequences; None is one document.
         window: how far back queries see.
-        device: of masks.
+        device: the device of masks.
     """
 
     tokens: range
@@ -63,31 +65,32 @@ class Sight:
 
     @property
     def whole(self) -> bool:
-        """Whether sequences are not cut into slices."""
+        """Whether the slice is the whole sequence."""
         return len(self.tokens) == self.length
 
     @property
     def alone(self) -> bool:
-        """Whether one rank holds all of the slice."""
+        """Whether this rank holds all of the slice."""
         return len(self.shards) == 1
 
     @property
     def sequence(self) -> list[range]:
-        """All members' chunks in their order."""
+        """All members' chunks in the order of positions."""
         return sorted((chunk for shard in self.shards for chunk in shard), key=lambda chunk: chunk.start)
 
     @cached_property
     def parts(self) -> list[list[Part]]:
-        """Of each chunk of this rank, where all keys up to the slice's end are at hand."""
+        """The parts for each of this rank's chunks, if one tensor holds all keys of the sequence up to the slice's end."""
         return [list(self.meet(queries, (range(queries.start), queries))) for queries in self.own]
 
     def meet(self, queries: range, runs: Sequence[range]) -> Iterator[Part]:
         """Yield the parts that these queries see.
 
         Args:
-            runs: positions of the keys, run by run in ascending order; the block holds the runs one behind another.
+            queries: positions of the queries.
+            runs: positions of the keys, run by run in ascending order. One tensor holds the runs one after another.
         """
-        seen: list[tuple[range, int]] = []  # runs before the queries, from the first one that is met; where they lie
+        seen: list[tuple[range, int]] = []  # runs before the queries, from the first visible key on; their first index
         last = place = 0
         here: int | None = None
         for keys in runs:
@@ -107,7 +110,7 @@ class Sight:
             yield Part(slice(here, here + len(queries)), self.mask(queries, [queries]))
 
     def mask(self, queries: range, runs: Sequence[range]) -> Mask:
-        """Return which keys of these runs each query sees. The last run may be the queries themselves."""
+        """Return the mask: which keys of these runs each query sees. The last run may be that of the queries themselves."""
         causal = runs[-1].stop > queries.start
         windowed = self.window.begin(queries[-1]) > runs[0].start
         several = not self._one_document([queries, *runs])
@@ -123,9 +126,9 @@ class Sight:
 
     @cached_property
     def blocks(self) -> list[tuple[range, range, Mask]]:
-        """The queries of a whole sequence in runs, each with all keys that it may see. All layers share the masks.
+        """Runs of queries of a whole sequence, each with the keys that it may see, and their mask.
 
-        There is one run, unless most keys are out of sight.
+        There is one run, unless the window hides most keys. All layers share the masks.
         """
         widest = max(query + 1 - self.window.begin(query) for query in range(self.length)) if self.window.first else self.length
         size = max(widest, _SHORTEST_RUN) if 2 * max(widest, _SHORTEST_RUN) < self.length else self.length
@@ -138,14 +141,14 @@ class Sight:
         return blocks
 
     def _positions(self, queries: range, runs: Sequence[range]) -> Tensor:
-        """Keys within the window and not later than the query, bool [1, 1, S, T]."""
+        """Return which keys are within the window and not later than the query: bool [1, 1, S, T]."""
         key_T = torch.cat([torch.arange(keys.start, keys.stop, device=self.device) for keys in runs])
         first_S = torch.tensor([self.window.begin(query) for query in queries], device=self.device)
         query_S = torch.arange(queries.start, queries.stop, device=self.device)
         return ((key_T >= first_S.unsqueeze(1)) & (key_T <= query_S.unsqueeze(1)))[None, None]
 
     def _first(self, queries: range, keys: range) -> int:
-        """The first of these keys that any of the queries sees; behind the last one if there is none."""
+        """Return the position of the first of these keys that any of the queries sees; `keys.stop` if they see none."""
         first = min(max(keys.start, self.window.begin(queries.start)), keys.stop)
         if self._host_BL is None or first == keys.stop:
             return first
@@ -156,7 +159,7 @@ class Sight:
 
     @cached_property
     def _host_BL(self) -> Tensor | None:
-        return None if self.segment_BL is None else self.segment_BL.cpu()  # the host waits here, once
+        return None if self.segment_BL is None else self.segment_BL.cpu()  # the host waits for the device, once
 
     def _one_document(self, runs: Sequence[range]) -> bool:
         """Whether each sequence has one document number in all of these runs."""
@@ -166,7 +169,7 @@ class Sight:
         return numbers[0] is not None and all(number == numbers[0] for number in numbers)
 
     def _number(self, run: range) -> list[int] | None:
-        """The document number that each sequence has in all of a run; None if one of them has several."""
+        """Return the document number of a run in each sequence; None if a sequence has several documents in the run."""
         assert self._host_BL is not None
         if run not in self._numbers:
             low_B, high_B = self._host_BL[:, run.start : run.stop].aminmax(dim=1)
@@ -175,7 +178,7 @@ class Sight:
 
 
 def _first_met(segment_L: Tensor, queries: range, keys: range) -> int:
-    """Place of the first of these keys whose document number one of the queries has; their number if there is none."""
+    """Return the index of the first of these keys that shares a document with a query; `len(keys)` if there is none."""
     met_T = torch.isin(segment_L[keys.start : keys.stop], segment_L[queries.start : queries.stop].unique())
     return int(met_T.int().argmax()) if bool(met_T.any()) else len(keys)
 

@@ -1,14 +1,16 @@
-"""Exact causal attention of one slice of the sequence to everything up to it, slices one after another.
+"""Exact causal attention of one slice of the sequence to everything up to it, one slice after another.
 
-The keys and values of all slices so far are kept once, in the order of the sequence; what a slice's backward finds out about
-earlier keys and values is added up in place. So slices go forward in their order, and backward in the opposite one: by the time a
-slice goes backward, all that saw its keys and values have. (TeraPipe, Li et al. 2021, slices sequences this way; the parts of a
-slice's attention, keys before it and its own, are merged as in FlashAttention.)
+One tensor keeps the keys and values of all slices so far, in the order of positions. The backward of a slice adds to the
+gradient of earlier keys and values in place. So slices go forward in their order, and backward in the opposite order: when a
+slice goes backward, all later slices have added their shares to the gradient of its keys and values. TeraPipe (Li et al.
+2021) cuts sequences in this way. Each chunk of queries attends to two parts, the keys before it and its own, which are
+merged as in FlashAttention.
 
-Under context parallelism every member holds two chunks of each slice, and the keys and values of a slice are gathered once: what
-a layer remembers grows with cp.
+Under context parallelism, every member holds two chunks of each slice, and the keys and values of a slice are gathered once.
+Every member then keeps the keys and values of the whole sequence, so this memory does not shrink with cp.
 
-B sequences, N query heads, G key/value heads, S positions of this rank's shard of the slice, L of the sequence, D head size.
+Legend: B sequences, N query heads, G key/value heads, S positions of this rank's shard of the slice, L positions of the
+sequence, D head size (Dk of queries and keys, Dv of values and outputs).
 """
 
 from __future__ import annotations
@@ -27,19 +29,24 @@ from foldray.model.sight import Part, Sight
 
 
 class KeysAndValues:
-    """Those of one layer and micro-batch, side by side: [B, G, L, Dk + Dv]; and their gradient, in at least float32."""
+    """The keys and values of one block and micro-batch, side by side, and their gradient.
+
+    Attributes:
+        made: keys and values, [B, G, L, Dk + Dv]; None before the first slice and after `free`.
+        gradient: their gradient, of the same shape, in at least float32; None before the first backward and after `free`.
+    """
 
     def __init__(self) -> None:
         self.made: Tensor | None = None
         self.gradient: Tensor | None = None
-        self._seen = 0  # how many tokens are there
-        self._reached = 0  # from which token on the gradient has been written
+        self._seen = 0  # number of tokens in `made`
+        self._reached = 0  # first token from which on the gradient has been written
 
     def put(self, blocks: Sequence[Tensor], sight: Sight) -> None:
-        """Keys and values of a slice, once: a forward that is computed again finds them.
+        """Store the keys and values of a slice. A forward that runs again uses the stored ones.
 
         Args:
-            blocks: what stands side by side in `made`, each [B, G, S, …].
+            blocks: tensors [B, G, tokens of the slice, …] that lie side by side in `made`.
         """
         if self.made is None:
             width = sum(block.shape[-1] for block in blocks)
@@ -53,17 +60,18 @@ class KeysAndValues:
         return self._seen >= sight.tokens.stop
 
     def collect(self, sight: Sight) -> Tensor:
-        """The gradient so far."""
+        """Return the gradient so far. The first call makes it."""
         assert self.made is not None
         if self.gradient is None:
-            # A member that is not alone meets its chunks with gaps between them; else the first share to come is what is there.
+            # A single rank writes the gradient from the end to the start without gaps, so `add` can copy first shares.
+            # With several members, the shares of a member have gaps between its chunks, and are added to zeros.
             dtype = torch.promote_types(self.made.dtype, torch.float32)
             self.gradient = (torch.empty_like if sight.alone else torch.zeros_like)(self.made, dtype=dtype)
             self._reached = sight.tokens.stop if sight.alone else 0
         return self.gradient
 
     def add(self, part: Part, share: tuple[Tensor, Tensor], sight: Sight) -> None:
-        """A share of the gradient of a part's keys and values; where that is the first, it is what is there from now on."""
+        """Add a share to the gradient of a part's keys and values. The first share of a key is copied instead of added."""
         start, stop = part.keys.start, part.keys.stop
         middle = min(max(start, self._reached), stop)
         totals = self.collect(sight).split([more.shape[-1] for more in share], dim=-1)
@@ -80,9 +88,9 @@ class KeysAndValues:
 def slice_attention(
     q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, memory: KeysAndValues, sight: Sight, communicator: Communicator
 ) -> Tensor:
-    """Causal attention of this rank's queries of a slice: [B, N, S, D]. Every member calls this, slice after slice.
+    """Compute causal attention of this rank's queries of a slice: [B, N, S, Dv].
 
-    Its backward frees the memory behind the first slice.
+    Every member must call this, slice after slice. The backward of the first slice frees `memory`.
     """
     return _SliceAttention.apply(q_BNSD, k_BGSD, v_BGSD, memory, sight, communicator)
 
@@ -124,8 +132,8 @@ class _SliceAttention(torch.autograd.Function):
         each = zip(*(_chunked(x, sight) for x in (grads[0], *ctx.saved_tensors)), sight.parts, strict=True)
         for dout, q, out, lse, parts in each:
             shares = []  # of one part or two
-            for part in reversed(parts):  # later keys first: then what is there already has no gaps
-                # The *merged* output and log-sum-exp: a part's own would normalise its weights over its own keys.
+            for part in reversed(parts):  # later keys first, so that the written gradient has no gaps
+                # The *merged* output and log-sum-exp: with a part's own, its weights would be normalised over its keys only.
                 k, v = made[..., part.keys, :].split(ctx.widths, dim=-1)
                 share, dk, dv = attend_backward(dout, q, k, v, out, lse, part.mask)
                 memory.add(part, (dk, dv), sight)
@@ -140,5 +148,5 @@ class _SliceAttention(torch.autograd.Function):
 
 
 def _chunked(x: Tensor, sight: Sight) -> Sequence[Tensor]:
-    """A tensor of this rank's shard, chunk by chunk."""
+    """Split a tensor of this rank's shard into chunks."""
     return x.chunk(len(sight.parts), dim=2)

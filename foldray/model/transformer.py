@@ -1,7 +1,7 @@
-"""The decoder-only Transformer with Mixture-of-Experts blocks, in pieces that a schedule runs one by one.
+"""The decoder-only Transformer with Mixture-of-Experts blocks. A schedule calls its methods op by op.
 
-B sequences, s positions of this rank's piece, S of its context-parallel shard (s · tp), L of the whole sequence; H hidden,
-E experts, M MoE blocks.
+Legend: B sequences, s positions of this rank's piece, S positions of its context-parallel shard (s · tp), L positions of the
+whole sequence, H hidden, V rows of the vocabulary that this rank holds, E experts, M MoE blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from foldray.moe import Balance, MoeBackend, MoELayer, Router
 
 
 class Block(nn.Module):
-    """Pre-norm attention, then a pre-norm dense (`ffn`) or MoE (`moe`) feed-forward."""
+    """Pre-norm attention, then a pre-norm dense feed-forward network (`ffn`) or MoE layer (`moe`)."""
 
     moe: MoELayer
     ffn: FeedForward
@@ -56,7 +56,10 @@ class Block(nn.Module):
             self.moe = MoELayer(ownership, layer, groups, backend, shared, device, dtype)
 
     def forward(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, Balance | None]:
-        """The whole block in one autograd graph: what every schedule must equal."""
+        """Run the whole block in one autograd graph: [B, s, H] → [B, s, H], and the balance of a MoE block.
+
+        Every schedule must give the same result.
+        """
         x_BsH = self.attend(x_BsH, place)
         if not self.is_moe:
             return self.feed(x_BsH), None
@@ -75,14 +78,17 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """This rank's part of the model: its pipeline stages, and its share of everything in them.
+    """This rank's stages of the model, and in them its share of the parameters.
 
     Args:
-        ownership: the model, the fold, and who owns what.
+        ownership: the model, the fold, and the pieces of every rank.
         groups: the fold's communicators.
         backend: kernels of the MoE layers.
         context: how keys and values travel under context parallelism.
-        seed: every parameter is drawn from its own stream (seed, global name): all folds start equal.
+        seed: seed of the initial weights. Seed and global name of a parameter determine its weights, so all folds start
+            equal.
+        device: device of the parameters; None is the CPU.
+        dtype: type of the parameters.
     """
 
     def __init__(
@@ -116,7 +122,7 @@ class Transformer(nn.Module):
             self.final_norm = Norm(model, device, dtype)
         if "head.weight" in self.pieces:
             self.head = Vocabulary(ownership.vocabulary(groups.rank), model.hidden, groups.tensor, device, dtype)
-        self._positions: dict[int, torch.Tensor] = {}  # by length of a sequence: made once
+        self._positions: dict[int, torch.Tensor] = {}  # by length of a sequence
         self.global_parts = parts_below(self.named_modules())
         self._makers = {p: ownership.makers(self._spec(name), groups.rank) for name, p in self.named_parameters()}
         self._made_by: dict[Maker, list[nn.Parameter]] = {}
@@ -126,12 +132,15 @@ class Transformer(nn.Module):
         self._initialise(seed)
 
     def slice(self, lengths: tuple[int, ...] | None) -> None:
-        """From now on, sequences are cut into slices of these lengths; None is whole sequences, of any length."""
+        """Cut later batches into slices of these lengths, in tokens. None leaves sequences whole, of any length."""
         self.layout = replace(self.layout, slices=lengths)
         self._positions.clear()
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, Losses]:
-        """Objective and losses in one autograd graph, for a rank that holds all of the model: what every schedule must equal."""
+        """Return objective and losses, from one autograd graph. Every schedule must give the same result.
+
+        The rank must hold all of the model, and sequences must be whole.
+        """
         (place,) = self.places(batch)
         x_BsH, routers, losses = self.embed(batch, place), torch.zeros(()), self.start_losses(batch)
         for layer, block in self.blocks.items():
@@ -143,7 +152,7 @@ class Transformer(nn.Module):
         return language / losses.tokens + routers / losses.sequences, add_losses(losses, reported)
 
     def logits(self, token_BL: torch.Tensor, segment_BL: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of this rank's shard and vocabulary [B, S, V], for a rank that holds all stages."""
+        """Return logits of this rank's shard and vocabulary: [B, S, V]. The rank must hold all stages."""
         batch = Batch(token_BL, token_BL, segment_BL)
         (place,) = self.places(batch)
         x_BsH = self.embed(batch, place)
@@ -152,14 +161,18 @@ class Transformer(nn.Module):
         return self._head.logits(self.final_norm(x_BsH))
 
     def no_losses(self) -> Losses:
-        """Losses of nothing yet."""
+        """Return losses of zero."""
         device = next(self.parameters()).device
         zero, none = (torch.zeros((), dtype=dtype, device=device) for dtype in (torch.float64, torch.int64))
         blocks = len(self.spec.moe_layers)
         return Losses(zero, zero, zero, none, none, none.new_zeros(blocks, self.spec.experts if blocks else 0), none)
 
     def start_losses(self, batch: Batch) -> Losses:
-        """Losses of a batch before any op: how many tokens count, and sequences; of ranks with the same ones, the first tells."""
+        """Return losses of zero with the numbers of counted tokens and sequences of a batch.
+
+        Of the ranks that read the same sequences, only the first has these numbers, so that a sum over ranks counts them
+        once.
+        """
         place, nothing = self.groups.coordinate["attention"], self.no_losses()
         if place["tp"] or place["cp"] or place["pp"]:
             return nothing
@@ -167,25 +180,29 @@ class Transformer(nn.Module):
         return nothing._replace(tokens=counted, sequences=nothing.sequences + len(batch.target_BL))
 
     def update_biases(self, count_ME: torch.Tensor) -> None:
-        """Move the routers' selection biases, from the assignments of a whole optimizer step over all ranks."""
+        """Move the routers' selection biases (`Router.update_bias`).
+
+        Args:
+            count_ME: number of assignments per MoE block and expert, over a whole optimizer step and all ranks.
+        """
         for layer, router in self._routers():
             router.update_bias(count_ME[self.spec.moe_layers.index(layer)])
 
     def biases(self) -> dict[str, torch.Tensor]:
-        """The routers' selection biases by global name."""
+        """Return the routers' selection biases [E] by global name."""
         return {f"blocks.{layer}.moe.router.bias": router.bias for layer, router in self._routers()}
 
     def by_class(self, kind: GradientClass) -> list[nn.Parameter]:
-        """This rank's parameters of a gradient class."""
+        """Return this rank's parameters of a gradient class."""
         return [parameter for name, parameter in self.named_parameters() if self._spec(name).gradient_class == kind]
 
     def counted(self) -> list[nn.Parameter]:
-        """Parameters whose pieces this rank counts in a norm over the whole model."""
+        """Return the parameters that this rank counts in a norm over the whole model (`Ownership.counted`)."""
         names = set(self.ownership.counted(self.groups.rank))
         return [parameter for name, parameter in self.named_parameters() if self.global_parts[name][0][0] in names]
 
     def tied(self) -> list[nn.Parameter]:
-        """Parameters that the first and the last stage share."""
+        """Return this rank's parameters that another rank's stage shares: a tied embedding, or nothing."""
         return [self.embedding.weight] if self.spec.tied_embeddings and self.groups.tied_gradients.size > 1 else []
 
     @property
@@ -196,7 +213,7 @@ class Transformer(nn.Module):
         return cast(Block, self.blocks[str(layer)])
 
     def places(self, batch: Batch) -> list[Place]:
-        """Where this rank's tokens stand, slice by slice."""
+        """Return this rank's positions of the sequences, and the keys that they see, slice by slice."""
         length, layout, segment_BL = batch.token_BL.shape[1], self.layout, batch.segment_BL
         slices, found, device = layout.cut(length), [], batch.token_BL.device
         for part in slices:
@@ -211,7 +228,7 @@ class Transformer(nn.Module):
         return found
 
     def embed(self, batch: Batch, place: Place) -> torch.Tensor:
-        """Embeddings of this rank's piece of a slice."""
+        """Return embeddings of this rank's piece of a slice: [B, s, H]."""
         x_BsH = self.embedding.embed(batch.token_BL[:, place.position_S])
         if self.spec.positions == "learned":
             s = x_BsH.shape[1]
@@ -219,17 +236,23 @@ class Transformer(nn.Module):
         return x_BsH
 
     def head_loss(self, x_BsH: torch.Tensor, batch: Batch, tokens: range) -> tuple[torch.Tensor, Losses]:
-        """What some of this rank's tokens (places in its piece) add to the language loss, to differentiate and to report."""
+        """Return the language loss of some tokens, summed: a scalar to differentiate, and the losses to report.
+
+        Args:
+            x_BsH: output of the last block for these tokens.
+            batch: the whole sequences.
+            tokens: indices of these tokens in this rank's piece.
+        """
         length = batch.token_BL.shape[1]
-        # Tensor-parallel ranks put their tokens together for the head, rank by rank.
+        # The head gathers the tokens of the tensor-parallel ranks, rank by rank.
         target_BS = batch.target_BL[:, self._pieces(length)[:, tokens.start : tokens.stop].flatten()]
         language = self._head.loss(self.final_norm(x_BsH), target_BS)
-        # All tensor-parallel ranks differentiate the same loss, each its own part of it; one of them reports it.
+        # All tensor-parallel ranks have the same loss. Each differentiates it, and one reports it.
         reported = language.detach().double() * (self.layout.tp_rank == 0)
         return language, self.no_losses()._replace(language=reported)
 
     def router_losses(self, layer: int, balance: Balance) -> Losses:
-        """What a MoE block's routers add to the reported losses."""
+        """Return the contribution of a MoE block's router to the reported losses."""
         blocks, nothing = self.spec.moe_layers, self.no_losses()
         count_ME = nothing.count_ME.clone()
         count_ME[blocks.index(layer)] = balance.tally.count_BE.sum(0)
@@ -237,15 +260,15 @@ class Transformer(nn.Module):
         return nothing._replace(balance=losses[0], z=losses[1], count_ME=count_ME, dropped=balance.tally.dropped)
 
     def parameters_of(self, kind: str, layer: int) -> list[nn.Parameter]:
-        """The parameters that an op of a schedule has a gradient for."""
+        """Return this rank's parameters that get a gradient from the backward of ops of this kind and block."""
         return self._made_by.get((kind, layer), [])
 
     def makers(self, parameter: nn.Parameter) -> tuple[Maker, ...]:
-        """The ops that have a gradient for a parameter, in the order in which they first do."""
+        """Return the ops whose backward has a gradient for a parameter (`Ownership.makers`)."""
         return self._makers[parameter]
 
     def _pieces(self, length: int) -> torch.Tensor:
-        """Positions of every tensor-parallel rank's piece of this shard, int64 [tp, s]."""
+        """Return the positions of every tensor-parallel rank's piece of this shard: int64 [tp, s]."""
         if length not in self._positions:
             layouts = (replace(self.layout, tp_rank=rank) for rank in range(self.layout.tp))
             device = next(self.parameters()).device
@@ -269,10 +292,10 @@ class Transformer(nn.Module):
 
 
 def _drawn(shape: tuple[int, ...], std: float | None, seed: int, name: str) -> torch.Tensor:
-    """The whole parameter as it is initialised."""
+    """Return the initial value of the whole parameter, float32 on the CPU."""
     if std is None or std == 0:
         return torch.full(shape, 1.0 if std is None else 0.0)
-    # A stream per name: the weights do not depend on which rank draws them, nor on the order.
-    # (Torch's generator heeds 32 bits of its seed.)
+    # Every name has its own generator, so the weights depend neither on the rank that draws them nor on the order.
+    # The hash has 32 bits, because torch's generator uses only 32 bits of its seed.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     return torch.empty(shape).normal_(0.0, std, generator=generator)

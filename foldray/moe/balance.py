@@ -1,6 +1,6 @@
-"""Balance over the pieces of a micro-batch: sums that grow piece by piece, and the losses that they make at last.
+"""The balance of experts in a micro-batch: sums over its pieces, and the losses that follow from them.
 
-B sequences, E experts.
+Legend: B sequences, E experts.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from foldray.moe.sequence import Sequences
 
 @dataclass(frozen=True)
 class Tally:
-    """Sums over pieces of one micro-batch in one MoE layer. The micro-batch owns it; nobody else adds to it.
+    """Sums over pieces of one micro-batch in one MoE layer. `+` joins the sums of different pieces.
 
     Args:
         count_BE: this rank's assignments per sequence and expert before dropping, int64.
-        score_BE: this rank's scores per sequence and expert.
-        z: squared log-sum-exps of this rank's logits.
-        dropped: assignments beyond capacity.
-        competed_BE: assignments that took a place in the experts' capacities; None where pieces do not compete.
+        score_BE: this rank's scores (`router.scores`) per sequence and expert, summed over tokens.
+        z: squared log-sum-exp of the logits, summed over this rank's tokens, scalar.
+        dropped: number of this rank's dropped assignments, int64 scalar.
+        competed_BE: assignments that competed for capacity, kept or dropped, int64. They are those of the whole sequences
+            with `drop_scope: sequence`, else this rank's. None if pieces do not compete with each other.
     """
 
     count_BE: torch.Tensor
@@ -47,10 +48,13 @@ class Tally:
         return replace(self, score_BE=self.score_BE.detach(), z=self.z.detach())
 
     def balance(self, sequences: Sequences, tokens: int) -> Balance:
-        """Behind the last piece, the balance of the whole sequences: a collective call of all ranks that hold a piece of them.
+        """Return the balance of the whole sequences, once this tally has all pieces.
+
+        All ranks that hold a piece of the sequences must call this.
 
         Args:
-            tokens: of each sequence that this rank holds, in all pieces.
+            sequences: the ranks that share the sequences.
+            tokens: number of tokens of each sequence that this rank holds, in all pieces.
         """
         count_BE = sequences.sum(self.count_BE).to(self.score_BE.dtype)
         return Balance(self, count_BE / count_BE.sum(-1, keepdim=True), tokens * sequences.ranks)
@@ -61,8 +65,8 @@ class Balance:
     """How evenly a layer uses its experts.
 
     Args:
-        tally: of this rank's pieces.
-        share_BE: each expert's share of a whole sequence's assignments.
+        tally: sums over this rank's pieces.
+        share_BE: each expert's share of the assignments of a whole sequence; the shares of a sequence sum to 1.
         length: tokens of a whole sequence.
     """
 
@@ -71,21 +75,22 @@ class Balance:
     length: int
 
     def slopes(self) -> tuple[torch.Tensor, float]:
-        """What balance_loss is per unit of score_BE, and z_loss per unit of z.
+        """Return the derivatives of the balance loss by score_BE [B, E], and of the z-loss by z.
 
-        Balance is E · Σ_e f_e · P_e of every sequence, summed over sequences, with f_e the share of a sequence's assignments
-        and P_e its mean score (Switch Transformer, equation 4); evenly used experts make it 1. Shares are those of whole
-        sequences, so balance depends neither on the fold, nor on the micro-batch, nor on pieces. z is the mean over a sequence's
-        tokens, summed over sequences.
+        The balance loss of a sequence is E · Σ_e f_e · P_e, where f_e is an expert's share of the sequence's assignments and
+        P_e its mean score (Switch Transformer, equation 4). It is 1 if all experts are used evenly. The shares are those of
+        whole sequences, so the loss depends neither on the fold, nor on the micro-batch, nor on pieces. The z-loss of a
+        sequence is the mean of the squared log-sum-exp over its tokens (ST-MoE, Zoph et al. 2022). Both losses are summed
+        over sequences.
         """
         return self.share_BE * (self.share_BE.shape[1] / self.length), 1 / self.length
 
     def losses(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's contributions to balance and z-loss: sums over sequences."""
+        """Return this rank's contributions to the balance loss and to the z-loss, summed over sequences: two scalars."""
         slope_BE, slope = self.slopes()
         return (slope_BE * self.tally.score_BE).sum(), self.tally.z * slope
 
     def objective(self, spec: RouterSpec) -> torch.Tensor:
-        """Both losses, weighted."""
+        """Return the weighted sum of both losses, scalar."""
         balance, z = self.losses()
         return spec.balance_loss * balance + spec.z_loss * z

@@ -1,17 +1,18 @@
-"""The contracts of a MoE layer: what its two sides keep, how rows travel between them, what a schedule's ops call.
+"""The contracts of a MoE layer: the state of its two sides, the exchange between them, and the methods that ops call.
 
-A layer has two sides. The *sender* owns tokens: it routes them, and sums what comes back. The *receiver* owns experts. A rank is
-one or the other, or both; nothing here asks which. The stages are those of Megatron-Core's token dispatcher (MoE Parallel
-Folding, section 3.3); each runs on one side, and only an exchange runs on both.
+A layer has two sides. The *sender* owns tokens: it routes them, and sums the rows that come back. The *receiver* owns
+experts. A rank may be a sender, a receiver or both. The phases are those of Megatron-Core's token dispatcher (MoE Parallel
+Folding, section 3.3). Each phase runs on one side; only the exchange runs on both.
 
     sender    route → dispatch_preprocess ─┐                                                   ┌─ combine_postprocess
     exchange                               └─ counts → out ─┐                          ┌─ back ┘
     receiver                                                └─ run_experts ────────────┘
 
-Going backward, the gradient of what went out comes back, and the gradient of what came back goes out.
+In backward, the gradient of the rows that went out comes back, and the gradient of the rows that came back goes out.
 
-T tokens, H hidden, K experts per token, N rows = assignments that travel, E experts, X expert-tensor-parallel ranks (ETP),
-R expert-parallel ranks (EP).
+Legend: B sequences, s positions of a rank's piece, T = B·s tokens, H hidden, K experts per token, N rows that travel
+(assignments that are not dropped, and padding), E experts, X expert-tensor-parallel ranks (ETP), R expert-parallel ranks
+(EP).
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ Expert = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Sent:
-    """What a sender keeps of a dispatch.
+    """The state that a sender keeps of a dispatch.
 
     Args:
-        rows_E: rows for every global expert, int64.
-        memory: what the permutation needs to sum rows back into tokens.
+        rows_E: number of rows for every global expert, int64.
+        memory: state that the permutation needs to sum rows back into tokens.
     """
 
     rows_E: torch.Tensor
@@ -44,20 +45,21 @@ class Sent:
 
     @cached_property
     def _host_E(self) -> torch.Tensor:
-        return self.rows_E.cpu()  # the host waits for it
+        return self.rows_E.cpu()  # the host waits for the device
 
     def rows_by_rank(self, ranks: int) -> list[int]:
-        """Rows for every EP rank."""
+        """Return the number of rows for each of `ranks` EP ranks."""
         return self._host_E.view(ranks, -1).sum(1).tolist()
 
 
 @dataclass(frozen=True)
 class Received:
-    """What a receiver knows of a dispatch.
+    """The row counts that a receiver knows of a dispatch.
 
     Args:
-        rows_XRE: rows per ETP rank of the receiver's group, EP rank that they come from, and local expert; int64, on the host.
-        index: the receiver's place among the ETP ranks.
+        rows_XRE: number of rows for each ETP rank of the receiver's group, from each EP rank, for each local expert; int64,
+            on the host.
+        index: the receiver's index among the ETP ranks.
     """
 
     rows_XRE: torch.Tensor
@@ -65,17 +67,17 @@ class Received:
 
     @cached_property
     def rows_by_rank(self) -> list[int]:
-        """Rows from every EP rank."""
+        """Number of rows that each EP rank sends to this receiver."""
         return self.rows_XRE[self.index].sum(1).tolist()
 
     @cached_property
     def rows_by_slice(self) -> list[int]:
-        """Rows that every ETP rank has received."""
+        """Number of rows that each ETP rank receives."""
         return self.rows_XRE.sum((1, 2)).tolist()
 
     @cached_property
     def rows_by_expert(self) -> list[int]:
-        """Rows of each local expert, once they are gathered over ETP."""
+        """Number of rows of each local expert after the gather over ETP."""
         return self.rows_XRE.sum((0, 1)).tolist()
 
 
@@ -83,33 +85,36 @@ class Permutation(Protocol):
     """How a backend copies tokens into rows sorted by global expert, and sums rows back into tokens."""
 
     def encode(self, x_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Sent]:
-        """Rows [N, H] sorted by expert, and what is kept for `decode`."""
+        """Return rows [N, H] sorted by expert, and the state that `decode` needs."""
 
     def decode(self, y_NH: torch.Tensor, sent: Sent, weight_TK: torch.Tensor) -> torch.Tensor:
-        """The sum of each token's rows, weighted: [N, H] → [T, H]."""
+        """Return the weighted sum of each token's rows: [N, H] → [T, H]."""
 
 
 class Exchange(Protocol):
-    """How rows travel. All ranks of the group call each method; what is on its way is waited for with `Pending.wait`."""
+    """How rows travel. All ranks of the group must call each method. `Pending.wait` waits until the data have arrived."""
 
     def start_counts(self, sent: Sent) -> Pending:
-        """Tell the receivers how many rows will come."""
+        """Start to tell the receivers how many rows will come."""
 
     def finish_counts(self, pending: Pending) -> Received:
-        """What will come; the host waits for it."""
+        """Return the counts of the rows that will come. The host waits for them."""
 
     def equal_counts(self, sent: Sent) -> Received:
-        """What will come when every rank sends as many rows as this one, as padding makes it: nobody needs to ask."""
+        """Return the counts of the rows that will come if every rank sends the same counts, as with padding.
+
+        Nothing travels.
+        """
 
     def start_out(self, rows_NH: torch.Tensor, sent: Sent, received: Received) -> Pending:
-        """Rows start for the owners of their experts."""
+        """Start to send rows to the owners of their experts."""
 
     def start_back(self, rows_NH: torch.Tensor, sent: Sent, received: Received) -> Pending:
-        """Rows start for the owners of their tokens."""
+        """Start to send rows to the owners of their tokens."""
 
 
 class Layer(Protocol):
-    """What a schedule's ops call. The methods are local, but for sums inside of one side (over TP×CP, over ETP)."""
+    """The methods that a schedule's ops call. They communicate only within one side, over TP×CP or over ETP."""
 
     @property
     def exchange(self) -> Exchange: ...
@@ -119,23 +124,26 @@ class Layer(Protocol):
 
     @property
     def shared(self) -> Expert | None:
-        """The expert that every token goes to: [B, s, H] → [B, s, H]."""
+        """The shared expert: [B, s, H] → [B, s, H]; None if the layer has none."""
 
     def route(self, h_TH: torch.Tensor, sequences: int, length: int | None = None, before: Tally | None = None) -> Routing:
-        """The experts of each token of a piece (`Router.forward`)."""
+        """Choose the experts of each token of a piece (`Router.forward`)."""
 
     def dispatch_preprocess(self, h_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Sent]:
-        """Tokens → rows in the order in which they leave."""
+        """Copy tokens to rows [N, H], in the order in which rows leave."""
 
     def run_experts(self, rows_NH: torch.Tensor, received: Received) -> torch.Tensor:
-        """Rows as they arrive → results in the order in which they go back."""
+        """Compute the rows in the order of their arrival; the results are in the order of their return: [N, H] → [N, H]."""
 
     def combine_postprocess(self, y_NH: torch.Tensor, sent: Sent, weight_TK: torch.Tensor) -> torch.Tensor:
-        """Results as they come back → tokens."""
+        """Sum the results that have come back into tokens: [N, H] → [T, H]."""
 
 
 def run_layer(layer: Layer, h_BSH: torch.Tensor) -> tuple[torch.Tensor, Balance]:
-    """All stages one after another in one autograd graph: what every schedule must equal. [B, s, H] → [B, s, H]."""
+    """Run all phases one after another in one autograd graph: [B, s, H] → [B, s, H], and the layer's balance.
+
+    Every schedule must give the same result.
+    """
     h_TH, exchange, sequences = h_BSH.flatten(0, 1), layer.exchange, h_BSH.shape[0]
     routing = layer.route(h_TH, sequences)
     rows_NH, sent = layer.dispatch_preprocess(h_TH, routing)
@@ -167,7 +175,7 @@ def combine(exchange: Exchange, y_NH: torch.Tensor, sent: Sent, received: Receiv
 
 
 class PlainExchange:
-    """The exchange of a rank alone: everything is there."""
+    """The exchange of a single rank, where nothing travels."""
 
     def start_counts(self, sent: Sent) -> Pending:
         return Pending([], (sent.rows_E,))
@@ -185,11 +193,12 @@ class PlainExchange:
 
 
 class PlainLayer:
-    """The plainest layer that keeps the contract, for one rank: row by row, in ordinary autograd. Tests hold others against it.
+    """The simplest layer for one rank. It computes row by row in ordinary autograd, and tests compare other layers with it.
 
     Args:
-        experts: [n, H] → [n, H], one for each global expert.
-        shared: [B, s, H] → [B, s, H].
+        router: chooses experts.
+        experts: one function [n, H] → [n, H] for each global expert.
+        shared: the shared expert, [B, s, H] → [B, s, H]; None if the layer has none.
     """
 
     def __init__(self, router: Router, experts: Sequence[Expert], shared: Expert | None = None):

@@ -9,7 +9,7 @@ from foldray.moe.contracts import Received, Sent
 
 
 class AllToAll:
-    """Rows go by all-to-all-v over EP, counts by an all-gather over ETP×EP on a communicator of their own."""
+    """Rows travel in all-to-all-vs over EP. Row counts travel in an all-gather over ETP×EP, on another communicator."""
 
     def __init__(self, groups: Groups):
         self.tokens, self.counts = groups.tokens, groups.counts

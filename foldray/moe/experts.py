@@ -1,4 +1,7 @@
-"""The receiver's side of a MoE layer: this rank's slices of its experts, and the order of the rows that they take."""
+"""The receiver's side of a MoE layer: this rank's shares of its experts, and the order of their rows.
+
+Legend: N rows, H hidden, F inner width of this rank's share of an expert, W width of its first product (2F with a gate).
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,16 @@ from foldray.moe.contracts import Received
 
 
 class Experts(nn.Module):
-    """This rank's slices of its experts, stacked: `up` [E_local, H, W] and `down` [E_local, F, H], F the width over ETP.
+    """This rank's shares of its experts, stacked: `up` [E_local, H, W] and `down` [E_local, F, H].
+
+    ETP cuts the inner width of every expert.
 
     Args:
         ids: global ids of the experts.
-        share: this rank's slice of each.
-        slices: the ETP ranks.
+        share: sizes of this rank's share of an expert.
+        hidden: H.
+        slices: communicator of the ETP ranks.
+        kind: how `expert_ffn` computes.
     """
 
     def __init__(
@@ -39,13 +46,16 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(len(ids), share.inner, hidden, device=device, dtype=dtype))
 
     def forward(self, rows_NH: torch.Tensor, received: Received) -> torch.Tensor:
-        """Rows as they arrive → results in the order in which they go back. Rows are gathered, and results summed, over ETP."""
+        """Compute the rows in the order of their arrival; the results are in the order of their return: [N, H] → [N, H].
+
+        Rows are gathered over ETP, and results are summed over ETP.
+        """
         rows_NH = gather_rows(rows_NH, self.slices, received.rows_by_slice)
         y_NH = combine_preprocess(self.compute(dispatch_postprocess(rows_NH, received), received.rows_by_expert), received)
         return scatter_rows(y_NH, self.slices, received.rows_by_slice)
 
     def compute(self, rows_NH: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Each expert on its rows."""
+        """Compute each local expert on its rows, which are sorted by expert."""
         return expert_ffn(rows_NH, counts, self.up, self.down, self.share.ffn, self.kind)
 
     def parts(self) -> Parts:
@@ -58,17 +68,17 @@ class Experts(nn.Module):
 
 
 def dispatch_postprocess(rows_NH: torch.Tensor, received: Received) -> torch.Tensor:
-    """From (ETP rank, source rank, local expert) order to (local expert, ETP rank, source rank)."""
+    """Reorder rows from (ETP rank, source rank, local expert) to (local expert, ETP rank, source rank)."""
     return _regroup(rows_NH, received.rows_XRE.flatten(0, 1))
 
 
 def combine_preprocess(y_NH: torch.Tensor, received: Received) -> torch.Tensor:
-    """Back to (ETP rank, source rank, local expert) order."""
+    """Undo `dispatch_postprocess`."""
     return _regroup(y_NH, received.rows_XRE.flatten(0, 1).T)
 
 
 def _regroup(rows_NH: torch.Tensor, counts_AB: torch.Tensor) -> torch.Tensor:
-    """Rows in blocks ordered (a, b), `counts_AB[a, b]` rows each, into blocks ordered (b, a)."""
+    """Reorder runs of `counts_AB[a, b]` rows from (a, b) order to (b, a) order."""
     A, B = counts_AB.shape
     if A == 1 or B == 1:
         return rows_NH

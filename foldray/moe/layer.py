@@ -20,7 +20,13 @@ from foldray.moe.torch_backend import TorchPermutation
 
 @dataclass(frozen=True)
 class MoeBackend:
-    """Which kernels gate, permute and multiply; the defaults are torch's."""
+    """The kernels of a MoE layer.
+
+    Args:
+        gate: chooses experts from logits; None is `TopKGate`.
+        permutation: copies tokens to rows, and sums rows; None is `TorchPermutation`.
+        experts: how `expert_ffn` computes the experts.
+    """
 
     gate: Gate | None = None
     permutation: Permutation | None = None
@@ -28,7 +34,7 @@ class MoeBackend:
 
 
 class MoELayer(nn.Module):
-    """[B, s, H] → [B, s, H] through the experts of an EP×ETP group; keeps the contract of `contracts.Layer`."""
+    """A MoE layer over an EP×ETP group: [B, s, H] → [B, s, H]. It implements `contracts.Layer`."""
 
     def __init__(
         self,
@@ -51,7 +57,7 @@ class MoELayer(nn.Module):
         self.permutation = backend.permutation or TorchPermutation()
 
     def forward(self, h_BSH: torch.Tensor) -> tuple[torch.Tensor, Balance]:
-        """All stages one after another in one autograd graph: what every schedule must equal."""
+        """Run all phases one after another in one autograd graph (`run_layer`)."""
         return run_layer(self, h_BSH)
 
     def route(self, h_TH: torch.Tensor, sequences: int, length: int | None = None, before: Tally | None = None) -> Routing:

@@ -1,7 +1,8 @@
-"""The router: which experts a token goes to, with which weights, and what it costs to be uneven.
+"""The router: it chooses the experts of each token and their weights, drops tokens, and sums up terms of the balance losses.
 
-Everything here runs in at least float32, and never below the precision of the model.
-T = B·s tokens: this rank's pieces, s positions each, of B sequences. H hidden, E experts, K experts per token.
+Everything here runs in float32, or in the model's type if that is wider.
+
+Legend: T = B·s tokens (s positions of each of B sequences), H hidden, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ Gate = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of a piece go.
+    """The assignments of a piece.
 
     Args:
-        expert_TK: chosen experts, int64, best first.
-        weight_TK: factors on the experts' outputs; carries the router's gradient.
-        keep_TK: assignments within capacity, bool; None when nothing can be dropped.
-        capacity: rows that every expert is padded to; None for ragged rows.
-        tally: what the piece adds to the balance of its micro-batch; its scores and z carry gradients.
+        expert_TK: chosen experts, int64, the best first.
+        weight_TK: factors on the experts' outputs; they carry the router's gradient.
+        keep_TK: whether an assignment is kept, bool; None if the model has no capacity.
+        capacity: number of rows that every expert is padded to; None without padding.
+        tally: the piece's share of the balance of its micro-batch; its scores and z carry gradients.
     """
 
     expert_TK: torch.Tensor
@@ -45,8 +46,8 @@ class Routing:
 class Router(nn.Module):
     """Scores, top-k, dropping and balance terms of one MoE layer.
 
-    `bias` is the selection bias of auxiliary-loss-free balancing (DeepSeek-V3): it changes who is chosen, not the weights,
-    and is moved by `update_bias` once per optimizer step.
+    `bias` [E] is the selection bias of auxiliary-loss-free balancing (DeepSeek-V3, section 2.1.2). It changes which experts
+    are chosen, but not their weights. `update_bias` moves it once per optimizer step.
     """
 
     def __init__(
@@ -65,12 +66,15 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(model.experts, device=device, dtype=_at_least_float32(dtype or torch.float32)))
 
     def forward(self, x_TH: torch.Tensor, sequences: int, length: int | None = None, before: Tally | None = None) -> Routing:
-        """Route one piece of a micro-batch; pieces come in the order of their tokens.
+        """Route one piece of a micro-batch. Pieces must come in the order of their tokens.
+
+        With `drop_scope: sequence`, all ranks that share the sequences must call this.
 
         Args:
-            sequences: B, of which the piece has T / B tokens each.
-            length: tokens of each sequence that this rank has in all pieces; None if this piece is all of them.
-            before: sum over the pieces before this one.
+            x_TH: the tokens of the piece.
+            sequences: B, the number of sequences; the piece has T / B tokens of each.
+            length: tokens of each sequence that this rank has in all pieces; None if it has only this piece.
+            before: sum of the tallies of earlier pieces; None for the first piece.
         """
         dtype, experts = _at_least_float32(x_TH.dtype), self.model.experts
         logits_TE = keeping_inputs(lambda x_TH, weight_HE: x_TH.to(dtype) @ weight_HE.to(dtype), x_TH, self.weight)
@@ -88,21 +92,21 @@ class Router(nn.Module):
         return Routing(expert_TK, weight_TK, keep_TK, limit if self.spec.pad else None, tally)
 
     def whole(self, x_TH: torch.Tensor, sequences: int) -> tuple[Routing, Balance]:
-        """Route a micro-batch in one piece; its balance carries gradients."""
+        """Route a micro-batch in one piece. The balance carries gradients."""
         routing = self(x_TH, sequences)
         return routing, routing.tally.balance(self.sequences, x_TH.shape[0] // sequences)
 
     def _keep(
         self, expert_TK: torch.Tensor, score_TK: torch.Tensor, sequences: int, length: int, before: Tally | None
     ) -> tuple[torch.Tensor | None, int | None, torch.Tensor | None]:
-        """Who stays within capacity, the most rows an expert can then get from this rank's piece, and who competed."""
+        """Return keep_TK, the most rows that an expert can get from this rank's piece, and competed_BE (see `Tally`)."""
         factor, experts, drop = self.spec.capacity_factor, self.model.experts, self.spec.drop
         if factor is None:
             return None, None, None
         own = expert_TK.shape[0] // sequences
         shared = self.spec.drop_scope == "sequence" and self.sequences.ranks > 1
         ranks = self.sequences.ranks if shared else 1
-        # The most probable are chosen within a piece; the earliest, within all pieces, which counters carry from one to the next.
+        # "probability" chooses within a piece. "position" chooses within all pieces, and needs the counts of earlier pieces.
         tokens = (own if drop == "probability" else length) * ranks
         limit = capacity(tokens, expert_TK.shape[1], experts, factor)
         if shared:
@@ -117,14 +121,18 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update_bias(self, count_E: torch.Tensor) -> None:
-        """One step towards even use, from the assignments of a whole optimizer step over all ranks."""
+        """Move the bias by `bias_rate` towards an even use of the experts.
+
+        Args:
+            count_E: number of assignments to each expert, over all micro-batches of an optimizer step and all ranks.
+        """
         if self.spec.bias_rate:
             count_E = count_E.to(self.bias.dtype)
             self.bias += self.spec.bias_rate * torch.sign(count_E.mean() - count_E)
 
 
 class TopKGate:
-    """Top-k of softmax or sigmoid scores, in the order that the model's router names."""
+    """Top-k of softmax or sigmoid scores. `RouterSpec.softmax` says whether a softmax runs before or after top-k."""
 
     def __init__(self, model: ModelSpec):
         self.topk, self.spec = model.topk, model.router
@@ -143,7 +151,7 @@ class TopKGate:
 
 
 def scores(logits_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
-    """Scores of all experts, summing to one per token: what the balance loss sees as probabilities."""
+    """Return the scores [T, E] that the balance loss takes as probabilities. The scores of a token sum to 1."""
     if spec.score == "softmax":
         return logits_TE.softmax(-1)
     score_TE = logits_TE.sigmoid()
@@ -151,7 +159,7 @@ def scores(logits_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
 
 
 def _count(expert_TK: torch.Tensor, sequences: int, experts: int) -> torch.Tensor:
-    """Assignments per sequence and expert, int64 [B, E]."""
+    """Count assignments per sequence and expert: int64 [B, E]."""
     chosen_BN = expert_TK.view(sequences, -1)
     return chosen_BN.new_zeros(sequences, experts).scatter_add_(1, chosen_BN, torch.ones_like(chosen_BN))
 

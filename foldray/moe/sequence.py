@@ -1,6 +1,6 @@
-"""Whole sequences, where each rank holds a piece: what the balance loss and full-sequence dropping need.
+"""Whole sequences of which each rank holds a piece. The balance loss and full-sequence dropping need them.
 
-B sequences, s positions of this rank's piece, L of the whole sequence, R ranks that share it (TP×CP).
+Legend: B sequences, s positions of this rank's piece, L positions of the whole sequence, R ranks that share it (TP×CP).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from foldray.comm import Groups
 
 
 class Sequences:
-    """The ranks that share a rank's sequences, and how their pieces make up the whole."""
+    """The ranks that share this rank's sequences, and the positions that each of them holds."""
 
     def __init__(self, groups: Groups):
         fold = groups.fold
@@ -25,11 +25,11 @@ class Sequences:
         return self.communicator.size
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum of every rank's x."""
+        """Return the sum of x over the ranks."""
         return self.communicator.all_reduce(x.clone()) if self.ranks > 1 else x
 
     def whole(self, x_BsK: torch.Tensor) -> torch.Tensor:
-        """The whole sequences in their natural order, from every rank's piece: [B, s, K] → [B, L, K]."""
+        """Gather the pieces of all ranks to whole sequences, in the order of positions: [B, s, K] → [B, L, K]."""
         if self.ranks == 1:
             return x_BsK
         pieces_RBsK = self.communicator.all_gather(x_BsK).view(self.ranks, *x_BsK.shape)
@@ -37,10 +37,10 @@ class Sequences:
         return held_BLK[:, torch.argsort(self._positions(held_BLK).flatten())]
 
     def own(self, x_BLK: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of whole sequences: [B, L, K] → [B, s, K]."""
+        """Return this rank's piece of whole sequences: [B, L, K] → [B, s, K]."""
         return x_BLK if self.ranks == 1 else x_BLK[:, self._positions(x_BLK)[self.communicator.index]]
 
     def _positions(self, x_BLK: torch.Tensor) -> torch.Tensor:
-        """Natural position of everything that each rank holds, int64 [R, s]."""
+        """Return the positions that each rank holds, int64 [R, s]."""
         length = x_BLK.shape[1]
         return torch.tensor([layout.piece(length) for layout in self._layouts], device=x_BLK.device)

@@ -1,4 +1,4 @@
-"""The default backend: rows copied and summed by torch."""
+"""The default backend: torch copies and sums rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from foldray.moe.router import Routing
 
 
 class TorchPermutation:
-    """Rows sorted by expert, ragged; or, with a capacity, as many rows for every expert, empty ones zero.
+    """Rows sorted by expert. With `Routing.capacity`, every expert gets that many rows, and the empty ones are zero.
 
-    What it keeps is position_TK: the row of each assignment, int64 [T, K], −1 where it was dropped.
+    `Sent.memory` is position_TK: the row of each assignment, int64 [T, K], −1 if the assignment was dropped.
     """
 
     def encode(self, x_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Sent]:

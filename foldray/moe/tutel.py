@@ -1,4 +1,4 @@
-"""Tutel's fast dispatcher as a backend: rows in equal blocks per expert, copied and summed by Tutel's kernels (float32)."""
+"""Tutel's fast dispatcher as a backend. Every expert gets equally many rows. Tutel's float32 kernels copy and sum them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INSTALL = "NO_CUDA=1 pip install --no-build-isolation 'foldray[tutel]' (leave NO
 
 
 class TutelPermutation:
-    """Every expert gets as many rows as its capacity, or as the busiest expert's without one; empty rows are zero.
+    """Every expert gets `Routing.capacity` rows, or as many as the busiest expert if that is None. Empty rows are zero.
 
     Raises:
         MissingPackage: Tutel is not installed, or its compiled kernels are not.
@@ -23,7 +23,7 @@ class TutelPermutation:
 
     def __init__(self) -> None:
         level = logging.root.manager.disable
-        logging.disable(logging.CRITICAL)  # Tutel logs as it is imported
+        logging.disable(logging.CRITICAL)  # Tutel logs while it is imported
         try:
             from tutel import moe
         except Exception:  # an incomplete installation fails in more ways than ImportError
@@ -33,12 +33,12 @@ class TutelPermutation:
         self._fast_dispatcher = moe.fast_dispatcher
 
     def encode(self, x_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Sent]:
-        """Needs float32 tokens; the kernels have no other type on a CPU."""
+        """Copy tokens to rows. The tokens must be float32, the only type of Tutel's kernels on a CPU."""
         experts = routing.tally.count_BE.shape[1]
         _, position_TK, count_E = sort_by_expert(routing.expert_TK, routing.keep_TK, experts)
         rows = max(1, int(count_E.max())) if routing.capacity is None else routing.capacity
         place_TK = position_TK - (count_E.cumsum(0) - count_E)[routing.expert_TK]
-        place_TK = place_TK.masked_fill(position_TK < 0, rows)  # beyond the block: the kernels pass over it
+        place_TK = place_TK.masked_fill(position_TK < 0, rows)  # beyond the expert's last row: the kernels skip it
         dispatcher = self._fast_dispatcher(experts, rows, x_TH.shape[1], torch.float32)
         slots = _columns(routing.expert_TK), _columns(place_TK)
         dispatcher.update(*slots, _columns(routing.weight_TK.detach()), capacity=rows)

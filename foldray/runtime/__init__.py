@@ -1,4 +1,4 @@
-"""Runs a step: gradients, norm, optimizer."""
+"""Runs a step: its ops, the sum of gradients, their norm, the optimizer."""
 
 from foldray.runtime.engine import Engine, State, TorchEngine, engine_state, state_pieces, whole_tensors
 from foldray.runtime.execution import Execution

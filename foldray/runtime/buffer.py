@@ -8,9 +8,9 @@ from foldray.comm import Pending
 
 
 class TokenBuffer:
-    """Activations [B, s, H], or their gradient, put in and taken out in pieces; every token once each way.
+    """Activations [B, s, H], or their gradient. Ops put pieces in and take other pieces out, every token once.
 
-    A piece that is taken as it was put is handed on, not copied. Each is let go once all its tokens are taken.
+    A piece that is taken just as it was put is not copied. The buffer frees a piece once all of its tokens are taken.
     """
 
     def __init__(self) -> None:
@@ -23,14 +23,14 @@ class TokenBuffer:
         self._left.append(len(tokens))
 
     def put_later(self, tokens: range, pending: Pending) -> None:
-        """Put what is on its way; who takes something waits for it."""
+        """Put a piece that is still on its way. `take` waits for it."""
         self._coming.append((tokens, pending))
 
     def take(self, tokens: range) -> torch.Tensor:
-        """The tokens at these places: [B, len(tokens), H].
+        """Take these tokens out: [B, len(tokens), H].
 
         Raises:
-            RuntimeError: some of them are not there.
+            RuntimeError: some of the tokens are not in the buffer.
         """
         while self._coming:
             held, pending = self._coming.pop()

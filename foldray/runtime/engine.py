@@ -1,4 +1,4 @@
-"""What trains: the engine contract, and the torch engine."""
+"""The contract of an engine, and the torch engine."""
 
 from __future__ import annotations
 
@@ -22,39 +22,48 @@ State = dict[str, torch.Tensor]
 
 
 class Engine(Protocol):
-    """Holds the model and the optimizer; an optimizer step is one call of `train` and one of `update`."""
+    """An engine holds the model and the optimizer. A step is one call of `train` and one call of `update`.
+
+    All ranks must call the same methods in the same order.
+    """
 
     model: Transformer
     execution: Execution
 
     def train(self, batches: Sequence[Batch]) -> list[Losses]:
-        """Forward and backward of a step's micro-batches; what this rank adds to the losses of each."""
+        """Run forward and backward of a step's micro-batches.
+
+        Returns:
+            This rank's contributions to the losses, one for each part of a micro-batch (`schedule.batch_degree`).
+        """
 
     def update(self, lr: float) -> Norms:
-        """Clip and step; the gradient's norms before clipping."""
+        """Clip the gradients, update the weights with learning rate `lr`, and return the norms before clipping."""
 
     def weights(self) -> Iterator[tuple[GradientClass, torch.Tensor]]:
-        """What this rank's optimizer updates, in the optimizer's precision, each with its class."""
+        """Yield the tensors that this rank's optimizer updates, in the optimizer's precision, with the gradient class."""
 
     def state(self) -> State:
-        """This rank's weights and optimizer state by global name, in the optimizer's precision; what `load_state` takes.
+        """Return this rank's weights and optimizer state by global name, in the optimizer's precision.
 
-        A tensor is this rank's box of the whole (`state_pieces`).
+        A tensor is this rank's box of a parameter of the whole model (`state_pieces`).
         """
 
     def load_state(self, state: State) -> None:
-        """Go on from a saved state."""
+        """Restore a state that `state` has returned."""
 
     def close(self) -> None:
-        """Let go of what would keep the engine in memory; it is of no use afterwards."""
+        """Free everything that would keep the engine in memory. The engine cannot be used afterwards."""
 
 
 class TorchEngine:
-    """Plain torch: our gradient buffers, our norm, an optimizer on weights in at least float32.
+    """The engine in plain torch: foldray's gradient buffers and norm, and an optimizer on weights in at least float32.
 
     Args:
-        zero: 1 shares the optimizer and its weights out over those ranks that hold the same parameters, 2 also gives
-            gradients' memory back as they leave (ZeRO).
+        optimizer: update rule, weight decay and clipping.
+        ordering: how the ranks work through a step.
+        zero: 1 shards the optimizer and its weights over the ranks that hold the same parameters, 2 also frees gradients as
+            they leave (ZeRO, Rajbhandari et al. 2020); 0 does neither.
     """
 
     def __init__(
@@ -63,7 +72,7 @@ class TorchEngine:
         self.model, self.spec = model, optimizer
         self.gradients = Gradients(model, groups, zero)
         self.execution = Execution(model, groups, self.gradients, ordering)
-        self.masters: dict[nn.Parameter, torch.Tensor] = {}  # what this rank's optimizer updates of each parameter
+        self.masters: dict[nn.Parameter, torch.Tensor] = {}  # by parameter: what this rank's optimizer updates
         for parameter, gradient in self.gradients.views.items():
             itself = gradient.shape == parameter.shape and gradient.dtype == parameter.dtype
             master = parameter if itself else nn.Parameter(self._own(parameter, parameter.detach()).to(gradient.dtype))
@@ -88,7 +97,7 @@ class TorchEngine:
             yield self.gradients.buffer_of[parameter].name, master.detach()
 
     def state(self) -> State:
-        """Ranks that share a parameter out put it together; a collective call."""
+        """Return the state. The ranks that shard a parameter's optimizer put its parts together."""
         return engine_state(
             self.model,
             self.spec,
@@ -106,10 +115,10 @@ class TorchEngine:
         self._spread()
 
     def close(self) -> None:
-        """Nothing keeps it."""
+        """Do nothing: nothing keeps the engine in memory."""
 
     def _remembered(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
-        """The optimizer's memory of what it has of a parameter, made (zero) if no step has been taken yet."""
+        """Return the optimizer's state of a parameter. Before the first step, it is made with zeros."""
         master = self.masters[parameter]
         memory = self.optimizer.state[master]
         if key == "step":
@@ -117,7 +126,10 @@ class TorchEngine:
         return memory.setdefault(key, torch.zeros_like(master))
 
     def _own(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank's optimizer has of a parameter, or of something of its shape."""
+        """Return the elements of a parameter, or of a tensor of its shape, that this rank's optimizer has.
+
+        They are flat if the optimizer is sharded.
+        """
         buffer = self.gradients.buffer_of[parameter]
         if not buffer.sharded:
             return whole
@@ -125,7 +137,7 @@ class TorchEngine:
         return whole.flatten()[buffer.sharding.mine(place.start, place.stop, whole.device)]
 
     def _whole(self, parameter: nn.Parameter, own: torch.Tensor) -> torch.Tensor:
-        """The inverse of `_own`."""
+        """Undo `_own`. If the optimizer is sharded, all ranks that share the parameter must call this."""
         buffer = self.gradients.buffer_of[parameter]
         if not buffer.sharded or own.dim() == 0:
             return own
@@ -135,7 +147,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def _spread(self) -> None:
-        """Bring what optimizers have updated into the model."""
+        """Copy the updated weights into the model, from all ranks if the optimizer is sharded."""
         for buffer in self.gradients.buffers:
             if buffer.sharded:
                 mine = torch.zeros(buffer.sharding.owned, dtype=buffer.parameters[0].dtype, device=buffer.device)
@@ -152,7 +164,11 @@ class TorchEngine:
 def whole_tensors(
     model: Transformer, optimizer: OptimizerSpec, state: State
 ) -> Iterator[tuple[nn.Parameter, str | None, torch.Tensor]]:
-    """What a state says about each parameter of this rank: (parameter, key, tensor); without a key its weights."""
+    """Yield the tensors of a state as (parameter, key, tensor), for this rank's parameters.
+
+    The key is None for the weights, else one of the optimizer's state. A tensor has the shape of the parameter; the tensor
+    of "step" is a scalar.
+    """
     keys = (*state_keys(optimizer), "step") if optimizer.kind == "adamw" else state_keys(optimizer)
     patterns: dict[str | None, str] = {None: "model/{}"} | {key: f"optimizer/{{}}/{key}" for key in keys}
     for local, parameter in model.named_parameters():
@@ -168,7 +184,10 @@ def whole_tensors(
 
 
 def state_pieces(model: Transformer, state: State) -> dict[str, Piece]:
-    """Which box of the whole model each tensor of a state is; scalars and what is no parameter are left out: they are whole."""
+    """Return the box of the whole model that each tensor of a state is.
+
+    Scalars and router biases are left out, because every rank has them whole.
+    """
     names = {key: key.split("/")[1] for key, tensor in state.items() if tensor.dim() > 0}
     return {key: model.pieces[name] for key, name in names.items() if name in model.pieces}
 
@@ -179,13 +198,14 @@ def engine_state(
     weight: Callable[[nn.Parameter], torch.Tensor],
     remembered: Callable[[nn.Parameter, str], torch.Tensor],
 ) -> State:
-    """The state of an engine by global name.
+    """Return the state of an engine by global name.
+
+    The keys are `model/NAME` for weights and router biases, and `optimizer/NAME/KEY`. The name of an expert's parameter has
+    the expert's global id.
 
     Args:
         weight: parameter → its weights in the optimizer's precision.
-        remembered: (parameter, key) → what the optimizer remembers of it; key "step" is a scalar.
-
-    Keys: `model/NAME`, `optimizer/NAME/KEY`; experts by their global id, router biases among the weights.
+        remembered: (parameter, key) → the optimizer's state of the parameter; "step" is a scalar.
     """
     parameters, state = dict(model.named_parameters()), {}
     memory = (*state_keys(optimizer), "step") if optimizer.kind == "adamw" else state_keys(optimizer)

@@ -1,4 +1,4 @@
-"""The executor: runs a step's schedule on one rank."""
+"""The executor. It runs the schedule of a step on one rank."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from foldray.timeline import Recording, op_costs, settle
 
 
 class Execution:
-    """Runs this rank's part of every step.
+    """Runs this rank's list of every step.
 
     Args:
-        gradients: take each parameter's gradient as soon as an op has gone backward, sum up over pieces and micro-batches, and
-            travel when the list says so.
-        ordering: how tokens are cut, in which order pieces go, and when gradients travel.
-        reduces: whether gradients travel within the step at all; else that is left to whoever trains.
+        gradients: the buffers that sum gradients over pieces and micro-batches. Ops add gradients; the list starts their
+            reduction.
+        ordering: how sequences are cut, in which order pieces run, and when gradients travel.
+        reduces: whether the list reduces gradients; if not, the caller must do so.
     """
 
     def __init__(
@@ -38,42 +38,46 @@ class Execution:
     ):
         self.model, self.groups, self.gradients, self.reduces = model, groups, gradients, reduces
         self.trace: Trace | None = None
-        self.last: StepGraph | None = None  # of the last step of training
+        self.last: StepGraph | None = None  # graph of the last training step
         self.weights: Weights | None = None
         self.reorder(ordering or Ordering())
         self._position, self._stage = groups.coordinate["attention"]["pp"], groups.replicated_gradients
 
     def reorder(self, ordering: Ordering) -> None:
-        """Cut and order the steps that follow in another way."""
+        """Use another ordering from the next step on."""
         self.ordering = ordering
         self.model.slice(ordering.slicing.attention if ordering.slicing else None)
         self._orders: dict[StepGraph, tuple[Op, ...]] = {}
 
     @property
     def lacks_costs(self) -> bool:
-        """Whether the order goes by what ops take, which is not known yet: lags are open, or gradients give way."""
+        """Whether the list depends on costs of ops that are not known yet: lags are open, or gradients give way."""
         ordering = self.ordering
         return ordering.costs is None and (ordering.open or (self.reduces and ordering.reduction.gives_way))
 
     def learn_costs(self) -> None:
-        """Settle the order by what the ops of the last step took, which was traced: lags, and when gradients leave.
+        """Choose the open lags, and when gradients leave, by the times of the ops of the last training step.
 
-        All ranks call this.
+        `trace` must have recorded that step. All ranks must call this.
         """
         assert self.trace is not None, "the last step was not traced"
         assert self.last is not None, "there was no step"
         order, spans = self.order(self.last), self.trace.spans
         own = torch.tensor([spans[op] for op in order], dtype=torch.float64, device=next(self.model.parameters()).device)
-        # Ranks of a stage have one list, and must have one again: all of them go by the times of all of them.
+        # The ranks of a stage must choose the same list, so all of them use the times of all of them.
         everyone = self._stage.all_gather(own).cpu().view(-1, *own.shape).tolist()
         recordings = [Recording(order, {op: Span(*span) for op, span in zip(order, each, strict=True)}) for each in everyone]
         stage = self.model.stages[0].number
         self.reorder(settle(self.ordering, self.last, stage, op_costs(self.last, recordings)))
 
     def train(self, batches: Sequence[Batch]) -> list[Losses]:
-        """Forward and backward of one optimizer step; what this rank adds to each micro-batch's losses.
+        """Run forward and backward of one optimizer step.
 
-        The gradient is that of the step's objective (`Weights`), as far as this rank sees it; reduced, if the ordering says how.
+        Afterwards, `gradients` hold the gradient of the step's objective (`Weights`): summed over ranks with `reduces`, else
+        this rank's contribution.
+
+        Returns:
+            This rank's contributions to the losses, one for each part of a micro-batch (`ordering.batch_degree`).
 
         Raises:
             ValueError: a micro-batch cannot be cut into `ordering.batch_degree` parts.
@@ -85,16 +89,16 @@ class Execution:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[Losses]:
-        """Forward only."""
+        """Run forward only, and return this rank's contributions to the losses of each batch."""
         return _Run(self, batches, training=False).run()
 
     def step(self, batches: Sequence[Batch]) -> tuple[StepGraph, tuple[Op, ...]]:
-        """All ops of a step of such micro-batches, and this rank's list of them."""
+        """Return the graph of a step of these micro-batches, and this rank's list."""
         graph = self.graph([part for batch in batches for part in batch.cut(self.ordering.batch_degree)])
         return graph, self.order(graph)
 
     def graph(self, batches: Sequence[Batch], backward: bool = True) -> StepGraph:
-        """All ops of a pass over these parts of micro-batches."""
+        """Return the graph of a pass over these parts of micro-batches."""
         model = self.model
         length, ranks = batches[0].token_BL.shape[1], model.layout.cp * model.layout.tp
         slicing = self.ordering.slicing or Slicing((length,), (length,))
@@ -103,7 +107,7 @@ class Execution:
             slicing.shared(ranks),
             self.groups.fold.pp,
             len(batches),
-            # In evaluation the last micro-batch may be smaller on some ranks, and so what they send.
+            # In evaluation, the last micro-batch may be smaller on some ranks, so row counts differ even with padding.
             ragged=not (model.spec.router.pad and backward),
             recompute=self.ordering.recompute,
             backward=backward,
@@ -112,12 +116,12 @@ class Execution:
         )
 
     def _chunks(self) -> tuple[tuple[Chunk, ...], ...]:
-        """By position; of others', this rank need not know."""
+        """Return the chunks of gradients by position; for other positions than this rank's, none."""
         own = self.gradients.chunks(self.ordering.reduction.most)
         return tuple(own if position == self._position else () for position in range(self.groups.fold.pp))
 
     def order(self, graph: StepGraph) -> tuple[Op, ...]:
-        """This rank's list; made once, for every step has the same."""
+        """Return this rank's list. It is made once for each graph; ranks of a stage must then call this together."""
         if graph not in self._orders:
             order = position_list(graph, self._position, self.ordering)
             self._compare(order)
@@ -125,10 +129,10 @@ class Execution:
         return self._orders[graph]
 
     def _compare(self, order: tuple[Op, ...]) -> None:
-        """Make sure that the ranks of a stage run the same list: otherwise their collectives would never meet.
+        """Check that the ranks of a stage have the same list. With different lists, their collectives would not match.
 
         Raises:
-            RuntimeError: they do not.
+            RuntimeError: the lists differ.
         """
         stage = self._stage
         own = torch.tensor([zlib.crc32(repr(order).encode())], device=next(self.model.parameters()).device)
@@ -137,7 +141,7 @@ class Execution:
 
 
 class _Run:
-    """One pass through a list: its micro-batches, and what passes between stages."""
+    """One pass through a list, with the state of its micro-batches and of its handovers."""
 
     def __init__(self, execution: Execution, batches: Sequence[Batch], training: bool):
         model = execution.model
@@ -148,7 +152,7 @@ class _Run:
         self.weights = Weights(batches, self.groups, torch.promote_types(self.like.dtype, torch.float32)) if training else None
         self.micro_batches = [MicroBatch(model, self.graph, batch, self.gradients.add, self.weights) for batch in batches]
         self.shapes = [(len(batch.token_BL), self.graph.slicing.length, model.spec.hidden) for batch in batches]
-        self.sending: dict[tuple[str, int], Pending] = {}  # the last one to each neighbour
+        self.sending: dict[tuple[str, int], Pending] = {}  # the last handover to each neighbour, by direction
 
     def run(self) -> list[Losses]:
         trace = self.trace
@@ -170,12 +174,12 @@ class _Run:
         return [micro_batch.losses for micro_batch in self.micro_batches]
 
     def _hand_over(self, op: Op) -> Pending:
-        """Start to send or to receive what passes between two stages: a whole micro-batch's activations, or their gradient."""
+        """Start to send or to receive a handover: the activations of a whole micro-batch, or their gradient."""
         sender, receiver = self.graph.where(op)
         micro_batch, forward = self.micro_batches[op.micro_batch], op.direction == "F"
         communicator = self.groups.activations if forward else self.groups.output_gradients
         buffers = micro_batch.inputs if forward else micro_batch.input_gradients
-        # What passes is the input of the later stage's first block, or its gradient.
+        # A handover is the input of the later stage's first block, or the gradient of that input.
         buffer = buffers[self.graph.layers[op.layer + 1 if forward else op.layer][0]]
         tokens = range(self.graph.slicing.length)
         if communicator.index == receiver:
@@ -184,6 +188,6 @@ class _Run:
             return pending
         channel = (op.direction, receiver)
         if channel in self.sending:
-            self.sending[channel].wait()  # its memory is free then; the receive that it waits for stands before this op
+            self.sending[channel].wait()  # frees its memory; it is received before this one, so the wait ends
         self.sending[channel] = communicator.send(buffer.take(tokens), receiver)
         return self.sending[channel]

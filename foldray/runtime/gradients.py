@@ -1,20 +1,21 @@
-"""One gradient rule and one norm rule.
+"""Gradient buffers, the sum of gradients over ranks, and their norm.
 
-Ops differentiate the step's objective, a mean over all tokens that count (`weights.py`). So gradients are summed, and scaled by
-nothing, over the ranks that have seen other data with the same weights:
+Ops differentiate the step's objective, a mean over all tokens that count (`weights.py`). So gradients are summed without a
+scale, over the ranks that hold the same weights and have seen other data:
 
-| class | who holds it | summed over |
+| class | held | summed over |
 |---|---|---|
 | dense | cut over TP | DP×CP |
 | replicated | whole on every TP rank, which sees only its piece of the sequence | TP×DP×CP |
-| expert | its EP×ETP place; the all-to-all has brought it that whole group's tokens | EDP |
+| expert | cut over EP and ETP; the all-to-alls bring the tokens of the whole EP×ETP group | EDP |
 
-An embedding that the first and the last stage share is then summed over the two. The norm counts every element of the model once:
-each is counted by the first rank that holds it, or by its owner where sums are shared out, and summed over all ranks.
+After that, the gradient of a tied embedding is summed over the first and the last stage. The norm counts every element of
+the model once. The first rank that holds an element counts it; if sums are sharded, the owner counts it.
 
-Each class has one flat buffer, in the order in which backward has its gradients. It is reduced in chunks, which the step's list
-starts (`schedule/reduction.py`): by all-reduces, after which every rank has all sums, or by reduce-scatters, after which each has
-those that it owns (ZeRO-1). With `release`, a gradient's memory is given back once it has left (ZeRO-2).
+Each class has one flat buffer, in the order in which backward completes the gradients. It is reduced in chunks, which the
+step's list starts (`schedule/reduction.py`). After an all-reduce, every rank has all sums. After a reduce-scatter, a rank
+has the sums that it owns (ZeRO-1, Rajbhandari et al. 2020). With `release`, the memory of a gradient is freed once the
+gradient has left (ZeRO-2).
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ class GradientBuffer:
     """The gradients of one class, flat, in at least float32.
 
     Args:
-        name: the class.
-        parameters: in the order in which backward has their gradients; one at least.
-        parts: the same for the schedule: which ops make which elements.
-        communicator: over whom they are summed.
-        sharded: whether each rank gets only those sums that it owns.
-        release: whether a gradient's memory is given back once it has left; only with `sharded`.
+        name: the gradient class.
+        parameters: at least one parameter, in the order in which backward completes their gradients.
+        parts: the runs of the buffer, and the ops that they come from (`Ownership.gradient_parts`).
+        communicator: the ranks over which gradients are summed.
+        sharded: whether a rank gets only the sums that it owns.
+        release: whether the memory of a gradient is freed once the gradient has left; only with `sharded`.
 
     Attributes:
-        sums: what this rank has of the sums: the whole buffer, or its part.
+        sums: this rank's sums: the whole buffer, or the elements that it owns.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class GradientBuffer:
             self.places[parameter] = range(end, end := end + parameter.numel())
         self.flat = None if release and self.sharded else self._zeros(self.sharding.padded)
         self.sums = self._zeros(self.sharding.owned) if self.flat is None or self.sharded else self.flat
-        self._held: dict[nn.Parameter, torch.Tensor] = {}  # without a flat buffer: gradients until they leave
+        self._held: dict[nn.Parameter, torch.Tensor] = {}  # without a flat buffer: gradients that have not left
 
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         if self.flat is not None:
@@ -82,20 +83,20 @@ class GradientBuffer:
             self._held[parameter] = gradient.to(self.dtype, copy=True)
 
     def own(self, parameter: nn.Parameter) -> torch.Tensor:
-        """This rank's sums of a parameter: in its shape, or flat those that it owns."""
+        """Return this rank's sums of a parameter, in its shape; if sharded, a flat tensor of those that it owns."""
         place = self.places[parameter]
         if self.sharded:
             return self.sums[self.sharding.own(place.start, place.stop)]
         return self.sums[place.start : place.stop].view_as(parameter)
 
     def chunks(self, most: int | None) -> tuple[Chunk, ...]:
-        """Runs of at most so many bytes; one for None. None at all where there is nobody to sum with."""
+        """Cut the buffer into chunks of at most `most` bytes, or into one chunk for None. A single rank has no chunks."""
         if self.communicator.size == 1:
             return ()
         return cut_buffer(self.name, self.parts, self.dtype.itemsize, most, self.sharding.deal)
 
     def start(self, start: int, stop: int) -> Pending:
-        """Start to sum a run of the buffer over the ranks."""
+        """Start to sum the elements from `start` to `stop` over the ranks."""
         if not self.sharded:
             assert self.flat is not None
             return self.communicator.start_all_reduce(self.flat[start:stop])
@@ -110,13 +111,20 @@ class GradientBuffer:
         self._held.clear()
 
     def gather(self, values: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Every parameter and its values, from what each rank has of them (`sums` tells where); a collective call."""
+        """Yield every parameter with its values. All ranks of the buffer must call this.
+
+        Args:
+            values: this rank's values, in the layout of `sums`.
+        """
         whole = self.sharding.in_order(self.communicator.all_gather(values)) if self.sharded else values
         for parameter, place in self.places.items():
             yield parameter, whole[place.start : place.stop].view_as(parameter)
 
     def _take(self, start: int, stop: int) -> torch.Tensor:
-        """A run of the buffer from the gradients that are held; each is let go with its last element. Runs go in order."""
+        """Put a run of the buffer together from the held gradients. A gradient is freed with its last element.
+
+        The runs must be taken in ascending order.
+        """
         found = []
         for parameter, place in self.places.items():
             first, last = max(start, place.start), min(stop, place.stop)
@@ -137,7 +145,7 @@ class Gradients:
     """The gradient buffers of a rank, their reduction and their norm.
 
     Args:
-        zero: 0 gives every rank all sums, 1 those that it owns, 2 also gives gradients' memory back as they leave.
+        zero: 0 gives every rank all sums, 1 only the sums that it owns, 2 also frees gradients as they leave.
     """
 
     def __init__(self, model: Transformer, groups: Groups, zero: int = 0):
@@ -147,7 +155,7 @@ class Gradients:
         }  # fmt: skip
         parts = model.ownership.gradient_parts(groups.rank)
         made = {parameter: made_at(model.makers(parameter)) for parameter in model.parameters()}
-        # A rank may hold nothing of a class: a stage of dense blocks has no experts. Its whole group then holds nothing of it.
+        # A rank may hold no parameter of a class: a stage of dense blocks has no experts. Then its group has none either.
         held = {name: sorted(model.by_class(name), key=made.__getitem__) for name in communicators}
         self.buffers = tuple(
             GradientBuffer(name, held[name], parts[name], over, zero > 0, zero > 1)
@@ -162,7 +170,7 @@ class Gradients:
 
     @property
     def views(self) -> dict[nn.Parameter, torch.Tensor]:
-        """By parameter, this rank's sums (`GradientBuffer.own`)."""
+        """This rank's sums by parameter (`GradientBuffer.own`)."""
         return {parameter: buffer.own(parameter) for parameter, buffer in self.buffer_of.items()}
 
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
@@ -173,31 +181,31 @@ class Gradients:
             buffer.zero()
 
     def chunks(self, most: int | None) -> tuple[Chunk, ...]:
-        """All buffers in chunks of at most so many bytes; whole ones for None. What has one holder only is none."""
+        """Cut all buffers into chunks of at most `most` bytes, or into one chunk each for None (`GradientBuffer.chunks`)."""
         return tuple(chunk for buffer in self.buffers for chunk in buffer.chunks(most))
 
     def start(self, chunk: Chunk) -> Pending:
-        """Start to reduce a chunk, all of which has been made."""
+        """Start to reduce a chunk. All of its gradients must have been added."""
         pending = self._by_name[chunk.name].start(chunk.start, chunk.stop)  # type: ignore[index]
         self._travelling.append(pending)
         return pending
 
     def finish(self) -> None:
-        """Wait for all chunks: the buffers then hold the gradient of the step's objective."""
+        """Wait for all chunks. Then the buffers hold the gradient of the step's objective."""
         while self._travelling:
             self._travelling.pop().wait()
         for parameter in self._tied:
-            # Last of all, as a sum of two numbers: it has the same bits on both stages, which therefore never drift apart.
+            # A last sum of two numbers has the same bits on both stages, so the two copies of the weight stay equal.
             self.groups.tied_gradients.all_reduce(self.buffer_of[parameter].own(parameter))
 
     def reduce(self) -> None:
-        """Reduce everything at once."""
+        """Reduce all buffers, each as one chunk, and wait for them."""
         for chunk in self.chunks(None):
             self.start(chunk)
         self.finish()
 
     def norms(self) -> Norms:
-        """Euclidean norms of the reduced gradients over the whole model."""
+        """Return the Euclidean norms of the reduced gradients over the whole model. All ranks must call this."""
         counted = (
             (buffer.name, buffer.own(parameter))
             for parameter, buffer in self.buffer_of.items()
@@ -206,7 +214,10 @@ class Gradients:
         return gradient_norms(counted, self.buffers[0].device, self.groups)
 
     def clip(self, limit: float | None) -> Norms:
-        """Scale all gradients so that their norm is at most `limit`; the norms before."""
+        """Scale all gradients so that their norm is at most `limit`, and return the norms before. None does not scale.
+
+        All ranks must call this.
+        """
         norms = self.norms()
         if limit is not None and norms.total > limit:
             for buffer in self.buffers:
@@ -219,12 +230,12 @@ class Norms(dict[GradientClass, float]):
 
     @property
     def total(self) -> float:
-        """Of all classes together."""
+        """Norm of all classes together."""
         return math.hypot(*self.values())
 
 
 def gradient_norms(counted: Iterable[tuple[GradientClass, torch.Tensor]], device: torch.device, groups: Groups) -> Norms:
-    """Norms over the whole model; a collective call.
+    """Return the norms over the whole model. All ranks must call this.
 
     Args:
         counted: the reduced gradients that this rank counts (`Transformer.counted`), each with its class.

@@ -1,9 +1,9 @@
-"""One micro-batch on its way through this rank's ops, forward and backward.
+"""The state and the ops of one micro-batch on this rank, forward and backward.
 
-Every op that computes builds a small autograd graph of its own, from leaves to ends; going backward, that graph alone is
-differentiated. What travels between ops lies in token buffers and, on the network, in flight; collectives are outside of
-autograd. So what runs when is the schedule's choice. Gradients of parameters go to whoever adds them up, never through
-`parameter.grad`, so that no hook of another library fires before the step is done.
+Every op that computes builds its own small autograd graph, and its backward differentiates only this graph. Between ops,
+activations lie in token buffers, and rows that travel are in flight. Collectives are outside of autograd. So the schedule is
+free to choose the order of ops. Gradients of parameters go to the gradient buffers, not through `parameter.grad`, so that no
+hook of another library fires before the step is done.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ AddGradient = Callable[[nn.Parameter, torch.Tensor], None]
 
 
 class Computed(NamedTuple):
-    """What an op has computed: tensors that may have a gradient, and anything else."""
+    """The results of an op.
+
+    Args:
+        ends: tensors that may have a gradient.
+        aside: other results.
+    """
 
     ends: Sequence[torch.Tensor]
     aside: Any = None
@@ -38,49 +43,63 @@ class Computed(NamedTuple):
 
 Compute = Callable[..., Computed]
 Part = tuple[int, int]
-"""Number of a block, and of a part of it."""
+"""Number of a block, and number of a piece of it (`Op.part`)."""
 
 
 class _Graph(NamedTuple):
-    """What the backward of an op needs; an end without a gradient is None. Edges, not tensors: results may be freed before."""
+    """The autograd graph of an op, which its backward needs.
+
+    Args:
+        ends: edges of the results; None for a result without a gradient. An edge does not keep the result in memory.
+        leaves: inputs of the op.
+    """
 
     ends: list[GradientEdge | None]
     leaves: list[torch.Tensor]
 
 
 class _Bypass(NamedTuple):
-    """What goes from a piece's router to its sum without passing through experts; on the way back, the gradient of it."""
+    """The data that go from the router of a piece to the sum of its rows, past the experts; in backward, their gradients.
+
+    Args:
+        weight_TK: the weights of assignments.
+        residual_BsH: the residual stream, with the output of the shared expert.
+    """
 
     weight_TK: torch.Tensor
     residual_BsH: torch.Tensor
 
 
 class MicroBatch:
-    """State and ops; `run` runs one.
+    """The state of a micro-batch, or of a part of one, and its ops.
 
     Args:
-        add: takes a parameter's gradient as soon as there is one; sums up.
-        weights: of tokens and sequences in the step's objective; None if no op goes backward.
+        graph: the graph of the step.
+        batch: its whole sequences.
+        add: adds a gradient of a parameter to the parameter's sum.
+        weights: weights of tokens and sequences in the step's objective; None if no op goes backward.
 
     Attributes:
-        began: when the last op that computes began to, behind all waiting.
+        losses: this rank's contributions so far.
+        flight: rows and counts that travel, or wait to travel, by the op that sends them.
+        began: time at which the last op that computes began to compute, after all waiting (`perf_counter`).
     """
 
     def __init__(self, model: Transformer, graph: StepGraph, batch: Batch, add: AddGradient, weights: Weights | None):
         self.model, self.graph, self.batch, self.add, self.weights = model, graph, batch, add, weights
         self.losses, self.began = model.start_losses(batch), perf_counter()
-        self.inputs: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block; behind the last one, the stage's output
-        self.middles: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block, behind attention
+        self.inputs: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block; those of block i + 1 are block i's output
+        self.middles: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block: output of attention
         self.input_gradients: dict[int, TokenBuffer] = defaultdict(TokenBuffer)
         self.middle_gradients: dict[int, TokenBuffer] = defaultdict(TokenBuffer)
         self.flight: dict[Op, Pending] = {}
         self._graphs: dict[Op, _Graph] = {}  # by forward op
-        self._again: dict[Op, tuple[Compute, Sequence[torch.Tensor]]] = {}  # by forward op that is to be computed again
+        self._again: dict[Op, tuple[Compute, Sequence[torch.Tensor]]] = {}  # by forward op that will run again
         self._sent: dict[Part, Sent] = {}
         self._received: dict[Part, Received] = {}
         self._bypasses: dict[Part, _Bypass] = {}
-        self._tallies: dict[int, Tally] = {}  # by block, of the parts so far
-        self._balances: dict[int, Balance] = {}  # by block, behind its last part
+        self._tallies: dict[int, Tally] = {}  # by block: sum over the pieces so far
+        self._balances: dict[int, Balance] = {}  # by block, after its last piece
         self._memories: dict[int, KeysAndValues] = defaultdict(KeysAndValues)
 
     @property
@@ -89,7 +108,7 @@ class MicroBatch:
         return self.weights is not None
 
     def run(self, op: Op) -> Pending | None:
-        """Run an op; what it has sent on its way, if it communicates."""
+        """Run an op. An op that communicates returns the data that it has put in flight."""
         if op.direction == "R":
             self.began = perf_counter()
             self._build(op._replace(direction="F"), *self._again.pop(op._replace(direction="F")))
@@ -133,7 +152,7 @@ class MicroBatch:
         (rows_NH, weight_TK, _, _, *shared), (sent, tally) = self._compute(op, route, z_BsH)
         self._sent[part] = sent
         self._bypasses[part] = _Bypass(weight_TK, z_BsH.detach() + shared[0] if shared else z_BsH.detach())
-        self.flight[op._replace(kind=DISPATCH)] = Pending([], (rows_NH,))  # here until the list says that it leaves
+        self.flight[op._replace(kind=DISPATCH)] = Pending([], (rows_NH,))  # until the dispatch op sends it
         if not self.graph.ragged:
             self._received[part] = layer.exchange.equal_counts(sent)
         self._tallies[op.layer] = tally if before is None else before + tally
@@ -163,7 +182,7 @@ class MicroBatch:
     def merge_forward(self, op: Op) -> None:
         layer, part = self._layer(op), _part(op)
         sent, (weight_TK, residual_BsH) = self._sent[part], self._bypasses.pop(part)
-        # The sum is differentiated by weights of its own; what it finds goes back to the router in `route_backward`.
+        # The weights are a leaf of this graph. `route_backward` passes their gradient on to the router.
         (y_TH,), _ = self._compute(
             op, lambda y_NH, weight_TK: Computed([layer.combine_postprocess(y_NH, sent, weight_TK)]),
             self._arrived(op, COMBINE), weight_TK,
@@ -226,7 +245,7 @@ class MicroBatch:
     def embed_backward(self, op: Op) -> None:
         self._differentiate(op, [self.input_gradients[op.layer].take(self._tokens(op))])
 
-    # What they share.
+    # Shared by the ops.
 
     @cached_property
     def _places(self) -> list:
@@ -239,22 +258,22 @@ class MicroBatch:
         return self.model.block(op.layer).moe
 
     def _start_out(self, op: Op) -> None:
-        """What lies ready for this op starts for the owners of experts."""
+        """Start to send the rows that wait for this op to the owners of experts."""
         (rows_NH,) = self.flight.pop(op).wait()
         self.flight[op] = self._layer(op).exchange.start_out(rows_NH, self._sent[_part(op)], self._received[_part(op)])
 
     def _start_back(self, op: Op) -> None:
-        """What lies ready for this op starts for the owners of tokens."""
+        """Start to send the rows that wait for this op to the owners of tokens."""
         (rows_NH,) = self.flight.pop(op).wait()
         self.flight[op] = self._layer(op).exchange.start_back(rows_NH, self._sent[_part(op)], self._received[_part(op)])
 
     def _arrived(self, op: Op, kind: str) -> torch.Tensor:
-        """What the op's own collective of this kind has brought."""
+        """Wait for the op of this kind for the same piece, and return the rows that it has brought."""
         (tensor,) = self.flight.pop(op._replace(kind=kind)).wait()
         return tensor
 
     def _compute(self, op: Op, compute: Compute, *inputs: torch.Tensor) -> Computed:
-        """Results of an op, outside of any graph."""
+        """Compute the results of an op, detached from its graph."""
         self.began = perf_counter()
         if not self.training or op.kind in self.graph.recompute:
             if self.training:
@@ -264,7 +283,7 @@ class MicroBatch:
         return self._build(op, compute, inputs)
 
     def _build(self, op: Op, compute: Compute, inputs: Sequence[torch.Tensor]) -> Computed:
-        """Results of an op, whose graph is kept for its backward."""
+        """Compute the detached results of an op, and keep its graph for its backward."""
         with torch.enable_grad():
             leaves = [x if x.is_leaf and x.requires_grad else x.detach().requires_grad_() for x in inputs]
             results, aside = compute(*leaves)
@@ -273,7 +292,7 @@ class MicroBatch:
         return Computed([result.detach() for result in results], aside)
 
     def _differentiate(self, op: Op, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Gradients of an op's inputs from those of its results; those of its parameters are added up."""
+        """Return the gradients of an op's inputs, given those of its results, and add the gradients of its parameters."""
         self.began = perf_counter()
         graph = self._graphs.pop(op._replace(direction="F"))
         parameters = self.model.parameters_of(op.kind, op.layer)
@@ -303,4 +322,4 @@ BACKWARD: Mapping[str, Run] = {
     ROUTE: MicroBatch.route_backward, DISPATCH: MicroBatch.dispatch_backward, EXPERT: MicroBatch.expert_backward,
     COMBINE: MicroBatch.combine_backward, MERGE: MicroBatch.merge_backward, HEAD: MicroBatch.head_backward,
 }  # fmt: skip
-"""What runs an op of each kind that belongs to a micro-batch. Counts have no gradient."""
+"""The methods that run the ops of a micro-batch, by kind and direction. Counts have no backward."""

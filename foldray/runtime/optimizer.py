@@ -1,4 +1,4 @@
-"""The optimizer both engines share: update rule, weight decay, the learning rate's course."""
+"""The optimizer that both engines share: update rule, weight decay, learning rate."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from foldray.recipe import OptimizerSpec
 
 
 def make_optimizer(spec: OptimizerSpec, groups: Iterable[dict]) -> torch.optim.Optimizer:
-    """A torch optimizer over parameter groups that carry their own weight decay.
+    """Return a torch optimizer.
 
-    The loop over tensors is taken instead of the fused kernels: its results do not depend on how tensors are grouped.
+    It loops over tensors instead of using kernels for many tensors, because its results then do not depend on how tensors
+    are grouped.
+
+    Args:
+        groups: parameter groups with their weight decay (`decay_groups`).
     """
     if spec.kind == "sgd":
         return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, foreach=False)
@@ -21,7 +25,11 @@ def make_optimizer(spec: OptimizerSpec, groups: Iterable[dict]) -> torch.optim.O
 
 
 def decay_groups(spec: OptimizerSpec, parameters: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[dict]:
-    """Two parameter groups from pairs (what the optimizer updates, the model's parameter): matrices decay, vectors do not."""
+    """Return the parameter groups of matrices, which decay, and of vectors, which do not. Empty groups are left out.
+
+    Args:
+        parameters: pairs of the tensor that the optimizer updates and the model's parameter.
+    """
     groups: tuple[dict, dict] = ({"params": [], "weight_decay": spec.weight_decay}, {"params": [], "weight_decay": 0.0})
     for updated, parameter in parameters:
         groups[0 if parameter.dim() > 1 else 1]["params"].append(updated)
@@ -29,14 +37,14 @@ def decay_groups(spec: OptimizerSpec, parameters: Iterable[tuple[torch.Tensor, t
 
 
 def state_keys(spec: OptimizerSpec) -> tuple[str, ...]:
-    """What the optimizer remembers of each parameter, beside the number of steps."""
+    """Return the names of the optimizer's state of each parameter, without the number of steps."""
     if spec.kind == "adamw":
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if spec.momentum else ()
 
 
 def learning_rate(spec: OptimizerSpec, step: int, steps: int) -> float:
-    """Rate of step number `step` (from 0) of `steps`: linear warm-up, then the chosen decay down to min_lr · lr."""
+    """Return the rate of step `step` (from 0) of `steps`: linear warm-up, then the chosen decay down to min_lr · lr."""
     if step < spec.warmup_steps:
         return spec.lr * (step + 1) / spec.warmup_steps
     if spec.decay == "constant":

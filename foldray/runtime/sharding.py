@@ -1,8 +1,9 @@
-"""Who owns which elements of a flat buffer that several ranks share (ZeRO).
+"""The owners of the elements of a flat buffer that several ranks share (ZeRO, Rajbhandari et al. 2020).
 
-Ownership is dealt out in granules: of every n · g elements, rank i owns the i-th g. So any run of whole deals is owned evenly by
-all ranks, and a buffer may be reduced in chunks of any size, another one each step, while everyone keeps what is theirs. What a
-rank owns lies in one tensor, granule behind granule; what it owns of a run of the buffer, such as a parameter, is a run too.
+The elements are dealt out in granules of g elements. A deal is n · g consecutive elements, one granule for each of n ranks;
+rank i owns the i-th granule. So all ranks own equally much of a run of whole deals. The size of chunks may change from step
+to step, and every rank still owns the same elements. The elements that a rank owns lie in one tensor, granule after granule.
+Its elements of a run of the buffer, such as a parameter, are a run of this tensor.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from dataclasses import dataclass
 import torch
 
 GRANULE = 256
-"""Elements; a message to one rank is never shorter."""
+"""Elements of a granule. Messages to a rank are not shorter than this."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """A buffer's elements among `ranks` owners, as seen by number `index`; one owner owns everything, with no padding.
+    """The division of a buffer's elements among ranks. A single rank owns everything, without padding.
 
     Args:
-        elements: of the buffer, without padding.
+        elements: number of elements of the buffer, without padding.
+        ranks: number of owners.
+        index: this rank's number among the owners.
     """
 
     elements: int
@@ -29,7 +32,7 @@ class Sharding:
 
     @property
     def deal(self) -> int:
-        """Elements of one round in which every rank gets a granule; chunks are multiples of it."""
+        """Elements of one deal. The length of a chunk is a multiple of it."""
         return 1 if self.ranks == 1 else self.ranks * GRANULE
 
     @property
@@ -38,25 +41,25 @@ class Sharding:
 
     @property
     def owned(self) -> int:
-        """Elements of a rank's part, padding included."""
+        """Number of elements that a rank owns, with padding."""
         return self.padded // self.ranks
 
     def own(self, start: int, stop: int) -> slice:
-        """Where in this rank's part those elements lie that it owns of a run of the buffer."""
+        """Return the indices, in the tensor of this rank's elements, of those that lie in a run of the buffer."""
         return slice(self._before(start), self._before(stop))
 
     def mine(self, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor:
-        """Which elements of a run of the buffer are this rank's: bool [stop - start]."""
+        """Return which elements of a run of the buffer this rank owns: bool [stop - start]."""
         if self.ranks == 1:
             return torch.ones(stop - start, dtype=torch.bool, device=device)
         return torch.arange(start, stop, device=device) // GRANULE % self.ranks == self.index
 
     def by_owner(self, run: torch.Tensor) -> torch.Tensor:
-        """A run of whole deals, sorted by owner: what a reduce-scatter takes."""
+        """Sort a run of whole deals by owner, as a reduce-scatter needs it."""
         return run.view(-1, self.ranks, GRANULE).transpose(0, 1).flatten()
 
     def in_order(self, gathered: torch.Tensor) -> torch.Tensor:
-        """The inverse of `by_owner`: what an all-gather gives, as it lies in the buffer."""
+        """Undo `by_owner`: put the result of an all-gather into the order of the buffer."""
         return gathered.view(self.ranks, -1, GRANULE).transpose(0, 1).flatten()
 
     def _before(self, element: int) -> int:

@@ -1,4 +1,4 @@
-"""A whole step as one ordinary module, whose `loss.backward()` works."""
+"""A whole step as one module, for libraries that call `loss.backward()`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from foldray.schedule import Ordering
 
 
 class StepModule(nn.Module):
-    """Runs a step's list, all micro-batches and both directions, in its forward; its backward hands the gradients over.
+    """Its forward runs a step's list, with all micro-batches in both directions. Its backward returns the gradients.
 
-    So the list's order is its own, not autograd's, hooks of other libraries fire once per parameter and step, and losses of
+    So the list, not autograd, orders the ops. Hooks of other libraries fire once per parameter and step. The gradients of
     several steps add up in `parameter.grad` as usual. There is no double backward.
 
     Args:
-        reduced: whether the list reduces gradients too, as the ordering says; else they are those of this rank's share of the
-            loss, and who sums them over ranks is up to the engine around.
+        reduced: whether the list reduces gradients. If not, they are those of this rank's share of the loss, and the caller
+            must sum them over ranks.
 
     Attributes:
-        losses: of the last list, by micro-batch.
+        losses: this rank's contributions to the losses of the last step, one for each part of a micro-batch.
     """
 
     def __init__(self, model: Transformer, groups: Groups, ordering: Ordering | None = None, reduced: bool = False):
@@ -38,7 +38,10 @@ class StepModule(nn.Module):
         self.losses: list[Losses] = []
 
     def forward(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """What this rank adds to the step's language loss, with the gradients of the step's objective behind it."""
+        """Return this rank's contribution to the step's language loss, scalar float32.
+
+        Its backward gives the gradient of the step's whole objective.
+        """
         return _Shell.apply(self, batches, *self.model.parameters())
 
     def run(self, batches: Sequence[Batch]) -> torch.Tensor:
@@ -49,15 +52,15 @@ class StepModule(nn.Module):
         return language.float() * self.execution.weights.token.float()
 
     def hand_over(self, scale: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's gradients in the parameters' precision; sums start anew."""
-        # New tensors: an engine may let those that it is given point into its own buffers.
+        """Return this rank's gradients times `scale`, in the parameters' types, and set the sums to zero."""
+        # These must be new tensors, because an engine may make views of its own buffers from them.
         found = [(self.gradients.views[parameter] * scale).to(parameter.dtype) for parameter in self.model.parameters()]
         self.gradients.zero()
         return found
 
 
 class _Shell(torch.autograd.Function):
-    """A step's list as one node of autograd's graph, behind which each parameter gets one gradient."""
+    """A step's list as one node of autograd's graph. Its backward gives each parameter one gradient."""
 
     @staticmethod
     def forward(ctx: Any, step: StepModule, batches: Sequence[Batch], *_: nn.Parameter) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What ran when: a record of one step on one rank, as the simulator would draw it."""
+"""The recorded spans of a step's ops on one rank. They have the form of the simulator's spans."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from foldray.timeline import usage
 class Trace:
     """Spans of the ops of the last step, in seconds of this machine's clock.
 
-    Of an op that computes, waiting for what it needs is left out. One that communicates is in flight from its start to the
-    moment when all of it has arrived. On a GPU the host waits for every op, so that its end can be told: that costs time, and
-    overlap of the host with the device.
+    The span of an op that computes leaves out the wait for its inputs. The span of an op that communicates lasts from its
+    start until all of its data have arrived. On a GPU, the host waits for the end of every op that computes. This takes
+    time, and the host no longer overlaps with the device.
     """
 
     def __init__(self, device: torch.device | None = None):
@@ -26,20 +26,20 @@ class Trace:
         self.begin = self.end = perf_counter()
 
     def start(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.spans = {}
         self.begin = perf_counter()
 
     def ran(self, op: Op, began: float, pending: Pending | None) -> None:
-        """The host has come back from an op.
+        """Record an op from which the host has come back.
 
         Args:
-            began: when an op that computes began to.
-            pending: what one that communicates has on its way.
+            began: time at which an op that computes began to compute.
+            pending: the data in flight of an op that communicates; None for an op that computes.
         """
         now = perf_counter()
         if pending is not None:
-            spans = self.spans  # of this step, whenever the news comes
+            spans = self.spans  # of this step, even if the call comes later
             self._news += pending.when_done(lambda: spans.update({op: Span(now, perf_counter())}))
             return
         if self._gpu:
@@ -47,14 +47,17 @@ class Trace:
         self.spans[op] = Span(began, perf_counter())
 
     def finish(self) -> None:
-        """The step is done."""
+        """End the step, and wait until all data have arrived."""
         self.end = perf_counter()
         while self._news:
             self._news.pop().wait()
 
     def times(self, graph: Graph) -> dict[str, float]:
-        """Milliseconds of the last step: step_ms, forward_ms, backward_ms, compute_ms, comm_ms, exposed_comm_ms (`Usage`)."""
-        sides = {"F": 0.0, "B": 0.0}  # by what the step was at: passes take turns when there are several micro-batches
+        """Return times of the last step, in milliseconds.
+
+        The keys are step_ms, forward_ms, backward_ms, compute_ms, comm_ms and exposed_comm_ms (`Usage`).
+        """
+        sides = {"F": 0.0, "B": 0.0}  # the time up to the end of an op counts for its direction; recomputation is B
         at = self.begin
         for op, span in sorted(self.spans.items(), key=lambda item: item[1]):
             if graph.channel(op) is None:

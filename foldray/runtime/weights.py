@@ -1,8 +1,9 @@
-"""What one token, and one sequence, count in a step's objective.
+"""The weights of a token and of a sequence in a step's objective.
 
-The objective is the mean cross-entropy over all tokens of a step that count, and the mean balance and z-losses over all its
-sequences. Every op differentiates sums. So there is one place where gradients get their scale, the loss itself, and one thing
-that it depends on: how many there are in all, which ranks tell each other while they already compute.
+The objective is the mean cross-entropy over all tokens of a step that count, plus the weighted balance loss and z-loss of
+all MoE blocks, mean over all sequences of the step. Ops compute losses as sums, and these two weights turn the sums into
+means. So gradients get their scale here and nowhere else. The weights depend on the numbers of tokens and sequences of all
+ranks. An all-reduce sums these numbers while the ranks already compute.
 """
 
 from __future__ import annotations
@@ -17,28 +18,28 @@ from foldray.model import IGNORED, Batch
 
 
 class Weights:
-    """Of one step; a collective call, in which all ranks take part.
+    """The weights of one step. All ranks must make them together.
 
     Args:
-        batches: of this rank's data-parallel place.
-        dtype: of losses.
+        batches: all batches of the step at this rank's data-parallel place.
+        dtype: type of the weights.
     """
 
     def __init__(self, batches: Sequence[Batch], groups: Groups, dtype: torch.dtype):
         fold = groups.fold
-        self._copies, self._dtype = fold.tp * fold.cp * fold.pp, dtype  # ranks that count the same
+        self._copies, self._dtype = fold.tp * fold.cp * fold.pp, dtype  # ranks that count the same tokens
         tokens = torch.stack([(batch.target_BL != IGNORED).sum() for batch in batches]).sum()
         sequences = tokens.new_tensor(sum(len(batch.target_BL) for batch in batches))
         self._counts = groups.control.start_all_reduce(torch.stack([tokens, sequences]).double())
 
     @property
     def token(self) -> torch.Tensor:
-        """One over the tokens that count, scalar; any number if there are none."""
+        """1 / (number of tokens that count), scalar; without such tokens, its value does not matter."""
         return self._shares[0]
 
     @property
     def sequence(self) -> torch.Tensor:
-        """One over the sequences, scalar."""
+        """1 / (number of sequences), scalar."""
         return self._shares[1]
 
     @cached_property
