@@ -12,7 +12,7 @@ from foldray.blueprint import BlockSpec, ModelSpec, Ownership
 from foldray.errors import UserError
 from foldray.fold import Fold
 from foldray.planner.layout import PipelineLayout, make_layout
-from foldray.schedule import Chunk, Ordering, PipelineGraph, Slicing, StepGraph, cut_buffer
+from foldray.schedule import Chunk, Ordering, PipelineGraph, Slicing, StepGraph, check_pipeline, cut_buffer
 
 FAMILY: Mapping[str, str] = {"dense": "dp_cp", "replicated": "tp_dp_cp", "expert": "edp"}
 """By class of gradient: the family over whose groups it is summed."""
@@ -79,7 +79,7 @@ class Candidate:
         zero: 0 to 2 as in training; 3 keeps all weights shared out and gathers them layer by layer, in every micro-batch.
 
     Raises:
-        UserError: the fold does not divide the model, or the batch.
+        UserError: the fold does not divide the model or the batch, or training has no pipeline schedule for the candidate.
     """
 
     job: Job
@@ -98,6 +98,7 @@ class Candidate:
         if self.job.global_batch % (self.fold.dp * self.micro_batch):
             rule = f"must be a multiple of dp={self.fold.dp} × micro_batch={self.micro_batch}"
             raise UserError("global_batch", self.job.global_batch, rule, [self.fold.dp * self.micro_batch])
+        check_pipeline(self.pipeline)
 
     @cached_property
     def ownership(self) -> Ownership:
