@@ -11,7 +11,8 @@ from importlib import import_module
 
 _MODULES = (
     "torch.distributed", "torch._dynamo", "torch._inductor.compile_fx", "deepspeed.ops.op_builder.all_ops",
-    "deepspeed.module_inject.auto_ep_layer", "trainers.worker.deepspeed_engine", "trainers.worker.engines", "tests.foldray.parity",
+    "deepspeed.module_inject.auto_ep_layer", "trainers.worker.deepspeed_engine", "trainers.worker.engines",
+    "tests.foldray.parity",
 )  # fmt: skip
 
 for _name in _MODULES:

@@ -12,7 +12,7 @@ from foldray.blueprint import BlockSpec, ModelSpec, Ownership
 from foldray.errors import UserError
 from foldray.fold import Fold
 from foldray.planner.layout import PipelineLayout, make_layout
-from foldray.schedule import Chunk, Ordering, PipelineGraph, Slicing, StepGraph, cut_buffer
+from foldray.schedule import Chunk, Ordering, PipelineGraph, Slicing, StepGraph, check_pipeline, cut_buffer
 
 FAMILY: Mapping[str, str] = {"dense": "dp_cp", "replicated": "tp_dp_cp", "expert": "edp"}
 """Gradient class → the group family over which gradients of this class are summed."""
@@ -84,7 +84,8 @@ class Candidate:
         zero: stage of ZeRO. 0 to 2 are as in training. 3 also shards the weights, and gathers them for every op.
 
     Raises:
-        UserError: the fold does not divide the model or the batch, or the parts do not divide the micro-batch.
+        UserError: the fold does not divide the model or the batch, the parts do not divide the micro-batch, or training has no
+            pipeline schedule for the candidate.
     """
 
     job: Job
@@ -103,6 +104,7 @@ class Candidate:
         if self.job.global_batch % (self.fold.dp * self.micro_batch):
             rule = f"must be a multiple of dp={self.fold.dp} × micro_batch={self.micro_batch}"
             raise UserError("global_batch", self.job.global_batch, rule, [self.fold.dp * self.micro_batch])
+        check_pipeline(self.pipeline)
 
     @cached_property
     def ownership(self) -> Ownership:

@@ -25,7 +25,7 @@ from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware, constants
 from foldray.planner.memory import GIB, Memory, ledger
 from foldray.planner.prediction import Prediction, predict
-from foldray.schedule import Ordering, Reduction
+from foldray.schedule import Ordering, PipelineGraph, Reduction
 
 METHODS: dict[str, dict[str, int]] = {
     "FSDP": {"zero": 3, "ep": 1},
@@ -88,8 +88,10 @@ def _row(fields: dict[str, str]) -> Row:
     model = ModelSpec.model_validate({"preset": fields["model"]})
     tp, cp, pp, etp = (numbers[key] for key in ("tp", "cp", "pp", "etp_effective"))
     fold = Fold(numbers["gpus"], tp, cp, pp, how.get("ep", numbers["ep"]), etp)
-    virtual = model.layers // pp if pp > 1 and pp in divisors(model.layers) else 1
     job = Job(model, numbers["seq_len"], numbers["gbs"])
+    # One block per stage, where Megatron's interleaved schedule can run at all.
+    interleaved = pp > 1 and pp in divisors(model.layers) and PipelineGraph(pp, max(1, job.global_batch // fold.dp)).full_rounds
+    virtual = model.layers // pp if interleaved else 1
     candidate = Candidate(job, fold, Ordering(reduction=Reduction("buckets")), 1, virtual, how["zero"])
     return Row(name, method, candidate, _share(fields["mfu_pct"]))
 

@@ -132,6 +132,8 @@ def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1
     degree = int(numbers[0]) if numbers else 1
     lags = [int(number) for number in numbers[1:]]
     lag, backward_lag = (lags[0], lags[-1]) if lags else (None, None)
+    if 0 in (degree, batch_degree, *lags):
+        raise UserError("schedule", name, "has a 0; degrees, lags and parts are at least 1")
     if not row.cuts and (degree > 1 or batch_degree > 1):
         raise UserError("schedule", name, f"{kind} cuts nothing", [kind])
     if degree == 1 and batch_degree == 1:

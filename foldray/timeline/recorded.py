@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
 from statistics import fmean, median
 from typing import NamedTuple, cast
 
@@ -83,13 +84,17 @@ class _Ranks:
         return channel and (channel, ranked.rank)
 
     def travel(self, recordings: Sequence[Recording]) -> dict[_RankedOp, float]:
-        """Return the seconds of every collective and handover, after the clocks of each pipeline position are aligned."""
+        """Return the seconds of every collective and handover, on one clock for all ranks."""
         spans: dict[_RankedOp, list[Span]] = defaultdict(list)
         for rank, (recording, ahead) in enumerate(zip(recordings, self._ahead(recordings), strict=True)):
             for op, span in recording.spans.items():
                 if self.graph.channel(op) is not None:
                     spans[self.ranked(op, rank)].append(Span(span.start - ahead, span.end - ahead))
-        whole = {op: Span(max(span.start for span in each), fmean(span.end for span in each)) for op, each in spans.items()}
+        whole = {
+            # A sender is done with a handover before it arrives.
+            op: Span(max(span.start for span in each), (max if op.op.kind == HANDOVER else fmean)(span.end for span in each))
+            for op, each in spans.items()
+        }
         arrived: dict[object, float] = {}
         found = {}
         for ranked, span in sorted(whole.items(), key=lambda item: item[1].end):
@@ -99,17 +104,40 @@ class _Ranks:
         return found
 
     def _ahead(self, recordings: Sequence[Recording]) -> list[float]:
-        """Return the seconds by which each rank's clock is ahead of the first rank of its pipeline position.
+        """Return the seconds by which each rank's clock is ahead of the clock of rank 0. Hosts may count from other moments.
 
-        This assumes that a collective ends at the same time on all ranks.
+        Within a pipeline position, this assumes that a collective ends at the same time on all ranks.
         """
         found = []
+        between = self._between_positions(recordings)
         for rank, recording in enumerate(recordings):
-            first = recordings[self.at[self.place[rank][0]][0]].spans
+            position, _ = self.place[rank]
+            first = recordings[self.at[position][0]].spans
             shared = [op for op in first if self.graph.channel(op) and len(self.graph.where(op)) == 1]
             apart = [recording.spans[op].end - first[op].end for op in shared]
-            found.append(median(apart) if apart else 0.0)
+            found.append(between[position] + (median(apart) if apart else 0.0))
         return found
+
+    def _between_positions(self, recordings: Sequence[Recording]) -> dict[int, float]:
+        """Return the seconds by which the clock of each position's first rank is ahead of the clock of the first position's.
+
+        The clocks of two neighbours count as equal unless a handover seems to arrive before it leaves. Then the fastest handovers
+        of both directions count as equally fast, as in the Network Time Protocol.
+        """
+        fastest: dict[tuple[int, int], float] = {}  # (sender, receiver) → seconds by two clocks
+        for position, (first, *_) in self.at.items():
+            for op in recordings[first].order:
+                sender, receiver = self.graph.where(op)[0], self.graph.where(op)[-1]
+                if op.kind == HANDOVER and sender == position and receiver in self.at:
+                    took = recordings[self.at[receiver][0]].spans[op].end - recordings[first].spans[op].start
+                    fastest[sender, receiver] = min(fastest.get((sender, receiver), inf), took)
+        ahead = {min(self.at): 0.0}
+        for _ in self.at:  # each time at least one position farther
+            for (known, new), there in fastest.items():
+                if known in ahead and new not in ahead:
+                    back = fastest.get((new, known), max(-there, 0.0))
+                    ahead[new] = ahead[known] + ((there - back) / 2 if min(there, back) < 0 else 0.0)
+        return {position: ahead.get(position, 0.0) for position in self.at}
 
 
 def replay(graph: Graph, recordings: Sequence[Recording]) -> Simulation:

@@ -36,7 +36,7 @@ _WANTED_8 = [  # folds that must be among those of 8 ranks
     {"cp": 8, "etp": 8},
     {"pp": 8},
 ]
-_EVERY_NTH = 16  # of the other folds of 8 ranks in a normal run; all of them nightly
+_EVERY_NTH = 32  # of the other folds of 8 ranks in a normal run; all of them nightly
 
 
 def _folds_of_8() -> list[Any]:

@@ -37,6 +37,14 @@ def test_the_table_tells_why(capsys) -> None:
     assert "ms a step ahead of" in printed.splitlines()[-1]
 
 
+def test_rows_whose_micro_batches_cannot_be_interleaved(tmp_path: Path, capsys) -> None:
+    """One sequence per micro-batch: 24 of them at dp 4 are 6, which is no multiple of pp."""
+    path = written(tmp_path, [{**ROW, "gpus": 64, "gbs": 24}])
+    assert main(["plan", "--score", str(path), "--cluster", "eos-h100", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["step_time_s"] > 0
+
+
 def test_a_picture_of_time_against_memory(tmp_path: Path) -> None:
     assert main([*ASKED, "--top", "3", "--picture", str(tmp_path / "plan.png")]) == 0
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

@@ -120,6 +120,19 @@ def test_a_pipeline_is_simulated_too() -> None:
     assert found.seconds == 2 * 4 + 2
 
 
+@pytest.mark.parametrize("ahead", [(0.0, 0.0, 0.0), (0.0, 1e5, -50.0), (0.0, -3.0, 4.0)])
+def test_hosts_need_not_share_a_clock(ahead: tuple[float, ...]) -> None:
+    """Recordings of positions whose clocks count from different moments are replayed as they ran."""
+    graph = PipelineGraph(3, 5)
+    schedule = pipeline(graph)
+    ran = simulate(graph, schedule, lambda op: ((COMPUTE, 1.0 if op.kind == "stage" else 0.25),))
+    recordings = [
+        Recording(order, {op: Span(*(time + shift for time in ran.spans[op])) for op in order})
+        for order, shift in zip(schedule, ahead, strict=True)
+    ]
+    assert replay(graph, recordings).seconds == pytest.approx(ran.seconds)
+
+
 @given(SECONDS, st.integers(2, 5))
 @settings(max_examples=20, deadline=None)
 def test_the_best_ways_are_as_fast_as_any_pair(seconds, degree) -> None:

@@ -87,6 +87,8 @@ def test_a_timeline_is_drawn_and_traced(ray_session, recipe: Path, capsys) -> No
     [
         (["bench", "--rounds", "0"], "rounds=0: must be at least 1"),
         (["bench", "--schedule", "steam:4"], "schedule=steam:4: names no kind of schedule; legal: sequential, moe_only"),
+        (["bench", "--schedule", "one_a_one_m:4@0"], "has a 0; degrees, lags and parts are at least 1"),
+        (["bench", "--schedule", "stream:4:0"], "schedule=stream:4:0: has a 0; degrees, lags and parts are at least 1"),
         (["bench", "--schedule", "stream:4:x"], "schedule=stream:4:x: must read KIND:DEGREE:LAG:BACKWARD_LAG"),
         (["bench", "--schedule", "stream:99"], "schedule.degree=99: a sequence of 64 tokens has at most 64 slices; legal: 1…64"),
         (["timeline", "--picture", "step.jpg"], "picture=step.jpg: is written as PNG"),
