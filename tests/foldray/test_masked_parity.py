@@ -35,7 +35,7 @@ def _equal_one_process(ranks: Any, recipe: Recipe, tolerance: float, relative: b
         assert torch.tensor(rank["losses"]).sub(torch.tensor(reference["losses"])).abs().max() <= max(tolerance, 1e-10)
 
 
-@pytest.mark.parametrize(("workers", "fold", "schedule"), rotated(4, FOLDS, SCHEDULES), ids=str)
+@pytest.mark.parametrize(("workers", "fold", "schedule"), rotated(12, FOLDS, SCHEDULES), ids=str)
 def test_every_fold_and_schedule_equals_one_process(ranks, workers: int, fold: dict[str, int], schedule: dict) -> None:
     _equal_one_process(ranks, make_recipe(workers, fold, schedule=schedule), 1e-10)
 

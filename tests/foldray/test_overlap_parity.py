@@ -20,6 +20,7 @@ from foldray.recipe import Recipe
 from foldray.schedule import OVERLAPS, SLICINGS
 from tests.foldray.folds import name
 from tests.foldray.parity import MODEL, batches, engine_of, gradients, make_recipe, sample
+from tests.rotation import rotated
 
 LENGTH, BATCH = 64, 4
 KINDS = [kind for kind in list(OVERLAPS)[1:] if kind != "flow"]  # which is aaam along the batch; see test_reduction_parity.py
@@ -104,7 +105,12 @@ def test_every_schedule_equals_one_graph(ranks, world: int, fold: dict[str, int]
 
 @pytest.mark.parametrize(
     ("world", "fold"),
-    [(1, {}), (4, {"tp": 2, "cp": 2, "ep": 4}), (4, {"tp": 2, "ep": 2, "etp": 2}), (8, {"tp": 2, "cp": 2, "pp": 2, "ep": 4})],
+    [
+        (1, {}),
+        (4, {"tp": 2, "cp": 2, "ep": 4}),
+        (4, {"tp": 2, "ep": 2, "etp": 2}),
+        pytest.param(8, {"tp": 2, "cp": 2, "pp": 2, "ep": 4}, marks=pytest.mark.nightly),
+    ],
     ids=["one", "tp2-cp2-ep4", "tp2-ep2-etp2", "tp2-cp2-pp2-ep4"],
 )
 def test_what_goes_with_schedules_equals_one_graph(ranks, world: int, fold: dict[str, int]) -> None:
@@ -125,8 +131,11 @@ def test_what_goes_with_schedules_equals_one_graph(ranks, world: int, fold: dict
 DROPPING = [{"kind": kind, "degree": degree} for kind in KINDS for degree in (2, 3, 8)]
 
 
-@pytest.mark.parametrize("more", [{}, {"pad": True}, {"drop_scope": "sequence"}], ids=["ragged", "padded", "whole"])
-@pytest.mark.parametrize(("world", "fold"), [(1, {}), (2, {"ep": 2}), (4, {"pp": 2, "ep": 2})], ids=["one", "ep2", "pp2-ep2"])
+@pytest.mark.parametrize(
+    ("world", "fold", "more"),
+    rotated(3, [(1, {}), (2, {"ep": 2}), (4, {"pp": 2, "ep": 2})], [{}, {"pad": True}, {"drop_scope": "sequence"}]),
+    ids=str,
+)
 def test_dropping_by_position_does_not_depend_on_the_schedule(ranks, world: int, fold: dict[str, int], more: dict) -> None:
     model = {"router": {"capacity_factor": 0.8, "drop": "position", "balance_loss": 0.1, **more}}
     check(ranks, world, fold, model, [{}, *DROPPING])

@@ -15,6 +15,7 @@ from foldray.model import slices as module
 from foldray.model.sight import Sight
 from foldray.model.slices import KeysAndValues, slice_attention
 from tests.foldray.model.sequences import ALL, HEADS, Asked, B, D, L, data_of, reference, sights
+from tests.rotation import rotated
 
 WHOLE = Asked()
 CUTS = [(48,), (24, 24), (16, 24, 8), (8, 8, 16, 8, 8), (40, 8)]
@@ -63,8 +64,7 @@ def worst(results: Any) -> float:
     return float(torch.tensor(results).max())  # a NaN stays one, and is below nothing
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize(("heads", "cp"), rotated(3, [(heads,) for heads in HEADS], [1, 2, 4]))
 def test_output_and_gradients_are_those_of_whole_sequences(ranks, cp: int, heads: tuple[int, int]) -> None:
     assert worst(ranks(4).run(parity, cp, heads, torch.float64, ALL)) <= 1e-12
 

@@ -150,7 +150,7 @@ AGAIN = [[], ["expert"], ["attention", "ffn", "expert"]]
 
 @pytest.mark.parametrize(
     ("again", "name", "dtype", "change"),
-    rotated(3, AGAIN, ["sequential", "one_a_one_m-even:4"], ["fp32", "bf16"], [*CHANGES]),
+    rotated(6, AGAIN, ["sequential", "one_a_one_m-even:4"], ["fp32", "bf16"], [*CHANGES]),
     ids=str,
 )
 def test_activations_are_those_of_a_run(change: str, dtype: str, name: str, again: list[str]) -> None:

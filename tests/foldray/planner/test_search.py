@@ -47,7 +47,7 @@ def test_folds_are_all_that_divide_the_model_and_the_batch() -> None:
     [
         (1, {}),
         (4, {}),
-        (8, {}),
+        pytest.param(8, {}, marks=pytest.mark.nightly),
         (4, {"model": {"dense_first": 1}}),  # blocks of two kinds, one of them at the first position alone
         (4, {"model": {"moe_every": 2}}),  # interleaved, positions may have one kind each
         (4, {"constants": {"crowding": 0.3}}),

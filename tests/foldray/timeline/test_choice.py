@@ -75,7 +75,7 @@ def test_an_open_lag_runs_as_the_usual_one_until_then() -> None:
 def test_training_with_chosen_lags_equals_one_process(ranks, fold: dict[str, int]) -> None:
     recipe = make_recipe(2, fold, schedule={"kind": "stream", "degree": 4})
     assert recipe.ordering.open
-    found = [part[0] for part in ranks(2).run(trained, [recipe], 3)]
+    found = ranks(2).run(trained, recipe, 3)
     difference, where = worst(found, one_process(recipe, steps=3), relative=False)
     assert difference <= 1e-10, where
     named = make_recipe(2, fold, schedule={"kind": "stream", "degree": 4, "lag": 2, "backward_lag": 2})

@@ -83,7 +83,7 @@ def undisturbed() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("writer", "reader"),
-    [pytest.param(*pair, marks=() if number % 4 == 0 else pytest.mark.nightly) for number, pair in enumerate(_PAIRS)],
+    [pytest.param(*pair, marks=() if number % 6 == 0 else pytest.mark.nightly) for number, pair in enumerate(_PAIRS)],
     ids=lambda given: f"{given[0]}:{given[1]}".replace("'", ""),
 )
 def test_a_checkpoint_goes_on_under_another_fold(ranks, undisturbed, tmp_path: Path, writer: tuple, reader: tuple) -> None:
