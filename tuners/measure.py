@@ -33,8 +33,8 @@ class Measurement:
         ratios: median step of the setting over that of the unchanged recipe, by turn.
         peak_bytes: memory of the fullest rank, in bytes.
         recorded: the graph of one step, and every rank's recording of it.
-        compute_ms, exposed_comm_ms: milliseconds of computation and of exposed communication in that step; the largest values
-            of all ranks.
+        compute_ms, exposed_comm_ms: milliseconds of computation and of exposed communication in that step; the largest
+            values of all ranks.
     """
 
     seconds: list[list[float]] = field(default_factory=list)
