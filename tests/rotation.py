@@ -1,4 +1,4 @@
-"""Combinations of test cases: a normal run takes a part in which every value of every column occurs. The rest is nightly."""
+"""Products of many cases: a normal run takes a part in which every value of every column appears; the rest is nightly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def rotated(parts: int, *columns: Sequence[Any]) -> list[Any]:
-    """Return all combinations for `parametrize`. One in `parts` is not nightly. A tuple stands for several parameters."""
+    """All combinations for `parametrize`; one of so many is not nightly. A tuple stands for several parameters."""
     found = []
     for chosen in itertools.product(*(enumerate(column) for column in columns)):
         values = [part for _, value in chosen for part in (value if isinstance(value, tuple) else (value,))]

@@ -36,7 +36,7 @@ _WANTED_8 = [  # folds of 8 ranks that every run tests
     {"cp": 8, "etp": 8},
     {"pp": 8},
 ]
-_EVERY_NTH = 16  # a normal run tests every 16th of the other folds of 8 ranks; nightly tests all
+_EVERY_NTH = 16  # of the other folds of 8 ranks in a normal run; all of them nightly
 
 
 def _folds_of_8() -> list[Any]:

@@ -65,7 +65,7 @@ def _eat_all() -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_a_sweep_survives_its_trials(ray_session, tmp_path: Path) -> None:
-    """One trial runs out of memory, one hangs, one loses a worker. The study keeps the reasons and finds the best setting."""
+    """One trial runs out of memory, one hangs, one loses a worker. The study keeps the reasons and finds the best."""
     tuner = FoldTuner(recipe(tmp_path, sampler="random", trials=50, trial_s=20), tmp_path, measure_turn=made_up)
     outcome = tuner.fit()
     assert (outcome.best.ep, outcome.best.etp, outcome.best.kind, outcome.best.degree) == (2, 1, "moe_only", 2)

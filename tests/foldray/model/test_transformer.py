@@ -60,7 +60,7 @@ def test_logits_and_gradients_equal_hugging_faces_mixtral() -> None:
     assert not weights
     text = tokens(2, 9)
     logits = theirs(text[:, :-1]).logits
-    torch.testing.assert_close(model.logits(text[:, :-1]), logits, atol=1e-6, rtol=1e-5)  # the other rotary table is float32
+    torch.testing.assert_close(model.logits(text[:, :-1]), logits, atol=1e-6, rtol=1e-5)  # Mixtral's rotary table is float32
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
     model(Batch(text[:, :-1], text[:, 1:]))[0].backward()
     gradients = _mixtral(spec, {name: parameter.grad for name, parameter in theirs.named_parameters()})

@@ -45,7 +45,7 @@ SMALL = ModelSpec(layers=4, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn_hidde
 
 
 def test_mixtral_by_hand() -> None:
-    """TP2 EP8 PP8 on 128 GPUs: a GPU has 7 blocks, with one expert of each block and half of all other matrices."""
+    """TP2 EP8 PP8 on 128 GPUs: a GPU has 7 blocks, with one expert and half of the attention of each block."""
     rank = rank_of(MIXTRAL, Fold(128, tp=2, pp=8, ep=8), 4096)
     attention = 2 * 6144 * 6144 + 2 * 6144 * 1024
     block = attention // 2 + 2 * 6144 + 6144 * 8

@@ -23,7 +23,7 @@ def plain_times(graph: Graph, schedule: Schedule, cost: Cost) -> dict[Op, Span]:
 class PlainRun:
     """A simulation by events. They run in the order of their times, and events of equal time in the order of planning.
 
-    An event is planned once everything that its op needs is done.
+    An event is planned once everything that it needs is done.
     """
 
     def __init__(self, graph: Graph, schedule: Schedule, cost: Cost):
