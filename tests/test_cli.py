@@ -1,4 +1,4 @@
-"""The command line under an unkind user: every mistake is exit code 2 and one line, and leaves nothing behind."""
+"""Mistakes on the command line: each gives exit code 2 and one line, and leaves no files behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Refused = Callable[..., str]
 
 
 class Trained:
-    """Stands where `trainers.driver.entry` does: what passes the command line is taken down, not trained."""
+    """Replaces `trainers.driver.entry`. It records the recipes that the command line accepts, and does not train them."""
 
     def __init__(self) -> None:
         self.recipes: list[Recipe] = []
@@ -53,7 +53,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder: a good recipe, and things that are none."""
+    """The current folder, with a good recipe and a folder that is not a recipe."""
     (tmp_path / "good.yaml").write_text(yaml.safe_dump(GOOD))
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -62,7 +62,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def outcome(here: Path, trained: Trained, capsys: pytest.CaptureFixture[str]) -> Outcome:
-    """`outcome(*arguments)` runs a command that must be refused, and returns its standard output and its line."""
+    """`outcome(*arguments)` runs a command that must be refused, and returns its standard output and its line of error."""
 
     def run(*arguments: str) -> tuple[str, str]:
         before = sorted(here.rglob("*"))
@@ -82,7 +82,7 @@ def outcome(here: Path, trained: Trained, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture
 def refused(outcome: Outcome) -> Refused:
-    """`refused(*arguments)` runs a command that must be refused without a word on standard output, and returns its line."""
+    """`refused(*arguments)` runs a command that must be refused without standard output, and returns its line of error."""
 
     def run(*arguments: str) -> str:
         out, line = outcome(*arguments)
@@ -192,9 +192,9 @@ def test_recipes_that_cannot_be_read(refused: Refused, path: str, reason: str) -
     said(refused("train", path), f"recipe={path[:70]}", "cannot be read", reason)
 
 
-# Overrides, two spaces between them; how the line begins; what else is in it.
+# Overrides with two spaces between them, the beginning of the line, and other parts of the line.
 OVERRIDES: list[tuple[str, str, tuple[str, ...]]] = [
-    # not an override at all, or none that leads anywhere
+    # not an override, or an override of no key
     ("training.steps", "override=training.steps", ("must read key.sub=value",)),
     ("=3", "override==3", ("must read key.sub=value",)),
     ("training..steps=3", "override=training..steps=3", ("must read key.sub=value",)),
@@ -204,7 +204,7 @@ OVERRIDES: list[tuple[str, str, tuple[str, ...]]] = [
     ("trainig.steps=3", "trainig=", ("did you mean 'training'?", "legal: name, model")),
     ("training.setps=3", "training.setps=3", ("did you mean 'steps'?", "legal: steps, stop_after")),
     ("training=3", "training=3", ("is a section", "legal: steps, stop_after")),
-    # values that are no YAML
+    # values that are not YAML
     ("training.steps=[1", "training.steps=[1", ("is not a YAML value",)),
     ("name='", "name='", ("is not a YAML value",)),
     ("name=2026-13-45", "name=2026-13-45", ("is not a YAML value",)),
@@ -237,7 +237,7 @@ OVERRIDES: list[tuple[str, str, tuple[str, ...]]] = [
     ("optimizer.kind=adam", "optimizer.kind=adam", ("legal: adamw, sgd",)),
     ("moe.backend=megablocks", "moe.backend=megablocks", ("legal: torch, tutel, deepspeed",)),
     ("model.preset=tiney", "model.preset=tiney", ("did you mean 'tiny'?", "legal: tiny, tiny-gpt")),
-    # what does not go together
+    # values that do not fit together
     ("fold.ep=3", "fold=1·3·1", ("etp·ep·pp must divide the world size 2", "nearest legal folds: tp=1 cp=1", "legal: 1, 2")),
     ("fold.order=tp-cp-dp", "fold.order=tp-cp-dp", ("must name each of tp-cp-dp-pp once",)),
     (
@@ -533,13 +533,13 @@ def test_help_can_be_read(capsys: pytest.CaptureFixture[str], arguments: str, me
     assert err == ""
     said(out, *mentions)
     assert max(map(len, out.split("\n"))) <= 130
-    # No word of Python's: a list is a list, and nothing is None.
+    # The help has no names of Python types.
     for word in ("typing", "<class", "NoneType", "tuple", "%("):
         assert word not in out
 
 
 def test_from_the_shell(tmp_path: Path) -> None:
-    """Once as a process of its own: the exit code, and nothing that any module prints as it is imported."""
+    """Run the command as a separate process. Check the exit code, and that no module prints during its import."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "foldray", "train", "absent.yaml"]
     process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)

@@ -1,4 +1,4 @@
-"""Imports run one way: between the folders, between foldray's floors, and out of foldray to few packages only."""
+"""Imports run one way between the folders and between foldray's floors, and foldray imports few packages."""
 
 import ast
 import importlib.metadata
@@ -26,17 +26,17 @@ WITHOUT_TORCH = {
 
 
 def rows(title: str) -> list[str]:
-    """The modules and packages of a table of docs/architecture.md, ground first."""
+    """Return the modules and packages of a table in docs/architecture.md, the ground floor first."""
     table = (ROOT / "docs" / "architecture.md").read_text().split(f"| {title} | one line |")[1].split("\n\n")[0]
     return re.findall(r"^\| `(\w+)(?:\.py|/)` \|", table, re.MULTILINE)
 
 
 FLOORS = rows("floor")
-ROOMS = rows("room")  # of trainers/
+ROOMS = rows("room")  # the rooms of trainers/
 
 
 def imports(path: PurePosixPath, source: str) -> Iterator[tuple[int, str, bool]]:
-    """(line, imported module, whether inside a function) of every import, also of `import_module("…")` and `__import__("…")`."""
+    """Yield (line, module, whether inside a function) of every import, `import_module("…")` and `__import__("…")`."""
     package = path.parent.parts
 
     def visit(node: ast.AST, inside: bool) -> Iterator[tuple[int, str, bool]]:
@@ -56,7 +56,7 @@ def imports(path: PurePosixPath, source: str) -> Iterator[tuple[int, str, bool]]
 
 
 def room(parts: tuple[str, ...]) -> str:
-    """The floor of a module inside foldray; `__init__` for what foldray itself offers."""
+    """Return the floor of a module inside foldray; `__init__` for the names of the package itself."""
     name = parts[1].removesuffix(".py") if len(parts) > 1 else "__init__"
     return name if name in FLOORS or name == "__main__" else "__init__"
 
@@ -81,7 +81,7 @@ def violations(path: str, source: str) -> list[str]:
 
 def _against_direction(source: tuple[str, ...], target: tuple[str, ...], inside: bool) -> str | None:
     if target[0] == "tests":
-        lab = source[:2] == ("recipes", "benchmarks") and target[1] == "lab"  # hosts to measure on
+        lab = source[:2] == ("recipes", "benchmarks") and target[1] == "lab"  # benchmarks measure on the lab's hosts
         return None if lab else "nothing imports tests"
     if target[0] == "recipes":
         return "recipes/ is no package"
@@ -131,7 +131,7 @@ def test_imports_follow_the_direction():
 
 
 def circle(edges: dict[str, set[str]]) -> list[str]:
-    """Modules that import each other, in order; none where there is no circle."""
+    """Return modules that import each other in a circle, in order; an empty list if there is no circle."""
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> list[str]:
@@ -148,7 +148,7 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_module_imports_itself_by_way_of_others():
-    """Imports for type checkers, and those inside functions, count too."""
+    """Imports inside functions and for type checkers count, too."""
     names = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in modules()}
     edges = {}
     for name, path in names.items():
@@ -220,12 +220,12 @@ def test_what_is_allowed_passes(path, source):
     assert violations(path, source) == []
 
 
-DISTRIBUTIONS = {"yaml": "pyyaml", "sklearn": "scikit-learn", "grpc": "grpcio"}  # where import and distribution differ in name
+DISTRIBUTIONS = {"yaml": "pyyaml", "sklearn": "scikit-learn", "grpc": "grpcio"}  # distributions with other names
 LIBRARIES = ("foldray", "trainers", "tuners")
 
 
 def undeclared(path: str, source: str, declared: set[str]) -> list[str]:
-    """Packages of others that a module imports and pyproject.toml does not name."""
+    """Return the external packages that a module imports, but pyproject.toml does not name."""
     tops = {module.split(".")[0] for _, module, _ in imports(PurePosixPath(path), source)}
     tops -= {*sys.stdlib_module_names, *FOLDERS, "tests"}
     return sorted(top for top in tops if DISTRIBUTIONS.get(top, canonicalize_name(top)) not in declared)
@@ -245,7 +245,7 @@ _TALKS = {"all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast
 
 
 def host_tensors_sent(source: str) -> list[int]:
-    """Lines where a tensor that is made on the spot, on no named device, goes through a communicator: NCCL refuses those."""
+    """Return the lines that send a new tensor without a device through a communicator. NCCL refuses tensors on the CPU."""
     found = []
     for call in ast.walk(ast.parse(source)):
         if isinstance(call, ast.Call) and ast.unparse(call.func).split(".")[-1].removeprefix("start_") in _TALKS:
@@ -267,7 +267,7 @@ def test_what_travels_is_made_on_the_device():
 
 
 def closure(names: tuple[str, ...]) -> dict[str, importlib.metadata.Distribution]:
-    """These distributions and what they require, as far as installed (a build of torch brings what it needs)."""
+    """Return distributions and their installed requirements. (Some builds of torch contain what they require.)"""
     found: dict[str, importlib.metadata.Distribution] = {}
     todo = [(Requirement(name), False) for name in names]
     while todo:
@@ -289,7 +289,7 @@ def closure(names: tuple[str, ...]) -> dict[str, importlib.metadata.Distribution
 
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory) -> Path:
-    """A Python that sees foldray and what foldray needs, and nothing else."""
+    """A Python with only foldray and the packages that it needs."""
     environment = tmp_path_factory.mktemp("bare") / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     site = next(environment.glob("lib/python*/site-packages"))

@@ -149,7 +149,7 @@ def _printable(text: str, limit: int = 200) -> str:
 
 
 def _with_path(name: str, change: Callable[[str], str]) -> str:
-    """Change a path, or the path of a URI. Parts of a URI behind the path, such as `?region=…`, stay."""
+    """Change a path, or the path of a URI. Parts of a URI after the path, such as `?region=…`, stay."""
     if "://" not in name:
         return change(name)
     parts = urlsplit(name)

@@ -50,7 +50,7 @@ class Step(TypedDict):
     step_time_s: float
     mfu: float | None
     load: list[list[int]] | None
-    """Tokens per MoE layer and global expert; None for steps without it (a large model sends it only now and then)."""
+    """Tokens per MoE layer and global expert; None for a model without MoE layers."""
     load_max_over_mean: float | None
     dead_experts: int | None
     traffic: NotRequired[dict[str, dict[str, int]]]
@@ -91,13 +91,13 @@ class Tried(TypedDict):
 
 
 class Settled(TypedDict):
-    """The order of pieces that rank 0 has chosen, once it knew what pieces of this degree take."""
+    """The order of the pieces of one degree, which training has chosen by the measured times of ops."""
 
     kind: Literal["settled"]
     degree: int
     forward: str
     backward: str
-    """An overlap's kind, and its lag where it has one: `stream:2`."""
+    """The overlap kind of each direction, with its lag if it has one: `stream:2`."""
     time: NotRequired[float]
 
 

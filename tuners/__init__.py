@@ -1,4 +1,4 @@
-"""Search: for the fastest way to train a recipe, and, while training, for the degree and the size of gradient chunks."""
+"""Searches for the fastest way to train a recipe and, during training, for the degree and the size of gradient chunks."""
 
 from tuners.online import OnlineSearch
 from tuners.outcome import Outcome, Watcher

@@ -1,4 +1,4 @@
-"""`foldray tune` and `foldray dashboard`, from the command line to what they print."""
+"""The commands `foldray tune` and `foldray dashboard`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from tuners.watchers import Console, DashboardNotes, MlflowRuns, artifact_folder
 
 
 def tune(recipe: Recipe, as_json: bool = False) -> int:
-    """Tune a recipe and report; return 1 if nothing could be measured.
+    """Tune a recipe and print a report. Return 0 on success, and 1 if the measurements failed.
 
-    Everything that the recipe names is read and checked before the storage or MLflow are opened.
+    All files that the recipe names are read and checked before the storage or MLflow is opened.
+
+    Args:
+        as_json: print a JSON document instead of the report.
 
     Raises:
         UserError: the recipe cannot be tuned here.
@@ -58,10 +61,11 @@ def tune(recipe: Recipe, as_json: bool = False) -> int:
 
 
 def dashboard(recipe: Recipe, host: str, port: int) -> int:
-    """Serve Optuna's dashboard of a recipe's study until it is stopped; print the command that starts MLflow's.
+    """Serve Optuna's dashboard of a recipe's study until the user stops it. Print the command that starts MLflow's server.
 
     Raises:
-        UserError: there is no study yet.
+        UserError: there is no study yet, or its storage cannot be opened.
+        MissingPackage: `optuna-dashboard` is not installed.
     """
     try:
         from optuna_dashboard import run_server
@@ -83,10 +87,10 @@ def dashboard(recipe: Recipe, host: str, port: int) -> int:
 
 
 def study_folder(recipe: Recipe) -> Path:
-    """The folder of a study's report and pictures, and of its database unless the recipe names a storage.
+    """Return the folder of a study's report and pictures, and of its database unless the recipe names a storage.
 
     Raises:
-        UserError: runs are stored where no files can be written.
+        UserError: the run storage is not a folder that can be written to.
     """
     storage = storage_folder(recipe)
     if "://" in storage:

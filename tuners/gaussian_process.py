@@ -1,4 +1,4 @@
-"""A Gaussian process that learns a function of a table's rows, and what it expects of rows that were not measured."""
+"""A Gaussian process that learns a function of a table's rows, and the expected improvement of rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-_LENGTHS = (0.3, 30.0)  # bounds of length scales; features differ by 1 to 20
+_LENGTHS = (0.3, 30.0)  # bounds of length scales; the features of two rows differ by 1 to 20
 _NOISE = (1e-5, 1e-2)  # bounds of the noise's variance, relative to the variance of the values
 
 
@@ -26,15 +26,15 @@ def fit_gaussian_process(features: np.ndarray, values: np.ndarray) -> Any:
     kernel = ConstantKernel(1.0, (0.1, 10.0)) * matern + WhiteKernel(1e-3, _NOISE)
     model = GaussianProcessRegressor(kernel, normalize_y=True, n_restarts_optimizer=2, random_state=0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # a length scale at its bound: that feature does not matter
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a scale at its bound: this feature does not matter
         return model.fit(features, values)
 
 
 def expected_improvement(mean: np.ndarray, deviation: np.ndarray, best: float) -> np.ndarray:
-    """Return E[max(0, best − value)] for normally distributed values, where smaller values are better.
+    """Return E[max(0, best − value)] of every row [rows], for normally distributed values. Smaller values are better.
 
     Args:
-        mean, deviation: of every row's value, [rows].
+        mean, deviation: mean and standard deviation of every row's value, [rows].
         best: the smallest value so far.
     """
     from scipy.stats import norm

@@ -1,4 +1,4 @@
-"""Correcting a hardware file by what a study measured."""
+"""Corrects a hardware file with the measurements of a study."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tuners.space import apply_setting, as_candidate
 
 _KNOBS = ("gemm", "attention", "exchange", "inter", "intra", "memory")
 _MOST_WRONG = 4.0  # a constant is corrected by at most this factor
-_PULL = 0.05  # weight of the constants as they were: a few settings say little about most constants
+_PULL = 0.05  # weight of the old constants, because a few settings say little about most constants
 
 
 def write_corrected_hardware(hardware: Hardware, outcome: Outcome, path: Path) -> Path:
-    """Write a hardware file whose constants make the errors of predicted steps smallest; return its path.
+    """Write a hardware file with constants that predict the measured steps better. Return its path.
 
     Raises:
         UserError: nothing was measured, or the file cannot be written.
@@ -44,7 +44,12 @@ def write_corrected_hardware(hardware: Hardware, outcome: Outcome, path: Path) -
 
 
 def fit_constants(hardware: Hardware, measured: list[tuple[Candidate, float]]) -> Hardware:
-    """Return the hardware whose predictions are nearest to measured seconds, by their logarithms."""
+    """Fit some constants of a hardware, so that the logarithms of predicted and measured seconds are close.
+
+    Args:
+        hardware: the hardware to start from.
+        measured: pairs of a candidate and the measured seconds of its step.
+    """
     from scipy.optimize import least_squares
 
     start = {name: hardware.constants.get(name, constants()[name].value) for name in _KNOBS}

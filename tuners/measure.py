@@ -1,4 +1,4 @@
-"""Measuring a setting: it takes turns with the unchanged recipe on the same ranks, so a drift of the machine cancels."""
+"""Measures settings. A setting and the unchanged recipe take turns on the same ranks, so a drift of the machine cancels."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from trainers.cluster.actors import RankFailure, Ranks
 from trainers.measure.trial import Turn, measure_turn
 
 MeasureTurn = Callable[..., Turn]
-"""What every rank runs: `trainers.measure.trial.measure_turn`."""
+"""Type of the function that every rank runs: `trainers.measure.trial.measure_turn`."""
 
 _STANDARD_ERRORS = 2.0  # half the width of an interval
-_LEAST_NOISE = 0.01  # relative to the ratio: two turns that happen to agree do not show that there is no noise
+_LEAST_NOISE = 0.01  # smallest assumed noise, relative to the ratio, because a few turns may agree by chance
 
 
 @dataclass
 class Measurement:
-    """What is known about a setting so far.
+    """The measurements of a setting so far.
 
     Args:
-        seconds: durations of the steps on the slowest rank, by turn.
-        ratios: of every turn, the setting's median step over that of the unchanged recipe.
-        peak_bytes: memory of the fullest rank.
+        seconds: seconds of every step on its slowest rank, by turn.
+        ratios: median step of the setting over that of the unchanged recipe, by turn.
+        peak_bytes: memory of the fullest rank, in bytes.
         recorded: the graph of one step, and every rank's recording of it.
-        compute_ms, exposed_comm_ms: milliseconds of that step on the slowest rank.
+        compute_ms, exposed_comm_ms: milliseconds of computation and of exposed communication in that step; the largest
+            values of all ranks.
     """
 
     seconds: list[list[float]] = field(default_factory=list)
@@ -56,7 +57,7 @@ class Measurement:
         return _STANDARD_ERRORS * noise / math.sqrt(len(self.ratios))
 
     def is_surely_slower_than(self, ratio: float) -> bool:
-        """Whether the difference is more than noise."""
+        """Whether the setting's whole interval lies above a ratio, so that the difference is more than noise."""
         return self.ratio - self.half_interval > ratio
 
     def add(self, own: Sequence[Turn], reference: Sequence[Turn]) -> None:
@@ -74,8 +75,9 @@ class Bench:
     """Measures recipes on one group of ranks. If a rank fails, the group is closed, and the next call starts a new one.
 
     Args:
-        reference: the unchanged recipe, which all others are measured beside.
-        nodes: ids of the nodes to measure on; None is any.
+        reference: the unchanged recipe, which takes turns with every other recipe.
+        nodes: ids of the nodes to measure on; None lets Ray choose them.
+        measure_turn: the function that the ranks run.
     """
 
     def __init__(self, reference: Recipe, nodes: list[str] | None = None, measure_turn: MeasureTurn = measure_turn):
@@ -83,18 +85,19 @@ class Bench:
         self._ranks: Ranks | None = None
 
     def measure(self, recipe: Recipe, record: bool = True) -> Iterator[Measurement]:
-        """Yield what is known after every turn; the caller may stop after any.
+        """Yield the measurements so far after every turn. The caller may stop after any turn.
 
         Args:
             record: whether the last turn records the ops of a step.
 
         Raises:
             RankFailure: a rank ran out of memory or time, was lost, or cannot run the recipe.
+            UserError: the cluster has no room for the ranks.
         """
         turns, measurement = self.reference.tune.turns, Measurement()
         for number in range(turns):
             record_now = record and number == turns - 1
-            # The order is first, second; second, first: so a steady drift cancels as well.
+            # The order alternates, so that a steady drift cancels as well.
             if number % 2 == 0:
                 reference, own = self._turn(self.reference), self._turn(recipe, record_now)
             else:
@@ -106,7 +109,7 @@ class Bench:
         """Return the seconds of a step: the median of one turn.
 
         Raises:
-            RankFailure: see `measure`.
+            RankFailure, UserError: see `measure`.
         """
         return statistics.median(_slowest(self._turn(recipe)))
 
@@ -135,17 +138,18 @@ class Bench:
 
 
 def _slowest(ranks: Sequence[Turn]) -> list[float]:
-    """The duration of every step on its slowest rank."""
+    """Return the seconds of every step on its slowest rank."""
     return [max(step) for step in zip(*(rank.seconds for rank in ranks), strict=True)]
 
 
 @dataclass(frozen=True)
 class Gain:
-    """How much faster the winner is than the unchanged recipe, measured once more at the end of a study.
+    """The speed of the winner relative to the unchanged recipe, from the comparison at the end of a study.
 
     Args:
-        times: how many times as fast, the median of neighbouring pairs.
+        times: step time of the unchanged recipe over that of the winner, the median of all pairs of neighbouring turns.
         low, high: the 95 % interval of `times`, by resampling the pairs.
+        pairs: number of pairs.
     """
 
     times: float
@@ -155,10 +159,14 @@ class Gain:
 
 
 def measure_gain(bench: Bench, recipe: Recipe, pairs: int, seed: int = 0) -> Gain:
-    """Measure how many times as fast a recipe is as the bench's reference, in alternating pairs.
+    """Measure how many times as fast as the bench's reference a recipe is. A pair is a turn of each.
+
+    Args:
+        pairs: number of pairs, after one pair to warm up.
+        seed: seed of the resampling.
 
     Raises:
-        RankFailure: see `Bench.measure`.
+        RankFailure, UserError: see `Bench.measure`.
     """
     seconds: list[float] = []
     for _ in range(pairs + 1):
@@ -170,12 +178,12 @@ def measure_gain(bench: Bench, recipe: Recipe, pairs: int, seed: int = 0) -> Gai
 
 
 def disjoint_nodes(workers: int, alive: list[dict[str, Any]], needs: dict[str, float], most: int) -> list[list[str]]:
-    """Choose disjoint sets of nodes, each with room for the workers.
+    """Return disjoint sets of node ids. The nodes of every set have room for all workers.
 
     Args:
         alive: nodes as `ray.nodes` returns them.
         needs: resources that one worker needs, by name.
-        most: how many sets to choose; there may be room for fewer.
+        most: largest number of sets. There may be room for fewer.
     """
     sets: list[list[str]] = []
     free = [(node["NodeID"], min(int(node["Resources"].get(name, 0) // need) for name, need in needs.items())) for node in alive]

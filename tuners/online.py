@@ -1,6 +1,6 @@
-"""The search in the first steps of a training: for the degree, and for the number of gradient bytes that travel at once.
+"""The search for the degree and the size of gradient chunks in the first steps of a training.
 
-The latter is FlowMoE's Bayesian search for S_p (section 4.1).
+The search for the size is FlowMoE's Bayesian search for S_p (section 4.1).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from tuners.record import TrialRecord, write_trial
 from tuners.samplers import MeasuredTime, TableSampler
 from tuners.table import Table
 
-_STARTS = 3  # random rows, each from its third of the sizes; few, so that the model chooses most samples
-_PER_OCTAVE = 4  # sizes; neighbours differ by a fifth, far less than shows in a step's time
+_STARTS = 3  # random first rows, one from each third of the sizes; few, so that the model chooses most rows
+_PER_OCTAVE = 4  # sizes from one power of 2 to the next; neighbours differ by a fifth, which hardly changes a step's time
 
 
 class OnlineSearch:
-    """Proposes degrees and sizes by a Gaussian process of the steps measured so far.
+    """Proposes degrees and sizes with a Gaussian process that learns from the steps measured so far.
 
-    Small chunks pay for their starts, and large ones leave gaps; many pieces of a sequence pay for their kernels.
+    Small chunks take more time to start, and large chunks leave gaps empty. Many pieces of a sequence start more kernels.
 
     Args:
         degrees: degrees to choose from.
-        sizes: the smallest and the largest number of bytes; None if the size is settled.
-        samples: how many rows to try; None is 8 for each of degree and size that there is a choice of.
-        seed: equal seeds give equal proposals for equal answers.
+        sizes: smallest and largest size of a chunk, in bytes; None if the size is settled.
+        samples: number of rows to try; None tries 8 if only the degree or only the size is open, and 16 if both are.
+        seed: equal seeds and equal measured times give equal proposals.
     """
 
     def __init__(self, degrees: Sequence[int], sizes: tuple[int, int] | None = None, samples: int | None = None, seed: int = 0):
@@ -48,7 +48,7 @@ class OnlineSearch:
             self._study.enqueue_trial(self.table.params(row), skip_if_exists=True)
 
     def ask(self) -> Knobs | None:
-        """Return what to try next; None if all samples were taken."""
+        """Return the next row to try; None if all samples were taken."""
         if len(self.measured) == self.samples:
             return None
         trial = self._study.ask(self.table.distributions)
@@ -57,7 +57,7 @@ class OnlineSearch:
         return knobs
 
     def tell(self, knobs: Knobs, seconds: float) -> None:
-        """Report the step's duration with knobs that `ask` returned."""
+        """Take the seconds of a step with a row that `ask` returned."""
         trial = self._asked.pop(knobs)
         write_trial(trial, TrialRecord(seconds=seconds))
         self._study.tell(trial, seconds)
@@ -65,11 +65,11 @@ class OnlineSearch:
 
     @property
     def ranked(self) -> list[Knobs]:
-        """What was tried, by the *measured* step and not by what the model expects; the fastest first."""
+        """The tried rows by their *measured* times, not by the model's expectation; the fastest first."""
         return [knobs for knobs, _ in sorted(self.measured, key=lambda pair: pair[1])]
 
 
 def _scale(smallest: int, largest: int) -> list[int]:
-    """Sizes from the smallest to the largest, in equal steps of their logarithm."""
+    """Return sizes from the smallest to the largest, in equal steps of their logarithm."""
     count = max(1, round(math.log2(largest / smallest) * _PER_OCTAVE))
     return sorted({round(smallest * (largest / smallest) ** (number / count)) for number in range(count + 1)})

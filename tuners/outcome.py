@@ -1,4 +1,4 @@
-"""What a study tells: `Watcher` hears of it while it runs, `Outcome` is its result."""
+"""The result of a study (`Outcome`), and the interface of objects that follow a study while it runs (`Watcher`)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class Outcome:
 
     Args:
         recipe: the recipe with the best setting.
-        best: the fastest setting that is feasible.
-        seconds: a step of the best setting, comparable with `reference_s`.
-        reference_s: a step of the unchanged recipe, in seconds.
+        best: the fastest feasible setting, or that of the unchanged recipe if the fastest one lost the final comparison.
+        seconds: time of a step with the best setting, in seconds, comparable with `reference_s`.
+        reference_s: time of a step of the unchanged recipe at the start of the study, in seconds.
         trials: all trials in their order, lost ones included.
-        gain: None if the unchanged recipe is the best, or if no setting kept its lead when it was measured once more.
+        gain: the result of the final comparison; None if the unchanged recipe is the best.
+        table: all legal settings.
         front: trials that no other trial beats at both time and memory, the fastest first; empty if memory was no objective.
     """
 
@@ -43,18 +44,18 @@ class Outcome:
 
 
 class Watcher:
-    """Is called while a study runs. Every method does nothing by default."""
+    """The interface of objects that follow a study. Every method does nothing by default."""
 
     def on_study_start(
         self, study: optuna.Study, trials: list[StoredTrial], table: Settings, predictions: Predictions | None
     ) -> None:
-        """The study was opened; `trials` are those that it has already."""
+        """Called when the study has been opened. `trials` are the trials that it has already."""
 
     def on_measured(self, trial: optuna.Trial, setting: Setting, measurement: Measurement) -> None:
-        """A trial was measured, and has not ended yet."""
+        """Called when a trial has been measured, before it ends."""
 
     def on_trial_end(self, study: optuna.Study, trial: StoredTrial) -> None:
-        """A trial has ended, whether it was measured or not."""
+        """Called when a trial has ended, measured or failed."""
 
     def on_study_end(self, study: optuna.Study, outcome: Outcome) -> None:
-        """All trials are done, and the winner was measured once more."""
+        """Called when all trials are done and the winner has been compared with the unchanged recipe."""

@@ -1,4 +1,4 @@
-"""Pictures of a study: how the best came to be, what the planner had predicted, which knobs mattered."""
+"""Draws a study: the steps of its trials, predicted and measured steps, time and memory, and the importance of knobs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BLUE, _ORANGE, _GREY, _RED, _INK = "#2364aa", "#d9630b", "#9ca3af", "#b91c1c", 
 
 
 def draw_history(trials: Sequence[StoredTrial], reference_s: float, path: Path) -> None:
-    """Draw every trial's step, the best step so far, and that of the unchanged recipe."""
+    """Draw the step time of every trial, the best one so far, and that of the unchanged recipe."""
     figure, axes = _figure("Steps that were measured; lower is better", (9, 4.2))
     steps_ms = {trial.number: trial.record.seconds * 1e3 for trial in trials if trial.record.seconds is not None}
     kept, stopped, failed = (
@@ -41,7 +41,7 @@ def draw_history(trials: Sequence[StoredTrial], reference_s: float, path: Path) 
 
 
 def draw_predicted(pairs: Sequence[tuple[float, float]], path: Path) -> None:
-    """Draw predicted over measured steps.
+    """Draw predicted over measured step times.
 
     Args:
         pairs: (predicted, measured) seconds.
@@ -57,7 +57,7 @@ def draw_predicted(pairs: Sequence[tuple[float, float]], path: Path) -> None:
 
 
 def draw_front(trials: Sequence[StoredTrial], front: Sequence[StoredTrial], path: Path) -> None:
-    """Draw every trial's step and memory, and mark the trials that no other beats at both."""
+    """Draw the step time and memory of every trial, and mark the trials that no other trial beats at both."""
     figure, axes = _figure("Step and memory; lower and further left is better", (7, 4.6))
     best = {trial.number for trial in front}
     others = [trial for trial in trials if trial.state == TrialState.COMPLETE and trial.number not in best]
@@ -73,13 +73,13 @@ def draw_front(trials: Sequence[StoredTrial], front: Sequence[StoredTrial], path
 
 
 def _step_and_memory(trial: StoredTrial) -> tuple[float, float]:
-    """Milliseconds and GiB; matplotlib draws no point where a number is not known."""
+    """Return a trial's step (ms) and memory (GiB). An unknown number is NaN, which matplotlib does not draw."""
     seconds, peak_gib = trial.record.seconds, trial.record.peak_gib
     return (float("nan") if seconds is None else 1e3 * seconds), (float("nan") if peak_gib is None else peak_gib)
 
 
 def draw_importance(importance: Mapping[str, float], path: Path) -> None:
-    """Draw each knob's share of the differences between trials."""
+    """Draw each knob's share of the variance between trials."""
     figure, axes = _figure("What mattered: share of the differences between trials", (7, 0.9 + 0.34 * len(importance)))
     names = sorted(importance, key=importance.__getitem__)
     axes.barh(names, [importance[name] for name in names], color=_BLUE)

@@ -1,4 +1,4 @@
-"""What the planner predicts for every row of a table."""
+"""The planner's predictions for all rows of a table."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from foldray.planner.prediction import Step
 from foldray.planner.whole import whole_seconds
 from tuners.space import Settings, apply_setting, as_candidate
 
-_MOST_SIMULATED = 500  # rows; in a larger table steps are put together from blocks, which is faster and less exact
+_MOST_SIMULATED = 500  # rows; for a larger table the planner simulates parts of steps, which is faster and less exact
 
 
 class Predictions(NamedTuple):
-    """Predictions by index of the row.
+    """Predictions by the index of the row.
 
     Args:
-        seconds: of a step.
-        peak_bytes: memory of the fullest rank.
+        seconds: seconds of a step.
+        peak_bytes: memory of the fullest rank, in bytes.
     """
 
     seconds: list[float]
     peak_bytes: list[float]
 
     def fastest(self, count: int) -> list[int]:
-        """Indices of the rows with the shortest predicted steps, the fastest first."""
+        """Return the indices of the rows with the shortest predicted steps, the fastest first."""
         return sorted(range(len(self.seconds)), key=self.seconds.__getitem__)[:count]
 
 
 def predict_rows(table: Settings, hardware: Hardware) -> Predictions:
-    """Predict every row's step and memory."""
+    """Predict the step time and the memory of every row."""
     seconds, peak_bytes = [], []
     shared_costs = Memo()
     for row in table.rows:

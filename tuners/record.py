@@ -1,8 +1,8 @@
-"""What is stored about a study and its trials: the only module that knows the names of these attributes.
+"""The attributes of studies and trials in the storage. No other module uses their names.
 
-Optuna stores user attributes, which are JSON values by name, and its dashboard shows them to people. `TrialRecord` and
-`StudyRecord` say which attributes there are and what type each has. `write_trial` and `write_study` write them; `read_trials` and
-`read_study` read them. A storage may have been written by another version, or damaged, so nothing that is read is trusted.
+Optuna stores user attributes, which are JSON values by name, and its dashboard shows them. `TrialRecord` and `StudyRecord`
+list the attributes with their types. `write_trial` and `write_study` write them; `read_trials` and `read_study` read them.
+Another version of foldray may have written the storage, or it may be damaged, so attributes are checked when they are read.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from trainers.cluster.actors import MEMORY
 from tuners.table import Table
 
 Positive = Annotated[float, Field(gt=0)]
-Step = Annotated[tuple[float, ...], Field(strict=False)]  # JSON has lists only
+Step = Annotated[tuple[float, ...], Field(strict=False)]  # JSON has no tuples
 
 
 class _Record(BaseModel):
-    """Attributes by name. Fields that were not set are not written, so a record may hold a part of the facts."""
+    """Attributes by name. Only fields that were set are written, so a record may hold some of the facts."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
     def of_attributes(cls, attributes: Mapping[str, Any]) -> Self:
-        """Read a record; attributes that this version does not know are ignored.
+        """Read a record. Attributes that this version does not know are ignored.
 
         Raises:
             ValidationError: an attribute has another type than its field.
@@ -38,7 +38,7 @@ class _Record(BaseModel):
         return cls(**{name: attributes[name] for name in cls.model_fields if name in attributes})
 
     def as_attributes(self) -> dict[str, Any]:
-        """The fields that were set, as JSON values."""
+        """Return the fields that were set, as JSON values."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 
@@ -48,19 +48,19 @@ class TrialRecord(_Record):
     Args:
         owner: the tuner that runs the trial, as HOST:PID.
         seen: when that tuner last said that it is alive, in seconds since 1970.
-        lost: whether the tuner went away before the trial ended; the trial's row is then free again.
+        lost: whether the tuner went away before the trial ended, or the trial cannot be read. Its row is then free again.
         setting: the trial's row in words.
         predicted_s: the planner's prediction of a step, in seconds.
         hosts: addresses of the nodes on which the trial was measured.
-        seconds: a step of the setting: `ratio` times the step of the unchanged recipe at the study's start.
+        seconds: seconds of a step of the setting: `ratio` times a step of the unchanged recipe at the study's start.
         ratio: the step's duration relative to the unchanged recipe, measured side by side.
         ratio_half_interval: half the width of the ratio's interval at two standard errors; None after a single turn.
         peak_gib: memory of the fullest rank, in GiB.
-        compute_ms: time that one step spends computing on the slowest rank, in milliseconds.
-        exposed_comm_ms: time of one step's communication that nothing hides, in milliseconds.
-        steps_s: seconds of every step, by turn.
+        compute_ms: computation in one step, in milliseconds; the largest of all ranks.
+        exposed_comm_ms: exposed communication in one step, in milliseconds; the largest of all ranks.
+        steps_s: seconds of every step on its slowest rank, by turn.
         feasible: whether the setting ran and stayed within the memory limit.
-        reason: why the trial failed or is not feasible. Starts with `MEMORY` if memory was the cause.
+        reason: why the trial failed, was lost or is not feasible. It starts with `MEMORY` if memory was the cause.
     """
 
     owner: str | None = None
@@ -84,12 +84,12 @@ class TrialRecord(_Record):
         return (self.reason or "").startswith(MEMORY)
 
     def summary(self) -> dict[str, Any]:
-        """The facts that programs are given (`foldray tune --json`)."""
+        """Return the facts for `foldray tune --json`."""
         names = {"setting", "seconds", "ratio", "predicted_s", "peak_gib", "feasible", "hosts", "reason"}
         return self.model_dump(mode="json", include=names)
 
     def metrics(self) -> dict[str, float]:
-        """The numbers that are known, by the names of their MLflow metrics."""
+        """Return the known numbers by the names of their MLflow metrics."""
         names = {"predicted_s", "ratio", "peak_gib", "compute_ms", "exposed_comm_ms"}
         known = {"step_time_s": self.seconds, **self.model_dump(include=names)}
         return {name: value for name, value in known.items() if value is not None}
@@ -99,9 +99,9 @@ class StudyRecord(_Record):
     """The facts about a study.
 
     Args:
-        space: fingerprint of the recipe and of the table of settings that the study is about.
-        reference_s: a step of the unchanged recipe at the study's start, in seconds.
-        mlflow_run_id: the study's run in MLflow.
+        space: hash of the study's recipe and table of settings.
+        reference_s: seconds of a step of the unchanged recipe at the study's start.
+        mlflow_run_id: id of the study's run in MLflow.
     """
 
     space: str | None = None
@@ -110,10 +110,10 @@ class StudyRecord(_Record):
 
 
 class StoredTrial(NamedTuple):
-    """A trial as it is in the storage.
+    """A trial as the storage has it.
 
     Args:
-        row: index into the table's rows; None as long as Optuna has not written the trial's parameters.
+        row: index into the table's rows; None if Optuna has not written the trial's parameters yet, or no row has them.
     """
 
     number: int
@@ -142,7 +142,7 @@ def read_trials(study: optuna.Study, table: Table[Any], states: Sequence[TrialSt
 
 
 def read_trial(trial: FrozenTrial, table: Table[Any]) -> StoredTrial:
-    """Read one trial. A trial that cannot be read counts as lost, with a reason, so that its row is measured again."""
+    """Read one trial. A trial that cannot be read counts as lost, with a reason, so its row can be measured again."""
     row = table.find(trial.params) if trial.params else None
     try:
         record = TrialRecord.of_attributes(trial.user_attrs)
@@ -156,7 +156,7 @@ def read_trial(trial: FrozenTrial, table: Table[Any]) -> StoredTrial:
 
 
 def write_trial(trial: optuna.Trial, record: TrialRecord) -> None:
-    """Write the fields that were set.
+    """Write the fields of a record that were set. Other attributes of the trial stay.
 
     Raises:
         optuna.exceptions.UpdateFinishedTrialError: the trial has ended.
@@ -166,10 +166,11 @@ def write_trial(trial: optuna.Trial, record: TrialRecord) -> None:
 
 
 def write_constraints(trial: optuna.Trial, ran: bool, excess_gib: float | None = None) -> None:
-    """Tell Optuna whether a trial may win, which its dashboard shows as feasible.
+    """Tell Optuna whether a trial is feasible, for its dashboard and its front of best trials.
 
     Args:
-        excess_gib: GiB beyond the memory limit, negative below it; None if there is no limit.
+        ran: whether the setting ran.
+        excess_gib: GiB above the memory limit, negative below it; None if there is no limit.
     """
     trial.set_constraint("runs", -1.0 if ran else 1.0)
     if excess_gib is not None:
@@ -177,7 +178,7 @@ def write_constraints(trial: optuna.Trial, ran: bool, excess_gib: float | None =
 
 
 def read_study(study: optuna.Study) -> StudyRecord:
-    """Read what is known about a study.
+    """Read the facts about a study.
 
     Raises:
         UserError: an attribute has another type than this version writes.
@@ -190,7 +191,7 @@ def read_study(study: optuna.Study) -> StudyRecord:
 
 
 def write_study(study: optuna.Study, record: StudyRecord) -> None:
-    """Write the fields that were set."""
+    """Write the fields of a record that were set. Other attributes of the study stay."""
     for name, value in record.as_attributes().items():
         study.set_user_attr(name, value)
 

@@ -1,4 +1,4 @@
-"""The result of a study for people: a page with pictures, the best recipe as a file, a table in the terminal."""
+"""Reports the result of a study: a page with pictures, the best recipe as a file, and a table for the terminal."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tuners.pictures import draw_front, draw_history, draw_importance, draw_pred
 from tuners.record import StoredTrial, TrialRecord
 
 _STATES = {TrialState.COMPLETE: "", TrialState.PRUNED: "stopped early", TrialState.FAIL: "failed", TrialState.RUNNING: "running"}
-_LEAST_TRIALS = 4  # below, nothing can be said about which knob mattered
+_LEAST_TRIALS = 4  # fewer trials say nothing about the importance of knobs
 
 
 def write_report(outcome: Outcome, study: optuna.Study, folder: Path) -> dict[str, Path]:
-    """Write the best recipe, the report and its pictures; return the paths by name."""
+    """Write the best recipe, the report and its pictures into a folder. Return the paths by name."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {"best": folder / "best.yaml", "report": folder / "report.md", "history": folder / "history.png"}
     text = yaml.safe_dump(_recipe_without_defaults(outcome), sort_keys=False, allow_unicode=True)
@@ -43,7 +43,7 @@ def write_report(outcome: Outcome, study: optuna.Study, folder: Path) -> dict[st
 
 
 def knob_importance(study: optuna.Study) -> dict[str, float]:
-    """Each parameter's share of the variance between trials; empty if too few were measured."""
+    """Return each parameter's share of the variance between trials; empty if too few were measured."""
     if len(study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])) < _LEAST_TRIALS:
         return {}
     with warnings.catch_warnings():
@@ -55,7 +55,7 @@ def knob_importance(study: optuna.Study) -> dict[str, float]:
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
-    """The document of `foldray tune --json`, without its files."""
+    """Return the document of `foldray tune --json`, without the keys `files`, `storage` and `mlflow_uri`."""
     gain = outcome.gain
     return {
         "best": outcome.best._asdict(), "step_time_s": outcome.seconds, "reference_step_time_s": outcome.reference_s,
@@ -68,7 +68,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
 
 
 def gain_line(outcome: Outcome) -> str:
-    """The gain in one sentence."""
+    """Return the gain as a sentence."""
     gain = outcome.gain
     if gain is None:
         return "The recipe as it stands is the best that was tried."
@@ -78,7 +78,7 @@ def gain_line(outcome: Outcome) -> str:
 
 
 def trials_table(outcome: Outcome) -> str:
-    """All trials for the terminal, the fastest first."""
+    """Return a table of all trials for the terminal, the fastest first."""
     lines = [f"{'trial':>5}{'ms':>10}{'±':>7}{'predicted':>11}  setting"]
     for trial in _fastest_first(outcome):
         cells = _Cells.of(trial)
@@ -93,7 +93,7 @@ def trials_table(outcome: Outcome) -> str:
 
 
 def trial_note(record: TrialRecord) -> str:
-    """A trial in plain words, as Optuna's dashboard shows it."""
+    """Describe a trial in Markdown, for Optuna's dashboard."""
     if record.seconds is None or record.ratio is None or record.reason:
         return f"**{record.setting}** could not be measured: {record.reason or 'failed'}."
     times = f"{1 / record.ratio:.2f} times as fast" if record.ratio < 1 else f"{record.ratio:.2f} times as slow"
@@ -104,7 +104,7 @@ def trial_note(record: TrialRecord) -> str:
 
 
 class _Cells(NamedTuple):
-    """What tables show of a trial; cells of unknown facts are empty."""
+    """The cells of a trial in the tables. An unknown step is a dash, and other unknown cells are empty."""
 
     setting: str
     step_ms: str

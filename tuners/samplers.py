@@ -1,7 +1,7 @@
-"""How the next row of the table is chosen: one class for every way, and the table `SAMPLERS` of their names.
+"""Samplers, which choose the next row of a table. The table `SAMPLERS` has their names.
 
-`ratio` is the way to use if there are predictions. A Gaussian process learns the logarithm of measured over predicted time, so it
-does not have to learn again what the planner knows. The other ways are there to compare it with.
+`ratio` is the sampler to use if there are predictions. Its Gaussian process learns the logarithm of measured over predicted
+time, so it does not have to learn again what the planner knows. The other samplers are for comparison.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from tuners.predictions import Predictions
 from tuners.record import StoredTrial, read_trials
 from tuners.table import Table
 
-_LEAST_GIB = 1 / 1024  # before taking a logarithm: a process may seem to need nothing where others left memory
-_RANDOM_STARTS = 3  # of Optuna's samplers; their default of 10 would leave few of 15 trials to the model
+_LEAST_GIB = 1 / 1024  # lower bound for the logarithm; a recipe may seem to need no memory if it reuses another's
+_RANDOM_STARTS = 3  # random trials of Optuna's samplers; after their default of 10, few of 15 trials would use the model
 _LEAST_MEASURED = 2  # trials before a Gaussian process is fitted
-_SUM_WEIGHT = 0.05  # ParEGO's rho: a row that is worse at one objective and equal at the other never wins
+_SUM_WEIGHT = 0.05  # ParEGO's rho; because of it, a row that is worse at one objective and equal at the other never wins
 
 
 class Request(NamedTuple):
-    """What a sampler may look at when it chooses a row.
+    """The input of a sampler for one choice.
 
     Args:
-        trial: the trial that the row is for.
+        study: the study, for Optuna's samplers.
+        trial: the trial that gets the row.
         others: the other trials that have a row and were not lost.
-        untried: indices of the rows to choose from; there is at least one.
+        untried: indices of the rows to choose from, at least one.
     """
 
     study: optuna.Study
@@ -45,10 +46,10 @@ class Request(NamedTuple):
 
 
 class RowSampler(Protocol):
-    """A way of choosing the next row. Made as `RowSampler(table, seed, predictions)`."""
+    """The interface of samplers. Their constructors take a table, a seed, and predictions or None."""
 
     def choose(self, request: Request) -> int:
-        """Return one of the untried rows' indices."""
+        """Return the index of one of the untried rows."""
 
 
 Seed = int | np.random.Generator
@@ -76,7 +77,7 @@ class PlannerOrder:
 
 
 class OptunaProposal(ABC):
-    """Chooses the untried row that is nearest to what one of Optuna's samplers proposes."""
+    """Chooses the untried row nearest to the proposal of one of Optuna's samplers (L1 distance of `Table.features`)."""
 
     proposer: ClassVar[Callable[..., BaseSampler]]
 
@@ -87,7 +88,7 @@ class OptunaProposal(ABC):
 
     def choose(self, request: Request) -> int:
         params = self._proposer.sample_relative(request.study, request.trial, self.table.distributions)
-        if not params:  # too few trials to propose anything
+        if not params:  # Optuna's sampler has too few trials to propose anything
             return self._start.choose(request)
         distances = np.abs(self.table.features[request.untried] - self.table.encode(params)).sum(axis=1)
         return request.untried[int(distances.argmin())]
@@ -104,7 +105,7 @@ class OptunaTPE(OptunaProposal):
 class ExpectedImprovement(ABC):
     """Chooses the row with the largest expected improvement.
 
-    A Gaussian process learns the objective minus a baseline. A row that is being measured counts as if it turned out as expected.
+    A Gaussian process learns the objective minus a baseline. A row that is being measured counts with its expected value.
     """
 
     def __init__(self, table: Table[Any], seed: Seed, predictions: Predictions | None = None):
@@ -115,7 +116,7 @@ class ExpectedImprovement(ABC):
 
     @abstractmethod
     def objective(self, measured: Sequence[StoredTrial]) -> tuple[np.ndarray, np.ndarray]:
-        """Return what is minimised, of every measured trial [measured], and the baseline of every row [rows]."""
+        """Return the values to minimize of the measured trials [measured], and the baseline of all rows [rows]."""
 
     def can_learn_from(self, trial: StoredTrial) -> bool:
         return trial.was_measured
@@ -153,10 +154,10 @@ class MeasuredOverPredicted(ExpectedImprovement):
 
 
 class TimeAndMemory(ExpectedImprovement):
-    """Learns a random mix of time and memory, drawn anew for every choice.
+    """Learns a mix of the logarithms of time and memory. Every choice draws a new random weight for the mix.
 
-    So choices spread over the settings that no other setting beats at both (Knowles, "ParEGO", IEEE Transactions on Evolutionary
-    Computation 10(1), 2006, section II).
+    So the choices spread over the settings that no other setting beats at both (Knowles, "ParEGO", IEEE Transactions on
+    Evolutionary Computation 10(1), 2006, section II).
     """
 
     def can_learn_from(self, trial: StoredTrial) -> bool:
@@ -169,7 +170,7 @@ class TimeAndMemory(ExpectedImprovement):
         if self.predictions is None:
             return scalarize(values_M2), np.zeros(len(self.table.rows))
         predicted_R2 = np.log(np.stack(self.predictions, axis=1))
-        # The constant part of the predictions' errors decides which of the two objectives is the worse one.
+        # A constant error of the predictions would change which of the two objectives is the worse one, so it is removed.
         shift = np.median(values_M2 - predicted_R2[_rows(measured)], axis=0)
         return scalarize(values_M2), scalarize(predicted_R2 + shift)
 
@@ -183,7 +184,10 @@ def _log_seconds(trials: Sequence[StoredTrial]) -> np.ndarray:
 
 
 def _scalarization(values_M2: np.ndarray, weight: float) -> Callable[[np.ndarray], np.ndarray]:
-    """Make a function from two objectives [n, 2] to the worse of both [n], by weight and in units of the measured range."""
+    """Make a function from two objectives [n, 2] to the larger of both, plus a small share of their sum [n].
+
+    Each objective is weighted, and in units of its measured range.
+    """
     low, span = values_M2.min(axis=0), np.maximum(np.ptp(values_M2, axis=0), 1e-6)
     weights = np.array([weight, 1 - weight])
 
@@ -198,10 +202,10 @@ class Way(NamedTuple):
     """A row of `SAMPLERS`.
 
     Args:
-        sampler: chooses the rows.
-        cold: the same for a study without predictions.
-        second: the same for a study of time and memory.
-        starts: whether the planner's best rows are measured first.
+        sampler: the class for a study with predictions.
+        cold: the class for a study without predictions.
+        second: the class for a study of time and memory; None takes one of the others.
+        starts: whether the rows with the best predictions are measured first.
     """
 
     sampler: Callable[..., RowSampler]
@@ -217,14 +221,14 @@ SAMPLERS: Mapping[SamplerName, Way] = {
     "random": Way(UniformRandom, cold=UniformRandom, starts=False),
     "planner": Way(PlannerOrder, cold=UniformRandom),
 }
-"""By `tune.sampler`."""
+"""The samplers by their names in `tune.sampler`."""
 
 
 class TableSampler(BaseSampler):
-    """Optuna's side of a `RowSampler`: no row is proposed that was measured or is being measured.
+    """An Optuna sampler that lets a `RowSampler` choose among the untried rows.
 
     Args:
-        predictions: a row that is predicted to need as much memory as one that did not fit is not proposed either.
+        predictions: a row counts as tried if another row did not fit and needs no more memory, according to these.
     """
 
     def __init__(self, table: Table[Any], sampler: RowSampler, predictions: Predictions | None = None):
@@ -245,7 +249,7 @@ class TableSampler(BaseSampler):
         raise AssertionError(f"{param_name} is not a parameter of the table")
 
     def untried_rows(self, trials: Sequence[StoredTrial]) -> list[int]:
-        """Indices of the rows that are left to measure."""
+        """Return the indices of the rows without a trial that are not predicted to need too much memory."""
         known = [trial for trial in trials if trial.has_row]
         taken = set(_rows(known))
         untried = [number for number in range(len(self.table.rows)) if number not in taken]
@@ -262,7 +266,7 @@ def make_sampler(
     """Make a sampler by its name.
 
     Args:
-        second: whether memory is an objective beside time.
+        second: whether memory is a second objective beside time.
     """
     way = SAMPLERS[name]
     make = (second and way.second) or (way.cold if predictions is None else way.sampler)

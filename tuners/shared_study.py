@@ -1,4 +1,4 @@
-"""A study that several tuners may work on at once: opening it, and handing out its trials."""
+"""Opens a study that several tuners may work on at once, and hands out its trials."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ _OBJECTIVE, _SECOND_OBJECTIVE = "step time (s)", "memory (GiB)"  # as Optuna's d
 
 
 class SharedStudy:
-    """The study of a recipe. It is created if it does not exist; a new study starts with a few rows that are worth measuring.
+    """The study of a recipe. It is created if it does not exist.
+
+    The first trials of a new study measure the rows with the best predictions or, without predictions, the unchanged recipe.
 
     Args:
-        url: of the storage.
+        url: URL of the storage.
 
     Raises:
-        UserError: the storage cannot be opened, or the study is about something else, or cannot be read.
+        UserError: the storage cannot be opened, the study belongs to another recipe or space, or the study cannot be read.
     """
 
     def __init__(self, recipe: Recipe, table: Settings, predictions: Predictions | None, url: str):
@@ -49,14 +51,14 @@ class SharedStudy:
                 self.study.set_metric_names(objectives)
 
     def trials(self, states: Sequence[TrialState] | None = None) -> list[StoredTrial]:
-        """All trials of all tuners, or those in some states."""
+        """Return all trials of all tuners, or those in some states."""
         return read_trials(self.study, self._table, states)
 
     def read(self, trial: FrozenTrial) -> StoredTrial:
         return read_trial(trial, self._table)
 
     def claim_trial(self) -> optuna.Trial | None:
-        """Take the next trial; None if all trials are spent, or no row is left."""
+        """Take the next trial. Return None if all trials are spent, or no row is left."""
         with self._lock():
             release_abandoned(self.study, self._table)
             counted = [trial for trial in self.trials() if trial.state != TrialState.WAITING and not trial.record.lost]
@@ -67,7 +69,7 @@ class SharedStudy:
         return trial
 
     def reference_seconds(self, measure: Callable[[], float]) -> float:
-        """Seconds of a step of the unchanged recipe; the first tuner measures them for all."""
+        """Return the seconds of a step of the unchanged recipe. The first tuner calls `measure` for all tuners."""
         with self._lock():
             known = read_study(self.study).reference_s
             if known is None:
@@ -76,19 +78,19 @@ class SharedStudy:
         return known
 
     def best_ratio(self) -> float | None:
-        """The smallest ratio of all trials that were measured to their end."""
+        """Return the smallest ratio of all trials that were measured to their end; None if there are none."""
         completed = self.trials([TrialState.COMPLETE])
         return min((trial.record.ratio for trial in completed if trial.record.ratio is not None), default=None)
 
     def front(self) -> tuple[StoredTrial, ...]:
-        """Feasible trials that no other beats at both objectives, the fastest first; empty if time is the only objective."""
+        """Return the feasible trials that no other trial beats at both objectives, the fastest first; () without memory."""
         if self._spec.second is None:
             return ()
         best = [self.read(trial) for trial in self.study.best_trials]
         return tuple(sorted((trial for trial in best if trial.record.feasible), key=lambda trial: trial.record.seconds or 0.0))
 
     def _begin(self) -> None:
-        """Enqueue the first trials of a new study; make sure that an existing one is about the same."""
+        """Enqueue the first trials of a new study. Refuse a study of another recipe or space."""
         own, known = _fingerprint(self._table, self._spec.second), read_study(self.study).space
         if known == own:
             return
@@ -110,6 +112,6 @@ class SharedStudy:
 
 
 def _fingerprint(table: Settings, second: str | None) -> str:
-    """Hash what a study is about: the recipe except for how it is searched, the table, and the second objective."""
+    """Hash the recipe without the sections `tune`, `tracking` and `cluster`, the table, and the second objective."""
     about = table.recipe.model_dump(mode="json", exclude={"tune", "name", "tracking", "cluster"})
     return hashlib.sha256(json.dumps([about, table.rows, *([second] if second else [])]).encode()).hexdigest()[:16]

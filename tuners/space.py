@@ -1,7 +1,7 @@
-"""The settings that a tuner chooses from: every legal way to train a recipe, as rows of a table.
+"""The settings that a tuner chooses from: every legal way to train a recipe, as the rows of a table.
 
-Most combinations of free values are illegal folds. So the legal settings are written out first, and searches pick rows. A knob
-without effect has one value, so no two rows mean the same.
+Most combinations of values make an illegal fold. So the legal settings are listed first, and a search picks rows of this
+list. A key without effect gets a fixed value, so no two rows train in the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEYS: Mapping[str, str] = {
     "degree": "schedule.degree", "slicing": "schedule.slicing", "batch_degree": "schedule.batch_degree",
     "recompute": "schedule.recompute", "reduction": "schedule.reduction", "sp_bytes": "schedule.sp_bytes",
 }  # fmt: skip
-"""The recipe's key that each parameter sets."""
+"""The recipe key that each field of a `Setting` sets."""
 
 _AXES = ("tp", "cp", "pp", "ep", "etp")
 _Item = TypeVar("_Item")
@@ -34,8 +34,8 @@ class Setting(NamedTuple):
     """A row of the table: one way to train.
 
     Args:
-        recompute: kinds of ops, joined by "+", or "none".
-        sp_bytes: bytes of gradients that travel at once; 0 if all travel at the end of a step.
+        recompute: the kinds of ops that run again before their backward, joined by "+"; "none" if there are none.
+        sp_bytes: bytes of a bucket or chunk of gradients; 0 if all gradients are reduced at the end of a step.
     """
 
     tp: int
@@ -55,7 +55,7 @@ class Setting(NamedTuple):
 
     @classmethod
     def of(cls, recipe: Recipe) -> Setting:
-        """The setting of an unchanged recipe."""
+        """Return the setting of an unchanged recipe."""
         schedule = recipe.schedule
         sizes = {axis: getattr(recipe.fold, axis) for axis in _AXES}
         ordering = recipe.ordering
@@ -66,7 +66,7 @@ class Setting(NamedTuple):
         )._normalized()  # fmt: skip
 
     def _normalized(self) -> Setting:
-        """The same setting, with a fixed value for every knob that has no effect."""
+        """Return the same setting, with a fixed value for every key that has no effect."""
         return self._replace(
             kind=self.kind if self.degree * self.batch_degree > 1 else SEQUENTIAL.name,
             slicing=self.slicing if self.degree > 1 and overlap_kind(self.kind).cuts_attention else "time_uniform",
@@ -74,7 +74,7 @@ class Setting(NamedTuple):
         )
 
     def __str__(self) -> str:
-        """The setting in one line, without knobs at their usual values."""
+        """Return the setting in one line, without keys that have their usual values."""
         sizes = [f"{axis.upper()}{getattr(self, axis)}" for axis in _AXES if getattr(self, axis) > 1]
         cut = f" d={self.degree}" if self.degree > 1 else ""
         cut += f" R={self.batch_degree}" if self.batch_degree > 1 else ""
@@ -87,7 +87,7 @@ class Setting(NamedTuple):
 
 
 def apply_setting(recipe: Recipe, setting: Setting) -> Recipe:
-    """Return the recipe, trained by another setting.
+    """Return the recipe with another setting.
 
     Raises:
         UserError: the setting is illegal.
@@ -106,7 +106,11 @@ def apply_setting(recipe: Recipe, setting: Setting) -> Recipe:
 
 
 class Settings(Table[Setting]):
-    """All legal settings of a recipe's space.
+    """All legal settings of a recipe's space (`tune.space`).
+
+    Attributes:
+        recipe: the unchanged recipe.
+        default: the setting of the unchanged recipe. The table may lack it.
 
     Raises:
         UserError: no setting in the space is legal, or there are too many.
@@ -121,14 +125,14 @@ class Settings(Table[Setting]):
 
 
 def as_candidate(recipe: Recipe) -> Candidate:
-    """Convert a recipe to what the planner predicts."""
+    """Convert a recipe to a candidate, whose step the planner can predict."""
     job = Job(recipe.model, recipe.data.seq_len, recipe.training.global_batch, DTYPES[recipe.precision])
     schedule, training = recipe.schedule, recipe.training
     return Candidate(job, recipe.placed_fold, recipe.ordering, training.micro_batch, schedule.virtual_stages, recipe.engine.zero)
 
 
 def _legal_settings(recipe: Recipe) -> Iterator[Setting]:
-    """Folds are checked first: most illegal settings have an illegal fold."""
+    """Return the legal settings. Folds are checked first, because most illegal settings have an illegal fold."""
     own = Setting.of(recipe)
     simplest = own._replace(kind=SEQUENTIAL.name, degree=1, batch_degree=1, virtual_stages=1, micro_batch=1)
     folds = [fold for fold in _bounded(recipe, "folds", _folds(recipe)) if _is_legal(recipe, simplest._replace(**fold))]
@@ -137,7 +141,7 @@ def _legal_settings(recipe: Recipe) -> Iterator[Setting]:
 
 
 def _bounded(recipe: Recipe, what: str, items: Iterable[_Item]) -> list[_Item]:
-    """List the items; each takes milliseconds to check."""
+    """List the items, and refuse more than `MOST_SETTINGS`, because each takes milliseconds to check."""
     listed = list(itertools.islice(items, MOST_SETTINGS + 1))
     if len(listed) > MOST_SETTINGS:
         rule = f"is too many to check, for {recipe.cluster.workers} workers; list fewer values"
@@ -146,7 +150,7 @@ def _bounded(recipe: Recipe, what: str, items: Iterable[_Item]) -> list[_Item]:
 
 
 def _folds(recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """Parallel sizes that divide the workers, for attention and for the experts."""
+    """Yield the parallel sizes whose products divide the workers, for attention and for the experts."""
     workers, space = recipe.cluster.workers, recipe.tune.space
     tps, cps, pps, eps, etps = (getattr(space, axis) or divisors(workers) for axis in _AXES)
     for tp, cp in itertools.product(tps, cps):
@@ -161,7 +165,7 @@ def _settings_of_fold(recipe: Recipe, start: Setting) -> Iterator[Setting]:
     space = recipe.tune.space
     kinds = space.kind or SEARCHED
     virtual_stages = (space.virtual_stages or (start.virtual_stages,)) if start.pp > 1 else (1,)
-    # If no token travels, there is nothing to hide.
+    # With ep = 1 no token travels, so there is no all-to-all to hide.
     cuts = [(kind, 1, 1) for kind in kinds if not overlap_kind(kind).cuts]
     if start.ep > 1:
         pieces = itertools.product(kinds, space.degree, space.batch_degree)

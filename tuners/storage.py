@@ -1,7 +1,7 @@
-"""Storages of studies: opening one by its URL, and a lock that all its tuners share.
+"""Opens the storage of a study by its URL, and locks it for one tuner at a time.
 
-Every call of an Optuna storage is safe by itself. Choosing a row takes several calls (read all trials, choose, write), and
-`storage_lock` lets one tuner at a time do that, whatever the storage.
+Tuners can make single calls of an Optuna storage at the same time. But choosing a row takes several calls (read all trials,
+choose, write), so a tuner holds `storage_lock` meanwhile.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def open_storage(url: str) -> BaseStorage:
 
 @contextmanager
 def storage_lock(url: str, name: str) -> Iterator[None]:
-    """Exclude all other holders of the same lock in this storage.
+    """Hold a lock of this storage. Other databases than SQLite, PostgreSQL and MySQL have none.
 
     Args:
-        name: what the lock protects, such as a study. A storage in a file has one lock for everything.
+        name: name of the lock, such as that of a study. A storage in a file has one lock for all names.
     """
     lock: AbstractContextManager[None]
     if _is_server(url):
@@ -70,7 +70,7 @@ def storage_lock(url: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def _server_lock(url: str, name: str) -> Iterator[None]:
-    """The database server's own lock, which it releases when the connection ends, for whatever reason."""
+    """Hold a lock of the database server. The server releases it when the connection ends, even if the process is killed."""
     from sqlalchemy import create_engine, text
 
     number = zlib.crc32(name.encode())
@@ -81,7 +81,7 @@ def _server_lock(url: str, name: str) -> Iterator[None]:
         else ("SELECT GET_LOCK(:key, 600)", "SELECT RELEASE_LOCK(:key)")
     )
     key = {"key": number if postgres else f"foldray-{number}"}
-    engine = create_engine(url, isolation_level="AUTOCOMMIT", **_connect_options(url))  # no transaction stays open
+    engine = create_engine(url, isolation_level="AUTOCOMMIT", **_connect_options(url))  # leaves no transaction open
     with engine.connect() as connection:
         connection.execute(text(acquire), key)
         try:
@@ -107,4 +107,4 @@ def _connect_options(url: str) -> dict[str, Any]:
 
 def _lock_path(url: str) -> Path:
     path = url.removeprefix("sqlite:///").removeprefix("journal://")
-    return Path(f"{path}.turn")  # Optuna's journal has a .lock of its own
+    return Path(f"{path}.turn")  # Optuna's journal uses the ending .lock

@@ -1,4 +1,4 @@
-"""`FoldTuner`: finds the fastest way to train a recipe, from the table of legal settings to the winner and its gain."""
+"""`FoldTuner`, which runs a study: from the table of legal settings to the winner and its gain."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _GIB = 2**30
 
 
 class FoldTuner:
-    """Finds the fastest way to train a recipe on its cluster; `Recipe.tune` says how.
+    """Finds the fastest way to train a recipe on its cluster. The section `tune` of the recipe has the options.
 
-    Settings are measured on ranks that stay, each beside the unchanged recipe. Several tuners, on any machines, may work on one
-    study: they share its storage. Making a tuner reads and checks its input; nothing is written before `fit`.
+    The ranks stay alive between settings, and every setting takes turns with the unchanged recipe. Several tuners on any
+    machines may work on one study if they share its storage. The constructor reads and checks the input. It writes nothing.
 
     Args:
-        folder: holds the study's database, unless the recipe names a storage.
-        measure_turn: what the ranks run; tests replace it.
+        folder: folder of the study's database, unless the recipe names a storage.
+        measure_turn: the function that the ranks run; tests replace it.
 
     Raises:
         UserError: the recipe cannot be tuned, or its hardware cannot be read.
@@ -50,7 +50,7 @@ class FoldTuner:
         self.hardware = load_hardware(recipe.tune.hardware, "tune.hardware") if recipe.tune.hardware else None
         self.table = Settings(recipe)
         self._watchers: Sequence[Watcher] = ()
-        self._notifying = threading.Lock()  # trials on other nodes end at the same time
+        self._notifying = threading.Lock()  # trials on different nodes may end at the same time
 
     @cached_property
     def predictions(self) -> Predictions | None:
@@ -58,7 +58,7 @@ class FoldTuner:
 
     @cached_property
     def shared(self) -> SharedStudy:
-        """The study, which is opened when it is first needed.
+        """The study. The first use opens it.
 
         Raises:
             UserError: see `SharedStudy`.
@@ -74,7 +74,8 @@ class FoldTuner:
 
         Raises:
             UserError: the study cannot be opened, or the recipe cannot run here.
-            RuntimeError: the unchanged recipe could not be measured, or no trial, or not the winner beside the recipe.
+            RuntimeError: the unchanged recipe could not be measured, no setting could be measured, or the winner could not
+                be compared with the unchanged recipe.
         """
         self._watchers = watchers
         study = self.shared.study
@@ -98,7 +99,7 @@ class FoldTuner:
                 event(watcher)
 
     def _choose_nodes(self) -> list[list[str] | None]:
-        """The nodes of every bench; None is any."""
+        """Return the node ids of every bench; None lets Ray choose the nodes."""
         spec, most = self.recipe.cluster, self.recipe.tune.parallel
         if most == 1:
             return [None]
@@ -113,7 +114,7 @@ class FoldTuner:
             raise RuntimeError(f"the recipe as it stands could not be measured: {failure.reason}") from failure
 
     def _run_trials(self, benches: list[Bench]) -> None:
-        """Run trials on all benches at once; the first error ends them all."""
+        """Run trials on all benches at once. After an error, no further trial starts, and the error is raised."""
         errors: list[BaseException] = []
 
         def work(bench: Bench) -> None:
@@ -142,7 +143,7 @@ class FoldTuner:
                 write_trial(trial, known)
                 ended = self.shared.read(self._measure_and_tell(bench, trial, setting))
         except optuna.exceptions.UpdateFinishedTrialError:
-            return  # this tuner was silent for so long (asleep, say) that another one released the trial
+            return  # this tuner sent no heartbeat for so long (its machine slept) that another tuner released the trial
         self._notify(lambda watcher: watcher.on_trial_end(self.study, ended))
 
     def _measure_and_tell(self, bench: Bench, trial: optuna.Trial, setting: Setting) -> FrozenTrial:
@@ -161,7 +162,7 @@ class FoldTuner:
         return self.study.tell(trial, seconds if self.recipe.tune.second is None else [seconds, peak_gib])
 
     def _measure(self, bench: Bench, setting: Setting) -> tuple[TrialState, Measurement]:
-        """Measure turn by turn, until the setting surely cannot be the best."""
+        """Measure in turns, and stop early if the setting is surely `tune.prune` times slower than the best one."""
         spec, measurement = self.recipe.tune, Measurement()
         prune = None if spec.second else spec.prune  # a slow setting may be the one that needs least memory
         for measurement in bench.measure(apply_setting(self.recipe, setting)):
@@ -195,14 +196,14 @@ class FoldTuner:
         setting, seconds = self.table.rows[best.row], best.record.seconds
         recipe = apply_setting(self.recipe, setting)
         gain = None if setting == default else self._measure_gain(bench, recipe)
-        if gain is not None and gain.times <= 1:  # the trial was lucky
+        if gain is not None and gain.times <= 1:  # the setting was faster only in its trial, by chance
             recipe, setting, gain = self.recipe, default, None
         if gain is None:
             seconds = self._reference_s
         return Outcome(recipe, setting, seconds, self._reference_s, trials, gain, self.table, self.shared.front())
 
     def _measure_gain(self, bench: Bench, recipe: Recipe, retry: bool = True) -> Gain:
-        """Measure the winner beside the unchanged recipe; once more if a rank is lost meanwhile."""
+        """Compare the winner with the unchanged recipe. If a rank fails, try once more."""
         try:
             return measure_gain(bench, recipe, self.recipe.tune.pairs)
         except RankFailure as failure:
@@ -213,10 +214,10 @@ class FoldTuner:
 
 
 def _fastest(trials: Sequence[StoredTrial]) -> StoredTrial:
-    """The fastest feasible trial that was measured to its end.
+    """Return the fastest feasible trial that was measured to its end.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: no trial is feasible and was measured to its end.
     """
     candidates = [
         trial for trial in trials if trial.state == TrialState.COMPLETE and trial.was_measured and trial.record.feasible

@@ -1,4 +1,4 @@
-"""Tables of rows that a search picks from, and how a search sees them: sizes on a logarithmic scale, names as categories."""
+"""Tables whose rows a search picks. For the search, sizes have a logarithmic scale, and names are categories."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Row = TypeVar("Row", bound=NamedTuple)
 class Table(Generic[Row]):
     """A list of distinct rows.
 
-    A column with more than one value is a parameter of Optuna's trials; the other columns are not. A size of 0 stands for "none"
-    and counts as the largest size.
+    A column with more than one value is a parameter of Optuna's trials; the other columns are not. A size of 0 means "none".
+    In a trial's parameters the largest size of the column stands for it.
     """
 
     def __init__(self, rows: Iterable[Row]):
@@ -26,7 +26,7 @@ class Table(Generic[Row]):
 
     @cached_property
     def number(self) -> dict[Row, int]:
-        """The index of every row."""
+        """The index of every row in `rows`."""
         return {row: number for number, row in enumerate(self.rows)}
 
     @cached_property
@@ -40,15 +40,15 @@ class Table(Generic[Row]):
         return {name: values for name, values in columns if len(values) > 1}
 
     def params(self, row: Row) -> dict[str, Any]:
-        """A row as the parameters of a trial."""
+        """Return a row as the parameters of a trial."""
         return {name: getattr(row, name) if getattr(row, name) != 0 else values[-1] for name, values in self._values.items()}
 
     def find(self, params: Mapping[str, Any]) -> int | None:
-        """The index of the row that a trial's parameters stand for; None if there is no such row."""
+        """Return the index of the row with a trial's parameters; None if no row has them."""
         return self._number_by_params.get(tuple(params.get(name) for name in self._values))
 
     def row(self, params: Mapping[str, Any]) -> Row:
-        """The row that the parameters of a trial of this table stand for."""
+        """Return the row with the parameters of a trial of this table."""
         return self.rows[self._number_by_params[tuple(params[name] for name in self._values)]]
 
     @cached_property
@@ -61,7 +61,7 @@ class Table(Generic[Row]):
         return np.array([self.encode(self.params(row)) for row in self.rows])
 
     def encode(self, params: Mapping[str, Any]) -> np.ndarray:
-        """The parameters of a trial as an array [features]."""
+        """Return the parameters of a trial as an array [features]."""
         features: list[float] = []
         for name, values in self._values.items():
             value = params[name]

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Console(Watcher):
-    """Shows a progress bar and a line for every trial, on standard error."""
+    """Shows a progress bar and a line for every trial on standard error."""
 
     def __init__(self, trials: int):
         self._terminal = Terminal(stderr=True, highlight=False)
@@ -76,7 +76,7 @@ class Console(Watcher):
 
 
 class DashboardNotes(Watcher):
-    """Adds to each trial in Optuna's dashboard a note in plain words, and the picture of its timeline.
+    """Adds a note and a picture of the timeline to every trial in Optuna's dashboard.
 
     Args:
         folder: the study's folder, which holds the pictures and the dashboard's copies of them.
@@ -105,14 +105,16 @@ class DashboardNotes(Watcher):
 
 
 class MlflowRuns(Watcher):
-    """Logs to MLflow: a run for the study, and inside it one for every trial. A failure costs a warning, never the study.
+    """Logs to MLflow: a run for the study, and inside it a run for every trial.
+
+    After the study's run has been created, the first failure of MLflow causes a warning, and the study goes on.
 
     Args:
         storage: the run storage.
-        folder: the study's folder.
+        folder: the study's folder, which holds the pictures.
 
     Raises:
-        UserError: the MLflow server does not answer, or refuses.
+        UserError: the MLflow server does not answer, or refuses a request.
     """
 
     def __init__(self, recipe: Recipe, storage: Path, folder: Path):
@@ -149,7 +151,7 @@ class MlflowRuns(Watcher):
             self._try(self._client.log_metric, self.study_run_id, name, value)
 
     def close(self, status: str, files: list[Path]) -> None:
-        """Store files and end the study's run, if it has begun."""
+        """Store files and end the study's run, if the run has been created."""
         if not self.study_run_id:
             return
         for path in files:
@@ -199,7 +201,7 @@ def _epoch_ms(moment: datetime | None) -> int | None:
 
 
 def draw_timeline(folder: Path, number: int, setting: Setting, measurement: Measurement) -> Path | None:
-    """Draw a trial's recorded step; return the picture's path, or None if no step was recorded."""
+    """Draw a trial's recorded step on the first rank. Return the picture's path, or None if no step was recorded."""
     if measurement.recorded is None:
         return None
     path = folder / f"trial-{number}.png"
@@ -212,5 +214,5 @@ def draw_timeline(folder: Path, number: int, setting: Setting, measurement: Meas
 
 
 def artifact_folder(folder: Path) -> Path:
-    """The folder, inside the study's, where Optuna's dashboard finds pictures."""
+    """Return the folder of the pictures for Optuna's dashboard, inside the study's folder."""
     return folder / "artifacts"

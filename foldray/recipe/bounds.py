@@ -34,4 +34,4 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=
 """A name that is also a part of a path."""
 SamplerName = Literal["ratio", "gp", "tpe", "random", "planner"]
 Url = Annotated[str, PlainSerializer(without_secrets, when_used="json")]
-"""A URL whose secrets stay in this process: files, logs and workers get the recipe as JSON, without them."""
+"""A URL whose secrets stay in this process. Files, logs and workers get the recipe as JSON, without the secrets."""

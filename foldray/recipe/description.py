@@ -111,7 +111,7 @@ class Description(Strict):
         return self.training.global_batch // (self.placed_fold.dp * self.training.micro_batch)
 
     def at_degree(self, degree: int) -> Self:
-        """The same recipe with this degree, and no other degree to try.
+        """Return the same recipe with this degree, and no other degree to try.
 
         Raises:
             UserError: the recipe is illegal with this degree.

@@ -37,7 +37,7 @@ Row = tuple[str, str, str, str]
 
 
 def page() -> str:
-    """The page, in Markdown: one table for each section."""
+    """Return the page in Markdown, with one table for each section."""
     parts = [_INTRODUCTION]
     for name, about, rows in _tables():
         title = f"## `{name}`" if name else "## Keys outside of sections"
@@ -48,9 +48,10 @@ def page() -> str:
 
 
 def key_help(tuning: bool = False, width: int | None = None) -> str:
-    """The keys of `tune`, or all others, wrapped for a terminal.
+    """Return the help of all keys outside `tune`, or of the keys of `tune`, wrapped for a terminal.
 
     Args:
+        tuning: return the keys of `tune`.
         width: columns; None is the terminal's width.
     """
     width = max(_NARROWEST, min(_WIDEST, width or shutil.get_terminal_size().columns - 1))
@@ -73,7 +74,7 @@ def _wrapped(text: str, width: int, first: str = "", others: str = "") -> list[s
 
 
 def _tables() -> Iterator[tuple[str, str, list[Row]]]:
-    """(name, what it is about, its keys) of every section; the keys outside of sections come first, without a name."""
+    """Yield (name, description, keys) of every section. The keys outside of sections come first, without a name."""
     keys: dict[str, list[Row]] = {}
     for row in describe(Recipe):
         keys.setdefault(row[0].rpartition(".")[0], []).append(row)

@@ -1,4 +1,4 @@
-"""Reading a recipe: YAML and overrides become values, and a mistake that pydantic finds becomes one clear line."""
+"""Reads a recipe: YAML and overrides become values, and a mistake that pydantic finds becomes one clear line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PLAIN = {
 
 
 def describe(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """A row (key, legal values, default, description) for every recipe key."""
+    """Yield a row (key, legal values, default, description) for every recipe key."""
     for name, field in model.model_fields.items():
         section = _section(field.annotation)
         if section is not None:
@@ -40,7 +40,7 @@ def describe(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The name and the docstring of every section of a recipe, in order."""
+    """Yield the name and the docstring of every section of a recipe, in order."""
     for name, field in model.model_fields.items():
         if (section := _section(field.annotation)) is not None:
             yield f"{prefix}{name}", inspect.cleandoc(section.__doc__ or "")
@@ -88,7 +88,7 @@ def _is_number(annotation: Any) -> bool:
 
 
 def first_mistake(model: type[BaseModel], error: ValidationError) -> UserError:
-    """The first mistake that pydantic found, as one line in plain words."""
+    """Return the first mistake that pydantic found, as an error of one line in plain words."""
     first = error.errors(include_url=False)[0]
     path = [str(part) for part in first["loc"]]
     field, kind = ".".join(path), first["type"]
@@ -111,13 +111,13 @@ def first_mistake(model: type[BaseModel], error: ValidationError) -> UserError:
 
 
 def _rule(kind: str, message: str) -> str:
-    """pydantic's message in plain words."""
+    """Return pydantic's message in plain words."""
     plain = _PLAIN.get(kind) or _PLAIN.get(kind.split("_")[0])
     return plain or f"must {message.split(' should ')[-1].replace(' after validation', '')}"
 
 
 def _lookup(model: type[BaseModel], path: list[str]) -> tuple[type[BaseModel], FieldInfo | None]:
-    """The section and the key that a path names. A path may continue behind the key, with places in its list."""
+    """Return the section and the key that a path names. After the key, a path may continue with indices of its list."""
     for part in path:
         field = model.model_fields.get(part)
         section = field and _section(field.annotation)
@@ -132,7 +132,7 @@ def _section(annotation: Any) -> type[BaseModel] | None:
 
 
 def _words(annotation: Any) -> list[Any]:
-    """The words that a type, or a list of it, takes."""
+    """Return the words that a type, or a list of it, takes."""
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     words = [word for part in get_args(annotation) for word in _words(part)]
@@ -140,12 +140,12 @@ def _words(annotation: Any) -> list[Any]:
 
 
 def _legal(field: FieldInfo) -> str:
-    """The legal values of a key, with `|` between them; for a number or a text the name of its type."""
+    """Return the legal values of a key with `|` between them, or the name of its type for a number or a text."""
     return "|".join(_listed(field.metadata) or _names(field.annotation))
 
 
 def _names(annotation: Any) -> list[str]:
-    """The names of the values that a type takes."""
+    """Return the names of the values that a type takes."""
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     if origin in (types.UnionType, Union):
         return [name for part in arguments for name in _names(part)]
@@ -160,7 +160,7 @@ def _names(annotation: Any) -> list[str]:
 
 
 def _listed(marks: Iterable[Any]) -> list[str]:
-    """The words that a type is restricted to; none for a type that is not."""
+    """Return the words that a type is restricted to; an empty list for an unrestricted type."""
     checks = (mark.func for mark in marks if isinstance(mark, PlainValidator))
     return [word for check in checks if isinstance(check, Among) for word in check.words]
 

@@ -1,4 +1,4 @@
-"""The section `schedule` of a recipe: its keys, defaults and single rules."""
+"""The section `schedule` of a recipe: its keys, their defaults, and the rules of single keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections of a recipe, all but `schedule` and `tune`: their keys, defaults and single rules."""
+"""The sections of a recipe except `schedule` and `tune`: their keys, defaults, and the rules of single keys."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class SpaceSpec(Strict):
 
     @property
     def settings_of_a_fold(self) -> int:
-        """The most settings that the lists make for one choice of parallel sizes."""
+        """The number of combinations of the given lists for one choice of parallel sizes, without lists that are null."""
         lists = (self.virtual_stages, self.micro_batch, self.kind, self.degree, self.slicing, self.batch_degree, self.recompute)
         return math.prod(len(values) for values in (*lists, self.sp_bytes) if values is not None)
 

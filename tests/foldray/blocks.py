@@ -1,4 +1,4 @@
-"""Blocks to make graphs of."""
+"""A dense block and a MoE block, for graphs in tests."""
 
 from foldray.blueprint import ModelSpec
 from tests.foldray.parity import MODEL

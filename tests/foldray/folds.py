@@ -1,4 +1,4 @@
-"""All legal folds of a number of ranks, and the ones that stand for them."""
+"""All legal folds of a number of ranks, and their names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from foldray.fold import divisors
 
 
 def legal_folds(world: int) -> Iterator[dict[str, int]]:
-    """Every fold of `world` ranks that the law allows, sizes of one left out."""
+    """Yield the sizes of every legal fold of `world` ranks, without sizes of 1."""
     for pp in divisors(world):
         for tp, cp in _pairs(world // pp):
             for ep, etp in _pairs(world // pp):

@@ -1,6 +1,6 @@
-"""Values that nobody should give a recipe, for every key of it: `python -m tests.foldray.hostile PART PARTS` tries some of them.
+"""Hostile values for every key of a recipe: `python -m tests.foldray.hostile PART PARTS` tries a part of them.
 
-It prints one JSON document. It is meant to be run as a process of its own, under limits: a fault may take all memory there is.
+It prints one JSON document. Run it as a separate process with limits, because a fault may use all memory.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ VALUES = [*map(str, _WHOLE), *_BROKEN, *_WORDS, *_SEVERAL]
 
 
 def overrides() -> list[str]:
-    """One for each key and value, the same ones every time; and some that name no key."""
+    """Return an override for each key and value, and some that name no key. Every call returns the same list."""
     keys = [key for key, *_ in describe(Recipe)]
     sections = sorted({key.rpartition(".")[0] for key in keys} - {""})
     strange = [
@@ -77,7 +77,7 @@ def overrides() -> list[str]:
 
 
 def outcome(override: str, base: dict[str, Any]) -> str | None:
-    """What is wrong with the answer to an override; None where it is taken, or refused in one line."""
+    """Return the fault in the answer to an override; None if the override is accepted, or refused in one line."""
     given = copy.deepcopy(base)
     try:
         apply(given, override)
@@ -95,7 +95,7 @@ def outcome(override: str, base: dict[str, Any]) -> str | None:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had. (`getrusage` counts what its parent had when it was forked, too.)"""
+    """Return the peak memory of this process. (`getrusage` also counts the memory of its parent at the fork.)"""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) * 1024
 

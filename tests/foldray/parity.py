@@ -1,4 +1,4 @@
-"""Training steps on the ranks of a fold, and the same in one process, by global parameter name."""
+"""Training steps on the ranks of a fold and in one process, with results by global parameter name."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ class Held(NamedTuple):
 
 
 def make_recipe(workers: int, fold: dict[str, Any] | int = 1, **sections: Any) -> Recipe:
-    """A small recipe whose global batch is 8 sequences of 16 tokens, whatever the fold (a number is ep alone)."""
+    """Make a small recipe with a global batch of 8 sequences of 16 tokens.
+
+    Args:
+        fold: parallel sizes, or the size of ep alone.
+    """
     fold = {"ep": fold} if isinstance(fold, int) else fold
-    # Two passes, or what fills the pipeline: what takes time is the number of collectives.
+    # Two passes, or as many as fill the pipeline. Few passes save time, because they make few collectives.
     passes = Fold(workers, **fold).dp * max(2, fold.get("pp", 1))
     layers = max(MODEL["layers"], fold.get("pp", 1) * sections.get("schedule", {}).get("virtual_stages", 1))
     base: dict[str, Any] = {
@@ -51,7 +55,7 @@ def make_recipe(workers: int, fold: dict[str, Any] | int = 1, **sections: Any) -
 
 
 def train(rank: int, recipe: Recipe, steps: int = 1, documents: bool = False, masked: bool = False) -> dict[str, Any]:
-    """Post-step weights, losses and norms of this rank; every global sample is its own random text (`batches`)."""
+    """Train and return the weights after the last step, and the losses and norms. The text is random (`batches`)."""
     groups = Groups.create(recipe.placed_fold, rank)
     engine = engine_of(recipe, groups)
     found = go_on(engine, groups, recipe, range(steps), documents=documents, masked=masked)
@@ -67,7 +71,7 @@ def engine_of(recipe: Recipe, groups: Groups) -> Engine:
 
 
 def go_on(engine: Engine, groups: Groups, recipe: Recipe, steps: range, **options: bool) -> dict[str, Any]:
-    """Train the given steps: weights behind the last, losses and norms of each, counts of the last."""
+    """Train some steps. Return the weights after the last one, all losses and norms, and the counts of the last one."""
     losses, norms, counts = [], [], torch.empty(0)
     for step in steps:
         passes = engine.train(batches(recipe, groups.dp_rank, step, **options))
@@ -80,11 +84,11 @@ def go_on(engine: Engine, groups: Groups, recipe: Recipe, steps: range, **option
 
 
 def batches(recipe: Recipe, dp_rank: int, step: int, documents: bool = False, masked: bool = False) -> list[Batch]:
-    """The micro-batches of a step for a data-parallel place.
+    """Return a step's micro-batches of random text for a data-parallel place. Every global sample has its own text.
 
     Args:
-        documents: attention stops at documents.
-        masked: some targets do not count, in each sequence others and in one of them all.
+        documents: attention stops at document boundaries.
+        masked: some targets do not count: different ones in each sequence, and in one sequence all of them.
     """
     dp, size, length = recipe.placed_fold.dp, recipe.training.micro_batch, recipe.data.seq_len
     tokens = sample(step, recipe.training.global_batch, length + 1, recipe.model.vocab)
@@ -104,7 +108,7 @@ def sample(step: int, sequences: int, length: int, vocab: int) -> torch.Tensor:
 
 
 def weights(engine: Engine) -> dict[str, Held]:
-    """What a rank holds of every weight."""
+    """Return this rank's box of every weight that it holds."""
     pieces = engine.model.pieces
     return {
         key: Held(tensor.detach().clone(), pieces[name].box if (name := key.removeprefix("model/")) in pieces else ())
@@ -114,7 +118,7 @@ def weights(engine: Engine) -> dict[str, Held]:
 
 
 def gradients(engine: Any) -> dict[str, Held]:
-    """What a rank of the torch engine holds of every reduced gradient."""
+    """Return this rank's box of every reduced gradient that it holds. The engine is a torch engine."""
     model, found = engine.model, {}
     for local, parameter in model.named_parameters():
         for name, index in model.global_parts[local]:
@@ -123,7 +127,7 @@ def gradients(engine: Any) -> dict[str, Held]:
 
 
 def one_process(recipe: Recipe, **options: Any) -> dict[str, Any]:
-    """The same recipe on one rank, with the torch engine and plain experts."""
+    """Train the same recipe on one rank, with the torch engine and experts in a loop."""
     single = make_recipe(
         1,
         **{section: recipe.model_dump()[section] for section in ("model", "optimizer", "precision")},
@@ -134,7 +138,11 @@ def one_process(recipe: Recipe, **options: Any) -> dict[str, Any]:
 
 
 def worst(found: list[dict[str, Any]], reference: dict[str, Any], relative: bool) -> tuple[float, str]:
-    """Largest difference of any weight on any rank, absolute or relative to the tensor's largest value, and its name."""
+    """Return the largest difference of any weight on any rank, with its name.
+
+    Args:
+        relative: divide a difference by the largest value of its tensor.
+    """
     assert set().union(*(part["weights"] for part in found)) == set(reference["weights"]), "a parameter is missing, or unknown"
     differences = []
     for rank, part in enumerate(found):
@@ -147,7 +155,7 @@ def worst(found: list[dict[str, Any]], reference: dict[str, Any], relative: bool
 
 
 def drifted(found: list[dict[str, Any]]) -> list[str]:
-    """Weights of which two ranks hold the same box with other bits."""
+    """Return the weights of which two ranks hold the same box with different bits."""
     first: dict[tuple, torch.Tensor] = {}
     apart = set()
     for part in found:
@@ -160,7 +168,7 @@ def drifted(found: list[dict[str, Any]]) -> list[str]:
 def model_of(
     fold: Fold | None = None, groups: Groups | None = None, dtype: torch.dtype = torch.float32, **model: Any
 ) -> Transformer:
-    """A small model on a fold, or whole in one process."""
+    """Make a small model on a fold, or the whole model in one process."""
     fold = fold or Fold(1)
     spec = ModelSpec(**{**MODEL, "layers": max(MODEL["layers"], fold.pp), **model})
     return Transformer(Ownership(spec, fold), groups or Groups.create(fold), dtype=dtype)

@@ -1,7 +1,7 @@
-"""A training step of a recipe in plain torch, from the model's definition alone. It shares no code with what it checks.
+"""A training step of a recipe in plain torch, written from the model's definition. It shares no code with foldray's model.
 
-Sequences go through the model one by one, tokens through experts one by one, and autograd does the rest. Weights are a dict by
-global name. L tokens of a sequence, H hidden, E experts, K experts per token.
+Sequences go through the model one by one, tokens go through experts one by one, and autograd computes the gradients. Weights
+are a dict by global name. L tokens of a sequence, H hidden, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Weights = dict[str, Tensor]
 
 
 class Router(NamedTuple):
-    """What a sequence adds to a MoE block's losses: balance and z, and which experts its tokens chose."""
+    """The balance loss and z-loss of a sequence in a MoE block, and how many of its tokens chose each expert."""
 
     balance: Tensor
     z: Tensor
@@ -42,7 +42,7 @@ class Plain:
             self.optimizer = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
 
     def step(self, token_BL: Tensor, target_BL: Tensor, segment_BL: Tensor | None) -> dict[str, Any]:
-        """One update on these sequences: mean losses, and the gradient's norm before clipping."""
+        """Update the weights on these sequences. Return the mean losses, and the gradient's norm before clipping."""
         model, sequences = self.model, len(token_BL)
         counted = (target_BL >= 0).sum()
         language = torch.zeros((), dtype=torch.float64)
@@ -120,7 +120,7 @@ class Plain:
         return torch.tensor(rows)
 
     def _turned(self, x_LD: Tensor) -> Tensor:
-        """Rotary positions: the pairs (i, i + D/2) as complex numbers, turned."""
+        """Apply rotary positions: rotate the pairs (i, i + D/2) as complex numbers."""
         if self.model.positions != "rope":
             return x_LD
         half = x_LD.shape[1] // 2
@@ -163,7 +163,7 @@ class Plain:
         return torch.stack(rows), Router(balance, z, count_E)
 
     def _kept(self, biased_LE: Tensor, score_LE: Tensor, logits_LE: Tensor) -> set[tuple[int, int]] | None:
-        """(token, expert) within the capacity of a whole sequence; None where nothing is dropped."""
+        """Return the (token, expert) pairs within the capacity of a whole sequence; None if nothing is dropped."""
         spec, topk, (length, experts) = self.model.router, self.model.topk, score_LE.shape
         if spec.capacity_factor is None:
             return None

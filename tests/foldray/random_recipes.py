@@ -1,4 +1,4 @@
-"""Random legal recipes over everything that a recipe can say of model, fold, schedule and engine; failing ones are shrunk."""
+"""Draws random legal recipes over model, fold, schedule and engine, and shrinks a recipe that fails."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from foldray.errors import UserError
 from foldray.recipe import Recipe
 from tests.foldray.folds import legal_folds
 
-TRIES = 400  # most draws are refused by one rule or another
+TRIES = 400  # most draws break a rule
 
 
 class Case(NamedTuple):
-    """A recipe, and what is not in it.
+    """A recipe, and two properties of the text that a recipe does not have.
 
     Args:
-        documents: whether attention stops at documents.
+        documents: whether attention stops at document boundaries.
         masked: whether some targets do not count.
     """
 
@@ -27,7 +27,7 @@ class Case(NamedTuple):
 
 
 def draw(seed: int) -> Case:
-    """The case of a seed."""
+    """Return the case of a seed."""
     chance = random.Random(seed)
     for _ in range(TRIES):
         given = _sections(chance)
@@ -39,7 +39,7 @@ def draw(seed: int) -> Case:
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], tries: int = 60) -> Case:
-    """The same with sections' keys left out, one by one, that the failure does not need; it is tried so many times."""
+    """Leave out keys one by one that the failure does not need. `tries` limits how often the smaller case runs."""
     for smaller in _smaller(case):
         if tries == 0:
             break
@@ -83,7 +83,7 @@ def _sections(chance: random.Random) -> dict[str, Any]:
         layers = max(layers, fold["pp"] * schedule["virtual_stages"])
     model = _model(chance, layers)
     if schedule.get("degree", 1) > 1 and model["router"].get("drop") == "probability":
-        model["router"]["drop"] = "position"  # each piece has a capacity of its own, which the reference does not have
+        model["router"]["drop"] = "position"  # with probability, each piece would have its own capacity
     return {
         "model": model,
         "data": {"seq_len": chance.choice([8, 16, 24, 32])},

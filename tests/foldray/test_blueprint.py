@@ -1,4 +1,4 @@
-"""Model sizes against what was published; parameter table and FLOPs against counts by hand; who holds what under a fold."""
+"""Model sizes against published ones; the parameter table and FLOPs against counts by hand; the boxes that ranks hold."""
 
 from collections import Counter
 
@@ -26,7 +26,7 @@ from foldray.blueprint import (
 from foldray.fold import divisors
 
 
-# Totals as their makers state them; DeepSeek's is that of deepseek-moe-16b-base.
+# Totals as the models' makers state them. DeepSeek's total is that of deepseek-moe-16b-base.
 @pytest.mark.parametrize(
     ("preset", "total"),
     [
@@ -42,7 +42,7 @@ def test_parameter_totals(preset, total):
 
 
 # layers, MoE layers, hidden, heads, kv heads, head size, dense inner, expert inner, experts, top-k, shared inner, vocabulary,
-# gated. From the papers' tables and the released configurations; None where a model has no dense block.
+# gated. The sizes are from the papers' tables and the released configurations. None: the model has no dense block.
 PUBLISHED = {
     "Mixtral-8x22B": (56, 56, 6144, 48, 8, 128, None, 16384, 8, 2, 0, 32000, True),
     "Mixtral-8x22B-G8T8": (56, 56, 6144, 48, 8, 128, None, 2048, 64, 8, 0, 32000, True),
@@ -155,9 +155,9 @@ def test_parameters_of_a_small_model_by_hand():
 
 
 def test_flops_of_a_small_model_by_hand():
-    # One token; two per multiply-add. Three tokens see 1, 2 and 3 keys: two on average.
+    # FLOPs of one token, with two for each multiply-add. Three tokens see 1, 2 and 3 keys: two on average.
     qkv, out = 2 * 4 * 8, 2 * 4 * 4
-    scores_and_values = 2 * (2 * 2 * 2 * 2)  # two heads of two, two keys
+    scores_and_values = 2 * (2 * 2 * 2 * 2)  # two heads of width two, two keys
     attention = qkv + out + scores_and_values
     dense = 3 * (2 * 4 * 6)
     moe = 2 * 4 * 3 + 2 * 3 * (2 * 4 * 5) + 3 * (2 * 4 * 7)
@@ -237,7 +237,7 @@ def test_stages_that_cannot_be_cut_are_refused(given, field, value, rule):
     assert rule in error.value.rule
 
 
-# Everything a fold of up to eight on each axis cuts is a multiple of eight.
+# All sizes that a fold cuts are multiples of eight, the largest size of an axis.
 WIDE = {
     "layers": 6, "hidden": 4, "heads": 8, "kv_heads": 8, "head_dim": 2, "ffn_hidden": 16, "experts": 8, "topk": 2,
     "expert_hidden": 8, "shared_hidden": 8, "vocab": 16, "dense_first": 1, "moe_every": 2, "max_positions": 3,
@@ -246,7 +246,7 @@ WIDE = {
 
 @st.composite
 def ownerships(draw) -> Ownership:
-    """Any way to share a small model out among up to sixteen ranks."""
+    """Draw a legal fold and stages for a small model."""
     stage, pp = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([1, 2, 3]))
     tp, ep = draw(st.sampled_from(divisors(stage))), draw(st.sampled_from(divisors(stage)))
     cp, etp = draw(st.sampled_from(divisors(stage // tp))), draw(st.sampled_from(divisors(stage // ep)))
@@ -326,13 +326,13 @@ def test_the_pieces_of_a_rank_by_hand():
     assert pieces["blocks.2.moe.experts.7.down"].box == (slice(2, 4), slice(0, 4))
     assert "blocks.2.moe.experts.3.gate" not in pieces
     assert pieces["blocks.2.moe.router.weight"].box == (slice(0, 4), slice(0, 8))
-    # At dp 1 the attention's pieces are copies; of the experts' there is one set, and every rank counts its own.
+    # At dp 1 the pieces of attention are copies. The experts have no copies, so every rank counts its own.
     assert set(ownership.counted(5)) == {name for name in pieces if ".experts." in name}
 
 
 @st.composite
 def layouts(draw) -> tuple[int, int, int]:
-    """(length, cp, tp) that can be cut."""
+    """Draw (length, cp, tp) such that the length can be cut."""
     cp, tp = draw(st.integers(1, 6)), draw(st.integers(1, 6))
     unit = tp if cp == 1 else np.lcm(2 * cp, tp * cp)
     return int(unit) * draw(st.integers(1, 4)), cp, tp

@@ -1,4 +1,4 @@
-"""Folds whose experts have ranks of their own: built, drawn, refused, and their groups made."""
+"""Folds whose experts have ranks of their own: their tables, drawings, refusals and process groups."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_rank_outside_has_no_place() -> None:
 
 
 def _sums(rank: int, fold: Fold) -> dict[str, float]:
-    """What summing 2^rank gives over every communicator of a rank."""
+    """Return the sum of 2^rank over every communicator of a rank."""
     if rank >= fold.world_size:
         return {}
     groups = Groups.create(fold, rank)
@@ -65,7 +65,7 @@ def test_sums_of_2_to_the_rank_name_the_members(ranks, fold: Fold) -> None:
     for rank, sums in enumerate(found):
         for name, family in TRAFFIC.items():
             groups = fold.groups(family)
-            members = next((group for group in groups if rank in group), (rank,))  # who is outside is alone
+            members = next((group for group in groups if rank in group), (rank,))  # a rank in no group is alone
             assert sums[name] == sum(2.0**member for member in members), f"{name} on rank {rank}"
 
 

@@ -1,4 +1,4 @@
-"""Rank tables: golden ones, and properties of all."""
+"""Tables of ranks: known tables, and properties of all tables."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ ATTENTION = ("tp", "cp", "dp", "pp", "dp_cp", "tp_cp", "tp_dp_cp", "world")
 
 
 def pairs(ranks: int, step: int) -> list[list[int]]:
-    """[[r, r + step], …]: all `ranks` ranks in pairs that lie `step` apart."""
+    """Return [[r, r + step], …]: all ranks from 0 to `ranks` − 1, in pairs that are `step` apart."""
     return [[r, r + step] for r in range(ranks) if r // step % 2 == 0]
 
 
@@ -31,7 +31,7 @@ def runs(ranks: int, length: int) -> list[list[int]]:
     return [list(range(start, start + length)) for start in range(0, ranks, length)]
 
 
-# What Megatron-Core's RankGenerator makes of the order tp-cp-ep-dp-pp (megatron/core/parallel_state.py).
+# The tables of Megatron-Core's RankGenerator for the order tp-cp-ep-dp-pp (megatron/core/parallel_state.py).
 GOLDEN = {
     "A": (
         Fold(8, tp=2, cp=2, ep=8),
@@ -144,7 +144,7 @@ def test_views_that_disagree_on_the_pipeline_are_refused(fold, attention_pp, moe
     with pytest.raises(UserError, match="pipeline groups") as error:
         Fold(8, **fold)
     assert error.value.field == "order"
-    # It names groups that differ, and what would be legal.
+    # The error names groups that differ, and legal orders.
     texts = ["[" + " ".join(map(str, group)) + "]" for group in (attention_pp[0], moe_pp[0])]
     assert f"attention has {texts[0]}, the experts {texts[1]}; legal: " in str(error.value)
     Fold(8, **(fold | dict(zip(("order", "moe_order"), error.value.legal[0].split(" | "), strict=True))))
@@ -154,7 +154,7 @@ def test_views_that_disagree_on_the_pipeline_are_refused(fold, attention_pp, moe
     for order, table in (
         (fold["order"], attention_pp),
         (fold.get("moe_order", "etp-ep-edp-pp"), moe_pp),
-    ):  # the tables themselves, to show that they do differ
+    ):  # the tables of both grids, which differ
         axes = order.split("-")
         assert list(map(list, Grid(tuple(axes), tuple(size[axis] for axis in axes)).groups(["pp"]))) == table
 
@@ -162,7 +162,7 @@ def test_views_that_disagree_on_the_pipeline_are_refused(fold, attention_pp, moe
 @pytest.mark.parametrize(
     ("sizes", "order", "moe_order", "pp"),
     [
-        # pp inside dp is legal as long as both views have as many ranks inside of it.
+        # pp may be inside dp if both grids have the same number of ranks inside pp.
         ({"tp": 2, "cp": 2, "ep": 4}, "tp-cp-pp-dp", "etp-ep-pp-edp", pairs(16, 4)),
         ({"tp": 2, "etp": 2}, "tp-pp-dp-cp", "etp-pp-ep-edp", pairs(16, 2)),
         ({"tp": 2, "ep": 8}, "pp-tp-cp-dp", "pp-etp-ep-edp", pairs(16, 1)),
@@ -198,9 +198,9 @@ def test_a_fold_is_refused_exactly_if_its_pipeline_groups_differ(sizes, splits, 
 
 
 def by_coordinates(axes: list[str], sizes: list[int], offset: int, inside: list[str]) -> list[list[int]]:
-    """Megatron's rule, from the ranks' side: a rank's digits are its places on the axes, the leftmost the lowest.
+    """Return the groups by Megatron's rule. The digits of a rank are its coordinates; the leftmost axis is the lowest digit.
 
-    A group is all who agree in the digits outside of it; groups and members come in the order of the numbers that they spell.
+    A group has the ranks with equal digits on all axes that are not inside. Groups and members are sorted by their digits.
     """
     groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
     for rank in range(math.prod(sizes)):
@@ -233,7 +233,7 @@ def test_divisors(n):
 
 
 def test_the_tables_of_ten_thousand_ranks_take_less_than_a_second():
-    """Of the processor: others may be busy here at the same time."""
+    """The limit is on processor time, because other programs may run at the same time."""
     start = time.process_time()
     document = Fold(10_240, tp=8, cp=4, pp=8, ep=8, etp=2).as_dict()
     assert time.process_time() - start < 1
@@ -243,7 +243,7 @@ def test_the_tables_of_ten_thousand_ranks_take_less_than_a_second():
 
 @st.composite
 def folds(draw):
-    """Any legal fold of at most 96 ranks, pp outermost."""
+    """Draw a legal fold of at most 96 ranks with pp as the outermost axis."""
     stage = draw(st.integers(1, 24))
     pp = draw(st.integers(1, 4))
     tp = draw(st.sampled_from(divisors(stage)))
@@ -257,7 +257,7 @@ def folds(draw):
 
 
 def by_reshaping(fold: Fold, family: str) -> list[list[int]]:
-    """The same table by numpy: ranks as a block with the slowest axis first, the family's axes moved to the end."""
+    """Make the same table with numpy: an array of ranks, slowest axis first, with the family's axes moved to the end."""
     order = (fold.order if family in ATTENTION else fold.moe_order).split("-")[::-1]
     block = fold.offset + np.arange(fold.world_size).reshape([getattr(fold, axis) for axis in order])
     inside = [axis for axis in order if axis in FAMILIES[family]]

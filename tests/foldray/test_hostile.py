@@ -1,4 +1,4 @@
-"""Input that would take the machine along, or end in a traceback: values for every key, files of every kind."""
+"""Hostile input that could exhaust the machine or end in a traceback: values for every key, and files of every kind."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from foldray.files import read_yaml
 from tests.foldray.hostile import VALUES, overrides
 
 ROOT = Path(__file__).parents[2]
-PARTS = 11  # has no divisor in common with the number of values: every part tries every value on some keys
+PARTS = 11  # does not divide the number of values, so every part tries every value on some keys
 
 
 def run(*arguments: str, seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """A Python of its own, which is killed when it takes too long."""
+    """Run Python in a separate process, which is killed after `seconds`."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, *arguments], timeout=seconds, capture_output=True, text=True, env=environment, **options
@@ -47,7 +47,7 @@ def test_there_are_many_values_and_they_are_the_same_every_time() -> None:
 
 
 def without_bounds(schema: Any, path: str = "") -> list[str]:
-    """Numbers and lists of a JSON schema that may be of any size."""
+    """Return the whole numbers and lists of a JSON schema that have no upper bound."""
     if isinstance(schema, list):
         return [found for each in schema for found in without_bounds(each, path)]
     if not isinstance(schema, dict):
@@ -151,7 +151,7 @@ PLAN = ("plan", "--model", "tiny", "--gpus", "1", "--seq-len", "64", "--global-b
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with every kind of file that is no recipe, all named *.yaml."""
+    """A folder with files of every kind that are not recipes, all named *.yaml."""
     place = tmp_path_factory.mktemp("files")
     (place / "folder.yaml").mkdir()
     os.mkfifo(place / "fifo.yaml")

@@ -1,4 +1,4 @@
-"""Kinds of ops and of overlaps stand in their tables, and nowhere else."""
+"""Only the tables of op kinds and overlap kinds name the kinds; other code reads the tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ELSEWHERE = {"handover", "reduce", "stage"}  # ops that belong to no micro-batch
 
 
 def compared(source: str) -> list[int]:
-    """Lines where a kind is compared with a text: `op.kind == "expert"`, `kind in ("stream", …)`, `name is "head"`."""
+    """Return the lines that compare a kind with a text, such as `op.kind == "expert"` or `kind in ("stream", …)`."""
 
     def texts(node: ast.expr) -> set[str]:
         return {each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)}

@@ -1,4 +1,4 @@
-"""Tokens that do not count: the loss is a mean over those of the whole step that do, wherever they are."""
+"""Targets that do not count: the loss is a mean over the counted targets of the whole step, on all ranks."""
 
 from __future__ import annotations
 

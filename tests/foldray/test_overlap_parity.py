@@ -1,4 +1,4 @@
-"""Every order of pieces gives the loss and the gradients of one graph in one process: float64, to 1e-10."""
+"""Every order of pieces gives the loss and the gradients of one graph in one process, in float64, to 1e-10."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.foldray.parity import MODEL, batches, engine_of, gradients, make_reci
 from tests.rotation import rotated
 
 LENGTH, BATCH = 64, 4
-KINDS = [kind for kind in list(OVERLAPS)[1:] if kind != "flow"]  # which is aaam along the batch; see test_reduction_parity.py
+KINDS = [kind for kind in list(OVERLAPS)[1:] if kind != "flow"]  # test_reduction_parity.py tests flow
 DEGREES = (1, 2, 3, 4, 8)
 FOLDS: list[tuple[int, dict[str, int]]] = [
     (1, {}), (2, {"ep": 2}), (4, {"ep": 4}), (4, {"tp": 2, "ep": 4}), (4, {"cp": 2, "ep": 4}), (4, {"pp": 2, "ep": 2}),
@@ -46,7 +46,7 @@ def recipe_of(world: int, fold: dict[str, int], model: dict[str, Any], schedule:
 
 @cache
 def _wanted(model: str, documents: bool) -> Wanted:
-    """In one graph, on all sequences at once."""
+    """Compute the loss and the gradients in one graph, on all sequences at once."""
     spec = ModelSpec.model_validate_json(model)
     whole = Transformer(Ownership(spec, Fold(1)), Groups.create(Fold(1)), MoeBackend(experts="loop"), dtype=torch.float64)
     text = sample(0, BATCH, LENGTH + 1, spec.vocab)
@@ -58,7 +58,10 @@ def _wanted(model: str, documents: bool) -> Wanted:
 
 
 def differences(rank: int, recipes: list[Recipe], wanted: Wanted, documents: bool) -> list[tuple[float, str]]:
-    """For each recipe, all of one fold and one model: the largest difference of this rank's loss or gradients, and where."""
+    """Return the largest difference of this rank's loss or gradients for each recipe, and its name.
+
+    All recipes have the same fold and model.
+    """
     groups = Groups.create(recipes[0].placed_fold, rank)
     engine: Any = engine_of(recipes[0], groups)
     found = []
@@ -83,7 +86,7 @@ def check(ranks: Any, world: int, fold: dict[str, int], model: dict[str, Any], s
 
 
 def every_schedule() -> list[dict[str, Any]]:
-    """Every kind, degree and slicing, where they differ; streams with lags that differ both ways."""
+    """Return all different combinations of kind, degree and slicing. Streams have different lags in forward and backward."""
     found: list[dict[str, Any]] = [{}]
     for number, (kind, degree, slicing) in enumerate(product(KINDS, DEGREES, SLICINGS)):
         lags = {"lag": 1 + number % 3, "backward_lag": 1 + number // 3 % 4} if kind == "stream" else {}
@@ -92,7 +95,7 @@ def every_schedule() -> list[dict[str, Any]]:
     return found
 
 
-_PARTS = 16  # of all schedules, one part in a normal run, another one for each fold and stack; the others nightly
+_PARTS = 16  # a normal run tests one part of all schedules, a different part for each fold and stack; nightly tests all
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, _PARTS))])
@@ -114,7 +117,7 @@ def test_every_schedule_equals_one_graph(ranks, world: int, fold: dict[str, int]
     ids=["one", "tp2-cp2-ep4", "tp2-ep2-etp2", "tp2-cp2-pp2-ep4"],
 )
 def test_what_goes_with_schedules_equals_one_graph(ranks, world: int, fold: dict[str, int]) -> None:
-    """Documents, recomputation, two kinds at once, slices of one's own; tied embeddings, a shared expert, other norms."""
+    """Test documents, recomputation, two kinds, given slices, tied embeddings, a shared expert and other norms together."""
     again = ["attention", "ffn", "expert"]
     schedules: list[dict[str, Any]] = [
         {"kind": "one_a_one_m", "degree": 4, "recompute": again},
@@ -151,7 +154,7 @@ def test_dropping_the_latest_of_whole_sequences_depends_neither_on_schedule_nor_
 @pytest.mark.parametrize("degree", [2, 3, 8])
 @pytest.mark.parametrize("pad", [False, True])
 def test_dropping_by_probability_is_per_piece(ranks, degree: int, pad: bool) -> None:
-    """Against one graph in which every micro-batch of the sequence has its own capacity."""
+    """Compare with one graph in which every MoE micro-batch of the sequence has its own capacity."""
     model = {"router": {"capacity_factor": 0.8, "drop": "probability", "pad": pad, "balance_loss": 0.1}}
     schedules = [schedule for schedule in DROPPING if schedule["degree"] == degree]
     pieces = recipe_of(1, {}, model, schedules[0]).ordering.slicing
@@ -170,7 +173,8 @@ def test_dropping_by_probability_is_per_piece(ranks, degree: int, pad: bool) -> 
 
     _wanted.cache_clear()
     with mock.patch.object(router, "keep_within", per_piece):
-        # Padding changes no number; without it the reference needs no room for what the pieces' roundings add.
+        # Padding changes no result. The capacities of the pieces are each rounded up, so their sum may exceed the capacity
+        # to which the reference would pad.
         wanted = _wanted(ModelSpec(**{**MODEL, "router": {**model["router"], "pad": False}}).model_dump_json(), False)
     _wanted.cache_clear()
     recipes = [recipe_of(2, {"ep": 2}, model, schedule) for schedule in schedules]

@@ -1,4 +1,4 @@
-"""Every fold gives the numbers of one process: float64, no drops, SGD with lr 1, post-step weights (Adam hides scale errors)."""
+"""Every fold gives the results of one process: weights after SGD with lr 1, in float64. (Adam would hide wrong scales.)"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.foldray.folds import legal_folds, name
 from tests.foldray.parity import MODEL, drifted, make_recipe, one_process, train, worst
 
 _STEPS = 2
-# What is asked of a fold besides plain training goes round among them; each has its own reference.
+# The folds take turns with these variants of the plain training. Each variant has its own reference.
 _VARIANTS: list[dict[str, Any]] = [
     {},
     {"documents": True, "schedule": {"context": "all_gather"}},
@@ -25,7 +25,7 @@ _VARIANTS: list[dict[str, Any]] = [
     },
     {"documents": True, "model": {"tied_embeddings": True}},
 ]  # fmt: skip
-_WANTED_8 = [  # folds that must be among those of 8 ranks
+_WANTED_8 = [  # folds of 8 ranks that every run tests
     {"tp": 2, "cp": 2, "ep": 8},
     {"tp": 4, "ep": 4, "etp": 2},
     {"cp": 2, "pp": 2, "ep": 2, "etp": 2},
@@ -128,7 +128,7 @@ _GROUPED = [
 
 @pytest.mark.parametrize(("world", "fold"), _GROUPED, ids=[f"{world}:{name(fold)}" for world, fold in _GROUPED])
 def test_grouped_experts_equal_one_process_with_idle_experts(ranks, world: int, fold: dict[str, int]) -> None:
-    # 16 experts of one token each: some have none in some passes.
+    # With 16 experts and topk 1, some experts get no token in some passes.
     model = _layers(fold, {"experts": 16, "topk": 1})
     recipe = make_recipe(world, fold, precision="float32", model=model, moe={"experts": "grouped"})
     found, reference = ranks(world).run(train, recipe, _STEPS), one_process(recipe, steps=_STEPS)

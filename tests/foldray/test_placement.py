@@ -1,4 +1,4 @@
-"""Folds on nodes: shares counted pair by pair, orders tried one by one, and the drawing."""
+"""Folds on nodes: shares of pairs against counts by hand, the best order against all orders, and the drawing."""
 
 import itertools
 import time
@@ -19,7 +19,7 @@ EVERY = list(dict.fromkeys(family for families in FAMILIES.values() for family i
 
 @st.composite
 def folds(draw):
-    """Small folds of any legal order."""
+    """Draw a small fold with any legal orders."""
     stage = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
     pp = draw(st.integers(1, 3))
     tp = draw(st.sampled_from(divisors(stage)))
@@ -31,7 +31,7 @@ def folds(draw):
 
 
 def legal_orders(fold: Fold) -> list[Fold]:
-    """The fold in every pair of orders, those included that change no group."""
+    """Return the fold with every legal pair of orders, also if an order changes no group."""
     found = []
     for order, moe_order in itertools.product(itertools.permutations(["tp", "cp", "dp", "pp"]), repeat=2):
         names = {"tp": "etp", "cp": "ep", "dp": "edp", "pp": "pp"}
@@ -65,7 +65,7 @@ def test_crossing_is_the_share_of_pairs_on_different_nodes(fold, ranks_per_node)
 
 
 def test_shares_counted_by_hand():
-    """Nodes of 4: 0–3 and 4–7."""
+    """Nodes have 4 ranks: 0–3 and 4–7."""
     placement = Placement(Fold(8, tp=2, cp=2, ep=8), 4)
     assert placement.nodes == 2
     assert [placement.node(rank) for rank in (0, 3, 4, 7)] == [0, 0, 1, 1]
@@ -119,7 +119,7 @@ def test_no_legal_order_is_better_than_the_best(fold, ranks_per_node, heat):
     assert replace(best, order=fold.order, moe_order=fold.moe_order) == fold
     if scores[fold.order, fold.moe_order] == lowest:
         assert best == fold
-    else:  # the first by name of those that leave axes of size 1 where they are
+    else:  # the first by name among the best orders that keep the places of axes of size 1
         trivial = [
             (name, axis) for name in ("order", "moe_order") for axis in getattr(fold, name).split("-") if getattr(fold, axis) == 1
         ]
@@ -135,11 +135,11 @@ def test_no_legal_order_is_better_than_the_best(fold, ranks_per_node, heat):
 @pytest.mark.parametrize(
     ("fold", "ranks_per_node", "order", "moe_order"),
     [
-        # dp first puts the halves of a tensor into two nodes; two orders mend it, and "cp" is before "tp".
+        # With dp first, TP groups cross nodes. Two orders avoid this, and "cp" comes before "tp".
         (Fold(8, tp=2, cp=2, ep=2, order="dp-cp-tp-pp"), 4, "cp-tp-dp-pp", "etp-ep-edp-pp"),
-        # pp is the coolest, so it goes outermost in both views at once; cp, etp and edp, of size 1, stay.
+        # pp has the least traffic, so it becomes the outermost axis in both grids. cp, etp and edp have size 1 and stay.
         (Fold(8, tp=2, pp=2, ep=4, order="pp-tp-cp-dp", moe_order="pp-etp-ep-edp"), 4, "dp-tp-cp-pp", "ep-etp-pp-edp"),
-        # Nothing helps, so nothing changes.
+        # No order is better, so nothing changes.
         (Fold(8, tp=2, cp=2, ep=8, order="dp-cp-tp-pp"), 1, "dp-cp-tp-pp", "etp-ep-edp-pp"),
     ],
 )
@@ -158,7 +158,7 @@ def test_what_is_hot_decides():
 
 
 def test_ten_thousand_ranks_take_about_a_second():
-    """Of the processor: others may be busy here at the same time."""
+    """The limits are on processor time, because other programs may run at the same time."""
     fold = Fold(10_240, tp=8, cp=4, pp=8, ep=8, etp=2, order="dp-cp-tp-pp")
     start = time.process_time()
     document = Placement(fold, 8).as_dict()
@@ -170,7 +170,7 @@ def test_ten_thousand_ranks_take_about_a_second():
     assert Placement(best, 8).inside("tp")
 
 
-# Every edge of what is drawn: rows that wrap, boxes that wrap, one axis, none, and stages.
+# Drawings of all kinds: rows that wrap, boxes that wrap, one axis, no axis, and stages.
 DRAWN = [
     (
         Fold(8, tp=2, cp=2, ep=8), 4,

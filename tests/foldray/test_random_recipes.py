@@ -1,4 +1,4 @@
-"""Random recipes on real ranks, held to a reference of plain torch that shares no code with foldray.
+"""Random recipes on real ranks, against a reference in plain torch that shares no code with foldray's model.
 
 `FOLDRAY_SEED=N` and `FOLDRAY_CASES=M` choose the seeds N … N + M − 1.
 """
@@ -18,7 +18,7 @@ from tests.foldray.plain import Plain
 from tests.foldray.random_recipes import Case, draw, shrink
 
 FIRST, CASES = int(os.environ.get("FOLDRAY_SEED", "0")), int(os.environ.get("FOLDRAY_CASES", "200"))
-NORMAL = 12  # of them in a normal run
+NORMAL = 12  # cases in a normal run
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 _SECONDS = 240
 
@@ -40,7 +40,7 @@ def reference(case: Case, steps: int) -> dict[str, Any]:
 
 
 def difference(found: list[dict[str, Any]], expected: dict[str, Any]) -> tuple[float, str]:
-    """Largest difference of a weight relative to its tensor's largest value, of a loss or of a norm; and where it is."""
+    """Return the largest difference of a weight (relative to its tensor's largest value), a loss or a norm, and its name."""
     apart = []
     for part in found:
         for key, (tensor, box) in part["weights"].items():
@@ -73,5 +73,5 @@ def test_a_random_recipe_equals_plain_torch(ranks, seed: int) -> None:
         return
     smallest = shrink(case, fails)
     told = smallest.recipe.model_dump(exclude_unset=True), f"documents={smallest.documents}, masked={smallest.masked}"
-    worst, where = apart(smallest)  # raises what the recipe raises
+    worst, where = apart(smallest)  # raises if the recipe raises an error
     pytest.fail(f"seed {seed}: {where} is {worst:.3g} from plain torch, with {told}")

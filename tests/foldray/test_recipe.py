@@ -1,4 +1,4 @@
-"""Recipes: what loads, and what is refused with which line."""
+"""Recipes that load, and recipes that are refused, with the line of the error."""
 
 import pickle
 import re
@@ -193,7 +193,7 @@ def test_bad_recipes_are_refused_in_one_line(good, overrides, field, fragment):
     assert error.value.__suppress_context__ or error.value.__context__ is None
 
 
-# A recipe that any fold of 8 workers may train, and what a fold then breaks.
+# A recipe that any fold of 8 workers can train.
 FOLDED = {
     "model": {
         "layers": 8, "hidden": 16, "heads": 8, "kv_heads": 8, "head_dim": 4, "ffn_hidden": 16, "experts": 8, "topk": 2,

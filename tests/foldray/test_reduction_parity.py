@@ -1,4 +1,4 @@
-"""Gradients in chunks and in shares: weights behind a step equal one process's, whatever travels when."""
+"""Reductions in chunks, and ZeRO: the weights after steps equal those of one process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def recipe_of(world: int, fold: dict[str, int], schedule: dict[str, Any], zero: 
 
 
 def trained(rank: int, recipe: Recipe, steps: int) -> dict[str, Any]:
-    """Some steps. From the second one on, gradients go by what ops took in the first."""
+    """Train some steps. After the first step, an open order uses its measured times."""
     groups = Groups.create(recipe.placed_fold, rank)
     engine = engine_of(recipe, groups)
     engine.execution.trace = Trace()
@@ -81,7 +81,7 @@ _WITHOUT: list[tuple[int, dict[str, int], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("world", "fold", "model", "zero"), rotated(5, _WITHOUT, [0, 1, 2]), ids=str)
 def test_ranks_without_parameters_of_a_class_equal_one_process(ranks, world: int, fold: dict, model: dict, zero: int) -> None:
-    """Positions of dense blocks alone have no expert gradients; a model of such blocks has none at all."""
+    """A position with only dense blocks has no expert gradients. A model with only dense blocks has none at all."""
     recipe = make_recipe(world, fold, model=model, engine={"kind": "torch", "zero": zero}, optimizer=OPTIMIZERS[zero % 2])
     found = ranks(world).run(trained, recipe, 2)
     reference = one_process(recipe, steps=2)
@@ -97,7 +97,7 @@ SIZES = st.one_of(st.integers(1, 5000), st.just(1 << 30))
 @given(st.integers(1, 3), st.sampled_from([8, 12, 20]), SIZES, st.sampled_from([0, 1, 2]), st.booleans())
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_size_of_parameters_and_of_chunks(ranks, layers: int, width: int, size: int, zero: int, tied: bool) -> None:
-    """Gradients, reduced in chunks or shared out, equal those reduced at once, to the bit: sums of two have one value."""
+    """Gradients reduced in chunks or to shares have the same bits as at once, as the order of two terms does not matter."""
     model = {"layers": layers, "ffn_hidden": width, "expert_hidden": width + 4, "tied_embeddings": tied, "moe_every": 2}
     for chunked, whole in ranks(2).run(_sums, model, size, zero):
         assert chunked.keys() == whole.keys()
@@ -105,7 +105,7 @@ def test_any_size_of_parameters_and_of_chunks(ranks, layers: int, width: int, si
 
 
 def _sums(rank: int, model: dict[str, Any], size: int, zero: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A rank's reduced gradients by name: in chunks, put together again, and all at once."""
+    """Return a rank's reduced gradients by name: reduced in chunks and gathered again, and reduced at once."""
     groups = Groups.create(make_recipe(2, {}).placed_fold, rank)
     transformer = model_of(groups.fold, groups, torch.float64, **model)
     found = []

@@ -1,4 +1,4 @@
-"""Secrets of URLs: hidden in whatever people see, however the URL is broken."""
+"""Secrets in URLs are hidden in all texts that people see, also if the URL is malformed."""
 
 from __future__ import annotations
 
@@ -104,6 +104,6 @@ def test_a_recipe_keeps_its_secrets_in_its_own_process() -> None:
 
 
 def test_every_key_that_speaks_of_an_address_hides_its_secrets() -> None:
-    """A new one must not be forgotten."""
+    """This fails for a new key with an address that is not in `KEYS`."""
     found = {key for key, _, _, meaning in describe(Recipe) if re.search(r"\b(uri|url|address)\b", meaning.lower())}
     assert found == {f"{section}.{key}" for section, keys in KEYS.items() for key in keys}

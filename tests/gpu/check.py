@@ -1,8 +1,9 @@
-"""Checks of the engine on a GPU: a plain script, because a GPU machine may bring torch and nothing else of ours.
+"""Checks the engine on a GPU. It is a plain script, because a GPU machine may have torch but no test packages.
 
     python tests/gpu/check.py [--json]
 
-Every check compares with the CPU; the last lines are measured figures. Without a GPU it says so and exits with 0.
+Checks compare with the CPU or with a plain implementation. The last ones measure. Without a GPU the script says so and exits
+with 0.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ OWNERSHIP = Ownership(SPEC, Fold(1))
 
 
 def model_equals_the_cpus() -> float:
-    """Loss and every gradient in float64, loop experts; largest relative difference."""
+    """Compare the loss and all gradients with the CPU's, in float64. Return the largest relative difference."""
     text = _text(2, 65, "cpu")
     results = []
     for device in ("cpu", "cuda"):
@@ -45,7 +46,7 @@ def model_equals_the_cpus() -> float:
 
 
 def executor_equals_one_graph() -> float:
-    """Gradients of two micro-batches by the executor, float64, against those of the whole in one graph on the CPU."""
+    """Compare the executor's gradients of two micro-batches with one graph on the CPU, in float64."""
     text, found = _text(4, 65, "cpu"), []
     whole = Transformer(OWNERSHIP, GROUPS, MoeBackend(experts="loop"), dtype=torch.float64)
     found.append(list(torch.autograd.grad(whole(_batch(text))[0], list(whole.parameters()))))
@@ -57,7 +58,7 @@ def executor_equals_one_graph() -> float:
 
 
 def grouped_equals_loop(dtype: torch.dtype, limit: float) -> float:
-    """Output and gradients of one layer, fast experts against the plain loop."""
+    """Compare the output and gradients of one layer between the fast experts and the plain loop."""
     results = []
     for kind in ("loop", "grouped"):
         torch.manual_seed(0)
@@ -74,7 +75,7 @@ def grouped_equals_loop(dtype: torch.dtype, limit: float) -> float:
 
 
 def training_learns() -> float:
-    """Bits per token after 30 bfloat16 steps on one batch, over those before."""
+    """Return the loss after 30 bfloat16 steps on one batch, divided by the loss before."""
     model = Transformer(OWNERSHIP, GROUPS, device="cuda", dtype=torch.bfloat16)
     engine = TorchEngine(model, GROUPS, OptimizerSpec(lr=3e-3))
     batches = [_batch(part) for part in _text(4, 129, "cuda").split(2)]
@@ -87,7 +88,7 @@ def training_learns() -> float:
 
 
 def layer_share_of_peak() -> dict[str, float]:
-    """One bfloat16 MoE layer, forward and backward: ms (min, median, max) and the experts' products as a share of the peak."""
+    """Time one bfloat16 MoE layer, forward and backward: ms, and the FLOP/s of the experts as a share of the peak."""
     spec = ModelSpec(preset="mixtral-8x22b", hidden=4096, expert_hidden=8192)
     layer = MoELayer(Ownership(spec, Fold(1)), 0, GROUPS, MoeBackend(), device=torch.device("cuda"), dtype=torch.bfloat16)
     for parameter in layer.parameters():
@@ -144,7 +145,7 @@ def main() -> int:
     for name, check in CHECKS.items():
         try:
             found[name] = check()
-        except Exception as error:  # a failed check must not hide the others
+        except Exception as error:  # the other checks run even if one fails
             found[name] = f"FAILED: {type(error).__name__}: {error}"
             failed += 1
         print(f"{name}: {found[name]}", file=sys.stderr)

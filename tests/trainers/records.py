@@ -38,7 +38,7 @@ def saved(number: int) -> Saved:
 
 
 def run(steps: int, layers: int = 4, experts: int = 8, eval_every: int = 10) -> Iterator[Record]:
-    """A training that goes well."""
+    """Yield the records of a successful training."""
     chance = np.random.default_rng(0)
     yield from (place(rank) for rank in range(2))
     for number in range(1, steps + 1):

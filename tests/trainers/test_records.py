@@ -1,4 +1,4 @@
-"""Records: how they travel, and the history they make."""
+"""Records: their way through the queue, and the history that they make up."""
 
 import json
 import math

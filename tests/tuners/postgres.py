@@ -1,4 +1,4 @@
-"""A PostgreSQL server of the tests' own, where the machine has the programs."""
+"""Starts a PostgreSQL server for the tests, if the machine has its programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 
 def programs() -> Path | None:
-    """The folder of `initdb` and `postgres`; Debian keeps it off PATH."""
+    """Return the folder of `initdb` and `postgres`, which Debian does not put on PATH; None if there is none."""
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
     on_path = shutil.which("initdb")
     return found[-1].parent if found else Path(on_path).parent if on_path else None
@@ -23,15 +23,15 @@ def programs() -> Path | None:
 
 @contextmanager
 def server(folders: pytest.TempPathFactory) -> Iterator[str]:
-    """Runs while the block does; its URL without a database."""
+    """Run a server until the end of the context, and yield its URL without a database."""
     folder = programs()
     if folder is None:
         pytest.skip("needs PostgreSQL's server (Debian: apt install postgresql)")
     pytest.importorskip("psycopg2", reason="pip install psycopg2-binary")
-    user = "postgres" if os.geteuid() == 0 else None  # the server does not run as root
+    user = "postgres" if os.geteuid() == 0 else None  # the server refuses to run as root
     data = folders.mktemp("postgres")
     if user:
-        for above in (data, *data.parents[:3]):  # pytest's own folders are closed to others
+        for above in (data, *data.parents[:3]):  # other users cannot enter pytest's folders
             above.chmod(above.stat().st_mode | 0o011)
         shutil.chown(data, user)
     given = {"user": user, "cwd": data, "check": True, "stdout": subprocess.DEVNULL}
@@ -48,7 +48,7 @@ def server(folders: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def new_database(url: str) -> str:
-    """An empty one on a server."""
+    """Create an empty database on a server, and return its URL."""
     from sqlalchemy import create_engine, text
 
     name = f"study_{uuid.uuid4().hex[:8]}"

@@ -1,4 +1,4 @@
-"""`foldray tune` reads and checks all that it is given before it opens anything."""
+"""`foldray tune` checks the whole recipe before it opens a storage or MLflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster's picture after a study: corrected by what was measured, and only then."""
+"""The hardware file that a study corrects with its measurements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def seconds(machines: Hardware) -> list[float]:
 
 
 def outcome(measured: list[float]) -> Outcome:
-    """A study that has measured every row."""
+    """Return the outcome of a study that has measured every row."""
     trials = [
         read_trial(
             optuna.trial.create_trial(
@@ -52,7 +52,7 @@ def outcome(measured: list[float]) -> Outcome:
 
 
 def off(machines: Hardware, measured: list[float]) -> float:
-    """Mean error of predictions."""
+    """Return the mean absolute error of the logarithms of predictions."""
     pairs = zip(seconds(machines), measured, strict=True)
     return sum(abs(math.log(mine / theirs)) for mine, theirs in pairs) / len(measured)
 

@@ -1,4 +1,4 @@
-"""The search at the start of a training, on curves of which the best is known."""
+"""The search at the start of a training, on curves with a known minimum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALLEST, LARGEST = 64 << 10, 64 << 20
 
 
 def curve(size: int) -> float:
-    """A step of 100 ms that pays for every start of a chunk, and for what the last one leaves behind: its best is at 2 MiB."""
+    """Return a step's seconds: 0.1 s, the time to start chunks, and that of the last chunk. The best size is 2 MiB."""
     return 0.1 + 0.02 * ((2 << 20) / size + size / (2 << 20)) / 2
 
 
@@ -54,7 +54,7 @@ def test_the_same_seed_proposes_the_same() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_degrees_and_sizes_together(seed: int) -> None:
-    """Many pieces hide more and cost more starts; the best is at 4."""
+    """More pieces hide more communication and take more time to start. The best degree is 4."""
     search = OnlineSearch([1, 2, 4, 8], (SMALLEST, LARGEST), seed=seed)
 
     def took(knobs: Knobs) -> float:

@@ -1,4 +1,4 @@
-"""The facts about trials and studies: what is written is read again, and what cannot be read does no harm."""
+"""The records of trials and studies: they are read as they were written, and unreadable ones do no harm."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ATTRIBUTES: dict[str, Any] = {
     "seconds": 0.5, "ratio": 0.8, "ratio_half_interval": 0.01, "peak_gib": -0.5, "compute_ms": 1.0, "exposed_comm_ms": 0.0,
     "steps_s": [[0.4, 0.5], [0.5, 0.6]], "feasible": True, "reason": "none", "lost": False,
 }  # fmt: skip
-"""`FULL` under the names that dashboards show, and that studies of earlier versions have."""
+"""The attributes of `FULL`, with the names that dashboards show and studies of earlier versions have."""
 
 
 @pytest.fixture(params=["sqlite", "journal"])
@@ -84,7 +84,7 @@ DAMAGES: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=str)
 def test_a_trial_that_cannot_be_read_is_lost(damage: dict[str, Any]) -> None:
-    """Its row is free again, and no search learns from it; trials beside it stay."""
+    """The row of the trial is free again, and no search learns from the trial. Other trials stay."""
     study = memory_study()
     whole, damaged = (study.ask(TABLE.distributions) for _ in range(2))
     for trial in (whole, damaged):
@@ -143,7 +143,7 @@ _OPTUNAS = {"user_attrs", "set_user_attr", "set_trial_user_attr", "set_study_use
 
 
 def mentions(source: str) -> list[str]:
-    """Names of attributes, as strings, and Optuna's ways to them."""
+    """Return the uses of attribute names as strings, and of Optuna's functions for attributes."""
     names = {*TrialRecord.model_fields, *StudyRecord.model_fields} - set(get_args(SamplerName))
     found = []
     for node in ast.walk(ast.parse(source)):

@@ -1,4 +1,4 @@
-"""Choosing rows: never one twice, best first, and learning what the planner has wrong."""
+"""Samplers choose no row twice, start with the best predictions, and learn the errors of the planner."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def table() -> Settings:
 
 
 def seconds(row: Setting) -> float:
-    """A made-up truth with its best inside."""
+    """Return the made-up seconds of a row. Degree 4 and chunks of 256 KiB are the best."""
     hidden = {"sequential": 0.0, "moe_only": 0.25, "stream": 0.4}[row.kind] * (1 - abs(math.log2(row.degree) - 2) / 4)
     return 1.0 / row.ep**0.2 * (1 - hidden) * (1.1 if row.etp > 1 else 1.0) * (0.95 if row.sp_bytes == 1 << 18 else 1.0)
 
 
 def guessed(row: Setting) -> float:
-    """What a planner might say that takes experts' slices for free and longs for many pieces."""
+    """Return the prediction of a planner that underestimates the costs of ETP and of many pieces."""
     return seconds(row) * (0.85 if row.etp > 1 else 1.0) * (1 - 0.15 * math.log2(row.degree))
 
 
@@ -77,7 +77,7 @@ WAYS = {
 
 @pytest.mark.parametrize(("name", "told", "second"), WAYS)
 def test_every_way_of_choosing_hands_out_what_fits_once(name: SamplerName, told: bool, second: bool) -> None:
-    """With and without predictions, for time and for time and memory; beside a trial that runs and one that did not fit."""
+    """Test with and without predictions, for one and two objectives, beside a running trial and one that did not fit."""
     rows = Settings(recipe(tp=[1], cp=[1], pp=[1], etp=[1], kind=["sequential", "stream"], degree=[2, 4]))
     held = [1.0 + number for number in range(len(rows.rows))]
     known = Predictions([guessed(row) for row in rows.rows], held) if told else None
@@ -127,12 +127,12 @@ WRONG = {
     "degree": lambda row: seconds(row) * 0.7 ** math.log2(row.degree),
     "experts over ranks": lambda row: seconds(row) * row.ep**0.5,
 }
-"""What a planner might say that has one knob wrong by a factor."""
+"""Predictions of planners that have a wrong factor for one knob."""
 
 
 @pytest.mark.parametrize("knob", WRONG)
 def test_the_ratio_finds_the_best_where_the_planner_is_wrong(knob: str) -> None:
-    """Within eight trials, in which the planner's order does not."""
+    """`ratio` finds the best row within eight trials, and the planner's order does not."""
     best = min(map(seconds, table().rows))
     assert run("planner", 8, guess=WRONG[knob]).best_value > 1.1 * best
     for seed in range(3):
@@ -140,13 +140,13 @@ def test_the_ratio_finds_the_best_where_the_planner_is_wrong(knob: str) -> None:
 
 
 def gib(row: Setting) -> float:
-    """Made up: what hides most needs most."""
+    """Return the made-up memory of a row. Kinds that hide more communication need more memory."""
     return {"sequential": 1.0, "moe_only": 1.3, "stream": 1.8}[row.kind] / row.ep**0.3 * (1.2 if row.sp_bytes == 0 else 1.0)
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["predicted", "cold"])
 def test_both_time_and_memory_are_looked_for(told: bool) -> None:
-    """Within a third of the table: the fastest row and the least, which are not the same."""
+    """Trials of a third of the table include the fastest row and the row with the least memory, which differ."""
     rows = table()
     fastest, least = min(map(seconds, rows.rows)), min(map(gib, rows.rows))
     assert not any(seconds(row) == fastest and gib(row) == least for row in rows.rows)

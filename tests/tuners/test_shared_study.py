@@ -1,4 +1,4 @@
-"""A study's trials, handed out: the first ones, no more than were asked for, and none of another recipe."""
+"""The trials that a study hands out: the first ones, their number, and none for another recipe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def opened(folder: Path, of: Recipe, predicted: bool = False) -> SharedStudy:
 
 
 def claim_all(shared: SharedStudy, seconds: float = 1.0) -> list[int]:
-    """Rows, in the order in which they were handed out."""
+    """Claim and end all trials. Return their rows in order."""
     rows = []
     while (trial := shared.claim_trial()) is not None:
         write_trial(trial, TrialRecord(seconds=seconds, ratio=seconds, feasible=True))

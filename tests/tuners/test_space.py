@@ -1,4 +1,4 @@
-"""The table of legal settings: nothing illegal, nothing twice, and trials' parameters that stand for rows and back."""
+"""The table of legal settings: it has every legal setting once, and converts rows to parameters of trials and back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_row_is_a_legal_recipe_and_each_means_something_else() -> None:
 
 
 def test_rows_are_all_that_is_legal() -> None:
-    """Against every combination, tried one by one."""
+    """Compare the table with all combinations, each tried separately."""
     space = {"cp": [1], "pp": [1], "kind": ["sequential", "moe_only", "stream"], "degree": [1, 2], "sp_bytes": [None, 1 << 20]}
     table = Settings(recipe(2, **space))
     found = set()

@@ -1,4 +1,4 @@
-"""Studies that are shared and killed: every trial counts once, no row is measured twice."""
+"""Shared studies and killed tuners: every trial counts once, and no row is measured twice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tuners.storage import open_storage, storage_lock
 
 
 class Slow(TableSampler):
-    """Takes its time between looking and picking, so that whoever is not alone is overtaken."""
+    """A sampler that waits before it chooses a row, so that without a lock another tuner would choose the same row."""
 
     def untried_rows(self, trials: Sequence[StoredTrial]) -> list[int]:
         found = super().untried_rows(trials)
@@ -41,7 +41,7 @@ def study_at(url: str) -> optuna.Study:
 
 
 def work(url: str, trials: int, each_s: float) -> None:
-    """A tuner without anything to measure: asks until the study has so many trials."""
+    """Run a tuner that measures nothing, until the study has `trials` trials."""
     study, rows = study_at(url), table()
     while True:
         with storage_lock(url, "s"):
@@ -58,14 +58,14 @@ def work(url: str, trials: int, each_s: float) -> None:
 
 @pytest.fixture(scope="module")
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a server of its own, up to the name of a database."""
+    """The URL of a server for this module, without a database."""
     with server(tmp_path_factory) as url:
         yield url
 
 
 @pytest.fixture(params=["sqlite", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("journal", "postgresql"))])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A storage that nobody has opened yet."""
+    """The URL of a new storage."""
     if request.param == "postgresql":
         return new_database(request.getfixturevalue("postgres"))
     return {"sqlite": f"sqlite:///{tmp_path}/tune.db", "journal": f"journal://{tmp_path}/tune.log"}[request.param]

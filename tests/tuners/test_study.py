@@ -1,4 +1,4 @@
-"""Whole studies on real ranks with made-up steps: the right best in spite of trials that fail, hang or are killed."""
+"""Whole studies on real ranks with made-up step times: they find the best setting although trials fail or hang."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def recipe(folder: Path, **tune: Any) -> Recipe:
 
 
 def made_up(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, record: bool) -> Turn:
-    """Steps by formula; some settings are not well."""
+    """Return step times by a formula. Three settings run out of memory, kill a rank, or hang."""
     row = Setting.of(Recipe.parse(given))
     name = f"{row.ep}{row.etp} {row.kind}{row.degree}"
     if name == "21 stream4" and state["rank"] == 1:
@@ -55,7 +55,7 @@ def made_up(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int,
 
 
 def _eat_all() -> None:
-    """Ask for more memory than there may be."""
+    """Allocate more memory than the limit."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.RLIM_INFINITY))
@@ -65,7 +65,7 @@ def _eat_all() -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_a_sweep_survives_its_trials(ray_session, tmp_path: Path) -> None:
-    """One runs out of memory, one hangs, the worker of one is killed: their reasons are kept, the right one wins."""
+    """One trial runs out of memory, one hangs, one loses a worker. The study keeps the reasons and finds the best."""
     tuner = FoldTuner(recipe(tmp_path, sampler="random", trials=50, trial_s=20), tmp_path, measure_turn=made_up)
     outcome = tuner.fit()
     assert (outcome.best.ep, outcome.best.etp, outcome.best.kind, outcome.best.degree) == (2, 1, "moe_only", 2)
@@ -81,7 +81,7 @@ def test_a_sweep_survives_its_trials(ray_session, tmp_path: Path) -> None:
 
 
 def unwell(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, record: bool) -> Turn:
-    """The recipe as it stands does not run."""
+    """Fail for every recipe, also for the unchanged one."""
     if state["rank"] == 1:
         raise MemoryError("no room")
     time.sleep(3600)
@@ -95,14 +95,14 @@ def test_a_recipe_that_does_not_run_itself_is_told_in_one_line(ray_session, tmp_
 
 
 def killed_late(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, record: bool) -> Turn:
-    """All is well until the winner is compared; then ranks die as often as a file says."""
+    """Kill a rank while the winner is compared. A file has the number of times."""
     row = Setting.of(Recipe.parse(given))
     state[row] = state.get(row, 0) + 1
     deaths = Path(given["cluster"]["storage"]) / "deaths"
     left = int(deaths.read_text())
     if row.ep == 2 and state[row] > 2 and left and state["rank"] == 0:
         deaths.with_suffix(".new").write_text(str(left - 1))
-        deaths.with_suffix(".new").replace(deaths)  # the other rank reads it meanwhile
+        deaths.with_suffix(".new").replace(deaths)  # the other rank may read it at the same time
         os.kill(os.getpid(), signal.SIGKILL)
     return steady(state, given, steps, keep, record)
 
@@ -110,7 +110,7 @@ def killed_late(state: dict[str, Any], given: dict[str, Any], steps: int, keep: 
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_a_rank_lost_while_the_winner_is_compared(ray_session, tmp_path: Path) -> None:
-    """Once is made good; twice ends it in one line, and the same study goes on from there."""
+    """After one loss, the tuner compares again. Two losses end it with one line, and the next tuner continues the study."""
     (tmp_path / "deaths").write_text("1")
     given = recipe(tmp_path, sampler="random", trials=6)
     outcome = FoldTuner(given, tmp_path, measure_turn=killed_late).fit()
@@ -137,7 +137,7 @@ def steady(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, 
 
 
 def lucky(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, record: bool) -> Turn:
-    """All look fast in their trial, and are slow ever after."""
+    """Return times that are short in a setting's trial and long afterwards."""
     row = Setting.of(Recipe.parse(given))
     state[row] = state.get(row, 0) + 1
     default = row.ep == 1 and row.kind == "sequential"
@@ -145,7 +145,7 @@ def lucky(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, r
 
 
 def roomy(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, record: bool) -> Turn:
-    """What is fast needs much."""
+    """Return times and memory such that the fast setting needs more memory than the slow one."""
     row = Setting.of(Recipe.parse(given))
     fast = row.ep == 2 and row.kind == "stream"
     slow = row.ep == 2 and row.kind == "sequential"
@@ -155,7 +155,7 @@ def roomy(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, r
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_memory_may_be_an_objective_too(ray_session, tmp_path: Path) -> None:
-    """The best is the fastest; what needs less is told beside it, and is not stopped for being slow."""
+    """The best setting is the fastest. The front also has a slow setting with less memory, which was not stopped early."""
     given = recipe(tmp_path, sampler="random", trials=50, prune=1.2, turns=3, second="memory")
     tuner = FoldTuner(given, tmp_path, measure_turn=roomy)
     outcome = tuner.fit()
@@ -174,7 +174,7 @@ def test_memory_may_be_an_objective_too(ray_session, tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_a_tuner_that_slept_too_long_goes_on(ray_session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others gave its row back meanwhile: what it measured is dropped, and the study ends well."""
+    """Another tuner has released the trial meanwhile, so its measurement is dropped, and the study continues."""
     tuner = FoldTuner(recipe(tmp_path, sampler="random", trials=3), tmp_path, measure_turn=steady)
     measure, slept = tuner._measure, []
 
@@ -205,7 +205,7 @@ def test_luck_does_not_win(ray_session, tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_from_tune_to_train(ray_session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """The command, with real steps; its best recipe trains."""
+    """Run the command with real steps, and train its best recipe."""
     monkeypatch.chdir(tmp_path)
     given = recipe(tmp_path, trials=3, study="here").model_dump(mode="json", exclude_defaults=True)
     given["training"] = {"steps": 2, "global_batch": 4}
@@ -247,7 +247,7 @@ def test_from_tune_to_train(ray_session, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_deepspeed_engines_take_turns(ray_session, tmp_path: Path) -> None:
-    """One after the other is given up, whatever its fold; the reference is not kept beside."""
+    """With `beside=False`, each engine is closed before the next one starts, also that of the unchanged recipe."""
     space = {**SPACE, "kind": ["sequential", "one_a_one_m"], "degree": [1, 2]}
     given = recipe(tmp_path, trials=4, turns=1, pairs=2, beside=False, sampler="random", space=space)
     outcome = FoldTuner(given.model_copy(update={"engine": EngineSpec(kind="deepspeed")}), tmp_path).fit()

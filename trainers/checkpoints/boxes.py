@@ -56,7 +56,7 @@ class SaveBoxes(DefaultSavePlanner):
 
 
 class LoadBoxes(DefaultLoadPlanner):
-    """Fills each tensor with its box of the stored tensor, whatever boxes were written.
+    """Fills each tensor with its box of the stored tensor. The boxes that were written may be others.
 
     Raises:
         DamagedFile: (in DCP's CheckpointException) a tensor is missing, or has another shape or kind in the checkpoint.

@@ -8,11 +8,10 @@ large, so each rank hashes only the files that it reads.
 No file in a folder of runs, of packed data or of a tokenizer can run code:
 
 - JSON (`manifest.N.json`, `progress.json`, `run.json`, `metrics.jsonl`, and Ray's `checkpoint_manager_snapshot.json`, which
-is
-  never unpickled) is checked against its types.
+  is never unpickled) is checked against its types.
 - `.metadata` is a pickle. It is read without unpickling (`metadata.py`).
 - Files of tensors are read with `torch.load(weights_only=True)`. DCP's planner would unpickle byte items, so no plan has
-any.
+  any.
 - NumPy maps packed data without `allow_pickle`. transformers opens tokenizers without `trust_remote_code`.
 - YAML is read with a safe loader. Optuna would unpickle entries of a Redis storage, so `tune.storage` does not take Redis.
 """

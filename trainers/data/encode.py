@@ -107,7 +107,7 @@ def encode_all(works: list[Work], tokenizer: Tokenizer, text_field: str) -> Gene
     context.execution_options.preserve_order = True
     rows = [{"work": pickle.dumps(work)} for work in works]
     with _quiet_console(), DataContext.current(context):
-        # With one block per work, Ray Data runs one task per work, whatever the number of CPUs is.
+        # With one block per work, Ray Data runs one task per work for any number of CPUs.
         dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map(_Encode(tokenizer, text_field))
         for row in dataset.iter_rows():
             result = pickle.loads(row["result"])

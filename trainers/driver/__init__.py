@@ -1,1 +1,1 @@
-"""What runs beside the user: the trainer, a run's folder, MLflow, the terminal."""
+"""The driver's code: the trainer, a run's folder, MLflow, the terminal."""

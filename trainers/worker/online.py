@@ -74,7 +74,7 @@ class Online:
     ):
         self.execution, self.groups, self.device, self.orderings, self.sizes = execution, groups, device, orderings, sizes
         self.chosen: Knobs | None = None
-        self._settled: dict[int, Ordering] = {}  # by degree, once it is known what its pieces take
+        self._settled: dict[int, Ordering] = {}  # by degree, once the times of its ops are measured
 
     def steps(self, search: MakeSearch | None, tell: Tell) -> Steps:
         """Measure the first steps. The caller sends the seconds of each step.

@@ -1,4 +1,4 @@
-"""Collectives and their gradients against formulas over all ranks' tensors; what they count; who belongs to a group."""
+"""Collectives and their gradients against formulas over the tensors of all ranks; counted traffic; members of groups."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FOLDS = [
     Fold(4, tp=2, cp=2, etp=2),
     Fold(4, tp=2, cp=2, ep=2, order="cp-tp-dp-pp"),  # tensor-parallel ranks are not neighbours
 ]
-ROWS = [3, 0, 2, 1]  # of the members of a group of 4 or, from the front, of fewer
+ROWS = [3, 0, 2, 1]  # rows of the members of a group of 4; a smaller group takes the first ones
 H, EIGHT = 5, 8  # columns; bytes of a float64
 
 
@@ -41,7 +41,7 @@ def data(rank: int, seed: int, *shape: int) -> Tensor:
 
 
 def crossing(i: int, j: int) -> int:
-    """Rows that member i sends to member j."""
+    """Return the number of rows that member i sends to member j."""
     return (3 * i + 2 * j) % 5
 
 
@@ -50,7 +50,7 @@ def check(found: Tensor, expected: Tensor) -> None:
 
 
 def with_gradient(step: Callable[[Tensor], Tensor], x: Tensor, seed: int, rank: int) -> tuple[Tensor, Tensor]:
-    """What a step gives, and the gradient of its input for an upstream gradient that differs from rank to rank."""
+    """Return a step's output, and its input's gradient for an output gradient that differs from rank to rank."""
     x = x.clone().requires_grad_()
     y = step(x)
     (gradient,) = torch.autograd.grad(y, x, data(rank, seed, *y.shape))
@@ -92,7 +92,7 @@ def _plain(rank: int, fold: Fold) -> None:
         before = data(members[me - 1], 7 + i, *shape)
         check(tensor, before.T if i == 2 else before)
 
-    # Two messages to each of the others; those of one pair arrive in their order.
+    # Each member sends two messages to every other member. The messages of a pair arrive in order.
     others = [member for member in range(n) if member != me]
     sends = [line.send(data(rank, 20 + k, 2, 3 + k).T if k else data(rank, 20, 2, 3), to) for to in others for k in (0, 1)]
     for source in others:
@@ -120,7 +120,7 @@ def _mirrored(rank: int, fold: Fold) -> None:
     both_ways = (lambda x: line.all_to_all(x, received, sent)), (lambda x: line.all_to_all(x, sent, received))
     y, gradient = with_gradient(lambda x: mirrored(x, *both_ways), data(rank, 1, sum(sent), H), 2, rank)
     back = []
-    for j, r in enumerate(members):  # what was sent to member j lies behind what those before this one sent to it
+    for j, r in enumerate(members):  # member j's gradient has the rows of all members in order
         upstream = data(r, 2, sum(crossing(i, j) for i in range(n)), H)
         back.append(upstream[sum(crossing(i, j) for i in range(me)) :][: crossing(me, j)])
     assert y.shape == (sum(received), H)
@@ -160,12 +160,12 @@ def _wide_sums(rank: int) -> float:
 
 
 def test_rows_are_summed_in_float32(ranks) -> None:
-    # 256 + 1 is 256 in bfloat16, three times over; 259 is nearest to 260.
+    # In bfloat16, 256 + 1 is 256, so a sum in bfloat16 is 256. The exact sum 259 is rounded to 260.
     assert ranks(4).run(_wide_sums) == [260.0, 0.0, 0.0, 0.0]
 
 
 def _traffic(rank: int) -> list[dict[str, tuple[int, int, int]]]:
-    """For a group of all four and a group of two on different nodes, what each operation counts."""
+    """Return the counts of every operation, for a group of all four ranks and for a group of two on different nodes."""
     found = []
     for fold in (FOLDS[0], FOLDS[2]):
         groups = Groups.create(fold, rank, node=node)
@@ -193,7 +193,7 @@ def _traffic(rank: int) -> list[dict[str, tuple[int, int, int]]]:
 
 def test_traffic_is_counted_pair_by_pair_and_around_the_ring(ranks) -> None:
     for rank, (four, two) in enumerate(ranks(4).run(_traffic)):
-        n, inside = 4, rank % 2 == 0  # the next rank of the ring is on this node for even ranks
+        n, inside = 4, rank % 2 == 0  # the next rank of the ring is on the same node only for even ranks
         ring = {
             "all_reduce": 2 * 10 * EIGHT * (n - 1) // n,
             "all_gather": 4 * 3 * 2 * (n - 1),
@@ -207,7 +207,7 @@ def test_traffic_is_counted_pair_by_pair_and_around_the_ring(ranks) -> None:
         assert four == {op: (1, count, 0) if inside else (1, 0, count) for op, count in ring.items()} | {
             "all_to_all": (1, beside, away)
         }
-        # Tensor-parallel pairs (0, 2) and (1, 3): always across.
+        # The tensor-parallel pairs (0, 2) and (1, 3) always cross nodes.
         pair = {"all_reduce": 80, "all_gather": 24, "reduce_scatter": 48, "shift": 28, "send": 28}
         assert two == {op: (1, 0, count) for op, count in pair.items()} | {"all_to_all": (1, 0, (0 + 1) * H * EIGHT)}
 
@@ -262,7 +262,7 @@ def _membership(rank: int, folds: list[Fold]) -> None:
             if line.group is not None:
                 assert tuple(dist.get_process_group_ranks(line.group)) == ours
         group, members = groups.process_group("tp")
-        assert dist.get_process_group_ranks(group) == list(members)  # of one member, too
+        assert dist.get_process_group_ranks(group) == list(members)  # this also holds for one member
         groups.close()
         groups.close()  # a second time does nothing
 

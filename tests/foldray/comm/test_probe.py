@@ -1,4 +1,4 @@
-"""The probe runs everything a fold needs, and names what fails."""
+"""The probe runs every collective that a fold needs, and names those that fail."""
 
 from __future__ import annotations
 

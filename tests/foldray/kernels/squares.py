@@ -1,4 +1,4 @@
-"""An activation that foldray does not know: the square of what is positive, gated (as in ReGLU)."""
+"""An activation that foldray does not have: a gated ReLU (as in ReGLU) whose gate is squared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expert computation: the fast implementations against the plain one, and against arithmetic."""
+"""Expert computation: the fast implementations against the plain one, and the plain one against the definition."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from foldray.kernels.activations import kernel_of
 from foldray.kernels.experts import Kind, expert_ffn, reference_ffn
 
 FFNS = ("gated_silu", "gelu")
-# Rows per expert: even, ragged, idle experts at both ends and between, one row, all rows in one, none at all.
+# Rows per expert: even, ragged, one busy expert between idle ones, all rows at the last expert, no rows.
 COUNTS = [[8, 8, 8, 8], [1, 30, 0, 17], [0, 5, 0, 0], [0, 0, 0, 33], [0, 0, 0, 0]]
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def make(counts: list[int], ffn: str, hidden: int = 16, inner: int = 32, dtype: torch.dtype = torch.float32) -> Inputs:
-    """x_NH, up_EHW, down_EFH with a gradient, values of order one throughout."""
+    """Make x_NH, up_EHW and down_EFH, which require gradients. All intermediate values are of order one."""
     generator = torch.Generator().manual_seed(sum(counts) + len(counts))
     width = 2 * inner if ffn == "gated_silu" else inner
     shapes = ((sum(counts), hidden), (len(counts), hidden, width), (len(counts), inner, hidden))
@@ -30,7 +30,7 @@ def make(counts: list[int], ffn: str, hidden: int = 16, inner: int = 32, dtype: 
 
 
 def run(inputs: Inputs, counts: list[int], ffn: str, kind: Kind) -> list[torch.Tensor]:
-    """Output and the gradients of all inputs, for an output gradient that differs from row to row."""
+    """Return the output and the gradients of all inputs, for an output gradient that differs from row to row."""
     leaves = [value.detach().requires_grad_() for value in inputs]
     y_NH = expert_ffn(leaves[0], counts, leaves[1], leaves[2], ffn, kind)
     dy_NH = torch.linspace(-1, 2, max(y_NH.numel(), 1), dtype=torch.float64)[: y_NH.numel()].view_as(y_NH)
@@ -38,7 +38,7 @@ def run(inputs: Inputs, counts: list[int], ffn: str, kind: Kind) -> list[torch.T
 
 
 def dense(inputs: Inputs, counts: list[int], ffn: str) -> torch.Tensor:
-    """Row by row, straight from the definition."""
+    """Compute the output row by row from the definition."""
     x_NH, up_EHW, down_EFH = inputs
     rows = []
     for n, e in enumerate(e for e, count in enumerate(counts) for _ in range(count)):
@@ -59,7 +59,7 @@ def assert_near(got: list[torch.Tensor], want: list[torch.Tensor], tolerance: fl
 
 @pytest.fixture(params=["per_expert", "per_expert_mm", "grouped_mm"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Forces each implementation in turn, whatever the sizes and the processor would choose."""
+    """Force each implementation in turn. Otherwise the sizes and the processor would choose one."""
     if request.param == "per_expert" and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     chosen = experts._Grouped if request.param == "grouped_mm" else experts._PerExpert
@@ -88,7 +88,7 @@ def test_fast_equals_loop(implementation: str, counts: list[int], ffn: str, dtyp
 @pytest.mark.parametrize("ffn", FFNS)
 @pytest.mark.parametrize("rows", [100, 600, 1100])
 def test_fast_equals_loop_at_padded_sizes(ffn: str, rows: int) -> None:
-    """As this machine would run it: products large enough for the path of one expert after another."""
+    """Nothing is forced: the products are so large that this machine computes one expert after another."""
     counts = [rows, 0, rows + 29, 1]
     inputs = make(counts, ffn, hidden=128, inner=512)
     assert experts._implementation(inputs[0], 4, 512) is experts._PerExpert
@@ -104,7 +104,7 @@ def test_gradients_by_differences(ffn: str, kind: Kind) -> None:
 
 
 def test_activation_backward_by_differences() -> None:
-    """The formulas that all fast implementations share, away from the products."""
+    """Test the formulas that all fast implementations share, without the matrix products."""
     for ffn in FFNS:
         up_NW = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
         h_NF = kernel_of(ffn).forward(up_NW)
@@ -128,7 +128,7 @@ def test_idle_experts_have_zero_gradients(implementation: str, kind: Kind) -> No
 
 @pytest.mark.parametrize("kind", ["loop", "grouped"])
 def test_one_experts_overflow_stays_its_own(implementation: str, kind: Kind) -> None:
-    """Padding and neighbours must not carry NaN from one expert into another."""
+    """NaN must not spread from one expert to another, for example through padding."""
     counts = [3, 5, 4]
     inputs = make(counts, "gated_silu")
     with torch.no_grad():
@@ -140,11 +140,11 @@ def test_one_experts_overflow_stays_its_own(implementation: str, kind: Kind) -> 
 
 
 def test_backward_twice_gives_the_same(implementation: str) -> None:
-    """Nothing that backward overwrites is needed by a second one."""
+    """A backward overwrites nothing that a second backward needs."""
     counts = [7, 0, 4]
     inputs = make(counts, "gated_silu")
     y_NH = expert_ffn(inputs[0], counts, inputs[1], inputs[2], "gated_silu", "grouped")
-    first = torch.autograd.grad(y_NH.sum(), inputs, retain_graph=True)  # an expanded gradient, too
+    first = torch.autograd.grad(y_NH.sum(), inputs, retain_graph=True)  # the gradient of a sum is expanded
     second = torch.autograd.grad(y_NH.sum(), inputs)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -176,7 +176,7 @@ def test_which_implementation() -> None:
     assert choose(many, 8, 1024) is experts._PerExpert
     assert choose(few.bfloat16(), 8, 128) is experts._Grouped
     assert choose(few.double(), 8, 128) is experts._PerExpert  # grouped_mm refuses float64
-    assert choose(torch.empty(8, 6), 2, 4) is experts._PerExpert  # and rows that are no multiple of 16 bytes
+    assert choose(torch.empty(8, 6), 2, 4) is experts._PerExpert  # grouped_mm needs rows of a multiple of 16 bytes
     assert choose(torch.empty(0, 64), 8, 128) is experts._PerExpert
 
 
@@ -194,7 +194,7 @@ def test_only_onednn_wants_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_float32_means_float32() -> None:
-    """oneDNN may not round the operands: against float64, both products are equally far."""
+    """oneDNN must not round the operands, so its product is about as close to float64 as torch's."""
     a, b = torch.randn(256, 512, dtype=torch.float64), torch.randn(512, 128, dtype=torch.float64)
     exact = a.float().double() @ b.float().double()
     for product in (experts._mm(a.float(), b.float()), a.float() @ b.float()):

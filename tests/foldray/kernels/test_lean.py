@@ -1,4 +1,4 @@
-"""What is computed again instead of kept: the same gradients, and nothing but inputs remembered."""
+"""Functions that compute again in backward: they give the same gradients, and keep only their inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An activation from outside, one row and a function: trained and refused like those that are built in."""
+"""An activation of the user's own, made of one row and a function: it trains, and mistakes in it are refused."""
 
 from __future__ import annotations
 

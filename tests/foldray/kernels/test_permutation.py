@@ -1,4 +1,4 @@
-"""Sorting, copying and summing rows, against plain indexing."""
+"""Tests of sorting, copying and summing rows, against plain indexing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DROPS = [0.0, 0.3, 1.0]
 
 
 def routes(drop: float, tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """expert_TK with different experts in a row, and keep_TK (None: nothing can be dropped)."""
+    """Return expert_TK, whose rows have no expert twice, and keep_TK (None if nothing can be dropped)."""
     generator = torch.Generator().manual_seed(5)
     expert_TK = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :TOPK]
     return expert_TK, torch.rand(tokens, TOPK, generator=generator) >= drop if drop else None
@@ -90,7 +90,7 @@ def test_dropped_assignments_get_no_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [0, 4])
 def test_no_rows_still_have_gradients(tokens: int, dtype: torch.dtype) -> None:
-    """Every assignment dropped, or no token at all."""
+    """Test the cases that every assignment is dropped, and that there is no token."""
     position_TK, token_N = torch.full((tokens, 2), -1), torch.zeros(0, dtype=torch.int64)
     x_TH, weight_TK = values(tokens, HIDDEN, dtype=dtype), values(tokens, 2, dtype=dtype)
     out_TH = combine(permute(x_TH, token_N, position_TK), position_TK, weight_TK)
@@ -100,7 +100,7 @@ def test_no_rows_still_have_gradients(tokens: int, dtype: torch.dtype) -> None:
 
 
 def test_rows_nobody_asked_for() -> None:
-    """Experts padded to a capacity: more rows than assignments; as many rows as assignments and one dropped all the same."""
+    """Experts that are padded to a capacity make rows without assignments: five more, and one in place of a drop."""
     for rows, position in ((9, [[0, 4], [8, 2]]), (4, [[0, 3], [-1, 2]])):
         position_TK, y_NH, weight_TK = torch.tensor(position), values(rows, HIDDEN), values(2, 2, seed=4)
         torch.testing.assert_close(combine(y_NH, position_TK, weight_TK), naive_combine(y_NH, position_TK, weight_TK))
@@ -118,7 +118,7 @@ def test_there_and_back_is_the_identity() -> None:
 
 @pytest.mark.parametrize("drop", [0.0, 0.3])
 def test_bfloat16_sums_in_float32(drop: float) -> None:
-    """Exactly what float64 gives, rounded once; weights keep their own precision."""
+    """Sums equal those of float64, rounded once. The gradients of weights keep the weights' precision."""
     token_N, position_TK, _ = sort_by_expert(*routes(drop), EXPERTS)
     y_NH, weight_TK = values(token_N.numel(), 64, dtype=torch.bfloat16), values(TOKENS, TOPK, dtype=torch.float32)
     dout_TH = values(TOKENS, 64, dtype=torch.bfloat16, seed=3).detach()
@@ -144,7 +144,7 @@ def test_same_bits_every_time() -> None:
 
 
 def test_one_token_has_gradients() -> None:
-    """A piece of a sliced and shared sequence may be one token."""
+    """A rank's piece of a slice may be one token."""
     y_NH = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     weight_TK = torch.tensor([[0.25, 0.75]], dtype=torch.float64, requires_grad=True)
     combine(y_NH, torch.tensor([[1, 0]]), weight_TK).sum().backward()

@@ -1,4 +1,4 @@
-"""Whole sequences to attend to, their documents, and what comes out in one process."""
+"""Whole sequences for tests of attention, their documents, and the results in one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foldray.windows import find_window
 
 B, L, D = 2, 48, 6
 HEADS = [(4, 2), (4, 4)]
-# Where documents start, for each of the two sequences. With cp=4 a chunk has 6 positions, with cp=2 it has 12.
+# The starts of documents in each of the two sequences. With cp=4 a chunk has 6 positions, with cp=2 it has 12.
 STARTS: dict[str, tuple[list[int], list[int]]] = {
     "inside every chunk": (list(range(2, L, 6)), [1, 4, 9, 10, 11, 16, 20, 27, 35, 40, 46, 47]),
     "at every chunk edge": (list(range(6, L, 6)), list(range(6, L, 6))),
@@ -28,7 +28,7 @@ STARTS: dict[str, tuple[list[int], list[int]]] = {
 
 
 def segments(documents: str | None) -> Tensor | None:
-    """Document numbers [B, L], unique and in no order."""
+    """Return the document numbers [B, L], in no order. They are unique, except in "numbers that come again"."""
     if documents is None:
         return None
     if documents == "numbers that come again":
@@ -40,7 +40,7 @@ def segments(documents: str | None) -> Tensor | None:
 
 
 class Asked(NamedTuple):
-    """A case: documents, how far back queries see, and the width of values."""
+    """A test case: documents, window, and width of values."""
 
     documents: str | None = None
     window: str = "full"
@@ -56,7 +56,7 @@ ALL = [
 
 
 def sights(cuts: Sequence[range], cp: int, index: int, case: Asked, device: str = "cpu") -> list[Sight]:
-    """What a member sees of each slice."""
+    """Return the `Sight` of a member of the context group, for each slice."""
     shards = [[Layout(cp, cp_rank=i).chunks(part) for i in range(cp)] for part in cuts]
     segment_BL, window = segments(case.documents), find_window(case.window)
     if segment_BL is not None:
@@ -67,7 +67,7 @@ def sights(cuts: Sequence[range], cp: int, index: int, case: Asked, device: str 
 
 
 def data_of(heads: tuple[int, int], dtype: torch.dtype, seed: int, value_dim: int = D) -> list[Tensor]:
-    """Queries, keys, values and the output's gradient of whole sequences."""
+    """Return random queries, keys, values and output gradients of whole sequences, each [B, heads, L, width]."""
     generator = torch.Generator().manual_seed(seed)
     widths = ((heads[0], D), (heads[1], D), (heads[1], value_dim), (heads[0], value_dim))
     shapes = [(B, n, L, width) for n, width in widths]
@@ -75,7 +75,7 @@ def data_of(heads: tuple[int, int], dtype: torch.dtype, seed: int, value_dim: in
 
 
 def reference(data: list[Tensor], case: Asked) -> list[Tensor]:
-    """Output and gradients of queries, keys and values, in one process, in float64."""
+    """Return the output and the gradients of queries, keys and values, computed in one process in float64."""
     segment_BL, first = segments(case.documents), find_window(case.window).begin
     q, k, v, dout = (x.to(torch.float64).requires_grad_() for x in data)
     seen = torch.tensor([[first(query) <= key <= query for key in range(L)] for query in range(L)]).expand(B, 1, L, L)

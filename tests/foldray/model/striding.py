@@ -1,4 +1,4 @@
-"""A window from outside: queries of every second stride see back to the stride before."""
+"""A window of the user's own: the queries of a stride see their stride and the one before it."""
 
 from foldray.windows import Window
 

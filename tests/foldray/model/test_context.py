@@ -1,4 +1,4 @@
-"""Attention over sequences that are cut over ranks, against one process; and the parts that it is made of."""
+"""Context-parallel attention against one process, and its parts: kernels, masks and merging."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHOLE = Asked()
 
 
 def _attended(data: list[Tensor], communicator: Communicator, mode: Mode, case: Asked, device: str = "cpu") -> list[Tensor]:
-    """Output and gradients of this rank's shard."""
+    """Return the output and the gradients of this rank's shard."""
     shard = Layout(communicator.size, cp_rank=communicator.index).shard(range(L))
     q, k, v, dout = (x[:, :, shard] for x in data)
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -36,7 +36,7 @@ def _attended(data: list[Tensor], communicator: Communicator, mode: Mode, case: 
 
 
 def _errors(results: list[Tensor], references: list[Tensor], communicator: Communicator) -> list[float]:
-    """Largest differences, as shares of the largest value."""
+    """Return the largest difference of each tensor, as a share of the tensor's largest value."""
     shard = Layout(communicator.size, cp_rank=communicator.index).shard(range(L))
     pairs = zip(results, references, strict=True)
     return [float((x - reference[:, :, shard]).abs().max() / reference.abs().max()) for x, reference in pairs]
@@ -55,7 +55,7 @@ def _parity(rank: int, cp: int, mode: Mode, heads: tuple[int, int], cases: list[
 
 
 def _worst(results: Any) -> float:
-    return float(torch.tensor(results).max())  # a NaN stays one, and is below nothing
+    return float(torch.tensor(results).max())  # unlike Python's max, this keeps NaN
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -106,7 +106,7 @@ def test_a_backward_that_forgets_the_other_parts_is_seen(ranks, mode: Mode) -> N
 
 
 def _sent(rank: int, cp: int, mode: Mode, dtype: torch.dtype) -> list[dict[str, tuple[int, int]]]:
-    """Calls and bytes by operation, forward and backward."""
+    """Return the calls and bytes of every operation, in forward and in backward."""
     groups = Groups.create(Fold(4, cp=cp), rank)
     shard = groups.context.size
     q, k, v, dout = (x[:, :, : L // shard].clone() for x in data_of((4, 2), dtype, 0))
@@ -140,7 +140,7 @@ def test_bytes_are_those_of_the_formula(ranks, cp: int, dtype: torch.dtype) -> N
 
 
 def _events(rank: int, mode: Mode, documents: str | None) -> tuple[list[str], list[str]]:
-    """What a rank does forward and backward, in order: shifts, and computations of parts with their sizes and masks."""
+    """Return what a rank does in forward and in backward, in order: shifts, and parts with their sizes and masks."""
     groups = Groups.create(Fold(4, cp=4), rank)
     events: list[str] = []
     shift = Communicator.shift
@@ -181,7 +181,7 @@ def test_the_ring_sends_ahead_and_computes_only_what_is_seen(ranks) -> None:
             ahead = ["shift"] if step < 3 else []
             parts = earlier if step <= rank else later
             expected += ahead + parts
-            expected_back += [*ahead, *parts, "shift"]  # a block's gradient goes on once this rank's share is in
+            expected_back += [*ahead, *parts, "shift"]  # a gradient leaves after this rank has added its share
         assert forward == expected
         assert backward == expected_back
 
@@ -192,7 +192,7 @@ def test_parts_that_no_document_crosses_are_skipped(ranks, mode: Mode) -> None:
         for computed in events:
             assert [event for event in computed if event != "shift"] == ["6 x 6 causal"] * 2
     for rank, events in enumerate(ranks(4).run(_events, mode, "at some chunk edges")):
-        # Documents of the second sequence span pairs of chunks: of chunks 2n and 2n + 1, the odd one sees the even one too.
+        # A document of the second sequence covers chunks 2n and 2n + 1, so the odd chunk also sees the even one.
         for computed in events:
             odd = 1 if {rank, 7 - rank} & {1, 3, 5, 7} else 0
             assert sum("masked" in event for event in computed) == odd
@@ -222,7 +222,7 @@ def _part(
 
 
 def _random_mask(queries: int, keys: int) -> Tensor:
-    """Row 0 of the first sequence, and all of the second sequence's later half, see no key."""
+    """Make a random mask in which row 0 of the first sequence and the second half of the second sequence see no key."""
     mask = torch.rand(B, 1, queries, keys, generator=torch.Generator().manual_seed(1)) > 0.6
     mask[0, :, 0] = False
     mask[1, :, queries // 2 :] = False
@@ -247,7 +247,7 @@ def test_the_cpu_kernels_agree_with_plain_products(
     fast, plain = attend(q, k, v, mask), kernels._attend_plain(q, k, v, mask)
     assert all(torch.equal(a.isinf(), b.isinf()) for a, b in zip(fast, plain, strict=True))
     assert _difference(tuple(x.nan_to_num(neginf=0) for x in fast), tuple(x.nan_to_num(neginf=0) for x in plain)) <= limit
-    # Some other keys hold as much weight again: the merged sum is not the part's own.
+    # Merge with other keys of the same weight, so that the merged sum differs from the part's own sum.
     out, lse = merge(*plain, torch.randn_like(plain[0]), plain[1].nan_to_num(neginf=0))
     backward = attend_backward(dout, q, k, v, out.to(dtype), lse, mask)
     exact = kernels._attend_plain_backward(dout, q, k, v, out.to(dtype), lse, mask)

@@ -1,4 +1,4 @@
-"""Layers that are cut over tensor-parallel ranks against torch's own, whole ones, in float64."""
+"""Layers that are cut over tensor-parallel ranks, against torch's whole layers, in float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def data(seed: int, *shape: int) -> Tensor:
 
 
 def tokens() -> Tensor:
-    """Every row of the vocabulary comes up, so some on every rank; one comes up thrice."""
+    """Return tokens [B, S] with several rows of the vocabulary from every rank. Token 17 occurs in every sequence."""
     text_BS = torch.randperm(V, generator=torch.Generator().manual_seed(0))[: B * S].view(B, S)
     text_BS[:, 0] = 17
     assert all(len(set(range(V // 4 * i, V // 4 * (i + 1))) & set(text_BS.flatten().tolist())) > 1 for i in range(4))
@@ -42,7 +42,7 @@ def with_grad(x: Tensor) -> Tensor:
 
 
 def held(groups: Groups, weight_VH: Tensor) -> tuple[Vocabulary, slice, slice]:
-    """A vocabulary with this rank's rows of a weight, these rows, and its piece of the sequence."""
+    """Return a vocabulary with this rank's rows of a weight, these rows, and this rank's piece of the sequence."""
     tp, index = groups.tensor.size, groups.tensor.index
     rows, piece = (slice(index * n // tp, (index + 1) * n // tp) for n in (V, S))
     made = Vocabulary(range(V)[rows], H, groups.tensor, None, torch.float64)
@@ -82,7 +82,7 @@ def _loss(rank: int, fold: Fold) -> None:
 
 
 def _cross_entropy(rank: int, fold: Fold) -> None:
-    """Each token with a gradient of its own, and logits that overflow unless their maximum over all ranks is taken off."""
+    """Use a different gradient for each token, and logits that overflow unless their maximum over ranks is subtracted."""
     groups, target_T = Groups.create(fold, rank), tokens().flatten()
     tp, index = groups.tensor.size, groups.tensor.index
     rows = slice(index * V // tp, (index + 1) * V // tp)

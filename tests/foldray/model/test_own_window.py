@@ -1,4 +1,4 @@
-"""A window from outside, one row and a function: trained, planned and refused like those that are built in."""
+"""A window of the user's own, made of one row and a function: it trains and is planned, and mistakes in it are refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_it_trains(ranks, fold: dict[str, int], schedule: dict[str, Any], docume
 
 
 def test_long_sequences_are_attended_to_in_runs() -> None:
-    """Runs of queries, each with the keys that it may see, are what whole sequences are."""
+    """Runs of queries, each with only the keys that it may see, give the result of whole sequences."""
     model = {"windows": ["sliding:130"], "positions": "rope"}
     whole = make_recipe(1, model=model, data={"seq_len": 640}, training={"global_batch": 1, "micro_batch": 1})
     cut = make_recipe(1, model=model, data={"seq_len": 640}, training={"global_batch": 1, "micro_batch": 1},
@@ -76,7 +76,7 @@ def test_flops_count_what_is_seen() -> None:
 
 
 def test_it_is_planned_and_drawn() -> None:
-    """A narrower window costs less attention, a block at a time, and its step is drawn."""
+    """A narrower window reduces the predicted time of attention in its blocks, and the step can be drawn."""
     hardware = load_hardware("eos-h100")
 
     def candidate(*windows: str) -> Candidate:

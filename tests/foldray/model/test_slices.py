@@ -1,4 +1,4 @@
-"""Attention slice by slice, on one rank and on several, is that of whole sequences."""
+"""Attention slice by slice equals attention over whole sequences, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CUTS = [(48,), (24, 24), (16, 24, 8), (8, 8, 16, 8, 8), (40, 8)]
 def sliced(
     data: list[Tensor], communicator: Communicator, cut: tuple[int, ...], case: Asked = WHOLE, again: bool = False
 ) -> tuple[list[Tensor], KeysAndValues]:
-    """Output and gradients of queries, keys and values of this rank's shard: slices forward in order, backward in the other."""
+    """Return the output and the gradients of this rank's shard, with the slices forward in order and backward reversed."""
     layout, memory = Layout(communicator.size, cp_rank=communicator.index, slices=cut), KeysAndValues()
     graphs, outs = [], []
     slices = layout.cut(L)
@@ -39,7 +39,7 @@ def sliced(
 
 
 def errors(results: list[Tensor], references: list[Tensor], communicator: Communicator, cut: tuple[int, ...]) -> list[float]:
-    """Largest differences, as shares of the largest value."""
+    """Return the largest difference of each tensor, as a share of the tensor's largest value."""
     held = Layout(communicator.size, cp_rank=communicator.index, slices=cut).piece(L)
     pairs = zip(results, references, strict=True)
     return [float((x - whole[:, :, held]).abs().max() / whole.abs().max()) for x, whole in pairs]
@@ -61,7 +61,7 @@ def parity(rank: int, cp: int, heads: tuple[int, int], dtype: torch.dtype, cases
 
 
 def worst(results: Any) -> float:
-    return float(torch.tensor(results).max())  # a NaN stays one, and is below nothing
+    return float(torch.tensor(results).max())  # unlike Python's max, this keeps NaN
 
 
 @pytest.mark.parametrize(("heads", "cp"), rotated(3, [(heads,) for heads in HEADS], [1, 2, 4]))
@@ -82,7 +82,7 @@ def test_a_forward_that_is_computed_again_finds_its_keys_and_values() -> None:
 
 
 def test_keys_and_values_are_kept_once_and_their_gradients_added_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No slice copies the ones before it: the kernels read one memory, and add to one gradient."""
+    """No slice copies earlier keys and values. All kernels read the same memory, and add to the same gradient."""
     seen: list[tuple[int, ...]] = []
     attend = module.attend
 

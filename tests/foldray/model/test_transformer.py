@@ -1,4 +1,4 @@
-"""The model against other people's code, against its parameter table and against itself."""
+"""The model against Hugging Face's Mixtral, its parameter table, and its own parts on other ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FOLDS = [
 
 
 def alone(fold: Fold, rank: int) -> Groups:
-    """The groups of a rank whose others are not there: for what talks to nobody."""
+    """Return the groups of a rank without the other ranks' processes, for code that does not communicate."""
     with mock.patch.multiple("torch.distributed", is_initialized=lambda: True, get_world_size=lambda: 8, new_group=mock.Mock()):
         return Groups.create(fold, rank)
 
@@ -36,7 +36,7 @@ def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def by_name(model: Transformer, of: Any = lambda parameter: parameter) -> dict[str, torch.Tensor]:
-    """What belongs to each parameter of the whole model, of what belongs to each of this rank's."""
+    """Return `of(parameter)` by global name: each local parameter's value, cut into the parameters of the whole model."""
     parameters = dict(model.named_parameters())
     return {name: of(parameters[local])[index] for local, parts in model.global_parts.items() for name, index in parts}
 
@@ -60,7 +60,7 @@ def test_logits_and_gradients_equal_hugging_faces_mixtral() -> None:
     assert not weights
     text = tokens(2, 9)
     logits = theirs(text[:, :-1]).logits
-    torch.testing.assert_close(model.logits(text[:, :-1]), logits, atol=1e-6, rtol=1e-5)  # their rotary table is float32
+    torch.testing.assert_close(model.logits(text[:, :-1]), logits, atol=1e-6, rtol=1e-5)  # Mixtral's rotary table is float32
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
     model(Batch(text[:, :-1], text[:, 1:]))[0].backward()
     gradients = _mixtral(spec, {name: parameter.grad for name, parameter in theirs.named_parameters()})
@@ -70,7 +70,7 @@ def test_logits_and_gradients_equal_hugging_faces_mixtral() -> None:
 
 
 def _mixtral(spec: ModelSpec, theirs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Hugging Face's tensors under our names and in our layout, as views."""
+    """Return Hugging Face's tensors with foldray's names and layout, as views."""
     found = {
         "embedding.weight": theirs["model.embed_tokens.weight"],
         "final_norm.weight": theirs["model.norm.weight"],

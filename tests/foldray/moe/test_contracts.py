@@ -1,4 +1,4 @@
-"""A layer's contract: the plain layer and the fast one are the same to whoever calls them."""
+"""The contract of MoE layers: callers can use the plain layer instead of the fast one, and get the same results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROUTERS: list[dict[str, Any]] = [
 
 
 def plain(made: MoELayer) -> PlainLayer:
-    """The plain layer with another one's weights."""
+    """Return the plain layer with the weights of a fast one."""
 
     def expert(number: int, x_nH: torch.Tensor) -> torch.Tensor:
         return reference_ffn(x_nH, made.experts.up[number], made.experts.down[number], made.experts.share.ffn)
@@ -46,7 +46,7 @@ def test_the_fast_layer_gives_what_the_plain_one_gives(router: dict[str, Any]) -
 
 @pytest.mark.parametrize("router", [{}, {"capacity_factor": 0.75, "drop": "position"}], ids=["dropless", "position"])
 def test_training_runs_on_the_plain_layer(monkeypatch: pytest.MonkeyPatch, router: dict[str, Any]) -> None:
-    """Whatever keeps the contract can be scheduled: nothing in the runtime knows which layer it runs."""
+    """The runtime can schedule any layer that keeps the contract."""
     recipe = make_recipe(1, model={"router": router}, schedule={"kind": "one_a_one_m", "degree": 4})
     fast = train(0, recipe, 2)
     original, calls = micro_batch.MicroBatch._layer, []

@@ -1,6 +1,6 @@
-"""A layer's stages with identity experts and rank-distinct tokens: what comes back, what it sends, and to whom.
+"""The stages of a MoE layer with identity experts and different tokens on every rank: their results, and what they send.
 
-An identity expert's ETP slice gives 1/etp of its rows, so that the sum over slices restores them.
+Each ETP slice of an identity expert returns 1/etp of its rows, so that the sum over the slices restores them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from foldray.moe.torch_backend import TorchPermutation
 from tests.pool import RankPool
 
 H, E, K = 6, 16, 3
-BYTES = H * 8  # of a row, float64
+BYTES = H * 8  # bytes of a row in float64
 SIZES = [1, 2, 4]
 CASES = ["even weights", "any weights", "drops", "pad", "one expert", "some ranks without tokens", "no tokens"]
 FOLDS = {world: [Fold(world, ep=ep, etp=etp) for ep in SIZES for etp in SIZES if ep * etp <= world] for world in (1, 2, 4, 8)}
@@ -34,7 +34,7 @@ MIXED = [
 
 
 class Tokens(NamedTuple):
-    """A rank's tokens, the gradient of what comes back for them, and where they go."""
+    """The tokens of a rank, the gradient of their outputs, and their routing."""
 
     x_TH: Tensor
     grad_TH: Tensor
@@ -46,7 +46,7 @@ def node(rank: int) -> int:
 
 
 def tokens(rank: int, case: str) -> Tokens:
-    """Ragged over ranks; no two ranks have a token in common."""
+    """Return the tokens of a rank. Their number differs between ranks, and no two ranks have the same token."""
     generator = torch.Generator().manual_seed(rank)
     count = 0 if case == "no tokens" or (case.startswith("some") and rank % 3 == 0) else 6 + 2 * (rank % 4)
     x_TH, grad_TH = torch.randn(2, count, H, generator=generator, dtype=torch.float64)
@@ -55,7 +55,7 @@ def tokens(rank: int, case: str) -> Tokens:
     weight_TK = torch.rand(count, K, generator=generator, dtype=torch.float64)
     if case == "even weights":
         weight_TK = torch.full_like(weight_TK, 1 / K)
-    if case == "one expert":  # the others' ranks receive nothing
+    if case == "one expert":  # ranks without expert 5 receive nothing
         expert_TK, weight_TK = torch.full((count, 1), 5), weight_TK[:, :1].clone()
     keep_TK, capacity = None, None
     if case in ("drops", "pad"):
@@ -71,7 +71,7 @@ def tokens(rank: int, case: str) -> Tokens:
 
 
 def rows(rank: int, case: str) -> list[int]:
-    """Rows that a rank sends to every expert, counted one by one."""
+    """Count the rows that a rank sends to each expert."""
     routing = tokens(rank, case).routing
     if routing.capacity is not None:
         return [routing.capacity] * E
@@ -81,7 +81,7 @@ def rows(rank: int, case: str) -> list[int]:
 
 
 def round_trips(rank: int, folds: list[Fold]) -> list[list[dict[str, tuple[int, int, int]]]]:
-    """For each fold and case what this rank has sent, stage by stage; everything else is asserted here."""
+    """Check all results, and return what this rank sent in each stage, for every fold and case."""
     found = []
     for fold in folds:
         groups = Groups.create(fold, rank, node=node)
@@ -131,7 +131,7 @@ def round_trip(groups: Groups, case: str) -> dict[str, tuple[int, int, int]]:
 
 
 def _check_arrivals(rows_NH: Tensor, counts: list[int], groups: Groups, case: str) -> None:
-    """Expert by expert, every rank of the ETP×EP group's tokens in their order, the ETP rank slower than the EP rank."""
+    """Check the rows of every expert: the tokens of the ETP×EP group's ranks in order, where the EP rank changes faster."""
     local = E // groups.fold.ep
     place = {rank: groups.fold.moe.coordinate(rank) for rank in groups.counts.ranks}
     sources = sorted(place, key=lambda rank: (place[rank]["etp"], place[rank]["ep"]))
@@ -147,7 +147,7 @@ def _check_arrivals(rows_NH: Tensor, counts: list[int], groups: Groups, case: st
 
 
 def counted_by_hand(fold: Fold, case: str) -> list[dict[str, tuple[int, int, int]]]:
-    """What every rank sends in each stage: calls, bytes inside its node and across, pair by pair."""
+    """Count what every rank sends in each stage, pair by pair: calls, bytes inside its node, and bytes across nodes."""
     place = {rank: fold.moe.coordinate(rank) for rank in range(fold.world_size)}
     sent = {rank: rows(rank, case) for rank in place}
 
@@ -224,7 +224,7 @@ def test_round_trips_over_sixteen_ranks() -> None:
 
 
 def _volumes(rank: int, fold: Fold) -> list[tuple[int, int, int]]:
-    """Rows of this rank's dispatch: those that leave it over EP, those that reached it, those that reached the other slices."""
+    """Return (counted bytes, bytes by the formula) of this rank's dispatch and combine, over EP and over ETP."""
     groups = Groups.create(fold, rank)
     x_TH, _, routing = tokens(rank, "any weights")
     exchange, slices = AllToAll(groups), groups.expert_slices

@@ -1,4 +1,4 @@
-"""The MoE layer as a whole, against its experts one by one and between backends."""
+"""The MoE layer against its experts one by one, and its backends against each other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def layer(model: ModelSpec, dtype: torch.dtype = torch.float64, **backend: Any) 
 
 
 def naive(made: MoELayer, x_BSH: torch.Tensor) -> torch.Tensor:
-    """Token by token, expert by expert, from the routing alone."""
+    """Compute the output token by token and expert by expert, from the routing."""
     x_TH = x_BSH.flatten(0, 1)
     routing, _ = made.router.whole(x_TH, x_BSH.shape[0])
     out = torch.zeros_like(x_TH)

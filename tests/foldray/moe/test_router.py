@@ -1,4 +1,4 @@
-"""The router: capacity, balance terms and bias, none of which depend on how sequences are cut or batched."""
+"""The router: capacity, balance terms and bias. They do not depend on how sequences are cut or batched."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_capacity_is_the_papers(tokens: int, topk: int, experts: int, factor: fl
 
 
 def test_dropping_keeps_the_most_probable_or_the_earliest_of_each_sequence() -> None:
-    expert_TK = torch.tensor([[0], [0], [0], [1], [0], [0], [1], [1]])  # two sequences of four
+    expert_TK = torch.tensor([[0], [0], [0], [1], [0], [0], [1], [1]])  # two sequences of four tokens
     score_TK = torch.tensor([[0.1], [0.9], [0.5], [0.2], [0.3], [0.3], [0.1], [0.2]])
     by_score = keep_within(2, expert_TK, score_TK, 2, 2, "probability").flatten().tolist()
     by_place = keep_within(1, expert_TK, score_TK, 2, 2, "position").flatten().tolist()
@@ -76,7 +76,7 @@ def test_the_bias_moves_towards_even_use_by_its_rate_alone() -> None:
     torch.testing.assert_close(router.bias, torch.tensor([-0.01, 0.01, 0.0, 0.0], dtype=torch.float64))
 
 
-# Of the router alone: a step of 8 sequences on folds that cut them in every way.
+# Tests of the router alone: a step of 8 sequences, on folds that cut them in every way.
 CUT = [
     {"tp": 2, "ep": 4}, {"cp": 2, "ep": 8}, {"tp": 2, "cp": 2, "ep": 2, "etp": 2}, {"cp": 4, "etp": 4}, {"tp": 4, "ep": 4},
     {"tp": 2, "cp": 4, "ep": 8}, {"tp": 4, "cp": 2, "order": "cp-tp-dp-pp"}, {"tp": 2, "cp": 2, "order": "dp-cp-tp-pp"},
@@ -86,7 +86,7 @@ DROPS = [{"drop": drop, "pad": pad} for drop in ("probability", "position") for 
 
 
 class Routed(NamedTuple):
-    """What became of a rank's piece of its sequences: who stays, and, summed over ranks, the terms and the weight's gradient."""
+    """The router's results on a rank: which assignments of its pieces stay, and sums over all ranks."""
 
     keep_BsK: Tensor
     count_E: Tensor
@@ -97,7 +97,7 @@ class Routed(NamedTuple):
 
 
 def route(groups: Groups, micro_batch: int, **router: Any) -> Routed:
-    """A step of 8 sequences through a fold's routers, as one pipeline stage sees it."""
+    """Route a step of 8 sequences, as one pipeline stage of a fold does."""
     fold, place = groups.fold, groups.coordinate["attention"]
     piece = Layout(fold.cp, fold.tp, place["cp"], place["tp"]).piece(LENGTH)
     made = router_of(groups, topk=3, router={"capacity_factor": 1.0, **router})
@@ -114,7 +114,7 @@ def route(groups: Groups, micro_batch: int, **router: Any) -> Routed:
     return Routed(keep_BsK, count_E, float(summed[0]), float(summed[1]), summed[2:], passes[0].capacity)
 
 
-# (scope, micro-batch, which of DROPS): every fold goes through all of them with one set of groups.
+# (scope, micro-batch, index into DROPS). Every fold runs all of these with one set of groups.
 ASKED = [("sequence", micro, d) for micro in (1, 2) for d in range(len(DROPS))]
 ASKED += [("sub_sequence", 2, d) for d in range(len(DROPS))] + [("sub_sequence", micro, 0) for micro in (1, 8)]
 
@@ -130,12 +130,12 @@ def routes(rank: int) -> list[dict[tuple[str, int, int], Routed]]:
 
 @pytest.fixture(scope="module")
 def routed(ranks: Any) -> Any:
-    """By fold, then by rank."""
+    """The results by fold, then by rank."""
     return list(zip(*ranks(8).run(routes, timeout=300), strict=True))
 
 
 def kept(sizes: dict, found: Any, asked: tuple[str, int, int]) -> Tensor:
-    """Who stays, of all sequences, put together from the ranks' pieces."""
+    """Return which assignments of all sequences stay, assembled from the pieces of the ranks."""
     fold = Fold(8, **sizes)
     keep_BLK = torch.zeros(BATCH, LENGTH, 3, dtype=torch.int64)
     for rank in range(8):
@@ -154,7 +154,7 @@ def test_who_is_dropped_of_a_whole_sequence_depends_on_no_fold(routed, micro_bat
         for sizes, found in zip(CUT, routed, strict=True):
             asked, fold = ("sequence", micro_batch, d), Fold(8, **sizes)
             assert torch.equal(kept(sizes, found, asked), one.keep_BsK), f"{sizes}, {drop}"
-            own = LENGTH // (fold.cp * fold.tp)  # an expert gets no more of a piece than it has tokens
+            own = LENGTH // (fold.cp * fold.tp)  # a piece gives an expert at most its number of tokens
             rows = min(own, 12) * min(micro_batch, BATCH // fold.dp)
             assert found[0][asked].capacity == (rows if drop["pad"] else None)
 
@@ -177,7 +177,7 @@ def test_balance_terms_and_their_gradients_depend_neither_on_the_fold_nor_on_the
             torch.testing.assert_close(part.gradient, one.gradient, rtol=0, atol=1e-12)
 
 
-# Of training as a whole.
+# Tests of whole trainings.
 TRAINED = [
     {"tp": 2, "ep": 4}, {"cp": 2, "ep": 2, "etp": 2}, {"tp": 2, "cp": 2, "ep": 4}, {"cp": 4, "ep": 4},
     {"pp": 2, "cp": 2, "ep": 2},
@@ -189,7 +189,7 @@ def trainings(rank: int, recipes: list[Recipe]) -> list[dict[str, Any]]:
 
 
 def _train(ranks: Any, world: int, recipes: list[Recipe]) -> list[list[dict[str, Any]]]:
-    """Results by recipe, then by rank."""
+    """Train all recipes, and return the results by recipe, then by rank."""
     return [list(results) for results in zip(*ranks(world).run(trainings, recipes), strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Lists that are compiled once: a stage's own, and a pipeline's, on the clock of all ops."""
+"""Lists that the planner compiles once, a stage's and a pipeline's, against the clock of the whole schedule."""
 
 from __future__ import annotations
 

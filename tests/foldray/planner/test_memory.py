@@ -1,4 +1,4 @@
-"""The ledger: equal to counts by hand, and to what a real run's tensors hold."""
+"""The memory ledger against counts by hand, and against the tensors of real runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rank_of(model: ModelSpec, fold: Fold, length: int, dtype: str = "bf16", zero
     return RankCosts(job, fold, Device.of(job, EOS), 1, zero)
 
 
-# By hand: (model, fold) → dense parameters, expert parameters of the first position, and their bytes.
+# Counts by hand, for a model and a fold: the dense and expert parameters of a position, and their bytes.
 
 MIXTRAL = ModelSpec.model_validate({"preset": "mixtral-8x22b"})
 QWEN = ModelSpec.model_validate({"preset": "qwen2-57b-a14b"})
@@ -45,14 +45,15 @@ SMALL = ModelSpec(layers=4, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn_hidde
 
 
 def test_mixtral_by_hand() -> None:
-    """TP2 EP8 PP8 on 128 GPUs: 7 blocks, a GPU has one expert of each, and half of everything else."""
+    """TP2 EP8 PP8 on 128 GPUs: a GPU has 7 blocks, with one expert and half of the attention of each block."""
     rank = rank_of(MIXTRAL, Fold(128, tp=2, pp=8, ep=8), 4096)
     attention = 2 * 6144 * 6144 + 2 * 6144 * 1024
     block = attention // 2 + 2 * 6144 + 6144 * 8
     expert = 3 * 6144 * 16384
     count = rank.elements(Content(((MIXTRAL.block(0), 7),), True, None))
     assert count == {"dp_cp": 7 * block + 32000 * 6144 // 2, "edp": 7 * expert}
-    # dp = 8; experts: 128 / (8 · 8) = 2. bf16 weights and float32 gradients whole; float32 weights, sums, two moments shared out.
+    # dp = 8, and edp = 128 / (8 · 8) = 2. A rank has all bf16 weights and float32 gradients of its boxes. Data-parallel
+    # ranks share the float32 weights, the summed gradients, and the two moments.
     dense, experts = count["dp_cp"], count["edp"]
     held = parameters(rank.fold, rank.zero, rank.device.bytes, count)
     assert held.weights == 2 * (dense + experts) + 4 * (dense / 8 + experts / 2)
@@ -61,7 +62,7 @@ def test_mixtral_by_hand() -> None:
 
 
 def test_qwen_by_hand() -> None:
-    """EP4 ETP2 TP2 PP4 on 64 GPUs, of which the last position has the head; shared experts are cut with TP."""
+    """EP4 ETP2 TP2 PP4 on 64 GPUs. The last position has the head. TP cuts the shared experts."""
     rank = rank_of(QWEN, Fold(64, tp=2, pp=4, ep=4, etp=2), 4096)
     attention = (2 * 3584 * 3584 + 2 * 3584 * 512) // 2
     shared = 3 * 3584 * 20480 // 2
@@ -72,7 +73,7 @@ def test_qwen_by_hand() -> None:
 
 
 def test_a_small_model_by_hand() -> None:
-    """Dense and MoE blocks in turn, ZeRO-3 of two ranks in float32, an embedding on both ends."""
+    """ZeRO-3 on two ranks in float32. Dense and MoE blocks alternate. The position has the tied embedding and the head."""
     rank = rank_of(SMALL, Fold(2), 16, "fp32", zero=3)
     rank.device = Device(EOS, "fp32", 4)
     attention = 2 * 8 * 8 + 2 * 8 * 4 + 2 * 8  # q and o, k and v, norm
@@ -87,7 +88,7 @@ def test_a_small_model_by_hand() -> None:
 
 @pytest.mark.parametrize(("pp", "virtual", "most"), [(1, 1, [1]), (4, 1, [4, 3, 2, 1]), (4, 2, [11, 9, 7, 5])])
 def test_micro_batches_in_flight(pp: int, virtual: int, most: list[int]) -> None:
-    """1F1B keeps pp − p, interleaved (v − 1)·pp + 2·(pp − 1 − p) + 1 passes of a stage."""
+    """1F1B keeps pp − p passes of a stage, and interleaved 1F1B (v − 1)·pp + 2·(pp − 1 − p) + 1."""
     graph = PipelineGraph(pp, 16, virtual)
     assert [sum(in_flight(graph, place).values()) for place in range(pp)] == most
 
@@ -100,12 +101,12 @@ def test_the_fullest_position_counts() -> None:
     assert held.total == pytest.approx(sum(held))
 
 
-# Against tensors.
+# Comparisons with tensors.
 
 
 @pytest.mark.parametrize(("fold", "zero"), rotated(3, [{"ep": 2}, {"tp": 2, "ep": 2}, {"pp": 2, "ep": 2}], [0, 1, 2]), ids=str)
 def test_parameters_are_those_of_a_run(ranks, fold: dict[str, int], zero: int) -> None:
-    """Within a hundredth: weights, gradients, optimizer of four ranks, behind a step."""
+    """Weights, gradients and optimizer state of four ranks after a step agree within 1 %."""
     recipe = make_recipe(
         4, fold, precision="float32", engine={"kind": "torch", "zero": zero}, optimizer={"kind": "adamw"}, model=WIDE
     )
@@ -154,7 +155,7 @@ AGAIN = [[], ["expert"], ["attention", "ffn", "expert"]]
     ids=str,
 )
 def test_activations_are_those_of_a_run(change: str, dtype: str, name: str, again: list[str]) -> None:
-    """Within a fiftieth."""
+    """Activations agree within 2 %."""
     length, sequences = 256, 2
     model = model_of(dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype], **WIDE | CHANGES[change])
     real = _kept(model, name, tuple(again), sequences, length)
@@ -166,7 +167,7 @@ def test_activations_are_those_of_a_run(change: str, dtype: str, name: str, agai
 
 
 def _kept(model: Transformer, name: str, again: tuple[str, ...], sequences: int, length: int) -> int:
-    """Bytes that a micro-batch holds between forward and backward, the head and what it starts from aside."""
+    """Return the bytes that a micro-batch holds between forward and backward, without the head and its input."""
     ordering = named_ordering(name, length, SliceCost.of_model(model.spec.hidden, model.spec.heads))._replace(recompute=again)
     groups = Groups.create(Fold(1))
     execution = Execution(model, groups, gradients := Gradients(model, groups), ordering)
@@ -191,7 +192,7 @@ def _kept(model: Transformer, name: str, again: tuple[str, ...], sequences: int,
 
 
 def _alive() -> dict[int, int]:
-    """Storages of all tensors that Python knows of."""
+    """Return the address and size of the storages of all tensors that Python's garbage collector tracks."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}

@@ -1,4 +1,4 @@
-"""`foldray plan`: its documents, its pictures, and what it refuses."""
+"""`foldray plan`: its JSON documents, its pictures, and the mistakes that it refuses."""
 
 from __future__ import annotations
 

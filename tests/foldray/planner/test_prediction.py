@@ -1,4 +1,4 @@
-"""Predicted steps: what is put together from parts equals what is simulated whole, and moves the way that hardware does."""
+"""Predicted steps: a prediction from parts equals a simulation of the whole, and better hardware never makes it longer."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def candidate(kind: str, degree: int, fold: dict[str, int], batch: int = 16, vir
 @pytest.mark.parametrize("fold", FOLDS, ids=str)
 @pytest.mark.parametrize(("kind", "degree"), [("sequential", 1), ("moe_only", 2), ("aaam", 2), ("one_a_one_m", 4)])
 def test_parts_make_the_whole(kind: str, degree: int, fold: dict[str, int]) -> None:
-    """Blocks that drain, put into stages, put into the pipeline: the simulation of every op of the step."""
+    """For blocks that drain, the prediction from blocks, stages and pipeline equals the simulation of all ops."""
     for virtual in {1, 2} if fold.get("pp", 1) > 1 and 8 // fold["pp"] > 1 else {1}:
         each = candidate(kind, degree, fold, virtual=virtual)
         work = OpWork(each, Device.of(each.job, machines()))
         schedule = step_schedule(each.graph, each.ordering.forward, each.ordering.backward)
-        # With TP, embedding a piece talks while the first block's tokens travel: there the parts overlap, by a ten-thousandth.
+        # With TP, the embedding communicates while the first block's tokens travel. This overlap changes the step by 0.01 %.
         overlapping = degree > 1 and each.fold.tp > 1
         whole = simulate(each.graph, schedule, work.cost).seconds
         assert Step(each, work).passes() == pytest.approx(whole, rel=2e-4 if overlapping else 1e-9)
@@ -60,7 +60,7 @@ def test_parts_make_the_whole(kind: str, degree: int, fold: dict[str, int]) -> N
 @pytest.mark.parametrize("fold", [{"ep": 8}, {"tp": 2, "ep": 4}, {"pp": 2, "ep": 4}, {"pp": 4, "ep": 2}], ids=str)
 @pytest.mark.parametrize(("kind", "degree"), [("stream", 2), ("stream", 4), ("stream", 8)])
 def test_parts_are_close_to_the_whole_where_blocks_overlap(kind: str, degree: int, fold: dict[str, int]) -> None:
-    """A stage that streams is simulated with four blocks and told on; where a lane is shared, its ends overlap others'."""
+    """A stage that streams is simulated with four blocks and extrapolated. Stages may overlap each other on shared lanes."""
     model = ModelSpec.model_validate({"preset": "mixtral-8x22b", "layers": 24})
     each = candidate(kind, degree, fold, model=model)
     work = OpWork(each, Device.of(each.job, machines()))
@@ -73,7 +73,7 @@ def test_parts_are_close_to_the_whole_where_blocks_overlap(kind: str, degree: in
 @pytest.mark.parametrize("how", ["end", "buckets", "chunks"])
 @pytest.mark.parametrize("fold", [{"ep": 8}, {"tp": 2, "ep": 4}, {"pp": 2, "ep": 2}], ids=str)
 def test_reductions_are_close_to_the_whole(fold: dict[str, int], how: str) -> None:
-    """Parts have a link to themselves: all-to-alls that wait for a bucket in the whole do not."""
+    """The parts have a link of their own. So their all-to-alls do not wait for buckets, as they do in the whole step."""
     each = candidate("sequential", 1, fold, batch=8)
     each = replace(each, ordering=each.ordering._replace(reduction=Reduction(how)))
     work = OpWork(each, Device.of(each.job, machines()))
@@ -130,7 +130,7 @@ def test_better_hardware_never_costs_time(
 
 
 def test_what_travels_beside_computation_costs_it_time() -> None:
-    """In proportion to what is hidden, in parts as in the whole; where nothing is hidden, nothing."""
+    """Hidden communication slows computation down in proportion, in parts as in the whole step. Exposed one does not."""
     each = candidate("one_a_one_m", 4, {"ep": 8})
     devices = [Device.of(each.job, machines(), {"crowding": crowding}) for crowding in (0.0, 0.25, 0.5)]
     none, some, more = (whole_seconds(each, OpWork(each, device)) for device in devices)
@@ -154,7 +154,7 @@ def test_small_slices_take_longer_where_that_was_measured() -> None:
 
 
 def test_one_expert_is_a_dense_model_with_a_router() -> None:
-    """EP = ETP = 1 and one expert: what is added is the router, its permutation and the sum behind it."""
+    """With EP = ETP = 1 and one expert, only the router, its permutation and the sum after it are added."""
     changes = {"experts": 1, "topk": 1}
     one = MODEL.model_copy(update=changes)
     dense = MODEL.model_copy(update={**changes, "dense_first": MODEL.layers, "ffn_hidden": MODEL.expert_hidden})

@@ -1,4 +1,4 @@
-"""The search: every legal fold is looked at, and nothing that is left out could have been shown."""
+"""The search: it considers every legal fold, and leaves out only candidates that are not among the best."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def test_folds_are_all_that_divide_the_model_and_the_batch() -> None:
         (1, {}),
         (4, {}),
         pytest.param(8, {}, marks=pytest.mark.nightly),
-        (4, {"model": {"dense_first": 1}}),  # blocks of two kinds, one of them at the first position alone
-        (4, {"model": {"moe_every": 2}}),  # interleaved, positions may have one kind each
+        (4, {"model": {"dense_first": 1}}),  # dense and MoE blocks; only the first position has a dense one
+        (4, {"model": {"moe_every": 2}}),  # with virtual stages, each position may have one kind of block only
         (4, {"constants": {"crowding": 0.3}}),
         (4, {"zero": 3}),
     ],
     ids=str,
 )
 def test_what_is_not_looked_at_could_not_have_won(gpus: int, changes: dict[str, Any]) -> None:
-    """Against everything, simulated."""
+    """Compare the search with the predictions of all candidates."""
     asked = space(gpus, **changes)
     refinement = Refinement(asked)
     everything = []
@@ -96,7 +96,7 @@ def test_no_legal_fold_is_told() -> None:
 
 
 def test_experts_are_not_cut_by_tensors_where_they_need_not_be() -> None:
-    """Mixtral-8x22B on 128 H100, as MoE Parallel Folding (table 3) maps it: experts whole, spread inside the node."""
+    """MoE Parallel Folding (table 3) trains Mixtral-8x22B on 128 H100 with whole experts, and EP inside the node."""
     job = Job(ModelSpec.model_validate({"preset": "mixtral-8x22b"}), 4096, 256)
     pins = {"tp": 2, "cp": 1, "pp": 8, "ep": 8}
     (whole,), (cut,) = (search(Space(job, load_hardware("eos-h100"), 128, {**pins, "etp": etp}), 1).best for etp in (1, 2))

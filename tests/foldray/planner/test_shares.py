@@ -1,4 +1,4 @@
-"""Shares: names, sums, and what an op's lanes are."""
+"""Shares of a step's time: names, sums, and the lanes of an op."""
 
 from __future__ import annotations
 

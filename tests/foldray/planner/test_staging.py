@@ -1,4 +1,4 @@
-"""How many stages a position may have, and which of these numbers bound the rest."""
+"""The legal numbers of stages per position, and the numbers that need the least memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.foldray.blocks import DENSE, MOE
     [
         ([MOE] * 8, 1, 4, [1], [1]),
         ([MOE] * 8, 2, 4, [1, 2, 4], [1]),
-        ([MOE] * 8, 2, 3, [1], [1]),  # no full rounds
-        ([MOE] * 7, 2, 4, [1], [1]),  # stages of two lengths
+        ([MOE] * 8, 2, 3, [1], [1]),  # 3 micro-batches are not a multiple of pp
+        ([MOE] * 7, 2, 4, [1], [1]),  # the stages would have two lengths
         ([DENSE, *[MOE] * 7], 2, 4, [1, 2, 4], [1]),
-        ([DENSE, MOE] * 2, 2, 4, [1, 2], [1, 2]),  # interleaved, a position has dense blocks alone
+        ([DENSE, MOE] * 2, 2, 4, [1, 2], [1, 2]),  # with 2 stages each, a position has only dense blocks
     ],
 )
 def test_stagings(blocks: list[BlockSpec], pp: int, micro_batches: int, legal: list[int], leanest: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""The token buffer: any cut in, any cut out, nothing kept behind the last taker."""
+"""The token buffer: tokens go in with any cut and come out with any other, and nothing stays after the last take."""
 
 from __future__ import annotations
 

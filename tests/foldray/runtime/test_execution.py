@@ -1,4 +1,4 @@
-"""The executor: what it runs is the list, `loss.backward()` works around it, and it keeps no more than it must."""
+"""The executor: it runs the ops of its list, works inside `loss.backward()`, and keeps no tensors without need."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def batches_of(vocab: int, number: int = 2) -> list[Batch]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_is_an_ordinary_module(name: str) -> None:
-    """Losses add up and scale in `parameter.grad` as those of any module; hooks fire once per step."""
+    """Gradients accumulate and scale in `parameter.grad` as with any module. Hooks fire once per step."""
     model, whole = (model_of(dtype=torch.float64, layers=3, moe_every=2) for _ in range(2))
     step = StepModule(model, Groups.create(Fold(1)), named_ordering(name, LENGTH, COST))
     batches, parameters = batches_of(model.spec.vocab), list(model.parameters())
@@ -70,7 +70,7 @@ def _uneven(rank: int) -> bool:
 
 
 def traced(rank: int, name: str) -> list[dict[str, Any]]:
-    """Three steps with their traces; what the simulator makes of them."""
+    """Run three steps, and return the graph, the order, the spans and the times of each."""
     recipe = make_recipe(2, {"ep": 2}, data={"seq_len": LENGTH})
     groups = Groups.create(recipe.placed_fold, rank)
     execution = engine_of(recipe, groups).execution
@@ -104,7 +104,7 @@ def test_every_op_is_recorded_in_the_lists_order(ranks, name: str) -> None:
 
 
 def test_the_simulator_repeats_a_step_from_its_recorded_costs(ranks) -> None:
-    """What computes takes as long as it did, and a simulated step, taken for a recorded one, is simulated as itself."""
+    """A replayed step computes as long as the recorded one, and the replay of a replay changes nothing."""
     found = ranks(2).run(traced, "stream:4")
     step, spans = found[0][-1], [rank[-1]["spans"] for rank in found]
     graph, order = step["graph"], step["order"]
@@ -112,7 +112,7 @@ def test_the_simulator_repeats_a_step_from_its_recorded_costs(ranks) -> None:
     for used, own in zip(simulated.usage, spans, strict=True):
         assert used.compute == pytest.approx(usage(graph, own).compute)
         assert simulated.seconds >= used.compute
-    # Two such ranks side by side wait for each other less; once more, and nothing changes any longer.
+    # Two equal ranks wait for each other less than the recorded ones. A second replay of them changes nothing.
     alike = replay(graph, [Recording(order, simulated.spans)] * 2)
     again = replay(graph, [Recording(order, alike.spans)] * 2)
     assert again.seconds == pytest.approx(alike.seconds)
@@ -153,7 +153,7 @@ def _other_schedules(rank: int) -> bool:
 
 
 def saved_bytes(name: str, **more: Any) -> int:
-    """The most that autograd keeps between the forward and the backward of a step."""
+    """Return the largest number of bytes that autograd keeps at once during a step."""
     model = model_of(layers=4, moe_every=2)
     ordering = named_ordering(name, 256, COST)._replace(**more)
     execution = Execution(model, groups := Groups.create(Fold(1)), Gradients(model, groups), ordering)

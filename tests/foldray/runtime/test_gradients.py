@@ -1,4 +1,4 @@
-"""Who takes part in a reduction, what the norm counts, and how the learning rate goes."""
+"""The members of reductions, the parameters that the norm counts, clipping, and the learning rate."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ LIMIT = 0.5
 
 
 class Found(NamedTuple):
-    """What a rank found on a fold.
+    """The results of a rank on a fold.
 
     Args:
-        sums: by global parameter, what reducing 2^rank gave.
-        norms: of ones, with and without tied embeddings.
-        clipped: norm before clipping, and the largest error of any clipped gradient against one process's.
+        sums: the reduction of 2^rank, by global parameter.
+        norms: the norm of gradients of ones, with and without tied embeddings.
+        clipped: the norm before clipping, and the largest error of any clipped gradient against one process.
     """
 
     sums: dict[str, float]
@@ -116,16 +116,16 @@ def _clipped(model: Transformer, groups: Groups) -> tuple[float, float]:
 
 @pytest.fixture(scope="module")
 def measured(ranks: Any) -> list[list[Found]]:
-    """By fold, then by rank."""
+    """The results by fold, then by rank."""
     return [list(found) for found in zip(*ranks(8).run(measure, timeout=300), strict=True)]
 
 
-# The axes of which a gradient class's ranks may differ: those that saw other data with the same weights.
+# The axes along which a gradient class is summed: their ranks hold the same weights and see other data.
 SUMMED = {"dense": ("attention", {"dp", "cp"}), "replicated": ("attention", {"tp", "dp", "cp"}), "expert": ("moe", {"edp"})}
 
 
 def took_part(fold: Fold, rank: int, kind: str) -> set[int]:
-    """Ranks whose coordinates differ from this one's in the class's axes alone."""
+    """Return the ranks whose coordinates differ from this rank's only on the axes of a gradient class."""
     view, free = SUMMED[kind]
     mine = fold.coordinate(rank)[view]
     places = {other: fold.coordinate(other)[view] for other in range(8)}
@@ -170,12 +170,12 @@ def test_the_clip_coefficient_is_that_of_one_process(measured, fold: Fold) -> No
 
 
 def test_nothing_is_read_before_all_chunks_have_arrived(ranks) -> None:
-    """`finish` waits for every chunk: with small ones on a quick link nobody would notice that it does not."""
+    """`finish` must wait for every chunk. On a fast link, small chunks would arrive in time without a wait."""
     assert ranks(2).run(_waited) == [[], []]
 
 
 def _waited(rank: int) -> list[int]:
-    """Chunks that were on their way behind `finish`."""
+    """Return the chunks for which `finish` did not wait."""
     groups = Groups.create(Fold(2), rank)
     gradients = Gradients(model_of(groups.fold, groups), groups)
     under_way: list[int] = []

@@ -1,4 +1,4 @@
-"""The clock's rules as they are told, on ops and graphs as they are: slow, and nothing is compiled. For tests."""
+"""A plain and slow version of the clock, directly on ops and graphs. It is the reference for the compiled clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from foldray.schedule import COMPUTE, Cost, Graph, Op, Schedule, Span
 
 
 def plain_times(graph: Graph, schedule: Schedule, cost: Cost) -> dict[Op, Span]:
-    """When each op runs; ops that never run are left out."""
+    """Return the span of each op. Ops that never run are left out."""
     run = PlainRun(graph, schedule, cost)
     for position in range(len(schedule)):
         run.look_at_position(position)
@@ -21,7 +21,10 @@ def plain_times(graph: Graph, schedule: Schedule, cost: Cost) -> dict[Op, Span]:
 
 
 class PlainRun:
-    """Events in the order of their time, of equal ones that which was planned first. Each is planned once nothing is missing."""
+    """A simulation by events. They run in the order of their times, and events of equal time in the order of planning.
+
+    An event is planned once everything that it needs is done.
+    """
 
     def __init__(self, graph: Graph, schedule: Schedule, cost: Cost):
         self.graph, self.schedule, self.cost = graph, schedule, cost
@@ -32,7 +35,7 @@ class PlainRun:
         self.posted: dict[tuple[Op, int], float] = {}
         self.queues: dict[object, dict[int, list[Op]]] = defaultdict(lambda: defaultdict(list))
         self.quiet: dict[object, float] = defaultdict(float)
-        self.planned: set[object] = set()  # channels whose head has an event, or waits to be looked at again
+        self.planned: set[object] = set()  # channels whose first op has an event, or waits for another op
         self.waiting: dict[Op, list[Callable[[], None]]] = defaultdict(list)
         self.events: list[tuple[float, int, Callable[[float], None]]] = []
         self.count = 0
@@ -53,7 +56,7 @@ class PlainRun:
             return
         op = self.schedule[position][self.next[position]]
         travels = self.graph.channel(op) is not None
-        # The host starts what travels at once, but that it waits for other collectives' results.
+        # The host posts a collective without waiting for computation, but waits for the results of other collectives.
         needs = [need for need in self.graph.needs(op) if not travels or self.graph.channel(need) is not None]
         if not self.misses(needs, lambda: self.look_at_position(position)):
             at = max([self.free[position], *(self.done[need].end for need in needs)])
@@ -92,7 +95,7 @@ class PlainRun:
     def travel(self, op: Op, channel: object, at: float) -> None:
         first, places = self.cost(op)[0][0], self.graph.where(op)
         free = max([at, *(self.lanes[first, place] for place in places if first != COMPUTE)])
-        if free > at:  # the link is busy: in line again, behind what is ready before
+        if free > at:  # the link is busy; try again when it is free, after ops that are ready earlier
             self.plan(free, lambda at: self.travel(op, channel, at))
             return
         self.quiet[channel] = self.use(op, places, at)

@@ -1,4 +1,4 @@
-"""The checker names each kind of fault; it knows a graph by its protocol only."""
+"""The checker names every kind of fault, and works with any class that has the protocol of graphs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ GOOD = pipeline(GRAPH)
 
 
 def change(position: int, edit: Callable[[list[Op]], object]) -> Schedule:
-    """The good schedule with one position's list edited."""
+    """Return the good schedule with an edited list of one position."""
     lists = [list(ops) for ops in GOOD]
     edit(lists[position])
     return tuple(map(tuple, lists))
@@ -142,7 +142,7 @@ def test_peak_counts_forwards_until_their_backward(orders, alive):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Two positions (`part`) attend, exchange tokens in one collective, run their experts, recompute them, go backward."""
+    """A graph of two positions (`part`): attention, one collective for tokens, experts, their recomputation and backward."""
 
     positions: int = 2
 
@@ -178,7 +178,7 @@ def steps(part: int, text: str) -> tuple[Op, ...]:
 def test_any_graph_can_be_checked():
     graph, good = Exchange(), (steps(0, "AXERB"), steps(1, "AXERB"))
     check(graph, good)
-    assert peak(graph, good) == (2, 2)  # while it recomputes: the tokens that came, and what it makes of them
+    assert peak(graph, good) == (2, 2)  # during recomputation: the received tokens, and their results
     with pytest.raises(ScheduleError, match=r"position 1 has experts F0.0/1 after experts R0.0/1, which frees exchange F0.0"):
         check(graph, (steps(0, "AXERB"), steps(1, "AXREB")))
     with pytest.raises(ScheduleError, match=r"position 1 has exchange F0.0 before attend F0.0/1, which it needs"):

@@ -1,4 +1,4 @@
-"""The compiled clock is the plain one, whatever runs and whatever it costs."""
+"""The compiled clock equals the plain one for any schedule and any costs."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from tests.foldray.blocks import DENSE, MOE
 from tests.foldray.schedule.plain_clock import plain_times
 
 LENGTH = 48
-SECONDS = st.one_of(st.integers(0, 4).map(float), st.floats(0.0, 4.0))  # equal times too: who comes first then is a rule as well
+SECONDS = st.one_of(st.integers(0, 4).map(float), st.floats(0.0, 4.0))  # whole numbers make equal times
 
 
 def drawn_graph(kind: str, data: st.DataObject) -> StepGraph:
-    """Dense and MoE blocks in any number of pieces, alone or along a pipeline, with reductions, with counts or without."""
+    """Draw a graph of dense and MoE blocks, with any number of pieces and stages, with or without reductions and counts."""
     degree = 1 if kind == "sequential" else data.draw(st.sampled_from([2, 3, 4]))
     cut = (LENGTH // degree,) * degree
     slicing = Slicing((LENGTH,) if kind == "moe_only" else cut, cut)
@@ -63,7 +63,7 @@ def drawn_graph(kind: str, data: st.DataObject) -> StepGraph:
 
 
 def drawn_cost(graph: Any, data: st.DataObject, lanes: list[str]) -> Callable[[Op], list[tuple[str, float]]]:
-    """By kind and direction. What travels takes one lane or two; what computes may talk in between."""
+    """Draw costs by kind and direction. A collective uses one or two lanes, and computation may communicate in between."""
     known: dict[tuple[str, str], list[tuple[str, float]]] = {}
     inside = data.draw(st.booleans())
 
@@ -80,7 +80,7 @@ def drawn_cost(graph: Any, data: st.DataObject, lanes: list[str]) -> Callable[[O
 
 
 def assert_equal(graph: Any, schedule: Schedule, cost: Any) -> None:
-    """Event by event, and by `run`, which takes one pass if it may."""
+    """Compare both ways of the compiled clock with the plain one: `times`, and `run`, which uses one pass if it can."""
     plain = plain_times(graph, schedule, cost)
     compiled = CompiledSchedule(graph, schedule, lambda op: op)
     by_run = compiled.run([cost(op) for op in compiled.classes])
@@ -97,7 +97,7 @@ def assert_equal(graph: Any, schedule: Schedule, cost: Any) -> None:
 @given(st.data())
 @settings(max_examples=15, deadline=None)
 def test_steps_run_as_on_the_plain_clock(kind: str, lanes: list[str], data: st.DataObject) -> None:
-    """All kinds, drained and streamed, 1F1B and interleaved, with reductions, on lanes that many share."""
+    """Test all overlap kinds, 1F1B and interleaved 1F1B, and reductions, with shared lanes."""
     graph = drawn_graph(kind, data)
     lags = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     reduction = Reduction(data.draw(st.sampled_from(["end", "buckets"])))
@@ -114,7 +114,7 @@ def test_one_pass_is_enough_where_no_lane_is_shared(kind: str, data: st.DataObje
     took = drawn_cost(graph, data, ["link"])
 
     def cost(op: Op) -> list[tuple[str, float]]:
-        """Every channel has a lane of its own, and so has each position's computation."""
+        """Give every channel a lane of its own."""
         return [(COMPUTE if lane == COMPUTE else f"{graph.channel(op)}", seconds) for lane, seconds in took(op)]
 
     compiled = CompiledSchedule(graph, schedule, lambda op: op)
@@ -145,7 +145,7 @@ def test_pipelines_run_as_on_the_plain_clock(data: st.DataObject) -> None:
 
 
 def test_attention_and_experts_apart_run_as_on_the_plain_clock() -> None:
-    """What a dispatch carries is made at one of its two positions alone, and the other has posted it long before."""
+    """A dispatch has two positions. One of them computes its rows, and the other posts it much earlier."""
     graph = StepGraph(((MOE, MOE),), Slicing((8,), (4, 4)), 2, 1, False, backward=False, places=(Place(0, 1), Place(0, 1)))
     (order,) = [stage_order(graph, 0, "F", Overlap("one_a_one_m"))]
     schedule = tuple(tuple(op for op in order if place in graph.where(op)) for place in range(2))
@@ -178,7 +178,7 @@ def test_ops_of_a_class_cost_the_same() -> None:
 
 
 def test_a_part_of_the_lists_takes_the_rest_as_done() -> None:
-    """A stage's own list, whose handovers stand elsewhere."""
+    """The list of a single stage needs handovers that are not in it."""
     graph = StepGraph(((MOE,), (MOE,)), Slicing((8,), (8,)), 2, 1, False)
     lists = ((), stage_order(graph, 1, "F", Overlap("sequential")))
     costs = ((COMPUTE, 1.0),)

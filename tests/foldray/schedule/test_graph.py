@@ -1,4 +1,4 @@
-"""Ops, the pipeline's graph, and weaving orders of computation into schedules."""
+"""Ops, the pipeline's graph, and `weave`, which adds communication to orders of computation."""
 
 import re
 from pathlib import Path
@@ -103,7 +103,7 @@ AF = tuple(Place(layer % 2, 2 + layer % 3) for layer in range(4))
 
 
 def test_halves_of_a_block_may_stand_apart() -> None:
-    """Attention on two positions, experts on three others: what travels between them names both, sender first."""
+    """Attention is on two positions, and the experts on three others. Collectives name both positions, sender first."""
     graph = StepGraph(((MOE,),) * 4, Slicing((4, 4), (4, 4)), 5, micro_batches=2, places=AF)
     assert graph.where(Op("attention", "F", 3)) == graph.where(Op("merge", "B", 3)) == (1,)
     assert graph.where(Op("expert", "B", 2)) == (4,)
@@ -120,7 +120,7 @@ def test_halves_of_a_block_may_stand_apart() -> None:
 
 
 def test_one_function_counts_positions() -> None:
-    """Wherever stages stand is data: only `stage_positions` takes a number modulo pp."""
+    """The positions of stages are data, so only `stage_positions` computes a number modulo pp."""
     root = Path(__file__).parents[3]
     found = {
         path.relative_to(root).as_posix(): lines

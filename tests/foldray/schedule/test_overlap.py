@@ -1,4 +1,4 @@
-"""Orders inside a stage: they read as in the papers, pass the checker whatever the sizes, and the checker sees what is wrong."""
+"""Orders inside a stage: they equal those of the papers and pass the checker for all sizes, and the checker finds faults."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def graph_of(
 
 
 def computed(ops: tuple[Op, ...], layers: bool = False) -> str:
-    """What computes, as the papers write it: A2 is attention of slice 2, with its router."""
+    """Return the computation in the notation of the papers: A2 is the attention of slice 2, with its router."""
     names = (f"{LETTERS[op.kind]}{op.layer if layers else ''}{op.part}" for op in ops if op.kind in LETTERS)
     return " ".join(name for name in names if name[0] not in "DC")
 
@@ -115,7 +115,7 @@ def test_whatever_is_generated_passes_the_checker(
     assert cut.supplies()
     pp = max(p for p in range(1, pp + 1) if len(stages) % p == 0)
     stages = stages if pp > 1 else stages[:1]
-    micro_batches *= pp  # what interleaving asks for
+    micro_batches *= pp  # interleaved 1F1B needs a multiple of pp
     graph = StepGraph(tuple(stages), cut, pp, micro_batches, ragged, tuple(sorted(again)), training)
     schedule = step_schedule(graph, Overlap(forward, lag), Overlap(backward, other))
     check(graph, schedule)
@@ -143,7 +143,7 @@ def op(kind: str, direction: Any, layer: int, part: int) -> Op:
 
 
 def moved(what: Op, before: Op) -> tuple[Op, ...]:
-    """The good list with one op put in front of another."""
+    """Return the good list with one op moved before another."""
     left = [each for each in GOOD if each != what]
     place = left.index(before)
     return (*left[:place], what, *left[place:])

@@ -1,4 +1,4 @@
-"""A kind of overlap from outside, one row and one generator: trained, planned, drawn and refused like those that are built in."""
+"""An overlap kind of the user's own, made of one row and one generator: it trains, and is planned, drawn and refused."""
 
 from __future__ import annotations
 

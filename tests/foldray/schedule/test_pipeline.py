@@ -1,4 +1,4 @@
-"""Pipeline schedules: against torch's and Megatron's orders, the figures of the papers, and the properties of all."""
+"""Pipeline schedules against the orders of torch and Megatron and the numbers of papers, and their general properties."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ Order = list[tuple[str, int, int]]  # direction, virtual stage, micro-batch
 
 @st.composite
 def graphs(draw: st.DrawFn, backward: tuple[bool, ...] = (True, False)) -> PipelineGraph:
-    """Every legal pipeline of 1 … 8 positions, 1 … 16 micro-batches and 1 … 4 virtual stages."""
+    """Draw a legal pipeline of 1 … 8 positions, 1 … 16 micro-batches and 1 … 4 virtual stages."""
     pp, training = draw(st.integers(1, 8)), draw(st.sampled_from(backward))
     virtual_stages = draw(st.integers(1, 4)) if pp > 1 else 1
     step = pp if training and virtual_stages > 1 else 1
@@ -44,7 +44,7 @@ def computing(ops: tuple[Op, ...]) -> Order:
 
 
 class Recorder:
-    """A stage in torch's manner that has nothing to compute or to send, and writes down what it is asked to do."""
+    """A stage with torch's interface that computes and sends nothing, and records the calls."""
 
     is_last = False
 
@@ -64,10 +64,10 @@ class Recorder:
 
 
 def torch_order(graph: PipelineGraph, position: int) -> Order:
-    """What torch's 1F1B runs at this position, and what its interleaved schedule plans for it.
+    """Return the order in which torch's 1F1B runs at a position, or the order that its interleaved schedule plans.
 
-    The objects get no more than their sizes, as their constructors want stages on a process group. (torch's printed plan of 1F1B,
-    unlike what it runs, counts the forwards of the last stage from 1.)
+    The objects are made without their constructors, which need stages on a process group. (The plan that torch prints for
+    1F1B differs from its runs: it counts the forwards of the last stage from 1.)
     """
     sizes = {"pp_group_size": graph.pp, "n_local_stages": graph.virtual_stages, "_n_microbatches": graph.micro_batches}
     if graph.virtual_stages > 1:
@@ -86,7 +86,7 @@ def torch_order(graph: PipelineGraph, position: int) -> Order:
 
 
 def megatron_order(graph: PipelineGraph, position: int) -> Order:
-    """The list of a rank by the loops and the index arithmetic of megatron/core/pipeline_parallel/schedules.py."""
+    """Return the order of a position by the loops and indices of megatron/core/pipeline_parallel/schedules.py."""
     pp, chunks, total = graph.pp, graph.virtual_stages, graph.micro_batches * graph.virtual_stages
     warm_up = min(total, pp - position - 1 if chunks == 1 else (pp - position - 1) * 2 + (chunks - 1) * pp)
 

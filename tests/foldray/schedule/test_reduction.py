@@ -1,4 +1,4 @@
-"""Gradients in chunks: what is cut, that every list is legal, and FlowMoE's two theorems on the simulator's clock."""
+"""Gradients in chunks: the cuts of buffers, legal lists, and FlowMoE's two theorems on the simulator's clock."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def stages_kind(stages: tuple, layer: int) -> str:
 
 
 def costs_of(seconds: dict[str, float], startup: float, per_byte: float) -> OpCosts:
-    """The same for every part; backward takes twice as long, but not what travels."""
+    """Make equal costs for all parts. Backward takes twice as long as forward, except for all-to-alls."""
     table = {
         (kind, direction, part): value * (2 if direction == "B" and kind not in ("dispatch", "combine") else 1)
         for kind, value in seconds.items()
@@ -110,7 +110,7 @@ def costs_of(seconds: dict[str, float], startup: float, per_byte: float) -> OpCo
 
 
 def clock_of(graph: StepGraph, costs: OpCosts) -> Any:
-    """The same numbers for the simulator: everything that travels shares one link."""
+    """Make the same costs for the simulator. All communication shares one link."""
     seconds = dict(costs.seconds)
 
     def cost(op: Op) -> Any:
@@ -146,7 +146,7 @@ def test_a_chunk_before_its_gradients_is_refused() -> None:
 
 
 def test_flow_goes_through_micro_batches_side_by_side() -> None:
-    """FlowMoE, section 3.2: AT1 AT2 E1 E2 while D1 D2 C1 C2 travel."""
+    """FlowMoE, section 3.2: AT1 AT2 E1 E2 compute while D1 D2 C1 C2 travel."""
     graph = StepGraph(((MOE,),), Slicing((8,), (8,)), micro_batches=4, batch_degree=2, ragged=False)
     (order,) = step_schedule(graph, Overlap("flow"))
     forward = [f"{op.kind}{op.micro_batch}" for op in order if op.direction == "F" and op.micro_batch < 2]
@@ -187,7 +187,7 @@ def test_no_all_to_all_waits_longer_than_one_chunk(kind, degree, batch_degree, m
 
 
 def waits(graph: StepGraph, spans: dict[Op, Span]) -> list[float]:
-    """How long each all-to-all stood behind gradients: from when it could have left, were there none of them."""
+    """Return how long each all-to-all waited for gradients: from the time at which it could have started without them."""
     found, before = [], 0.0
     for op in sorted((op for op in spans if op.kind in ("dispatch", "combine")), key=spans.__getitem__):
         ready = max([before, *(spans[need].end for need in graph.needs(op))])
@@ -199,7 +199,7 @@ def waits(graph: StepGraph, spans: dict[Op, Span]) -> list[float]:
 @given(*CASES)
 @settings(max_examples=120, deadline=None)
 def test_chunks_are_never_later_than_one_reduction_at_the_end(kind, degree, batch_degree, most, seconds, per_byte) -> None:
-    """FlowMoE's theorem 1, which takes for granted that a reduction costs nothing to start."""
+    """FlowMoE's theorem 1. It assumes that a reduction takes no time to start."""
     batch_degree = 1 if kind == "sequential" else batch_degree
     took = {}
     for reduction in ("end", "chunks"):
@@ -210,7 +210,7 @@ def test_chunks_are_never_later_than_one_reduction_at_the_end(kind, degree, batc
 
 
 def test_all_to_alls_wait_less_and_less_as_chunks_get_smaller() -> None:
-    """FlowMoE's theorem 2: with nothing to pay per chunk, the wait tends to zero with its size."""
+    """FlowMoE's theorem 2: if chunks take no time to start, the wait tends to zero with their size."""
     seconds = {
         "attention": 1.0,
         "expert": 0.7,

@@ -1,4 +1,4 @@
-"""How a sequence is cut: every kind keeps its promises for any length and degree."""
+"""The cuts of a sequence: the properties of every kind of slicing, for any length and degree."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_any_slicing_is_whole_and_supplies_the_buffer(kind, units, degree, hidde
     assert list(found.moe) == sorted(found.moe, reverse=True)
     assert found.moe[0] - found.moe[-1] in (0, multiple_of)
     assert found.supplies()
-    # Constraint (2) as FoldMoE prints it.
+    # This is constraint (2) of FoldMoE.
     assert all(done * degree >= (j + 1) * found.length for j, done in enumerate(accumulate(found.attention)))
 
 
@@ -72,7 +72,7 @@ def test_the_cost_of_slices_adds_up_to_that_of_all_tokens() -> None:
 
 
 def _listing(length: int, degree: int, cost: SliceCost) -> list[int]:
-    """Algorithm 1 line by line, unclamped."""
+    """Run FoldMoE's Algorithm 1 line by line, without clamps."""
     flops = lambda tokens, context: cost.quadratic * tokens * context + cost.linear * tokens  # noqa: E731
     ideal = sum(flops(1, i) for i in range(1, length + 1)) / degree
     first = -(-length // degree)

@@ -1,4 +1,4 @@
-"""A kind of overlap that foldray does not know: attention of two pieces, then their experts, and so on."""
+"""An overlap kind that foldray does not have: the attention of two pieces, then their experts, and so on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from foldray.schedule import Op, OverlapKind, Run
 
 
 def in_pairs(run: Run, lag: int) -> Iterator[Op]:
-    """A0 A1 E0 E1 A2 A3 E2 E3 M0 M1 M2 M3."""
+    """Yield the order A0 A1 E0 E1 A2 A3 E2 E3 M0 M1 M2 M3."""
     for step in run.steps:
         yield from run.attend(step)
         if step % 2:

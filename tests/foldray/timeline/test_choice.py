@@ -1,4 +1,4 @@
-"""Lags that training chooses: once it is known what ops take, the fastest order by the simulator, the same on all ranks."""
+"""Lags that training chooses: with measured times of ops, the order that the simulator finds fastest, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CUT = Slicing((4, 4, 4, 4), (4, 4, 4, 4))
 
 
 def costs(**seconds: float) -> OpCosts:
-    """Seconds of an op forward; backward takes twice as long, and what travels as long."""
+    """Make costs from the forward seconds of ops. Backward takes twice as long, except for all-to-alls."""
     travels = ("dispatch", "combine")
     rows = [
         ((kind, direction, part), took * (1 if direction == "F" or kind in travels else 2))
@@ -30,7 +30,7 @@ OPEN = Ordering(Overlap("stream"), Overlap("stream"), CUT)
 
 
 def seconds(found: Ordering, given: OpCosts) -> float:
-    """Of the first stage alone."""
+    """Simulate the first stage alone, and return its seconds."""
     alone, table = StepGraph(GRAPH.stages[:1], CUT, ragged=False), dict(given.seconds)
 
     def cost(op):

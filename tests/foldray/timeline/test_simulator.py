@@ -1,4 +1,4 @@
-"""The clock with costs: by hand, and what must hold whatever they are."""
+"""The clock with costs: results by hand, and properties for any costs."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def cost_of(seconds: dict[str, float], link: str = "link") -> Any:
 @pytest.mark.parametrize(
     ("kind", "seconds"),
     [
-        # attention 3, experts 1, each way 2, one block in two pieces. A0 0–3, A1 3–6, D0 3–5, D1 6–8.
-        ("aaam", 12),  # E0 6–7, C0 8–10 behind D1, E1 8–9, C1 10–12
+        # One block in two pieces: attention 3, experts 1, each all-to-all 2. A0 0–3, A1 3–6, D0 3–5, D1 6–8.
+        ("aaam", 12),  # E0 6–7, C0 8–10 after D1, E1 8–9, C1 10–12
         ("sequential", 4 * 2 + 2 * 4),  # nothing overlaps: 6 + 4 + 2 + 4
     ],
 )
@@ -108,7 +108,7 @@ def test_recorded_costs_are_taken_where_they_were_least_held_up() -> None:
     first = {**nothing, a0: Span(0, 2), d0: Span(2, 9), a1: Span(2, 4), d1: Span(4, 12)}
     second = {**nothing, a0: Span(0, 4), d0: Span(4, 9), a1: Span(4, 8), d1: Span(8, 12)}
     found = replay(graph, [Recording(order, spans) for spans in (first, second)])
-    # d0 takes 5 and leaves when the second rank is ready for it, d1 takes 3, from when the first dispatch had arrived.
+    # d0 takes 5, and starts when the second rank is ready. d1 takes 3, counted from the end of the first dispatch.
     assert [found.spans[op] for op in (a0, d0, a1, d1)] == [Span(0, 2), Span(4, 9), Span(2, 4), Span(9, 12)]
     assert [used.compute for used in found.usage] == [4, 8]
     assert found.seconds == 12

@@ -1,4 +1,4 @@
-"""Spans: what they add up to, and how they are written down."""
+"""Spans: their sums, and their output as text and as a trace."""
 
 from __future__ import annotations
 

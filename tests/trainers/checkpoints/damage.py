@@ -1,4 +1,4 @@
-"""Small checkpoints, and ways to damage and to forge them."""
+"""Makes small checkpoints, and damages or forges them."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def write(folder: Path, step: int) -> None:
 
 
 def make_run(folder: Path) -> Path:
-    """A run with three checkpoints, to do damage to."""
+    """Write a run with three checkpoints, which tests then damage."""
     for step in (1, 2, 3):
         write(folder / f"step_{step:08d}", step)
     return folder
 
 
 def load(folder: Path | Checkpoint, into: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """As a worker does."""
+    """Load a checkpoint as a worker does."""
     found = {key: torch.zeros_like(tensor) for key, tensor in state(0).items()} if into is None else into
     pieces: dict[str, Piece] = {}
     handle = folder if isinstance(folder, Checkpoint) else Checkpoint.from_directory(str(folder))
@@ -51,7 +51,7 @@ def load(folder: Path | Checkpoint, into: dict[str, torch.Tensor] | None = None)
 
 
 class Payload:
-    """Unpickled, it makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, canary: Path):
         self.canary = canary
@@ -65,7 +65,7 @@ def canary(folder: Path) -> Path:
 
 
 def forged(folder: Path) -> None:
-    """Make the manifest fit what has been done to the files, as a forger would."""
+    """Write a new manifest for the changed files, as a forger would."""
     (folder / "manifest.0.json").unlink()
     seal(folder, 0)
 
@@ -98,7 +98,7 @@ def linked(name: str, to: str) -> Damage:
 
 
 def metadata(change: Callable[[Metadata, Path], Any]) -> Damage:
-    """Change what `.metadata` says; the change may give something else to be pickled."""
+    """Change the content of `.metadata`. If `change` returns an object, it is pickled instead."""
 
     def damage(folder: Path) -> None:
         found = pickle.loads((folder / ".metadata").read_bytes())
@@ -128,7 +128,7 @@ def manifest(change: Callable[[dict[str, Any]], Any]) -> Damage:
 
 
 def holding(make: Callable[[Path], bytes]) -> Damage:
-    """Put other bytes where the tensor model/b lies."""
+    """Replace the bytes of the tensor model/b."""
 
     def damage(folder: Path) -> None:
         content = make(folder)

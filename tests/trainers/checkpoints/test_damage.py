@@ -1,4 +1,4 @@
-"""Damaged and forged checkpoints: each is refused by name, runs no code, and the one before it is offered."""
+"""Damaged and forged checkpoints: foldray names the damage, runs no code, and offers the checkpoint before."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def saved(value: Any, zipped: bool = True) -> bytes:
 
 
 def hidden(found: Metadata, folder: Path) -> None:
-    """Code inside of what a checkpoint does need: the arguments of a torch.Size."""
+    """Hide code in an object that checkpoints need: the arguments of a torch.Size."""
 
     class Size:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -55,7 +55,7 @@ def hidden(found: Metadata, folder: Path) -> None:
 
 
 def deep(_: Path) -> bytes:
-    """A dictionary whose key is a tuple in a tuple in a tuple: whoever hashes it runs out of stack, and is killed."""
+    """Return a pickled dictionary whose key is a deeply nested tuple. Hashing it exhausts the stack and ends the process."""
     return b"\x80\x04})" + b"\x85" * 300_000 + b"K\x00s."
 
 
@@ -186,7 +186,7 @@ EARLY = [
     *OTHER,
 ]  # fmt: skip
 KINDS = [(*kind, True) for kind in EARLY] + [(*kind, False) for kind in LATE]
-"""Name, damage, the file that is named, what is said of it, whether the driver sees it before workers start."""
+"""Name, damage, the damaged file, a part of the message, and whether the driver finds the damage before workers start."""
 
 
 @pytest.mark.parametrize(("damage", "file", "what", "early"), [kind[1:] for kind in KINDS], ids=[kind[0] for kind in KINDS])

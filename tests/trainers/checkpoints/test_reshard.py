@@ -1,4 +1,4 @@
-"""A checkpoint saved under one fold goes on under any other, optimizer state included, as if nothing had happened."""
+"""Training continues from a checkpoint under another fold, with the optimizer's state, as without an interruption."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SAVED, _THEN = 3, 5
 _MODEL = {"layers": 4, "tied_embeddings": True, "router": {"score": "sigmoid", "normalize": True, "bias_rate": 0.01}}
 _ADAMW = {"kind": "adamw", "lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1, "clip": 0.5}
 
-# (workers, fold, schedule) that writes → that reads
+# Pairs of (workers, sizes): the first one writes the checkpoint, and the second one reads it.
 _PAIRS = [
     ((1, {}), (8, {"tp": 2, "cp": 2, "pp": 2, "ep": 4})),
     ((8, {"tp": 2, "cp": 2, "pp": 2, "ep": 4}), (1, {})),
@@ -35,7 +35,7 @@ _PAIRS = [
     ((2, {"pp": 2, "virtual_stages": 2}), (4, {"ep": 4})),
     ((4, {"ep": 4}), (8, {"etp": 4, "ep": 2, "cp": 2, "tp": 2})),
     ((8, {"etp": 4, "ep": 2, "cp": 2, "tp": 2}), (4, {"tp": 4, "ep": 2})),
-    ((4, {"tp": 2, "ep": 2, "zero": 1}), (2, {"ep": 2, "zero": 2})),  # an optimizer that is shared out, otherwise and not
+    ((4, {"tp": 2, "ep": 2, "zero": 1}), (2, {"ep": 2, "zero": 2})),  # from here on, ZeRO on one side or both
     ((2, {"ep": 2, "zero": 2}), (4, {"cp": 2, "ep": 2})),
     ((1, {}), (4, {"tp": 2, "ep": 4, "zero": 1})),
 ]
@@ -50,7 +50,7 @@ def _save(rank: int, recipe: Recipe, folder: Path) -> None:
     own.mkdir()
     progress = {"step": _SAVED, "data": "", "fold": {}, "validation": {}}
     tensors.write(own, state, state_pieces(engine.model, state), progress, dist.group.WORLD)
-    for path in own.iterdir():  # as Ray puts the ranks' folders together
+    for path in own.iterdir():  # Ray merges the folders of the ranks in the same way
         path.rename(folder / path.name)
     groups.close()
 
@@ -71,7 +71,7 @@ def _recipe(workers: int, fold: dict[str, int], seed: int = 0) -> Recipe:
     fold = dict(fold)
     engine = {"kind": "torch", "zero": fold.pop("zero", 0)}
     schedule = {"virtual_stages": fold.pop("virtual_stages", 1)}
-    few = max(1, 4 // Fold(workers, **fold).dp)  # few passes: what takes time is the number of collectives
+    few = max(1, 4 // Fold(workers, **fold).dp)  # few passes make few collectives, which saves time
     training = {"seed": seed, "micro_batch": few}
     return make_recipe(workers, fold, model=_MODEL, optimizer=_ADAMW, schedule=schedule, training=training, engine=engine)
 
@@ -88,7 +88,7 @@ def undisturbed() -> dict[str, Any]:
 )
 def test_a_checkpoint_goes_on_under_another_fold(ranks, undisturbed, tmp_path: Path, writer: tuple, reader: tuple) -> None:
     ranks(writer[0]).run(_save, _recipe(*writer), tmp_path)
-    # Another seed: whatever is not read back would show.
+    # With another seed, a tensor that is not loaded would change the result.
     found = ranks(reader[0]).run(_resume, _recipe(*reader, seed=1), tmp_path)
     for part in found:
         assert np.array(part["losses"]) == pytest.approx(np.array(undisturbed["losses"][_SAVED:]), abs=1e-10)

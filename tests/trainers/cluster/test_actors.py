@@ -1,4 +1,4 @@
-"""Ranks that stay: their world, and what fails in it."""
+"""Persistent ranks: their process group, and failures of calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _fail_once(state: dict[str, Any], rank: int) -> int:
 
 
 def test_every_rank_knows_its_place_and_that_it_sees_one_device(pair: Ranks) -> None:
-    """Ray shows each actor its own GPU as number 0; DeepSpeed takes LOCAL_RANK for such a number."""
+    """Each actor sees only its own GPU, as number 0. DeepSpeed takes LOCAL_RANK as the number of the GPU."""
     assert pair.call(_world, timeout=60) == [(0, "0", "2", "0"), (1, "1", "2", "0")]
 
 

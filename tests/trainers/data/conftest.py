@@ -10,7 +10,7 @@ CORPUS = ["def f(x):\n    return x + 1\n", "漢字 and é\n", "a b c <s> def ret
 
 @pytest.fixture
 def make_tokenizer(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a byte-level BPE of 300 tokens to a folder, as Hugging Face does."""
+    """A function that writes a byte-level BPE tokenizer of 300 tokens in Hugging Face's format, and returns its folder."""
 
     def make(bos_token: str | None = "<s>") -> Path:
         tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")

@@ -15,13 +15,13 @@ def test_pairs_start_anew_in_each_document():
 
 
 def test_bits_by_hand():
-    # Training text "aab": a a b after start, a, a.
+    # The training text "aab" has the bytes a, a, b with the predecessors start, a, a.
     unigram, bigram = fit(count_pairs(byte_pairs([b"aab"])))
     assert unigram[A * 256 + A] == pytest.approx(-np.log2(2.5 / (3 + 128)))
     assert unigram[B * 256 + B] == pytest.approx(-np.log2(1.5 / (3 + 128)))
     assert bigram[START * 256 + A] == pytest.approx(-np.log2(1.5 / (1 + 128)))
     assert bigram[A * 256 + B] == pytest.approx(-np.log2(1.5 / (2 + 128)))
-    assert bigram[B * 256 + A] == 8  # nothing is known of what follows b
+    assert bigram[B * 256 + A] == 8  # b has no successor in the training text
 
 
 def test_probabilities_sum_to_one():

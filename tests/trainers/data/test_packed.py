@@ -1,4 +1,4 @@
-"""Reading and order. What is read was written by the shard writer alone: no Ray."""
+"""Reading packed data, and the order of sequences. The tests use the shard writer, without Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainers.data.encode import Encoded
 from trainers.data.packed import Batches, PackedData, SampleOrder, Split, sample_order
 from trainers.data.shards import SplitWriter
 
-SEP, SEQ_LEN = 256, 5  # no document's tokens are a multiple of it
+SEP, SEQ_LEN = 256, 5  # no document has a multiple of 5 tokens
 DOCUMENTS = [b"The 1st document.", b"2", b"Three", b"and a fourth, somewhat longer."]
 
 
@@ -26,7 +26,7 @@ def piece(documents: list[bytes]) -> Encoded:
 
 
 def write(folder: Path, cuts: list[int], shard_bytes: int = 1 << 20, shuffled: bool = False) -> Split:
-    """A split of DOCUMENTS, added in pieces that end before the documents in `cuts`."""
+    """Write DOCUMENTS as a split, in pieces that end before the documents in `cuts`."""
     writer = SplitWriter(folder, "train", SEQ_LEN, np.dtype(np.uint16), shard_bytes)
     for start, stop in zip([0, *cuts], [*cuts, len(DOCUMENTS)], strict=True):
         writer.add(piece(DOCUMENTS[start:stop]))
@@ -88,12 +88,12 @@ def test_epochs_are_permutations_and_differ():
 def test_order_depends_on_seed_and_position_alone():
     whole = sample_order(7, 11, 0, 60)
     order = SampleOrder(7, 11)
-    for start, stop in [(40, 60), (0, 1), (9, 25), (30, 30), (5, 60)]:  # forwards and back, across epochs
+    for start, stop in [(40, 60), (0, 1), (9, 25), (30, 30), (5, 60)]:  # forwards and backwards, across epochs
         assert order(start, stop).tolist() == whole[start:stop].tolist()
 
 
 def test_order_never_changes():
-    # A checkpoint resumes in the middle of an order; written down, so that no version of NumPy changes it unseen.
+    # A checkpoint resumes in the middle of an order. The literal order shows if a version of NumPy changes it.
     assert sample_order(0, 8, 0, 16).tolist() == GOLDEN
 
 
@@ -131,7 +131,7 @@ def test_open_refuses_what_is_not_whole(tmp_path: Path):
 
 
 def packed(folder: Path) -> dict[str, Any]:
-    """Write a whole folder; its meta.json."""
+    """Write a complete folder of packed data, and return its meta.json."""
     counts = {}
     for name in ("train", "validation"):
         writer = SplitWriter(folder, name, SEQ_LEN, np.dtype(np.uint16))
@@ -165,7 +165,7 @@ def test_forged_meta_is_not_whole(tmp_path: Path, forge: Callable[[dict[str, Any
 
 
 def test_open_refuses_arrays_of_others(tmp_path: Path):
-    """A pickle is not opened, nor an array of another shape or kind, even where it has the size that was noted."""
+    """Pickles and arrays of another shape or type are refused, even if the file has the size in meta.json."""
     meta, shard = packed(tmp_path), tmp_path / "train-00000.npy"
     canary = tmp_path / "canary"
     whole = np.load(shard)
@@ -181,7 +181,7 @@ def test_open_refuses_arrays_of_others(tmp_path: Path):
 
 
 class Payload:
-    """Unpickled, it makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 def corpus(folder: Path, sizes: list[int], held: str = "00") -> DataSpec:
-    """Text files of those sizes, each of its own letter, the first one (those matching `held`) for validation."""
+    """Write text files of some sizes, each with its own letter. Files that match `held` are for validation."""
     folder.mkdir(exist_ok=True)
     for index, size in enumerate(sizes):
         (folder / f"{index:02d}.txt").write_text(chr(ord("a") + index) * size)
@@ -32,7 +32,7 @@ def corpus(folder: Path, sizes: list[int], held: str = "00") -> DataSpec:
 
 
 def stream(split) -> list[int]:
-    """The tokens of a split in the order of the text."""
+    """Return the tokens of a split in the order of the text."""
     order = np.arange(len(split)) if split._order is None else np.argsort(split._order)
     rows = split.tokens(order)
     return [int(rows[0, 0]), *rows[:, 1:].flatten().tolist()]
@@ -59,7 +59,7 @@ def test_order_of_results_is_that_of_the_works(tmp_path: Path):
             time.sleep(2 * text.startswith("b"))
             return super().measure(text)
 
-    # The others overtake the first, unless the order is kept.
+    # The first work is the slowest, so its result would come last if the order were not kept.
     works = [Work([part], validation=True) for part in cut(split_files(corpus(tmp_path / "text", [9] * 10))[0])]
     pieces = list(encode_all(works, SlowFirst(), "text"))
     assert [int(piece.tokens[1]) for piece in pieces] == list(range(ord("b"), ord("b") + 9))
@@ -178,7 +178,7 @@ def test_folder_tokenizer(tmp_path: Path, tokenizer_folder: Path):
 
 
 def test_worker_meets_a_mistake(tmp_path: Path):
-    """It arrives as the UserError it was, nothing is left behind, and Ray goes on working."""
+    """A worker's UserError arrives unchanged, no files are left behind, and Ray still works."""
     lines = ['{"text": "some text that is long enough"}', '{"other": 1}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     (tmp_path / "v.jsonl").write_text(lines[0])

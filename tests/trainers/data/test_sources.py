@@ -47,7 +47,7 @@ def test_split_goes_by_the_relative_name(tmp_path: Path):
 def test_validation_set_of_its_own(tmp_path: Path):
     pattern = texts(tmp_path, 4)
     train, validation = names(spec("text", pattern, validation={"path": str(tmp_path / "02.txt")}))
-    assert (train, validation) == (["00.txt", "01.txt", "03.txt"], ["02.txt"])  # held back, though data.path names it too
+    assert (train, validation) == (["00.txt", "01.txt", "03.txt"], ["02.txt"])  # held back, although data.path matches it
     with pytest.raises(UserError, match=r"^data.validation.path=.*nothing is left"):
         split_files(spec("text", pattern, validation={"path": str(pattern)}))
 

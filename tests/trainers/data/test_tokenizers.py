@@ -29,8 +29,8 @@ def test_folder(tokenizer_folder: Path):
     tokenizer = pickle.loads(pickle.dumps(load_tokenizer(str(tokenizer_folder))))
     ids = tokenizer.encode(TEXT)
     assert tokenizer._inner.decode(ids.tolist()) == TEXT
-    assert len(ids) < len(TEXT.encode())  # it has merges
-    assert tokenizer.separator not in ids  # "<s>" in the text is text
+    assert len(ids) < len(TEXT.encode())  # the tokenizer merges bytes
+    assert tokenizer.separator not in ids  # "<s>" in a text is ordinary text
     assert ids.max() < tokenizer.vocab_size == len(tokenizer._inner)
     assert ids.tolist() == tokenizer.measure(TEXT)[0].tolist()
 
@@ -40,7 +40,7 @@ def test_bytes_of_tokens_follow_the_text(tokenizer_folder: Path):
     ids, sizes = tokenizer.measure(TEXT)
     assert sizes.sum() == len(TEXT.encode())
     for cut in range(1, len(ids)):
-        if not (head := tokenizer._inner.decode(ids[:cut].tolist())).endswith("�"):  # between two characters
+        if not (head := tokenizer._inner.decode(ids[:cut].tolist())).endswith("�"):  # the cut is between two characters
             assert sizes[:cut].sum() == len(head.encode())
 
 
@@ -75,7 +75,7 @@ def test_text_that_no_token_covers(monkeypatch: pytest.MonkeyPatch):
     assert fast.measure("  é b        ")[1].tolist() == [
         4,
         10,
-    ]  # what is passed over goes to the next token, at the end to the last
+    ]  # skipped text counts for the next token, or for the last one at the end
     assert fast.measure("     ")[1].tolist() == []
 
 
@@ -119,7 +119,7 @@ def test_folder_without_tokenizer(tmp_path: Path):
 
 
 def test_code_in_the_folder_is_not_run(tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Nor is anybody asked whether it may be, on whose terminal "y" waits as the next command's first letter."""
+    """transformers must not ask on the terminal whether to run it, because the next command there may begin with "y"."""
     canary = tmp_path / "canary"
     (tokenizer_folder / "own.py").write_text(f"open({str(canary)!r}, 'w')\nclass Own: pass\n")
     config = json.loads((tokenizer_folder / "tokenizer_config.json").read_text())
@@ -127,7 +127,7 @@ def test_code_in_the_folder_is_not_run(tokenizer_folder: Path, tmp_path: Path, m
     (tokenizer_folder / "tokenizer_config.json").write_text(json.dumps(config | own))
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "y")
-    with suppress(UserError):  # what else is in the folder may do, or not
+    with suppress(UserError):  # without its code, the tokenizer may load or not
         load_tokenizer(str(tokenizer_folder))
     assert not asked
     assert not canary.exists()

@@ -1,4 +1,4 @@
-"""What only a training can find out: every mistake is exit code 2 and one line, in seconds, and leaves no run behind."""
+"""Mistakes that only `foldray train` can find: each gives exit code 2 and one line in seconds, and leaves no run behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainers.driver import resuming
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
-SECONDS = 15.0  # within which a mistake is told; most take a tenth of one
+SECONDS = 15.0  # longest time until a mistake is reported; most take a tenth of a second
 RECIPE: dict[str, Any] = {
     "name": "bad",
     "model": {
@@ -53,7 +53,7 @@ def write(folder: Path, **files: bytes | str) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recipe, texts that can be trained on, and all kinds of files that cannot."""
+    """A folder with a recipe, good texts, and all kinds of files that cannot be trained on."""
     place = tmp_path_factory.mktemp("place")
     (place / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     (place / "file").write_text("a file")
@@ -77,14 +77,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def storage(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An absent folder for runs; the current folder is `place`."""
+    """A folder for runs, which does not exist yet. The current folder is `place`."""
     monkeypatch.chdir(place)
     return tmp_path / "runs"
 
 
 @pytest.fixture
 def refused(storage: Path, capfd: pytest.CaptureFixture[str]) -> Refused:
-    """`refused(*overrides)` trains what must be refused, and returns its line."""
+    """`refused(*overrides)` runs a training that must be refused, and returns its line of error."""
 
     def run(*overrides: str, command: tuple[str, ...] = ("train", "recipe.yaml"), within: float = SECONDS) -> str:
         capfd.readouterr()
@@ -99,7 +99,7 @@ def refused(storage: Path, capfd: pytest.CaptureFixture[str]) -> Refused:
         assert line.count("\n") == 1
         assert "Traceback" not in line
         assert seconds < within
-        # Packed data may be there, whole, for it is as good for the recipe once mended; a run or its tracking may not.
+        # Complete packed data may stay, because the corrected recipe can use it. A run or its tracking must not.
         left = [path.relative_to(storage) for path in storage.glob("*/*")] if storage.exists() else []
         assert all(re.fullmatch(r"data/[0-9a-f]{16}", str(path)) for path in left)
         assert not [path for path in storage.glob("*") if path.name != "data"]
@@ -206,7 +206,7 @@ def test_a_gpu_where_there_is_none(refused: Refused) -> None:
 def test_a_package_that_is_not_there(
     refused: Refused, monkeypatch: pytest.MonkeyPatch, overrides: str, package: str, fragments: tuple[str, ...]
 ) -> None:
-    monkeypatch.setitem(sys.modules, package, None)  # Python's sign for a module that must not be imported
+    monkeypatch.setitem(sys.modules, package, None)  # with None, an import of the module fails
     line = refused(overrides, within=3.0)
     for fragment in fragments:
         assert fragment in line
@@ -228,7 +228,7 @@ class _Talker(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def stranger() -> Iterator[str]:
-    """HOST:PORT of a server that does not understand anybody."""
+    """HOST:PORT of a web server that is neither Ray nor MLflow."""
     with ThreadingHTTPServer(("127.0.0.1", 0), _Talker) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"127.0.0.1:{server.server_port}"
@@ -237,7 +237,7 @@ def stranger() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def silent() -> Iterator[str]:
-    """HOST:PORT of a server that takes connections and never says a word."""
+    """HOST:PORT of a server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
@@ -248,8 +248,8 @@ def silent() -> Iterator[str]:
 def test_an_address_without_a_cluster(
     refused: Refused, monkeypatch: pytest.MonkeyPatch, stranger: str, silent: str, where: str
 ) -> None:
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # else the session's own cluster is taken
-    if where != "127.0.0.1:9":  # one waits as long as users do
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # otherwise the session's cluster is used
+    if where != "127.0.0.1:9":  # this address waits as long as in a user's run
         monkeypatch.setattr(joining, "_ANSWER_S", 1.0)
     where = where.replace("stranger", stranger).replace("silent", silent)
     line = refused("--address", where)
@@ -294,7 +294,7 @@ def test_json_leaves_standard_output_empty(storage: Path, capfd: pytest.CaptureF
 
 @pytest.fixture(scope="module")
 def finished(place: Path, ray_session: None) -> Path:
-    """The folder of a run that went well."""
+    """The folder of a successful run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         assert main(["train", "recipe.yaml", "training.stop_after=2"]) == 0
@@ -351,14 +351,14 @@ def test_where_no_run_can_begin(refused: Refused, finished: Path, tmp_path: Path
 
 
 def moved(finished: Path, to: Path) -> Path:
-    """The run in another storage, to do damage to."""
+    """Copy a run to another storage, where the test damages it."""
     shutil.copytree(finished.parent / "data", to / "data")
     return Path(shutil.copytree(finished, to / finished.name))
 
 
 @pytest.mark.nightly
 def test_damage_that_workers_find(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Path, capfd) -> None:
-    """It is told in one line, and no other attempt is made."""
+    """Damage that the workers find is reported in one line, and Ray makes no other attempt."""
     monkeypatch.chdir(place)
     monkeypatch.setattr(resuming, "_MOST_HASHED", 0)
     run = moved(finished, tmp_path)
@@ -416,7 +416,7 @@ def test_a_run_where_there_are_none(refused: Refused, storage: Path) -> None:
 
 
 def test_a_failure_in_the_middle(place: Path, storage: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Not a user's mistake: the third step meets tokens that no model has."""
+    """The third step has tokens beyond the vocabulary, which is not a user's mistake."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "data": {**RECIPE["data"], "cache": str(tmp_path / "data")}}))
     spec = Recipe.load(tmp_path / "recipe.yaml")
     damage(spec.data, tmp_path / "data", samples=range(16, 24))
@@ -430,12 +430,12 @@ def test_a_failure_in_the_middle(place: Path, storage: Path, tmp_path: Path, cap
     text = (run / "error.txt").read_text()
     for fragment in ("driver\nTraceback", "rank 0\n", "in train_loop", "torch.embedding(", reason):
         assert fragment in text
-    assert "truncated" not in text.split("driver\n")[0]  # as Ray's own account is
+    assert "truncated" not in text.split("driver\n")[0]  # Ray's own message is truncated
     assert json.loads((run / "run.json").read_text())["status"] == "failed"
 
 
 def damage(spec: DataSpec, cache: Path, samples: range) -> None:
-    """Prepare data and put tokens beyond every vocabulary where these samples of the seeded order lie."""
+    """Prepare data, and put a token beyond the vocabulary into some samples of the seeded order."""
     data = prepare(spec, 264, cache)
     shard = data.folder / data.meta["train"]["shards"][0]
     tokens = np.load(shard)

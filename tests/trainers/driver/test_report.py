@@ -1,4 +1,4 @@
-"""What the terminal shows: on a terminal, in a log, and beside JSON."""
+"""Reports on a terminal, in a log, and beside JSON."""
 
 import io
 import time

@@ -1,4 +1,4 @@
-"""Where a training begins: what is looked at, when it is hashed, and what is offered instead of a damaged checkpoint."""
+"""The checkpoint that a training starts from: its checks, its hashes, and the offer in place of a damaged one."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_a_large_checkpoint_is_hashed_where_it_is_read(run: Path, monkeypatch: p
     begin.look()
     with pytest.raises(DamagedCheckpoint, match="has other bytes"):
         load(run / "step_00000003")
-    # Nor is the one before read from end to end, and the words do not say so.
+    # The offered checkpoint is not hashed either, so the message does not call it undamaged.
     offered = f"the newest one before it with all its files: foldray train RECIPE --from {run}/step_00000002"
     assert str(begin.refused(FILE, "x")).endswith(offered)
 
 
 def test_only_files_of_the_plan_are_hashed(run: Path) -> None:
-    """Rank 1's file is damaged, and rank 0 needs nothing of it."""
+    """Rank 1's file is damaged, but rank 0 reads nothing from it."""
     folder = run / "step_00000003"
     shutil.copy(folder / FILE, folder / "__1_0.distcp")
 
@@ -95,7 +95,7 @@ def test_checkpoints_from_before_there_were_hashes(run: Path, caplog: pytest.Log
 
 
 def test_storage_elsewhere(run: Path) -> None:
-    """A URI is read through pyarrow, and offered as one."""
+    """A checkpoint can be named by a URI. Then the offered checkpoint is also a URI."""
     flipped(".metadata")(run / "step_00000003")
     Beginning.at(f"file://{run}/step_00000002").look()
     with pytest.raises(UserError, match=rf"undamaged one before it: foldray train RECIPE --from file://{run}/step_00000002$"):
@@ -106,7 +106,7 @@ def test_storage_elsewhere(run: Path) -> None:
 
 
 def test_what_a_worker_downloads_is_read_and_looked_at(run: Path) -> None:
-    remote = SubTreeFileSystem(str(run.parent), LocalFileSystem())  # to Ray, whatever is not its own disk is a cloud
+    remote = SubTreeFileSystem(str(run.parent), LocalFileSystem())  # for Ray, any given filesystem is remote
     handle = Folder("run/step_00000003", remote).checkpoint
     found = {key: torch.zeros_like(tensor) for key, tensor in state(3).items()}
     with tensors.opened(handle, None) as stored:
@@ -114,7 +114,7 @@ def test_what_a_worker_downloads_is_read_and_looked_at(run: Path) -> None:
         tensors.load(stored, found, {}, None)
     assert all(torch.equal(found[key], tensor) for key, tensor in state(3).items())
     flipped(FILE)(run / "step_00000003")
-    Beginning("resume", "run", Folder("run/step_00000003", remote)).look()  # a driver does not hash what is far away
+    Beginning("resume", "run", Folder("run/step_00000003", remote)).look()  # the driver does not hash remote files
     with pytest.raises(DamagedCheckpoint, match=r"^checkpoint run/step_00000003 is damaged: __0_0\.distcp has other bytes"):
         load(handle)
 
@@ -124,7 +124,7 @@ def result(step: int) -> dict[str, Any]:
 
 
 def reported(run: Path, *steps: int, **changes: Any) -> None:
-    """Ray's list of a run's checkpoints."""
+    """Write Ray's list of a run's checkpoints."""
     results = [result(step) for step in steps]
     lists = ("pending_training_results", "pending_validation_specs", "validated_checkpoint_dir_names",
              "timed_out_validation_checkpoint_dir_names", "failed_validation_checkpoint_dir_names")  # fmt: skip
@@ -151,7 +151,7 @@ def test_ray_names_the_newest(run: Path) -> None:
 
 
 def _climbing(run: Path) -> None:
-    """Ray would delete that folder, as one too old to be kept."""
+    """Name a folder outside the run. Ray would delete it as an old checkpoint."""
     reported(run, 1, 2)
     text = (run / "checkpoint_manager_snapshot.json").read_text()
     (run / "checkpoint_manager_snapshot.json").write_text(text.replace("step_00000001", "../../precious"))
@@ -180,7 +180,7 @@ def test_rays_list_is_not_trusted(run: Path, damage: Damage, what: str) -> None:
 
 
 def test_a_rank_that_finds_damage_tells_all(ranks: Any, run: Path) -> None:
-    """Else the others would wait for it; here only rank 1 sees the damaged folder."""
+    """Only rank 1 sees a damaged folder, but all ranks must raise. Otherwise the others would wait for rank 1."""
     flipped(".metadata")(run / "step_00000003")
     found = ranks(2).run(_opened_apart, run)
     assert found == [f"checkpoint {run}/step_0000000{2 + rank} is damaged: .metadata" for rank in range(2)]

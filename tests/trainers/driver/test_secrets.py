@@ -1,4 +1,4 @@
-"""Passwords in addresses: in no line, log, document or file of ours, and where Ray would keep them they are refused."""
+"""Passwords in addresses: foldray prints and stores none, and refuses those that Ray would store."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def tracked(place: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The database that stands for the tracking server of the recipe; whoever connects must know the password."""
+    """The URI of a database in place of the recipe's tracking server. A connection needs the password."""
     connect, uri = mlflow_server._connect, f"sqlite:///{place}/mlflow.db"
 
     def with_password(given: str) -> MlflowClient:
@@ -96,7 +96,7 @@ def test_no_line_of_error_holds_the_password(
     ray_session: None, place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], override: str
 ) -> None:
     if "address" in override:
-        monkeypatch.setattr(ray, "is_initialized", lambda: False)  # else the session's own cluster is taken
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)  # otherwise the session's cluster is used
     monkeypatch.setattr(joining, "_ANSWER_S", 1.0)
     capfd.readouterr()
     began = time.monotonic()
@@ -220,7 +220,7 @@ def test_a_server_that_fails_later_is_logged_without_the_password(
     assert "hush" not in tracker.view_url
 
 
-# Storage that is tried before anything starts.
+# Tests of the storage, which is tried before anything starts.
 
 
 def test_a_storage_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_storage_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
 
 def test_a_storage_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_storage, "_ANSWER_S", 2.0)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never says a word
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never answers
         uri = f"s3://b/x?endpoint_override=127.0.0.1:{silent.getsockname()[1]}&scheme=http"
         recipe = Recipe.parse({"model": {"preset": "tiny"}, "cluster": {"storage": uri}})
         began = time.monotonic()
@@ -249,7 +249,7 @@ def test_a_folder_may_be_given_as_a_uri(tmp_path: Path) -> None:
     assert not (tmp_path / "a b").exists()
 
 
-# Memory.
+# Tests of the memory check.
 
 LARGE = {"model": {"preset": "tiny", "vocab": 2**24, "hidden": 2**15}}
 
@@ -267,7 +267,7 @@ def test_a_model_that_this_machine_cannot_hold_is_refused_before_ray_starts(monk
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_model_fits_where_it_is_trained(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them on 1024 GPUs, shared out a little."""
+    """Every preset must fit on 1024 GPUs with a small fold."""
     fold = {"tp": 2, "pp": 2, "ep": 4}
     given = {
         "model": {"preset": preset, "vocab": PRESETS[preset]["vocab"] + PRESETS[preset]["vocab"] % 2}, "fold": fold,

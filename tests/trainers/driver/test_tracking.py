@@ -1,4 +1,4 @@
-"""MLflow: what a run leaves there, and what happens when it does not answer."""
+"""MLflow: the data that a run logs, and servers that do not answer."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ def recipe(uri: str | None = None, **changes: Any) -> Recipe:
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory):
-    """One database for the module: making its tables takes seconds."""
+    """A folder with one database for all tests of the module, because making its tables takes seconds."""
     return tmp_path_factory.mktemp("storage")
 
 
@@ -117,7 +117,7 @@ def test_the_command_that_shows_the_run(finished, storage):
     assert finished.view_url.endswith(f"/#/experiments/{finished.experiment_id}/runs/{finished.run_id}")
     program, arguments = command.split(" server ")
     assert Path(program).name == "mlflow" or program.endswith(" -m mlflow")
-    mlflow.cli.server.make_context("server", arguments.split())  # parses, so every option exists
+    mlflow.cli.server.make_context("server", arguments.split())  # fails if MLflow has no such option
 
 
 def test_a_failure_during_the_run_is_one_warning_and_nothing_is_lost(storage, monkeypatch, caplog):
@@ -159,7 +159,7 @@ def test_a_file_that_is_no_database_is_the_users_mistake(tmp_path):
 
 
 def test_a_server_that_refuses_is_the_users_mistake(tmp_path):
-    with socket.socket() as bound:  # bound and not listening: connections are refused, and nobody else takes the port
+    with socket.socket() as bound:  # a bound port that does not listen refuses connections
         bound.bind(("127.0.0.1", 0))
         began = time.monotonic()
         with pytest.raises(UserError, match=r"^tracking\.uri=http.*Connection refused"):

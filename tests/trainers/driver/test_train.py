@@ -1,4 +1,4 @@
-"""Whole trainings on Ray: what they leave behind, and that stopping, killing and repeating changes nothing."""
+"""Whole trainings on Ray: their files, and equal results after a stop, a killed worker or a repetition."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def losses(trainer: FoldTrainer) -> list[float]:
 
 
 def weights(trainer: FoldTrainer) -> dict[str, torch.Tensor]:
-    """Weights and optimizer state of a run's last checkpoint."""
+    """Return the weights and the optimizer state of a run's last checkpoint."""
     assert trainer.run is not None
     stored = look(Folder(str(trainer.run.folder.path / f"step_{STEPS:08d}")))
     state = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in stored.contents.tensors.items()}
@@ -99,12 +99,12 @@ def whole(engine: dict[str, Any], storage: Path, ray_session: None) -> FoldTrain
 
 @pytest.fixture(scope="module")
 def stopped(engine: dict[str, Any], storage: Path, ray_session: None) -> FoldTrainer:
-    """The same, stopped early."""
+    """The same run, stopped early."""
     return fit(recipe(storage, **engine, training={"stop_after": STOP}))
 
 
 def copied(trainer: FoldTrainer, name: str) -> Path:
-    """A run's folder under another name, to go on with."""
+    """Copy a run's folder to another name, which the test then resumes."""
     assert trainer.run is not None
     return Path(shutil.copytree(trainer.run.folder.path, trainer.run.folder.path.with_name(name), dirs_exist_ok=True))
 
@@ -179,7 +179,7 @@ def _kill_rank_1_after(trainer: FoldTrainer, step: int) -> None:
 def test_a_checkpoint_loads_under_another_fold_and_engine(
     engine: dict, whole: FoldTrainer, stopped: FoldTrainer, storage: Path
 ) -> None:
-    """Saved by two ranks with two experts each; loaded by one rank with all, into the other engine."""
+    """Two ranks with half of the experts each save the checkpoint. One rank with the other engine loads it."""
     other = {"deepspeed": "torch", "torch": "deepspeed"}[engine["engine"]["kind"]]
     changed = recipe(storage, engine={"kind": other}, fold={"ep": 1}, cluster={"workers": 1}, training={"stop_after": STOP + 15})
     second = fit(changed, resume=copied(stopped, f"other-{other}").name)
@@ -190,7 +190,7 @@ def test_a_checkpoint_loads_under_another_fold_and_engine(
 def test_a_new_run_begins_where_a_damaged_one_was_whole(
     engine: dict, whole: FoldTrainer, stopped: FoldTrainer, storage: Path
 ) -> None:
-    """The message names the checkpoint before the damaged one, and what begins there ends as if nothing had happened."""
+    """The message names the checkpoint before the damaged one. A new run from there ends like the uninterrupted run."""
     folder = copied(stopped, f"damaged-{engine['engine']['kind']}")
     victim = next((folder / f"step_{STOP:08d}").glob("*.distcp"))
     victim.write_bytes(victim.read_bytes()[:-100])
@@ -208,7 +208,7 @@ def test_a_new_run_begins_where_a_damaged_one_was_whole(
 
 
 def test_a_checkpoint_damaged_in_the_middle_of_a_run_is_no_mistake_of_the_users(storage: Path, stopped: FoldTrainer) -> None:
-    """It is a failure, which names the one before as well."""
+    """This is a failure and not a user's mistake. Its message also names the checkpoint before."""
     run = copied(stopped, "middle")
     trainer = FoldTrainer(recipe(storage), run_config=RunConfig(name=run.name, storage_path=str(storage)))
     told = trainer._refused(None, f"{run}/step_{STOP:08d}", "__0_0.distcp", "is missing")
@@ -223,7 +223,7 @@ def test_a_run_stopped_before_its_first_checkpoint_begins_again_where_it_began(s
     origin = str(tmp_path / "run" / "step_00000003")
     folder = storage / "begun"
     RunFolder(folder, recipe(storage), {}, start=origin).close("killed")
-    RunFolder(folder, recipe(storage), {}).close("killed")  # a resume that did not come far either
+    RunFolder(folder, recipe(storage), {}).close("killed")  # a resumed run that also ended before its first checkpoint
     trainer = FoldTrainer(recipe(storage), resume="begun")
     with pytest.raises(UserError, match="is not a checkpoint's folder, or does not exist") as told:
         trainer.fit()

@@ -1,4 +1,4 @@
-"""`foldray bench` and `foldray timeline` on Ray, and what they refuse."""
+"""`foldray bench` and `foldray timeline` on Ray, and the mistakes that they refuse."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) 
     assert main(["bench", str(recipe), "--json", "--rounds", "2", *asked]) == 0
     document = json.loads(capsys.readouterr().out)
     results = document["results"]
-    if (cost := document["slice_cost"]) is not None:  # slices this short may show nothing but noise
+    if (cost := document["slice_cost"]) is not None:  # such short slices may show only noise
         assert len(cost) == 2
         assert min(cost) >= 0 < max(cost)
     assert [(r["schedule"], r["degree"], r["slicing"]) for r in results] == [

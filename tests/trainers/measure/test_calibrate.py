@@ -1,4 +1,4 @@
-"""`foldray calibrate`: workers measured through Ray, as a hardware file that `foldray plan` reads."""
+"""`foldray calibrate` measures workers through Ray, and writes a hardware file that `foldray plan` reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`foldray verify`: passes what is right, names the parameter of what is wrong, and shrinks any recipe to its fold."""
+"""`foldray verify`: it passes correct gradients, names the parameter of a wrong one, and shrinks any recipe to its fold."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _compare(rank: int, recipe: Recipe, wrong: str = "") -> dict | None:
     def doubled(self: Gradients) -> None:
         finish(self)
         for buffer in self.buffers:
-            if buffer.name == wrong and self.groups.fold.world_size > 1:  # the one process stays right
+            if buffer.name == wrong and self.groups.fold.world_size > 1:  # the single process stays correct
                 buffer.sums.mul_(2.0)
 
     Gradients.finish = doubled  # type: ignore[method-assign]
@@ -73,7 +73,7 @@ def test_a_doubled_gradient_class_is_found_and_named(ranks, wrong: str) -> None:
 
 
 def _lost(rank: int, recipe: Recipe) -> dict | None:
-    """With DeepSpeed's own reduction taken away, and nothing put in its place."""
+    """Compare with an engine in which DeepSpeed's reduction does nothing."""
     from trainers.worker.deepspeed_engine import DeepSpeedEngine
 
     make = DeepSpeedEngine.__init__
@@ -112,7 +112,7 @@ def test_every_fold_of_every_named_model_can_be_shrunk(world: int) -> None:
                 model = {"preset": preset, **_padded(preset)}
                 recipe = Recipe.parse({"model": model, "fold": fold, "cluster": {"workers": world}})
             except UserError:
-                continue  # a fold that this model does not divide into
+                continue  # the fold does not divide this model
             shrunk = small(recipe)
             assert shrunk.placed_fold == recipe.placed_fold, f"{preset} {name(fold)}"
             assert shrunk.model.hidden <= 64

@@ -1,4 +1,4 @@
-"""The picture of a fold: what is in it, and that it comes whatever the fold is like."""
+"""The picture of a fold: its content, and a picture for every kind of fold."""
 
 import re
 import struct
@@ -60,7 +60,7 @@ def drawn(monkeypatch, tmp_path):
 
 
 def cells(axes: Axes) -> dict[str, list[tuple[float, float, tuple]]]:
-    """Rank → (x, y, colour) of its cells, left to right: a number belongs to the cell that it stands in the middle of."""
+    """Return (x, y, colour) of every rank's cells from left to right. A number belongs to the cell whose centre it has."""
     patches = [patch for patch in axes.patches if isinstance(patch, FancyBboxPatch)]
     found: dict[str, list[tuple[float, float, tuple]]] = {}
     for text in axes.texts:
@@ -128,7 +128,7 @@ def test_nodes_have_borders(drawn):
         axes = drawn(fold, ranks_per_node)
         places = [places[1] for _, places in sorted(cells(axes).items())]
         uprights = {round(start[0], 6) for start, end in borders(axes) if start[0] == pytest.approx(end[0])}
-        inner = [x for x in uprights if places[0][0] < x < places[7][0]]  # inside the experts' row
+        inner = [x for x in uprights if places[0][0] < x < places[7][0]]  # between the cells of the experts' row
         assert len(inner) == between
         assert all(places[3][0] < x < places[4][0] for x in inner)
 

@@ -1,4 +1,4 @@
-"""Pictures: that they appear, whatever the run was like."""
+"""Pictures of runs: every kind of run gets its pictures."""
 
 import math
 import struct

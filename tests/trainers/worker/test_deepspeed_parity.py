@@ -1,4 +1,4 @@
-"""DeepSpeed with our groups against one process of the torch engine; its master weights are float32."""
+"""DeepSpeed with foldray's groups, against one process with the torch engine. DeepSpeed's master weights are float32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.rotation import rotated
 from trainers.measure.comparison import compare_updates
 from trainers.measure.verify import UPDATE_TOLERANCE
 
-_SECONDS = 240  # many ranks that import DeepSpeed at once take their time
+_SECONDS = 240  # it takes long until many ranks have imported DeepSpeed
 _SGD = {"kind": "sgd", "lr": 1.0}
 _ADAMW = {"kind": "adamw", "lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
 _FOLDS: list[tuple[int, dict[str, int]]] = [
@@ -43,7 +43,7 @@ _FOLDS: list[tuple[int, dict[str, int]]] = [
 
 @pytest.fixture(scope="module", autouse=True)
 def ranks_end_here(ranks: RankPools) -> Iterator[None]:
-    """What follows runs on Ray, and has the memory of these ranks."""
+    """End the ranks after this module, because the following tests run on Ray and need the memory."""
     yield
     ranks.close()
 
@@ -62,7 +62,7 @@ def _recipe(
 
 
 def _equals_one_process(ranks, recipe: Recipe) -> None:
-    """Two steps, each of several micro-batches: what one step leaves behind in a gradient shows in the next."""
+    """Compare two steps of several micro-batches. A gradient that the first step did not clear would change the second."""
     found, reference = ranks(recipe.cluster.workers).run(train, recipe, 2, timeout=_SECONDS), one_process(recipe, steps=2)
     if recipe.optimizer.clip is not None:
         assert min(reference["norms"]) > recipe.optimizer.clip, "the test needs norms above the limit"
@@ -91,7 +91,7 @@ def test_stage_0_equals_one_process(ranks, workers: int, fold: dict[str, int], c
 _KINDS: list[tuple[int, dict[str, int], dict[str, Any]]] = [
     (4, {"pp": 2, "cp": 2, "ep": 2}, {"model": {"tied_embeddings": True}}),
     (8, {"tp": 2, "pp": 2, "ep": 4}, {"model": {"tied_embeddings": True, "positions": "learned", "norm": "layernorm"}}),
-    (2, {"pp": 2}, {"model": {"dense_first": 1}}),  # the first stage has no experts, and one parameter group less
+    (2, {"pp": 2}, {"model": {"dense_first": 1}}),  # the first stage has no experts, so one parameter group fewer
     (4, {"pp": 2, "ep": 2}, {"schedule": {"virtual_stages": 2}}),
     (4, {"tp": 2, "ep": 2}, {"moe": {"experts": "grouped"}, "model": {"experts": 16, "topk": 1}}),  # some experts idle
 ]
@@ -144,7 +144,7 @@ def test_a_tied_embedding_comes_reduced_too(ranks) -> None:
 
 
 def _norm_of_ones(rank: int, recipe: Recipe) -> float:
-    """The norm that the engine reports when every reduced gradient is to be made of ones."""
+    """Return the norm that the engine reports if every reduced gradient consists of ones."""
     groups = Groups.create(recipe.placed_fold, rank)
     engine, fold = engine_of(recipe, groups), recipe.placed_fold
     gradients = engine.step.gradients  # type: ignore[attr-defined]
@@ -195,7 +195,7 @@ def test_bfloat16_stays_near_float32(ranks, zero: int, micro_batch: int) -> None
     found = ranks(2).run(train, recipe, 4, timeout=_SECONDS)
     losses, expected = np.array(found[0]["losses"]), np.array(reference["losses"])
     assert losses[:, 0] == pytest.approx(expected[:, 0], rel=0.01)
-    assert losses == pytest.approx(expected, rel=0.03)  # of the balance loss, the torch engine in bfloat16 is as far away
+    assert losses == pytest.approx(expected, rel=0.03)  # the torch engine's balance loss in bfloat16 is as far off
     assert found[0]["norms"] == pytest.approx(reference["norms"], rel=0.05)
 
 
@@ -208,10 +208,10 @@ def test_bfloat16_stays_near_float32(ranks, zero: int, micro_batch: int) -> None
     ids=["torch", "deepspeed"],
 )
 def test_adamw_in_float32_is_as_near_the_truth_as_one_process_is(ranks, workers: int, fold: dict, sections: dict) -> None:
-    """AdamW divides a gradient by its own size: where it is small, what rounding leaves shows in full in the weights.
+    """A fold's distance from a float64 run must not be much larger than that of one process in float32.
 
-    So a fold and one process part by 1e-4 of a parameter's way and more, as two orders of adding up in one process do. What must
-    hold is that neither is farther than the other from what float64 gives.
+    AdamW divides a gradient by its own size, so the rounding of a small gradient appears at full size in the weights. A fold
+    and one process therefore differ by 1e-4 of a parameter's change and more, as do two orders of summation in one process.
     """
     given = {"model": {"norm": "layernorm", "layers": 4}, **sections}
     recipe = _recipe(workers, fold, 2, {"kind": "adamw", "lr": 1e-3, "weight_decay": 0.1, "clip": 1.0}, **given)
@@ -221,7 +221,7 @@ def test_adamw_in_float32_is_as_near_the_truth_as_one_process_is(ranks, workers:
 
 
 def _squares(found: list[dict[str, Any]], truth: dict[str, Any]) -> float:
-    """Mean squared distance of all weights that are held anywhere."""
+    """Return the mean squared difference of all weights on all ranks."""
     apart = [
         (tensor.double() - truth["weights"][name].tensor[box]).flatten()
         for part in found
@@ -239,7 +239,7 @@ _REDUCTIONS: list[dict[str, Any]] = [{}, {"reduction": "buckets"}, {"reduction":
     ids=str,
 )
 def test_bfloat16_trains_every_parameter(ranks, workers: int, fold: dict[str, int], zero: int, schedule: dict) -> None:
-    """Where precision, stage and reduction meet: gradients once stayed behind at stage 2, if they came reduced."""
+    """Test precision, ZeRO stage and reduction together. At stage 2, reduced gradients once did not reach the optimizer."""
     recipe = _recipe(workers, fold, zero, {**_SGD, "clip": 0.5}, "bfloat16", schedule=schedule)
     found = ranks(workers).run(_updates, recipe, timeout=_SECONDS)[0]
     assert found["update_rel_diff"] <= UPDATE_TOLERANCE["bfloat16"], found
@@ -253,10 +253,10 @@ def _updates(rank: int, recipe: Recipe) -> dict[str, Any] | None:
 
 
 def _interrupted(rank: int, recipe: Recipe) -> list[dict[str, Any]]:
-    """Two steps after two: straight on, by a new engine from the state between, and by a torch engine from it."""
+    """Train two steps, and two more in three ways: without a break, with a new engine, and with a torch engine."""
     groups = Groups.create(recipe.placed_fold, rank)
     engine = engine_of(recipe, groups)
-    engine.state()  # looking is allowed before the first step
+    engine.state()  # the state can be read before the first step
     go_on(engine, groups, recipe, range(2))
     state = {key: tensor.clone() for key, tensor in engine.state().items()}
     found = [go_on(engine, groups, recipe, range(2, 4))]

@@ -1,4 +1,4 @@
-"""A step that trains nothing ends the training, whatever the engine."""
+"""A step that trains nothing ends the training, with every engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TORCH, _DEEPSPEED = {"kind": "torch", "zero": 1}, {"kind": "deepspeed", "zero":
 
 
 def _steps(rank: int, recipe: Recipe, harm: Callable[[Any], None] | None, rates: list[float]) -> str:
-    """What the guard says of some steps; nothing if all is well."""
+    """Run some steps with a guard, and return its error; an empty text if it raises none."""
     groups = Groups.create(recipe.placed_fold, rank)
     engine: Engine = engine_of(recipe, groups)
     guard = Guard(engine, groups, recipe.model)
@@ -79,5 +79,5 @@ def test_what_trains_nothing_is_stopped_on_every_rank(
 ) -> None:
     recipe = make_recipe(
         2, 2, engine=engine, precision=precision, optimizer=_ADAMW, schedule={"reduction": "buckets"}
-    )  # weight decay moves weights that have no gradient
+    )  # weight decay changes weights without a gradient
     assert ranks(2).run(_steps, recipe, harm, rates) == [said] * 2

@@ -1,4 +1,4 @@
-"""The first steps of a training: costs are learnt, degrees and sizes tried, the best measured one is kept."""
+"""The first steps of a training: it measures ops, tries degrees and sizes, and keeps the fastest measured ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODEL = {
 
 
 class Known:
-    """A search that tries what it is given."""
+    """A search that tries given rows."""
 
     def __init__(self, rows: list[Knobs]):
         self.rows, self.told = list(rows), {}
@@ -51,7 +51,11 @@ def tuned(
 
 
 def _tune(rank: int, seconds: Callable[..., float], steps: int, rows: list[Knobs], schedule: dict[str, Any]) -> dict[str, Any]:
-    """Steps whose times are made up: by rank, size (or degree, where that is searched) and how often it was run by then."""
+    """Run steps with made-up times.
+
+    Args:
+        seconds: the time of a step by rank, size (or degree, if degrees are searched) and the number of its steps so far.
+    """
     from tests.foldray.parity import batches, engine_of, make_recipe
 
     recipe = make_recipe(2, {"ep": 2}, schedule={"reduction": "chunks", **schedule})
@@ -77,7 +81,7 @@ def _tune(rank: int, seconds: Callable[..., float], steps: int, rows: list[Knobs
 
 
 def made_up(rank: int, size: int | None, number: int) -> float:
-    """The first steps are slow, one is an outlier, and the second rank is slower with 500."""
+    """Return times with slow first steps and one outlier. With 500 the second rank is slower."""
     if number <= 2:
         return 50.0
     if number == 6:
@@ -101,7 +105,7 @@ def test_all_ranks_try_the_same_sizes_and_the_slowest_counts(ranks) -> None:
 
 
 def drifting(rank: int, size: int | None, number: int) -> float:
-    """While 1000 was tried, something else slowed the machine down."""
+    """Return times of a machine that was slow during the trial of 1000."""
     return 1.0 if size == 1000 and number > STEPS else made_up(rank, size, number)
 
 
@@ -118,7 +122,7 @@ def by_degree(rank: int, degree: int, number: int) -> float:
 
 @pytest.mark.nightly
 def test_degrees_take_turns_and_each_learns_its_costs_once(ranks) -> None:
-    """Of each degree the costs are learnt when it is first run; nothing else about the steps changes."""
+    """Each degree measures its ops when it first runs. Nothing else in the steps changes."""
     rows = [Knobs(4), Knobs(2), Knobs(1)]
     first, second = tuned(ranks, by_degree, 6 + 3 * STEPS + 4 * TURNS, rows, kind="one_a_one_m", degrees=[1, 2, 4])
     last = [2] * TURNS + [4] * 2 * TURNS + [2] * TURNS
