@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ _BLUE, _ORANGE, _GREY, _RED, _INK = "#2364aa", "#d9630b", "#9ca3af", "#b91c1c", 
 
 
 def draw_history(trials: Sequence[StoredTrial], reference_s: float, path: Path) -> None:
-    """Draw the step time of every trial, the best one so far, and that of the unchanged recipe."""
+    """Draw the step time of every trial, of the best feasible trial so far, and of the unchanged recipe."""
     figure, axes = _figure("Steps that were measured; lower is better", (9, 4.2))
     steps_ms = {trial.number: trial.record.seconds * 1e3 for trial in trials if trial.record.seconds is not None}
     kept, stopped, failed = (
@@ -32,8 +33,9 @@ def draw_history(trials: Sequence[StoredTrial], reference_s: float, path: Path) 
         axes.plot(stopped, heights, "o", mfc="white", color=_GREY, label="stopped early")
     for number in failed:
         axes.axvline(number, color=_RED, linewidth=0.8, linestyle=":", label="failed" if number == failed[0] else None)
-    best = [min(steps_ms[earlier] for earlier in kept[: place + 1]) for place in range(len(kept))]
-    axes.step(kept, best, where="post", color=_ORANGE, label="best so far")
+    feasible = [trial.number for trial in trials if trial.number in kept and trial.record.feasible]
+    best = list(itertools.accumulate((steps_ms[number] for number in feasible), min))
+    axes.step(feasible, best, where="post", color=_ORANGE, label="best so far")
     axes.axhline(reference_s * 1e3, color=_GREY, linewidth=1, linestyle="--", label="recipe as it stands")
     axes.set(xlabel="trial", ylabel="step (ms)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -78,9 +78,9 @@ class SharedStudy:
         return known
 
     def best_ratio(self) -> float | None:
-        """Return the smallest ratio of all trials that were measured to their end; None if there are none."""
-        completed = self.trials([TrialState.COMPLETE])
-        return min((trial.record.ratio for trial in completed if trial.record.ratio is not None), default=None)
+        """Return the smallest ratio of all feasible trials that were measured to their end; None if there are none."""
+        records = [trial.record for trial in self.trials([TrialState.COMPLETE])]
+        return min((record.ratio for record in records if record.feasible and record.ratio is not None), default=None)
 
     def front(self) -> tuple[StoredTrial, ...]:
         """Return the feasible trials that no other trial beats at both objectives, the fastest first; () without memory."""
@@ -112,6 +112,7 @@ class SharedStudy:
 
 
 def _fingerprint(table: Settings, second: str | None) -> str:
-    """Hash the recipe without the sections `tune`, `tracking` and `cluster`, the table, and the second objective."""
+    """Hash what the times of a trial depend on: the recipe, its workers, the table, and the second objective."""
     about = table.recipe.model_dump(mode="json", exclude={"tune", "name", "tracking", "cluster"})
+    about["cluster"] = table.recipe.cluster.model_dump(mode="json", include={"workers", "gpu", "placement"})
     return hashlib.sha256(json.dumps([about, table.rows, *([second] if second else [])]).encode()).hexdigest()[:16]

@@ -72,6 +72,10 @@ def test_a_study_of_another_recipe_is_refused(tmp_path: Path) -> None:
         opened(tmp_path, other)
     with pytest.raises(UserError, match="study of another recipe"):
         opened(tmp_path, given(second="memory"))
+    elsewhere = given()
+    elsewhere = elsewhere.model_copy(update={"cluster": elsewhere.cluster.model_copy(update={"placement": "SPREAD"})})
+    with pytest.raises(UserError, match="study of another recipe"):
+        opened(tmp_path, elsewhere)
 
 
 def test_a_damaged_trial_is_measured_again(tmp_path: Path) -> None:
@@ -113,3 +117,14 @@ def test_the_front_is_of_feasible_trials(tmp_path: Path) -> None:
         write_trial(trial, TrialRecord(seconds=seconds, peak_gib=peak_gib, feasible=feasible))
         shared.study.tell(trial, [seconds, peak_gib])
     assert [trial.number for trial in shared.front()] == [1, 0]
+
+
+def test_a_setting_that_does_not_fit_stops_no_other_one(tmp_path: Path) -> None:
+    """Trials are stopped early against the best ratio, which must be one that may win."""
+    shared = opened(tmp_path, given(trials=2, sampler="random"))
+    for ratio, feasible in ((0.5, False), (0.9, True)):
+        trial = shared.claim_trial()
+        assert trial is not None
+        write_trial(trial, TrialRecord(seconds=ratio, ratio=ratio, feasible=feasible))
+        shared.study.tell(trial, ratio)
+    assert shared.best_ratio() == 0.9
