@@ -5,7 +5,7 @@ VENV ?= .venv
 PYTHON ?= python3
 
 BIN := $(VENV)/bin
-PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadgroup
+PARALLEL := --numprocesses logical --maxprocesses 4
 STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 

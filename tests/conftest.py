@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import ray
@@ -27,18 +28,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", metavar="I/N", help="run every N-th of the tests, chosen by name; I is from 0 to N − 1")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep all tests with Ray in one process. Others go to whichever process is free."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if nodeid.startswith(_WITH_RAY) else nodeid
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort tests by floors. With --share, keep only that share of them. With several processes, Ray belongs to one of them."""
+    """Sort tests by floors. With --share, keep only that share of them."""
     if share := config.getoption("--share"):
         number, shares = map(int, share.split("/"))
         chosen = [item for item in items if zlib.crc32(item.nodeid.encode()) % shares == number % shares]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
     items.sort(key=lambda item: _floor(item.nodeid))
-    for item in items:
-        if item.nodeid.startswith(_WITH_RAY):
-            item.add_marker(pytest.mark.xdist_group("ray"))
 
 
 def _floor(name: str) -> int:
