@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Thread
+from time import perf_counter
 from typing import Any, Literal
 
 import torch
@@ -71,8 +72,19 @@ class Pending:
     def __init__(self, works: Iterable[dist.Work], tensors: Sequence[Tensor], kept: Sequence[Tensor] = ()):
         self._works: list[Any] = list(works)  # work, or a future
         self._tensors, self._kept = tuple(tensors), tuple(kept)
+        self._began = perf_counter()
 
-    def when_done(self, call: Callable[[], None]) -> list[Future]:
+    @property
+    def began(self) -> float:
+        """When the operation started, in seconds of `time.perf_counter`."""
+        return self._began
+
+    @property
+    def is_running(self) -> bool:
+        """Whether `wait` has something to wait for. It may be over already."""
+        return bool(self._works)
+
+    def when_done(self, call: Callable[[], None]) -> Sequence[Future]:
         """Call a function whenever a part of the tensors has arrived, the last time when all have.
 
         Any thread may make the call. If no operation is running, the function is called once, at once.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 
 import torch.distributed as dist
 
 from foldray.comm.communicator import Communicator, Traffic
+from foldray.comm.line import Line
 from foldray.fold import Fold
 
 # Each class of traffic has its own communicator. A process group is one queue, so small messages would wait for large ones.
@@ -42,6 +43,7 @@ class Groups:
         dense_gradients, replicated_gradients, expert_gradients: for the gradients of each gradient class.
         tied_gradients: for the gradient of an embedding that the first and the last stage share.
         control: for losses, norms and counts over all ranks.
+        tokens_line: the line in which all-to-alls of tokens start.
         traffic: counts of all bytes that this rank has sent.
     """
 
@@ -62,6 +64,7 @@ class Groups:
     control: Communicator
     traffic: Traffic
     _process_groups: list[dist.ProcessGroup]
+    tokens_line: Line = field(default_factory=Line, init=False)
 
     @classmethod
     def create(
@@ -104,6 +107,7 @@ class Groups:
 
     def close(self) -> None:
         """Destroy the process groups. Otherwise threads and sockets would pile up in a process that makes new groups."""
+        self.tokens_line.close()
         while self._process_groups:
             dist.destroy_process_group(self._process_groups.pop())
 

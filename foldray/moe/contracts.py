@@ -52,18 +52,28 @@ class Sent:
         return self._host_E.view(ranks, -1).sum(1).tolist()
 
 
-@dataclass(frozen=True)
 class Received:
-    """The row counts that a receiver knows of a dispatch.
+    """The row counts that a receiver knows of a dispatch. They may still be on their way; the first reader waits for them.
 
     Args:
-        rows_XRE: number of rows for each ETP rank of the receiver's group, from each EP rank, for each local expert; int64,
-            on the host.
+        coming: brings one tensor, the counts in any order.
+        arrange: sorts the counts; see `rows_XRE`.
         index: the receiver's index among the ETP ranks.
     """
 
-    rows_XRE: torch.Tensor
-    index: int = 0
+    def __init__(self, coming: Pending, arrange: Callable[[torch.Tensor], torch.Tensor], index: int = 0):
+        self.coming, self._arrange, self.index = coming, arrange, index
+
+    @classmethod
+    def of(cls, rows_XRE: torch.Tensor, index: int = 0) -> Received:
+        """Make a record of counts that are known."""
+        return cls(Pending([], (rows_XRE,)), lambda rows: rows, index)
+
+    @cached_property
+    def rows_XRE(self) -> torch.Tensor:
+        """Number of rows for each ETP rank of the receiver's group, from each EP rank, for each local expert; int64, host."""
+        (rows,) = self.coming.wait()
+        return self._arrange(rows.cpu())
 
     @cached_property
     def rows_by_rank(self) -> list[int]:
@@ -92,13 +102,10 @@ class Permutation(Protocol):
 
 
 class Exchange(Protocol):
-    """How rows travel. All ranks of the group must call each method. `Pending.wait` waits until the data have arrived."""
+    """How rows travel. All ranks of the group must call each method, in the same order. No method waits for another rank."""
 
-    def start_counts(self, sent: Sent) -> Pending:
+    def start_counts(self, sent: Sent) -> Received:
         """Start to tell the receivers how many rows will come."""
-
-    def finish_counts(self, pending: Pending) -> Received:
-        """Return the counts of the rows that will come. The host waits for them."""
 
     def equal_counts(self, sent: Sent) -> Received:
         """Return the counts of the rows that will come if every rank sends the same counts, as with padding.
@@ -107,7 +114,7 @@ class Exchange(Protocol):
         """
 
     def start_out(self, rows_NH: torch.Tensor, sent: Sent, received: Received) -> Pending:
-        """Start to send rows to the owners of their experts."""
+        """Send rows to the owners of their experts, as soon as the counts have arrived."""
 
     def start_back(self, rows_NH: torch.Tensor, sent: Sent, received: Received) -> Pending:
         """Start to send rows to the owners of their tokens."""
@@ -147,7 +154,7 @@ def run_layer(layer: Layer, h_BSH: torch.Tensor) -> tuple[torch.Tensor, Balance]
     h_TH, exchange, sequences = h_BSH.flatten(0, 1), layer.exchange, h_BSH.shape[0]
     routing = layer.route(h_TH, sequences)
     rows_NH, sent = layer.dispatch_preprocess(h_TH, routing)
-    received = exchange.finish_counts(exchange.start_counts(sent))
+    received = exchange.start_counts(sent)
     y_NH = layer.run_experts(dispatch(exchange, rows_NH, sent, received), received)
     y_NH = combine(exchange, y_NH, sent, received)
     y_TH = layer.combine_postprocess(y_NH, sent, routing.weight_TK)
@@ -177,14 +184,10 @@ def combine(exchange: Exchange, y_NH: torch.Tensor, sent: Sent, received: Receiv
 class PlainExchange:
     """The exchange of a single rank, where nothing travels."""
 
-    def start_counts(self, sent: Sent) -> Pending:
-        return Pending([], (sent.rows_E,))
+    def start_counts(self, sent: Sent) -> Received:
+        return Received.of(sent.rows_E.cpu().view(1, 1, -1))
 
-    def finish_counts(self, pending: Pending) -> Received:
-        return Received(pending.wait()[0].cpu().view(1, 1, -1))
-
-    def equal_counts(self, sent: Sent) -> Received:
-        return self.finish_counts(self.start_counts(sent))
+    equal_counts = start_counts
 
     def start_out(self, rows_NH: torch.Tensor, sent: Sent, received: Received) -> Pending:
         return Pending([], (rows_NH,))

@@ -161,12 +161,11 @@ class MicroBatch:
             self.losses = add_losses(self.losses, self.model.router_losses(op.layer, self._balances[op.layer]))
 
     def counts_forward(self, op: Op) -> None:
-        self.flight[op] = self._layer(op).exchange.start_counts(self._sent[_part(op)])
+        received = self._layer(op).exchange.start_counts(self._sent[_part(op)])
+        self._received[_part(op)], self.flight[op] = received, received.coming
 
     def dispatch_forward(self, op: Op) -> None:
-        if self.graph.ragged:
-            counts = self.flight.pop(op._replace(kind=COUNTS))
-            self._received[_part(op)] = self._layer(op).exchange.finish_counts(counts)
+        self.flight.pop(op._replace(kind=COUNTS), None)
         self._start_out(op)
 
     def expert_forward(self, op: Op) -> None:

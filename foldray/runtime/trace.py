@@ -37,10 +37,9 @@ class Trace:
             began: time at which an op that computes began to compute.
             pending: the data in flight of an op that communicates; None for an op that computes.
         """
-        now = perf_counter()
         if pending is not None:
-            spans = self.spans  # of this step, even if the call comes later
-            self._news += pending.when_done(lambda: spans.update({op: Span(now, perf_counter())}))
+            spans, flying = self.spans, pending  # the spans of this step, even if the call comes later
+            self._news += pending.when_done(lambda: spans.update({op: Span(flying.began, perf_counter())}))
             return
         if self._gpu:
             torch.cuda.synchronize()

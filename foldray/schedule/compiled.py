@@ -4,8 +4,7 @@ The clock follows the same rules as the executor:
 
 - A position starts its ops in the order of its list.
 - An op that computes waits for all ops that it needs, and keeps its position busy from its start to its end.
-- A position posts an op that travels without waiting for its end. But it waits for other collectives that the op needs: the
-  host must have the row counts before it can post a dispatch.
+- A position posts an op that travels, and goes on. The op travels once all ops that it needs have ended.
 - A channel is a queue: its ops travel one after another, in order.
 - The cost of an op is a sequence of (lane, seconds). An op waits while another op uses the lane that it needs.
 
@@ -62,9 +61,9 @@ class CompiledSchedule(Generic[Class]):
         channel_of: for every op, the number of its channel; -1 if the op computes.
         places: for every op, the positions that take part.
         queues: for every channel, its ops in order.
-        waits: for every op, the ops that must end before a position starts it. Earlier computing ops of the same list are
-            left out.
-        remote: for every op that travels, the other ops that must end before it travels.
+        waits: for every op that computes, the ops that must end before it. Earlier computing ops of the same list are left
+            out.
+        remote: for every op that travels, the ops that must end before it travels, with the same exception.
     """
 
     def __init__(
@@ -110,8 +109,7 @@ class CompiledSchedule(Generic[Class]):
                 place = home.get(need)
                 if place is not None and index[place].get(i, -1) > index[place][need]:
                     continue
-                blocks = self.channel_of[i] < 0 or self.graph.channel(needed) is not None
-                (waits if blocks else remote).append(need)
+                (waits if self.channel_of[i] < 0 else remote).append(need)
             self.waits.append(tuple(waits))
             self.remote.append(tuple(remote))
 
@@ -140,7 +138,7 @@ class CompiledSchedule(Generic[Class]):
             for i in ops:
                 posts[i] += 1
                 found[i].update(dict.fromkeys(last))
-                last = (i,) if self.channel_of[i] < 0 else tuple(dict.fromkeys(last + self.waits[i]))
+                last = (i,) if self.channel_of[i] < 0 else last
         for queue in self.queues:
             for i, following in pairwise(queue):
                 found[following][i] = None

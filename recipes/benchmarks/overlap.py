@@ -7,16 +7,16 @@ The script uses two hosts (network namespaces on this machine, which needs root)
 It chooses the rate of the link so that the all-to-alls alone take `ratio` times as long as computation alone; --links sets
 the rate instead. Each host has one process. All measurements take turns within a round:
 
-- C is the computation of the uncut blocks, without communication. Experts have a fixed number of rows (capacity factor 1), so
-  C has the same shapes as a variant. Cores are shared with other machines, and may get a third slower or faster within a
-  minute. So C is measured before and after every variant, and the variant is compared with the mean. If the two differ by
-  more than a tenth, or if other machines took more than 5 % of a core meanwhile, the variant is measured again, up to three
-  times. The measurement with the smallest disturbance counts.
+- C is the computation of the uncut blocks, without communication, on the rows that a variant has. Cores are shared with other
+  machines, and may get a third slower or faster within a minute. So C is measured before and after every variant, and the
+  variant is compared with the mean. If the two differ by more than a tenth, or if other machines took more than 5 % of a core
+  meanwhile, the variant is measured again, up to three times. The measurement with the smallest disturbance counts.
 - X is all all-to-alls of the uncut blocks, started at once, without computation. (One after another they would take half as
   long again, because gloo's ends agree on each message before it leaves. Pieces can overlap these pauses, too, so this would
   not be a limit.)
 - G, with --gradients, is all reductions of gradients of a step, started at once. Then every variant has these reductions, too.
-- Every variant KIND[:DEGREE[:LAG[:BACKWARD_LAG]]][@PARTS][+REDUCTION[=BYTES]] runs in the order of the command line. With
+- Every variant [padded/]KIND[:DEGREE[:LAG[:BACKWARD_LAG]]][@PARTS][+REDUCTION[=BYTES]] runs in the order of the command line.
+  Routers are dropless, as they are by default. With `padded/`, experts have a fixed number of rows (capacity factor 1). With
   --peers, the same blocks also run with the MoE layer of DeepSpeed. For `+chunks=auto`, training's own search finds the size
   before the measurement. `stream:DEGREE` chooses its lags as training does, from op times of the warm-up rounds.
 
@@ -155,8 +155,8 @@ def _run(lab: list, args: argparse.Namespace, rounds: int | None = None, variant
         return json.loads(result.read_text())
 
 
-def model_of(args: argparse.Namespace) -> ModelSpec:
-    router = {"capacity_factor": 1.0, "pad": True, "balance_loss": 0.01}
+def model_of(args: argparse.Namespace, padded: bool = False) -> ModelSpec:
+    router = {"balance_loss": 0.01, **({"capacity_factor": 1.0, "pad": True} if padded else {})}
     return ModelSpec(
         layers=args.blocks, hidden=args.hidden, heads=args.heads, kv_heads=args.heads, head_dim=args.hidden // args.heads,
         ffn_hidden=args.inner, experts=max(args.hosts, 2), topk=1, expert_hidden=args.inner, vocab=64,

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,54 @@ from overlap_sweep import search, sweep
 from torch import Tensor, nn
 
 from foldray.blueprint import ModelSpec, Ownership
-from foldray.comm import Communicator, Groups
+from foldray.comm import Groups, Pending
 from foldray.fold import Fold
 from foldray.model import Batch, Transformer
+from foldray.moe import Exchange, Layer, Received, Sent
 from foldray.runtime import Execution, Gradients, Trace
 from foldray.schedule import Ordering, SliceCost, named_ordering
 from foldray.timeline import Recording, held_up, overlaps, replay
 
 _STOLEN, _DRIFT, _TRIES = 0.05, 0.1, 4  # accepted share of a core that others take, accepted change of C, most measurements
+
+
+class Stack(NamedTuple):
+    """Blocks with one kind of router."""
+
+    model: Transformer
+    gradients: Gradients
+    execution: Execution
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [self.model.block(layer).moe for layer in self.model.spec.moe_layers]
+
+
+class Silent:
+    """An exchange that sends nothing. As many rows arrive as with the real exchange, taken from the rows that are here."""
+
+    def __init__(self, exchange: Exchange, ranks: int):
+        self.real, self._ranks = exchange, ranks
+        self._received: Received | None = None  # the same in every step, because weights do not change
+
+    def start_counts(self, sent: Sent) -> Received:
+        if self._received is None:
+            self._received = Received.of(self.real.start_counts(sent).rows_XRE)
+        return self._received
+
+    def equal_counts(self, sent: Sent) -> Received:
+        return self.real.equal_counts(sent)
+
+    def start_out(self, rows_NH: Tensor, sent: Sent, received: Received) -> Pending:
+        return _instead(rows_NH, sum(received.rows_by_rank))
+
+    def start_back(self, rows_NH: Tensor, sent: Sent, received: Received) -> Pending:
+        return _instead(rows_NH, sum(sent.rows_by_rank(self._ranks)))
+
+
+def _instead(rows_NH: Tensor, count: int) -> Pending:
+    more = count - len(rows_NH)
+    return Pending([], (rows_NH[:count] if more <= 0 else torch.cat([rows_NH, rows_NH[:more]]),))
 
 
 class Worker:
@@ -46,11 +86,10 @@ class Worker:
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=args.hosts)
         fold = Fold(args.hosts, ep=args.hosts)
         self.spec, self.groups = model_of(args), Groups.create(fold, self.rank)
-        model = Transformer(Ownership(self.spec, fold), self.groups)
-        self.gradients = Gradients(model, self.groups)
-        self.execution = Execution(model, self.groups, self.gradients, reduces=args.gradients)
-        self.execution.trace = Trace()
-        self.exchanges = [model.block(layer).moe.exchange for layer in self.spec.moe_layers]
+        names = [args.sweep] if args.sweep else [*(args.variants or [""]), *(["deepspeed"] if args.peers else [])]
+        self.stacks = {padded: self._stack(fold, padded) for padded in {_is_padded(name) for name in names}}
+        self.stack = self.stacks[min(self.stacks)]
+        self.silent = {name: [Silent(layer.exchange, args.hosts) for layer in each.layers] for name, each in self.stacks.items()}
         text = torch.randint(0, self.spec.vocab, (args.batch, args.length + 1))
         self.batches = [Batch(text[:, :-1], text[:, 1:])]
         self.cost = SliceCost.of_model(self.spec.hidden, self.spec.heads)
@@ -58,6 +97,21 @@ class Worker:
         self.picked: dict[str, dict[str, Any]] = {}  # by variant, the result of the search for the size of chunks
         self.measuring = False
         self.held_up: dict[str, list[float]] = {}  # by variant, seconds that all-to-alls waited for chunks ahead of them
+
+    def _stack(self, fold: Fold, padded: bool) -> Stack:
+        model = Transformer(Ownership(model_of(self.args, padded), fold), self.groups)
+        gradients = Gradients(model, self.groups)
+        execution = Execution(model, self.groups, gradients, reduces=self.args.gradients)
+        execution.trace = Trace()
+        return Stack(model, gradients, execution)
+
+    @property
+    def execution(self) -> Execution:
+        return self.stack.execution
+
+    @property
+    def gradients(self) -> Gradients:
+        return self.stack.gradients
 
     def serve(self) -> None:
         """Measure all variants. The first host writes the results."""
@@ -85,6 +139,7 @@ class Worker:
                     results["G"].append(self.together(self.reduce_alone))
             for name, run in plan.items():
                 self.tell(f"{prefix}{name}")
+                self.use(_is_padded(name))
                 measured = self.together(run) if self.args.peaks or not self.measuring else self.undisturbed(run)
                 results[name].append(measured)
             if not self.measuring:
@@ -102,10 +157,18 @@ class Worker:
         """Run training's search for the size of chunks, for every variant with `=auto`."""
         for name in (variant for variant in self.args.variants if variant.endswith("=auto")):
             self.tell(f"search of {name}")
+            self.stack = self.stacks[_is_padded(name)]
             self.execution.reorder(self.chosen[name])
             self.picked[name] = search(self, 0)
             self.chosen[name] = self.execution.ordering
         self.held_up.clear()
+
+    def use(self, padded: bool) -> None:
+        """Change to the blocks with this kind of router."""
+        if self.stack is not self.stacks[padded]:
+            self.stack = self.stacks[padded]
+            if not self.args.peaks:
+                self.alone = self.together(self.compute_alone)
 
     def slowest(self, name: str | None) -> float:
         """Run a step on all hosts, and return the milliseconds of the slowest one."""
@@ -151,13 +214,14 @@ class Worker:
 
     def compute_alone(self) -> dict[str, float]:
         """Run the uncut blocks without all-to-alls."""
-        for exchange in self.exchanges:
-            exchange.tokens = Communicator("tokens", self.groups.tokens.ranks, self.rank, None)
+        (padded,) = (name for name, stack in self.stacks.items() if stack is self.stack)
+        for layer, silent in zip(self.stack.layers, self.silent[padded], strict=True):
+            layer.exchange = silent  # type: ignore[misc]
         self.execution.reduces = False
-        measured = self.step("sequential")
+        measured = self.step("padded/" * padded + "sequential")
         self.execution.reduces = self.args.gradients
-        for exchange in self.exchanges:
-            exchange.tokens = self.groups.tokens
+        for layer, silent in zip(self.stack.layers, self.silent[padded], strict=True):
+            layer.exchange = silent.real  # type: ignore[misc]
         return measured
 
     def reduce_alone(self) -> dict[str, float]:
@@ -217,17 +281,19 @@ class Worker:
 
     def _named(self, name: str) -> Ordering:
         """Return the ordering of a variant before its op times are known."""
-        return named_ordering(name.removesuffix("=auto"), self.args.length, self.cost)
+        return named_ordering(name.removeprefix("padded/").removesuffix("=auto"), self.args.length, self.cost)
 
     def _write_trace(self, name: str, graph: Any, ranks: list, begin: float) -> None:
         from foldray.timeline import perfetto
 
         self.args.traces.mkdir(parents=True, exist_ok=True)
-        (self.args.traces / f"{name.replace(':', '-')}.json").write_text(json.dumps(perfetto(graph, ranks, begin)))
+        (self.args.traces / f"{name.replace(':', '-').replace('/', '-')}.json").write_text(
+            json.dumps(perfetto(graph, ranks, begin))
+        )
 
     def peer(self) -> Callable[[], dict[str, float]]:
         """Return a function that runs the same blocks with DeepSpeed's MoE layer."""
-        stack = _deepspeed_stack(self.spec, self.execution.model, self.args.hosts)
+        stack = _deepspeed_stack(self.spec, self.stacks[True].model, self.args.hosts)
         x_BLH = torch.randn(self.args.batch, self.args.length, self.spec.hidden)
 
         def run() -> dict[str, float]:
@@ -273,6 +339,11 @@ def _deepspeed_stack(spec: ModelSpec, model: Transformer, hosts: int) -> nn.Modu
     os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": "0", "WORLD_SIZE": str(hosts)}
     deepspeed.init_distributed("gloo", verbose=False)
     return Stack()
+
+
+def _is_padded(name: str) -> bool:
+    """Whether a variant's experts have a fixed number of rows. Those of DeepSpeed have."""
+    return name.startswith("padded/") or name == "deepspeed"
 
 
 def _resident(anew: bool = False) -> float:

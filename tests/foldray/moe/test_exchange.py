@@ -105,7 +105,7 @@ def round_trip(groups: Groups, case: str) -> dict[str, tuple[int, int, int]]:
     exchange, permutation, slices = AllToAll(groups), TorchPermutation(), groups.expert_slices
     rows_NH, sides = permutation.encode(x_TH, routing)
     assert groups.traffic.counts == {}
-    received = exchange.finish_counts(exchange.start_counts(sides))
+    received = exchange.start_counts(sides)
     measure("exchange")
     rows_NH = gather_rows(dispatch(exchange, rows_NH, sides, received), slices, received.rows_by_slice)
     measure("dispatch")
@@ -229,7 +229,7 @@ def _volumes(rank: int, fold: Fold) -> list[tuple[int, int, int]]:
     x_TH, _, routing = tokens(rank, "any weights")
     exchange, slices = AllToAll(groups), groups.expert_slices
     rows_NH, sides = TorchPermutation().encode(x_TH, routing)
-    arrived = exchange.finish_counts(exchange.start_counts(sides))
+    arrived = exchange.start_counts(sides)
     y_NH = gather_rows(dispatch(exchange, rows_NH, sides, arrived), slices, arrived.rows_by_slice)
     combine(exchange, scatter_rows(y_NH, slices, arrived.rows_by_slice), sides, arrived)
     received = list(arrived.rows_by_slice)
@@ -255,13 +255,13 @@ def test_volumes_follow_from_the_counts(ranks) -> None:
 def test_equal_counts_are_those_that_padding_makes() -> None:
     _, sides = TorchPermutation().encode(tokens(1, "pad").x_TH, tokens(1, "pad").routing)
     exchange = AllToAll(Groups.create(Fold(1)))
-    assert torch.equal(exchange.equal_counts(sides).rows_XRE, exchange.finish_counts(exchange.start_counts(sides)).rows_XRE)
+    assert torch.equal(exchange.equal_counts(sides).rows_XRE, exchange.start_counts(sides).rows_XRE)
 
 
 def test_the_two_sides_hold_what_their_names_say() -> None:
     sent = Sent(torch.tensor([3, 0, 2, 5]), None)
     assert sent.rows_by_rank(2) == [3, 7]
-    received = Received(torch.arange(12).view(2, 3, 2), index=1)
+    received = Received.of(torch.arange(12).view(2, 3, 2), index=1)
     assert received.rows_by_rank == [13, 17, 21]
     assert received.rows_by_slice == [15, 51]
     assert received.rows_by_expert == [30, 36]

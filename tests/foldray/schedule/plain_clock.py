@@ -56,8 +56,7 @@ class PlainRun:
             return
         op = self.schedule[position][self.next[position]]
         travels = self.graph.channel(op) is not None
-        # The host posts a collective without waiting for computation, but waits for the results of other collectives.
-        needs = [need for need in self.graph.needs(op) if not travels or self.graph.channel(need) is not None]
+        needs = [] if travels else list(self.graph.needs(op))  # a collective is posted before it can travel
         if not self.misses(needs, lambda: self.look_at_position(position)):
             at = max([self.free[position], *(self.done[need].end for need in needs)])
             self.plan(at, lambda at: (self.post if travels else self.compute)(op, position, at))

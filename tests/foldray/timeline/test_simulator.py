@@ -53,11 +53,12 @@ def test_one_block_by_hand(kind: str, seconds: float) -> None:
     assert found.usage[0].communication == 8
 
 
-def test_the_host_waits_for_counts_before_rows_leave() -> None:
-    graph = graph_of(1, ragged=True)
+def test_rows_wait_for_counts_and_nobody_waits_for_rows_to_leave() -> None:
+    graph = graph_of(2, ragged=True)
     cost = cost_of({"attention": 1.0, "counts": 5.0, "dispatch": 1.0})
-    spans = simulate(graph, step_schedule(graph, Overlap("sequential")), cost).spans
+    spans = simulate(graph, step_schedule(graph, Overlap("aaam")), cost).spans
     assert spans[Op("dispatch", "F", 0)] == Span(6.0, 7.0)
+    assert spans[Op("attention", "F", 0, 1)] == Span(1.0, 2.0)
 
 
 def test_traffic_inside_an_op_keeps_its_lane_busy() -> None:

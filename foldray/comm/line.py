@@ -1,0 +1,120 @@
+"""A line in front of a communicator: operations start in order, without making the caller wait for what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
+
+from torch import Tensor
+from torch.futures import Future, collect_all
+
+from foldray.comm.communicator import Pending
+
+
+class Line:
+    """Starts operations in the order in which they come.
+
+    An operation may need something that is still on its way, such as the sizes of its messages. Then a thread waits for it
+    and starts the operation. Operations that come later line up behind it, because the members of a communicator must start
+    their operations in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[_Queued | None] = SimpleQueue()
+        self._lock, self._waiting = Lock(), 0
+        self._thread: Thread | None = None
+
+    def start(self, begin: Callable[[], Pending], ready: bool) -> Pending:
+        """Start an operation at once, or put it at the end of the line.
+
+        Args:
+            begin: starts the operation. It waits for what the operation needs.
+            ready: whether `begin` would not wait.
+        """
+        with self._lock:
+            alone = ready and not self._waiting
+            self._waiting += not alone
+        if alone:
+            return begin()
+        if self._thread is None:
+            self._thread = Thread(target=self._serve, daemon=True)  # a lost peer must not keep the process from ending
+            self._thread.start()
+        queued = _Queued(begin)
+        self._queue.put(queued)
+        return queued
+
+    def close(self) -> None:
+        """End the thread, after the operations that are in line."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread = None
+
+    def _serve(self) -> None:
+        while (queued := self._queue.get()) is not None:
+            queued.begin()
+            with self._lock:
+                self._waiting -= 1
+
+
+class _Queued(Pending):
+    """An operation in line. `wait` waits until it has started, and then for its end."""
+
+    def __init__(self, begin: Callable[[], Pending]):
+        super().__init__([], ())
+        self._begin: Callable[[], Pending] | None = begin
+        self._started, self._lock = Event(), Lock()
+        self._pending: Pending | None = None
+        self._error: BaseException | None = None
+        self._calls: list[tuple[Callable[[], None], Future]] = []  # calls of `when_done` before the start
+
+    @property
+    def is_running(self) -> bool:
+        return not self._started.is_set() or (self._pending is not None and self._pending.is_running)
+
+    @property
+    def began(self) -> float:
+        assert self._pending is not None, "the operation has not started"
+        return self._pending.began
+
+    def begin(self) -> None:
+        """Start the operation. The line's thread calls this."""
+        assert self._begin is not None
+        try:
+            pending = self._begin()
+        except BaseException as error:  # `wait` raises it, in the thread that needs the result
+            self._error = error
+        with self._lock:
+            if self._error is None:
+                self._pending = pending
+            for call, done in self._calls:
+                if self._error is None:
+                    _call_when_done(pending, call, done)
+                else:
+                    done.set_exception(self._error)  # type: ignore[arg-type]
+            self._begin = None
+        self._started.set()
+
+    def when_done(self, call: Callable[[], None]) -> Sequence[Future]:
+        with self._lock:
+            if self._pending is not None:
+                return self._pending.when_done(call)
+            done: Future = Future()
+            self._calls.append((call, done))
+            return [done]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        self._started.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._pending is not None
+        return self._pending.wait()
+
+
+def _call_when_done(pending: Pending, call: Callable[[], None], done: Future) -> None:
+    """Hand over a call that was asked for before the operation started."""
+    parts = pending.when_done(call)
+    if parts:
+        collect_all(list(parts)).then(lambda _: done.set_result(None))
+    else:
+        done.set_result(None)
