@@ -16,9 +16,10 @@ the rate instead. Each host has one process. All measurements take turns within 
   not be a limit.)
 - G, with --gradients, is all reductions of gradients of a step, started at once. Then every variant has these reductions, too.
 - Every variant [padded/]KIND[:DEGREE[:LAG[:BACKWARD_LAG]]][@PARTS][+REDUCTION[=BYTES]] runs in the order of the command line.
-  Routers are dropless, as they are by default. With `padded/`, experts have a fixed number of rows (capacity factor 1). With
-  --peers, the same blocks also run with the MoE layer of DeepSpeed. For `+chunks=auto`, training's own search finds the size
-  before the measurement. `stream:DEGREE` chooses its lags as training does, from op times of the warm-up rounds.
+  Routers are dropless, as they are by default. Their biases balance them, as training would. With `padded/`, experts have a
+  fixed number of rows (capacity factor 1). With --peers, the same blocks also run with the MoE layer of DeepSpeed. For
+  `+chunks=auto`, training's own search finds the size before the measurement. `stream:DEGREE` chooses its lags as training
+  does, from op times of the warm-up rounds.
 
 With --hosts 1 there is no communication to hide, and the times show the cost of pieces. With --peaks, the script measures
 memory instead of time.
@@ -156,7 +157,12 @@ def _run(lab: list, args: argparse.Namespace, rounds: int | None = None, variant
 
 
 def model_of(args: argparse.Namespace, padded: bool = False) -> ModelSpec:
-    router = {"balance_loss": 0.01, **({"capacity_factor": 1.0, "pad": True} if padded else {})}
+    router = {
+        "balance_loss": 0.01,
+        "score": "sigmoid",
+        "bias_rate": 0.01,
+        **({"capacity_factor": 1.0, "pad": True} if padded else {}),
+    }
     return ModelSpec(
         layers=args.blocks, hidden=args.hidden, heads=args.heads, kv_heads=args.heads, head_dim=args.hidden // args.heads,
         ffn_hidden=args.inner, experts=max(args.hosts, 2), topk=1, expert_hidden=args.inner, vocab=64,
@@ -166,7 +172,8 @@ def model_of(args: argparse.Namespace, padded: bool = False) -> ModelSpec:
 
 def limits(run: dict[str, Any], name: str) -> list[float]:
     """Return the limit of a variant in every round, in milliseconds. No schedule of one step can be faster."""
-    alone, collectives = run[name], [run[key] for key in ("X", "G") if key in run]
+    exchanges = "padded/X" if name.startswith("padded/") and "padded/X" in run else "X"
+    alone, collectives = run[name], [run[key] for key in (exchanges, "G") if key in run]
     return [
         sum(max(alone[f"alone_{side}"]["rounds"][r], sum(part[side]["rounds"][r] for part in collectives)) for side in SIDES)
         for r in range(len(run["X"]["step_ms"]["rounds"]))
@@ -198,7 +205,7 @@ def report(run: dict[str, Any]) -> None:
     print(f"{link_of(run)}, all-to-alls alone {ratio(run):.2f} × computation alone")
     print(f"{'':<22}{'ms':>8}{'min':>8}{'max':>8}{'limit':>8}{'× limit':>9}", end="")
     print(f"{'forward':>9}{'backward':>9}{'exposed':>9}{'simulated':>10}{'seen':>9}")
-    for name in (*(key for key in ("C", "X", "G") if key in run), *measured(run)):
+    for name in (*(key for key in ("C", "X", "padded/C", "padded/X", "G") if key in run), *measured(run)):
         result = run[name]
         step = result["step_ms"]
         line = f"{name:<22}{step['median']:>8.0f}{step['min']:>8.0f}{step['max']:>8.0f}"
@@ -211,6 +218,8 @@ def report(run: dict[str, Any]) -> None:
             claimed, missed = result["claimed"]["median"], result["missed"]["max"]
             line += f"{result['simulated_ms']['median']:>10.0f}{f'{claimed - missed:.0f}/{claimed:.0f}':>9}"
         print(line)
+    if run["fullest"] > 1:
+        print(f"without padding, the fullest host has at most {run['fullest']:.2f} times the mean number of rows of a block")
     for name in ("C", "X", "G"):
         if "busy_ms" in run.get(name, {}):
             print(f"{name}: its core is busy for {run[name]['busy_ms']['median']:.0f} ms")

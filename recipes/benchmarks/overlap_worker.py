@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups, Pending
 from foldray.fold import Fold
-from foldray.model import Batch, Transformer
+from foldray.model import Batch, Transformer, all_losses
 from foldray.moe import Exchange, Layer, Received, Sent
 from foldray.runtime import Execution, Gradients, Trace
 from foldray.schedule import Ordering, SliceCost, named_ordering
 from foldray.timeline import Recording, held_up, overlaps, replay
 
+_HALVINGS = 12
 _STOLEN, _DRIFT, _TRIES = 0.05, 0.1, 4  # accepted share of a core that others take, accepted change of C, most measurements
 
 
@@ -47,30 +48,49 @@ class Stack(NamedTuple):
 
 
 class Silent:
-    """An exchange that sends nothing. As many rows arrive as with the real exchange, taken from the rows that are here."""
+    """An exchange that sends nothing. As many rows arrive as in a real step, taken from the rows that are here.
+
+    The first step passes everything on to the real exchange, and records the numbers of rows. They are the same in every step,
+    because weights do not change.
+    """
 
     def __init__(self, exchange: Exchange, ranks: int):
         self.real, self._ranks = exchange, ranks
-        self._received: Received | None = None  # the same in every step, because weights do not change
+        self.recorded: tuple[Sent, Received] | None = None
+        self.silent = False
 
     def start_counts(self, sent: Sent) -> Received:
-        if self._received is None:
-            self._received = Received.of(self.real.start_counts(sent).rows_XRE)
-        return self._received
+        if self.recorded is None:
+            self.recorded = sent, Received.of(self.real.start_counts(sent).rows_XRE)
+        return self.recorded[1]
 
     def equal_counts(self, sent: Sent) -> Received:
-        return self.real.equal_counts(sent)
+        self.recorded = self.recorded or (sent, self.real.equal_counts(sent))
+        return self.recorded[1]
 
     def start_out(self, rows_NH: Tensor, sent: Sent, received: Received) -> Pending:
+        if not self.silent:
+            return self.real.start_out(rows_NH, sent, received)
         return _instead(rows_NH, sum(received.rows_by_rank))
 
     def start_back(self, rows_NH: Tensor, sent: Sent, received: Received) -> Pending:
+        if not self.silent:
+            return self.real.start_back(rows_NH, sent, received)
         return _instead(rows_NH, sum(sent.rows_by_rank(self._ranks)))
+
+    def rows(self) -> tuple[list[int], list[int]]:
+        """Return the numbers of rows that come from every rank, and that go to every rank."""
+        assert self.recorded is not None, "there was no step"
+        sent, received = self.recorded
+        return received.rows_by_rank, sent.rows_by_rank(self._ranks)
 
 
 def _instead(rows_NH: Tensor, count: int) -> Pending:
-    more = count - len(rows_NH)
-    return Pending([], (rows_NH[:count] if more <= 0 else torch.cat([rows_NH, rows_NH[:more]]),))
+    if count > len(rows_NH):
+        rows_NH = (
+            rows_NH.repeat(-(-count // max(1, len(rows_NH))), 1) if len(rows_NH) else rows_NH.new_zeros(count, rows_NH.shape[1])
+        )
+    return Pending([], (rows_NH[:count],))
 
 
 class Worker:
@@ -88,7 +108,7 @@ class Worker:
         self.spec, self.groups = model_of(args), Groups.create(fold, self.rank)
         names = [args.sweep] if args.sweep else [*(args.variants or [""]), *(["deepspeed"] if args.peers else [])]
         self.stacks = {padded: self._stack(fold, padded) for padded in {_is_padded(name) for name in names}}
-        self.stack = self.stacks[min(self.stacks)]
+        self.padded = min(self.stacks)
         self.silent = {name: [Silent(layer.exchange, args.hosts) for layer in each.layers] for name, each in self.stacks.items()}
         text = torch.randint(0, self.spec.vocab, (args.batch, args.length + 1))
         self.batches = [Batch(text[:, :-1], text[:, 1:])]
@@ -106,6 +126,10 @@ class Worker:
         return Stack(model, gradients, execution)
 
     @property
+    def stack(self) -> Stack:
+        return self.stacks[self.padded]
+
+    @property
     def execution(self) -> Execution:
         return self.stack.execution
 
@@ -116,6 +140,7 @@ class Worker:
     def serve(self) -> None:
         """Measure all variants. The first host writes the results."""
         if self.args.sweep:
+            self.balance()
             results = sweep(self, self.args.sweep)
             if self.rank == 0:
                 self.args.result.write_text(json.dumps(results))
@@ -124,19 +149,23 @@ class Worker:
         plan: dict[str, Callable[[], dict[str, float]]] = {name: partial(self.step, name) for name in self.args.variants}
         if self.args.peers:
             plan["deepspeed"] = self.peer()
+        self.tell("balance of routers")
+        self.balance()
         results: dict[str, list[dict[str, float]]] = defaultdict(list)
         for number in range(WARM_UP + self.args.rounds):
             self.measuring = number >= WARM_UP
             prefix = f"round {number - WARM_UP + 1} of {self.args.rounds}: "
-            if not self.args.peaks:
-                self.tell(f"{prefix}C")
+            for padded in () if self.args.peaks else sorted(self.stacks, reverse=True):
+                self.padded = padded
+                kind = "padded/" * (self.padded and len(self.stacks) > 1)
+                self.tell(f"{prefix}{kind}C")
                 self.alone = self.together(self.compute_alone)
-                results["C"].append(self.alone)
-            if plan and not self.args.peaks:
-                self.tell(f"{prefix}X")
-                results["X"].append(self.together(self.talk_alone))
-                if self.args.gradients:
-                    results["G"].append(self.together(self.reduce_alone))
+                results[f"{kind}C"].append(self.alone)
+                if plan:
+                    self.tell(f"{prefix}{kind}X")
+                    results[f"{kind}X"].append(self.together(self.talk_alone))
+            if plan and self.args.gradients and not self.args.peaks:
+                results["G"].append(self.together(self.reduce_alone))
             for name, run in plan.items():
                 self.tell(f"{prefix}{name}")
                 self.use(_is_padded(name))
@@ -146,18 +175,33 @@ class Worker:
                 results.clear()
             if number == WARM_UP - 1:
                 self.search_sizes()
+        self.fullest = self.rows_of_the_fullest()
         if self.rank == 0:
             document = {name: _medians(rounds) for name, rounds in results.items()}
             best = {name: [*chosen.forward, *chosen.backward] for name, chosen in self.chosen.items() if self._named(name).open}
-            more = {"bytes": self.bytes_sent(), "chosen": best, "held_up": self.held_up, "picked": self.picked}
+            more = {
+                "bytes": self.bytes_sent(),
+                "fullest": self.fullest,
+                "chosen": best,
+                "held_up": self.held_up,
+                "picked": self.picked,
+            }
             self.args.result.write_text(json.dumps({**document, **more}))
         self.groups.close()
+
+    def balance(self) -> None:
+        """Bisect the selection biases of the routers, until all experts have the same number of rows (nearly)."""
+        for stack in self.stacks.values():
+            for halvings in range(_HALVINGS):
+                losses = all_losses(stack.execution.evaluate(self.batches), self.groups.control)
+                for bias_E, count_E in zip(stack.model.biases().values(), losses.count_ME, strict=True):
+                    bias_E += 0.5 ** (halvings + 2) * torch.sign(count_E.double().mean() - count_E).to(bias_E.dtype)
 
     def search_sizes(self) -> None:
         """Run training's search for the size of chunks, for every variant with `=auto`."""
         for name in (variant for variant in self.args.variants if variant.endswith("=auto")):
             self.tell(f"search of {name}")
-            self.stack = self.stacks[_is_padded(name)]
+            self.padded = _is_padded(name)
             self.execution.reorder(self.chosen[name])
             self.picked[name] = search(self, 0)
             self.chosen[name] = self.execution.ordering
@@ -165,8 +209,8 @@ class Worker:
 
     def use(self, padded: bool) -> None:
         """Change to the blocks with this kind of router."""
-        if self.stack is not self.stacks[padded]:
-            self.stack = self.stacks[padded]
+        if self.padded != padded:
+            self.padded = padded
             if not self.args.peaks:
                 self.alone = self.together(self.compute_alone)
 
@@ -207,6 +251,14 @@ class Worker:
             tries.append((max(drift / _DRIFT, measured["stolen"] / _STOLEN), {**measured, **alone}))
         return min(tries, key=lambda attempt: attempt[0])[1]
 
+    def rows_of_the_fullest(self) -> float:
+        """Return the rows of the host with most rows over the mean, the largest of all blocks, without padding."""
+        if False not in self.stacks or self.args.peaks:
+            return 1.0
+        of_hosts: list[Any] = [None] * self.args.hosts
+        dist.all_gather_object(of_hosts, [sum(silent.rows()[0]) for silent in self.silent[False]])
+        return max(max(counts) * len(counts) / sum(counts) for counts in zip(*of_hosts, strict=True))
+
     def bytes_sent(self) -> int:
         """Return the bytes that a host sends in a step: dispatch and combine, forward and backward, of every MoE block."""
         rows = self.args.batch * self.args.length * self.spec.topk * (self.args.hosts - 1) // self.args.hosts
@@ -214,14 +266,18 @@ class Worker:
 
     def compute_alone(self) -> dict[str, float]:
         """Run the uncut blocks without all-to-alls."""
-        (padded,) = (name for name, stack in self.stacks.items() if stack is self.stack)
-        for layer, silent in zip(self.stack.layers, self.silent[padded], strict=True):
-            layer.exchange = silent  # type: ignore[misc]
+        silent, name = self.silent[self.padded], "padded/" * self.padded + "sequential"
+        for layer, each in zip(self.stack.layers, silent, strict=True):
+            layer.exchange = each  # type: ignore[misc]
         self.execution.reduces = False
-        measured = self.step("padded/" * padded + "sequential")
+        if not silent[0].silent:
+            self.step(name)
+            for each in silent:
+                each.silent = True
+        measured = self.step(name)
         self.execution.reduces = self.args.gradients
-        for layer, silent in zip(self.stack.layers, self.silent[padded], strict=True):
-            layer.exchange = silent.real  # type: ignore[misc]
+        for layer, each in zip(self.stack.layers, silent, strict=True):
+            layer.exchange = each.real  # type: ignore[misc]
         return measured
 
     def reduce_alone(self) -> dict[str, float]:
@@ -233,13 +289,17 @@ class Worker:
 
     def talk_alone(self) -> dict[str, float]:
         """Run only the all-to-alls of a step, all at once, so the link carries as much as it can."""
-        rows = self.args.batch * self.args.length * self.spec.topk
-        x_NH, even = torch.randn(rows, self.spec.hidden), [rows // self.args.hosts] * self.args.hosts
+        rows = [each.rows() for each in self.silent[self.padded]]
+        x_NH = torch.randn(max(sum(part) for each in rows for part in each), self.spec.hidden)
         times = {}
         for direction in ("forward", "backward"):
             dist.barrier()
             begin = time.perf_counter()
-            exchanges = [self.groups.tokens.start_all_to_all(x_NH, even, even) for _ in range(2 * len(self.spec.moe_layers))]
+            exchanges = [
+                self.groups.tokens.start_all_to_all(x_NH[: sum(leaving)], arriving, leaving)
+                for received, sent in rows
+                for arriving, leaving in ((received, sent), (sent, received))
+            ]
             for pending in exchanges:
                 pending.wait()
             times[f"{direction}_ms"] = (time.perf_counter() - begin) * 1e3
