@@ -48,7 +48,7 @@ class Layout:
         Raises:
             UserError: the slice cannot be shared out evenly.
         """
-        check_length(len(part), self.cp, self.tp)
+        check_length(len(part), self.cp, self.tp, "data.seq_len" if self.slices is None else "schedule.slices")
         if self.cp == 1:
             return (part,)
         chunk, last = len(part) // (2 * self.cp), 2 * self.cp - 1
@@ -73,8 +73,11 @@ def smallest_slice(cp: int, tp: int) -> int:
     return tp if cp == 1 else math.lcm(2 * cp, tp * cp)
 
 
-def check_length(length: int, cp: int, tp: int) -> None:
-    """Check that sequences of this length can be shared out evenly.
+def check_length(length: int, cp: int, tp: int, key: str = "data.seq_len") -> None:
+    """Check that sequences or slices of this length can be shared out evenly.
+
+    Args:
+        key: the key of the recipe that sets the length.
 
     Raises:
         UserError: `length` is not a multiple of `smallest_slice`.
@@ -82,4 +85,4 @@ def check_length(length: int, cp: int, tp: int) -> None:
     unit = smallest_slice(cp, tp)
     if length % unit:
         rule = f"must be a multiple of {unit} to be cut for cp={cp} (2·cp chunks) and tp={tp}"
-        raise UserError("data.seq_len", length, rule, multiples_near(length, unit))
+        raise UserError(key, length, rule, multiples_near(length, unit))

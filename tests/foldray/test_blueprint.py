@@ -378,6 +378,12 @@ def test_lengths_that_cannot_be_cut_are_refused_with_the_nearest_that_can(length
         check_length(good, cp, tp)
 
 
+def test_a_slice_that_cannot_be_cut_names_the_slices() -> None:
+    with pytest.raises(UserError) as error:
+        Layout(2, 1, slices=(6, 10)).piece(16)
+    assert (error.value.field, error.value.value) == ("schedule.slices", 6)
+
+
 @pytest.mark.parametrize(
     ("fold", "model", "field", "rule", "legal"),
     [
