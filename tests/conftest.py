@@ -21,7 +21,11 @@ _FLOORS = (
 
 # A second Ray cluster would be found by the first one's commands, and hosts in namespaces are there once. So these tests run one
 # after another.
-_WITH_RAY = ("tests/trainers", "tests/tuners", "tests/lab")
+_WITH_RAY = (
+    "tests/trainers/cluster", "tests/trainers/data/test_prepare", "tests/trainers/driver", "tests/trainers/measure",
+    "tests/trainers/test_records", "tests/trainers/worker/test_online", "tests/tuners/test_entry", "tests/tuners/test_study",
+    "tests/lab",
+)  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,6 +46,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sort tests by floors. With --share, keep only that share of them."""
+    for item in items:
+        if "ray_session" in getattr(item, "fixturenames", ()) and not item.nodeid.startswith(_WITH_RAY):
+            raise pytest.UsageError(f"{item.nodeid} uses Ray, so its file must be in _WITH_RAY")
     if share := config.getoption("--share"):
         number, shares = map(int, share.split("/"))
         chosen = [item for item in items if zlib.crc32(item.nodeid.encode()) % shares == number % shares]
