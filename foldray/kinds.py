@@ -15,7 +15,7 @@ Cut = Literal["slices", "micro_batches", "last", "sequence", "chunk"]
 """The data that an op works on: a slice of attention, a MoE micro-batch, a piece of the last block's output (a slice if that
 block is dense, else a MoE micro-batch), a sequence, or a chunk of gradients."""
 
-EMBED, ATTENTION, FFN, HEAD = "embed", "attention", "ffn", "head"
+EMBED, PROJECT, GATHER, ATTENTION, FFN, HEAD = "embed", "project", "gather", "attention", "ffn", "head"
 ROUTE, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE = "route", "counts", "dispatch", "expert", "combine", "merge"
 HANDOVER, REDUCE, STAGE = "handover", "reduce", "stage"
 
@@ -60,11 +60,13 @@ _ROWS = (
     OpKind(FFN, "slices", "F", "dense ffn", "#8a6d00", "norm, dense feed-forward, residual", recomputable=True),
     OpKind(ROUTE, "micro_batches", "R", "router", "#7aa6d6", "norm, router, shared expert, rows sorted by expert"),
     OpKind(MERGE, "micro_batches", "M", "weighted sum", "#f0b48a", "weighted sum of a token's rows, residual"),
+    OpKind(PROJECT, "slices", "Q", "projection", "#8fb8de", "norm, queries, keys and values, if ranks gather by slices"),
     OpKind(EMBED, "slices", "i", "embed", "#b8bec8", "rows of the vocabulary"),
     OpKind(HEAD, "last", "H", "head", "#6b7280", "norm, logits, loss"),
     OpKind(DISPATCH, "micro_batches", "D", "dispatch", "#2f855a", "rows to their experts", "both", "tokens"),
     OpKind(COMBINE, "micro_batches", "C", "combine", "#6b4fbb", "rows back", "both", "tokens"),
     OpKind(COUNTS, "micro_batches", "n", "row counts", "#a21caf", "how many rows go where", "both", "counts"),
+    OpKind(GATHER, "slices", "K", "keys, values", "#be185d", "keys and values of a slice to the context group", travels="keys"),
     OpKind(
         HANDOVER, "sequence", ">", "handover", "#0e7490", "activations or their gradient between stages", travels="activations"
     ),

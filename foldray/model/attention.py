@@ -15,8 +15,9 @@ from torch import nn
 
 from foldray.blueprint import AttentionSpec
 from foldray.blueprint.parts import Parts, columns
-from foldray.comm import Groups, gather_sequence, scatter_sequence
+from foldray.comm import Groups, Pending, gather_sequence, scatter_sequence
 from foldray.model.context import context_attention
+from foldray.model.shards import by_member, in_order
 from foldray.model.sight import Sight
 from foldray.model.slices import KeysAndValues, slice_attention
 
@@ -37,6 +38,10 @@ class Place(NamedTuple):
 
 class Attention(nn.Module):
     """Attention with this rank's heads: [B, s, H] → [B, s, H].
+
+    If context-parallel ranks share slices, attention of a slice has three steps, so that other ops can run between them:
+    `project` and `start_gather`, then `store` and `attend`. In backward, `start_scatter` and `summed` bring the gradient of
+    keys and values back.
 
     One product with `qkv` [H, N·D + G·(D + V)] gives queries, keys and values. `out` is [N·V, H].
 
@@ -69,6 +74,45 @@ class Attention(nn.Module):
         Args:
             memory: keys and values of earlier slices; the call adds those of this slice. Whole sequences do not use it.
         """
+        q_BNSD, k_BGSD, v_BGSV = self._projected(x_BsH, place)
+        return self._merged(self._attend(q_BNSD, k_BGSD, v_BGSV, place.sights[self.share.window], memory))
+
+    def project(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the queries [B, N, S, D] of a slice, and its keys and values side by side [B, G, S, D + V]."""
+        q_BNSD, *keys_and_values = self._projected(x_BsH, place)
+        return q_BNSD, torch.cat(keys_and_values, dim=-1)
+
+    def start_gather(self, block_BGSW: torch.Tensor) -> Pending:
+        """Start to gather the keys and values of a slice. Every context-parallel rank must call this."""
+        return self.ring.start_all_gather(block_BGSW)
+
+    def store(self, gathered: torch.Tensor, place: Place, memory: KeysAndValues) -> None:
+        """Store the gathered keys and values of a slice."""
+        sight = place.sights[self.share.window]
+        k_BGTD, v_BGTV = in_order(gathered, sight).split((self.share.key_dim, self.share.value_dim), dim=-1)
+        memory.put(k_BGTD, v_BGTV, sight)
+
+    def attend(self, q_BNSD: torch.Tensor, place: Place, memory: KeysAndValues) -> torch.Tensor:
+        """Compute attention of a slice whose keys and values are stored: [B, N, S, D] → [B, s, H]."""
+        return self._merged(slice_attention(q_BNSD, memory, place.sights[self.share.window]))
+
+    def start_scatter(self, place: Place, memory: KeysAndValues) -> Pending:
+        """Start to send the gradient of a slice's keys and values to the ranks that hold them.
+
+        The parts of all ranks travel, and `summed` adds them up. That is as many bytes as a reduce-scatter, and gloo's
+        reduce-scatter would hold up the host.
+        """
+        sight = place.sights[self.share.window]
+        share = by_member(memory.take_gradient(sight), sight)
+        rows = [len(share) // self.ring.size] * self.ring.size
+        return self.ring.start_all_to_all(share, rows, rows)
+
+    def summed(self, shares: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of this rank's keys and values: [cp · B, G, S, D + V] → [B, G, S, D + V]."""
+        return shares.unflatten(0, (self.ring.size, -1)).sum(0)
+
+    def _projected(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values, each as [B, heads, S, width]."""
         x_BSH, share = gather_sequence(x_BsH, self.tensor), self.share
         product_BSW = x_BSH @ self.qkv
         q_BSND, k_BSGD, v_BSGV = (
@@ -83,8 +127,10 @@ class Attention(nn.Module):
             angle_SD = rotary_angles(place.position_S, share.key_dim, self.theta)
             # The values are copied. As a view, they would keep the whole product alive until backward.
             q_BSND, k_BSGD, v_BSGV = rotate(q_BSND, angle_SD), rotate(k_BSGD, angle_SD), v_BSGV.contiguous()
-        q_BNSD, k_BGSD, v_BGSV = q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGV.transpose(1, 2)
-        y_BNSV = self._attend(q_BNSD, k_BGSD, v_BGSV, place.sights[share.window], memory)
+        return q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGV.transpose(1, 2)
+
+    def _merged(self, y_BNSV: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all heads: [B, N, S, V] → [B, s, H]."""
         return scatter_sequence(y_BNSV.transpose(1, 2).flatten(2) @ self.out, self.tensor)
 
     def parts(self) -> Parts:
@@ -95,7 +141,7 @@ class Attention(nn.Module):
         self, q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Tensor, sight: Sight, memory: KeysAndValues | None
     ) -> torch.Tensor:
         if memory is not None and not sight.whole:
-            return slice_attention(q_BNSD, k_BGSD, v_BGSV, memory, sight, self.ring)
+            return slice_attention(q_BNSD, memory, sight, k_BGSD, v_BGSV)
         if self.ring.size > 1:
             return context_attention(q_BNSD, k_BGSD, v_BGSV, self.ring, self.context, sight)
         return whole_attention(q_BNSD, k_BGSD, v_BGSV, sight)

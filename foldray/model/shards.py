@@ -19,7 +19,11 @@ def gather_chunks(keys_and_values: Sequence[Tensor], communicator: Communicator,
 
     Every member must call this.
     """
-    gathered = communicator.all_gather(torch.cat(list(keys_and_values), dim=-1))
+    return in_order(communicator.all_gather(torch.cat(list(keys_and_values), dim=-1)), sight)
+
+
+def in_order(gathered: Tensor, sight: Sight) -> Tensor:
+    """Sort the blocks of all members by position: [cp · B, G, S, D] → [B, G, cp · S, D]."""
     held = {
         chunk.start: part
         for shard, block in zip(sight.shards, gathered.chunk(len(sight.shards)), strict=True)
@@ -33,10 +37,13 @@ def scatter_chunks(share: Tensor, communicator: Communicator, sight: Sight) -> T
 
     Every member must call this.
     """
-    if sight.alone:
-        return share
+    return share if sight.alone else communicator.reduce_scatter(by_member(share, sight))
+
+
+def by_member(share: Tensor, sight: Sight) -> Tensor:
+    """Sort a tensor of a slice by the members that hold its positions: [B, G, cp · S, D] → [cp · B, G, S, D]."""
     first = sight.tokens.start
     shards = [
         torch.cat([share[..., chunk.start - first : chunk.stop - first, :] for chunk in shard], dim=-2) for shard in sight.shards
     ]
-    return communicator.reduce_scatter(torch.cat(shards))
+    return torch.cat(shards)

@@ -6,8 +6,10 @@ slice goes backward, all later slices have added their shares to the gradient of
 2021) cuts sequences in this way. Each chunk of queries attends to two parts, the keys before it and its own, which are
 merged as in FlashAttention.
 
-Under context parallelism, every member holds two chunks of each slice, and the keys and values of a slice are gathered once.
-Every member then keeps the keys and values of the whole sequence, so this memory does not shrink with cp.
+Under context parallelism, every member holds two chunks of each slice. The keys and values of a slice are gathered once,
+before attention of the slice, and their gradient is summed over the members after its backward. Both are ops of their own
+(`StepGraph.gathers`), so other slices can be computed meanwhile. Every member keeps the keys and values of the whole
+sequence, so this memory does not shrink with cp.
 
 Legend: B sequences, N query heads, G key/value heads, S positions of this rank's shard of the slice, L positions of the
 sequence, D head size (Dk of queries and keys, Dv of values and outputs).
@@ -22,9 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from foldray.comm import Communicator
 from foldray.kernels.attention import attend, attend_backward, merge
-from foldray.model.shards import gather_chunks, scatter_chunks
 from foldray.model.sight import Part, Sight
 
 
@@ -33,26 +33,24 @@ class KeysAndValues:
 
     Attributes:
         made: keys and values, [B, G, L, Dk + Dv]; None before the first slice and after `free`.
+        widths: Dk and Dv.
         gradient: their gradient, of the same shape, in at least float32; None before the first backward and after `free`.
     """
 
     def __init__(self) -> None:
         self.made: Tensor | None = None
+        self.widths = (0, 0)
         self.gradient: Tensor | None = None
         self._seen = 0  # number of tokens in `made`
         self._reached = 0  # first token from which on the gradient has been written
 
-    def put(self, blocks: Sequence[Tensor], sight: Sight) -> None:
-        """Store the keys and values of a slice. A forward that runs again uses the stored ones.
-
-        Args:
-            blocks: tensors [B, G, tokens of the slice, …] that lie side by side in `made`.
-        """
+    def put(self, k_BGTD: Tensor, v_BGTD: Tensor, sight: Sight) -> None:
+        """Store the keys and values of all T tokens of a slice. A forward that runs again uses the stored ones."""
         if self.made is None:
-            width = sum(block.shape[-1] for block in blocks)
-            self.made = blocks[0].new_empty((*blocks[0].shape[:2], sight.length, width))
+            self.widths = k_BGTD.shape[-1], v_BGTD.shape[-1]
+            self.made = k_BGTD.new_empty((*k_BGTD.shape[:2], sight.length, sum(self.widths)))
         own = self.made[..., sight.tokens.start : sight.tokens.stop, :]
-        for place, block in zip(own.split([block.shape[-1] for block in blocks], dim=-1), blocks, strict=True):
+        for place, block in zip(own.split(self.widths, dim=-1), (k_BGTD, v_BGTD), strict=True):
             place.copy_(block)
         self._seen = sight.tokens.stop
 
@@ -80,19 +78,29 @@ class KeysAndValues:
             total[..., start:middle, :] = more[..., : middle - start, :]
         self._reached = min(self._reached, start)
 
+    def take_gradient(self, sight: Sight) -> Tensor:
+        """Return the gradient of a slice's keys and values, as a view. The first slice goes backward last, and frees the rest."""
+        own = self.collect(sight)[..., sight.tokens.start : sight.tokens.stop, :]
+        if sight.tokens.start == 0:
+            self.free()
+        return own
+
     def free(self) -> None:
         self.made = self.gradient = None
         self._seen = self._reached = 0
 
 
 def slice_attention(
-    q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, memory: KeysAndValues, sight: Sight, communicator: Communicator
+    q_BNSD: Tensor, memory: KeysAndValues, sight: Sight, k_BGSD: Tensor | None = None, v_BGSD: Tensor | None = None
 ) -> Tensor:
-    """Compute causal attention of this rank's queries of a slice: [B, N, S, Dv].
+    """Compute causal attention of this rank's queries of a slice, slice after slice: [B, N, S, Dv].
 
-    Every member must call this, slice after slice. The backward of the first slice frees `memory`.
+    Args:
+        memory: keys and values of earlier slices.
+        k_BGSD, v_BGSD: keys and values of this slice, if this rank has all of them. They go to `memory`, and the backward
+            of the first slice frees `memory`. None if `memory` has them already; the caller then takes their gradient.
     """
-    return _SliceAttention.apply(q_BNSD, k_BGSD, v_BGSD, memory, sight, communicator)
+    return _SliceAttention.apply(q_BNSD, memory, sight, k_BGSD, v_BGSD)
 
 
 class _SliceAttention(torch.autograd.Function):
@@ -100,19 +108,17 @@ class _SliceAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         q_BNSD: Tensor,
-        k_BGSD: Tensor,
-        v_BGSD: Tensor,
         memory: KeysAndValues,
         sight: Sight,
-        communicator: Communicator,
+        k_BGSD: Tensor | None,
+        v_BGSD: Tensor | None,
     ) -> Tensor:
-        if not memory.has(sight):
-            alone = communicator.size == 1
-            memory.put((k_BGSD, v_BGSD) if alone else (gather_chunks((k_BGSD, v_BGSD), communicator, sight),), sight)
+        if k_BGSD is not None and v_BGSD is not None and not memory.has(sight):
+            memory.put(k_BGSD, v_BGSD, sight)
         assert memory.made is not None
-        outs, lses, widths = [], [], (k_BGSD.shape[-1], v_BGSD.shape[-1])
+        outs, lses = [], []
         for q, parts in zip(_chunked(q_BNSD, sight), sight.parts, strict=True):
-            met = [(*memory.made[..., part.keys, :].split(widths, dim=-1), part.mask) for part in parts]
+            met = [(*memory.made[..., part.keys, :].split(memory.widths, dim=-1), part.mask) for part in parts]
             found = [attend(q, k, v, mask) for k, v, mask in met]
             out, lse = found[0]
             for other in found[1:]:
@@ -121,30 +127,29 @@ class _SliceAttention(torch.autograd.Function):
             lses.append(lse)
         out_BNSD = (outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)).to(q_BNSD.dtype)
         ctx.save_for_backward(q_BNSD, out_BNSD, lses[0] if len(lses) == 1 else torch.cat(lses, dim=2))
-        ctx.memory, ctx.sight, ctx.communicator, ctx.dtype, ctx.widths = memory, sight, communicator, k_BGSD.dtype, widths
+        ctx.memory, ctx.sight, ctx.owns = memory, sight, k_BGSD is not None
         return out_BNSD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        memory, sight, communicator = ctx.memory, ctx.sight, ctx.communicator
+        memory, sight = ctx.memory, ctx.sight
         gradient, made, dqs = memory.collect(sight), memory.made, []
         each = zip(*(_chunked(x, sight) for x in (grads[0], *ctx.saved_tensors)), sight.parts, strict=True)
         for dout, q, out, lse, parts in each:
             shares = []  # of one part or two
             for part in reversed(parts):  # later keys first, so that the written gradient has no gaps
                 # The *merged* output and log-sum-exp: with a part's own, its weights would be normalised over its keys only.
-                k, v = made[..., part.keys, :].split(ctx.widths, dim=-1)
+                k, v = made[..., part.keys, :].split(memory.widths, dim=-1)
                 share, dk, dv = attend_backward(dout, q, k, v, out, lse, part.mask)
                 memory.add(part, (dk, dv), sight)
                 shares.append(share.to(gradient.dtype))
             dqs.append(shares[0] if len(shares) == 1 else shares[0].add_(shares[1]))
-        own = gradient[..., sight.tokens.start : sight.tokens.stop, :]
-        dk_BGSD, dv_BGSD = scatter_chunks(own, communicator, sight).to(ctx.dtype).split(ctx.widths, dim=-1)
-        if sight.tokens.start == 0:
-            memory.free()
-        dq_BNSD = dqs[0] if len(dqs) == 1 else torch.cat(dqs, dim=2)
-        return dq_BNSD.to(ctx.saved_tensors[0].dtype), dk_BGSD, dv_BGSD, None, None, None
+        dq_BNSD = (dqs[0] if len(dqs) == 1 else torch.cat(dqs, dim=2)).to(made.dtype)
+        if not ctx.owns:
+            return dq_BNSD, None, None, None, None
+        dk_BGSD, dv_BGSD = memory.take_gradient(sight).to(made.dtype).split(memory.widths, dim=-1)
+        return dq_BNSD, None, None, dk_BGSD, dv_BGSD
 
 
 def _chunked(x: Tensor, sight: Sight) -> Sequence[Tensor]:

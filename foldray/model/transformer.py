@@ -69,6 +69,10 @@ class Block(nn.Module):
     def attend(self, x_BsH: torch.Tensor, place: Place, memory: KeysAndValues | None = None) -> torch.Tensor:
         return x_BsH + self.attention(self.attention_norm(x_BsH), place, memory)
 
+    def project(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries of a slice, and its keys and values (`Attention.project`)."""
+        return self.attention.project(self.attention_norm(x_BsH), place)
+
     def feed(self, x_BsH: torch.Tensor) -> torch.Tensor:
         return x_BsH + self.ffn(self.ffn_norm(x_BsH))
 

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from foldray.blueprint import BlockSpec
-from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EMBED, EXCHANGES, EXPERT, FFN, HEAD, MERGE, OP_KINDS, ROUTE
+from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EMBED, EXPERT, FFN, GATHER, HEAD, MERGE, OP_KINDS, PROJECT, ROUTE
 from foldray.planner.candidate import Pieces
 from foldray.planner.costs import RankCosts
 from foldray.planner.layout import Content, PipelineLayout
-from foldray.planner.memo import PassWork
-from foldray.schedule import Slicing
+from foldray.planner.memo import PassWork, PieceTables
+from foldray.schedule import Slicing, gathers
 
 _DENSE, _MOE = (ATTENTION, FFN), (ATTENTION, ROUTE, DISPATCH, EXPERT, COMBINE, MERGE)
 
 
-def _ops(block: BlockSpec) -> tuple[str, ...]:
-    return _MOE if block.moe else _DENSE
+def _ops(rank: RankCosts, block: BlockSpec, pieces: Pieces) -> tuple[str, ...]:
+    own = _MOE if block.moe else _DENSE
+    return (PROJECT, GATHER, *own) if gathers(pieces.slicing, rank.fold.cp) else own
 
 
-def ops_of_pass(block: BlockSpec, back: bool, pieces: Pieces) -> list[tuple[str, bool]]:
+def ops_of_pass(rank: RankCosts, block: BlockSpec, back: bool, pieces: Pieces) -> list[tuple[str, bool]]:
     """Return the ops of one pass of a block, as (kind, whether it is a backward op). Recomputed ops are forward ops.
 
     Args:
         back: whether the pass is a backward pass.
     """
-    return [(each, back) for each in _ops(block)] + [(each, False) for each in _recomputed(block, back, pieces)]
+    own, again = _ops(rank, block, pieces), _recomputed(rank, block, back, pieces)
+    return [(each, back) for each in own] + [(each, False) for each in again]
 
 
-def _recomputed(block: BlockSpec, back: bool, pieces: Pieces) -> list[str]:
-    return [each for each in _ops(block) if back and each in pieces.recompute]
+def _recomputed(rank: RankCosts, block: BlockSpec, back: bool, pieces: Pieces) -> list[str]:
+    again = {*pieces.recompute, *((PROJECT,) if ATTENTION in pieces.recompute else ())}
+    return [each for each in _ops(rank, block, pieces) if back and each in again]
 
 
 def cut_of(kind: str, slicing: Slicing) -> tuple[int, ...]:
@@ -43,29 +46,43 @@ def ends_of(content: Content, slicing: Slicing) -> list[tuple[str, tuple[int, ..
     return [*found, (HEAD, slicing.moe if content.head.moe else slicing.attention)] if content.head else found
 
 
-def pass_works(rank: RankCosts, blocks: Iterable[BlockSpec], pieces: Pieces) -> Mapping[tuple[BlockSpec, bool], PassWork]:
-    """Return {(block, whether it is a backward pass): its work}, for these blocks and possibly others."""
-    found = rank.blocks.passes.setdefault(pieces, {})
-    for block in blocks:
-        if (block, False) not in found:
-            for back in (False, True):
-                found[block, back] = _pass_work(rank, block, back, pieces)
+def least_computed(rank: RankCosts, blocks: Iterable[BlockSpec], pieces: Pieces) -> float:
+    """Return the seconds that the cheapest of these blocks computes, forward and backward."""
+    known = _tables_of(rank, pieces)
+    return min([sum([_known_work(rank, block, back, pieces, known).computed for back in (False, True)]) for block in blocks])
+
+
+def _tables_of(rank: RankCosts, pieces: Pieces) -> PieceTables:
+    tables = rank.blocks.pieces
+    known = tables.get(pieces)
+    if known is None:
+        known = tables[pieces] = PieceTables()
+    return known
+
+
+def _known_work(rank: RankCosts, block: BlockSpec, back: bool, pieces: Pieces, known: PieceTables) -> PassWork:
+    found = known.passes.get((block, back))
+    if found is None:
+        found = known.passes[block, back] = _pass_work(rank, block, back, pieces)
     return found
 
 
 def _pass_work(rank: RankCosts, block: BlockSpec, back: bool, pieces: Pieces) -> PassWork:
     """Return the work of one pass of a block. Ops compute one after another, and all-to-alls travel one after another.
 
+    Gathered keys and values do not count: other ops can hide them.
+
     A block in one piece is a chain, except that experts may be recomputed while their gradients travel to them. For several
     pieces, `least` is the largest of three bounds of a block that drains: all computation; all travel, with attention and
     routing of a piece before it and a weighted sum after it; attention, routing and experts of all pieces, with one combine
     and weighted sum after them. Backward has the reverse order and the same bounds.
     """
-    own = {each: rank.totals(each, cut_of(each, pieces.slicing), back, block) for each in _ops(block)}
+    own = {each: rank.totals(each, cut_of(each, pieces.slicing), back, block) for each in _ops(rank, block, pieces)}
     again = {
-        each: rank.totals(each, cut_of(each, pieces.slicing), False, block).total for each in _recomputed(block, back, pieces)
+        each: rank.totals(each, cut_of(each, pieces.slicing), False, block).total
+        for each in _recomputed(rank, block, back, pieces)
     }
-    plain = sum(each.total for name, each in own.items() if name not in EXCHANGES)
+    plain = sum(each.total for name, each in own.items() if not OP_KINDS[name].travels)
     computed = plain + sum(again.values())
     if not block.moe:
         return PassWork(computed, 0.0, computed)
@@ -80,13 +97,18 @@ def _pass_work(rank: RankCosts, block: BlockSpec, back: bool, pieces: Pieces) ->
 
 def stage_work(rank: RankCosts, content: Content, back: bool, pieces: Pieces) -> PassWork:
     """Return the work of one pass of a stage for one part of a micro-batch: blocks, embedding and head."""
-    works = pass_works(rank, [block for block, _ in content.blocks], pieces)
-    computed = 0.0
-    for kind, cut in ends_of(content, pieces.slicing):
-        computed += rank.totals(kind, cut, back, None).total
+    return _stage_work(rank, content, back, pieces, _tables_of(rank, pieces))
+
+
+def _stage_work(rank: RankCosts, content: Content, back: bool, pieces: Pieces, known: PieceTables) -> PassWork:
+    end = content.embedding, content.head, back
+    computed = known.ends.get(end)
+    if computed is None:
+        computed = sum(rank.totals(kind, cut, back, None).total for kind, cut in ends_of(content, pieces.slicing))
+        known.ends[end] = computed
     travels, least = 0.0, computed
     for block, count in content.blocks:
-        work = works[block, back]
+        work = _known_work(rank, block, back, pieces, known)
         computed += count * work.computed
         travels += count * work.travels
         least += count * work.least
@@ -100,17 +122,19 @@ def stage_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces) -
     computation or all of its all-to-alls, whichever is longer. Hidden communication slows computation down (`crowding`). The
     bound of several stages together is at most the sum of their bounds.
     """
-    known = rank.blocks.bounds.setdefault(pieces, {})
+    known, found = _tables_of(rank, pieces), list[float]()
     for content in contents:
-        if content not in known:
-            known[content] = _stage_bound(rank, content, pieces)
-    return [known[content] for content in contents]
+        bound = known.bounds.get(content)
+        if bound is None:
+            bound = known.bounds[content] = _stage_bound(rank, content, pieces, known)
+        found.append(bound)
+    return found
 
 
-def _stage_bound(rank: RankCosts, content: Content, pieces: Pieces) -> float:
+def _stage_bound(rank: RankCosts, content: Content, pieces: Pieces, known: PieceTables) -> float:
     crowding, total = rank.device.share["crowding"], 0.0
     for back in (False, True):
-        work = stage_work(rank, content, back, pieces)
+        work = _stage_work(rank, content, back, pieces, known)
         least = max(work.computed, work.travels) if pieces.hiding == "all" else work.least
         total += least + crowding * (work.computed + work.travels - least)
     return pieces.batch_degree * total

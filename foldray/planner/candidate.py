@@ -12,7 +12,7 @@ from foldray.blueprint import BlockSpec, ModelSpec, Ownership
 from foldray.errors import UserError
 from foldray.fold import Fold
 from foldray.planner.layout import PipelineLayout, make_layout
-from foldray.schedule import Chunk, Ordering, PipelineGraph, Slicing, StepGraph, check_pipeline, cut_buffer
+from foldray.schedule import Chunk, Ordering, PipelineGraph, Slicing, StepGraph, check_pipeline, cut_buffer, gathers
 
 FAMILY: Mapping[str, str] = {"dense": "dp_cp", "replicated": "tp_dp_cp", "expert": "edp"}
 """Gradient class → the group family over which gradients of this class are summed."""
@@ -144,6 +144,7 @@ class Candidate:
             ragged=False,
             recompute=self.ordering.recompute,
             batch_degree=self.ordering.batch_degree,
+            gathers=gathers(self.pieces.slicing, self.fold.cp),
         )
 
     @cached_property

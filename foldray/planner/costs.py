@@ -23,9 +23,11 @@ from foldray.kinds import (
     EMBED,
     EXPERT,
     FFN,
+    GATHER,
     HANDOVER,
     HEAD,
     MERGE,
+    PROJECT,
     REDUCE,
     ROUTE,
 )
@@ -38,8 +40,9 @@ from foldray.planner.network import Network, Travel
 from foldray.planner.shares import Price, Work
 from foldray.schedule import COMPUTE, Chunk, LaneSeconds, Op
 
-_KERNELS = {EMBED: 4, ATTENTION: 12, "part": 6, FFN: 8, ROUTE: 26, EXPERT: 10, MERGE: 6, HEAD: 12}
-"""Number of kernels that torch starts for a forward op of foldray's modules. "part" is one part of attention."""
+_KERNELS = {EMBED: 4, PROJECT: 8, ATTENTION: 12, "part": 6, FFN: 8, ROUTE: 26, EXPERT: 10, MERGE: 6, HEAD: 12}
+"""Number of kernels that torch starts for a forward op of foldray's modules. "part" is one part of attention. Attention has
+projections of its own, unless they are ops."""
 
 _SUMS = 8  # bytes per element to read and write the float32 sum of a gradient
 
@@ -159,6 +162,8 @@ class RankCosts:
         spread = (shape("dp_cp"), shape("edp")) if self.zero == 3 else ()
         own: dict[str, tuple] = {
             EMBED: tensor,
+            PROJECT: tensor,
+            GATHER: (*tensor, fold.cp, shape("cp")),
             ATTENTION: (*tensor, fold.cp, shape("cp")),
             FFN: tensor,
             ROUTE: tensor if self.model.shared_hidden else (),
@@ -205,29 +210,51 @@ class RankCosts:
     def _attention(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         assert block
         spec, fold, shared = block.attention, self.fold, self.fold.cp * self.fold.tp
-        n = self._rows(tokens)
-        wide, own = n * fold.tp, spec.cut(fold.tp)
-        yield from self._zero3(ATTENTION, block, back)
-        yield self._memory((2 if back else 1) * (5 * n * self._width + 2 * wide * (own.queries + own.keys) * self.device.bytes))
-        yield from self._tensor(wide, back)
-        yield from self._products("gemm", wide, self.model.hidden, own.queries + own.keys + own.values, back)
+        wide, own = self._rows(tokens) * fold.tp, spec.cut(fold.tp)
+        whole = len(tokens) * shared == self.job.seq_len
+        if whole or fold.cp == 1:
+            yield from self._projected(block, tokens, back)
+        yield self._travel("tp", self.network.gather("tp", wide * self._width))
         seen = spec.sees.pairs(range(tokens.start * shared, tokens.stop * shared)) / (len(tokens) * shared)  # keys per query
         queries = len(tokens) * fold.tp / (1 if fold.cp == 1 else 2)  # per kernel: a slice, or one of CP's 2 chunks
         core = self.device.attention((2.5 if back else 1) * 2 * wide * seen * (own.queries + own.outputs), queries)
         yield Work(COMPUTE, "attention", core)
-        whole = len(tokens) * shared == self.job.seq_len
-        if fold.cp > 1:
+        if fold.cp > 1 and whole:
             # A ring passes keys and values on while it attends to those that have arrived. In backward it passes them on
-            # again, with their float32 gradients. Slices gather keys and values in forward, and scatter only gradients in
-            # backward.
-            each = (4 + self.device.bytes * whole) if back else self.device.bytes
-            travel = self.network.gather("cp", wide * fold.cp * (own.keys + own.values) * each)
-            hidden = core * (fold.cp - 1) / fold.cp if whole else 0.0
-            yield Work(travel.lane, "cp", max(0.0, travel.seconds - hidden))
+            # again, with their float32 gradients.
+            travel = self._keys(spec, wide, self.device.bytes + 4 * back)
+            yield Work(travel.lane, "cp", max(0.0, travel.seconds - core * (fold.cp - 1) / fold.cp))
         if fold.cp > 1 or not whole:
             yield from self._parts(own, tokens, whole, wide, back)
         yield from self._products("gemm", wide, own.outputs, self.model.hidden, back)
         yield self._launch(ATTENTION, back)
+        if not whole and fold.cp > 1:
+            yield Work(COMPUTE, "launch", -self._launch(PROJECT, back).seconds)
+
+    def _project(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        assert block
+        yield from self._projected(block, tokens, back)
+        yield self._launch(PROJECT, back)
+
+    def _projected(self, block: BlockSpec, tokens: range, back: bool) -> Iterator[Work]:
+        """Yield the work for queries, keys and values, with norm, residual and TP's gather."""
+        n, own = self._rows(tokens), block.attention.cut(self.fold.tp)
+        wide = n * self.fold.tp
+        yield from self._zero3(ATTENTION, block, back)
+        yield self._memory((2 if back else 1) * (5 * n * self._width + 2 * wide * (own.queries + own.keys) * self.device.bytes))
+        yield from self._tensor(wide, back, ways=1)
+        yield from self._products("gemm", wide, self.model.hidden, own.queries + own.keys + own.values, back)
+
+    def _gather(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        """Yield the travel of a slice's keys and values; in backward, of their float32 gradients."""
+        assert block
+        wide = self._rows(tokens) * self.fold.tp
+        yield self._travel("cp", self._keys(block.attention, wide, 4 if back else self.device.bytes))
+
+    def _keys(self, spec: AttentionSpec, wide: float, each: float) -> Travel:
+        """Return the travel of keys and values of `wide` tokens per rank, with `each` bytes per number."""
+        own = spec.cut(self.fold.tp)
+        return self.network.gather("cp", wide * self.fold.cp * (own.keys + own.values) * each)
 
     def _parts(self, own: AttentionSpec, tokens: range, whole: bool, wide: float, back: bool) -> Iterator[Work]:
         """Yield the work to merge the parts of attention: float32 results in forward, float32 gradients in backward.
@@ -386,8 +413,8 @@ def _mixture(block: BlockSpec | None) -> MixtureSpec:
 
 
 PRICES: Mapping[str, Callable[[RankCosts, BlockSpec | None, range, bool], Iterator[Work]]] = {
-    EMBED: RankCosts._embed, ATTENTION: RankCosts._attention, FFN: RankCosts._ffn, ROUTE: RankCosts._route,
-    DISPATCH: RankCosts._dispatch, EXPERT: RankCosts._expert, COMBINE: RankCosts._combine, MERGE: RankCosts._merge,
-    HEAD: RankCosts._head,
+    EMBED: RankCosts._embed, PROJECT: RankCosts._project, GATHER: RankCosts._gather,
+    ATTENTION: RankCosts._attention, FFN: RankCosts._ffn, ROUTE: RankCosts._route, DISPATCH: RankCosts._dispatch,
+    EXPERT: RankCosts._expert, COMBINE: RankCosts._combine, MERGE: RankCosts._merge, HEAD: RankCosts._head,
 }  # fmt: skip
 """Kind of op → its cost. COUNTS is left out: planned experts have room for a fixed number of rows, so no counts travel."""

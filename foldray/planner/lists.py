@@ -28,6 +28,7 @@ def stage_list(
     slicing: Slicing,
     recompute: tuple[str, ...],
     batch_degree: int,
+    gathers: bool = False,
 ) -> CompiledSchedule[Piece]:
     """Return the compiled list of one pass of one stage, for all parts of a micro-batch. Its cost classes are `Piece`s.
 
@@ -36,8 +37,9 @@ def stage_list(
         number: number of the stage.
         direction: F or B.
         overlap, slicing, recompute, batch_degree: as in `Ordering`, with the slicing of a rank's share of a sequence.
+        gathers: as in `StepGraph`.
     """
-    graph = StepGraph(stages, slicing, len(stages), batch_degree, False, recompute, batch_degree=batch_degree)
+    graph = StepGraph(stages, slicing, len(stages), batch_degree, False, recompute, batch_degree=batch_degree, gathers=gathers)
 
     def piece(op: Op) -> Piece:
         return Piece(op.kind, op.direction == "B", graph.tokens(op), block_of(graph, op))

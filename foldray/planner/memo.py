@@ -108,11 +108,25 @@ class OpTables:
 
 
 @dataclass(slots=True)
+class PieceTables:
+    """The tables of ranks whose ops cost the same, and that cut their micro-batches in the same way.
+
+    Args:
+        passes: (block, whether it is a backward pass) → its work.
+        ends: (embedding, head, whether it is a backward pass) → seconds of embedding and head.
+        bounds: content of a stage → lower bound of the seconds of its forward and backward.
+    """
+
+    passes: dict[tuple[BlockSpec, bool], PassWork] = field(default_factory=dict)
+    ends: dict[tuple[bool, BlockSpec | None, bool], float] = field(default_factory=dict)
+    bounds: dict[Content, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class BlockTables:
     """The tables of ranks whose ops of all kinds cost the same (`BlockKey`)."""
 
-    passes: dict[Pieces, dict[tuple[BlockSpec, bool], PassWork]] = field(default_factory=dict)
-    bounds: dict[Pieces, dict[Content, float]] = field(default_factory=dict)
+    pieces: dict[Pieces, PieceTables] = field(default_factory=dict)
     activations: dict[ActivationKey, float] = field(default_factory=dict)
     stages: dict[Ordering, dict[tuple[StageForm, str], Stretch]] = field(default_factory=dict)
 

@@ -14,10 +14,12 @@ A bound of a node is at most the bounds of its refinements.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from foldray.planner.bounds import fold_bound, pass_works, stage_bounds, step_bound
+from foldray.blueprint.layout import smallest_slice
+from foldray.fold import Fold
+from foldray.planner.bounds import fold_bound, least_computed, stage_bounds, step_bound
 from foldray.planner.candidate import Candidate, Pieces
 from foldray.planner.costs import OpWork, RankCosts
 from foldray.planner.device import Device
@@ -94,6 +96,7 @@ class Refinement:
         self._memo = Memo()
         self._slower = 1 + straggling(space.gpus, self.device)
         self._schedules: dict[tuple[int, int, bool, tuple[str, ...]], list[Schedule]] = {}
+        self._orderings: dict[tuple[int, bool], Sequence[Ordering]] = {}
         self._known_stagings: dict[tuple[int, int], Stagings] = {}
         model = space.job.model
         self._blocks = tuple(map(model.block, range(model.layers)))
@@ -160,9 +163,7 @@ class Refinement:
         for contents_at in stagings.contents_at:
             behind = least_behind(rank, contents_at, REDUCTION)
             for pieces in several:
-                works = pass_works(rank, self._different, pieces)
-                least = min([works[block, False].computed + works[block, True].computed for block in self._different])
-                ahead = stagings.first_blocks * least
+                ahead = stagings.first_blocks * least_computed(rank, self._different, pieces)
                 found = min(found, fold_bound(rank, contents_at, ahead, self._micro_batches(group), pieces, behind))
         return self._slower * found
 
@@ -184,9 +185,15 @@ class Refinement:
         if key not in self._schedules:
             self._schedules[key] = [
                 Schedule(each, Pieces.of(each, self.job.seq_len, fold.cp * fold.tp))
-                for each in self.space.orderings(fold, group.recompute)
+                for each in (bare._replace(recompute=group.recompute) for bare in self._orderings_of(fold))
             ]
         return self._schedules[key]
+
+    def _orderings_of(self, fold: Fold) -> Sequence[Ordering]:
+        key = smallest_slice(fold.cp, fold.tp), fold.ep > 1
+        if key not in self._orderings:
+            self._orderings[key] = tuple(self.space.orderings(fold))
+        return self._orderings[key]
 
     def _micro_batches(self, group: Group) -> int:
         return self.job.global_batch // (group.rank.fold.dp * group.micro_batch)

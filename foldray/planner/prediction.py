@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec, step_flops
-from foldray.kinds import EXCHANGES
+from foldray.kinds import OP_KINDS
 from foldray.planner.bounds import cut_of, ends_of, ops_of_pass, stage_bounds, stage_work, step_bound
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork, pieces_of
@@ -26,7 +26,7 @@ from foldray.planner.lists import pipeline_list, stage_list
 from foldray.planner.memo import Update
 from foldray.planner.shares import Shares, Stretch
 from foldray.planner.updates import least_behind, seconds_behind, stage_updates
-from foldray.schedule import PipelineGraph, StepGraph
+from foldray.schedule import PipelineGraph, StepGraph, gathers
 
 _PERIODS = 2  # simulated rounds of a pipeline; every further round takes as long as the one before
 _BLOCKS = 4  # simulated blocks of a stage that does not drain; every further block takes as long as the one before
@@ -169,7 +169,11 @@ class Step:
         """Return the time of one pass of a stage, simulated alone."""
         ordering = self.candidate.ordering
         overlap = ordering.forward if direction == "F" else ordering.backward
-        order = stage_list(stages, number, direction, overlap, self.pieces.slicing, ordering.recompute, ordering.batch_degree)
+        slicing = self.pieces.slicing
+        order = stage_list(
+            stages, number, direction, overlap, slicing, ordering.recompute, ordering.batch_degree,
+            gathers(slicing, self.candidate.fold.cp),
+        )  # fmt: skip
         times = order.run([self.rank.price(*piece).lanes for piece in order.classes])
         seconds = max(times.ends)
         if not self._crowding:
@@ -243,7 +247,7 @@ class Step:
                 form, rounds = self.layout.forms[number], count * self.candidate.micro_batches
                 work, stretch = self._work_shares(form, direction), self.stage(form, direction)
                 exposed = stretch.seconds - stretch.crowding - self._computed(form, direction)
-                found += (work + Shares.of([("exposed_ep", exposed)])) * rounds
+                found += (work + self._exposed(work, exposed)) * rounds
                 own += stretch.times(rounds)
         named = [("bubble", self.pipeline[place].end - own.seconds), ("crowding", own.crowding)]
         for each, exposed in self.reductions(place):
@@ -255,6 +259,17 @@ class Step:
             ]
         return found + Shares.of(named)
 
+    def _exposed(self, work: Shares, seconds: float) -> Shares:
+        """Return the exposed seconds of a pass by what travels: rows, and keys and values if they are gathered by slices.
+
+        The seconds are divided in proportion to all travel of the pass.
+        """
+        families = ("ep", "cp") if gathers(self.pieces.slicing, self.candidate.fold.cp) else ("ep",)
+        travels = work.of_groups()
+        whole = sum(travels.get(family, 0.0) for family in families)
+        parts = [(family, travels.get(family, 0.0) / whole if whole else float(family == "ep")) for family in families]
+        return Shares.of([(f"exposed_{family}", seconds * part) for family, part in parts])
+
     def _work_shares(self, form: StageForm, direction: str) -> Shares:
         """Return the seconds of one pass of a stage, by what its ops are busy with."""
         slicing, back, found = self.pieces.slicing, direction == "B", Shares()
@@ -262,8 +277,9 @@ class Step:
         ops: list[tuple[str, tuple[int, ...], bool, int, BlockSpec | None]] = []
         ops += [(kind, cut, back, 1, None) for kind, cut in ends_of(content, slicing)]
         for block, count in content.blocks:
-            ops += [(kind, cut_of(kind, slicing), way, count, block) for kind, way in ops_of_pass(block, back, self.pieces)]
+            kinds = ops_of_pass(self.rank, block, back, self.pieces)
+            ops += [(kind, cut_of(kind, slicing), way, count, block) for kind, way in kinds]
         for kind, cut, way, count, of in ops:
             for tokens in pieces_of(cut):
-                found += self.rank.price(kind, way, tokens, of).shares(kind in EXCHANGES) * count
+                found += self.rank.price(kind, way, tokens, of).shares(OP_KINDS[kind].travels is not None) * count
         return found * self.pieces.batch_degree

@@ -62,9 +62,12 @@ class Space:
                     if job.global_batch % (place // tp // cp) == 0:
                         yield from (Fold(self.gpus, tp, cp, pp, ep, etp) for ep, etp in moe)
 
-    def orderings(self, fold: Fold, recompute: tuple[str, ...]) -> Iterator[Ordering]:
-        """Yield the schedules of a fold. Without expert parallelism no rows travel, so there is only `sequential`."""
-        yield Ordering(recompute=recompute, reduction=REDUCTION)
+    def orderings(self, fold: Fold) -> Iterator[Ordering]:
+        """Yield the schedules of a fold, without recomputation. They depend on its smallest slice, and on whether ep is 1.
+
+        Without expert parallelism no rows travel, so there is only `sequential`.
+        """
+        yield Ordering(reduction=REDUCTION)
         if fold.ep == 1:
             return
         cost = SliceCost.of_model(self.job.model.hidden, self.job.model.heads)
@@ -72,7 +75,7 @@ class Space:
         for kind in self.kinds:
             for degree in self.degrees if overlap_kind(kind).cuts else ():
                 if sequences.length // sequences.multiple_of >= degree:
-                    yield make_ordering(sequences, kind, degree, 1, backward_lag=1, reduction=REDUCTION, recompute=recompute)
+                    yield make_ordering(sequences, kind, degree, 1, backward_lag=1, reduction=REDUCTION)
 
     def _cuts_heads(self, tp: int) -> bool:
         model = self.job.model

@@ -14,7 +14,7 @@ from foldray.runtime.gradients import Gradients
 from foldray.runtime.micro_batch import MicroBatch
 from foldray.runtime.trace import Trace
 from foldray.runtime.weights import Weights
-from foldray.schedule import Chunk, Op, Ordering, Slicing, Span, StepGraph, position_list
+from foldray.schedule import Chunk, Op, Ordering, Slicing, Span, StepGraph, gathers, position_list
 from foldray.timeline import Recording, op_costs, settle
 
 
@@ -113,6 +113,7 @@ class Execution:
             backward=backward,
             batch_degree=self.ordering.batch_degree if backward else 1,
             chunks=self._chunks() if self.reduces and backward else (),
+            gathers=gathers(slicing, model.layout.cp),
         )
 
     def _chunks(self) -> tuple[tuple[Chunk, ...], ...]:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from foldray.comm import Pending
-from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, EMBED, EXPERT, FFN, HEAD, MERGE, ROUTE
+from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, EMBED, EXPERT, FFN, GATHER, HEAD, MERGE, PROJECT, ROUTE
 from foldray.model import Batch, KeysAndValues, Transformer, add_losses
 from foldray.moe import Balance, Layer, Received, Sent, Tally
 from foldray.runtime.buffer import TokenBuffer
@@ -70,6 +70,18 @@ class _Bypass(NamedTuple):
     residual_BsH: torch.Tensor
 
 
+class _Aside(NamedTuple):
+    """The data of a slice that do not travel with its keys and values; in backward, their gradients.
+
+    Args:
+        q_BNSD: queries.
+        residual_BsH: the residual stream.
+    """
+
+    q_BNSD: torch.Tensor
+    residual_BsH: torch.Tensor
+
+
 class MicroBatch:
     """The state of a micro-batch, or of a part of one, and its ops.
 
@@ -98,6 +110,7 @@ class MicroBatch:
         self._sent: dict[Part, Sent] = {}
         self._received: dict[Part, Received] = {}
         self._bypasses: dict[Part, _Bypass] = {}
+        self._asides: dict[Part, _Aside] = {}
         self._tallies: dict[int, Tally] = {}  # by block: sum over the pieces so far
         self._balances: dict[int, Balance] = {}  # by block, after its last piece
         self._memories: dict[int, KeysAndValues] = defaultdict(KeysAndValues)
@@ -110,8 +123,7 @@ class MicroBatch:
     def run(self, op: Op) -> Pending | None:
         """Run an op. An op that communicates returns the data that it has put in flight."""
         if op.direction == "R":
-            self.began = perf_counter()
-            self._build(op._replace(direction="F"), *self._again.pop(op._replace(direction="F")))
+            self._run_again(op._replace(direction="F"))
         else:
             (FORWARD if op.direction == "F" else BACKWARD)[op.kind](self, op)
         return self.flight.get(op)
@@ -122,10 +134,27 @@ class MicroBatch:
         (x_BsH,), _ = self._compute(op, lambda: Computed([self.model.embed(self.batch, self._places[op.part])]))
         self.inputs[op.layer].put(self._tokens(op), x_BsH)
 
+    def project_forward(self, op: Op) -> None:
+        block, place = self.model.block(op.layer), self._places[op.part]
+        x_BsH = self.inputs[op.layer].take(self._tokens(op))
+        (q_BNSD, block_BGSW), _ = self._compute(op, lambda x: Computed(block.project(x, place)), x_BsH)
+        self._asides[_part(op)] = _Aside(q_BNSD, x_BsH)
+        self.flight[op._replace(kind=GATHER)] = Pending([], (block_BGSW,))  # until the gather op sends it
+
+    def gather_forward(self, op: Op) -> None:
+        (block_BGSW,) = self.flight.pop(op).wait()
+        self.flight[op] = self.model.block(op.layer).attention.start_gather(block_BGSW)
+
     def attention_forward(self, op: Op) -> None:
         block, place, memory = self.model.block(op.layer), self._places[op.part], self._memories[op.layer]
-        x_BsH = self.inputs[op.layer].take(self._tokens(op))
-        (z_BsH,), _ = self._compute(op, lambda x: Computed([block.attend(x, place, memory)]), x_BsH)
+        if self.graph.gathers:
+            block.attention.store(self._arrived(op, GATHER), place, memory)
+            q_BNSD, residual_BsH = self._asides.pop(_part(op))
+            (y_BsH,), _ = self._compute(op, lambda q: Computed([block.attention.attend(q, place, memory)]), q_BNSD)
+            z_BsH = residual_BsH + y_BsH
+        else:
+            x_BsH = self.inputs[op.layer].take(self._tokens(op))
+            (z_BsH,), _ = self._compute(op, lambda x: Computed([block.attend(x, place, memory)]), x_BsH)
         self.middles[op.layer].put(self._tokens(op), z_BsH)
         if not self.training and op.part == len(self._places) - 1:
             memory.free()
@@ -238,8 +267,22 @@ class MicroBatch:
         self.middle_gradients[op.layer].put(self._tokens(op), gradient)
 
     def attention_backward(self, op: Op) -> None:
-        (gradient,) = self._differentiate(op, [self.middle_gradients[op.layer].take(self._tokens(op))])
-        self.input_gradients[op.layer].put(self._tokens(op), gradient)
+        residual_BsH = self.middle_gradients[op.layer].take(self._tokens(op))
+        (gradient,) = self._differentiate(op, [residual_BsH])
+        if self.graph.gathers:
+            self._asides[_part(op)] = _Aside(gradient, residual_BsH)
+        else:
+            self.input_gradients[op.layer].put(self._tokens(op), gradient)
+
+    def gather_backward(self, op: Op) -> None:
+        attention = self.model.block(op.layer).attention
+        self.flight[op] = attention.start_scatter(self._places[op.part], self._memories[op.layer])
+
+    def project_backward(self, op: Op) -> None:
+        q_BNSD, residual_BsH = self._asides.pop(_part(op))
+        block_BGSW = self.model.block(op.layer).attention.summed(self._arrived(op, GATHER)).to(q_BNSD.dtype)
+        (gradient,) = self._differentiate(op, [q_BNSD, block_BGSW])
+        self.input_gradients[op.layer].put(self._tokens(op), gradient + residual_BsH)
 
     def embed_backward(self, op: Op) -> None:
         self._differentiate(op, [self.input_gradients[op.layer].take(self._tokens(op))])
@@ -271,12 +314,23 @@ class MicroBatch:
         (tensor,) = self.flight.pop(op._replace(kind=kind)).wait()
         return tensor
 
+    def _run_again(self, op: Op) -> None:
+        """Compute the results of a forward op again, and keep its graph for its backward."""
+        self.began = perf_counter()
+        compute, inputs = self._again.pop(op)
+        if op.kind == ATTENTION and self.graph.gathers:
+            inputs = (self._asides.pop(_part(op)).q_BNSD,)
+        results, _ = self._build(op, compute, inputs)
+        if op.kind == PROJECT:  # the keys and values are still stored
+            self._asides[_part(op)] = _Aside(results[0], inputs[0])
+
     def _compute(self, op: Op, compute: Compute, *inputs: torch.Tensor) -> Computed:
         """Compute the results of an op, detached from its graph."""
         self.began = perf_counter()
-        if not self.training or op.kind in self.graph.recompute:
+        if not self.training or op.kind in self.graph.again:
             if self.training:
-                self._again[op] = compute, inputs
+                # Attention that runs again takes its queries from projections that run again.
+                self._again[op] = compute, () if op.kind == ATTENTION and self.graph.gathers else inputs
             with torch.no_grad():
                 return compute(*inputs)
         return self._build(op, compute, inputs)
@@ -294,7 +348,7 @@ class MicroBatch:
         """Return the gradients of an op's inputs, given those of its results, and add the gradients of its parameters."""
         self.began = perf_counter()
         graph = self._graphs.pop(op._replace(direction="F"))
-        parameters = self.model.parameters_of(op.kind, op.layer)
+        parameters = self.model.parameters_of(ATTENTION if op.kind == PROJECT else op.kind, op.layer)
         ends = [(edge, gradient) for edge, gradient in zip(graph.ends, gradients, strict=False) if edge is not None]
         found = torch.autograd.grad(
             [edge for edge, _ in ends], [*graph.leaves, *parameters], [gradient for _, gradient in ends], allow_unused=True
@@ -311,13 +365,15 @@ def _part(op: Op) -> Part:
 
 Run = Callable[[MicroBatch, Op], None]
 FORWARD: Mapping[str, Run] = {
-    EMBED: MicroBatch.embed_forward, ATTENTION: MicroBatch.attention_forward, FFN: MicroBatch.ffn_forward,
+    EMBED: MicroBatch.embed_forward, PROJECT: MicroBatch.project_forward, GATHER: MicroBatch.gather_forward,
+    ATTENTION: MicroBatch.attention_forward, FFN: MicroBatch.ffn_forward,
     ROUTE: MicroBatch.route_forward, COUNTS: MicroBatch.counts_forward, DISPATCH: MicroBatch.dispatch_forward,
     EXPERT: MicroBatch.expert_forward, COMBINE: MicroBatch.combine_forward, MERGE: MicroBatch.merge_forward,
     HEAD: MicroBatch.head_forward,
 }  # fmt: skip
 BACKWARD: Mapping[str, Run] = {
-    EMBED: MicroBatch.embed_backward, ATTENTION: MicroBatch.attention_backward, FFN: MicroBatch.ffn_backward,
+    EMBED: MicroBatch.embed_backward, PROJECT: MicroBatch.project_backward, GATHER: MicroBatch.gather_backward,
+    ATTENTION: MicroBatch.attention_backward, FFN: MicroBatch.ffn_backward,
     ROUTE: MicroBatch.route_backward, DISPATCH: MicroBatch.dispatch_backward, EXPERT: MicroBatch.expert_backward,
     COMBINE: MicroBatch.combine_backward, MERGE: MicroBatch.merge_backward, HEAD: MicroBatch.head_backward,
 }  # fmt: skip

@@ -13,7 +13,7 @@ from foldray.schedule.overlaps import ONE_A_ONE_M, OVERLAPS, SEARCHED, SEQUENTIA
 from foldray.schedule.pipeline import check_pipeline, computed, forward_only, interleaved, one_f_one_b, pipeline
 from foldray.schedule.reduction import place_reductions
 from foldray.schedule.slicing import SLICINGS, SliceCost, Slicing, slice_sequence
-from foldray.schedule.step_graph import Place, StepGraph
+from foldray.schedule.step_graph import Place, StepGraph, gathers
 from foldray.schedule.text import show
 from foldray.schedule.traffic import OpCosts, by_urgency
 from foldray.schedule.weave import weave, woven
@@ -58,6 +58,7 @@ __all__ = [
     "cut_buffer",
     "expand",
     "forward_only",
+    "gathers",
     "handover",
     "interleaved",
     "make_ordering",

@@ -3,7 +3,9 @@
 A generator takes its ops from a `Run`. A run is a sequence of blocks that a group of micro-batches passes without draining.
 It has one step for each piece of attention, block by block. `attend` yields the computation of a step: attention, then the
 routers of the MoE micro-batches that this attention completes. `experts` yields the experts of all micro-batches that were
-routed up to a step. The run inserts embeddings and the weighted sums of the previous block itself, as late as possible.
+routed up to a step. The run inserts embeddings and the weighted sums of the previous block itself, as late as possible. If
+ranks gather keys and values (`StepGraph.gathers`), it also inserts the projections, a step ahead where it can: before attention
+of the step before, so that keys and values travel during that attention; or after it, so that they travel during experts.
 
 The figures show one block in four pieces: A is attention with routers, E the experts, M the weighted sum. A backward order
 is the mirror image of a forward order.
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, MERGE, ROUTE
+from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, MERGE, PROJECT, ROUTE
 from foldray.schedule.op import Op
 from foldray.schedule.step_graph import StepGraph
 
@@ -62,18 +64,15 @@ class Run:
         self._pieces = [*pieces, *(group(graph, HEAD, layers[-1]) if head else ())]
         self.steps = range(len(self._pieces))
         self._waiting: deque[tuple[int, Op]] = deque()  # (step that routed the micro-batch, its expert op)
+        self._ran: dict[Op, int] = {}  # expert op → the step of attention before it
         self._merged: set[Op] = set()
+        self._entered = self._now = 0  # number of steps whose input has been used; the last step of attention
 
     def attend(self, step: int) -> Iterator[Op]:
         """Yield attention (or the head) of a step, after the embedding or sums that it needs, then dense FFN or routers."""
-        op = self._pieces[step]
-        for need in self.graph.needs(op):
-            if need.kind == EMBED:
-                yield need
-            elif need.kind == MERGE and need.layer in self.layers:
-                routed = (at for at, expert in self._waiting if _place(expert) <= _place(need))
-                yield from self.experts(max(routed, default=-1))
-                yield from self._merge(need)
+        op, self._now = self._pieces[step], step
+        yield from self._enter(step)
+        yield from self._enter_ahead(step + 1, step - 1)
         yield op
         if op.kind == ATTENTION and not self.graph.blocks[op.layer].moe:
             yield op._replace(kind=FFN)
@@ -83,11 +82,44 @@ class Run:
                 if completed.start < self.graph.tokens(route).stop <= completed.stop:
                     self._waiting.append((step, route._replace(kind=EXPERT)))
                     yield route
+        yield from self._enter_ahead(step + 1, step)
+
+    def _enter(self, step: int) -> Iterator[Op]:
+        """Yield the embedding or sums that a step needs, after their experts, and its projections."""
+        if step < self._entered:
+            return
+        self._entered = step + 1
+        op = self._entry(step)
+        for need in self.graph.needs(op):
+            if need.kind == EMBED:
+                yield need
+            elif need.kind == MERGE and need.layer in self.layers:
+                routed = (at for at, expert in self._waiting if _place(expert) <= _place(need))
+                yield from self.experts(max(routed, default=-1))
+                yield from self._merge(need)
+        if op.kind == PROJECT:
+            yield op
+
+    def _enter_ahead(self, step: int, before: int) -> Iterator[Op]:
+        """Do the same ahead of time if the step has projections, and if all experts for its input ran before another step.
+
+        Their rows then had the time of an attention to travel back.
+        """
+        if self.graph.gathers and step in self.steps and (op := self._entry(step)).kind == PROJECT:
+            sums = [need for need in self.graph.needs(op) if need.kind == MERGE and need.layer in self.layers]
+            if all(self._ran.get(need._replace(kind=EXPERT), before) < before for need in sums):
+                yield from self._enter(step)
+
+    def _entry(self, step: int) -> Op:
+        """Return the op that takes the input of a step."""
+        op = self._pieces[step]
+        return op._replace(kind=self.graph.entry) if op.kind == ATTENTION else op
 
     def experts(self, step: int) -> Iterator[Op]:
         """Yield the experts of all micro-batches that were routed up to a step, if they have not run yet."""
         while self._waiting and self._waiting[0][0] <= step:
             _, op = self._waiting.popleft()
+            self._ran[op] = self._now
             yield op
             if self.staggered and not self.head and op.layer == self.layers[-1]:
                 for before in group(self.graph, MERGE, op.layer):

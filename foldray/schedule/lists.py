@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from foldray.kinds import COMBINE, COUNTS, DISPATCH, EXPERT, HEAD, MERGE, ROUTE, STAGE
+from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, EXPERT, GATHER, HEAD, MERGE, PROJECT, ROUTE, STAGE
 from foldray.schedule.chunks import Reduction
 from foldray.schedule.generators import Run, group
 from foldray.schedule.op import Op, Schedule
@@ -99,8 +99,7 @@ def stage_order(graph: StepGraph, stage: int, direction: str, overlap: Overlap) 
 
 def _mirrored(graph: StepGraph, order: list[Op]) -> Iterator[Op]:
     for op in reversed(order):
-        if op.kind in graph.recompute:
-            yield op._replace(direction="R")
+        yield from graph.rerun(op)
         yield op._replace(direction="B")
 
 
@@ -111,6 +110,8 @@ def _with_collectives(graph: StepGraph, order: list[Op]) -> tuple[Op, ...]:
         (EXPERT, "F"): (COMBINE,),
         (MERGE, "B"): (COMBINE,),
         (EXPERT, "B"): (DISPATCH,),
+        (PROJECT, "F"): (GATHER,),
+        (ATTENTION, "B"): (GATHER,) if graph.gathers else (),
     }
     return tuple(
         each for op in order for each in (op, *(op._replace(kind=kind) for kind in after.get((op.kind, op.direction), ())))

@@ -48,7 +48,7 @@ def _ready(graph: StepGraph, order: Sequence[Op], chunks: Sequence[Op]) -> dict[
     latest: dict[str, int] = {}  # buffer → index at which its previous chunk is placed
     for op in chunks:
         chunk = graph.chunk(op)
-        at = max([latest.get(chunk.name, 0), *(last[maker] for maker in chunk.makers)])
+        at = max([latest.get(chunk.name, 0), *(last[maker] for maker in graph.makers(op))])
         latest[chunk.name] = at
         found.setdefault(at, []).append(op)
     return found

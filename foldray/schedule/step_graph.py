@@ -4,6 +4,9 @@ The sequences of a micro-batch are cut twice (`Slicing`): attention and dense la
 micro-batches. Both cuts have the same tokens, so an op of one cut needs those ops of the other cut that share tokens with
 it. This is FoldMoE's token buffer (section 4.2). A sequence that is not cut has one slice and one MoE micro-batch.
 
+A slice of attention is one op, unless context-parallel ranks gather keys and values slice by slice (`gathers`). The slice then
+has three ops. Its projections and the gather of its keys and values can run before attention of the slice before it has ended.
+
 `foldray/kinds.py` says what each kind of op does and how its data is cut. For a `reduce`, `layer` is the pipeline position
 and `part` is the number of the chunk.
 """
@@ -16,7 +19,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from foldray.blueprint import BlockSpec
+from foldray.blueprint import BlockSpec, Maker
 from foldray.kinds import (
     ATTENTION,
     COMBINE,
@@ -25,10 +28,12 @@ from foldray.kinds import (
     EMBED,
     EXPERT,
     FFN,
+    GATHER,
     HANDOVER,
     HEAD,
     MERGE,
     OP_KINDS,
+    PROJECT,
     REDUCE,
     ROUTE,
 )
@@ -40,10 +45,18 @@ from foldray.schedule.slicing import Slicing
 _CHAIN = (ROUTE, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE)
 _BEFORE = {
     FFN: (ATTENTION,), COUNTS: (ROUTE,), DISPATCH: (ROUTE, COUNTS), EXPERT: (DISPATCH,), COMBINE: (EXPERT,),
-    MERGE: (ROUTE, COMBINE),
+    MERGE: (ROUTE, COMBINE), GATHER: (PROJECT,),
 }  # fmt: skip
-_AFTER = {EMBED: (ATTENTION,), ROUTE: (DISPATCH, MERGE), DISPATCH: (EXPERT,), EXPERT: (COMBINE,), COMBINE: (MERGE,)}
+_AFTER = {
+    PROJECT: (GATHER, ATTENTION), GATHER: (ATTENTION,), ROUTE: (DISPATCH, MERGE), DISPATCH: (EXPERT,), EXPERT: (COMBINE,),
+    COMBINE: (MERGE,),
+}  # fmt: skip
 """For ops on the same piece: the kinds whose results a forward op uses, and the kinds that use its results."""
+
+
+def gathers(slicing: Slicing, cp: int) -> bool:
+    """Return `StepGraph.gathers`: whether context-parallel ranks share slices. Whole sequences go around a ring instead."""
+    return cp > 1 and len(slicing.attention) > 1
 
 
 class Place(NamedTuple):
@@ -68,6 +81,7 @@ class StepGraph:
         batch_degree: number of parts that go through a stage together (FlowMoE's R); `micro_batches` is a multiple of it.
         chunks: for every position, the chunks in which its gradients are reduced. Empty if the step reduces no gradients.
         places: for every block, the positions of its two halves. Empty if both are at the position of the block's stage.
+        gathers: whether the keys and values of a slice are gathered from other ranks, in ops of their own.
     """
 
     stages: tuple[tuple[BlockSpec, ...], ...]
@@ -80,6 +94,7 @@ class StepGraph:
     batch_degree: int = 1
     chunks: tuple[tuple[Chunk, ...], ...] = ()
     places: tuple[Place, ...] = ()
+    gathers: bool = False
 
     @property
     def positions(self) -> int:
@@ -114,6 +129,16 @@ class StepGraph:
         where = self.pipeline.at
         return tuple(Place(where[stage], where[stage]) for stage in self.stage_of)
 
+    @property
+    def entry(self) -> str:
+        """The kind of op that takes the input of a block."""
+        return PROJECT if self.gathers else ATTENTION
+
+    @cached_property
+    def again(self) -> frozenset[str]:
+        """All kinds of ops whose forward runs again: projections, too, if attention does."""
+        return frozenset({*self.recompute, *((self.entry,) if ATTENTION in self.recompute else ())})
+
     # The ops.
 
     def ops(self) -> Iterator[Op]:
@@ -122,8 +147,7 @@ class StepGraph:
             yield from forward
             if self.backward:
                 for op in reversed(forward):
-                    if op.kind in self.recompute:
-                        yield op._replace(direction="R")
+                    yield from self.rerun(op)
                     if op.kind == HANDOVER:
                         yield handover("B", op.layer + 1, m)
                     elif op.kind != COUNTS:
@@ -139,12 +163,19 @@ class StepGraph:
         """Return the chunk that a `reduce` op reduces."""
         return self.chunks[op.layer][op.part]
 
+    def makers(self, op: Op) -> tuple[Maker, ...]:
+        """Return the kinds and blocks of the ops that complete the gradients of a `reduce` op. The last ones for the parameters
+        of attention are projections, if these are ops of their own."""
+        return tuple((self.entry if kind == ATTENTION else kind, layer) for kind, layer in self.chunk(op).makers)
+
     def _stage(self, stage: int, m: int) -> Iterator[Op]:
         """Return the forward ops of a stage for one micro-batch, with the handover to the next stage."""
         layers = self.layers[stage]
         if stage == 0:
             yield from self.pieces(EMBED, 0, m)
         for layer in layers:
+            for kind in (PROJECT, GATHER) if self.gathers else ():
+                yield from self.pieces(kind, layer, m)
             yield from self.pieces(ATTENTION, layer, m)
             if not self.blocks[layer].moe:
                 yield from self.pieces(FFN, layer, m)
@@ -167,6 +198,13 @@ class StepGraph:
         cuts = self._cuts(op.kind, op.layer)
         return range(cuts[op.part], cuts[op.part + 1])
 
+    def rerun(self, op: Op) -> tuple[Op, ...]:
+        """Return the ops that run again right before the backward of an op. The queries of a slice come from its projections."""
+        if op.kind not in self.again or op.kind == PROJECT:
+            return ()
+        kinds = (self.entry, ATTENTION) if op.kind == ATTENTION and self.gathers else (op.kind,)
+        return tuple(op._replace(kind=kind, direction="R") for kind in kinds)
+
     def output(self, layer: int) -> str:
         """Return the kind of op that produces a block's output."""
         return MERGE if self.blocks[layer].moe else FFN
@@ -176,10 +214,10 @@ class StepGraph:
     def needs(self, op: Op) -> tuple[Op, ...]:
         if op.kind == REDUCE:
             passes = range(self.micro_batches)
-            makers = self.chunk(op).makers
-            return tuple(each for kind, layer in makers for m in passes for each in self.pieces(kind, layer, m, "B"))
+            return tuple(each for kind, layer in self.makers(op) for m in passes for each in self.pieces(kind, layer, m, "B"))
         if op.direction == "R":
-            return (op._replace(direction="F"),)
+            own = op._replace(direction="F")
+            return (own, op._replace(kind=PROJECT)) if op.kind == ATTENTION and self.gathers else (own,)
         if op.direction == "F":
             return self._inputs(op)
         gradients = tuple(self._backward(user) for user in self._users(op))
@@ -214,7 +252,7 @@ class StepGraph:
         if op.direction != "B" or OP_KINDS[op.kind].travels:
             return ()
         forward = op._replace(direction="F")
-        return (forward, self._state(op)) if op.kind in self.recompute else (forward,)
+        return (forward, self._state(op)) if op.kind in self.again else (forward,)
 
     def _inputs(self, op: Op) -> tuple[Op, ...]:
         """Return the forward ops whose results a forward op uses."""
@@ -222,7 +260,10 @@ class StepGraph:
         if kind == EMBED:
             return ()
         if kind == ATTENTION:
-            return (*self._entering(op), *((op._replace(part=part - 1),) if part else ()))
+            made = (op._replace(kind=PROJECT), op._replace(kind=GATHER)) if self.gathers else self._entering(op)
+            return (*made, *((op._replace(part=part - 1),) if part else ()))
+        if kind == PROJECT:
+            return self._entering(op)
         if kind == ROUTE:
             # Routers run in order, because counters and statistics pass from piece to piece of a sequence.
             return (*self._sharing(op, ATTENTION, layer), *((op._replace(part=part - 1),) if part else ()))
@@ -246,6 +287,8 @@ class StepGraph:
         """Return the forward ops that use the results of an op's forward. Their backwards make the results' gradient."""
         op = op._replace(direction="F")
         kind, layer, m = op.kind, op.layer, op.micro_batch
+        if kind == EMBED:
+            return (op._replace(kind=self.entry),)
         if kind == ATTENTION:
             own = ROUTE if self.blocks[layer].moe else FFN
             following = (op._replace(part=op.part + 1),) if op.part + 2 < len(self._cuts(kind, layer)) else ()
@@ -253,7 +296,7 @@ class StepGraph:
         if kind == HEAD:
             return ()
         if kind == HANDOVER:  # a backward handover sends the gradient of the stage's input
-            return tuple(self.pieces(ATTENTION, self.layers[layer][0], m))
+            return tuple(self.pieces(self.entry, self.layers[layer][0], m))
         if kind in (MERGE, FFN):
             return self._leaving(op)
         return tuple(op._replace(kind=name) for name in _AFTER[kind])
@@ -262,7 +305,7 @@ class StepGraph:
         """Return the forward ops that use the output of a block's last op."""
         stage = self.stage_of[op.layer]
         if op.layer < self.layers[stage][-1]:
-            return tuple(self._sharing(op, ATTENTION, op.layer + 1))
+            return tuple(self._sharing(op, self.entry, op.layer + 1))
         if stage < len(self.stages) - 1:
             return (handover("F", stage, op.micro_batch),)
         return tuple(self._sharing(op, HEAD, op.layer))
@@ -280,7 +323,7 @@ class StepGraph:
 
     def _state(self, op: Op) -> Op:
         """Return the op whose saved state a backward op uses."""
-        return op._replace(direction="R" if op.kind in self.recompute else "F")
+        return op._replace(direction="R" if op.kind in self.again else "F")
 
     def _cuts(self, kind: str, layer: int) -> tuple[int, ...]:
         cut = OP_KINDS[self.output(layer) if kind == HEAD else kind].cut

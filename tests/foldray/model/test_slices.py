@@ -12,6 +12,7 @@ from foldray.blueprint import Layout
 from foldray.comm import Communicator, Groups
 from foldray.fold import Fold
 from foldray.model import slices as module
+from foldray.model.shards import gather_chunks, scatter_chunks
 from foldray.model.sight import Sight
 from foldray.model.slices import KeysAndValues, slice_attention
 from tests.foldray.model.sequences import ALL, HEADS, Asked, B, D, L, data_of, reference, sights
@@ -24,17 +25,30 @@ CUTS = [(48,), (24, 24), (16, 24, 8), (8, 8, 16, 8, 8), (40, 8)]
 def sliced(
     data: list[Tensor], communicator: Communicator, cut: tuple[int, ...], case: Asked = WHOLE, again: bool = False
 ) -> tuple[list[Tensor], KeysAndValues]:
-    """Return the output and the gradients of this rank's shard, with the slices forward in order and backward reversed."""
+    """Return the output and the gradients of this rank's shard, with the slices forward in order and backward reversed.
+
+    Several ranks gather keys and values before attention of a slice, and sum up their gradient after its backward.
+    """
     layout, memory = Layout(communicator.size, cp_rank=communicator.index, slices=cut), KeysAndValues()
     graphs, outs = [], []
     slices = layout.cut(L)
     for part, sight in zip(slices, sights(slices, communicator.size, communicator.index, case), strict=True):
-        leaves = [x[:, :, layout.shard(part)].requires_grad_() for x in data[:3]]
+        q, k, v = leaves = [x[:, :, layout.shard(part)].requires_grad_() for x in data[:3]]
+        if communicator.size > 1:
+            widths = k.shape[-1], v.shape[-1]
+            memory.put(*gather_chunks((k.detach(), v.detach()), communicator, sight).split(widths, dim=-1), sight)
         for _ in range(1 + again):
-            out = slice_attention(*leaves, memory, sight, communicator)
-        graphs.append((out, leaves, data[3][:, :, layout.shard(part)]))
+            out = slice_attention(q, memory, sight, *((k, v) if communicator.size == 1 else ()))
+        graphs.append((out, leaves, data[3][:, :, layout.shard(part)], sight))
         outs.append(out.detach())
-    found = [torch.autograd.grad(out, leaves, dout) for out, leaves, dout in reversed(graphs)][::-1]
+    found = []
+    for out, (q, k, v), dout, sight in reversed(graphs):
+        if communicator.size == 1:
+            found.insert(0, torch.autograd.grad(out, (q, k, v), dout))
+            continue
+        (dq,) = torch.autograd.grad(out, (q,), dout)
+        block = scatter_chunks(memory.take_gradient(sight), communicator, sight).to(k.dtype)
+        found.insert(0, (dq, *block.split((k.shape[-1], v.shape[-1]), dim=-1)))
     return [torch.cat(outs, 2), *(torch.cat(each, 2) for each in zip(*found, strict=True))], memory
 
 

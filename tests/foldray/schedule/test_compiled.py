@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,8 +49,8 @@ def drawn_graph(kind: str, data: st.DataObject) -> StepGraph:
     stages = tuple(tuple(data.draw(st.lists(block, min_size=1, max_size=2))) for _ in range(pp * virtual))
     again = data.draw(st.sampled_from([(), ("expert",), ("attention", "expert")]))
     batch_degree = data.draw(st.sampled_from([1, 2]))
-    ragged, rounds = data.draw(st.booleans()), data.draw(st.sampled_from([1, 2]))
-    graph = StepGraph(stages, slicing, pp, pp * rounds * batch_degree, ragged, again, batch_degree=batch_degree)  # type: ignore[arg-type]
+    ragged, rounds, gathers = data.draw(st.booleans()), data.draw(st.sampled_from([1, 2])), data.draw(st.booleans())
+    graph = StepGraph(stages, slicing, pp, pp * rounds * batch_degree, ragged, again, batch_degree=batch_degree, gathers=gathers)  # type: ignore[arg-type]
     if not data.draw(st.booleans()):
         return graph
     chunks: list[list[Chunk]] = [[] for _ in range(pp)]
@@ -57,9 +58,7 @@ def drawn_graph(kind: str, data: st.DataObject) -> StepGraph:
         for layer in layers:
             maker: Maker = ("attention", layer)
             chunks[number % pp].append(Chunk(DENSE, layer, layer + 1, 4, (maker,)))
-    return StepGraph(
-        stages, slicing, pp, pp * rounds * batch_degree, ragged, again, True, batch_degree, tuple(map(tuple, chunks))
-    )  # type: ignore[arg-type]
+    return replace(graph, chunks=tuple(map(tuple, chunks)))
 
 
 def drawn_cost(graph: Any, data: st.DataObject, lanes: list[str]) -> Callable[[Op], list[tuple[str, float]]]:

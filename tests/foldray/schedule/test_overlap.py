@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foldray.kinds import ATTENTION, GATHER, PROJECT
 from foldray.schedule import (
     OVERLAPS,
     SLICINGS,
@@ -28,7 +29,16 @@ from foldray.schedule import (
 from tests.foldray.blocks import DENSE, MOE
 
 COST = SliceCost.of_model(64, 4)
-LETTERS = {"attention": "A", "expert": "E", "merge": "M", "ffn": "F", "dispatch": "D", "combine": "C", "head": "H"}
+LETTERS = {
+    "attention": "A",
+    "expert": "E",
+    "merge": "M",
+    "ffn": "F",
+    "dispatch": "D",
+    "combine": "C",
+    "head": "H",
+    "project": "Q",
+}
 
 
 def graph_of(
@@ -105,22 +115,56 @@ BLOCKS = st.lists(st.sampled_from([DENSE, MOE]), min_size=1, max_size=3).map(tup
     st.integers(1, 80), st.integers(1, 8), st.integers(1, 512), st.integers(1, 16), st.lists(BLOCKS, min_size=1, max_size=4),
     st.sampled_from(list(OVERLAPS)), st.sampled_from(list(OVERLAPS)), st.sampled_from(SLICINGS), st.integers(1, 5),
     st.integers(1, 5), st.integers(1, 3),
-    st.booleans(), st.sets(st.sampled_from(["attention", "ffn", "expert"])), st.booleans(), st.integers(1, 4),
+    st.booleans(), st.sets(st.sampled_from(["attention", "ffn", "expert"])), st.booleans(), st.integers(1, 4), st.booleans(),
 )  # fmt: skip
 @settings(max_examples=200, deadline=None)
 def test_whatever_is_generated_passes_the_checker(
-    length, degree, hidden, heads, stages, forward, backward, slicing, lag, other, micro_batches, ragged, again, training, pp
+    length,
+    degree,
+    hidden,
+    heads,
+    stages,
+    forward,
+    backward,
+    slicing,
+    lag,
+    other,
+    micro_batches,
+    ragged,
+    again,
+    training,
+    pp,
+    gathers,
 ) -> None:
     cut = slice_sequence(slicing, length, min(degree, length), SliceCost.of_model(hidden, heads))
     assert cut.supplies()
     pp = max(p for p in range(1, pp + 1) if len(stages) % p == 0)
     stages = stages if pp > 1 else stages[:1]
     micro_batches *= pp  # interleaved 1F1B needs a multiple of pp
-    graph = StepGraph(tuple(stages), cut, pp, micro_batches, ragged, tuple(sorted(again)), training)
+    graph = StepGraph(tuple(stages), cut, pp, micro_batches, ragged, tuple(sorted(again)), training, gathers=gathers)
     schedule = step_schedule(graph, Overlap(forward, lag), Overlap(backward, other))
     check(graph, schedule)
     for ops in schedule:
         check_ranks(graph, [ops, ops])
+
+
+def test_keys_and_values_are_gathered_a_slice_ahead() -> None:
+    """Projections and the gather come before attention of the slice before; backward is the mirror image."""
+    graph = graph_of(((MOE, MOE),), gathers=True)
+    forward, backward = (stage_order(graph, 0, direction, Overlap("one_a_one_m")) for direction in "FB")
+    assert computed(forward[: forward.index(Op(ATTENTION, "F", 1, 1, 0))], layers=True) == (
+        "Q00 Q01 A00 Q02 A01 E00 Q03 A02 E01 A03 E02 E03 M00 M01 M02 M03 Q10 Q11 A10 Q12"
+    )
+    stream = stage_order(graph, 0, "F", Overlap("stream", 2))
+    assert computed(stream[: stream.index(Op(ATTENTION, "F", 1, 1, 0))], layers=True) == (
+        "Q00 Q01 A00 Q02 A01 Q03 A02 E00 A03 M00 Q10 E01 A10 M01 Q11 E02"
+    )
+    for order, maker in ((forward, PROJECT), (backward, ATTENTION)):
+        for before, op in pairwise(order):
+            assert (op.kind == GATHER) == (before.kind == maker)
+    for part in range(1, 4):
+        assert backward.index(Op(GATHER, "B", 0, part, 0)) < backward.index(Op(ATTENTION, "B", 0, part - 1, 0))
+        assert backward.index(Op(ATTENTION, "B", 0, part - 1, 0)) < backward.index(Op(PROJECT, "B", 0, part, 0))
 
 
 def test_slices_and_micro_batches_meet_by_their_tokens() -> None:

@@ -59,7 +59,7 @@ def test_it_is_planned():
     schedule = step_schedule(each.graph, each.ordering.forward, each.ordering.backward)
     assert Step(each, work).passes() == pytest.approx(simulate(each.graph, schedule, work.cost).seconds, rel=1e-9)
     space = Space(each.job, machines(), 8, kinds=("sequential", KIND))
-    assert KIND in {ordering.forward.kind for ordering in space.orderings(each.fold, ())}
+    assert KIND in {ordering.forward.kind for ordering in space.orderings(each.fold)}
 
 
 @pytest.mark.parametrize(
