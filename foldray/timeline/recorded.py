@@ -229,9 +229,9 @@ def slice_timings(graph: StepGraph, spans: Mapping[Op, Span], ranks: int) -> lis
         sequence.
     """
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for op, span in spans.items():
+    for op in spans:
         if op.kind == ATTENTION and op.direction == "F":
-            tokens, backward = graph.tokens(op), spans[op._replace(direction="B")]
-            took = span.end - span.start + backward.end - backward.start
-            found[len(tokens) * ranks, tokens.stop * ranks].append(took)
+            tokens = graph.tokens(op)
+            own = [spans[op._replace(kind=kind, direction=way)] for kind in {ATTENTION, graph.entry} for way in ("F", "B")]
+            found[len(tokens) * ranks, tokens.stop * ranks].append(sum(each.end - each.start for each in own))
     return [(tokens, context, median(took)) for (tokens, context), took in found.items()]

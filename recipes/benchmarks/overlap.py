@@ -21,6 +21,9 @@ the rate instead. Each host has one process. All measurements take turns within 
   `+chunks=auto`, training's own search finds the size before the measurement. `stream:DEGREE` chooses its lags as training
   does, from op times of the warm-up rounds.
 
+With --cp 2, every two hosts share their sequences, and X has their keys and values, too. `sequential` then sends them around a
+ring, and C leaves them out.
+
 With --hosts 1 there is no communication to hide, and the times show the cost of pieces. With --peaks, the script measures
 memory instead of time.
 
@@ -52,7 +55,8 @@ from overlap_sweep import report_sweep  # noqa: E402
 from foldray.blueprint import ModelSpec  # noqa: E402
 
 SIZES = {
-    "hosts": 2, "batch": 1, "length": 4096, "hidden": 512, "heads": 8, "inner": 1024, "shared": 0, "blocks": 4, "every": 1,
+    "hosts": 2, "batch": 1, "length": 4096, "hidden": 512, "heads": 8, "kv_heads": 8, "inner": 1024, "shared": 0, "blocks": 4,
+    "every": 1, "cp": 1,
 }  # fmt: skip
 WARM_UP = 2  # rounds
 SIDES = ("forward_ms", "backward_ms")
@@ -114,7 +118,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 1.5], help="communication to computation")
     parser.add_argument("--links", type=float, nargs="+", metavar="MBIT", help="rates in Mbit/s instead of ratios")
     for name, default in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--variants", nargs="*", default=["sequential", "moe_only:4", "aaam:4", "one_a_one_m:4", "stream:4"])
     parser.add_argument("--gradients", action="store_true", help="reduce gradients too")
@@ -135,7 +139,7 @@ def _run(lab: list, args: argparse.Namespace, rounds: int | None = None, variant
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         variants = args.variants if variants is None else variants
-        options = [f"--{name}={getattr(args, name)}" for name in SIZES]
+        options = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in SIZES]
         options += [f"--rounds={rounds or args.rounds}", f"--store={lab[0].address}:29400", f"--result={result}"]
         options += ["--peaks"] * args.peaks + ["--peers"] * (args.peers and bool(variants))
         options += ["--gradients"] * ((args.gradients or bool(args.sweep)) and bool(variants))
@@ -164,7 +168,7 @@ def model_of(args: argparse.Namespace, padded: bool = False) -> ModelSpec:
         **({"capacity_factor": 1.0, "pad": True} if padded else {}),
     }
     return ModelSpec(
-        layers=args.blocks, hidden=args.hidden, heads=args.heads, kv_heads=args.heads, head_dim=args.hidden // args.heads,
+        layers=args.blocks, hidden=args.hidden, heads=args.heads, kv_heads=args.kv_heads, head_dim=args.hidden // args.heads,
         ffn_hidden=args.inner, experts=max(args.hosts, 2), topk=1, expert_hidden=args.inner, vocab=64,
         moe_every=args.every, router=router, shared_hidden=args.shared,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from overlap_sweep import search, sweep
 from torch import Tensor, nn
 
 from foldray.blueprint import ModelSpec, Ownership
+from foldray.blueprint.layout import smallest_slice
 from foldray.comm import Groups, Pending
 from foldray.fold import Fold
 from foldray.model import Batch, Transformer, all_losses
@@ -93,6 +94,16 @@ def _instead(rows_NH: Tensor, count: int) -> Pending:
     return Pending([], (rows_NH[:count],))
 
 
+class SilentRing(NamedTuple):
+    """A context-parallel group that sends nothing. The keys and values of other members are those of this rank."""
+
+    size: int
+    index: int
+
+    def shift(self, tensors: Sequence[Tensor]) -> Pending:
+        return Pending([], tensors)
+
+
 class Worker:
     """The process of one host."""
 
@@ -104,13 +115,15 @@ class Worker:
         host, port = args.store.split(":")
         store = dist.TCPStore(host, int(port), args.hosts, is_master=self.rank == 0)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=args.hosts)
-        fold = Fold(args.hosts, ep=args.hosts)
+        fold = Fold(args.hosts, cp=args.cp, ep=args.hosts)
         self.spec, self.groups = model_of(args), Groups.create(fold, self.rank)
         names = [args.sweep] if args.sweep else [*(args.variants or [""]), *(["deepspeed"] if args.peers else [])]
         self.stacks = {padded: self._stack(fold, padded) for padded in {_is_padded(name) for name in names}}
         self.padded = min(self.stacks)
         self.silent = {name: [Silent(layer.exchange, args.hosts) for layer in each.layers] for name, each in self.stacks.items()}
-        text = torch.randint(0, self.spec.vocab, (args.batch, args.length + 1))
+        text = torch.randint(
+            0, self.spec.vocab, (args.batch, args.length + 1), generator=torch.Generator().manual_seed(self.groups.dp_rank)
+        )
         self.batches = [Batch(text[:, :-1], text[:, 1:])]
         self.cost = SliceCost.of_model(self.spec.hidden, self.spec.heads)
         self.chosen: dict[str, Ordering] = {}  # by variant, the ordering after the warm-up rounds
@@ -261,14 +274,17 @@ class Worker:
 
     def bytes_sent(self) -> int:
         """Return the bytes that a host sends in a step: dispatch and combine, forward and backward, of every MoE block."""
-        rows = self.args.batch * self.args.length * self.spec.topk * (self.args.hosts - 1) // self.args.hosts
+        held = self.args.batch * self.args.length // self.args.cp
+        rows = held * self.spec.topk * (self.args.hosts - 1) // self.args.hosts
         return 4 * len(self.spec.moe_layers) * rows * self.spec.hidden * 4
 
     def compute_alone(self) -> dict[str, float]:
         """Run the uncut blocks without all-to-alls."""
         silent, name = self.silent[self.padded], "padded/" * self.padded + "sequential"
+        ring = self.groups.context
         for layer, each in zip(self.stack.layers, silent, strict=True):
             layer.exchange = each  # type: ignore[misc]
+        self._use_ring(SilentRing(ring.size, ring.index))
         self.execution.reduces = False
         if not silent[0].silent:
             self.step(name)
@@ -278,7 +294,12 @@ class Worker:
         self.execution.reduces = self.args.gradients
         for layer, each in zip(self.stack.layers, silent, strict=True):
             layer.exchange = each.real  # type: ignore[misc]
+        self._use_ring(ring)
         return measured
+
+    def _use_ring(self, ring: Any) -> None:
+        for layer in range(self.spec.layers):
+            self.stack.model.block(layer).attention.ring = ring
 
     def reduce_alone(self) -> dict[str, float]:
         """Run only the reductions of a step."""
@@ -291,6 +312,8 @@ class Worker:
         """Run only the all-to-alls of a step, all at once, so the link carries as much as it can."""
         rows = [each.rows() for each in self.silent[self.padded]]
         x_NH = torch.randn(max(sum(part) for each in rows for part in each), self.spec.hidden)
+        tokens = self.args.batch * self.args.length // self.args.cp
+        block = torch.randn(tokens, 2 * self.spec.kv_heads * self.spec.head_dim)  # in backward, its gradient is as large
         times = {}
         for direction in ("forward", "backward"):
             dist.barrier()
@@ -300,6 +323,7 @@ class Worker:
                 for received, sent in rows
                 for arriving, leaving in ((received, sent), (sent, received))
             ]
+            exchanges += [self.groups.context.start_all_gather(block) for _ in range(self.spec.layers)]
             for pending in exchanges:
                 pending.wait()
             times[f"{direction}_ms"] = (time.perf_counter() - begin) * 1e3
@@ -341,7 +365,12 @@ class Worker:
 
     def _named(self, name: str) -> Ordering:
         """Return the ordering of a variant before its op times are known."""
-        return named_ordering(name.removeprefix("padded/").removesuffix("=auto"), self.args.length, self.cost)
+        return named_ordering(
+            name.removeprefix("padded/").removesuffix("=auto"),
+            self.args.length,
+            self.cost,
+            smallest_slice(self.args.cp, 1),
+        )
 
     def _write_trace(self, name: str, graph: Any, ranks: list, begin: float) -> None:
         from foldray.timeline import perfetto
