@@ -101,6 +101,15 @@ class Settled(TypedDict):
     time: NotRequired[float]
 
 
+class Drifted(TypedDict):
+    """Steps take another time than was found, and have done so for long. Training measures anew."""
+
+    kind: Literal["drifted"]
+    step_time_s: float
+    found_s: float
+    time: NotRequired[float]
+
+
 class Saved(TypedDict):
     """A checkpoint of the state after `step` steps."""
 
@@ -110,7 +119,7 @@ class Saved(TypedDict):
     time: NotRequired[float]
 
 
-Record = Place | Step | Validation | Resumed | Tried | Settled | Saved
+Record = Place | Step | Validation | Resumed | Tried | Settled | Drifted | Saved
 _RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")], config=ConfigDict(strict=True))
 _FINITE = ("loss", "lr", "tokens_per_s", "step_time_s", "bits_per_byte")
 _LONGEST_LINE = 1 << 28
@@ -129,6 +138,7 @@ class History:
         """Trials in order; a new search clears the trials of an earlier one."""
         self.settled: dict[int, Settled] = {}
         """The chosen order by degree; the newest counts."""
+        self.drifts: list[Drifted] = []
         self.imbalance: dict[int, np.ndarray] = {}
         """By step: the load of the busiest expert over the mean load, for every MoE layer."""
         self._loads: deque[tuple[int, np.ndarray]] = deque(maxlen=LOAD_WINDOW)
@@ -180,6 +190,8 @@ class History:
             self.tried.append(record)
         elif record["kind"] == "settled":
             self.settled[record["degree"]] = record
+        elif record["kind"] == "drifted":
+            self.drifts.append(record)
         else:
             self.resumes.append(record["step"])
             self._rewind(record["step"])

@@ -1,11 +1,22 @@
-"""The peak speed of a device, which is the denominator of model FLOP utilisation."""
+"""The name of a device, and its peak speed, which is the denominator of model FLOP utilisation."""
 
 from __future__ import annotations
 
+import platform
 import statistics
 import time
+from pathlib import Path
 
 import torch
+
+
+def processor(device: torch.device | None = None) -> str:
+    """Return the name of a GPU, or of this machine's processor."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, size: int | None = None, rounds: int = 7) -> float:

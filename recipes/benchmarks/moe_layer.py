@@ -30,13 +30,14 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from common import MALLOC, GatedMlp, processor
+from common import MALLOC, GatedMlp
 from torch import Tensor, nn
 
 from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.moe import MoeBackend, MoELayer
+from foldray.runtime.peak import processor
 
 WARM_UP = 2
 

@@ -49,10 +49,11 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from common import MALLOC, processor  # noqa: E402
+from common import MALLOC  # noqa: E402
 from overlap_sweep import report_sweep  # noqa: E402
 
 from foldray.blueprint import ModelSpec  # noqa: E402
+from foldray.runtime.peak import processor  # noqa: E402
 
 SIZES = {
     "hosts": 2, "batch": 1, "length": 4096, "hidden": 512, "heads": 8, "kv_heads": 8, "inner": 1024, "shared": 0, "blocks": 4,

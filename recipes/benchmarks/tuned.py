@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from common import processor  # noqa: E402
+from foldray.runtime.peak import processor  # noqa: E402
 
 RECIPE = "recipes/quickstart.yaml"
 SIZE = {

@@ -45,10 +45,19 @@ class Entry(Checked):
 
 
 class Found(Checked):
-    """The choice of a search during training, and the cluster that it holds for."""
+    """The choice of a search during training, and the ground that it holds for (`worker/ground.py`).
+
+    Attributes:
+        on: settings and machines.
+        chosen: degree, and bytes of a chunk of gradients.
+        speeds: measured speeds by name. Old checkpoints have none.
+        seconds: seconds of a step with the choice, if they were measured.
+    """
 
     on: dict[str, Any]
     chosen: tuple[Count, Count] | None
+    speeds: dict[str, float] = Field(default_factory=dict)
+    seconds: float | None = None
 
 
 class Progress(Checked):

@@ -114,6 +114,9 @@ class Progress:
         elif record["kind"] == "settled":
             order = f"{record['forward']} forward, {record['backward']} backward"
             self._say(f"{self._name}: order of {record['degree']} pieces: {order}")
+        elif record["kind"] == "drifted":
+            now, found = record["step_time_s"], record["found_s"]
+            self._say(f"{self._name}: steps now take {now:.3g} s instead of {found:.3g} s, so foldray measures anew")
         elif record["kind"] == "step":
             self._show(record)
 

@@ -26,6 +26,7 @@ from trainers.checkpoints.stored import Found
 from trainers.cluster.mailbox import Outbox
 from trainers.data.packed import Batches, PackedData, Split
 from trainers.records import Place, Step, Validation
+from trainers.worker import ground
 from trainers.worker.engines import DTYPES, make_engine
 from trainers.worker.guard import Guard
 from trainers.worker.online import Knobs, MakeSearch, Online
@@ -98,8 +99,9 @@ class Worker:
         self.search = search
         sizes = recipe.schedule.sp_bytes == "auto"
         self.online = Online(self.engine.execution, self.groups, self.device, recipe.orderings, sizes)
-        # The result of a search holds only for this fold on this cluster. Otherwise training searches again.
-        self.ground = {"fold": recipe.fold.model_dump(), "workers": recipe.cluster.workers, "nodes": _nodes()}
+        # The result of a search holds only for these settings on these machines. Otherwise training searches again.
+        self.ground = {**ground.settings(recipe), "machines": ground.machines(self.device, _nodes())}
+        self.speeds = {"products": self.peak, "link": ground.link_rate(self.groups, self.device)}
 
     def run(self) -> dict[str, Any]:
         """Train to the last step of the recipe, and return a summary. Ray returns the summary of rank 0."""
@@ -179,7 +181,8 @@ class Worker:
         fold, data = self.recipe.fold.model_dump(), self.data.folder.name
         order = {"seed": self.recipe.training.seed, "global_batch": self.recipe.training.global_batch}
         progress = {"step": done, "data": data, "fold": fold, "validation": self.validation, **order}
-        progress["online"] = {"on": self.ground, "chosen": self.online.chosen}
+        found = {"chosen": self.online.chosen, "seconds": self.online.seconds}
+        progress["online"] = {"on": self.ground, "speeds": self.speeds, **found}
         state = self.engine.state()
         pieces = state_pieces(self.engine.model, state)
         path = self.saver.save(state, pieces, progress, {"step": done, "loss": loss}, last=final)
@@ -203,13 +206,14 @@ class Worker:
         return step
 
     def _recall(self, known: Found | None) -> None:
-        """Take over the choice of an earlier search, if it holds for this fold and cluster."""
-        if self.search is None or known is None or known.on != self.ground or known.chosen is None:
+        """Take over the choice of an earlier search, if it holds for these settings and machines."""
+        if self.search is None or known is None or known.chosen is None:
             return
-        knobs = Knobs(*known.chosen)
-        if knobs.degree in self.online.orderings and bool(knobs.sp_bytes) == self.online.sizes:
-            self.search = None
-            self.online.choose(knobs)
+        knobs, holds = Knobs(*known.chosen), known.on == self.ground and ground.alike(self.speeds, known.speeds)
+        # The first rank decides, because speeds could differ between ranks by rounding.
+        (agreed,) = self.groups.control.all_gather(torch.tensor([holds], device=self.device))[:1].tolist()
+        if agreed and knobs.degree in self.online.orderings and bool(knobs.sp_bytes) == self.online.sizes:
+            self.online.choose(knobs, known.seconds)
 
     def _batch(self, split: Split, indices: Sequence[int] | np.ndarray) -> Batch:
         """Make a batch: inputs, targets, and the numbers of documents if attention stops at their boundaries.

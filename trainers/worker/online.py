@@ -1,6 +1,7 @@
 """Measurements in the first steps of a training: the times of ops, and the fastest degree and size of gradient chunks.
 
-All of these steps train the model.
+Training then watches its steps. If they take another time than was found, and do so for long, it measures anew. All of these
+steps train the model.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import torch
 from foldray.comm import Groups
 from foldray.runtime import Execution, Trace
 from foldray.schedule import Ordering
-from trainers.records import Settled, Tried
+from trainers.records import Drifted, Settled, Tried
 
 SMALLEST = 64 << 10  # bytes; for smaller messages, every network needs nearly all the time to start them
 STEPS = 8  # steps of each trial; FlowMoE (section 4.1) takes ten, but here a run-off follows
 _WARM_UP = 2  # the first steps of a trial, which do not count
 TURNS = 4  # steps of each turn in the run-off; the first one is to warm up
+WATCHED = 16  # steps whose median is compared with the time that was found
+PATIENCE = 3  # medians in a row that must be off by more than DRIFT before training measures anew
+DRIFT = 0.1
 
 
 class Knobs(NamedTuple):
@@ -51,7 +55,7 @@ class Search(Protocol):
 MakeSearch = Callable[[Sequence[int], tuple[int, int] | None], Search]
 """Makes a search from the degrees, and from the smallest and the largest size of chunks (None if the size is settled)."""
 
-Tell = Callable[[Tried | Settled], None]
+Tell = Callable[[Tried | Settled | Drifted], None]
 """Takes a record of what was found."""
 
 Steps = Generator[None, float, None]
@@ -74,18 +78,30 @@ class Online:
     ):
         self.execution, self.groups, self.device, self.orderings, self.sizes = execution, groups, device, orderings, sizes
         self.chosen: Knobs | None = None
+        self.seconds: float | None = None
+        self._patience = PATIENCE
         self._settled: dict[int, Ordering] = {}  # by degree, once the times of its ops are measured
 
     def steps(self, search: MakeSearch | None, tell: Tell) -> Steps:
-        """Measure the first steps. The caller sends the seconds of each step.
+        """Measure the first steps, then watch all others. The caller sends the seconds of each step.
 
         Args:
-            search: makes the search; None changes no setting.
-            tell: takes a record of every trial, and of the choice.
+            search: makes the search; None changes no setting. A setting that was chosen before is kept until steps drift.
+            tell: takes a record of every trial, of the choice, and of steps that drift.
         """
+        changes = search is not None or self.execution.lacks_costs
         yield from self._learn(tell)
-        if search is not None:
+        if search is not None and self.chosen is None:
             yield from self.search(search, tell)
+        while changes:
+            yield from self._watch(tell)
+            before, self.seconds = self.chosen, None
+            self._forget()
+            yield from self._learn(tell)
+            if search is not None:
+                yield from self.search(search, tell)
+            # A search that finds the same again was not worth its steps.
+            self._patience = PATIENCE if self.chosen != before else 2 * self._patience
 
     def search(self, make: MakeSearch, tell: Tell) -> Steps:
         """Try settings for some steps each, and choose the faster one of the best two.
@@ -116,10 +132,33 @@ class Online:
         assert self.chosen is not None
         record(self.chosen, medians[self.chosen], True)
 
-    def choose(self, knobs: Knobs) -> None:
-        """Use a setting for all following steps."""
+    def choose(self, knobs: Knobs, seconds: float | None = None) -> None:
+        """Use a setting for all following steps.
+
+        Args:
+            seconds: seconds of a step with this setting; None measures them.
+        """
         self._turn_to(knobs)
-        self.chosen = knobs
+        self.chosen, self.seconds = knobs, seconds
+
+    def _watch(self, tell: Tell) -> Steps:
+        """Watch steps until their time has changed for long. Without a known time, the first median is the time."""
+        drifted = 0
+        while drifted < self._patience:
+            seconds = []
+            for _ in range(WATCHED):
+                seconds.append((yield))
+            now = self._slowest(seconds)
+            self.seconds = self.seconds or now
+            drifted = drifted + 1 if abs(now / self.seconds - 1) > DRIFT else 0
+        if self.groups.control.index == 0 and self.seconds:
+            tell({"kind": "drifted", "step_time_s": now, "found_s": self.seconds})
+
+    def _forget(self) -> None:
+        """Forget the times of ops and what was chosen by them."""
+        self._settled.clear()
+        degree, reduction = self._now.degree, self.execution.ordering.reduction
+        self.execution.reorder(self.orderings[degree]._replace(reduction=reduction))
 
     @property
     def _now(self) -> Knobs:

@@ -15,7 +15,7 @@ from foldray.comm import Groups
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers import FoldTrainer
-from trainers.worker.online import SMALLEST, STEPS, TURNS, Knobs, Online
+from trainers.worker.online import PATIENCE, SMALLEST, STEPS, TURNS, WATCHED, Knobs, Online
 from tuners import OnlineSearch
 
 MODEL = {
@@ -60,9 +60,14 @@ def _tune(rank: int, seconds: Callable[..., float], steps: int, rows: list[Knobs
 
     recipe = make_recipe(2, {"ep": 2}, schedule={"reduction": "chunks", **schedule})
     groups = Groups.create(recipe.placed_fold, rank)
-    execution, known, records = engine_of(recipe, groups).execution, Known(rows), []
+    execution, known, records = engine_of(recipe, groups).execution, list[Known](), []
+
+    def make(degrees: Any, sizes: Any) -> Known:
+        known.append(Known(rows))
+        return known[-1]
+
     online = Online(execution, groups, torch.device("cpu"), recipe.orderings, sizes=rows[0].sp_bytes > 0)
-    going = online.steps(lambda degrees, sizes: known, records.append)
+    going = online.steps(make, records.append)
     next(going)
     sizes: list[int | None] = []
     for _ in range(steps):
@@ -76,7 +81,7 @@ def _tune(rank: int, seconds: Callable[..., float], steps: int, rows: list[Knobs
         except StopIteration:
             break
     groups.close()
-    return {"sizes": sizes, "told": known.told, "records": records, "costs": execution.ordering.costs,
+    return {"sizes": sizes, "told": known[-1].told if known else {}, "records": records, "costs": execution.ordering.costs,
             "chosen": online.chosen, "runs": execution.ordering}  # fmt: skip
 
 
@@ -114,6 +119,39 @@ def test_the_best_two_take_turns_and_these_decide(ranks) -> None:
     assert list(first["told"].values()) == [3.0, 2.0, 5.0]
     assert first["chosen"] == second["chosen"] == Knobs(1, 1000)
     assert first["records"][-1] == {"kind": "tried", "degree": 1, "sp_bytes": 1000, "step_time_s": 1.0, "chosen": True}
+
+
+def test_steps_that_drift_for_long_are_searched_for_again(ranks) -> None:
+    """The link becomes slower in mid-run. Then another size is the best, and one search more finds it."""
+    search, watch = 3 * STEPS + 4 * TURNS, WATCHED * (1 + PATIENCE)
+    first, second = tuned(ranks, slower, 2 + search + watch + 2 + search)
+    assert first["sizes"] == second["sizes"]
+    assert first["sizes"][2 + search : 2 + search + watch] == [2000] * watch, "the first median is the time that was found"
+    assert first["sizes"][2 + search + watch + 2 :][: 3 * STEPS] == [1000] * STEPS + [2000] * STEPS + [500] * STEPS
+    assert first["chosen"] == second["chosen"] == Knobs(1, 1000)
+    (drifted,) = [record for record in first["records"] if record["kind"] == "drifted"]
+    assert drifted == {"kind": "drifted", "step_time_s": 4.0, "found_s": 2.0}
+    assert not second["records"]
+
+
+def slower(rank: int, size: int | None, number: int) -> float:
+    """Return times that change after the first median of the watch."""
+    if number <= STEPS + 2 * TURNS + WATCHED:
+        return made_up(rank, size, number) if size != 2000 else 2.0
+    return {2000: 4.0}.get(size or 0, 3.0)
+
+
+def test_steps_that_drift_for_a_while_only_are_left_alone(ranks) -> None:
+    search, watch = 3 * STEPS + 4 * TURNS, WATCHED * 2 * PATIENCE
+    first, _ = tuned(ranks, unsteady, 2 + search + watch)
+    assert first["sizes"][2 + search :] == [2000] * watch
+    assert not [record for record in first["records"] if record["kind"] == "drifted"]
+
+
+def unsteady(rank: int, size: int | None, number: int) -> float:
+    """Return times of a machine that is slow in all but every third median of the watch."""
+    watched = number - (STEPS + 2 * TURNS)
+    return 3.0 if size == 2000 and watched > 0 and watched // WATCHED % 3 else made_up(rank, size, number)
 
 
 def by_degree(rank: int, degree: int, number: int) -> float:
