@@ -250,3 +250,19 @@ def test_the_learning_rate_warms_up_and_falls_to_its_share() -> None:
 def test_the_measured_peak_is_a_rate_of_this_machine() -> None:
     rate = matmul_peak(torch.device("cpu"), torch.float32, size=256, rounds=3)
     assert 1e8 < rate < 1e15
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_the_peak_is_that_of_the_faster_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The utilisation of a run is at most 1, although experts do not use torch's own product everywhere."""
+    product = torch.mm
+
+    def slow(*arguments: torch.Tensor) -> torch.Tensor:
+        for _ in range(5):
+            product(*arguments)
+        return product(*arguments)
+
+    rates = [matmul_peak(torch.device("cpu"), torch.float32, size=256, rounds=5)]
+    monkeypatch.setattr(torch, "mm", slow)
+    rates.append(matmul_peak(torch.device("cpu"), torch.float32, size=256, rounds=5))
+    assert rates[1] > rates[0] / 4
