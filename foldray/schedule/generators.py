@@ -64,7 +64,7 @@ class Run:
         self._pieces = [*pieces, *(group(graph, HEAD, layers[-1]) if head else ())]
         self.steps = range(len(self._pieces))
         self._waiting: deque[tuple[int, Op]] = deque()  # (step that routed the micro-batch, its expert op)
-        self._ran: dict[Op, int] = {}  # expert op → the step of attention before it
+        self._ran: dict[Op, int] = {}  # op of experts or dense FFN → the step of attention before it
         self._merged: set[Op] = set()
         self._entered = self._now = 0  # number of steps whose input has been used; the last step of attention
 
@@ -75,6 +75,7 @@ class Run:
         yield from self._enter_ahead(step + 1, step - 1)
         yield op
         if op.kind == ATTENTION and not self.graph.blocks[op.layer].moe:
+            self._ran[op._replace(kind=FFN)] = step
             yield op._replace(kind=FFN)
         elif op.kind == ATTENTION:
             completed = self.graph.tokens(op)
@@ -106,8 +107,10 @@ class Run:
         Their rows then had the time of an attention to travel back.
         """
         if self.graph.gathers and step in self.steps and (op := self._entry(step)).kind == PROJECT:
-            sums = [need for need in self.graph.needs(op) if need.kind == MERGE and need.layer in self.layers]
-            if all(self._ran.get(need._replace(kind=EXPERT), before) < before for need in sums):
+            needs = [need for need in self.graph.needs(op) if need.kind != EMBED and need.layer in self.layers]
+            sums = [need for need in needs if need.kind == MERGE]
+            fed = all(need in self._ran for need in needs if need.kind == FFN)
+            if fed and all(self._ran.get(need._replace(kind=EXPERT), before) < before for need in sums):
                 yield from self._enter(step)
 
     def _entry(self, step: int) -> Op:

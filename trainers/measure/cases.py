@@ -1,0 +1,119 @@
+"""The cases of `foldray verify --all`: where parallel training of MoE models goes wrong without a word.
+
+Each case makes one class of fault visible in a small recipe with the user's fold, schedule, engine and backend. The classes are
+those that users of several frameworks report, such as the list of silent errors in Megatron-LM's issue 7452. Tests plant a
+fault for each case, and show that the case finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from foldray.errors import UserError
+from foldray.kinds import RECOMPUTABLE
+from foldray.recipe import Recipe
+
+Values = dict[str, Any]
+
+
+class Case(NamedTuple):
+    """A case.
+
+    Args:
+        name: name of the case.
+        fault: the faults that it finds, in a few words.
+        change: changes the values of a small recipe in place.
+        masked: whether some targets do not count, differently many on every worker.
+    """
+
+    name: str
+    fault: str
+    change: Callable[[Values, Recipe], None]
+    masked: bool = False
+
+
+def _router(**settings: Any) -> Callable[[Values, Recipe], None]:
+    """Return a change of the router, without losses for balance except those in `settings`."""
+    return lambda values, recipe: values["model"]["router"].update(balance_loss=0.0, z_loss=0.0, **settings)
+
+
+def _loss(**settings: Any) -> Callable[[Values, Recipe], None]:
+    return lambda values, recipe: values["model"]["router"].update({"balance_loss": 0.0, "z_loss": 0.0, **settings})
+
+
+def _model(**settings: Any) -> Callable[[Values, Recipe], None]:
+    return lambda values, recipe: values["model"].update(settings)
+
+
+def _nothing(values: Values, recipe: Recipe) -> None:
+    pass
+
+
+def _documents(values: Values, recipe: Recipe) -> None:
+    values["data"]["mask_documents"] = True
+
+
+def _idle(values: Values, recipe: Recipe) -> None:
+    values["model"].update(topk=1, experts=32 * recipe.placed_fold.ep)
+
+
+def _shared(values: Values, recipe: Recipe) -> None:
+    values["model"]["shared_hidden"] = 16 * recipe.placed_fold.tp
+
+
+def _dropped(values: Values, recipe: Recipe) -> None:
+    values["model"]["router"].update(capacity_factor=0.5, drop="position", drop_scope="sequence")
+
+
+def _recomputed(values: Values, recipe: Recipe) -> None:
+    values["schedule"]["recompute"] = list(RECOMPUTABLE)
+
+
+def _accumulated(values: Values, recipe: Recipe) -> None:
+    values["training"]["global_batch"] *= 2
+
+
+CASES: Mapping[str, Case] = {
+    case.name: case
+    for case in (
+        Case("as it is", "gradients whose scale depends on the parallel sizes", _nothing),
+        Case("masked tokens", "means over ranks instead of tokens; masks that are cut by the wrong group", _nothing, masked=True),
+        Case("documents", "attention across documents where sequences are cut", _documents),
+        Case("window", "windows that end where a slice or a rank ends", _model(windows=["sliding:8"])),
+        Case("router", "router gradients that are detached, or scaled by EP", _router()),
+        Case("balance loss", "a balance loss that counts once per TP, CP or pipeline rank", _loss(balance_loss=1.0)),
+        Case("z-loss", "a z-loss that counts once per TP, CP or pipeline rank", _loss(z_loss=0.1)),
+        Case("sigmoid scores", "scores that are normalised over the wrong experts", _router(score="sigmoid", normalize=True)),
+        Case("idle experts", "experts without tokens: gradients that are missing, or left from before", _idle),
+        Case("shared expert", "a shared expert that counts once per TP rank", _shared),
+        Case("tied embedding", "an embedding whose two gradients do not meet", _model(tied_embeddings=True)),
+        Case("dropped tokens", "tokens that are dropped by the order of ranks", _dropped),
+        Case("recomputation", "state that counts twice if a forward runs twice", _recomputed),
+        Case("accumulation", "gradients scaled by the number of micro-batches", _accumulated),
+    )
+}
+"""Cases by name, in the order of the table."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The reason why a case cannot be made of a recipe."""
+
+    reason: str
+
+
+def case_recipe(case: Case, recipe: Recipe) -> Recipe | Refused:
+    """Return the recipe of a case.
+
+    Args:
+        recipe: a small recipe (`verify.small`).
+    """
+    values = recipe.model_dump()
+    values["model"]["preset"] = None
+    case.change(values, recipe)
+    try:
+        return Recipe.parse(values)
+    except UserError as error:
+        return Refused(str(error).splitlines()[0])
