@@ -86,6 +86,9 @@ def _add_training(commands: Any) -> None:
     command = _add(commands, "verify", "Compare the loss and every gradient of a recipe's fold with a single process.")
     _add_recipe(command, joins=True)
     command.add_argument("--shrink", action="store_true", help="make the model as small as the fold allows")
+    command.add_argument(
+        "--all", action="store_true", help="compare small recipes for all known ways in which parallel training goes wrong"
+    )
 
 
 def _add_measuring(commands: Any) -> None:

@@ -62,8 +62,9 @@ def submit(given: argparse.Namespace) -> int:
 def verify(given: argparse.Namespace) -> int:
     recipe = _recipe(given)
     from trainers.measure.verify import verify as run
+    from trainers.measure.verify import verify_all
 
-    return run(recipe, shrink=given.shrink, as_json=given.json)
+    return verify_all(recipe, as_json=given.json) if given.all else run(recipe, shrink=given.shrink, as_json=given.json)
 
 
 def bench(given: argparse.Namespace) -> int:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from foldray.blueprint import BlockSpec
 from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EMBED, EXPERT, FFN, GATHER, HEAD, MERGE, OP_KINDS, PROJECT, ROUTE
 from foldray.planner.candidate import Pieces
 from foldray.planner.costs import RankCosts
-from foldray.planner.layout import Content, PipelineLayout
-from foldray.planner.memo import PassWork, PieceTables
+from foldray.planner.layout import Content, PipelineLayout, Positions
+from foldray.planner.memo import PassWork, PieceTables, Totals
 from foldray.schedule import Slicing, gathers
 
+_TRAVEL = frozenset(name for name, row in OP_KINDS.items() if row.travels)
 _DENSE, _MOE = (ATTENTION, FFN), (ATTENTION, ROUTE, DISPATCH, EXPERT, COMBINE, MERGE)
 
 
@@ -26,13 +27,14 @@ def ops_of_pass(rank: RankCosts, block: BlockSpec, back: bool, pieces: Pieces) -
     Args:
         back: whether the pass is a backward pass.
     """
-    own, again = _ops(rank, block, pieces), _recomputed(rank, block, back, pieces)
-    return [(each, back) for each in own] + [(each, False) for each in again]
+    own = _ops(rank, block, pieces)
+    return [(each, back) for each in own] + [(each, False) for each in (_recomputed(own, pieces) if back else ())]
 
 
-def _recomputed(rank: RankCosts, block: BlockSpec, back: bool, pieces: Pieces) -> list[str]:
+def _recomputed(kinds: Sequence[str], pieces: Pieces) -> list[str]:
+    """Return the kinds of ops that run again. Projections do if attention does."""
     again = {*pieces.recompute, *((PROJECT,) if ATTENTION in pieces.recompute else ())}
-    return [each for each in _ops(rank, block, pieces) if back and each in again]
+    return [each for each in kinds if each in again]
 
 
 def cut_of(kind: str, slicing: Slicing) -> tuple[int, ...]:
@@ -49,7 +51,8 @@ def ends_of(content: Content, slicing: Slicing) -> list[tuple[str, tuple[int, ..
 def least_computed(rank: RankCosts, blocks: Iterable[BlockSpec], pieces: Pieces) -> float:
     """Return the seconds that the cheapest of these blocks computes, forward and backward."""
     known = _tables_of(rank, pieces)
-    return min([sum([_known_work(rank, block, back, pieces, known).computed for back in (False, True)]) for block in blocks])
+    works = [_block_works(rank, block, pieces, known) for block in blocks]
+    return min([forward.computed + backward.computed for forward, backward in works])
 
 
 def _tables_of(rank: RankCosts, pieces: Pieces) -> PieceTables:
@@ -60,14 +63,20 @@ def _tables_of(rank: RankCosts, pieces: Pieces) -> PieceTables:
     return known
 
 
-def _known_work(rank: RankCosts, block: BlockSpec, back: bool, pieces: Pieces, known: PieceTables) -> PassWork:
-    found = known.passes.get((block, back))
+def _block_works(rank: RankCosts, block: BlockSpec, pieces: Pieces, known: PieceTables) -> tuple[PassWork, PassWork]:
+    """Return the work of a block's forward and backward."""
+    found = known.blocks.get(block)
     if found is None:
-        found = known.passes[block, back] = _pass_work(rank, block, back, pieces)
+        kinds = _ops(rank, block, pieces)
+        totals = {kind: rank.totals(kind, cut_of(kind, pieces.slicing), block) for kind in kinds}
+        again = {kind: totals[kind][0].total for kind in _recomputed(kinds, pieces)}
+        forward = _pass_work(block, {kind: each[0] for kind, each in totals.items()}, {}, pieces)
+        backward = _pass_work(block, {kind: each[1] for kind, each in totals.items()}, again, pieces)
+        found = known.blocks[block] = forward, backward
     return found
 
 
-def _pass_work(rank: RankCosts, block: BlockSpec, back: bool, pieces: Pieces) -> PassWork:
+def _pass_work(block: BlockSpec, own: Mapping[str, Totals], again: Mapping[str, float], pieces: Pieces) -> PassWork:
     """Return the work of one pass of a block. Ops compute one after another, and all-to-alls travel one after another.
 
     Gathered keys and values do not count: other ops can hide them.
@@ -76,13 +85,15 @@ def _pass_work(rank: RankCosts, block: BlockSpec, back: bool, pieces: Pieces) ->
     pieces, `least` is the largest of three bounds of a block that drains: all computation; all travel, with attention and
     routing of a piece before it and a weighted sum after it; attention, routing and experts of all pieces, with one combine
     and weighted sum after them. Backward has the reverse order and the same bounds.
+
+    Args:
+        own: the seconds of the ops of this pass.
+        again: the seconds of the ops that run again in it.
     """
-    own = {each: rank.totals(each, cut_of(each, pieces.slicing), back, block) for each in _ops(rank, block, pieces)}
-    again = {
-        each: rank.totals(each, cut_of(each, pieces.slicing), False, block).total
-        for each in _recomputed(rank, block, back, pieces)
-    }
-    plain = sum(each.total for name, each in own.items() if not OP_KINDS[name].travels)
+    plain = 0.0
+    for kind, each in own.items():
+        if kind not in _TRAVEL:
+            plain += each.total
     computed = plain + sum(again.values())
     if not block.moe:
         return PassWork(computed, 0.0, computed)
@@ -97,22 +108,36 @@ def _pass_work(rank: RankCosts, block: BlockSpec, back: bool, pieces: Pieces) ->
 
 def stage_work(rank: RankCosts, content: Content, back: bool, pieces: Pieces) -> PassWork:
     """Return the work of one pass of a stage for one part of a micro-batch: blocks, embedding and head."""
-    return _stage_work(rank, content, back, pieces, _tables_of(rank, pieces))
+    return _stage_works(rank, content, pieces, _tables_of(rank, pieces))[back]
 
 
-def _stage_work(rank: RankCosts, content: Content, back: bool, pieces: Pieces, known: PieceTables) -> PassWork:
-    end = content.embedding, content.head, back
-    computed = known.ends.get(end)
-    if computed is None:
-        computed = sum(rank.totals(kind, cut, back, None).total for kind, cut in ends_of(content, pieces.slicing))
-        known.ends[end] = computed
-    travels, least = 0.0, computed
-    for block, count in content.blocks:
-        work = _known_work(rank, block, back, pieces, known)
+def _stage_works(rank: RankCosts, content: Content, pieces: Pieces, known: PieceTables) -> tuple[PassWork, PassWork]:
+    """Return the work of a stage's forward and backward."""
+    blocks = [(*_block_works(rank, block, pieces, known), count) for block, count in content.blocks]
+    forward, backward = _end_seconds(rank, content, pieces, known)
+    return _together(forward, [(each, count) for each, _, count in blocks]), _together(
+        backward, [(each, count) for _, each, count in blocks]
+    )
+
+
+def _together(ends: float, works: Sequence[tuple[PassWork, int]]) -> PassWork:
+    """Return the work of a pass: embedding and head, and several blocks of each kind."""
+    computed, travels, least = ends, 0.0, ends
+    for work, count in works:
         computed += count * work.computed
         travels += count * work.travels
         least += count * work.least
     return PassWork(computed, travels, least)
+
+
+def _end_seconds(rank: RankCosts, content: Content, pieces: Pieces, known: PieceTables) -> tuple[float, float]:
+    """Return the seconds of embedding and head, forward and backward."""
+    key = content.embedding, content.head
+    found = known.ends.get(key)
+    if found is None:
+        totals = [rank.totals(kind, cut, None) for kind, cut in ends_of(content, pieces.slicing)]
+        found = known.ends[key] = sum([each[0].total for each in totals]), sum([each[1].total for each in totals])
+    return found
 
 
 def stage_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces) -> list[float]:
@@ -133,8 +158,7 @@ def stage_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces) -
 
 def _stage_bound(rank: RankCosts, content: Content, pieces: Pieces, known: PieceTables) -> float:
     crowding, total = rank.device.share["crowding"], 0.0
-    for back in (False, True):
-        work = _stage_work(rank, content, back, pieces, known)
+    for work in _stage_works(rank, content, pieces, known):
         least = max(work.computed, work.travels) if pieces.hiding == "all" else work.least
         total += least + crowding * (work.computed + work.travels - least)
     return pieces.batch_degree * total
@@ -153,33 +177,32 @@ def step_bound(
         layout: the stages of the pipeline.
         micro_batches: micro-batches of one data-parallel place.
         stages: for every form of stage, seconds of forward and backward of one micro-batch.
-        behind: for every position, seconds after its last backward.
+        behind: for every different content of positions, seconds after the last backward.
         handover: seconds of a handover from a stage to the next.
     """
-    found, ahead = 0.0, 0.0
-    for after, forms in zip(behind, layout.forms_at, strict=True):
+    found, ahead, number_at = 0.0, 0.0, layout.positions.number_at
+    first = behind[number_at[0]]
+    for number, forms in zip(number_at, layout.forms_at, strict=True):
         computed = micro_batches * sum([stages[form] for form in forms])
-        found = max(found, computed + max(ahead + behind[0], after))
+        found = max(found, computed + max(ahead + first, behind[number]))
         ahead += stages[forms[0]] + 2 * handover
     return found
 
 
 def fold_bound(
-    rank: RankCosts, contents_at: Sequence[Content], stage: float, micro_batches: int, pieces: Pieces, behind: Sequence[float]
+    rank: RankCosts, positions: Positions, stage: float, micro_batches: int, pieces: Pieces, behind: Sequence[float]
 ) -> float:
     """Return a lower bound of the seconds of a step, for any number of stages per position.
 
     Args:
         rank: the costs of a rank.
-        contents_at: for every position, the content of all its stages together.
+        positions: the contents of all positions.
         stage: lower bound of the seconds of a position's first stage, forward and backward.
         micro_batches, behind: as for `step_bound`.
         pieces: how a rank cuts its micro-batches.
     """
     ahead = stage + 2 * rank.handover.seconds
-    places = {content: place for place, content in enumerate(contents_at)}  # the last of equal positions waits longest
-    bounds = stage_bounds(rank, list(places), pieces)
-    return max(
-        micro_batches * bound + max(place * ahead + behind[0], behind[place])
-        for place, bound in zip(places.values(), bounds, strict=True)
-    )
+    first, bounds = behind[positions.number_at[0]], stage_bounds(rank, positions.different, pieces)
+    # The last of equal positions waits longest.
+    each = zip(bounds, positions.last, behind, strict=True)
+    return max([micro_batches * bound + max(place * ahead + first, after) for bound, place, after in each])

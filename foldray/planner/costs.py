@@ -35,7 +35,7 @@ from foldray.planner.candidate import FAMILY, Candidate, Job
 from foldray.planner.device import Device
 from foldray.planner.layout import Content
 from foldray.planner.lists import block_of
-from foldray.planner.memo import BlockKey, BlockTables, CutKey, FoldTables, Memo, OpKey, OpTables, PieceKey, Totals
+from foldray.planner.memo import BlockKey, BlockTables, FoldTables, Memo, OpKey, OpTables, Totals
 from foldray.planner.network import Network, Travel
 from foldray.planner.shares import Price, Work
 from foldray.schedule import COMPUTE, Chunk, LaneSeconds, Op
@@ -120,25 +120,28 @@ class RankCosts:
             block: its block; None for embedding and head.
         """
         prices = self._tables_of(kind, block).prices
-        key = PieceKey(back, tokens.start if kind == ATTENTION else 0, len(tokens))
+        key = back, tokens.start if kind == ATTENTION else 0, len(tokens)
         found = prices.get(key)
         if found is None:
             found = prices[key] = Price.of(PRICES[kind](self, block, tokens, back))
         return found
 
-    def totals(self, kind: str, cut: tuple[int, ...], back: bool, block: BlockSpec | None) -> Totals:
-        """Return the seconds of all pieces of a kind of op in one pass of a block.
+    def totals(self, kind: str, cut: tuple[int, ...], block: BlockSpec | None) -> tuple[Totals, Totals]:
+        """Return the seconds of all pieces of a kind of op in the forward and in the backward of a block.
 
         Args:
-            kind, back, block: as for `price`.
+            kind, block: as for `price`.
             cut: the tokens of each piece.
         """
-        totals, key = self._tables_of(kind, block).totals, CutKey(back, cut)
-        found = totals.get(key)
+        totals = self._tables_of(kind, block).totals
+        found = totals.get(cut)
         if found is None:
-            seconds = [self.price(kind, back, tokens, block).seconds for tokens in pieces_of(cut)]
-            found = totals[key] = Totals(sum(seconds), seconds[0], min(seconds))
+            found = totals[cut] = self._totals(kind, cut, False, block), self._totals(kind, cut, True, block)
         return found
+
+    def _totals(self, kind: str, cut: tuple[int, ...], back: bool, block: BlockSpec | None) -> Totals:
+        seconds = [self.price(kind, back, tokens, block).seconds for tokens in pieces_of(cut)]
+        return Totals(sum(seconds), seconds[0], min(seconds))
 
     @cached_property
     def blocks(self) -> BlockTables:

@@ -39,6 +39,32 @@ class Content(NamedTuple):
         return cls(tuple(sorted(counts.items(), key=lambda item: item[0].order)), any(form.first for form in forms), head)
 
 
+@dataclass(frozen=True)
+class Positions:
+    """The contents of all pipeline positions.
+
+    Args:
+        different: the different contents.
+        number_at: for every position, the number of its content in `different`.
+        last: for every different content, the last position that has it.
+    """
+
+    different: tuple[Content, ...]
+    number_at: tuple[int, ...]
+    last: tuple[int, ...]
+
+    @classmethod
+    def of(cls, contents: Sequence[Content]) -> Positions:
+        numbers: dict[Content, int] = {}
+        number_at = tuple(numbers.setdefault(content, len(numbers)) for content in contents)
+        last = dict(zip(number_at, range(len(contents)), strict=True))
+        return cls(tuple(numbers), number_at, tuple(last.values()))
+
+    def content(self, place: int) -> Content:
+        """Return the content of a position."""
+        return self.different[self.number_at[place]]
+
+
 @dataclass(frozen=True, eq=False)
 class PipelineLayout:
     """The stages of a pipeline. `make_layout` returns the same object for equal stages.
@@ -47,14 +73,14 @@ class PipelineLayout:
         forms, contents: the different forms of stages, and their contents.
         form_of: for every stage, the number of its form.
         forms_at: for every position, the numbers of its stages' forms.
-        contents_at: for every position, the content of all its stages together.
+        positions: for every position, the content of all its stages together.
     """
 
     forms: tuple[StageForm, ...]
     contents: tuple[Content, ...]
     form_of: tuple[int, ...]
     forms_at: tuple[tuple[int, ...], ...]
-    contents_at: tuple[Content, ...]
+    positions: Positions
 
     @property
     def pp(self) -> int:
@@ -83,5 +109,5 @@ def make_layout(stages: tuple[tuple[BlockSpec, ...], ...], pp: int) -> PipelineL
         tuple(Content.of([form]) for form in forms),
         form_of,
         tuple(map(tuple, forms_at)),
-        tuple(Content.of([forms[number] for number in own]) for own in forms_at),
+        Positions.of([Content.of([forms[number] for number in own]) for own in forms_at]),
     )

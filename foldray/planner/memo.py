@@ -42,19 +42,8 @@ class BlockKey(NamedTuple):
     traits: tuple[tuple, ...]
 
 
-class PieceKey(NamedTuple):
-    """An op of a kind: its direction, first token and number of tokens. `start` is 0 except for attention."""
-
-    back: bool
-    start: int
-    tokens: int
-
-
-class CutKey(NamedTuple):
-    """All ops of a kind in one pass of a block: direction, and tokens of each piece."""
-
-    back: bool
-    cut: tuple[int, ...]
+PieceKey = tuple[bool, int, int]
+"""An op of a kind: whether it is a backward op, its first token (0 except for attention), and its number of tokens."""
 
 
 class Totals(NamedTuple):
@@ -101,10 +90,15 @@ class Held(NamedTuple):
 
 @dataclass(slots=True)
 class OpTables:
-    """The tables of one kind of op (`OpKey`)."""
+    """The tables of one kind of op (`OpKey`).
+
+    Args:
+        prices: op → its price.
+        totals: tokens of each piece → seconds of all ops in a pass of a block, forward and backward.
+    """
 
     prices: dict[PieceKey, Price] = field(default_factory=dict)
-    totals: dict[CutKey, Totals] = field(default_factory=dict)
+    totals: dict[tuple[int, ...], tuple[Totals, Totals]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -112,13 +106,13 @@ class PieceTables:
     """The tables of ranks whose ops cost the same, and that cut their micro-batches in the same way.
 
     Args:
-        passes: (block, whether it is a backward pass) → its work.
-        ends: (embedding, head, whether it is a backward pass) → seconds of embedding and head.
+        blocks: block → the work of its forward and backward.
+        ends: (embedding, head) → seconds of embedding and head, forward and backward.
         bounds: content of a stage → lower bound of the seconds of its forward and backward.
     """
 
-    passes: dict[tuple[BlockSpec, bool], PassWork] = field(default_factory=dict)
-    ends: dict[tuple[bool, BlockSpec | None, bool], float] = field(default_factory=dict)
+    blocks: dict[BlockSpec, tuple[PassWork, PassWork]] = field(default_factory=dict)
+    ends: dict[tuple[bool, BlockSpec | None], tuple[float, float]] = field(default_factory=dict)
     bounds: dict[Content, float] = field(default_factory=dict)
 
 

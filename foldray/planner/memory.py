@@ -78,7 +78,7 @@ def _fullest_places(layout: PipelineLayout) -> list[int]:
 def _position(
     rank: RankCosts, layout: PipelineLayout, place: int, pipeline: PipelineGraph, pieces: Pieces, imbalance: float
 ) -> Memory:
-    content, sliced = layout.contents_at[place], pieces.slicing.degree > 1
+    content, sliced = layout.positions.content(place), pieces.slicing.degree > 1
     kept = sum(
         count * block_activations(rank, block, pieces.recompute, sliced, imbalance)
         for block, count in blocks_in_flight(layout, pipeline, place)
@@ -100,7 +100,7 @@ def least_memory(
     """
     found = 0.0
     for place in _fullest_places(layout):
-        held = sum(content_parameters(rank, layout.contents_at[place]))
+        held = sum(content_parameters(rank, layout.positions.content(place)))
         for block, count in blocks_in_flight(layout, pipeline, place):
             held += count * block_activations(rank, block, recompute, False, imbalance)
         found = max(found, held)

@@ -138,7 +138,7 @@ class Refinement:
         rank, micro_batches = group.rank, self._micro_batches(group)
         for staging in self._stagings(group).all:
             layout = staging.layout
-            behind = least_behind(rank, layout.contents_at, REDUCTION)
+            behind = least_behind(rank, layout.positions, REDUCTION)
             for ordering, pieces in self._schedules_of(group):
                 memory = peak_memory(rank, layout, staging.pipeline, pieces, self.space.imbalance)
                 stages = stage_bounds(rank, layout.contents, pieces)
@@ -160,11 +160,11 @@ class Refinement:
             slicings += [each for each in sliced if each.degree == min(self.space.degrees)]
         several, stagings = [Pieces(each, group.recompute, "all") for each in slicings], self._stagings(group)
         found = math.inf
-        for contents_at in stagings.contents_at:
-            behind = least_behind(rank, contents_at, REDUCTION)
+        for positions in stagings.positions:
+            behind = least_behind(rank, positions, REDUCTION)
             for pieces in several:
                 ahead = stagings.first_blocks * least_computed(rank, self._different, pieces)
-                found = min(found, fold_bound(rank, contents_at, ahead, self._micro_batches(group), pieces, behind))
+                found = min(found, fold_bound(rank, positions, ahead, self._micro_batches(group), pieces, behind))
         return self._slower * found
 
     def _least_held(self, group: Group) -> float:

@@ -122,7 +122,7 @@ class Step:
 
     def _bound(self, stages: Sequence[float]) -> float:
         rank, candidate = self.rank, self.candidate
-        behind = least_behind(rank, self.layout.contents_at, self._reduction)
+        behind = least_behind(rank, self.layout.positions, self._reduction)
         least = step_bound(self.layout, candidate.micro_batches, stages, behind, rank.handover.seconds)
         return least * (1 + straggling(candidate.fold.world_size, rank.device))
 
@@ -141,7 +141,7 @@ class Step:
         """Return the time of a stage whose blocks run one after another. Embedding and head overlap with no all-to-all."""
         content = Content.of([form])
         ends = sum(
-            self.rank.totals(kind, cut, direction == "B", None).total for kind, cut in ends_of(content, self.pieces.slicing)
+            self.rank.totals(kind, cut, None)[direction == "B"].total for kind, cut in ends_of(content, self.pieces.slicing)
         )
         found = Stretch(self.pieces.batch_degree * ends, 0.0)
         for block, count in content.blocks:

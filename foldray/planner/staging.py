@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec, make_stages
 from foldray.fold import divisors
-from foldray.planner.layout import Content, PipelineLayout, make_layout
+from foldray.planner.layout import PipelineLayout, Positions, make_layout
 from foldray.planner.memory import blocks_in_flight
 from foldray.schedule import PipelineGraph
 
@@ -33,13 +33,13 @@ class Stagings(NamedTuple):
     Args:
         all: all stagings.
         leanest: stagings without those that need at least the memory of another one on every rank.
-        contents_at: the different contents of positions; every entry has the contents of all positions.
+        positions: the different contents of all positions; every entry has the contents of all positions.
         first_blocks: smallest number of blocks of a stage.
     """
 
     all: Sequence[Staging]
     leanest: Sequence[Staging]
-    contents_at: Sequence[tuple[Content, ...]]
+    positions: Sequence[Positions]
     first_blocks: int
 
 
@@ -58,9 +58,9 @@ def make_stagings(blocks: Sequence[BlockSpec], pp: int, micro_batches: int) -> S
         kept = [Counter(dict(blocks_in_flight(found.layout, pipeline, place))) for place in range(pp)]
         if not any(_needs_no_less(found, kept, *other) for other in leanest):
             leanest.append((found, kept))
-    contents_at = list(dict.fromkeys(each.layout.contents_at for each in every))
+    positions = list(dict.fromkeys(each.layout.positions for each in every))
     first_blocks = min(len(form.blocks) for each in every for form in each.layout.forms)
-    return Stagings(every, [each for each, _ in leanest], contents_at, first_blocks)
+    return Stagings(every, [each for each, _ in leanest], positions, first_blocks)
 
 
 def _needs_no_less(one: Staging, kept: list[Counter[BlockSpec]], other: Staging, others: list[Counter[BlockSpec]]) -> bool:
@@ -68,5 +68,5 @@ def _needs_no_less(one: Staging, kept: list[Counter[BlockSpec]], other: Staging,
 
     This holds if their positions have the same contents, and no position of `one` keeps fewer activations of any block.
     """
-    same = one.layout.contents_at == other.layout.contents_at
+    same = one.layout.positions == other.layout.positions
     return same and all(mine >= theirs for mine, theirs in zip(kept, others, strict=True))

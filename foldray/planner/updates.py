@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from foldray.planner.costs import RankCosts
-from foldray.planner.layout import Content, PipelineLayout
+from foldray.planner.layout import Content, PipelineLayout, Positions
 from foldray.planner.memo import Update
 from foldray.schedule import Reduction
 
@@ -43,16 +41,14 @@ def seconds_behind(rank: RankCosts, layout: PipelineLayout, reduction: Reduction
     return [sum([seconds[form] for form in own]) for own in layout.forms_at]
 
 
-def least_behind(rank: RankCosts, contents_at: Sequence[Content], reduction: Reduction) -> list[float]:
-    """Return, for every position, a lower bound of the seconds after its last backward, with the crowding by reductions.
+def least_behind(rank: RankCosts, positions: Positions, reduction: Reduction) -> list[float]:
+    """Return, for every different content of positions, a lower bound of the seconds after the last backward.
 
-    The bound takes all stages of a position together. This never takes longer than the stages one by one.
+    It has the crowding by reductions. The bound takes all stages of a position together. This never takes longer than the
+    stages one by one.
     """
-    crowding = rank.device.share["crowding"]
-    seconds = {
-        content: sum([
-            crowding * each.reduce + each.gather + each.optimizer for each in stage_updates(rank, content, reduction)
-        ])
-        for content in dict.fromkeys(contents_at)
-    }  # fmt: skip
-    return [seconds[content] for content in contents_at]
+    crowding, found = rank.device.share["crowding"], list[float]()
+    for content in positions.different:
+        updates = stage_updates(rank, content, reduction)
+        found.append(sum([crowding * each.reduce + each.gather + each.optimizer for each in updates]))
+    return found

@@ -47,6 +47,10 @@ def _model(**settings: Any) -> Callable[[Values, Recipe], None]:
     return lambda values, recipe: values["model"].update(settings)
 
 
+def _sigmoid(values: Values, recipe: Recipe) -> None:
+    values["model"]["router"].update(score="sigmoid", softmax="after_topk", normalize=True)
+
+
 def _nothing(values: Values, recipe: Recipe) -> None:
     pass
 
@@ -85,7 +89,7 @@ CASES: Mapping[str, Case] = {
         Case("router", "router gradients that are detached, or scaled by EP", _router()),
         Case("balance loss", "a balance loss that counts once per TP, CP or pipeline rank", _loss(balance_loss=1.0)),
         Case("z-loss", "a z-loss that counts once per TP, CP or pipeline rank", _loss(z_loss=0.1)),
-        Case("sigmoid scores", "scores that are normalised over the wrong experts", _router(score="sigmoid", normalize=True)),
+        Case("sigmoid scores", "scores that are normalised over the wrong experts", _sigmoid),
         Case("idle experts", "experts without tokens: gradients that are missing, or left from before", _idle),
         Case("shared expert", "a shared expert that counts once per TP rank", _shared),
         Case("tied embedding", "an embedding whose two gradients do not meet", _model(tied_embeddings=True)),

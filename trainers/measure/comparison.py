@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from foldray.blueprint import Ownership, ParameterSpec, parameter_table
-from foldray.comm import Groups
+from foldray.comm import Communicator, Groups
 from foldray.fold import Fold
-from foldray.model import Batch, Transformer, all_losses
+from foldray.model import IGNORED, Batch, Transformer, all_losses
 from foldray.moe import MoeBackend
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, TorchEngine
@@ -27,27 +27,23 @@ Tensors = Mapping[str, torch.Tensor]
 _SHOWN = 5
 
 
-def compare_gradients(recipe: Recipe, groups: Groups, device: torch.device) -> dict[str, Any] | None:
-    """Compare the losses and all gradients of one step with one process.
+def compare_gradients(recipe: Recipe, groups: Groups, device: torch.device, masked: bool = False) -> dict[str, Any] | None:
+    """Compare the losses, all gradients and their norm of one step with one process, and the loss of an evaluation.
 
     Args:
         recipe: its optimizer must be SGD with momentum, whose state after the first step is the gradient.
+        masked: whether the first targets of every sequence do not count; their number is random.
 
     Returns:
         The differences on the fold's first rank; None on other ranks.
     """
     engine = make_engine(recipe, groups, device)
-    means = all_losses(engine.train(random_batches(recipe, groups, device)), groups.control).means()
-    engine.update(0.0)
-    local, reference = _tensors(engine, "optimizer/{}/momentum_buffer"), means
-    gradients: Tensors = {}
+    local, figures = _gradients(engine, random_batches(recipe, groups, device, masked), groups.control)
     engine.close()
-    first = groups.rank == groups.fold.offset
+    first, reference, gradients = groups.rank == groups.fold.offset, figures, dict[str, torch.Tensor]()
     if first:
-        alone, dp = _one_process(recipe, recipe.precision, device), groups.fold.dp
-        reference = all_losses(alone.train(_all_batches(recipe, dp, device)), Groups.create(Fold(1)).control).means()
-        alone.update(0.0)
-        gradients = _tensors(alone, "optimizer/{}/momentum_buffer")
+        alone, batches = _one_process(recipe, recipe.precision, device), _all_batches(recipe, groups.fold.dp, device, masked)
+        gradients, reference = _gradients(alone, batches, Groups.create(Fold(1)).control)
     largest = []
     for spec, expected in _shared(recipe, gradients, groups, device):
         difference = torch.zeros((), dtype=torch.float64, device=device)
@@ -60,10 +56,25 @@ def compare_gradients(recipe: Recipe, groups: Groups, device: torch.device) -> d
         return None
     ranked = _ranked(zip((spec.name for spec in parameter_table(recipe.model)), differences, strict=True))
     worst = next(iter(ranked))
+    apart = (figures - reference).abs()
     return {
-        "loss_abs_diff": float((means - reference).abs().max()), "grad_max_rel_diff": ranked[worst], "worst_parameter": worst,
-        "worst": dict(list(ranked.items())[:_SHOWN]),
+        "loss_abs_diff": float(apart[:3].max()), "grad_max_rel_diff": ranked[worst], "worst_parameter": worst,
+        "worst": dict(list(ranked.items())[:_SHOWN]), "norm_rel_diff": float(apart[3] / reference[3]),
+        "evaluation_abs_diff": float(apart[4]),
     }  # fmt: skip
+
+
+def _gradients(engine: Engine, batches: Sequence[Batch], control: Communicator) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Evaluate, then train a step. Return this rank's boxes of the gradients, and five figures over all ranks.
+
+    The figures are the mean cross-entropy, balance loss and z-loss of the step, its gradient norm, and the mean
+    cross-entropy of the evaluation.
+    """
+    evaluated = all_losses(engine.execution.evaluate(batches), control).means()[:1]
+    means = all_losses(engine.train(batches), control).means()
+    norm = engine.update(0.0).total
+    gradients = _tensors(engine, "optimizer/{}/momentum_buffer")
+    return dict(gradients), torch.cat([means, means.new_tensor([norm]), evaluated])
 
 
 def compare_updates(recipe: Recipe, groups: Groups, device: torch.device) -> dict[str, Any] | None:
@@ -108,22 +119,31 @@ def compare_updates(recipe: Recipe, groups: Groups, device: torch.device) -> dic
     return {"update_rel_diff": ranked[worst], "update_worst_parameter": worst}
 
 
-def random_batch(recipe: Recipe, dp_rank: int, dp: int, m: int, device: torch.device) -> Batch:
-    """Make a micro-batch of random text, which differs between data-parallel places."""
+def random_batch(recipe: Recipe, dp_rank: int, dp: int, m: int, device: torch.device, masked: bool = False) -> Batch:
+    """Make a micro-batch of random text, which differs between data-parallel places.
+
+    Args:
+        masked: whether the first targets of every sequence do not count; their number is random.
+    """
     shape = (recipe.training.micro_batch, recipe.data.seq_len + 1)
     generator = torch.Generator().manual_seed(recipe.training.seed + m * dp + dp_rank)
     token_BL = torch.randint(0, recipe.model.vocab, shape, generator=generator).to(device)
     documents = (token_BL[:, :-1] % 17 == 0).cumsum(1) if recipe.data.mask_documents else None
-    return Batch(token_BL[:, :-1], token_BL[:, 1:], documents)
+    target_BL = token_BL[:, 1:]
+    if masked:
+        first_B1 = torch.randint(0, recipe.data.seq_len, (len(token_BL), 1), generator=generator).to(device)
+        target_BL = target_BL.masked_fill(torch.arange(recipe.data.seq_len, device=device) < first_B1, IGNORED)
+    return Batch(token_BL[:, :-1], target_BL, documents)
 
 
-def random_batches(recipe: Recipe, groups: Groups, device: torch.device) -> list[Batch]:
+def random_batches(recipe: Recipe, groups: Groups, device: torch.device, masked: bool = False) -> list[Batch]:
     """Make a step's micro-batches of random text for this rank."""
-    return [random_batch(recipe, groups.dp_rank, groups.fold.dp, m, device) for m in range(recipe.accumulation)]
+    dp = groups.fold.dp
+    return [random_batch(recipe, groups.dp_rank, dp, m, device, masked) for m in range(recipe.accumulation)]
 
 
-def _all_batches(recipe: Recipe, dp: int, device: torch.device) -> list[Batch]:
-    return [random_batch(recipe, rank, dp, m, device) for m in range(recipe.accumulation) for rank in range(dp)]
+def _all_batches(recipe: Recipe, dp: int, device: torch.device, masked: bool = False) -> list[Batch]:
+    return [random_batch(recipe, rank, dp, m, device, masked) for m in range(recipe.accumulation) for rank in range(dp)]
 
 
 def _one_process(recipe: Recipe, precision: str, device: torch.device) -> Engine:

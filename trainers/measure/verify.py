@@ -2,15 +2,16 @@
 
 A common fault of parallel training is a gradient whose scale changes with the parallel sizes. This command checks that the
 scale does not change. It runs one optimizer step on the workers and one in a single process, and does so twice. In the
-widest precision of the engine, every gradient must agree up to rounding. In the recipe's own precision, the change of every
-weight must agree.
+widest precision of the engine, losses, every gradient, their norm and an evaluation must agree up to rounding. In the
+recipe's own precision, the change of every weight must agree. With `--all`, the first comparison is made for every case of
+`cases.py`.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,11 +21,13 @@ from foldray.blueprint import smallest_slice
 from foldray.comm import Groups
 from foldray.recipe import Recipe
 from trainers.cluster import workers
+from trainers.measure.cases import CASES, Refused, case_recipe
 from trainers.measure.comparison import compare_gradients, compare_updates
 from trainers.records import as_json as to_json
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 """Largest difference that counts as rounding, relative to a gradient's largest value. For the loss it is absolute."""
+_FIGURES = ("loss_abs_diff", "grad_max_rel_diff", "norm_rel_diff", "evaluation_abs_diff")
 UPDATE_TOLERANCE = {"float64": 1e-8, "float32": 1e-3, "bfloat16": 0.2}
 """Largest `Verification.update_rel_diff` that counts as rounding, by the recipe's precision."""
 
@@ -42,6 +45,8 @@ class Verification:
         worst: the parameters with the largest differences, and these differences.
         precision: the recipe's own precision. Updates are compared in it.
         update_rel_diff: largest difference of all parameters' updates (`compare_updates`).
+        norm_rel_diff: difference of the gradient norm, relative to the norm.
+        evaluation_abs_diff: absolute difference of the mean cross-entropy of an evaluation.
         update_worst_parameter: global name of the parameter with this difference, or of a block's experts together.
         changed: keys of the recipe that the comparison of gradients has to change, and their new values.
     """
@@ -56,13 +61,18 @@ class Verification:
     precision: str
     update_rel_diff: float
     update_worst_parameter: str
+    norm_rel_diff: float
+    evaluation_abs_diff: float
     changed: dict[str, Any]
 
     @property
     def passed(self) -> bool:
         """Whether all differences count as rounding. NaN does not."""
-        exact = max(self.loss_abs_diff, self.grad_max_rel_diff) <= TOLERANCE[self.dtype]
-        return exact and self.update_rel_diff <= UPDATE_TOLERANCE[self.precision]
+        figures = (self.loss_abs_diff, self.grad_max_rel_diff, self.norm_rel_diff, self.evaluation_abs_diff)
+        return (
+            all(figure <= TOLERANCE[self.dtype] for figure in figures)
+            and self.update_rel_diff <= UPDATE_TOLERANCE[self.precision]
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the document of `foldray verify --json`."""
@@ -85,6 +95,64 @@ def verify(recipe: Recipe, shrink: bool = False, as_json: bool = False) -> int:
     result = compared(recipe, workers.on_workers(recipe, _loop, "verify"))
     print(to_json(result.as_dict()) if as_json else _report(result))
     return 0 if result.passed else 1
+
+
+def verify_all(recipe: Recipe, as_json: bool = False) -> int:
+    """Compare every case (`cases.CASES`) of a small recipe with the same fold, and print a table. Return 0 if all agree.
+
+    Raises:
+        UserError: the recipe cannot run here.
+    """
+    recipe = small(recipe)
+    print(f"{recipe.placed_fold} on {recipe.cluster.workers} workers: {len(CASES)} cases …", file=sys.stderr)
+    checked = judged(recipe, workers.on_workers(recipe, _case_loop, "verify"))
+    print(to_json({"cases": checked}) if as_json else _case_table(checked))
+    return 0 if all(case["passed"] for case in checked if "refused" not in case) else 1
+
+
+def judged(recipe: Recipe, found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the compared cases with their differences and verdicts, and the others that this recipe cannot have, with the
+    reason."""
+    checked: list[dict[str, Any]] = []
+    for case in CASES.values():
+        about, made = {"case": case.name, "finds": case.fault}, case_recipe(case, recipe)
+        if isinstance(made, Refused):
+            checked.append({**about, "refused": made.reason})
+            continue
+        if case.name not in found:
+            continue
+        figures = {key: value for key, value in found[case.name].items() if key != "worst"}
+        limit = TOLERANCE[as_checked(made).precision]
+        passed = all(figures[key] <= limit for key in _FIGURES)
+        checked.append({**about, **figures, "passed": passed})
+    return checked
+
+
+def on_rank_all(recipe: Recipe, groups: Groups, device: torch.device, names: Iterable[str] = CASES) -> dict[str, Any]:
+    """Compare the cases with these names. Return the differences by case on the fold's first rank, and nothing on others."""
+    found = {}
+    for case in (CASES[name] for name in names):
+        made = case_recipe(case, recipe)
+        if not isinstance(made, Refused):
+            found[case.name] = compare_gradients(as_checked(made), groups, device, case.masked)
+    return {name: differences for name, differences in found.items() if differences is not None}
+
+
+def _case_loop(config: dict[str, Any]) -> dict[str, Any]:
+    return on_rank_all(*workers.worker(config))
+
+
+def _case_table(checked: Sequence[Mapping[str, Any]]) -> str:
+    lines = [f"{'case':<16}{'loss':>9}{'gradient':>10}{'norm':>9}{'evaluation':>12}     finds"]
+    for case in checked:
+        if "refused" in case:
+            lines.append(f"{case['case']:<16}{'not of this recipe: ' + case['refused']}")
+            continue
+        figures = [f"{case[key]:.0e}" for key in _FIGURES]
+        verdict = "    " if case["passed"] else "FAIL"
+        lines.append(f"{case['case']:<16}{figures[0]:>9}{figures[1]:>10}{figures[2]:>9}{figures[3]:>12} {verdict}{case['finds']}")
+    failed = [case["case"] for case in checked if not case.get("passed", True)]
+    return "\n".join([*lines, f"FAILED: {', '.join(failed)}" if failed else "passed"])
 
 
 def compared(recipe: Recipe, differences: Mapping[str, Any]) -> Verification:
@@ -173,6 +241,8 @@ def _report(result: Verification) -> str:
         f"{result.engine} engine, {result.backend} backend",
         f"in {result.dtype} (differences up to {TOLERANCE[result.dtype]:.0e} are rounding):",
         f"  loss            {result.loss_abs_diff:.1e} (absolute)",
+        f"  evaluation      {result.evaluation_abs_diff:.1e} (absolute)",
+        f"  gradient norm   {result.norm_rel_diff:.1e}",
         f"  worst gradient  {result.grad_max_rel_diff:.1e} (of the tensor's largest value)  {result.worst_parameter}",
         f"in {result.precision}, the recipe's own precision (up to {UPDATE_TOLERANCE[result.precision]:.0e}):",
         f"  worst update    {result.update_rel_diff:.1e} (of the change of the tensor)  {result.update_worst_parameter}",

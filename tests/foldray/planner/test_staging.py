@@ -26,6 +26,6 @@ def test_stagings(blocks: list[BlockSpec], pp: int, micro_batches: int, legal: l
     assert [each.virtual_stages for each in found.leanest] == leanest
     assert found.first_blocks == len(blocks) // pp // legal[-1]
     for each in found.all:
-        counts = [count for content in each.layout.contents_at for _, count in content.blocks]
+        counts = [count for content in map(each.layout.positions.content, range(each.layout.pp)) for _, count in content.blocks]
         assert sum(counts) == len(blocks)
-        assert each.layout.contents_at in found.contents_at
+        assert each.layout.positions in found.positions

@@ -131,10 +131,10 @@ def test_uneven_stages_stay_uneven() -> None:
 
 def test_not_a_number_fails() -> None:
     nan, inf = float("nan"), float("inf")
-    for loss, gradient, update in ((nan, 0.0, 0.0), (0.0, inf, 0.0), (0.0, 0.0, nan)):
-        found = Verification("float32", "torch", "torch", loss, gradient, "x", {}, "bfloat16", update, "y", {})
-        assert not found.passed
-    assert Verification("float32", "torch", "torch", 0.0, 0.0, "x", {}, "bfloat16", 0.0, "y", {}).passed
+    cases = [[nan, 0.0, 0.0, 0.0, 0.0], [0.0, inf, 0.0, 0.0, 0.0], *([0.0] * i + [nan] + [0.0] * (4 - i) for i in (2, 3, 4))]
+    for loss, gradient, update, norm, evaluation in [*cases, [0.0] * 5]:
+        found = Verification("float32", "torch", "torch", loss, gradient, "x", {}, "bfloat16", update, "y", norm, evaluation, {})
+        assert found.passed == (loss == gradient == update == norm == evaluation == 0.0)
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_the_command_on_ray(ray_session, tmp_path, monkeypatch, capsys) -> None:
     found = json.loads(out)
     assert set(found) == {
         "dtype", "engine", "backend", "loss_abs_diff", "grad_max_rel_diff", "worst_parameter", "passed",
-        "precision", "update_rel_diff", "update_worst_parameter", "changed",
+        "precision", "update_rel_diff", "update_worst_parameter", "norm_rel_diff", "evaluation_abs_diff", "changed",
     }  # fmt: skip
     assert (found["dtype"], found["engine"], found["passed"]) == ("float64", "torch", True)
     assert sorted(path.name for path in tmp_path.rglob("*") if "verify" in path.name) == []
