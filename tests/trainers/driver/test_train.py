@@ -138,10 +138,12 @@ def test_the_run_record_agrees_with_the_fold_that_explain_shows(whole: FoldTrain
     assert all(worker["node"] and worker["pid"] for worker in workers)
 
 
+@pytest.mark.nightly
 def test_the_same_seed_gives_identical_losses(whole: FoldTrainer, stopped: FoldTrainer) -> None:
     assert losses(stopped) == losses(whole)[:STOP]
 
 
+@pytest.mark.nightly  # a killed worker, below, needs the same from a checkpoint
 def test_stopping_and_resuming_changes_no_bit(engine: dict, whole: FoldTrainer, stopped: FoldTrainer, storage: Path) -> None:
     second = fit(recipe(storage, **engine), resume=copied(stopped, f"again-{engine['engine']['kind']}").name)
     assert second.run is not None
