@@ -18,7 +18,7 @@ from tests.foldray.plain import Plain
 from tests.foldray.random_recipes import Case, draw, shrink
 
 FIRST, CASES = int(os.environ.get("FOLDRAY_SEED", "0")), int(os.environ.get("FOLDRAY_CASES", "200"))
-NORMAL = 12  # cases in a normal run
+NORMAL = 8  # cases in a normal run
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 _SECONDS = 240
 

@@ -23,11 +23,19 @@ _labs = count()
 
 @dataclass(frozen=True)
 class Host:
-    """A host of the lab: a network namespace with loopback and one link. Hosts share the machine's files and cores."""
+    """A host of the lab: a network namespace with loopback and one link. Hosts share the machine's files and cores.
+
+    Args:
+        namespace: name of the host's namespace.
+        address: address of the host.
+        interface: name of both ends of the host's link.
+        switch: namespace of the switch.
+    """
 
     namespace: str
     address: str
     interface: str
+    switch: str
 
     def popen(
         self, command: Sequence[object], *, env: Mapping[str, str] | None = None, cpu: int | None = None, **options: Any
@@ -62,6 +70,11 @@ class Host:
             process.communicate()
             raise
         return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+    def limit(self, rate: str) -> None:
+        """Give the link a rate in each direction, in the notation of `tc`."""
+        for end in (self.namespace, self.switch):  # limits the traffic from the host, and the traffic to the host
+            _call("tc", "-n", end, "qdisc", "replace", *_shape(self.interface, rate))
 
     def processes(self) -> list[int]:
         """Return the ids of all processes on this host."""
@@ -100,8 +113,8 @@ def hosts(n: int, rate: str | None = None) -> Iterator[list[Host]]:
         lab_hosts = []
         for i in range(1, n + 1):
             namespace = stack.enter_context(_namespace(f"{name}-{i}"))
-            lab_hosts.append(Host(namespace, f"{subnet}.{i}", f"link{i}"))  # interface names differ, as on real machines
-            _connect(lab_hosts[-1], switch, rate)
+            lab_hosts.append(Host(namespace, f"{subnet}.{i}", f"link{i}", switch))  # interface names differ, as on real machines
+            _connect(lab_hosts[-1], rate)
             stack.callback(lab_hosts[-1].stop)
         yield lab_hosts
 
@@ -130,18 +143,20 @@ def _namespace(name: str) -> Iterator[str]:
         _ip("netns", "del", name)  # this also deletes both ends of its links
 
 
-def _connect(host: Host, switch: str, rate: str | None) -> None:
-    """Connect a host to the switch."""
-    namespace, port = host.namespace, host.interface
+def _connect(host: Host, rate: str | None) -> None:
+    """Connect a host to its switch."""
+    namespace, port, switch = host.namespace, host.interface, host.switch
     _ip("-n", namespace, "link", "add", port, "type", "veth", "peer", "name", port, "netns", switch)
     _ip("-n", switch, "link", "set", port, "master", "switch", "up")
     _ip("-n", namespace, "addr", "add", f"{host.address}/24", "dev", port)
     _ip("-n", namespace, "link", "set", port, "up")
     _ip("-n", namespace, "route", "add", "default", "dev", port)  # programs use this route to find their own address
     if rate is not None:
-        shape = f"dev {port} root tbf rate {rate} burst {BURST} limit 50mb".split()
-        for end in (namespace, switch):  # limits the traffic from the host, and the traffic to the host
-            _call("tc", "-n", end, "qdisc", "add", *shape)
+        host.limit(rate)
+
+
+def _shape(port: str, rate: str) -> list[str]:
+    return f"dev {port} root tbf rate {rate} burst {BURST} limit 50mb".split()
 
 
 def _ip(*arguments: str) -> str:

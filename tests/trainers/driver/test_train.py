@@ -209,6 +209,7 @@ def test_a_new_run_begins_where_a_damaged_one_was_whole(
     assert (read_run(second.run.folder.path) or {})["started_from"] == str(offered)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_damaged_in_the_middle_of_a_run_is_no_mistake_of_the_users(storage: Path, stopped: FoldTrainer) -> None:
     """This is a failure and not a user's mistake. Its message also names the checkpoint before."""
     run = copied(stopped, "middle")

@@ -71,8 +71,9 @@ def _tune(rank: int, seconds: Callable[..., float], steps: int, rows: list[Knobs
     next(going)
     sizes: list[int | None] = []
     for _ in range(steps):
-        execution.train(batches(recipe, groups.dp_rank, 0))
-        execution.gradients.zero()
+        if execution.lacks_costs or execution.trace is not None:  # other steps do not matter here
+            execution.train(batches(recipe, groups.dp_rank, 0))
+            execution.gradients.zero()
         slicing = execution.ordering.slicing
         degree = slicing.degree if slicing else 1
         sizes.append(degree if recipe.schedule.degrees else execution.ordering.reduction.bytes)
