@@ -231,6 +231,55 @@ def test_what_is_found_while_training_changes_nothing(ray_session, recipe: Recip
     assert last["kind"] in ("step", "validation", "checkpoint")
 
 
+ENGINES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
+    "DeepSpeed": (2, {"ep": 2}, {"engine": {"kind": "deepspeed", "zero": 2}, "precision": "float32"}),
+    "pipeline": (4, {"pp": 2, "ep": 2}, {}),
+    "ZeRO-2": (4, {"ep": 2}, {"engine": {"kind": "torch", "zero": 2}}),
+    "all": (8, {"tp": 2, "cp": 2, "pp": 2, "ep": 4}, {"engine": {"kind": "deepspeed", "zero": 1}, "precision": "float32"}),
+}
+
+
+def _searched(rank: int, recipe: Recipe, searching: bool, steps: int) -> dict[str, Any]:
+    """Train some steps, with or without a search, and return the weights."""
+    from tests.foldray.parity import batches, weights
+    from trainers.worker.engines import make_engine
+
+    groups = Groups.create(recipe.placed_fold, rank)
+    engine = make_engine(recipe, groups, torch.device("cpu"))
+    rows, records = [Knobs(1, 4096), Knobs(2, 65536), Knobs(2, 4096)], list[Any]()
+    online = Online(engine.execution, groups, torch.device("cpu"), recipe.orderings, sizes=True)
+    going = online.steps((lambda degrees, sizes: Known(rows)) if searching else None, records.append)
+    next(going, None)
+    for step in range(steps):
+        engine.train(batches(recipe, groups.dp_rank, step))
+        engine.update(0.01)
+        if searching:
+            going.send(float(len(records)))
+    found = {"weights": weights(engine), "chosen": online.chosen}
+    engine.close()
+    groups.close()
+    return found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_search_changes_no_weight_beyond_rounding(ranks, name: str) -> None:
+    """Degrees and sizes change in every trial; the weights after all of these steps are those of a training without a search."""
+    from tests.foldray.parity import make_recipe
+
+    workers, fold, sections = ENGINES[name]
+    schedule = {"kind": "one_a_one_m", "degree": 2, "degrees": [1, 2], "reduction": "chunks", "sp_bytes": "auto"}
+    recipe, steps = make_recipe(workers, fold, schedule=schedule, **sections), 2 * 2 + 3 * STEPS + 4 * TURNS
+    searched = ranks(workers).run(_searched, recipe, True, steps, timeout=240)
+    plain = ranks(workers).run(_searched, recipe, False, steps, timeout=240)
+    assert searched[0]["chosen"] is not None
+    limit = 1e-9 if recipe.precision == "float64" else 2e-4
+    for one, other in zip(searched, plain, strict=True):
+        for key, (weight, _) in one["weights"].items():
+            expected = other["weights"][key].tensor
+            assert float((weight - expected).abs().max() / expected.abs().max()) <= limit, key
+
+
 def test_lags_are_chosen_after_the_second_step_and_told(ranks) -> None:
     rows = [Knobs(4, 0), Knobs(2, 0)]
     schedule = {"kind": "stream", "reduction": "end", "degree": 4, "degrees": [2, 4]}
