@@ -121,7 +121,11 @@ def _add_tuning(commands: Any) -> None:
 
 def _add_planning(commands: Any) -> None:
     command = _add(commands, "plan", "Predict the step time of every fold and schedule for a model on a cluster.")
-    command.add_argument("--model", help="named model, such as mixtral-8x22b")
+    command.add_argument(
+        "recipe", nargs="?", metavar="RECIPE", help="YAML file with the model, sequences, batch, precision and number of workers"
+    )
+    command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="changes to the recipe")
+    command.add_argument("--model", help="named model, such as mixtral-8x22b (default: that of the recipe)")
     command.add_argument(
         "--cluster",
         required=True,
@@ -133,7 +137,11 @@ def _add_planning(commands: Any) -> None:
         command.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
     for axis in AXES:
         command.add_argument(f"--{axis}", type=int, metavar="N", help=f"only folds with this {axis} (default: all legal sizes)")
-    command.add_argument("--dtype", default="bf16", help="type of weights and activations (default %(default)s)")
+    command.add_argument("--dtype", help="type of weights and activations (default: that of the recipe, else bf16)")
+    command.add_argument(
+        "--imbalance", type=float, default=1.0, metavar="X",
+        help="plan memory for ranks whose experts get X times the mean number of rows (default %(default)s)",
+    )  # fmt: skip
     command.add_argument(
         "--sharding", choices=("zero1", "zero3"), default="zero1",
         help="what ZeRO shards: the optimizer's state, or weights and gradients too (default %(default)s)",

@@ -140,7 +140,7 @@ def plan(given: argparse.Namespace) -> int:
     found = search.search(_space(given, machines), given.top)
     if given.picture:
         _draw_into(given.picture, lambda path: _plan_picture(found, machines, path))
-    _say(json.dumps(report.document(found.best)) if given.json else report.table(found, machines))
+    _say(json.dumps(report.document(found.best)) if given.json else report.table(found, machines, given.imbalance))
     return 0
 
 
@@ -166,17 +166,25 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
         UserError: a required option is missing, or an option has an illegal value.
     """
     from foldray.blueprint import ModelSpec
-    from foldray.planner.candidate import Job
+    from foldray.planner.candidate import DTYPES, Job
     from foldray.planner.space import Space
 
-    for name in ("model", "gpus", "seq_len", "global_batch"):
+    recipe = _recipe(given) if given.recipe else None
+    if recipe:
+        for name, value in (("gpus", recipe.cluster.workers), ("seq_len", recipe.data.seq_len),
+                            ("global_batch", recipe.training.global_batch), ("dtype", DTYPES[recipe.precision])):  # fmt: skip
+            setattr(given, name, value if getattr(given, name) is None else getattr(given, name))
+    for name in (*(() if recipe else ("model",)), "gpus", "seq_len", "global_batch"):
         if getattr(given, name) is None:
-            raise UserError(name, "nothing", "is required, except with --score or --fit")
+            raise UserError(name, "nothing", "is required, except with a recipe, --score or --fit")
     _check_range(given, gpus=_MOST_RANKS, seq_len=2**24, global_batch=2**20, top=1000, **dict.fromkeys(AXES, _MOST_RANKS))
-    job = Job(ModelSpec.model_validate({"preset": given.model}), given.seq_len, given.global_batch, given.dtype)
-    machines.peak(given.dtype)
+    if not 1 <= given.imbalance <= 1000:
+        raise UserError("imbalance", given.imbalance, "must be at least 1", ["1…1000"])
+    model = recipe.model if recipe and given.model is None else ModelSpec.model_validate({"preset": given.model})
+    job = Job(model, given.seq_len, given.global_batch, given.dtype or "bf16")
+    machines.peak(job.dtype)
     pins = {axis: getattr(given, axis) for axis in AXES if getattr(given, axis) is not None}
-    return Space(job, machines, given.gpus, pins, {"zero1": 1, "zero3": 3}[given.sharding])
+    return Space(job, machines, given.gpus, pins, {"zero1": 1, "zero3": 3}[given.sharding], imbalance=given.imbalance)
 
 
 def _check_range(given: argparse.Namespace, **most: int) -> None:

@@ -249,7 +249,10 @@ class Step:
                 exposed = stretch.seconds - stretch.crowding - self._computed(form, direction)
                 found += (work + self._exposed(work, exposed)) * rounds
                 own += stretch.times(rounds)
+        forms = [self.layout.forms[number] for number in self.layout.forms_at[place]]
+        sent = sum((not form.last) + (not form.first) for form in forms) * self.candidate.micro_batches
         named = [("bubble", self.pipeline[place].end - own.seconds), ("crowding", own.crowding)]
+        named.append(("pp", sent * self.rank.handover.seconds))  # handovers that nothing hides are part of the bubble
         for each, exposed in self.reductions(place):
             named += [
                 (f"exposed_{each.family}", exposed + each.gather),

@@ -49,11 +49,16 @@ def breakdown(shares: Mapping[str, float]) -> dict[str, float]:
     return {"compute": computing} | {name: seconds for name, seconds in shares.items() if name not in COMPUTING}
 
 
-def table(found: Found, hardware: Hardware) -> str:
-    """Return a text with one line per candidate, the breakdown of the first one, and its gain over another fold."""
+def table(found: Found, hardware: Hardware, imbalance: float = 1.0) -> str:
+    """Return a text with one line per candidate, the breakdown of the first one, and its gain over another fold.
+
+    Args:
+        imbalance: rows of the fullest rank over the mean, in the memory of the candidates.
+    """
     planned = found.best
     fold, most = max(len(str(each.candidate.fold)) for each in planned) + 2, max(len(schedule(each)) for each in planned) + 2
-    lines = [f"{found.legal} legal folds on {hardware.name}", ""]
+    uneven = f"; memory for experts with {imbalance:g} times the mean number of rows" if imbalance > 1 else ""
+    lines = [f"{found.legal} legal folds on {hardware.name}{uneven}", ""]
     lines.append(f"{'':>4}{'fold':<{fold}}{'schedule':<{most}}{'step':>9}{'MFU':>8}{'memory':>10}")
     for number, each in enumerate(planned, 1):
         prediction, held = each.prediction, each.memory.total / GIB

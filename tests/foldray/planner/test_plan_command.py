@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ def test_the_document(capsys) -> None:
         assert sum(each["memory"].values()) == pytest.approx(each["memory_gib"])
         assert 0 < each["mfu_causal"] < each["mfu_full"] < 1
         assert each["fits"]
+        assert each["traffic"]["pp"] > 0
 
 
 def test_the_table_tells_why(capsys) -> None:
@@ -105,7 +107,26 @@ def test_what_cannot_be_planned_is_told_in_one_line(changed: list[str], line: st
 
 def test_what_is_missing_is_named(capsys) -> None:
     assert main(["plan", "--cluster", "eos-h100", "--gpus", "8"]) == 2
-    assert capsys.readouterr().err.startswith("foldray: model=nothing: is required, except with --score or --fit")
+    assert capsys.readouterr().err.startswith("foldray: model=nothing: is required, except with a recipe, --score or --fit")
+
+
+def test_a_recipe_says_what_to_plan(tmp_path: Path, capsys) -> None:
+    """The recipe has model, sequences, batch, precision and workers. Its changes and the command's options go before it."""
+    (tmp_path / "recipe.yaml").write_text(
+        "model: {preset: mixtral-8x22b, layers: 4}\ndata: {seq_len: 4096}\nprecision: bfloat16\nfold: {ep: 8}\n"
+        "training: {global_batch: 16}\ncluster: {workers: 8}\n"
+    )
+    command = ["plan", str(tmp_path / "recipe.yaml"), "training.global_batch=32", "--cluster", "eos-h100", "--top", "1"]
+    named = ["plan", "--cluster", "eos-h100", "--top", "1", "--gpus", "8", "--seq-len", "4096", "--global-batch", "32"]
+    assert main([*command, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["candidates"]
+    assert math.prod(found["fold"][axis] for axis in ("tp", "cp", "dp", "pp")) == 8
+    assert main([*command, "--gpus", "16", "--imbalance", "1.5"]) == 0
+    out = capsys.readouterr().out
+    assert "legal folds on eos-h100; memory for experts with 1.5 times the mean number of rows" in out
+    assert main([*command, "--imbalance", "0.5"]) == 2
+    assert capsys.readouterr().err == "foldray: imbalance=0.5: must be at least 1; legal: 1…1000\n"
+    assert main([*named, "--model", "mixtral-8x22b"]) == 0
 
 
 def written(folder: Path, rows: list[dict]) -> Path:
