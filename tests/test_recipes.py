@@ -9,7 +9,7 @@ import pytest
 
 from foldray.cli import main
 from foldray.recipe import Recipe
-from tests.trainers.measure.test_cases import _cases
+from tests.trainers.measure.test_cases import run_cases
 from trainers.measure.verify import judged, small
 
 RECIPES = sorted(Path(__file__).parents[1].glob("recipes/*.yaml"))
@@ -19,7 +19,7 @@ QUICKSTART = "quickstart.yaml"
 @pytest.mark.parametrize("path", [path for path in RECIPES if path.name != QUICKSTART], ids=lambda path: path.stem)
 def test_a_recipe_trains_like_one_process(ranks, path: Path) -> None:
     recipe = small(Recipe.load(path))
-    found = ranks(recipe.cluster.workers).run(_cases, recipe, ["as it is"])[0]
+    found = ranks(recipe.cluster.workers).run(run_cases, recipe, ["as it is"])[0]
     (verdict,) = judged(recipe, found)
     assert verdict["passed"], verdict
 

@@ -155,7 +155,7 @@ FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
 }
 
 
-def _cases(rank: int, recipe: Recipe, names: list[str] | None = None, planted: bool = False) -> dict[str, Any]:
+def run_cases(rank: int, recipe: Recipe, names: list[str] | None = None, planted: bool = False) -> dict[str, Any]:
     groups = Groups.create(recipe.placed_fold, rank)
     try:
         if names is None:
@@ -185,7 +185,7 @@ def test_a_case_finds_its_fault_and_passes_correct_code(ranks, name: str) -> Non
     fold = FAULTS[name][0]
     recipe = recipe_of(fold)
     for planted in (True, False):
-        found = ranks(4).run(_cases, recipe, [name], planted)[0]
+        found = ranks(4).run(run_cases, recipe, [name], planted)[0]
         (verdict,) = [case for case in judged(recipe, found) if case["case"] == name]
         assert verdict["passed"] is not planted, verdict
     assert verdict["grad_max_rel_diff"] > 0, "the case computes something"
@@ -196,7 +196,7 @@ def test_a_case_finds_its_fault_and_passes_correct_code(ranks, name: str) -> Non
 @pytest.mark.parametrize("fold", FOLDS)
 def test_all_cases_pass(ranks, fold: str, engine: dict[str, Any]) -> None:
     recipe = recipe_of(fold, engine=engine, precision="float32")
-    checked = judged(recipe, ranks(4).run(_cases, recipe)[0])
+    checked = judged(recipe, ranks(4).run(run_cases, recipe)[0])
     assert [case["case"] for case in checked] == list(CASES)
     assert not [case for case in checked if not case.get("passed", "refused" in case)]
     assert sum("refused" in case for case in checked) <= 1  # the torch engine cannot shard a tied embedding over a pipeline

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.foldray.parity import make_recipe
-from tests.trainers.measure.test_verify import _compare
+from tests.trainers.measure.test_verify import run_comparison
 from trainers.measure.verify import compared
 
 CHUNKS = {"reduction": "chunks", "sp_bytes": 4096}
@@ -52,5 +52,5 @@ COMBINATIONS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
 def test_a_combination_trains_like_one_process(ranks, name: str) -> None:
     workers, fold, sections = COMBINATIONS[name]
     recipe = make_recipe(workers, fold, **sections)
-    found = compared(recipe, ranks(workers).run(_compare, recipe)[0])
+    found = compared(recipe, ranks(workers).run(run_comparison, recipe)[0])
     assert found.passed, found

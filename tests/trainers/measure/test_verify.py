@@ -20,7 +20,7 @@ from trainers.measure.verify import TOLERANCE, UPDATE_TOLERANCE, Verification, a
 _QUIET = {"optimizer": {"kind": "adamw", "lr": 1e-3}, "precision": "float32"}
 
 
-def _compare(rank: int, recipe: Recipe, wrong: str = "") -> dict | None:
+def run_comparison(rank: int, recipe: Recipe, wrong: str = "") -> dict | None:
     groups = Groups.create(recipe.placed_fold, rank)
     finish = Gradients.finish
 
@@ -52,7 +52,7 @@ def test_what_is_right_passes(ranks, workers: int, fold: dict, engine: dict, bac
     recipe = make_recipe(
         workers, fold, engine=engine, moe={"backend": backend, "experts": "grouped"}, model={"router": router}, **_QUIET
     )
-    found = compared(recipe, ranks(workers).run(_compare, recipe)[0])
+    found = compared(recipe, ranks(workers).run(run_comparison, recipe)[0])
     assert (found.engine, found.backend) == (engine["kind"], backend)
     assert found.dtype == ("float64" if engine["kind"] == "torch" else "float32")
     assert found.passed, found
@@ -64,7 +64,7 @@ def test_what_is_right_passes(ranks, workers: int, fold: dict, engine: dict, bac
 @pytest.mark.parametrize("wrong", ["dense", "replicated", "expert"])
 def test_a_doubled_gradient_class_is_found_and_named(ranks, wrong: str) -> None:
     recipe = make_recipe(4, {"tp": 2, "ep": 2}, **_QUIET)
-    found = compared(recipe, ranks(4).run(_compare, recipe, wrong)[0])
+    found = compared(recipe, ranks(4).run(run_comparison, recipe, wrong)[0])
     assert not found.passed
     assert (found.grad_max_rel_diff, found.update_rel_diff) == pytest.approx((1.0, 1.0), rel=1e-4)
     named = {"dense": "attention|embedding|head|shared", "replicated": "norm|router", "expert": ".experts."}[wrong]
@@ -84,7 +84,7 @@ def _lost(rank: int, recipe: Recipe) -> dict | None:
 
     DeepSpeedEngine.__init__ = without  # type: ignore[method-assign]
     try:
-        return _compare(rank, recipe)
+        return run_comparison(rank, recipe)
     finally:
         DeepSpeedEngine.__init__ = make  # type: ignore[method-assign]
 
