@@ -103,7 +103,7 @@ def test_every_sampler_of_a_recipe_is_there() -> None:
     assert set(SAMPLERS) == set(get_args(SamplerName)) == {name for name, _, _ in WAYS}
 
 
-@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.nightly) if k == "gp" else k for k in SAMPLERS])
 def test_no_row_is_measured_twice_until_all_are(kind: str) -> None:
     rows = table()
     trials = min(len(rows.rows), 30)
