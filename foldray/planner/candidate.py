@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from foldray.blueprint import BlockSpec, ModelSpec, Ownership
+from foldray.blueprint import BlockSpec, ModelSpec, Ownership, step_flops
 from foldray.errors import UserError
 from foldray.fold import Fold
 from foldray.planner.layout import PipelineLayout, make_layout
@@ -40,6 +40,17 @@ class Job:
     seq_len: int
     global_batch: int
     dtype: str = "bf16"
+
+    @cached_property
+    def blocks(self) -> tuple[BlockSpec, ...]:
+        """The blocks of the model."""
+        return tuple(map(self.model.block, range(self.model.layers)))
+
+    @cached_property
+    def flops(self) -> tuple[float, float]:
+        """FLOPs of a step: those of causal attention, and those of full attention."""
+        causal, full = (step_flops(self.model, self.seq_len, self.global_batch, causal) for causal in (True, False))
+        return causal, full
 
 
 class Pieces(NamedTuple):
@@ -118,7 +129,7 @@ class Candidate:
     @cached_property
     def stages(self) -> tuple[tuple[BlockSpec, ...], ...]:
         """The blocks of every stage."""
-        return tuple(tuple(map(self.job.model.block, stage.layers)) for stage in self.ownership.stages)
+        return tuple(tuple(self.job.blocks[i] for i in stage.layers) for stage in self.ownership.stages)
 
     @property
     def layout(self) -> PipelineLayout:

@@ -156,7 +156,10 @@ class RankCosts:
         tables = self._own.get((kind, block))
         if tables is None:
             key = OpKey(kind, block, self.sequences, self.tables.traits[kind])
-            tables = self._own[kind, block] = self.memo.ops.setdefault(key, OpTables())
+            tables = self.memo.ops.get(key)
+            if tables is None:
+                tables = self.memo.ops[key] = OpTables()
+            self._own[kind, block] = tables
         return tables
 
     def _traits(self, network: Network) -> dict[str, tuple]:

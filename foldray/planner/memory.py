@@ -244,7 +244,7 @@ def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
     rows = max(slicing.moe) * rank.sequences * model.topk * model.hidden * b
     found = 2 * rows * (1 + imbalance) * (fold.ep > 1)
     if slicing.degree > 1:
-        attention = model.block(0).attention
+        attention = rank.job.blocks[0].attention
         found += 4 * slicing.length * rank.sequences * fold.cp * (attention.keys + attention.values)
     if rank.zero == 3:
         largest = [[count for (own, _), count in rank.weights.items() if own == kind] for kind in (ATTENTION, EXPERT)]

@@ -14,7 +14,7 @@ A bound of a node is at most the bounds of its refinements.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from foldray.blueprint.layout import smallest_slice
@@ -96,11 +96,10 @@ class Refinement:
         self._memo = Memo()
         self._slower = 1 + straggling(space.gpus, self.device)
         self._schedules: dict[tuple[int, int, bool, tuple[str, ...]], list[Schedule]] = {}
+        self._fastest: dict[tuple[int, int, bool, tuple[str, ...]], Sequence[Pieces]] = {}
         self._orderings: dict[tuple[int, bool], Sequence[Ordering]] = {}
         self._known_stagings: dict[tuple[int, int], Stagings] = {}
-        model = space.job.model
-        self._blocks = tuple(map(model.block, range(model.layers)))
-        self._different = sorted(set(self._blocks), key=lambda block: block.order)
+        self._different = sorted(set(self.job.blocks), key=lambda block: block.order)
         self._again = tuple(sorted({kind for again in space.recompute for kind in again}))
 
     def folds(self) -> Iterator[Node]:
@@ -114,14 +113,21 @@ class Refinement:
                 held = min(self._least_held(Group(*rank, self._again)) for rank in ranks)
                 yield Node(seconds, held, [Group(*rank, again) for rank in ranks for again in self.space.recompute])
 
-    def refined(self, node: Node) -> Iterator[Node]:
-        """Yield nodes that have the same candidates together, with higher bounds; in the last step, the prediction."""
+    def refined(self, node: Node, needless: Callable[[float], bool]) -> Iterator[Node]:
+        """Yield nodes that have the same candidates together, with higher bounds; in the last step, the prediction.
+
+        Args:
+            node: the node.
+            needless: whether the search needs no candidate with this memory. These are left out.
+        """
         what = node.what
         if isinstance(what, list):
             for group in what:
-                yield Node(max(self._least_seconds(group), node.seconds), max(self._least_held(group), node.held), group)
+                held = max(self._least_held(group), node.held)
+                if not needless(held):
+                    yield Node(max(self._least_seconds(group), node.seconds), held, group)
         elif isinstance(what, Group):
-            yield from self._choices(node, what)
+            yield from self._choices(node, what, needless)
         elif isinstance(what, Choice):
             group = what.group
             candidate = Candidate(
@@ -134,13 +140,15 @@ class Refinement:
             planned = Planned(what.step.candidate, prediction, what.memory, node.held <= self.limit)
             yield Node(prediction.seconds, node.held, planned)
 
-    def _choices(self, node: Node, group: Group) -> Iterator[Node]:
+    def _choices(self, node: Node, group: Group, needless: Callable[[float], bool]) -> Iterator[Node]:
         rank, micro_batches = group.rank, self._micro_batches(group)
         for staging in self._stagings(group).all:
             layout = staging.layout
             behind = least_behind(rank, layout.positions, REDUCTION)
             for ordering, pieces in self._schedules_of(group):
                 memory = peak_memory(rank, layout, staging.pipeline, pieces, self.space.imbalance)
+                if needless(memory.total):
+                    continue
                 stages = stage_bounds(rank, layout.contents, pieces)
                 seconds = self._slower * step_bound(layout, micro_batches, stages, behind, rank.handover.seconds)
                 what = Choice(group, ordering, staging.virtual_stages, memory)
@@ -152,20 +160,28 @@ class Refinement:
         It is the bound of whole sequences with all all-to-alls hidden. With context parallelism, slices can cost less than
         the ring of whole sequences. The bound is then the lower one of whole sequences and of the fewest slices.
         """
-        rank, fold = group.rank, group.rank.fold
-        piece = self.job.seq_len // (fold.cp * fold.tp)
-        slicings = [Slicing((piece,), (piece,))]
-        if fold.cp > 1:
-            sliced = [pieces.slicing for _, pieces in self._schedules_of(group) if pieces.hiding != "nothing"]
-            slicings += [each for each in sliced if each.degree == min(self.space.degrees)]
-        several, stagings = [Pieces(each, group.recompute, "all") for each in slicings], self._stagings(group)
+        rank, stagings, micro_batches = group.rank, self._stagings(group), self._micro_batches(group)
+        several = self._fastest_pieces(group)
+        ahead = [stagings.first_blocks * least_computed(rank, self._different, pieces) for pieces in several]
         found = math.inf
         for positions in stagings.positions:
             behind = least_behind(rank, positions, REDUCTION)
-            for pieces in several:
-                ahead = stagings.first_blocks * least_computed(rank, self._different, pieces)
-                found = min(found, fold_bound(rank, positions, ahead, self._micro_batches(group), pieces, behind))
+            for pieces, seconds in zip(several, ahead, strict=True):
+                found = min(found, fold_bound(rank, positions, seconds, micro_batches, pieces, behind))
         return self._slower * found
+
+    def _fastest_pieces(self, group: Group) -> Sequence[Pieces]:
+        """Return the pieces that `_least_seconds` bounds."""
+        fold = group.rank.fold
+        key = fold.cp, fold.tp, fold.ep > 1, group.recompute
+        if key not in self._fastest:
+            piece = self.job.seq_len // (fold.cp * fold.tp)
+            slicings = {Slicing((piece,), (piece,)): None}
+            if fold.cp > 1:
+                sliced = [pieces.slicing for _, pieces in self._schedules_of(group) if pieces.hiding != "nothing"]
+                slicings |= dict.fromkeys(each for each in sliced if each.degree == min(self.space.degrees))
+            self._fastest[key] = [Pieces(each, group.recompute, "all") for each in slicings]
+        return self._fastest[key]
 
     def _least_held(self, group: Group) -> float:
         return min(
@@ -176,7 +192,7 @@ class Refinement:
     def _stagings(self, group: Group) -> Stagings:
         pp, micro_batches = group.rank.fold.pp, self._micro_batches(group)
         if (pp, micro_batches) not in self._known_stagings:
-            self._known_stagings[pp, micro_batches] = make_stagings(self._blocks, pp, micro_batches)
+            self._known_stagings[pp, micro_batches] = make_stagings(self.job.blocks, pp, micro_batches)
         return self._known_stagings[pp, micro_batches]
 
     def _schedules_of(self, group: Group) -> list[Schedule]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from foldray.blueprint import BlockSpec, step_flops
+from foldray.blueprint import BlockSpec
 from foldray.kinds import OP_KINDS
 from foldray.planner.bounds import cut_of, ends_of, ops_of_pass, stage_bounds, stage_work, step_bound
 from foldray.planner.candidate import Candidate
@@ -98,8 +98,7 @@ class Step:
         shares += Shares.of([("straggling", waiting)])
         seconds = math.fsum(shares.of_step().values())
         rate = seconds * world * device.peak
-        flops = [step_flops(job.model, job.seq_len, job.global_batch, causal) for causal in (True, False)]
-        return Prediction(seconds, shares.of_step(), shares.of_groups(), flops[0] / rate, flops[1] / rate)
+        return Prediction(seconds, shares.of_step(), shares.of_groups(), job.flops[0] / rate, job.flops[1] / rate)
 
     def passes(self) -> float:
         """Return the seconds until every position has ended its last backward, without reductions."""

@@ -49,13 +49,17 @@ def search(space: Space, top: int = 10) -> Found:
     fit: list[Planned] = []
     unfit: list[Planned] = []
     front: list[Planned] = []
+
+    def needless(held: float) -> bool:
+        enough = len(fit) >= top if held <= refinement.limit else len(fit) + len(unfit) >= top
+        return enough and bool(front) and front[-1].memory.total <= held
+
     while queue:
         _, _, node = heapq.heappop(queue)
-        enough = len(fit) >= top if node.held <= refinement.limit else len(fit) + len(unfit) >= top
-        if enough and front and front[-1].memory.total <= node.held:
+        if needless(node.held):
             continue
         if not isinstance(node.what, Planned):
-            for each in refinement.refined(node):
+            for each in refinement.refined(node, needless):
                 heapq.heappush(queue, (each.seconds, next(numbers), each))
             continue
         (fit if node.what.fits else unfit).append(node.what)
