@@ -118,9 +118,8 @@ def content_parameters(rank: RankCosts, content: Content) -> Held:
 def parameters(fold: Fold, zero: int, itemsize: int, count: Mapping[str, float]) -> Held:
     """Return the bytes for the parameters of a rank.
 
-    The optimizer updates float32 weights. They are copies if a rank computes in a smaller dtype, or if ZeRO-1 or ZeRO-2 lets
-    it update only the weights that it owns. Under ZeRO, a rank holds the sums that it owns. Under ZeRO-1, it also holds its
-    whole gradients; ZeRO-2 and ZeRO-3 free them once they are reduced.
+    The optimizer updates float32 weights. They are copies if a rank computes in a smaller dtype. Under ZeRO, a rank holds the
+    sums that it owns. Under ZeRO-1, it also holds its whole gradients; ZeRO-2 and ZeRO-3 free them once they are reduced.
 
     Args:
         fold: the fold.
@@ -132,7 +131,7 @@ def parameters(fold: Fold, zero: int, itemsize: int, count: Mapping[str, float])
     for family, ranks in (("dp_cp", fold.dp * fold.cp), ("edp", fold.edp)):
         whole, shared = count[family], zero > 0 and ranks > 1
         own = whole / ranks if shared else whole
-        weights += (own if zero == 3 else whole) * itemsize + (own * 4 if itemsize < 4 or (shared and zero < 3) else 0)
+        weights += (own if zero == 3 else whole) * itemsize + (own * 4 if itemsize < 4 else 0)
         gradients += 4 * ((own if shared else 0) + (whole if zero < 2 or not shared else 0))
         optimizer += 8 * own
     return Held(weights, gradients, optimizer)

@@ -2,7 +2,7 @@
 
 from foldray.runtime.engine import Engine, State, TorchEngine, engine_state, state_pieces, whole_tensors
 from foldray.runtime.execution import Execution
-from foldray.runtime.gradients import GradientBuffer, Gradients, Norms, gradient_norms
+from foldray.runtime.gradients import GradientBuffer, Gradients, Norms, Owners, gradient_norms
 from foldray.runtime.optimizer import decay_groups, learning_rate, make_optimizer, state_keys
 from foldray.runtime.shell import StepModule
 from foldray.runtime.trace import Trace
@@ -13,6 +13,7 @@ __all__ = [
     "GradientBuffer",
     "Gradients",
     "Norms",
+    "Owners",
     "State",
     "StepModule",
     "TorchEngine",

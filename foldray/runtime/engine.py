@@ -134,7 +134,7 @@ class TorchEngine:
         if not buffer.sharded:
             return whole
         place = buffer.places[parameter]
-        return whole.flatten()[buffer.sharding.mine(place.start, place.stop, whole.device)]
+        return whole.flatten()[buffer.sharding.within(place.start, place.stop)]
 
     def _whole(self, parameter: nn.Parameter, own: torch.Tensor) -> torch.Tensor:
         """Undo `_own`. If the optimizer is sharded, all ranks that share the parameter must call this."""
@@ -142,7 +142,7 @@ class TorchEngine:
         if not buffer.sharded or own.dim() == 0:
             return own
         place, whole = buffer.places[parameter], torch.zeros(parameter.numel(), dtype=own.dtype, device=own.device)
-        whole[buffer.sharding.mine(place.start, place.stop, own.device)] = own
+        whole[buffer.sharding.within(place.start, place.stop)] = own
         return buffer.communicator.all_reduce(whole).view_as(parameter)
 
     @torch.no_grad()

@@ -21,17 +21,35 @@ gradient has left (ZeRO-2).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from foldray.blueprint import GradientPart, made_at
+from foldray.blueprint import GradientPart, Maker, made_at
 from foldray.blueprint.parameters import CLASSES, GradientClass
 from foldray.comm import Communicator, Groups, Pending
 from foldray.model import Transformer
-from foldray.runtime.sharding import Sharding
+from foldray.runtime.sharding import Cut, Sharding
 from foldray.schedule import Chunk, cut_buffer
+
+
+class Section(NamedTuple):
+    """Parameters whose gradients backward completes at the same moment.
+
+    Args:
+        makers: the ops that they come from (`Ownership.makers`).
+        parameters: at least one parameter.
+    """
+
+    makers: tuple[Maker, ...]
+    parameters: list[nn.Parameter]
+
+    @property
+    def elements(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters)
 
 
 class GradientBuffer:
@@ -39,11 +57,11 @@ class GradientBuffer:
 
     Args:
         name: the gradient class.
-        parameters: at least one parameter, in the order in which backward completes their gradients.
-        parts: the runs of the buffer, and the ops that they come from (`Ownership.gradient_parts`).
+        sections: at least one section, in the order in which backward completes them.
         communicator: the ranks over which gradients are summed.
         sharded: whether a rank gets only the sums that it owns.
         release: whether the memory of a gradient is freed once the gradient has left; only with `sharded`.
+        granule: as in `Sharding`.
 
     Attributes:
         sums: this rank's sums: the whole buffer, or the elements that it owns.
@@ -52,26 +70,27 @@ class GradientBuffer:
     def __init__(
         self,
         name: GradientClass,
-        parameters: Sequence[nn.Parameter],
-        parts: Sequence[GradientPart],
+        sections: Sequence[Section],
         communicator: Communicator,
         sharded: bool = False,
         release: bool = False,
+        granule: int = 1,
     ):
-        self.name, self.parameters, self.parts, self.communicator = name, list(parameters), parts, communicator
+        self.name, self.sections, self.communicator = name, sections, communicator
+        self.parameters = [parameter for section in sections for parameter in section.parameters]
         example = self.parameters[0]
         self.dtype, self.device = torch.promote_types(example.dtype, torch.float32), example.device
-        ranks = communicator.size if sharded else 1
-        self.sharding = Sharding(sum(p.numel() for p in self.parameters), ranks, communicator.index if ranks > 1 else 0)
-        assert self.sharding.elements == sum(part.elements for part in parts), f"parameters and parts of {name} differ"
+        ranks, index = (communicator.size, communicator.index) if sharded else (1, 0)
+        self.sharding = Sharding(tuple(section.elements for section in sections), ranks, index, granule)
         self.sharded = ranks > 1
         self.places: dict[nn.Parameter, range] = {}  # elements of the buffer
-        end = 0
-        for parameter in self.parameters:
-            self.places[parameter] = range(end, end := end + parameter.numel())
+        for end, section in zip(self.sharding.starts, sections, strict=False):
+            for parameter in section.parameters:
+                self.places[parameter] = range(end, end := end + parameter.numel())
         self.flat = None if release and self.sharded else self._zeros(self.sharding.padded)
         self.sums = self._zeros(self.sharding.owned) if self.flat is None or self.sharded else self.flat
         self._held: dict[nn.Parameter, torch.Tensor] = {}  # without a flat buffer: gradients that have not left
+        self._leaving: dict[range, torch.Tensor] = {}  # without a flat buffer: sections of which some columns have left
 
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         if self.flat is not None:
@@ -93,22 +112,28 @@ class GradientBuffer:
         """Cut the buffer into chunks of at most `most` bytes, or into one chunk for None. A single rank has no chunks."""
         if self.communicator.size == 1:
             return ()
-        return cut_buffer(self.name, self.parts, self.dtype.itemsize, most, self.sharding.deal)
+        sizes = [stop - start for start, stop in pairwise(self.sharding.starts)]
+        parts = [GradientPart(size, section.makers) for size, section in zip(sizes, self.sections, strict=True)]
+        return cut_buffer(self.name, parts, self.dtype.itemsize, most, self.sharding.deal)
 
     def start(self, start: int, stop: int) -> Pending:
-        """Start to sum the elements from `start` to `stop` over the ranks."""
+        """Start to sum a chunk over the ranks. Chunks must be started in ascending order.
+
+        If sums are sharded, `start` and `stop` count in the order of chunks (`sharding.py`).
+        """
         if not self.sharded:
             assert self.flat is not None
             return self.communicator.start_all_reduce(self.flat[start:stop])
-        run = self.flat[start:stop] if self.flat is not None else self._take(start, stop)
-        mine = self.sums[self.sharding.own(start, stop)]
-        return self.communicator.start_reduce_scatter(self.sharding.by_owner(run), mine)
+        rows = [self.sharding.by_owner(self._section(cut))[:, cut.columns] for cut in self.sharding.cuts(start, stop)]
+        mine = self.sums[self.sharding.share(start, stop)]
+        return self.communicator.start_reduce_scatter(torch.cat(rows, dim=1).flatten(), mine)
 
     def zero(self) -> None:
         for tensor in (self.flat, self.sums):
             if tensor is not None:
                 tensor.zero_()
         self._held.clear()
+        self._leaving.clear()
 
     def gather(self, values: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Yield every parameter with its values. All ranks of the buffer must call this.
@@ -120,25 +145,37 @@ class GradientBuffer:
         for parameter, place in self.places.items():
             yield parameter, whole[place.start : place.stop].view_as(parameter)
 
-    def _take(self, start: int, stop: int) -> torch.Tensor:
-        """Put a run of the buffer together from the held gradients. A gradient is freed with its last element.
-
-        The runs must be taken in ascending order.
-        """
-        found = []
-        for parameter, place in self.places.items():
-            first, last = max(start, place.start), min(stop, place.stop)
-            if first < last:
-                held = self._held.get(parameter)
-                values = self._zeros(last - first) if held is None else held.flatten()[first - place.start : last - place.start]
-                found.append(values)
-                if last == place.stop:
-                    self._held.pop(parameter, None)
-        short = stop - start - sum(map(len, found))
-        return torch.cat([*found, self._zeros(short)] if short else found)
+    def _section(self, cut: Cut) -> torch.Tensor:
+        """Return the gradients of a section. Without a flat buffer, the last cut of a section frees them."""
+        section = cut.section
+        if self.flat is not None:
+            return self.flat[section.start : section.stop]
+        if section not in self._leaving:
+            self._leaving[section] = whole = self._zeros(len(section))
+            number = self.sharding.starts.index(section.start)
+            for parameter in self.sections[number].parameters:
+                if (gradient := self._held.pop(parameter, None)) is not None:
+                    place = self.places[parameter]
+                    whole[place.start - section.start : place.stop - section.start] = gradient.flatten()
+        ends = cut.columns.stop * self.sharding.ranks == len(section)
+        return self._leaving.pop(section) if ends else self._leaving[section]
 
     def _zeros(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=self.dtype, device=self.device)
+
+
+class Owners(NamedTuple):
+    """The rules of an optimizer that shards, for `Gradients`.
+
+    Args:
+        granule: as in `Sharding`.
+        apart: parameter → a number. Parameters with different numbers are in different sections.
+        by_tensor: whether TP ranks share the elements of replicated parameters. If not, all of them own the same elements.
+    """
+
+    granule: int = 1
+    apart: Callable[[nn.Parameter], int] = lambda parameter: 0
+    by_tensor: bool = True
 
 
 class Gradients:
@@ -146,26 +183,31 @@ class Gradients:
 
     Args:
         zero: 0 gives every rank all sums, 1 only the sums that it owns, 2 also frees gradients as they leave.
+        owners: the rules by which ranks own sums.
     """
 
-    def __init__(self, model: Transformer, groups: Groups, zero: int = 0):
-        self.groups = groups
+    def __init__(self, model: Transformer, groups: Groups, zero: int = 0, owners: Owners | None = None):
+        self.groups, owners = groups, owners or Owners()
+        copied = zero > 0 and not owners.by_tensor and groups.tensor.size > 1
         communicators: dict[GradientClass, Communicator] = {
-            "dense": groups.dense_gradients, "replicated": groups.replicated_gradients, "expert": groups.expert_gradients,
-        }  # fmt: skip
-        parts = model.ownership.gradient_parts(groups.rank)
-        made = {parameter: made_at(model.makers(parameter)) for parameter in model.parameters()}
+            "dense": groups.dense_gradients,
+            "replicated": groups.dense_gradients if copied else groups.replicated_gradients,
+            "expert": groups.expert_gradients,
+        }
         # A rank may hold no parameter of a class: a stage of dense blocks has no experts. Then its group has none either.
-        held = {name: sorted(model.by_class(name), key=made.__getitem__) for name in communicators}
+        held = {name: _sections(model, name, owners.apart) for name in communicators}
         self.buffers = tuple(
-            GradientBuffer(name, held[name], parts[name], over, zero > 0, zero > 1)
+            GradientBuffer(name, held[name], over, zero > 0, zero > 1, owners.granule)
             for name, over in communicators.items()
             if held[name]
         )
         self.buffer_of = {parameter: buffer for buffer in self.buffers for parameter in buffer.parameters}
         self._tied, self._counted = model.tied(), set(model.counted())
-        self._copies = set(self._tied) if groups.coordinate["attention"]["pp"] else set()
         self._by_name = {buffer.name: buffer for buffer in self.buffers}
+        self._copied = [self._by_name["replicated"]] if copied and held["replicated"] else []
+        place = groups.coordinate["attention"]
+        # Other ranks own the same elements of these parameters, and count them.
+        self._copies = {*(self._tied if place["pp"] else ()), *(model.by_class("replicated") if copied and place["tp"] else ())}
         self._travelling: list[Pending] = []
 
     @property
@@ -194,6 +236,8 @@ class Gradients:
         """Wait for all chunks. Then the buffers hold the gradient of the step's objective."""
         while self._travelling:
             self._travelling.pop().wait()
+        for buffer in self._copied:
+            self.groups.tensor.all_reduce(buffer.sums)
         for parameter in self._tied:
             # A last sum of two numbers has the same bits on both stages, so the two copies of the weight stay equal.
             self.groups.tied_gradients.all_reduce(self.buffer_of[parameter].own(parameter))
@@ -223,6 +267,15 @@ class Gradients:
             for buffer in self.buffers:
                 buffer.sums.mul_(limit / (norms.total + 1e-6))
         return norms
+
+
+def _sections(model: Transformer, name: GradientClass, apart: Callable[[nn.Parameter], int]) -> list[Section]:
+    """Return the sections of a gradient class, in the order in which backward completes them."""
+    # The first and the last stage must own the same elements of a tied embedding, so it has a section of its own.
+    found, tied = dict[tuple[tuple[Maker, ...], bool, int], list[nn.Parameter]](), set(model.tied())
+    for parameter in model.by_class(name):
+        found.setdefault((model.makers(parameter), parameter in tied, apart(parameter)), []).append(parameter)
+    return [Section(key[0], found[key]) for key in sorted(found, key=lambda key: (made_at(key[0]), *key[1:]))]
 
 
 class Norms(dict[GradientClass, float]):

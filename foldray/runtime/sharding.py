@@ -1,43 +1,69 @@
 """The owners of the elements of a flat buffer that several ranks share (ZeRO, Rajbhandari et al. 2020).
 
-The elements are dealt out in granules of g elements. A deal is n · g consecutive elements, one granule for each of n ranks;
-rank i owns the i-th granule. So all ranks own equally much of a run of whole deals. The size of chunks may change from step
-to step, and every rank still owns the same elements. The elements that a rank owns lie in one tensor, granule after granule.
-Its elements of a run of the buffer, such as a parameter, are a run of this tensor.
+A buffer has sections, which hold the gradients that backward completes at the same moment. Each of n ranks owns one n-th of
+every section: rank i owns the i-th part. DeepSpeed's ZeRO divides its parameter groups in the same way, so with a section
+for each group, both have the same owners.
+
+A chunk takes the same share of every owner's part, so all owners receive equally much. In the order of chunks, a section
+therefore counts by columns: its element c of owner 0, of owner 1 and so on come before element c + 1 of owner 0. The size
+of chunks may change from step to step, and every rank still owns the same elements. The elements that a rank owns lie in one
+tensor, section after section.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 
-GRANULE = 256
-"""Elements of a granule. Messages to a rank are not shorter than this."""
+
+class Cut(NamedTuple):
+    """The part of a section that a chunk takes.
+
+    Args:
+        section: the elements of the section in the buffer, with padding.
+        columns: the elements that the chunk takes of every owner's part.
+    """
+
+    section: range
+    columns: slice
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The division of a buffer's elements among ranks. A single rank owns everything, without padding.
+    """The division of a buffer's elements among ranks. A single rank owns everything.
 
     Args:
-        elements: number of elements of the buffer, without padding.
+        sections: number of elements of every section, without padding.
         ranks: number of owners.
         index: this rank's number among the owners.
+        granule: the parts of all owners are padded to multiples of this number of elements.
     """
 
-    elements: int
+    sections: tuple[int, ...]
     ranks: int = 1
     index: int = 0
+    granule: int = 1
 
     @property
     def deal(self) -> int:
-        """Elements of one deal. The length of a chunk is a multiple of it."""
-        return 1 if self.ranks == 1 else self.ranks * GRANULE
+        """The length of a section, and of a chunk, is a multiple of this number of elements."""
+        return self.ranks * self.granule
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The first element of every section, and the end of the buffer."""
+        return (0, *accumulate(-(-size // self.deal) * self.deal for size in self.sections))
 
     @property
     def padded(self) -> int:
-        return -(-self.elements // self.deal) * self.deal
+        """Number of elements of the buffer, with padding."""
+        return self.starts[-1]
 
     @property
     def owned(self) -> int:
@@ -45,25 +71,41 @@ class Sharding:
         return self.padded // self.ranks
 
     def own(self, start: int, stop: int) -> slice:
-        """Return the indices, in the tensor of this rank's elements, of those that lie in a run of the buffer."""
-        return slice(self._before(start), self._before(stop))
+        """Return the indices, in the tensor of this rank's elements, of those that lie in a run of one section."""
+        section, first, end = self._mine(start, stop)
+        offset = section.start // self.ranks - section.start - self.index * (len(section) // self.ranks)
+        return slice(first + offset, end + offset)
 
-    def mine(self, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor:
-        """Return which elements of a run of the buffer this rank owns: bool [stop - start]."""
-        if self.ranks == 1:
-            return torch.ones(stop - start, dtype=torch.bool, device=device)
-        return torch.arange(start, stop, device=device) // GRANULE % self.ranks == self.index
+    def within(self, start: int, stop: int) -> slice:
+        """Return the elements of a run of one section that this rank owns, counted from the start of the run."""
+        _, first, end = self._mine(start, stop)
+        return slice(first - start, end - start) if first < end else slice(0, 0)
 
-    def by_owner(self, run: torch.Tensor) -> torch.Tensor:
-        """Sort a run of whole deals by owner, as a reduce-scatter needs it."""
-        return run.view(-1, self.ranks, GRANULE).transpose(0, 1).flatten()
+    def share(self, start: int, stop: int) -> slice:
+        """Return the indices, in the tensor of this rank's elements, of those in a chunk."""
+        return slice(start // self.ranks, stop // self.ranks)
+
+    def cuts(self, start: int, stop: int) -> Iterator[Cut]:
+        """Yield what a chunk takes of each section."""
+        for begin, end in pairwise(self.starts):
+            low, high = max(start, begin), min(stop, end)
+            if low < high:
+                yield Cut(range(begin, end), slice((low - begin) // self.ranks, (high - begin) // self.ranks))
+
+    def by_owner(self, section: torch.Tensor) -> torch.Tensor:
+        """Return a section as one row for each owner."""
+        return section.view(self.ranks, -1)
 
     def in_order(self, gathered: torch.Tensor) -> torch.Tensor:
-        """Undo `by_owner`: put the result of an all-gather into the order of the buffer."""
-        return gathered.view(self.ranks, -1, GRANULE).transpose(0, 1).flatten()
+        """Put the elements of all owners, one owner after another, into the order of the buffer."""
+        rows = gathered.view(self.ranks, -1)
+        return torch.cat([rows[:, self.share(begin, end)].flatten() for begin, end in pairwise(self.starts)])
 
-    def _before(self, element: int) -> int:
-        if self.ranks == 1:
-            return element
-        deals, rest = divmod(element, self.deal)
-        return deals * GRANULE + min(max(rest - self.index * GRANULE, 0), GRANULE)
+    def _mine(self, start: int, stop: int) -> tuple[range, int, int]:
+        """Return the section of a run, and the first element of the run that this rank owns, and the end of those."""
+        number = bisect_right(self.starts, start) - 1
+        section = range(self.starts[number], self.starts[number + 1])
+        part = len(section) // self.ranks
+        first = section.start + self.index * part
+        low, high = max(start, first), min(stop, first + part)
+        return section, low, max(low, high)

@@ -23,6 +23,7 @@ class StepModule(nn.Module):
     several steps add up in `parameter.grad` as usual. There is no double backward.
 
     Args:
+        gradients: where the list sums gradients; None makes buffers that are not sharded.
         reduced: whether the list reduces gradients. If not, they are those of this rank's share of the loss, and the caller
             must sum them over ranks.
 
@@ -30,10 +31,17 @@ class StepModule(nn.Module):
         losses: this rank's contributions to the losses of the last step, one for each part of a micro-batch.
     """
 
-    def __init__(self, model: Transformer, groups: Groups, ordering: Ordering | None = None, reduced: bool = False):
+    def __init__(
+        self,
+        model: Transformer,
+        groups: Groups,
+        ordering: Ordering | None = None,
+        gradients: Gradients | None = None,
+        reduced: bool = False,
+    ):
         super().__init__()
         self.model, self.groups = model, groups
-        self.gradients = Gradients(model, groups)
+        self.gradients = gradients or Gradients(model, groups)
         self.execution = Execution(model, groups, self.gradients, ordering, reduces=reduced)
         self.losses: list[Losses] = []
 

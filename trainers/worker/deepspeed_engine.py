@@ -4,6 +4,10 @@ foldray's executor runs a step's list inside the forward of one module (`StepMod
 that the list has summed. So for DeepSpeed a step is one node of autograd with one gradient per parameter. DeepSpeed does not
 see micro-batches, or pipeline, tensor and context parallelism.
 
+If the list itself reduces gradients, and DeepSpeed shards its optimizer, the list reduces them to the ranks that own them
+for DeepSpeed, and there is no backward of autograd. DeepSpeed divides each of its parameter groups evenly. So every section
+of a gradient buffer (`Gradients`) is a parameter group.
+
 DeepSpeed uses foldray's process groups. It gets them from an `mpu` object. It takes the experts' groups from its
 module-level tables, which this module fills before `deepspeed.initialize`. Expert parameters have the key of these tables.
 DeepSpeed also looks for a layer of its MoE class, so an empty one lies beside the model. These are private names of
@@ -15,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
@@ -25,7 +30,9 @@ from foldray.comm import Groups
 from foldray.model import Batch, Losses, Transformer
 from foldray.recipe import Recipe
 from foldray.runtime import (
+    Gradients,
     Norms,
+    Owners,
     State,
     StepModule,
     decay_groups,
@@ -52,6 +59,15 @@ from deepspeed.utils import (  # noqa: E402
 )
 
 
+def _is_vector(parameter: nn.Parameter) -> int:
+    """Return 1 for vectors, which do not decay, and 0 for matrices."""
+    return int(parameter.dim() < 2)
+
+
+# DeepSpeed pads each rank's partition of a parameter group to two elements, and knows only data-parallel ranks.
+_OWNERS = Owners(granule=2, apart=_is_vector, by_tensor=False)
+
+
 class DeepSpeedEngine:
     """An engine that runs `deepspeed.initialize` on a foldray model, with ZeRO stage 0 (float32 parameters only), 1 or 2."""
 
@@ -66,27 +82,27 @@ class DeepSpeedEngine:
             parameter.allreduce, parameter.group_name = False, name  # type: ignore[attr-defined]
         # If the list has ops that reduce gradients, DeepSpeed gets reduced gradients, and must not reduce them again.
         reduced = recipe.schedule.reduction != "end"
-        self.step = _Step(model, groups, recipe.ordering, reduced)
+        self._sharded = reduced and self.zero > 0
+        gradients = Gradients(model, groups, self.zero if reduced else 0, _OWNERS)
+        self.step = _Step(model, groups, recipe.ordering, gradients, reduced)
         self.execution = self.step.execution
-        decays = decay_groups(self.spec, ((parameter, parameter) for parameter in model.parameters()))
-        named = [{**group, "name": f"decay_{group['weight_decay']}"} for group in decays]
-        split = [group for group in split_params_into_different_moe_groups_for_optimizer(named) if group["params"]]
+        parameter_groups = self._sections(name) if self._sharded else self._decay_groups()
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=self.step, optimizer=make_optimizer(self.spec, split), config=_config(recipe), mpu=_mpu(groups)
+            model=self.step, optimizer=make_optimizer(self.spec, parameter_groups), config=_config(recipe), mpu=_mpu(groups)
         )
-        if reduced and self.zero:
-            # This function takes a rank's partition out of the sums, and reduces nothing. Gradients of another precision than
-            # the parameters can reach DeepSpeed's optimizer only in this way.
-            self.optimizer.average_tensor = self.optimizer._add_full_reduction_to_compact_grad_partition
-        elif reduced:
+        if reduced:
             self.engine.enable_backward_allreduce = False
         if self.zero:
             # DeepSpeed's norm assumes that expert groups lie inside a data-parallel group, and that every stage has experts.
-            self.optimizer.scaled_global_norm = self._partitioned_norm
+            self.optimizer.scaled_global_norm = self._reduced_norm if self._sharded else self._partitioned_norm
             self._make_optimizer_state()
 
     def train(self, batches: Sequence[Batch]) -> list[Losses]:
-        self.engine.backward(self.engine(batches))
+        if self._sharded:
+            self.step.run(batches)
+            self._give_sums()
+        else:
+            self.engine.backward(self.engine(batches))
         return self.step.losses
 
     def update(self, lr: float) -> Norms:
@@ -95,6 +111,8 @@ class DeepSpeedEngine:
         if not self.zero:
             self._norms = self._clip()
         self.engine.step()
+        if self._sharded:
+            self.step.gradients.zero()
         return self._norms
 
     def weights(self) -> Iterator[tuple[GradientClass, torch.Tensor]]:
@@ -122,6 +140,41 @@ class DeepSpeedEngine:
     def close(self) -> None:
         """Remove DeepSpeed's hooks. Autograd's nodes hold them, and so the engine, unseen by garbage collection."""
         self.engine.destroy()
+
+    def _decay_groups(self) -> list[dict]:
+        """Return DeepSpeed's parameter groups: experts and other parameters, with and without weight decay."""
+        decays = decay_groups(self.spec, ((parameter, parameter) for parameter in self.model.parameters()))
+        named = [{**group, "name": f"decay_{group['weight_decay']}"} for group in decays]
+        return [group for group in split_params_into_different_moe_groups_for_optimizer(named) if group["params"]]
+
+    def _sections(self, experts: str) -> list[dict]:
+        """Return a parameter group of DeepSpeed for each section of the gradient buffers.
+
+        Args:
+            experts: the key of the experts' groups in DeepSpeed's tables.
+        """
+        found = []
+        for buffer in self.step.gradients.buffers:
+            moe = {"moe": True, "name": experts} if buffer.name == "expert" else {"name": buffer.name}
+            for section in buffer.sections:
+                (group,) = decay_groups(self.spec, ((parameter, parameter) for parameter in section.parameters))
+                found.append({**group, **moe})
+        return found
+
+    def _give_sums(self) -> None:
+        """Give DeepSpeed the sums that this rank owns, as the gradients of its partition of each parameter group."""
+        index = 0
+        for buffer in self.step.gradients.buffers:
+            for start, stop in pairwise(buffer.sharding.starts):
+                sums = buffer.sums[start // buffer.sharding.ranks : stop // buffer.sharding.ranks]
+                assert len(sums) == self.optimizer.partition_size[index], "DeepSpeed divides a parameter group in another way"
+                self.optimizer.averaged_gradients[index] = [sums]
+                index += 1
+
+    def _reduced_norm(self, norm_type: float = 2) -> torch.Tensor:
+        """Return the norm of the sums that the list has reduced, by which DeepSpeed clips."""
+        self._norms = self.step.gradients.norms()
+        return torch.tensor(self._norms.total, dtype=torch.float64, device=self.engine.device)
 
     def _make_optimizer_state(self) -> None:
         """Make the optimizer's state as zeros and link it, so that it can be read and set before the first step."""
@@ -190,8 +243,8 @@ class _Step(StepModule):
     over.
     """
 
-    def __init__(self, model: Transformer, groups: Groups, ordering: Ordering, reduced: bool):
-        super().__init__(model, groups, ordering, reduced)
+    def __init__(self, model: Transformer, groups: Groups, ordering: Ordering, gradients: Gradients, reduced: bool):
+        super().__init__(model, groups, ordering, gradients, reduced)
         self.reduced = reduced
         if model.by_class("expert"):
             self.marker = _ExpertMarker(model.spec.experts)

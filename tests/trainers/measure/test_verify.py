@@ -73,14 +73,21 @@ def test_a_doubled_gradient_class_is_found_and_named(ranks, wrong: str) -> None:
 
 
 def _lost(rank: int, recipe: Recipe) -> dict | None:
-    """Compare with an engine in which DeepSpeed's reduction does nothing."""
+    """Compare with an engine in which no sum in bfloat16 reaches DeepSpeed."""
     from trainers.worker.deepspeed_engine import DeepSpeedEngine
 
     make = DeepSpeedEngine.__init__
 
     def without(self: DeepSpeedEngine, *given: object) -> None:
         make(self, *given)  # type: ignore[arg-type]
-        self.optimizer.average_tensor = lambda *_: None
+        give = self._give_sums
+
+        def nothing() -> None:
+            give()
+            for (sums,) in self.optimizer.averaged_gradients.values() if self.engine.bfloat16_enabled() else ():
+                sums.zero_()
+
+        self._give_sums = nothing  # type: ignore[method-assign]
 
     DeepSpeedEngine.__init__ = without  # type: ignore[method-assign]
     try:

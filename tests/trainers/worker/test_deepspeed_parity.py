@@ -138,9 +138,42 @@ def test_gradients_that_come_reduced_equal_one_process(ranks, workers: int, fold
     _equals_one_process(ranks, _recipe(workers, fold, zero, {**_SGD, "clip": 0.5}, schedule=schedule))
 
 
-def test_a_tied_embedding_comes_reduced_too(ranks) -> None:
-    recipe = _recipe(4, {"pp": 2, "ep": 2}, 1, {**_SGD, "clip": 0.5}, schedule=_CHUNKS[1], model={"tied_embeddings": True})
-    _equals_one_process(ranks, recipe)
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_a_tied_embedding_comes_reduced_too(ranks, positions: str) -> None:
+    model = {"tied_embeddings": True, "positions": positions, "max_positions": 16}
+    _equals_one_process(ranks, _recipe(4, {"pp": 2, "ep": 2}, 1, {**_SGD, "clip": 0.5}, schedule=_CHUNKS[1], model=model))
+
+
+def _sent(rank: int, recipe: Recipe) -> tuple[dict[str, int], list[int]]:
+    """Return the bytes that a step's gradients sent, by operation, and the bytes of each gradient buffer that a rank keeps."""
+    groups = Groups.create(recipe.placed_fold, rank)
+    engine = engine_of(recipe, groups)
+    engine.train(batches(recipe, groups.dp_rank, 0))
+    sent: dict[str, int] = {}
+    for (name, operation), count in groups.traffic.counts.items():
+        if name in ("dense_gradients", "expert_gradients"):
+            sent[operation] = sent.get(operation, 0) + count.inside_bytes + count.across_bytes
+    gradients = engine.step.gradients  # type: ignore[attr-defined]
+    kept = []
+    for buffer in gradients.buffers:
+        tensors = {each.data_ptr(): 4 * len(each) for each in (buffer.flat, buffer.sums) if each is not None}
+        kept.append(sum(tensors.values()))
+    engine.close()
+    groups.close()
+    return sent, kept
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_sums_go_only_to_their_owners(ranks, zero: int) -> None:
+    """A reduce-scatter sends half the bytes of an all-reduce. At stage 2, a rank keeps only the sums that it owns."""
+    schedule = {"reduction": "chunks", "sp_bytes": 1024}
+    (everyone, whole), *_ = ranks(4).run(_sent, _recipe(4, {"ep": 2}, 0, _SGD, schedule=schedule))
+    (owners, kept), *_ = ranks(4).run(_sent, _recipe(4, {"ep": 2}, zero, _SGD, schedule=schedule))
+    assert list(everyone) == ["all_reduce"]
+    assert list(owners) == ["reduce_scatter"]
+    assert owners["reduce_scatter"] == pytest.approx(everyone["all_reduce"] / 2, rel=0.01)
+    dense, expert = kept[0] / whole[0], kept[-1] / whole[-1]  # four and two ranks share these
+    assert [dense, expert] == pytest.approx([1 / 4 + (zero < 2), 1 / 2 + (zero < 2)], rel=0.01)
 
 
 def _norm_of_ones(rank: int, recipe: Recipe) -> float:
