@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 Half = Literal["attention", "experts", "both"]
-Cut = Literal["slices", "micro_batches", "last", "sequence", "chunk"]
-"""The data that an op works on: a slice of attention, a MoE micro-batch, a piece of the last block's output (a slice if that
-block is dense, else a MoE micro-batch), a sequence, or a chunk of gradients."""
+Cut = Literal["slices", "micro_batches", "output", "sequence", "chunk"]
+"""The data that an op works on: a slice of attention, a MoE micro-batch, a piece of a block's output (a slice if that block is
+dense, else a MoE micro-batch), a sequence, or a chunk of gradients. A handover backward has a slice."""
 
 EMBED, PROJECT, GATHER, ATTENTION, FFN, HEAD = "embed", "project", "gather", "attention", "ffn", "head"
 ROUTE, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE = "route", "counts", "dispatch", "expert", "combine", "merge"
@@ -62,14 +62,12 @@ _ROWS = (
     OpKind(MERGE, "micro_batches", "M", "weighted sum", "#f0b48a", "weighted sum of a token's rows, residual"),
     OpKind(PROJECT, "slices", "Q", "projection", "#8fb8de", "norm, queries, keys and values, if ranks gather by slices"),
     OpKind(EMBED, "slices", "i", "embed", "#b8bec8", "rows of the vocabulary"),
-    OpKind(HEAD, "last", "H", "head", "#6b7280", "norm, logits, loss"),
+    OpKind(HEAD, "output", "H", "head", "#6b7280", "norm, logits, loss"),
     OpKind(DISPATCH, "micro_batches", "D", "dispatch", "#2f855a", "rows to their experts", "both", "tokens"),
     OpKind(COMBINE, "micro_batches", "C", "combine", "#6b4fbb", "rows back", "both", "tokens"),
     OpKind(COUNTS, "micro_batches", "n", "row counts", "#a21caf", "how many rows go where", "both", "counts"),
     OpKind(GATHER, "slices", "K", "keys, values", "#be185d", "keys and values of a slice to the context group", travels="keys"),
-    OpKind(
-        HANDOVER, "sequence", ">", "handover", "#0e7490", "activations or their gradient between stages", travels="activations"
-    ),
+    OpKind(HANDOVER, "output", ">", "handover", "#0e7490", "activations or their gradient between stages", travels="handovers"),
     OpKind(REDUCE, "chunk", "g", "gradients", "#b8860b", "gradients to their sum over ranks", travels="gradients"),
     OpKind(STAGE, "sequence", "S", "stage", "#6b7280", "all blocks of a virtual stage"),
 )

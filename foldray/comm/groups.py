@@ -21,8 +21,8 @@ TRAFFIC = {
     "tensor": "tp",
     "context": "cp",
     "sequence": "tp_cp",
-    "activations": "pp",
-    "output_gradients": "pp",
+    "handovers_up": "pp",
+    "handovers_down": "pp",
     "dense_gradients": "dp_cp",
     "replicated_gradients": "tp_dp_cp",
     "expert_gradients": "edp",
@@ -39,7 +39,7 @@ class Groups:
         tokens, counts, expert_slices: for the MoE layer: all-to-alls over EP, row counts over ETP×EP, activations over ETP.
         tensor, context, sequence: for attention: activations over TP, keys and values over CP, statistics of whole sequences
             over TP×CP.
-        activations, output_gradients: for handovers between pipeline stages, forward and backward.
+        handovers_up, handovers_down: for handovers between pipeline stages, to a higher and to a lower position.
         dense_gradients, replicated_gradients, expert_gradients: for the gradients of each gradient class.
         tied_gradients: for the gradient of an embedding that the first and the last stage share.
         control: for losses, norms and counts over all ranks.
@@ -55,8 +55,8 @@ class Groups:
     tensor: Communicator
     context: Communicator
     sequence: Communicator
-    activations: Communicator
-    output_gradients: Communicator
+    handovers_up: Communicator
+    handovers_down: Communicator
     dense_gradients: Communicator
     replicated_gradients: Communicator
     expert_gradients: Communicator

@@ -9,7 +9,7 @@ from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EMBED, EXPERT, FFN, GATH
 from foldray.planner.candidate import Pieces
 from foldray.planner.costs import RankCosts
 from foldray.planner.layout import Content, PipelineLayout, Positions
-from foldray.planner.memo import PassWork, PieceTables, Totals
+from foldray.planner.memo import PassWork, PieceTables, StageBound, Totals
 from foldray.schedule import Slicing, gathers
 
 _TRAVEL = frozenset(name for name, row in OP_KINDS.items() if row.travels)
@@ -90,20 +90,21 @@ def _pass_work(block: BlockSpec, own: Mapping[str, Totals], again: Mapping[str, 
         own: the seconds of the ops of this pass.
         again: the seconds of the ops that run again in it.
     """
-    plain = 0.0
+    plain = piece = 0.0
     for kind, each in own.items():
         if kind not in _TRAVEL:
             plain += each.total
+        piece += each.least if kind != GATHER else 0.0
     computed = plain + sum(again.values())
     if not block.moe:
-        return PassWork(computed, 0.0, computed)
+        return PassWork(computed, 0.0, computed, piece)
     combine, merge = own[COMBINE], own[MERGE]
     travels = own[DISPATCH].total + combine.total
     if pieces.hiding == "nothing":
-        return PassWork(computed, travels, computed + travels - min(again.get(EXPERT, 0.0), combine.total))
+        return PassWork(computed, travels, computed + travels - min(again.get(EXPERT, 0.0), combine.total), piece)
     bound_by_link = own[ATTENTION].first + own[ROUTE].least + travels + merge.least
     last_back = plain - merge.total + merge.least + combine.least
-    return PassWork(computed, travels, max(computed, bound_by_link, last_back))
+    return PassWork(computed, travels, max(computed, bound_by_link, last_back), piece)
 
 
 def stage_work(rank: RankCosts, content: Content, back: bool, pieces: Pieces) -> PassWork:
@@ -122,12 +123,13 @@ def _stage_works(rank: RankCosts, content: Content, pieces: Pieces, known: Piece
 
 def _together(ends: float, works: Sequence[tuple[PassWork, int]]) -> PassWork:
     """Return the work of a pass: embedding and head, and several blocks of each kind."""
-    computed, travels, least = ends, 0.0, ends
+    computed, travels, least, piece = ends, 0.0, ends, 0.0
     for work, count in works:
         computed += count * work.computed
         travels += count * work.travels
         least += count * work.least
-    return PassWork(computed, travels, least)
+        piece += count * work.piece
+    return PassWork(computed, travels, least, piece)
 
 
 def _end_seconds(rank: RankCosts, content: Content, pieces: Pieces, known: PieceTables) -> tuple[float, float]:
@@ -147,7 +149,11 @@ def stage_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces) -
     computation or all of its all-to-alls, whichever is longer. Hidden communication slows computation down (`crowding`). The
     bound of several stages together is at most the sum of their bounds.
     """
-    known, found = _tables_of(rank, pieces), list[float]()
+    return [each.seconds for each in _stage_bounds(rank, contents, pieces)]
+
+
+def _stage_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces) -> list[StageBound]:
+    known, found = _tables_of(rank, pieces), list[StageBound]()
     for content in contents:
         bound = known.bounds.get(content)
         if bound is None:
@@ -156,16 +162,33 @@ def stage_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces) -
     return found
 
 
-def _stage_bound(rank: RankCosts, content: Content, pieces: Pieces, known: PieceTables) -> float:
-    crowding, total = rank.device.share["crowding"], 0.0
+def _stage_bound(rank: RankCosts, content: Content, pieces: Pieces, known: PieceTables) -> StageBound:
+    crowding, total, piece = rank.device.share["crowding"], 0.0, 0.0
     for work in _stage_works(rank, content, pieces, known):
         least = max(work.computed, work.travels) if pieces.hiding == "all" else work.least
         total += least + crowding * (work.computed + work.travels - least)
-    return pieces.batch_degree * total
+        piece += work.piece
+    return StageBound(pieces.batch_degree * total, piece)
+
+
+def hop_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces, stages: Sequence[float]) -> list[float]:
+    """Return lower bounds of the seconds until the next stage can begin: forward and backward together, with handovers.
+
+    The next stage begins after the whole pass, or after its first piece if there are several.
+
+    Args:
+        rank: the costs of a rank.
+        contents: the contents of the stages.
+        pieces: how a rank cuts its micro-batches.
+        stages: lower bounds of the seconds of forward and backward of each stage.
+    """
+    if not pieces.several:
+        return [each + 2 * rank.handover.seconds for each in stages]
+    return [each.piece for each in _stage_bounds(rank, contents, pieces)]
 
 
 def step_bound(
-    layout: PipelineLayout, micro_batches: int, stages: Sequence[float], behind: Sequence[float], handover: float
+    layout: PipelineLayout, micro_batches: int, stages: Sequence[float], behind: Sequence[float], hops: Sequence[float]
 ) -> float:
     """Return a lower bound of the seconds of a step.
 
@@ -178,31 +201,30 @@ def step_bound(
         micro_batches: micro-batches of one data-parallel place.
         stages: for every form of stage, seconds of forward and backward of one micro-batch.
         behind: for every different content of positions, seconds after the last backward.
-        handover: seconds of a handover from a stage to the next.
+        hops: for every form of stage, seconds until the next stage can begin (`hop_bounds`).
     """
     found, ahead, number_at = 0.0, 0.0, layout.positions.number_at
     first = behind[number_at[0]]
     for number, forms in zip(number_at, layout.forms_at, strict=True):
         computed = micro_batches * sum([stages[form] for form in forms])
         found = max(found, computed + max(ahead + first, behind[number]))
-        ahead += stages[forms[0]] + 2 * handover
+        ahead += hops[forms[0]]
     return found
 
 
 def fold_bound(
-    rank: RankCosts, positions: Positions, stage: float, micro_batches: int, pieces: Pieces, behind: Sequence[float]
+    rank: RankCosts, positions: Positions, hop: float, micro_batches: int, pieces: Pieces, behind: Sequence[float]
 ) -> float:
     """Return a lower bound of the seconds of a step, for any number of stages per position.
 
     Args:
         rank: the costs of a rank.
         positions: the contents of all positions.
-        stage: lower bound of the seconds of a position's first stage, forward and backward.
+        hop: lower bound of the seconds until the stage after a position's first stage can begin, forward and backward.
         micro_batches, behind: as for `step_bound`.
         pieces: how a rank cuts its micro-batches.
     """
-    ahead = stage + 2 * rank.handover.seconds
     first, bounds = behind[positions.number_at[0]], stage_bounds(rank, positions.different, pieces)
     # The last of equal positions waits longest.
     each = zip(bounds, positions.last, behind, strict=True)
-    return max([micro_batches * bound + max(place * ahead + first, after) for bound, place, after in each])
+    return max([micro_batches * bound + max(place * hop + first, after) for bound, place, after in each])

@@ -68,6 +68,11 @@ class Pieces(NamedTuple):
     hiding: Hiding = "nothing"
     batch_degree: int = 1
 
+    @property
+    def several(self) -> bool:
+        """Whether a stage works on several pieces of a micro-batch, so that it hands its output over piece by piece."""
+        return self.slicing.degree * self.batch_degree > 1
+
     @classmethod
     def of(cls, ordering: Ordering, seq_len: int, ranks: int) -> Pieces:
         """Return the pieces of an ordering if `ranks` ranks share a sequence of `seq_len` tokens."""

@@ -72,7 +72,8 @@ class OpWork:
     def _price(self, op: Op) -> Price:
         if op.kind == HANDOVER:
             # Links are duplex: a position sends and receives at once. So a handover waits only for those of its own channel.
-            return Price.of([self.rank.handover._replace(lane=str(self.candidate.graph.channel(op)))])
+            graph = self.candidate.graph
+            return Price.of([self.rank.handover_of(len(graph.tokens(op)))._replace(lane=str(graph.channel(op)))])
         if op.kind == REDUCE:
             return Price.of([self.rank.reduce(self.candidate.reducing.chunk(op))])
         graph = self.candidate.graph
@@ -342,8 +343,15 @@ class RankCosts:
 
     @cached_property
     def handover(self) -> Work:
-        """The work of a handover: activations, or their gradient, from one stage to the next."""
-        tokens = self.job.seq_len / (self.fold.cp * self.fold.tp)
+        """The work of a whole handover: activations, or their gradient, from one stage to the next."""
+        return self.handover_of(self.job.seq_len // (self.fold.cp * self.fold.tp))
+
+    def handover_of(self, tokens: int) -> Work:
+        """Return the work of a piece of a handover.
+
+        Args:
+            tokens: tokens of the piece, in the rank's share of a sequence.
+        """
         return self._travel("pp", self.network.hand_over(tokens * self.sequences * self._width))
 
     # The parts of their costs.

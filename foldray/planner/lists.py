@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
 from foldray.kinds import EMBED, HANDOVER, HEAD
-from foldray.schedule import CompiledSchedule, Op, Overlap, PipelineGraph, Slicing, StepGraph, computed, stage_order, woven
+from foldray.schedule import (
+    CompiledSchedule,
+    Direction,
+    Op,
+    Overlap,
+    PipelineGraph,
+    Slicing,
+    StepGraph,
+    computed,
+    stage_order,
+    woven,
+)
 
 
 class Piece(NamedTuple):
@@ -19,18 +31,34 @@ class Piece(NamedTuple):
     block: BlockSpec | None
 
 
+class StageList(NamedTuple):
+    """The compiled list of one pass of one stage.
+
+    Args:
+        compiled: the list. Its cost classes are `Piece`s.
+        taken, given: the ops that take over what another stage hands over, and those that make what this one hands over, as
+            (number of the op, part of the micro-batch, tokens).
+        before_head: number of ops before those of the head, if the head comes after all others.
+    """
+
+    compiled: CompiledSchedule[Piece]
+    taken: tuple[tuple[int, int, range], ...]
+    given: tuple[tuple[int, int, range], ...]
+    before_head: int
+
+
 @lru_cache(maxsize=2048)
 def stage_list(
     stages: tuple[tuple[BlockSpec, ...], ...],
     number: int,
-    direction: str,
+    direction: Direction,
     overlap: Overlap,
     slicing: Slicing,
     recompute: tuple[str, ...],
     batch_degree: int,
     gathers: bool = False,
-) -> CompiledSchedule[Piece]:
-    """Return the compiled list of one pass of one stage, for all parts of a micro-batch. Its cost classes are `Piece`s.
+) -> StageList:
+    """Return the compiled list of one pass of one stage, for all parts of a micro-batch.
 
     Args:
         stages: the blocks of every stage.
@@ -46,7 +74,17 @@ def stage_list(
 
     lists: list[tuple[Op, ...]] = [()] * len(stages)
     lists[number] = stage_order(graph, number, direction, overlap)
-    return CompiledSchedule(graph, lists, piece, partial=True)
+    compiled = CompiledSchedule(graph, lists, piece, partial=True)
+
+    def those(kind: str, layer: int) -> tuple[tuple[int, int, range], ...]:
+        wanted = kind, layer, direction
+        ops = [(i, op) for i, op in enumerate(compiled.ops) if (op.kind, op.layer, op.direction) == wanted]
+        return tuple((i, op.micro_batch, graph.tokens(op)) for i, op in ops)
+
+    first, last = graph.layers[number][0], graph.layers[number][-1]
+    ends = those(graph.entry, first), those(graph.output(last), last)
+    taken, given = ends if direction == "F" else ends[::-1]
+    return StageList(compiled, taken, given, sum(op.kind != HEAD for op in compiled.ops))
 
 
 def block_of(graph: StepGraph, op: Op) -> BlockSpec | None:
@@ -55,8 +93,9 @@ def block_of(graph: StepGraph, op: Op) -> BlockSpec | None:
 
 
 class StagePass(NamedTuple):
-    """The cost class of a `stage` op: its direction and stage."""
+    """The cost class of a `stage` op, or of the handover after it."""
 
+    kind: str
     direction: str
     stage: int
 
@@ -70,25 +109,22 @@ class PipelineList:
     """
 
     def __init__(self, graph: PipelineGraph):
-        def cost_class(op: Op) -> StagePass | None:
-            return None if op.kind == HANDOVER else StagePass(op.direction, op.layer)
+        def cost_class(op: Op) -> StagePass:
+            return StagePass(op.kind, op.direction, op.layer)
 
         schedule = woven(graph, tuple(computed(graph, place) for place in range(graph.pp)))
         self.compiled = CompiledSchedule(graph, schedule, cost_class)
         last = {op.layer: i for i, op in enumerate(self.compiled.ops) if op.kind != HANDOVER and op.direction == "B"}
         self.last_backward = [[last[stage] for stage in graph.stages_at(place)] for place in range(graph.pp)]
 
-    def backward_ends(self, forward: tuple[float, ...], backward: tuple[float, ...], handover: float) -> list[list[float]]:
+    def backward_ends(self, seconds: Mapping[StagePass, float]) -> list[list[float]]:
         """Return, for every position and each of its stages, the seconds until the stage's last backward ends.
 
         Args:
-            forward, backward: seconds of every stage for one micro-batch.
-            handover: seconds of a handover from a stage to the next, after both ends have started it. Each direction has its
-                own link.
+            seconds: seconds of every pass of a stage for one micro-batch, and of every handover, from the end of the pass to
+                the earliest start of the next one. They may be negative. Each direction has its own link.
         """
-        seconds = {"F": forward, "B": backward}
-        classes = self.compiled.classes
-        ends = self.compiled.one_pass([handover if each is None else seconds[each[0]][each[1]] for each in classes]).ends
+        ends = self.compiled.one_pass([seconds[each] for each in self.compiled.classes]).ends
         return [[ends[i] for i in own] for own in self.last_backward]
 
 

@@ -6,7 +6,7 @@ or a fold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -46,6 +46,38 @@ PieceKey = tuple[bool, int, int]
 """An op of a kind: whether it is a backward op, its first token (0 except for attention), and its number of tokens."""
 
 
+PassKey = tuple[StageForm, str, bool]
+"""A pass of a stage: the form, the direction, and whether a block that is simulated alone hands pieces over."""
+
+
+class Moment(NamedTuple):
+    """The moment at which a pass takes over or hands over a piece.
+
+    Args:
+        part: number of the part of the micro-batch (`StepGraph.batch_degree`).
+        tokens: the tokens of the piece.
+        seconds: from the start of the pass until it takes the piece over, or from when it hands the piece over until its end.
+    """
+
+    part: int
+    tokens: range
+    seconds: float
+
+
+class Pass(NamedTuple):
+    """One pass of a stage.
+
+    Args:
+        stretch: the time of the whole pass.
+        taken: the pieces that it takes over.
+        given: the pieces that it hands over, in their order.
+    """
+
+    stretch: Stretch
+    taken: Sequence[Moment] = ()
+    given: Sequence[Moment] = ()
+
+
 class Totals(NamedTuple):
     """Seconds of all pieces of a kind together, of the first piece, and of the shortest piece."""
 
@@ -55,11 +87,26 @@ class Totals(NamedTuple):
 
 
 class PassWork(NamedTuple):
-    """Seconds of one pass: all computation, all all-to-alls, and a lower bound of the whole pass if blocks drain."""
+    """Seconds of one pass.
+
+    Args:
+        computed: all computation.
+        travels: all all-to-alls.
+        least: a lower bound of the whole pass if blocks drain.
+        piece: a lower bound of the seconds until the first piece is through.
+    """
 
     computed: float
     travels: float
     least: float
+    piece: float
+
+
+class StageBound(NamedTuple):
+    """Lower bounds of the seconds of a stage, forward and backward together: of all of it, and of its first piece."""
+
+    seconds: float
+    piece: float
 
 
 class ActivationKey(NamedTuple):
@@ -108,12 +155,12 @@ class PieceTables:
     Args:
         blocks: block → the work of its forward and backward.
         ends: (embedding, head) → seconds of embedding and head, forward and backward.
-        bounds: content of a stage → lower bound of the seconds of its forward and backward.
+        bounds: content of a stage → lower bounds of its seconds.
     """
 
     blocks: dict[BlockSpec, tuple[PassWork, PassWork]] = field(default_factory=dict)
     ends: dict[tuple[bool, BlockSpec | None], tuple[float, float]] = field(default_factory=dict)
-    bounds: dict[Content, float] = field(default_factory=dict)
+    bounds: dict[Content, StageBound] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -122,7 +169,7 @@ class BlockTables:
 
     pieces: dict[Pieces, PieceTables] = field(default_factory=dict)
     activations: dict[ActivationKey, float] = field(default_factory=dict)
-    stages: dict[Ordering, dict[tuple[StageForm, str], Stretch]] = field(default_factory=dict)
+    stages: dict[Ordering, dict[PassKey, Pass]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

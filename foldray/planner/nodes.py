@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from foldray.blueprint.layout import smallest_slice
 from foldray.fold import Fold
-from foldray.planner.bounds import fold_bound, least_computed, stage_bounds, step_bound
+from foldray.planner.bounds import fold_bound, hop_bounds, least_computed, stage_bounds, step_bound
 from foldray.planner.candidate import Candidate, Pieces
 from foldray.planner.costs import OpWork, RankCosts
 from foldray.planner.device import Device
@@ -150,7 +150,8 @@ class Refinement:
                 if needless(memory.total):
                     continue
                 stages = stage_bounds(rank, layout.contents, pieces)
-                seconds = self._slower * step_bound(layout, micro_batches, stages, behind, rank.handover.seconds)
+                hops = hop_bounds(rank, layout.contents, pieces, stages)
+                seconds = self._slower * step_bound(layout, micro_batches, stages, behind, hops)
                 what = Choice(group, ordering, staging.virtual_stages, memory)
                 yield Node(max(seconds, node.seconds), memory.total, what)
 
@@ -162,13 +163,21 @@ class Refinement:
         """
         rank, stagings, micro_batches = group.rank, self._stagings(group), self._micro_batches(group)
         several = self._fastest_pieces(group)
-        ahead = [stagings.first_blocks * least_computed(rank, self._different, pieces) for pieces in several]
+        hops = [self._least_hop(group, pieces) for pieces in several]
         found = math.inf
         for positions in stagings.positions:
             behind = least_behind(rank, positions, REDUCTION)
-            for pieces, seconds in zip(several, ahead, strict=True):
-                found = min(found, fold_bound(rank, positions, seconds, micro_batches, pieces, behind))
+            for pieces, hop in zip(several, hops, strict=True):
+                found = min(found, fold_bound(rank, positions, hop, micro_batches, pieces, behind))
         return self._slower * found
+
+    def _least_hop(self, group: Group, pieces: Pieces) -> float:
+        """Return a lower bound of the seconds until the next stage can begin. With EP, it may begin after a small piece."""
+        rank = group.rank
+        if rank.fold.pp == 1 or rank.fold.ep > 1:
+            return 0.0
+        blocks = self._stagings(group).first_blocks
+        return blocks * least_computed(rank, self._different, pieces) + 2 * rank.handover.seconds
 
     def _fastest_pieces(self, group: Group) -> Sequence[Pieces]:
         """Return the pieces that `_least_seconds` bounds."""

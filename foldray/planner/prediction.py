@@ -11,25 +11,27 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
-from foldray.kinds import OP_KINDS
-from foldray.planner.bounds import cut_of, ends_of, ops_of_pass, stage_bounds, stage_work, step_bound
+from foldray.kinds import HANDOVER, OP_KINDS, STAGE
+from foldray.planner.bounds import cut_of, ends_of, hop_bounds, ops_of_pass, stage_bounds, step_bound
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork, pieces_of
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
 from foldray.planner.layout import Content, StageForm
-from foldray.planner.lists import pipeline_list, stage_list
+from foldray.planner.lists import StagePass, pipeline_list
 from foldray.planner.memo import Update
+from foldray.planner.passes import Passes, delay
 from foldray.planner.shares import Shares, Stretch
 from foldray.planner.updates import least_behind, seconds_behind, stage_updates
-from foldray.schedule import PipelineGraph, StepGraph, gathers
+from foldray.schedule import Direction, StepGraph, gathers
 
 _PERIODS = 2  # simulated rounds of a pipeline; every further round takes as long as the one before
-_BLOCKS = 4  # simulated blocks of a stage that does not drain; every further block takes as long as the one before
+BOTH: tuple[Direction, ...] = ("F", "B")
 
 
 class Prediction(NamedTuple):
@@ -83,7 +85,7 @@ class Step:
         self.candidate, self.work, self.rank = candidate, work, work.rank
         self.layout, self.pieces = candidate.layout, candidate.pieces
         self._reduction, self._crowding = candidate.ordering.reduction, self.rank.device.share["crowding"]
-        self._stretches = self.rank.blocks.stages.setdefault(candidate.ordering, {})
+        self._passes = Passes(candidate, self.rank)
 
     @property
     def graph(self) -> StepGraph:
@@ -117,73 +119,14 @@ class Step:
 
     def simulated_bound(self) -> float:
         """Return a lower bound of the seconds of the step, from the simulated stages."""
-        return self._bound([self.stage(form, "F").seconds + self.stage(form, "B").seconds for form in self.layout.forms])
+        return self._bound([sum(self._stretch(form, direction).seconds for direction in BOTH) for form in self.layout.forms])
 
     def _bound(self, stages: Sequence[float]) -> float:
         rank, candidate = self.rank, self.candidate
         behind = least_behind(rank, self.layout.positions, self._reduction)
-        least = step_bound(self.layout, candidate.micro_batches, stages, behind, rank.handover.seconds)
+        hops = hop_bounds(rank, self.layout.contents, self.pieces, stages)
+        least = step_bound(self.layout, candidate.micro_batches, stages, behind, hops)
         return least * (1 + straggling(candidate.fold.world_size, rank.device))
-
-    # Stages.
-
-    def stage(self, form: StageForm, direction: str) -> Stretch:
-        """Return the simulated time of one pass of a stage, for one micro-batch."""
-        key = form, direction
-        if key not in self._stretches:
-            ordering = self.candidate.ordering
-            drains = (ordering.forward if direction == "F" else ordering.backward).row.drains
-            self._stretches[key] = (self._drained_stage if drains else self._streamed_stage)(form, direction)
-        return self._stretches[key]
-
-    def _drained_stage(self, form: StageForm, direction: str) -> Stretch:
-        """Return the time of a stage whose blocks run one after another. Embedding and head overlap with no all-to-all."""
-        content = Content.of([form])
-        ends = sum(
-            self.rank.totals(kind, cut, None)[direction == "B"].total for kind, cut in ends_of(content, self.pieces.slicing)
-        )
-        found = Stretch(self.pieces.batch_degree * ends, 0.0)
-        for block, count in content.blocks:
-            # The middle one of three stages has no embedding and no head.
-            alone = StageForm((block,), False, False)
-            if (alone, direction) not in self._stretches:
-                self._stretches[alone, direction] = self._simulated(((block,),) * 3, 1, direction)
-            found += self._stretches[alone, direction].times(count)
-        return found
-
-    def _streamed_stage(self, form: StageForm, direction: str) -> Stretch:
-        """Return the time of a stage whose blocks overlap. After `_BLOCKS` equal blocks, every block takes the same time."""
-        blocks, first, last = form
-        if len(blocks) > _BLOCKS and len(set(blocks)) == 1:
-            less, more = (self.stage(form._replace(blocks=blocks[:count]), direction) for count in (_BLOCKS - 1, _BLOCKS))
-            found = more + (more + less.times(-1)).times(len(blocks) - _BLOCKS)
-            # A stage never takes less than its computation and what this loses to crowding.
-            return found._replace(seconds=max(found.seconds, self._computed(form, direction) + found.crowding))
-        # The stage is simulated between two others. There is no stage before the first, and no stage after the last.
-        others = ((blocks[0],),)
-        stages = (*(() if first else others), blocks, *(() if last else others))
-        return self._simulated(stages, 0 if first else 1, direction)
-
-    def _simulated(self, stages: tuple[tuple[BlockSpec, ...], ...], number: int, direction: str) -> Stretch:
-        """Return the time of one pass of a stage, simulated alone."""
-        ordering = self.candidate.ordering
-        overlap = ordering.forward if direction == "F" else ordering.backward
-        slicing = self.pieces.slicing
-        order = stage_list(
-            stages, number, direction, overlap, slicing, ordering.recompute, ordering.batch_degree,
-            gathers(slicing, self.candidate.fold.cp),
-        )  # fmt: skip
-        times = order.run([self.rank.price(*piece).lanes for piece in order.classes])
-        seconds = max(times.ends)
-        if not self._crowding:
-            return Stretch(seconds, 0.0)
-        # At least one op runs at any time. If two run, one of them travels while the other computes.
-        beside = sum(end - start for start, end in zip(*times, strict=True)) - seconds
-        return Stretch(seconds + self._crowding * beside, self._crowding * beside)
-
-    def _computed(self, form: StageForm, direction: str) -> float:
-        """Return the seconds of a stage's ops that compute, with the communication inside these ops (such as TP's)."""
-        return self.pieces.batch_degree * stage_work(self.rank, Content.of([form]), direction == "B", self.pieces).computed
 
     # The pipeline.
 
@@ -191,20 +134,14 @@ class Step:
     def pipeline(self) -> list[_Position]:
         """Every position of the pipeline, without reductions."""
         graph, forms = self.candidate.pipeline, self.layout.forms
-        seconds = [[self.stage(form, direction).seconds for form in forms] for direction in "FB"]
         if graph.pp == 1:
-            end = graph.micro_batches * sum(map(sum, seconds))
+            end = graph.micro_batches * sum(self._stretch(form, direction).seconds for form in forms for direction in BOTH)
             return [_Position(end, [end])]
-        forward, backward = (tuple([own[form] for form in self.layout.form_of]) for own in seconds)
-        some = _PERIODS * graph.pp
+        seconds, some = self._seconds, _PERIODS * graph.pp
         counts = [graph.micro_batches]
         if graph.micro_batches > some + graph.pp and graph.full_rounds:
             counts = [some, some + graph.pp]
-        found = [
-            pipeline_list(PipelineGraph(graph.pp, count, graph.virtual_stages)).backward_ends(forward, backward, handover)
-            for count in counts
-            for handover in [self.rank.handover.seconds]
-        ]
+        found = [pipeline_list(replace(graph, micro_batches=count)).backward_ends(seconds) for count in counts]
         # In steady state, every round of micro-batches takes the same time.
         rounds = (graph.micro_batches - counts[-1]) / graph.pp
         ends = [
@@ -212,6 +149,32 @@ class Step:
             for own in zip(found[0], found[-1], strict=True)
         ]
         return [_Position(max(own), own) for own in ends]
+
+    @cached_property
+    def _seconds(self) -> dict[StagePass, float]:
+        """Seconds of every stage's pass for one micro-batch, and of the handover after it."""
+        form_of, found, hops = self.layout.form_of, dict[StagePass, float](), dict[tuple[int, int], float]()
+        for direction, onwards in zip(BOTH, (1, -1), strict=True):
+            passes = [self._stretch(form, direction).seconds for form in self.layout.forms]
+            hops.clear()
+            for number, form in enumerate(form_of):
+                found[StagePass(STAGE, direction, number)] = passes[form]
+                if 0 <= number + onwards < len(form_of):
+                    ends = form, form_of[number + onwards]
+                    if ends not in hops:
+                        hops[ends] = self._hop(direction, *(self.layout.forms[end] for end in ends))
+                    found[StagePass(HANDOVER, direction, number)] = hops[ends]
+        return found
+
+    def _hop(self, direction: Direction, sender: StageForm, receiver: StageForm) -> float:
+        """Return the seconds from the end of a pass to the start of the same pass of the neighbour."""
+        if not self.pieces.several:
+            return self.rank.handover.seconds
+        given, taken = self._passes.of(sender, direction).given, self._passes.of(receiver, direction).taken
+        return delay(given, taken, lambda tokens: self.rank.handover_of(tokens).seconds)
+
+    def _stretch(self, form: StageForm, direction: Direction) -> Stretch:
+        return self._passes.of(form, direction).stretch
 
     def _end(self, place: int) -> float:
         """Return the seconds until a position has updated its weights."""
@@ -230,7 +193,7 @@ class Step:
             form = self.layout.forms[number]
             updates, blocks = stage_updates(self.rank, self.layout.contents[number], self._reduction), max(1, len(form.blocks))
             last = end if at_end else ready
-            first = last if at_end else ready - self.stage(form, "B").seconds * (blocks - 1) / blocks
+            first = last if at_end else ready - self._stretch(form, "B").seconds * (blocks - 1) / blocks
             before, whole = free, sum(each.reduce for each in updates)
             free = max(max(free, first) + whole, last + whole / blocks)
             exposed = max(0.0, free - max(end, before))
@@ -242,10 +205,10 @@ class Step:
         """Return all seconds of one position: its stages, waiting (bubble), reductions and optimizer."""
         found, own = Shares(), Stretch(0.0, 0.0)
         for number, count in Counter(self.layout.forms_at[place]).items():
-            for direction in "FB":
+            for direction in BOTH:
                 form, rounds = self.layout.forms[number], count * self.candidate.micro_batches
-                work, stretch = self._work_shares(form, direction), self.stage(form, direction)
-                exposed = stretch.seconds - stretch.crowding - self._computed(form, direction)
+                work, stretch = self._work_shares(form, direction), self._stretch(form, direction)
+                exposed = stretch.seconds - stretch.crowding - self._passes.computed(form, direction)
                 found += (work + self._exposed(work, exposed)) * rounds
                 own += stretch.times(rounds)
         forms = [self.layout.forms[number] for number in self.layout.forms_at[place]]

@@ -23,7 +23,7 @@ class TokenBuffer:
         self._left.append(len(tokens))
 
     def put_later(self, tokens: range, pending: Pending) -> None:
-        """Put a piece that is still on its way. `take` waits for it."""
+        """Put a piece that is still on its way. `take` waits for it if it needs any of its tokens."""
         self._coming.append((tokens, pending))
 
     def take(self, tokens: range) -> torch.Tensor:
@@ -32,8 +32,9 @@ class TokenBuffer:
         Raises:
             RuntimeError: some of the tokens are not in the buffer.
         """
-        while self._coming:
-            held, pending = self._coming.pop()
+        coming = [each for each in self._coming if each[0].start < tokens.stop and tokens.start < each[0].stop]
+        for held, pending in coming:
+            self._coming.remove((held, pending))
             self.put(held, *pending.wait())
         found: list[tuple[int, torch.Tensor]] = []
         for number, (held, x_BsH) in enumerate(self._pieces):

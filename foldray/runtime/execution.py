@@ -152,8 +152,9 @@ class _Run:
         self.like = next(model.parameters())
         self.weights = Weights(batches, self.groups, torch.promote_types(self.like.dtype, torch.float32)) if training else None
         self.micro_batches = [MicroBatch(model, self.graph, batch, self.gradients.add, self.weights) for batch in batches]
-        self.shapes = [(len(batch.token_BL), self.graph.slicing.length, model.spec.hidden) for batch in batches]
-        self.sending: dict[tuple[str, int], Pending] = {}  # the last handover to each neighbour, by direction
+        self.shapes = [(len(batch.token_BL), model.spec.hidden) for batch in batches]
+        # By direction and receiver: the last handover (its stage and micro-batch), and its pieces.
+        self.sending: dict[tuple[str, int], tuple[tuple[int, int], list[Pending]]] = {}
 
     def run(self) -> list[Losses]:
         trace = self.trace
@@ -166,8 +167,9 @@ class _Run:
                 pending = self._hand_over(op) if op.kind == HANDOVER else self.micro_batches[op.micro_batch].run(op)
             if trace is not None:
                 trace.ran(op, self.micro_batches[op.micro_batch].began, pending)
-        for pending in self.sending.values():
-            pending.wait()
+        for _, pieces in self.sending.values():
+            for each in pieces:
+                each.wait()
         if self.graph.chunks:
             self.gradients.finish()
         if trace is not None:
@@ -175,20 +177,32 @@ class _Run:
         return [micro_batch.losses for micro_batch in self.micro_batches]
 
     def _hand_over(self, op: Op) -> Pending:
-        """Start to send or to receive a handover: the activations of a whole micro-batch, or their gradient."""
+        """Start to send or to receive a piece of a handover: activations of a micro-batch, or their gradient."""
         sender, receiver = self.graph.where(op)
         micro_batch, forward = self.micro_batches[op.micro_batch], op.direction == "F"
-        communicator = self.groups.activations if forward else self.groups.output_gradients
+        communicator = self.groups.handovers_up if sender < receiver else self.groups.handovers_down
         buffers = micro_batch.inputs if forward else micro_batch.input_gradients
         # A handover is the input of the later stage's first block, or the gradient of that input.
         buffer = buffers[self.graph.layers[op.layer + 1 if forward else op.layer][0]]
-        tokens = range(self.graph.slicing.length)
+        tokens = self.graph.tokens(op)
         if communicator.index == receiver:
-            pending = communicator.receive(self.like.new_empty(self.shapes[op.micro_batch]), sender)
+            sequences, hidden = self.shapes[op.micro_batch]
+            pending = communicator.receive(self.like.new_empty((sequences, len(tokens), hidden)), sender)
             buffer.put_later(tokens, pending)
             return pending
-        channel = (op.direction, receiver)
-        if channel in self.sending:
-            self.sending[channel].wait()  # frees its memory; it is received before this one, so the wait ends
-        self.sending[channel] = communicator.send(buffer.take(tokens), receiver)
-        return self.sending[channel]
+        pending = communicator.send(buffer.take(tokens), receiver)
+        self._keep(op, receiver, pending)
+        return pending
+
+    def _keep(self, op: Op, receiver: int, pending: Pending) -> None:
+        """Keep a piece that is being sent, and free the pieces of the handover before it on the same channel.
+
+        They are received before this one, so the wait for them ends.
+        """
+        channel, number = (op.direction, receiver), (op.layer, op.micro_batch // self.graph.batch_degree)
+        last, pieces = self.sending.get(channel, (number, []))
+        if last != number:
+            for each in pieces:
+                each.wait()
+            pieces = []
+        self.sending[channel] = number, [*pieces, pending]

@@ -10,10 +10,10 @@ from typing import Protocol
 from foldray.blueprint import stage_positions
 from foldray.errors import UserError
 from foldray.kinds import HANDOVER, STAGE
-from foldray.schedule.op import Op, handover, stage
+from foldray.schedule.op import Op, handover, route_of_handover, stage
 
 Channel = tuple[str, int, int]
-"""Class of traffic, and the two pipeline positions, the lower one first. A channel is one queue."""
+"""Class of traffic, and two pipeline positions. A channel is one queue."""
 
 
 class Graph(Protocol):
@@ -118,8 +118,8 @@ class PipelineGraph:
     def channel(self, op: Op) -> Channel | None:
         if op.kind == STAGE:
             return None
-        low, high = sorted(self.where(op))
-        return "activations" if op.direction == "F" else "gradients", low, high
+        sender, receiver = self.where(op)
+        return route_of_handover(sender, receiver)
 
     def frees(self, op: Op) -> tuple[Op, ...]:
         return (op._replace(direction="F"),) if (op.kind, op.direction) == (STAGE, "B") else ()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, EXPERT, GATHER, HEAD, MERGE, PROJECT, ROUTE, STAGE
+from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, EXPERT, GATHER, HANDOVER, HEAD, MERGE, PROJECT, ROUTE, STAGE
 from foldray.schedule.chunks import Reduction
 from foldray.schedule.generators import Run, group
-from foldray.schedule.op import Op, Schedule
+from foldray.schedule.op import Direction, Op, Schedule
 from foldray.schedule.ordering import Ordering
 from foldray.schedule.overlaps import USUAL_LAG, Overlap
 from foldray.schedule.pipeline import pipeline
@@ -63,22 +63,25 @@ def expand(graph: StepGraph, stages: Iterable[Op], forward: Overlap, backward: O
         stages: `stage` and `handover` ops of the position, in order.
         forward, backward: as for `step_schedule`.
     """
-    settings = {"F": forward, "B": backward or forward}
-    orders: dict[tuple[int, str], tuple[Op, ...]] = {}
+    settings, stages = {"F": forward, "B": backward or forward}, tuple(stages)
+    held = {op.layer for op in stages if op.kind == STAGE}
+    orders: dict[tuple[str, int, str], tuple[Op, ...]] = {}
     found: list[Op] = []
     for op in stages:
+        if op.kind == HANDOVER and op.layer in held:
+            continue  # the stage that makes its pieces sends them
+        key = op.kind, op.layer, op.direction
+        if key not in orders and op.kind == HANDOVER:
+            orders[key] = _handover(graph, op.layer, op.direction)
+        elif key not in orders:
+            order = stage_order(graph, op.layer, op.direction, settings[op.direction])
+            orders[key] = _with_handover(graph, order, op.layer, op.direction)
         first = op.micro_batch * graph.batch_degree
-        if op.kind != STAGE:
-            found += [op._replace(micro_batch=first + m) for m in range(graph.batch_degree)]
-            continue
-        key = op.layer, op.direction
-        if key not in orders:
-            orders[key] = stage_order(graph, op.layer, op.direction, settings[op.direction])
         found += [piece._replace(micro_batch=first + piece.micro_batch) for piece in orders[key]]
     return tuple(found)
 
 
-def stage_order(graph: StepGraph, stage: int, direction: str, overlap: Overlap) -> tuple[Op, ...]:
+def stage_order(graph: StepGraph, stage: int, direction: Direction, overlap: Overlap) -> tuple[Op, ...]:
     """Return the ops of one pass of a stage, with collectives, for the parts of the first micro-batch.
 
     Args:
@@ -90,11 +93,31 @@ def stage_order(graph: StepGraph, stage: int, direction: str, overlap: Overlap) 
     has_head = stage == len(graph.stages) - 1
     order: list[Op] = []
     for blocks in [[layer] for layer in layers] if row.drains else [layers]:
-        run = Run(graph, blocks, head=has_head and not row.drains, staggered=direction == "B")
+        hands_over = not has_head and blocks[-1] == layers[-1]
+        run = Run(graph, blocks, head=has_head and not row.drains, staggered=direction == "B" or hands_over)
         order += row.order(run, overlap.lag or USUAL_LAG)
     if has_head and row.drains:
         order += group(graph, HEAD, layers[-1])
     return _with_collectives(graph, order if direction == "F" else list(_mirrored(graph, order)))
+
+
+def _handover(graph: StepGraph, stage: int, direction: Direction) -> tuple[Op, ...]:
+    """Return the handover that a stage sends, in pieces, for the parts of the first micro-batch.
+
+    Backward, a stage reaches the last part first.
+    """
+    last = len(graph.stages) - 1 if direction == "F" else 0
+    parts = range(graph.batch_degree if stage != last else 0)
+    return tuple(op for m in (parts if direction == "F" else reversed(parts)) for op in graph.handovers(direction, stage, m))
+
+
+def _with_handover(graph: StepGraph, order: tuple[Op, ...], stage: int, direction: Direction) -> tuple[Op, ...]:
+    """Insert every piece of a stage's handover right after the last op that it needs, but after all earlier pieces."""
+    place, at, after = {op: i for i, op in enumerate(order)}, 0, dict[int, list[Op]]()
+    for op in _handover(graph, stage, direction):
+        at = max([at, *(place[need] for need in graph.needs(op))])
+        after.setdefault(at, []).append(op)
+    return tuple(each for i, op in enumerate(order) for each in (op, *after.get(i, ())))
 
 
 def _mirrored(graph: StepGraph, order: list[Op]) -> Iterator[Op]:

@@ -21,6 +21,7 @@ class Op(NamedTuple):
         layer: number of the block. In a `PipelineGraph` and for a `handover`, number of the virtual stage, from 0 to
             pp·virtual_stages − 1; a `handover` has the number of the stage that sends. For a `reduce`, pipeline position.
         part: number of the piece within the micro-batch, 0 in a `PipelineGraph`. For a `reduce`, number of the chunk.
+            Forward and backward may cut a handover into different pieces.
         micro_batch: number of the micro-batch within the optimizer step.
     """
 
@@ -47,5 +48,10 @@ def stage(direction: Direction, layer: int, micro_batch: int) -> Op:
     return Op(STAGE, direction, layer, micro_batch=micro_batch)
 
 
-def handover(direction: Direction, layer: int, micro_batch: int) -> Op:
-    return Op(HANDOVER, direction, layer, micro_batch=micro_batch)
+def handover(direction: Direction, layer: int, micro_batch: int, part: int = 0) -> Op:
+    return Op(HANDOVER, direction, layer, part, micro_batch)
+
+
+def route_of_handover(sender: int, receiver: int) -> tuple[str, int, int]:
+    """Return the channel of handovers from a pipeline position to another one. Each direction is a queue of its own."""
+    return "handovers_up" if sender < receiver else "handovers_down", sender, receiver

@@ -39,7 +39,7 @@ from foldray.kinds import (
 )
 from foldray.schedule.chunks import Chunk
 from foldray.schedule.graph import Channel, PipelineGraph
-from foldray.schedule.op import Direction, Op, handover
+from foldray.schedule.op import Direction, Op, handover, route_of_handover
 from foldray.schedule.slicing import Slicing
 
 _CHAIN = (ROUTE, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE)
@@ -149,7 +149,7 @@ class StepGraph:
                 for op in reversed(forward):
                     yield from self.rerun(op)
                     if op.kind == HANDOVER:
-                        yield handover("B", op.layer + 1, m)
+                        yield from self.handovers("B", op.layer + 1, m) if op.part == 0 else ()
                     elif op.kind != COUNTS:
                         yield op._replace(direction="B")
         for position in range(len(self.chunks)):
@@ -183,7 +183,7 @@ class StepGraph:
             for part in range(self.slicing.degree):
                 yield from (Op(kind, "F", layer, part, m) for kind in _CHAIN if self.ragged or kind != COUNTS)
         if stage < len(self.stages) - 1:
-            yield handover("F", stage, m)
+            yield from self.handovers("F", stage, m)
         else:
             yield from self.pieces(HEAD, layers[-1], m)
 
@@ -193,10 +193,13 @@ class StepGraph:
 
     def tokens(self, op: Op) -> range:
         """Return the tokens that an op works on, as positions in the rank's share of a sequence."""
-        if op.kind == HANDOVER:
-            return range(self.slicing.length)
-        cuts = self._cuts(op.kind, op.layer)
+        cuts = self._handover_cuts(op.direction, op.layer) if op.kind == HANDOVER else self._cuts(op.kind, op.layer)
         return range(cuts[op.part], cuts[op.part + 1])
+
+    def handovers(self, direction: Direction, stage: int, m: int) -> Iterator[Op]:
+        """Return all pieces of the handover that a stage sends, in the order in which the stage makes them."""
+        parts = range(len(self._handover_cuts(direction, stage)) - 1)
+        return (handover(direction, stage, m, part) for part in (parts if direction == "F" else reversed(parts)))
 
     def rerun(self, op: Op) -> tuple[Op, ...]:
         """Return the ops that run again right before the backward of an op. The queries of a slice come from its projections."""
@@ -220,7 +223,7 @@ class StepGraph:
             return (own, op._replace(kind=PROJECT)) if op.kind == ATTENTION and self.gathers else (own,)
         if op.direction == "F":
             return self._inputs(op)
-        gradients = tuple(self._backward(user) for user in self._users(op))
+        gradients = self._gradients(op)
         return gradients if OP_KINDS[op.kind].travels else (*gradients, self._state(op))
 
     def where(self, op: Op) -> tuple[int, ...]:
@@ -245,8 +248,8 @@ class StepGraph:
         name = OP_KINDS[op.kind].travels
         if name is None:
             return None
-        ends = sorted(self.where(op))
-        return ("gradients" if op.kind == HANDOVER and op.direction == "B" else name), ends[0], ends[-1]
+        ends = self.where(op)
+        return route_of_handover(*ends) if op.kind == HANDOVER else (name, min(ends), max(ends))
 
     def frees(self, op: Op) -> tuple[Op, ...]:
         if op.direction != "B" or OP_KINDS[op.kind].travels:
@@ -256,7 +259,7 @@ class StepGraph:
 
     def _inputs(self, op: Op) -> tuple[Op, ...]:
         """Return the forward ops whose results a forward op uses."""
-        kind, layer, part, m = op.kind, op.layer, op.part, op.micro_batch
+        kind, layer, part = op.kind, op.layer, op.part
         if kind == EMBED:
             return ()
         if kind == ATTENTION:
@@ -271,7 +274,7 @@ class StepGraph:
             return tuple(self._sharing(op, self.output(layer), layer))
         if kind == HANDOVER:
             last = self.layers[layer][-1]
-            return tuple(self.pieces(self.output(last), last, m))
+            return tuple(self._sharing(op, self.output(last), last))
         return tuple(op._replace(kind=name) for name in _BEFORE[kind] if self.ragged or name != COUNTS)
 
     def _entering(self, op: Op) -> tuple[Op, ...]:
@@ -281,12 +284,20 @@ class StepGraph:
             return tuple(self._sharing(op, self.output(op.layer - 1), op.layer - 1))
         if stage == 0:
             return (op._replace(kind=EMBED),)
-        return (handover("F", stage - 1, op.micro_batch),)
+        return tuple(self._overlapping(op, self.handovers("F", stage - 1, op.micro_batch)))
+
+    def _gradients(self, op: Op) -> tuple[Op, ...]:
+        """Return the ops that make the gradient of the results of an op's forward, or the data of a backward handover."""
+        if op.kind == HANDOVER:  # the gradient of the stage's input
+            return tuple(user._replace(direction="B") for user in self._sharing(op, self.entry, self.layers[op.layer][0]))
+        stage = self.stage_of[op.layer]
+        if op.kind == self.output(op.layer) and op.layer == self.layers[stage][-1] and stage < len(self.stages) - 1:
+            return tuple(self._overlapping(op, self.handovers("B", stage + 1, op.micro_batch)))
+        return tuple(user._replace(direction="B") for user in self._users(op._replace(direction="F")))
 
     def _users(self, op: Op) -> tuple[Op, ...]:
-        """Return the forward ops that use the results of an op's forward. Their backwards make the results' gradient."""
-        op = op._replace(direction="F")
-        kind, layer, m = op.kind, op.layer, op.micro_batch
+        """Return the ops of the same stage that use the results of a forward op."""
+        kind, layer = op.kind, op.layer
         if kind == EMBED:
             return (op._replace(kind=self.entry),)
         if kind == ATTENTION:
@@ -295,31 +306,22 @@ class StepGraph:
             return (*self._sharing(op, own, layer), *following)
         if kind == HEAD:
             return ()
-        if kind == HANDOVER:  # a backward handover sends the gradient of the stage's input
-            return tuple(self.pieces(self.entry, self.layers[layer][0], m))
         if kind in (MERGE, FFN):
-            return self._leaving(op)
+            last = layer == self.layers[self.stage_of[layer]][-1]
+            return tuple(self._sharing(op, HEAD, layer) if last else self._sharing(op, self.entry, layer + 1))
         return tuple(op._replace(kind=name) for name in _AFTER[kind])
 
-    def _leaving(self, op: Op) -> tuple[Op, ...]:
-        """Return the forward ops that use the output of a block's last op."""
-        stage = self.stage_of[op.layer]
-        if op.layer < self.layers[stage][-1]:
-            return tuple(self._sharing(op, self.entry, op.layer + 1))
-        if stage < len(self.stages) - 1:
-            return (handover("F", stage, op.micro_batch),)
-        return tuple(self._sharing(op, HEAD, op.layer))
-
     def _sharing(self, op: Op, kind: str, layer: int) -> Iterator[Op]:
-        """Return the ops of a kind at a block that share tokens with an op."""
+        """Return the forward ops of a kind at a block that share tokens with an op."""
+        return self._overlapping(op, self.pieces(kind, layer, op.micro_batch))
+
+    def _overlapping(self, op: Op, others: Iterator[Op]) -> Iterator[Op]:
+        """Return those of some ops that share tokens with an op."""
         mine = self.tokens(op)
-        for other in self.pieces(kind, layer, op.micro_batch):
+        for other in others:
             theirs = self.tokens(other)
             if theirs.start < mine.stop and mine.start < theirs.stop:
                 yield other
-
-    def _backward(self, op: Op) -> Op:
-        return handover("B", op.layer + 1, op.micro_batch) if op.kind == HANDOVER else op._replace(direction="B")
 
     def _state(self, op: Op) -> Op:
         """Return the op whose saved state a backward op uses."""
@@ -328,6 +330,10 @@ class StepGraph:
     def _cuts(self, kind: str, layer: int) -> tuple[int, ...]:
         cut = OP_KINDS[self.output(layer) if kind == HEAD else kind].cut
         return self._slice_cuts if cut == "slices" else self._micro_batch_cuts
+
+    def _handover_cuts(self, direction: str, stage: int) -> tuple[int, ...]:
+        """Return the cuts of a stage's output, or of the gradient of its input."""
+        return self._cuts(HEAD, self.layers[stage][-1]) if direction == "F" else self._slice_cuts
 
     @cached_property
     def _slice_cuts(self) -> tuple[int, ...]:

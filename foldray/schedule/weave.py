@@ -14,11 +14,12 @@ from foldray.schedule.op import Op, Schedule
 def weave(graph: Graph, orders: Schedule) -> Schedule:
     """Insert the handovers into the orders in which the positions compute.
 
-    All ops get one common order: the order in which they end on a clock of unit times (`clock.UNITS`). Ties go to the lower
-    position. A handover follows the last op that it needs. The list of a position is its share of the common order. So both
-    ends of every channel have the same order, and the positions cannot wait for each other in a circle. In the receiver's
-    list, a handover comes right before the first op that ends later than the sender's op. So on this clock no transfer waits
-    for its receiver, and no receiver holds a buffer longer than that requires.
+    All ops that compute get one common order: the order in which they end on a clock of unit times (`clock.UNITS`). Ties go
+    to the lower position. The list of a position is its share of the common order. In the sender's list, a handover follows
+    the last op that it needs. In the receiver's list, it comes before the first op that ends later than the sender's op begins,
+    because its first piece may leave long before the sender's op ends. So on this clock no transfer waits for its receiver.
+    The ops of a sender begin in the order in which they end, so both ends of every channel have the same order. A position
+    waits only before an op that computes, so the positions cannot wait for each other in a circle.
 
     Args:
         graph: the graph of the schedule.
@@ -38,16 +39,18 @@ def woven(graph: Graph, orders: Schedule) -> Schedule:
     ends = _ends(computing, orders)
     computed = sorted(ends, key=lambda op: (ends[op], position_of[op]))
     rank = {op: place for place, op in enumerate(computed)}
-    followers: dict[Op, list[Op]] = {op: [] for op in computed}
+    # Entries: time, whether the op is a handover that the position receives, number, op.
+    lists: list[list[tuple[int, bool, int, Op]]] = [[(ends[op], False, rank[op], op) for op in ops] for ops in orders]
     for op in graph.ops():
         if graph.channel(op) is not None:
-            followers[max(computing.needs(op), key=rank.__getitem__)].append(op)
-    lists: list[list[Op]] = [[] for _ in orders]
-    for op in computed:
-        for each in (op, *followers[op]):
-            for position in graph.where(each):
-                lists[position].append(each)
-    return tuple(map(tuple, lists))
+            needs, (sender, receiver) = computing.needs(op), graph.where(op)
+            source = max(needs, key=rank.__getitem__)
+            lists[sender].append((ends[source], False, rank[source], op))
+            if any(position_of[need] == receiver for need in needs):  # it sends, too
+                lists[receiver].append((ends[source], False, rank[source], op))
+            else:
+                lists[receiver].append((ends[source] - UNITS[source.direction], True, rank[source], op))
+    return tuple(tuple(each[-1] for each in sorted(own, key=lambda each: each[:-1])) for own in lists)
 
 
 def _ends(computing: _Computing, orders: Schedule) -> dict[Op, int]:

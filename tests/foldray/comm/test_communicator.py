@@ -221,7 +221,7 @@ def test_without_nodes_everything_is_inside() -> None:
 
 def _axes_of_one(rank: int) -> None:
     groups = Groups.create(Fold(4, tp=4, ep=4), rank)
-    for name in ("expert_slices", "context", "activations", "output_gradients", "dense_gradients", "expert_gradients"):
+    for name in ("expert_slices", "context", "handovers_up", "handovers_down", "dense_gradients", "expert_gradients"):
         line = getattr(groups, name)
         assert (line.group, line.size, line.ranks, line.index) == (None, 1, (rank,), 0), name
         _is_alone(line)
@@ -294,10 +294,10 @@ def test_groups_of_a_fold_that_does_not_fit_are_refused(ranks) -> None:
 
 
 def _send_alone(groups: Groups) -> Any:
-    return groups.activations.send(torch.zeros(1), 0)
+    return groups.handovers_up.send(torch.zeros(1), 0)
 
 
-@pytest.mark.parametrize("talk", [_send_alone, lambda groups: groups.activations.receive(torch.zeros(1), 0)])
+@pytest.mark.parametrize("talk", [_send_alone, lambda groups: groups.handovers_up.receive(torch.zeros(1), 0)])
 def test_nobody_sends_to_itself(talk: Callable[[Groups], Any]) -> None:
-    with pytest.raises(AssertionError, match="activations has only one member"):
+    with pytest.raises(AssertionError, match="handovers_up has only one member"):
         talk(Groups.create(Fold(1)))

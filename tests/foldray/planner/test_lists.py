@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foldray.planner.lists import block_of, pipeline_list, stage_list
+from foldray.planner.lists import StagePass, block_of, pipeline_list, stage_list
 from foldray.schedule import COMPUTE, Op, Overlap, PipelineGraph, Slicing, StepGraph, pipeline, stage_order, times
 from tests.foldray.blocks import DENSE, MOE
 
@@ -26,7 +26,9 @@ def test_a_pipeline_ends_as_its_schedule_does(pp: int, micro_batches: int, virtu
         if (op.kind, op.direction) == ("stage", "B"):
             last[op.layer] = max(last[op.layer], span.end)
     expected = [[last[stage] for stage in graph.stages_at(place)] for place in range(pp)]
-    assert pipeline_list(graph).backward_ends(forward, backward, 0.5) == expected
+    seconds = {StagePass("stage", way, i): each for way, own in (("F", forward), ("B", backward)) for i, each in enumerate(own)}
+    seconds |= {StagePass("handover", way, stage): 0.5 for way in "FB" for stage in range(graph.stages)}
+    assert pipeline_list(graph).backward_ends(seconds) == expected
 
 
 @pytest.mark.parametrize("direction", ["F", "B"])
@@ -34,7 +36,7 @@ def test_a_pipeline_ends_as_its_schedule_does(pp: int, micro_batches: int, virtu
 def test_pieces_that_cost_the_same_are_priced_once(kind: str, direction: str) -> None:
     slicing = Slicing((48,) if kind == "moe_only" else (24, 24), (24, 24))
     stages = ((MOE, DENSE, MOE),)
-    order = stage_list(stages, 0, direction, Overlap(kind, 1), slicing, ("expert",), 1)
+    order = stage_list(stages, 0, direction, Overlap(kind, 1), slicing, ("expert",), 1).compiled
     graph = StepGraph(stages, slicing, 1, 1, False, ("expert",))
     assert list(order.ops) == list(dict.fromkeys(stage_order(graph, 0, direction, Overlap(kind, 1))))
     assert len(order.classes) < len(order.ops)

@@ -47,3 +47,14 @@ def test_what_is_on_its_way_is_waited_for() -> None:
     buffer, x_BLH = TokenBuffer(), torch.ones(1, 4, 2)
     buffer.put_later(range(4), Pending([], (x_BLH,)))
     assert torch.equal(buffer.take(range(1, 3)), x_BLH[:, 1:3])
+
+
+def test_only_what_is_needed_is_waited_for() -> None:
+    class Never(Pending):
+        def wait(self) -> tuple[torch.Tensor, ...]:
+            raise AssertionError("nothing needs this piece")
+
+    buffer, x_BLH = TokenBuffer(), torch.ones(1, 4, 2)
+    buffer.put_later(range(4, 8), Never([], (x_BLH,)))
+    buffer.put_later(range(4), Pending([], (x_BLH,)))
+    assert torch.equal(buffer.take(range(4)), x_BLH)

@@ -78,12 +78,12 @@ FAULTS = {
     ),
     "activations in two orders": (
         change(1, move(SEND_F[1], 0)),
-        "the channel of activations between positions 0 and 1 has two orders: "
+        "the channel of handovers_up between positions 0 and 1 has two orders: "
         "position 0 has handover F0.0 where position 1 has handover F0.1",
     ),
     "gradients in two orders": (
         change(0, move(SEND_B[1], 4)),
-        "the channel of gradients between positions 0 and 1 has two orders: "
+        "the channel of handovers_down between positions 1 and 0 has two orders: "
         "position 0 has handover B1.1 where position 1 has handover B1.0",
     ),
     "positions wait for each other": (

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from foldray.kinds import ATTENTION, GATHER, PROJECT
 from foldray.schedule import (
+    COMPUTE,
     OVERLAPS,
     SLICINGS,
     Op,
@@ -22,9 +23,11 @@ from foldray.schedule import (
     StepGraph,
     check,
     check_ranks,
+    handover,
     slice_sequence,
     stage_order,
     step_schedule,
+    times,
 )
 from tests.foldray.blocks import DENSE, MOE
 
@@ -165,6 +168,27 @@ def test_keys_and_values_are_gathered_a_slice_ahead() -> None:
     for part in range(1, 4):
         assert backward.index(Op(GATHER, "B", 0, part, 0)) < backward.index(Op(ATTENTION, "B", 0, part - 1, 0))
         assert backward.index(Op(ATTENTION, "B", 0, part - 1, 0)) < backward.index(Op(PROJECT, "B", 0, part, 0))
+
+
+@pytest.mark.parametrize("kind", ["moe_only", "one_a_one_m", "stream"])
+def test_a_stage_begins_with_the_first_piece_of_the_stage_before(kind: str) -> None:
+    """With one block per stage, three of four pieces travel while the stage still computes."""
+    slicing = Slicing((64,) if kind == "moe_only" else (16,) * 4, (16,) * 4)
+    graph = StepGraph(((MOE,), (MOE,)), slicing, 2)
+    schedule = step_schedule(graph, Overlap(kind, 1))
+    check(graph, schedule)
+    assert [str(op) for op in schedule[0] if op.kind == "handover" and op.direction == "F"] == [
+        "handover F0.0", "handover F0.0/1", "handover F0.0/2", "handover F0.0/3",
+    ]  # fmt: skip
+    spans = times(graph, schedule, lambda each: ((str(graph.channel(each) or COMPUTE), 1.0),))
+    sums = [spans[op("merge", "F", 0, part)] for part in range(4)]
+    sent = [spans[handover("F", 0, 0, part)] for part in range(4)]
+    assert [each.start for each in sent[:2]] == [each.end for each in sums[:2]]
+    first = spans[op("attention", "F", 1, 0)].start
+    assert first == (sent[-1] if kind == "moe_only" else sent[0]).end
+    assert (first < sums[-1].end) == (kind != "moe_only")
+    gradients = [each for each in schedule[1] if each.kind == "handover" and each.direction == "B"]
+    assert [each.part for each in gradients] == ([0] if kind == "moe_only" else [3, 2, 1, 0])
 
 
 def test_slices_and_micro_batches_meet_by_their_tokens() -> None:

@@ -295,7 +295,7 @@ def test_what_is_asked_for_is_no_more_than_ranks_hold(
             count, expert = _elements(piece.shape), piece.spec.gradient_class == "expert"
             sharers = recipe.placed_fold.edp if expert else recipe.placed_fold.dp * recipe.placed_fold.cp
             own = count / sharers if recipe.engine.zero and sharers > 1 else count
-            held += count * 4 + own * 8 + (count * 4 if own == count else count * 4 + own * 8)
+            held += count * 4 + own * 8 + (count * 4 if own == count else count * 4 + own * 4)
     monkeypatch.setattr(joining, "_PROCESS_BYTES", 0)
     joining._check_memory(recipe, held, "it")
     with pytest.raises(UserError, match="8 workers need"):

@@ -1,0 +1,133 @@
+"""The simulated passes of stages: how long a pass takes, and when it hands over and takes over its pieces.
+
+If a stage works on several pieces, its handover travels piece by piece (`StepGraph.handovers`). The next stage can then begin
+before this one has ended. A pipeline of whole stages sees this as a handover that takes less than no time (`delay`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from foldray.blueprint import BlockSpec
+from foldray.planner.bounds import ends_of, stage_work
+from foldray.planner.candidate import Candidate
+from foldray.planner.costs import RankCosts
+from foldray.planner.layout import Content, StageForm
+from foldray.planner.lists import stage_list
+from foldray.planner.memo import Moment, Pass
+from foldray.planner.shares import Stretch
+from foldray.schedule import Direction, gathers
+
+_BLOCKS = 4  # simulated blocks of a stage that does not drain; every further block takes as long as the one before
+
+
+class Passes:
+    """The passes of a candidate's stages. Candidates with the same memo share them."""
+
+    def __init__(self, candidate: Candidate, rank: RankCosts):
+        self.candidate, self.rank, self.pieces = candidate, rank, candidate.pieces
+        self._crowding = rank.device.share["crowding"]
+        self._known = rank.blocks.stages.setdefault(candidate.ordering, {})
+
+    def of(self, form: StageForm, direction: Direction) -> Pass:
+        """Return one pass of a stage, for one micro-batch."""
+        key = form, direction, True
+        if key not in self._known:
+            ordering = self.candidate.ordering
+            drains = (ordering.forward if direction == "F" else ordering.backward).row.drains
+            self._known[key] = (self._drained if drains else self._streamed)(form, direction)
+        return self._known[key]
+
+    def computed(self, form: StageForm, direction: Direction) -> float:
+        """Return the seconds of a pass's ops that compute, with the communication inside these ops (such as TP's)."""
+        return self.pieces.batch_degree * stage_work(self.rank, Content.of([form]), direction == "B", self.pieces).computed
+
+    def _drained(self, form: StageForm, direction: Direction) -> Pass:
+        """Return a pass of a stage whose blocks run one after another. Embedding and head overlap with no all-to-all."""
+        content, forward = Content.of([form]), direction == "F"
+        ends = sum(self.rank.totals(kind, cut, None)[not forward].total for kind, cut in ends_of(content, self.pieces.slicing))
+        found = Stretch(self.pieces.batch_degree * ends, 0.0)
+        first, last = form.blocks[0], form.blocks[-1]
+        for block, count in content.blocks:
+            hands_over = forward and block == last and not form.last
+            found += self._alone(block, direction, False).stretch.times(count - hands_over)
+            if hands_over:
+                found += self._alone(block, direction, True).stretch
+        entry = self._alone(first, direction, forward and len(form.blocks) == 1 and not form.last)
+        exit_ = self._alone(last, direction, forward and not form.last)
+        return Pass(found, *((entry.taken, exit_.given) if forward else (exit_.taken, entry.given)))
+
+    def _alone(self, block: BlockSpec, direction: Direction, hands_over: bool) -> Pass:
+        """Return a pass of one block, in a stage that has no embedding and no head.
+
+        Args:
+            hands_over: whether the block is the last one of its stage, and the stage hands its output over.
+        """
+        inside = direction == "F" and not hands_over and self.pieces.several
+        key = StageForm((block,), False, False), direction, not inside
+        if key not in self._known:
+            # The last one of three stages hands nothing over, so its block is like one inside a stage; its head comes after it.
+            self._known[key] = self._simulated(((block,),) * 3, 2 if inside else 1, direction, head=False)
+        return self._known[key]
+
+    def _streamed(self, form: StageForm, direction: Direction) -> Pass:
+        """Return a pass of a stage whose blocks overlap. After `_BLOCKS` equal blocks, every block takes the same time."""
+        blocks, first, last = form
+        if len(blocks) > _BLOCKS and len(set(blocks)) == 1:
+            less, more = (self.of(form._replace(blocks=blocks[:count]), direction) for count in (_BLOCKS - 1, _BLOCKS))
+            found = more.stretch + (more.stretch + less.stretch.times(-1)).times(len(blocks) - _BLOCKS)
+            # A stage never takes less than its computation and what this loses to crowding.
+            seconds = max(found.seconds, self.computed(form, direction) + found.crowding)
+            return more._replace(stretch=found._replace(seconds=seconds))
+        # The stage is simulated between two others. There is no stage before the first, and no stage after the last.
+        others = ((blocks[0],),)
+        stages = (*(() if first else others), blocks, *(() if last else others))
+        return self._simulated(stages, 0 if first else 1, direction)
+
+    def _simulated(self, stages: tuple[tuple[BlockSpec, ...], ...], number: int, direction: Direction, head: bool = True) -> Pass:
+        """Return a pass of a stage, simulated alone.
+
+        Args:
+            stages: the blocks of all stages.
+            number: number of the stage.
+            direction: direction of the pass.
+            head: whether the head counts. If not, the head must come after all other ops.
+        """
+        ordering, slicing = self.candidate.ordering, self.pieces.slicing
+        overlap = ordering.forward if direction == "F" else ordering.backward
+        order = stage_list(
+            stages, number, direction, overlap, slicing, ordering.recompute, ordering.batch_degree,
+            gathers(slicing, self.candidate.fold.cp),
+        )  # fmt: skip
+        starts, ends = order.compiled.run([self.rank.price(*piece).lanes for piece in order.compiled.classes])
+        if not head:
+            starts, ends = starts[: order.before_head], ends[: order.before_head]
+        seconds = max(ends)
+        # At least one op runs at any time. If two run, one of them travels while the other computes.
+        lost = self._crowding * (sum(ends) - sum(starts) - seconds) if self._crowding else 0.0
+        stretch = Stretch(seconds + lost, lost)
+        if not self.pieces.several:
+            return Pass(stretch)
+        taken = [Moment(part, tokens, starts[i]) for i, part, tokens in order.taken]
+        given = sorted([(ends[i], part, tokens) for i, part, tokens in order.given], key=lambda each: each[0])
+        return Pass(stretch, taken, [Moment(part, tokens, seconds - end) for end, part, tokens in given])
+
+
+def delay(given: Sequence[Moment], taken: Sequence[Moment], seconds: Callable[[int], float]) -> float:
+    """Return the least seconds from the end of a pass to the start of the same pass of its neighbour; mostly negative.
+
+    The neighbour starts at the earliest moment from which it never waits for a piece.
+
+    Args:
+        given: the pieces that the pass hands over.
+        taken: the pieces that its neighbour takes over.
+        seconds: number of tokens → seconds of the handover of a piece.
+    """
+    arrived, found = -float("inf"), -float("inf")
+    for piece in given:
+        arrived = max(arrived, -piece.seconds) + seconds(len(piece.tokens))
+        for user in taken:
+            shared = user.tokens.start < piece.tokens.stop and piece.tokens.start < user.tokens.stop
+            if shared and user.part == piece.part:
+                found = max(found, arrived - user.seconds)
+    return found
