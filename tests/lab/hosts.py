@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 BURST = 128 * 2**10
@@ -38,7 +39,13 @@ class Host:
     switch: str
 
     def popen(
-        self, command: Sequence[object], *, env: Mapping[str, str] | None = None, cpu: int | None = None, **options: Any
+        self,
+        command: Sequence[object],
+        *,
+        env: Mapping[str, str] | None = None,
+        cpu: int | None = None,
+        part: Path | None = None,
+        **options: Any,
     ) -> subprocess.Popen:
         """Start a command on this host, in its own session. The command gets SIGTERM if the thread that started it ends.
 
@@ -46,10 +53,13 @@ class Host:
             command: program and arguments. The process id is that of the program.
             env: changes to this process's environment. `GLOO_SOCKET_IFNAME` is set to the host's interface.
             cpu: the only core to run on; None is any core.
+            part: the control group of the process (`cores.part_of_core`); None is this process's own.
             **options: other arguments of `subprocess.Popen`.
         """
         pinned = [] if cpu is None else ["taskset", "--cpu-list", str(cpu)]
-        prefix = ["ip", "netns", "exec", self.namespace, "setpriv", "--pdeathsig", "TERM", *pinned]
+        # `ip netns exec` hides control groups, so the process joins its group before.
+        joined = [] if part is None else ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(part / "cgroup.procs")]
+        prefix = [*joined, "ip", "netns", "exec", self.namespace, "setpriv", "--pdeathsig", "TERM", *pinned]
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": self.interface, **(env or {})}
         return subprocess.Popen([*prefix, *map(str, command)], env=environment, start_new_session=True, **options)
 

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.lab.cores import part_of_core
 from tests.lab.hosts import BURST, Host, hosts, why_not
 
 _WHY_NOT = why_not()
@@ -79,3 +80,14 @@ def test_a_command_has_its_time_and_its_core() -> None:
 def _reaches(host: Host, address: str) -> str:
     connect = f"import socket; socket.create_connection(({address!r}, 9), timeout=2)"
     return host.run([sys.executable, "-c", connect], timeout=20).stderr.splitlines()[-1].partition(":")[0]
+
+
+def test_a_part_of_a_core_is_no_more() -> None:
+    spin = "import time; end = time.monotonic() + 2\nwhile time.monotonic() < end: pass\nprint(time.process_time())"
+    try:
+        with part_of_core(0.25) as part, hosts(1) as (host,):
+            took = float(host.run([sys.executable, "-c", spin], timeout=60, part=part).stdout)
+    except OSError as error:
+        pytest.skip(str(error))
+    assert 0 < took < 0.8, "more than a quarter of two seconds, with room for the start"
+    assert not part.exists()

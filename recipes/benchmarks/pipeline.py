@@ -1,0 +1,148 @@
+"""Measure schedules under pipeline parallelism: four hosts, two pipeline positions with two EP ranks each.
+
+    python recipes/benchmarks/pipeline.py [--link MBIT] [--rounds N] [--variants stream:4/2 …] [--json FILE]
+
+The script uses four hosts (network namespaces on this machine, which needs root). Each host has a link of the given rate and
+the same share of a core (control groups). Without this share, hosts on one core would run faster while their neighbour waits,
+and no bubble of a pipeline would cost time.
+
+A variant KIND[:DEGREE][/VIRTUAL_STAGES] is a whole training step: forward, backward and the sums of gradients of all
+micro-batches. The variants take turns within a round. A step takes as long as on the slowest host. `stream` chooses its lags
+as training does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from common import MALLOC  # noqa: E402
+
+from foldray.comm import Groups  # noqa: E402
+from foldray.model import Batch  # noqa: E402
+from foldray.recipe import Recipe  # noqa: E402
+from foldray.runtime import Trace  # noqa: E402
+from foldray.runtime.peak import processor  # noqa: E402
+from trainers.worker.engines import make_engine  # noqa: E402
+
+HOSTS, WARM_UP = 4, 2  # hosts; rounds
+VARIANTS = ["sequential", "sequential/2", "one_a_one_m:4/2", "stream:4", "stream:4/2", "stream:4/4"]
+
+
+def main() -> None:
+    args = arguments()
+    if args.worker is not None:
+        return work(args)
+    from tests.lab.cores import part_of_core
+    from tests.lab.hosts import hosts, why_not
+
+    if (reason := why_not()) is not None:
+        raise SystemExit(f"no lab on this machine: {reason}")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        cores, result = sorted(os.sched_getaffinity(0)), Path(folder) / "result.json"
+        share = args.share * len(cores) / HOSTS
+        parts = [stack.enter_context(part_of_core(share)) for _ in range(HOSTS)]
+        lab = stack.enter_context(hosts(HOSTS, rate=f"{args.link}mbit"))
+        command = [sys.executable, __file__, *sys.argv[1:], f"--store={lab[0].address}:29400", f"--result={result}"]
+        workers = [
+            host.popen([*command, f"--worker={i}"], env=MALLOC, cpu=cores[i % len(cores)], part=parts[i])
+            for i, host in enumerate(lab)
+        ]
+        try:
+            codes = [worker.wait(timeout=3600) for worker in workers]
+        finally:
+            for worker in workers:
+                worker.kill()
+        if any(codes):
+            raise SystemExit(f"the hosts ended with {codes}")
+        run = json.loads(result.read_text())
+    report(run)
+    if args.json:
+        setting = {"cpu": processor(), "torch": torch.__version__, "command": " ".join(sys.argv), "core": share}
+        args.json.write_text(json.dumps({**setting, "steps": run}, indent=1) + "\n")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    sizes = {"blocks": 8, "length": 1024, "hidden": 256, "inner": 512, "micro-batches": 4, "rounds": 5, "link": 200}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help="default %(default)s")
+    parser.add_argument("--share", type=float, default=0.9, help="share of all cores that the hosts get (default %(default)s)")
+    parser.add_argument("--variants", nargs="*", default=VARIANTS)
+    parser.add_argument("--json", type=Path, help="write every measurement to this file")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def recipe_of(args: argparse.Namespace, variant: str) -> Recipe:
+    how, _, virtual_stages = variant.partition("/")
+    kind, _, degree = how.partition(":")
+    model = {"layers": args.blocks, "hidden": args.hidden, "heads": 8, "kv_heads": 8, "head_dim": args.hidden // 8,
+             "ffn_hidden": args.inner, "experts": 8, "topk": 2, "expert_hidden": args.inner, "vocab": 256}  # fmt: skip
+    return Recipe.parse({
+        "model": model, "fold": {"pp": 2, "ep": 2}, "cluster": {"workers": HOSTS}, "data": {"seq_len": args.length},
+        "training": {"global_batch": 2 * args.micro_batches, "micro_batch": 1}, "engine": {"kind": "torch"},
+        "precision": "float32",
+        "schedule": {"kind": kind, "degree": int(degree or 1), "virtual_stages": int(virtual_stages or 1)},
+    })  # fmt: skip
+
+
+def work(args: argparse.Namespace) -> None:
+    """Run the variants on one host in turns, and let the first host write the result."""
+    address, port = args.store.split(":")
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=args.worker, world_size=HOSTS)
+    recipes = {name: recipe_of(args, name) for name in args.variants}
+    groups = Groups.create(next(iter(recipes.values())).placed_fold, args.worker)
+    engines = {name: make_engine(recipe, groups, torch.device("cpu")) for name, recipe in recipes.items()}
+    steps: dict[str, list[float]] = {name: [] for name in engines}
+    seeded = torch.Generator().manual_seed(groups.dp_rank)
+    tokens = torch.randint(0, 256, (args.micro_batches, 1, args.length + 1), generator=seeded)
+    batches = [Batch(each[:, :-1], each[:, 1:], None) for each in tokens]
+    for number in range(WARM_UP + args.rounds):
+        for name, engine in engines.items():
+            execution = engine.execution
+            execution.trace = Trace() if number == WARM_UP - 1 else None
+            dist.barrier()
+            begin = time.perf_counter()
+            engine.train(batches)
+            took = groups.control.all_reduce(torch.tensor([time.perf_counter() - begin], dtype=torch.float64), "max")
+            if number == WARM_UP - 1 and execution.lacks_costs:
+                execution.learn_costs()
+            if number >= WARM_UP:
+                steps[name].append(took.item())
+            engine.gradients.zero()  # type: ignore[attr-defined]
+            if args.worker == 0:
+                print(f"round {number}: {name} {took.item():.2f} s", file=sys.stderr, flush=True)
+    if args.worker == 0:
+        args.result.write_text(json.dumps(steps))
+    groups.close()
+    dist.destroy_process_group()
+
+
+def report(run: dict[str, list[float]]) -> None:
+    """Print the table."""
+    first = statistics.median(next(iter(run.values())))
+    print(f"{'':<20}{'s':>8}{'min':>8}{'max':>8}{'× faster':>10}")
+    for name, steps in run.items():
+        middle = statistics.median(steps)
+        print(f"{name:<20}{middle:>8.2f}{min(steps):>8.2f}{max(steps):>8.2f}{first / middle:>10.2f}")
+
+
+if __name__ == "__main__":
+    main()
