@@ -33,18 +33,13 @@ from foldray.kinds import (
 )
 from foldray.planner.candidate import FAMILY, Candidate, Job
 from foldray.planner.device import Device
+from foldray.planner.hardware import counts
 from foldray.planner.layout import Content
 from foldray.planner.lists import block_of
 from foldray.planner.memo import BlockKey, BlockTables, FoldTables, Memo, OpKey, OpTables, Totals
 from foldray.planner.network import Network, Travel
 from foldray.planner.shares import Price, Work
 from foldray.schedule import COMPUTE, Chunk, LaneSeconds, Op
-
-_KERNELS = {EMBED: 4, PROJECT: 8, ATTENTION: 12, "part": 6, FFN: 8, ROUTE: 26, EXPERT: 10, MERGE: 6, HEAD: 12}
-"""Number of kernels that torch starts for a forward op of foldray's modules. "part" is one part of attention. Attention has
-projections of its own, unless they are ops."""
-
-_SUMS = 8  # bytes per element to read and write the float32 sum of a gradient
 
 
 class OpWork:
@@ -278,7 +273,7 @@ class RankCosts:
         queries, keys = parts * wide / chunks, wide * fold.cp if whole else (tokens.stop * shared - begin) * self.sequences
         moved = (queries * own.queries + keys * (own.keys + own.values)) if back else (queries - wide) * own.outputs
         yield self._memory(moved * (8 + self.device.bytes))
-        yield Work(COMPUTE, "launch", self.device.launches(_KERNELS["part"] * (parts if back else parts - chunks)))
+        yield Work(COMPUTE, "launch", self.device.launches(counts().kernels["part"] * (parts if back else parts - chunks)))
 
     def _ffn(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         assert block
@@ -320,7 +315,7 @@ class RankCosts:
             for m, k, n in self._three(rows / local, inside, outside, back):
                 yield Work(COMPUTE, "experts", device.grouped(local, m, k, n))
             if back:
-                yield self._memory(_SUMS * local * inside * outside)
+                yield self._memory(counts().sums * local * inside * outside)
         yield self._launch(EXPERT, back)
 
     def _merge(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
@@ -377,7 +372,7 @@ class RankCosts:
         for m, k, n in self._three(rows, inside, outside, back):
             yield Work(COMPUTE, what, self.device.product(m, k, n))
         if back:
-            yield self._memory(_SUMS * inside * outside)
+            yield self._memory(counts().sums * inside * outside)
 
     @staticmethod
     def _three(rows: float, inside: float, outside: float, back: bool) -> tuple[tuple[float, float, float], ...]:
@@ -408,7 +403,7 @@ class RankCosts:
         return Work(COMPUTE, "memory", self.device.passes(moved) / self.device.share["permute"])
 
     def _launch(self, kind: str, back: bool) -> Work:
-        return Work(COMPUTE, "launch", self.device.launches(_KERNELS[kind] * (2 if back else 1)))
+        return Work(COMPUTE, "launch", self.device.launches(counts().kernels[kind] * (2 if back else 1)))
 
     @staticmethod
     def _travel(what: str, travel: Travel) -> Work:

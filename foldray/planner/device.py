@@ -14,10 +14,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from foldray.planner.candidate import Job
-from foldray.planner.hardware import Hardware, constants
-
-_TILE = 128  # rows and columns of the tile that a multiprocessor computes at a time, as usual in cuBLAS
-
+from foldray.planner.hardware import Hardware, constants, counts
 
 _BYTES = {"fp64": 8, "fp32": 4, "tf32": 4}  # per element; every other dtype has 2 (fp8 too: only products compute in fp8)
 
@@ -100,9 +97,10 @@ class Device:
         processors = self.hardware.processors
         if processors == 1:
             return 1.0
-        tiles = groups * math.ceil(rows / _TILE) * math.ceil(columns / _TILE)
+        tile = counts().tile
+        tiles = groups * math.ceil(rows / tile) * math.ceil(columns / tile)
         waves = math.ceil(tiles / processors)
-        edges = groups * rows * columns / (tiles * _TILE**2)
+        edges = groups * rows * columns / (tiles * tile**2)
         return edges * tiles / (waves * processors)
 
 

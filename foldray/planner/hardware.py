@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -32,6 +33,20 @@ class Constant(Strict):
     unit: str
     fitted: bool
     why: str
+
+
+class Counts(Strict):
+    """Whole numbers that follow from the software.
+
+    Args:
+        tile: rows and columns of the tile of a matrix product that a multiprocessor computes at a time.
+        sums: bytes per element to read and write the sum of a gradient.
+        kernels: number of kernels that torch starts for a forward op, by kind of op, and for one "part" of attention.
+    """
+
+    tile: int
+    sums: int
+    kernels: Mapping[str, int]
 
 
 class Link(Strict):
@@ -87,8 +102,18 @@ class Hardware(Strict):
 @cache
 def constants() -> Mapping[str, Constant]:
     """Return all constants of the planner, by name."""
-    given = load_yaml("constants", _HERE / "constants.yaml")
-    return {name: Constant.model_validate(fields) for name, fields in given.items()}
+    return {name: Constant.model_validate(fields) for name, fields in _given()["constants"].items()}
+
+
+@cache
+def counts() -> Counts:
+    """Return the planner's counts."""
+    return Counts.model_validate(_given()["counts"])
+
+
+@cache
+def _given() -> Mapping[str, Any]:
+    return load_yaml("constants", _HERE / "constants.yaml")
 
 
 def known_hardware() -> list[str]:

@@ -231,8 +231,9 @@ def _feed_forward(rank: RankCosts, n: float, spec: FeedForwardSpec) -> float:
 def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
     """Return the bytes of buffers.
 
-    They hold the rows that two pieces send and receive, float32 gradients of one layer's keys and values if the sequence is
-    sliced, and the weights of the largest attention and of the largest experts under ZeRO-3.
+    They hold the rows that two pieces send and receive, a handover that arrives and one that leaves, float32 gradients of one
+    layer's keys and values if the sequence is sliced, and the weights of the largest attention and of the largest experts
+    under ZeRO-3.
 
     Args:
         rank: the costs of a rank.
@@ -242,6 +243,7 @@ def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
     model, fold, b = rank.model, rank.fold, rank.device.bytes
     rows = max(slicing.moe) * rank.sequences * model.topk * model.hidden * b
     found = 2 * rows * (1 + imbalance) * (fold.ep > 1)
+    found += 2 * slicing.length * rank.sequences * model.hidden * b * (fold.pp > 1)
     if slicing.degree > 1:
         attention = rank.job.blocks[0].attention
         found += 4 * slicing.length * rank.sequences * fold.cp * (attention.keys + attention.values)

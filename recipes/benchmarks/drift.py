@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from common import MALLOC  # noqa: E402
+from common import on_hosts  # noqa: E402
 
 from foldray.runtime.peak import processor  # noqa: E402
 
@@ -48,20 +47,12 @@ def main() -> None:
     with hosts(2, rate=f"{args.link}mbit") as lab, tempfile.TemporaryDirectory() as folder:
         result, found = Path(folder) / "result.json", Path(folder) / "found"
         command = [sys.executable, __file__, *sys.argv[1:], f"--store={lab[0].address}:29400", f"--folder={folder}"]
-        cores = sorted(os.sched_getaffinity(0))
-        workers = [host.popen([*command, f"--worker={i}"], env=MALLOC, cpu=cores[i % len(cores)]) for i, host in enumerate(lab)]
-        try:
+        with on_hosts(lab, command) as workers:
             while not found.exists() and all(worker.poll() is None for worker in workers):
                 time.sleep(0.2)
             for host in lab:
                 host.limit(f"{args.link / 2:.0f}mbit")
             print(f"the link now has {args.link / 2:.0f} Mbit/s", file=sys.stderr)
-            codes = [worker.wait(timeout=3600) for worker in workers]
-        finally:
-            for worker in workers:
-                worker.kill()
-        if any(codes):
-            raise SystemExit(f"the hosts ended with {codes}")
         document = json.loads(result.read_text())
     report(document)
     if args.json:

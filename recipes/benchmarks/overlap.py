@@ -38,7 +38,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -49,7 +48,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from common import MALLOC  # noqa: E402
+from common import MALLOC, on_hosts  # noqa: E402
 from overlap_sweep import report_sweep  # noqa: E402
 
 from foldray.blueprint import ModelSpec  # noqa: E402
@@ -149,15 +148,8 @@ def _run(lab: list, args: argparse.Namespace, rounds: int | None = None, variant
         command = [sys.executable, Path(__file__).with_name("overlap_worker.py"), *options, "--variants", *variants]
         # With --peaks, larger blocks come from the kernel and return to it at once, so the peak of the process is exact.
         malloc = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"} if args.peaks else MALLOC
-        cores = sorted(os.sched_getaffinity(0))
-        workers = [host.popen([*command, f"--worker={i}"], env=malloc, cpu=cores[i % len(cores)]) for i, host in enumerate(lab)]
-        try:
-            codes = [worker.wait(timeout=3600) for worker in workers]
-        finally:
-            for worker in workers:
-                worker.kill()
-        if any(codes):
-            raise SystemExit(f"the hosts ended with {codes}")
+        with on_hosts(lab, command, malloc):
+            pass
         return json.loads(result.read_text())
 
 

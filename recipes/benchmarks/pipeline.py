@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from common import MALLOC  # noqa: E402
+from common import on_hosts  # noqa: E402
 
 from foldray.comm import Groups  # noqa: E402
 from foldray.model import Batch  # noqa: E402
@@ -51,22 +51,12 @@ def main() -> None:
     if (reason := why_not()) is not None:
         raise SystemExit(f"no lab on this machine: {reason}")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        cores, result = sorted(os.sched_getaffinity(0)), Path(folder) / "result.json"
-        share = args.share * len(cores) / HOSTS
+        result, share = Path(folder) / "result.json", args.share * len(os.sched_getaffinity(0)) / HOSTS
         parts = [stack.enter_context(part_of_core(share)) for _ in range(HOSTS)]
         lab = stack.enter_context(hosts(HOSTS, rate=f"{args.link}mbit"))
         command = [sys.executable, __file__, *sys.argv[1:], f"--store={lab[0].address}:29400", f"--result={result}"]
-        workers = [
-            host.popen([*command, f"--worker={i}"], env=MALLOC, cpu=cores[i % len(cores)], part=parts[i])
-            for i, host in enumerate(lab)
-        ]
-        try:
-            codes = [worker.wait(timeout=3600) for worker in workers]
-        finally:
-            for worker in workers:
-                worker.kill()
-        if any(codes):
-            raise SystemExit(f"the hosts ended with {codes}")
+        with on_hosts(lab, command, parts=parts):
+            pass
         run = json.loads(result.read_text())
     report(run)
     if args.json:

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from foldray.blueprint import ModelSpec
 from foldray.fold import Fold
+from foldray.kinds import OP_KINDS, STAGE
 from foldray.planner.candidate import Candidate, Job
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
-from foldray.planner.hardware import Hardware, constants, known_hardware, load_hardware
+from foldray.planner.hardware import Hardware, constants, counts, known_hardware, load_hardware
 from foldray.planner.prediction import Step, predict
 from foldray.planner.whole import simulate_step, whole_seconds
 from foldray.schedule import Ordering, Overlap, Reduction, SliceCost, slice_sequence, step_schedule
@@ -170,6 +171,11 @@ def test_constants_stand_within_their_bounds() -> None:
         assert each.low <= each.value <= each.high
         assert each.unit
         assert each.why
+
+
+def test_every_op_that_computes_starts_kernels() -> None:
+    computing = {name for name, row in OP_KINDS.items() if row.travels is None and name != STAGE}
+    assert set(counts().kernels) == computing | {"part"}
 
 
 def test_known_hardware_loads() -> None:
