@@ -13,6 +13,7 @@ import torch
 
 from foldray.blueprint import parameter_table
 from foldray.model.transformer import _drawn
+from foldray.recipe import Recipe
 from tests.foldray.parity import IGNORED, batches, train
 from tests.foldray.plain import Plain
 from tests.foldray.random_recipes import Case, draw, shrink
@@ -64,9 +65,20 @@ def test_a_random_recipe_equals_plain_torch(ranks, seed: int) -> None:
 
     def fails(case: Case) -> bool:
         try:
-            return not apart(case)[0] <= TOLERANCE[case.recipe.precision]
+            found, precision = apart(case)[0], case.recipe.precision
+            return not (found <= TOLERANCE[precision] or (precision == "float32" and found <= min(1e-3, rounding(case))))
         except Exception:
             return True
+
+    def rounding(case: Case) -> float:
+        """Return the difference that rounding to float32 explains: ten times what rounding to float64 makes of the recipe.
+
+        A learning rate of 1 makes rounding errors of a small weight hundreds of times as large within two steps.
+        """
+        given = case.recipe.model_dump(exclude_unset=True) | {"precision": "float64"}
+        given["engine"] = {"kind": "torch", "zero": case.recipe.engine.zero}
+        wide = apart(case._replace(recipe=Recipe.parse(given)))[0]
+        return 10 * wide * torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
 
     case = draw(seed)
     if not fails(case):
