@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ray
 
+from tests.optional import NO_TUTEL, has_tutel
 from tests.pool import RankPools
 
 # Tests of the lowest floors run first, because a fault there makes later tests fail, too.
@@ -43,6 +44,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "ray" if nodeid.startswith(_WITH_RAY) else nodeid
 
     return Scheduling(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say whether the tests with Tutel ran. No package index has Tutel."""
+    skipped = sum(NO_TUTEL in str(report.longrepr) for report in terminalreporter.stats.get("skipped", ()))
+    outcome = "Tutel is installed, and its tests ran" if has_tutel() else f"{NO_TUTEL}: {skipped} tests were skipped"
+    terminalreporter.write_line(outcome)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -256,7 +256,7 @@ OVERRIDES: list[tuple[str, str, tuple[str, ...]]] = [
     ("fold.tp=4  cluster.workers=4", "fold.tp=4", ("must divide model.kv_heads=2; legal: 1, 2",)),
     ("training.global_batch=7", "training.global_batch=7", ("must be a multiple of dp × micro_batch = 2 × 2",)),
     ("training.stop_after=11", "training.stop_after=11", ("must be at most steps=10",)),
-    ("moe.backend=tutel  precision=bfloat16  engine.zero=2", "moe.backend=tutel", ("not in bfloat16; legal: torch",)),
+    ("moe.backend=tutel  precision=float64  engine.kind=torch", "moe.backend=tutel", ("round float64; legal: torch",)),
     (
         "moe.backend=deepspeed  model.preset=tiny-fine",
         "moe.backend=deepspeed",

@@ -114,8 +114,9 @@ class MoeSpec(Strict):
 
     backend: Literal["torch", "tutel", "deepspeed"] = Field(
         "torch",
-        description="`torch` is foldray's own gate and permutation. `tutel` copies rows with Tutel's kernels (float32 only), "
-        "`deepspeed` chooses experts with DeepSpeed's gates.",
+        description="`torch` is foldray's own gate and permutation. `tutel` chooses experts with Tutel's gate (for "
+        "`score: softmax`), and copies rows with Tutel's kernels (not in float64). `deepspeed` chooses experts with DeepSpeed's "
+        "gates.",
     )
     experts: Literal["grouped", "loop"] = Field(
         "grouped",

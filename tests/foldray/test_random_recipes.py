@@ -77,6 +77,7 @@ def test_a_random_recipe_equals_plain_torch(ranks, seed: int) -> None:
         """
         given = case.recipe.model_dump(exclude_unset=True) | {"precision": "float64"}
         given["engine"] = {"kind": "torch", "zero": case.recipe.engine.zero}
+        given["moe"] = given["moe"] | {"backend": "torch"}
         wide = apart(case._replace(recipe=Recipe.parse(given)))[0]
         return 10 * wide * torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
 

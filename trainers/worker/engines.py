@@ -39,9 +39,9 @@ def make_backend(recipe: Recipe) -> MoeBackend:
     """
     kind, experts = recipe.moe.backend, recipe.moe.experts
     if kind == "tutel":
-        from foldray.moe.tutel import TutelPermutation
+        from foldray.moe.tutel import TutelPermutation, tutel_gate
 
-        return MoeBackend(permutation=TutelPermutation(), experts=experts)
+        return MoeBackend(gate=tutel_gate(recipe.model), permutation=TutelPermutation(), experts=experts)
     if kind == "deepspeed":
         try:
             from trainers.worker.deepspeed_gates import deepspeed_gate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.moe import MoeBackend, MoELayer
+from foldray.moe.router import TopKGate
 from tests.foldray.parity import MODEL, make_recipe, one_process, train, worst
+from tests.optional import tutel_or_skip
 
 GROUPS = Groups.create(Fold(1))
 
@@ -94,10 +97,10 @@ def test_the_router_computes_in_float32_at_least() -> None:
 
 def _backend(name: str, model: ModelSpec) -> MoeBackend:
     if name == "tutel":
-        pytest.importorskip("tutel", reason="Tutel is not installed", exc_type=Exception)
-        from foldray.moe.tutel import TutelPermutation
+        tutel_or_skip()
+        from foldray.moe.tutel import TutelPermutation, tutel_gate
 
-        return MoeBackend(permutation=TutelPermutation())
+        return MoeBackend(gate=tutel_gate(model), permutation=TutelPermutation())
     from trainers.worker.deepspeed_gates import deepspeed_gate
 
     return MoeBackend(gate=deepspeed_gate(model))
@@ -120,6 +123,58 @@ def test_backends_give_the_same_numbers(name: str, topk: int, router: dict) -> N
         results.append([out.detach(), x.grad, *(parameter.grad for parameter in made.parameters())])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("topk", "router", "applies"),
+    [
+        (2, {}, True),
+        (2, {"softmax": "before_topk", "normalize": True, "scale": 2.5}, True),
+        (2, {"softmax": "before_topk"}, True),
+        (1, {"softmax": "before_topk"}, True),
+        (1, {}, False),  # Tutel does not rescale the weight of a single expert
+        (2, {"score": "sigmoid", "normalize": True}, False),  # Tutel knows no selection bias
+    ],
+)
+def test_tutels_gate_chooses_like_our_own(topk: int, router: dict, applies: bool) -> None:
+    tutel_or_skip()
+    from foldray.moe.tutel import tutel_gate
+
+    model = spec(topk=topk, router=router)
+    gate = tutel_gate(model)
+    assert (gate is not None) == applies
+    if gate is None:
+        return
+    logits, grads = torch.randn(50, 8, generator=torch.Generator().manual_seed(0)), []
+    handlers = list(logging.root.handlers)
+    for each in (TopKGate(model), gate):
+        given = logits.clone().requires_grad_()
+        expert_TK, weight_TK = each(given, torch.zeros(8))
+        (weight_TK * torch.arange(1.0, topk + 1)).sum().backward()
+        grads.append((expert_TK, weight_TK.detach(), given.grad))
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(theirs, ours)
+    assert logging.root.handlers == handlers
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+def test_tutel_copies_bfloat16_exactly_and_rounds_sums_once(topk: int) -> None:
+    model = spec(topk=topk, router={"capacity_factor": 0.75})
+    results = []
+    for backend in (MoeBackend(), MoeBackend(permutation=_backend("tutel", model).permutation)):
+        made = layer(model, torch.bfloat16, permutation=backend.permutation)
+        x_TH = torch.randn(24, 16, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        routing = made.router(x_TH, 2)
+        rows_NH, sent = made.dispatch_preprocess(x_TH, routing)
+        rows_by_expert = [part[part.abs().sum(1) > 0] for part in rows_NH.split(sent.rows_E.tolist())]
+        y_TH = made.combine_postprocess(rows_NH, sent, routing.weight_TK)
+        y_TH.float().square().sum().backward()
+        results.append([torch.cat(rows_by_expert).detach(), y_TH.detach(), x_TH.grad, made.router.weight.grad])
+    (rows, *ours), (tutel_rows, *theirs) = results
+    assert tutel_rows.dtype == torch.bfloat16
+    assert torch.equal(tutel_rows, rows)
+    for expected, found in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("kind", ["sequential", "moe_only", "aaam", "one_a_one_m", "stream"])

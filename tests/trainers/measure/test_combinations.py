@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.foldray.parity import make_recipe
+from tests.optional import tutel_or_skip
 from tests.trainers.measure.test_verify import run_comparison
 from trainers.measure.verify import compared
 
@@ -18,6 +19,8 @@ GATES = {
     "moe": {"backend": "deepspeed", "experts": "grouped"},
     "model": {"router": {"softmax": "before_topk", "normalize": True, "balance_loss": 0.1}},
 }
+TUTEL = {"moe": {"backend": "tutel", "experts": "grouped"}, "precision": "float32"}
+TUTELS_GATE = {**TUTEL, "model": GATES["model"]}
 DEEPSPEED = {"engine": {"kind": "deepspeed", "zero": 2}, "precision": "float32"}
 DOCUMENTS = {"data": {"seq_len": 16, "mask_documents": True}}
 NARROW = {"precision": "bfloat16"}
@@ -38,6 +41,16 @@ COMBINATIONS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "DeepSpeed's gates with TP": (4, {"tp": 2, "ep": 2}, {**GATES, **DEEPSPEED}),
     "DeepSpeed's gates with PP": (4, {"pp": 2, "ep": 2}, {**GATES, **DEEPSPEED}),
     "DeepSpeed's gates with ETP": (4, {"ep": 2, "etp": 2}, {**GATES, **DEEPSPEED}),
+    "Tutel with TP": (4, {"tp": 2, "ep": 2}, TUTELS_GATE),
+    "Tutel with CP": (4, {"cp": 2, "ep": 4}, {**TUTEL, "schedule": PIECES}),
+    "Tutel with PP": (4, {"pp": 2, "ep": 2}, {**TUTELS_GATE, "schedule": STREAM}),
+    "Tutel with ETP": (4, {"ep": 2, "etp": 2}, {**TUTEL, "schedule": PIECES}),
+    "Tutel with padded experts": (4, {"tp": 2, "ep": 4}, {**TUTEL, **PADDED, "schedule": {**PIECES, **CHUNKS}}),
+    "Tutel in DeepSpeed": (4, {"tp": 2, "ep": 2, "etp": 2}, {**TUTELS_GATE, **DEEPSPEED, "schedule": CHUNKS}),
+    "Tutel in bfloat16": (4, {"ep": 4}, {**TUTELS_GATE, "schedule": PIECES, **NARROW}),
+    "Tutel in bfloat16 in DeepSpeed with all": (
+        8, {"tp": 2, "cp": 2, "pp": 2, "ep": 4}, {**TUTELS_GATE, "schedule": {**STREAM, **CHUNKS}, **DEEPSPEED, **NARROW},
+    ),
     "padded experts and chunks with TP": (4, {"tp": 2, "ep": 4}, {"schedule": {**PIECES, **CHUNKS}, **PADDED}),
     "padded experts and chunks with CP": (
         4, {"cp": 2, "ep": 4}, {"schedule": {**PIECES, **CHUNKS, "slicing": "token_uniform"}, **PADDED},
@@ -47,10 +60,15 @@ COMBINATIONS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", COMBINATIONS)
+_OFTEN = {"Tutel in DeepSpeed", "Tutel in bfloat16"}
+_MARKED = [pytest.param(name, marks=() if name in _OFTEN else pytest.mark.nightly) for name in COMBINATIONS]
+
+
+@pytest.mark.parametrize("name", _MARKED)
 def test_a_combination_trains_like_one_process(ranks, name: str) -> None:
     workers, fold, sections = COMBINATIONS[name]
+    if name.startswith("Tutel"):
+        tutel_or_skip()
     recipe = make_recipe(workers, fold, **sections)
     found = compared(recipe, ranks(workers).run(run_comparison, recipe)[0])
     assert found.passed, found
