@@ -15,9 +15,10 @@ the rate instead. Each host has one process. All measurements take turns within 
   long again, because gloo's ends agree on each message before it leaves. Pieces can overlap these pauses, too, so this would
   not be a limit.)
 - G, with --gradients, is all reductions of gradients of a step, started at once. Then every variant has these reductions, too.
-- Every variant [padded/]KIND[:DEGREE[:LAG[:BACKWARD_LAG]]][@PARTS][+REDUCTION[=BYTES]] runs in the order of the command line.
+- Every variant [mm/][gloo/][padded/]KIND[:DEGREE[:LAG[:BACKWARD_LAG]]][@PARTS][+REDUCTION[=BYTES]] runs, in the given order.
   Routers are dropless, as they are by default. Their biases balance them, as training would. With `padded/`, experts have a
-  fixed number of rows (capacity factor 1). With --peers, the same blocks also run with the MoE layer of DeepSpeed. For
+  fixed number of rows (capacity factor 1). With --peers, the same blocks also run with the MoE layer of DeepSpeed. `mm/` and
+  `gloo/` do as other projects do: experts multiply with `torch.mm`, and rows travel with gloo's own all-to-all. For
   `+chunks=auto`, training's own search finds the size before the measurement. `stream:DEGREE` chooses its lags as training
   does, from op times of the warm-up rounds.
 
@@ -169,7 +170,7 @@ def model_of(args: argparse.Namespace, padded: bool = False) -> ModelSpec:
 
 def limits(run: dict[str, Any], name: str) -> list[float]:
     """Return the limit of a variant in every round, in milliseconds. No schedule of one step can be faster."""
-    exchanges = "padded/X" if name.startswith("padded/") and "padded/X" in run else "X"
+    exchanges = "padded/X" if "padded/" in name and "padded/X" in run else "X"
     alone, collectives = run[name], [run[key] for key in (exchanges, "G") if key in run]
     return [
         sum(max(alone[f"alone_{side}"]["rounds"][r], sum(part[side]["rounds"][r] for part in collectives)) for side in SIDES)

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from common import GatedMlp
 from overlap import SIDES, WARM_UP, arguments, model_of
+from overlap_peers import as_others, deepspeed_stack, without_prefixes
 from overlap_sweep import search, sweep
-from torch import Tensor, nn
+from torch import Tensor
 
-from foldray.blueprint import ModelSpec, Ownership
+from foldray.blueprint import Ownership
 from foldray.blueprint.layout import smallest_slice
 from foldray.comm import Groups, Pending
 from foldray.fold import Fold
@@ -344,7 +344,8 @@ class Worker:
             execution.reorder(ordering)
         graph, _ = execution.step(self.batches)  # builds the graph before the clock starts
         before = _resident(anew=True)
-        execution.train(self.batches)
+        with as_others(name or "", self.stack.layers):
+            execution.train(self.batches)
         peak = _resident()
         self.gradients.zero()
         recordings: list[Any] = [None] * self.args.hosts
@@ -366,7 +367,7 @@ class Worker:
     def _named(self, name: str) -> Ordering:
         """Return the ordering of a variant before its op times are known."""
         return named_ordering(
-            name.removeprefix("padded/").removesuffix("=auto"),
+            without_prefixes(name).removesuffix("=auto"),
             self.args.length,
             self.cost,
             smallest_slice(self.args.cp, 1),
@@ -382,7 +383,7 @@ class Worker:
 
     def peer(self) -> Callable[[], dict[str, float]]:
         """Return a function that runs the same blocks with DeepSpeed's MoE layer."""
-        stack = _deepspeed_stack(self.spec, self.stacks[True].model, self.args.hosts)
+        stack = deepspeed_stack(self.spec, self.stacks[True].model, self.args.hosts)
         x_BLH = torch.randn(self.args.batch, self.args.length, self.spec.hidden)
 
         def run() -> dict[str, float]:
@@ -399,40 +400,9 @@ class Worker:
         return run
 
 
-def _deepspeed_stack(spec: ModelSpec, model: Transformer, hosts: int) -> nn.Module:
-    """Make blocks of foldray's norms and attention, and DeepSpeed's gate, all-to-all and experts of the same size."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-    from deepspeed.moe.layer import MoE
-
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([model.block(layer) for layer in range(spec.layers)])
-            settings: dict[str, Any] = {"ep_size": hosts, "k": 1, "capacity_factor": 1.0, "use_rts": False}
-            moes = [MoE(spec.hidden, GatedMlp(spec.hidden, spec.expert_hidden), hosts, **settings) for _ in spec.moe_layers]
-            self.moes = nn.ModuleDict({str(layer): moe for layer, moe in zip(spec.moe_layers, moes, strict=True)})
-            for moe in moes:
-                moe.set_deepspeed_parallelism()
-
-        def forward(self, x_BLH: Tensor) -> Tensor:
-            (place,) = model.places(Batch(*[torch.zeros(x_BLH.shape[:2], dtype=torch.int64)] * 2))
-            for layer in range(spec.layers):
-                block = model.block(layer)
-                x_BLH = block.attend(x_BLH, place)
-                moe = self.moes[str(layer)] if spec.is_moe(layer) else None
-                x_BLH = block.feed(x_BLH) if moe is None else x_BLH + moe(block.ffn_norm(x_BLH))[0]
-            return x_BLH
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise DeepSpeed compiles code meanwhile
-    os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": "0", "WORLD_SIZE": str(hosts)}
-    deepspeed.init_distributed("gloo", verbose=False)
-    return Stack()
-
-
 def _is_padded(name: str) -> bool:
     """Whether a variant's experts have a fixed number of rows. Those of DeepSpeed have."""
-    return name.startswith("padded/") or name == "deepspeed"
+    return "padded/" in name or name == "deepspeed"
 
 
 def _resident(anew: bool = False) -> float:
