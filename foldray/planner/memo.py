@@ -119,9 +119,18 @@ class ActivationKey(NamedTuple):
 
 
 class Update(NamedTuple):
-    """Seconds after backward for a stage's parameters of one group family: reduction, gather of weights, optimizer."""
+    """The update of a stage's parameters of one group family.
+
+    Args:
+        family: the group family over which their gradients are summed.
+        lane: the lane on which these travel.
+        chunks: number of their chunks.
+        reduce, gather, optimizer: seconds of the reduction, of the gather of weights, and of the optimizer.
+    """
 
     family: str
+    lane: str
+    chunks: float
     reduce: float
     gather: float
     optimizer: float

@@ -3,10 +3,11 @@
 A node is refined in these steps:
 
 1. a fold, bounded by the work of its blocks;
-2. the fold with a micro-batch and a choice of recomputation (`Group`);
+2. the fold with a micro-batch and a choice of recomputation (`Group`); the bound is that of whole micro-batches, because parts
+   take at least as long together;
 3. one schedule of the group, with its exact memory (`Choice`);
 4. the same candidate with simulated stages (`Simulated`);
-5. the prediction of the candidate (`Planned`).
+5. the prediction of the candidate, with the best of all reductions (`Planned`).
 
 A bound of a node is at most the bounds of its refinements.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from foldray.blueprint.layout import smallest_slice
@@ -26,7 +28,7 @@ from foldray.planner.device import Device
 from foldray.planner.memo import Memo
 from foldray.planner.memory import GIB, Memory, least_memory, peak_memory
 from foldray.planner.prediction import Prediction, Step, straggling
-from foldray.planner.space import REDUCTION, Space
+from foldray.planner.space import Space
 from foldray.planner.staging import Stagings, make_stagings
 from foldray.planner.updates import least_behind
 from foldray.schedule import Ordering, Slicing
@@ -42,7 +44,7 @@ class Planned(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Candidates with the same fold, micro-batch and recomputation."""
+    """Candidates with the same fold, micro-batch and recomputation. `rank` has the costs of whole micro-batches."""
 
     rank: RankCosts
     micro_batch: int
@@ -57,9 +59,10 @@ class Schedule(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """One candidate of a group with its memory, before any simulation."""
+    """One candidate of a group with its memory, before any simulation. `rank` has the costs of a part of a micro-batch."""
 
     group: Group
+    rank: RankCosts
     ordering: Ordering
     virtual_stages: int
     memory: Memory
@@ -95,9 +98,9 @@ class Refinement:
         self.limit = space.hardware.memory_gib * GIB
         self._memo = Memo()
         self._slower = 1 + straggling(space.gpus, self.device)
-        self._schedules: dict[tuple[int, int, bool, tuple[str, ...]], list[Schedule]] = {}
+        self._schedules: dict[tuple[int, int, bool, int, tuple[str, ...]], list[Schedule]] = {}
         self._fastest: dict[tuple[int, int, bool, tuple[str, ...]], Sequence[Pieces]] = {}
-        self._orderings: dict[tuple[int, bool], Sequence[Ordering]] = {}
+        self._orderings: dict[tuple[int, bool, int], Sequence[Ordering]] = {}
         self._known_stagings: dict[tuple[int, int], Stagings] = {}
         self._different = sorted(set(self.job.blocks), key=lambda block: block.order)
         self._again = tuple(sorted({kind for again in space.recompute for kind in again}))
@@ -106,12 +109,15 @@ class Refinement:
         """Yield a node for every legal fold."""
         for fold in self.space.folds():
             sizes = [n for n in self.space.micro_batches if self.job.global_batch % (fold.dp * n) == 0]
-            ranks = [(RankCosts(self.job, fold, self.device, n, self.space.zero, self._memo), n) for n in sizes]
+            ranks = [(self._rank(fold, n), n) for n in sizes]
             if ranks:
                 # Recomputation costs time and saves memory, so one bound is without it and the other with all of it.
                 seconds = min(self._least_seconds(Group(*rank, ())) for rank in ranks)
                 held = min(self._least_held(Group(*rank, self._again)) for rank in ranks)
                 yield Node(seconds, held, [Group(*rank, again) for rank in ranks for again in self.space.recompute])
+
+    def _rank(self, fold: Fold, sequences: int) -> RankCosts:
+        return RankCosts(self.job, fold, self.device, sequences, self.space.zero, self._memo)
 
     def refined(self, node: Node, needless: Callable[[float], bool]) -> Iterator[Node]:
         """Yield nodes that have the same candidates together, with higher bounds; in the last step, the prediction.
@@ -133,27 +139,33 @@ class Refinement:
             candidate = Candidate(
                 self.job, group.rank.fold, what.ordering, group.micro_batch, what.virtual_stages, self.space.zero
             )
-            step = Step(candidate, OpWork(candidate, self.device, group.rank))
+            step = Step(candidate, OpWork(candidate, self.device, what.rank))
             yield Node(max(step.simulated_bound(), node.seconds), node.held, Simulated(step, what.memory))
         elif isinstance(what, Simulated):
-            prediction = what.step.prediction()
-            planned = Planned(what.step.candidate, prediction, what.memory, node.held <= self.limit)
-            yield Node(prediction.seconds, node.held, planned)
+            step, candidate = what.step, what.step.candidate
+            reduction = step.fastest(self.space.reductions)
+            candidate = replace(candidate, ordering=candidate.ordering._replace(reduction=reduction))
+            prediction = step.prediction(reduction)
+            yield Node(prediction.seconds, node.held, Planned(candidate, prediction, what.memory, node.held <= self.limit))
 
     def _choices(self, node: Node, group: Group, needless: Callable[[float], bool]) -> Iterator[Node]:
-        rank, micro_batches = group.rank, self._micro_batches(group)
-        for staging in self._stagings(group).all:
-            layout = staging.layout
-            behind = least_behind(rank, layout.positions, REDUCTION)
-            for ordering, pieces in self._schedules_of(group):
-                memory = peak_memory(rank, layout, staging.pipeline, pieces, self.space.imbalance)
-                if needless(memory.total):
-                    continue
-                stages = stage_bounds(rank, layout.contents, pieces)
-                hops = hop_bounds(rank, layout.contents, pieces, stages)
-                seconds = self._slower * step_bound(layout, micro_batches, stages, behind, hops)
-                what = Choice(group, ordering, staging.virtual_stages, memory)
-                yield Node(max(seconds, node.seconds), memory.total, what)
+        fold, micro_batches = group.rank.fold, self._micro_batches(group)
+        for parts in self.space.batch_degrees if fold.ep > 1 else (1,):
+            if group.micro_batch % parts:
+                continue
+            rank = group.rank if parts == 1 else self._rank(fold, group.micro_batch // parts)
+            for staging in self._stagings(group).all:
+                layout = staging.layout
+                behind = least_behind(rank, layout.positions)
+                for ordering, pieces in self._schedules_of(group, parts):
+                    memory = peak_memory(rank, layout, staging.pipeline, pieces, self.space.imbalance)
+                    if needless(memory.total):
+                        continue
+                    stages = stage_bounds(rank, layout.contents, pieces)
+                    hops = hop_bounds(rank, layout.contents, pieces, stages)
+                    seconds = self._slower * step_bound(layout, micro_batches, stages, behind, hops)
+                    what = Choice(group, rank, ordering, staging.virtual_stages, memory)
+                    yield Node(max(seconds, node.seconds), memory.total, what)
 
     def _least_seconds(self, group: Group) -> float:
         """Return a lower bound of the seconds of a group.
@@ -166,7 +178,7 @@ class Refinement:
         hops = [self._least_hop(group, pieces) for pieces in several]
         found = math.inf
         for positions in stagings.positions:
-            behind = least_behind(rank, positions, REDUCTION)
+            behind = least_behind(rank, positions)
             for pieces, hop in zip(several, hops, strict=True):
                 found = min(found, fold_bound(rank, positions, hop, micro_batches, pieces, behind))
         return self._slower * found
@@ -187,7 +199,7 @@ class Refinement:
             piece = self.job.seq_len // (fold.cp * fold.tp)
             slicings = {Slicing((piece,), (piece,)): None}
             if fold.cp > 1:
-                sliced = [pieces.slicing for _, pieces in self._schedules_of(group) if pieces.hiding != "nothing"]
+                sliced = [pieces.slicing for _, pieces in self._schedules_of(group, 1) if pieces.hiding != "nothing"]
                 slicings |= dict.fromkeys(each for each in sliced if each.degree == min(self.space.degrees))
             self._fastest[key] = [Pieces(each, group.recompute, "all") for each in slicings]
         return self._fastest[key]
@@ -204,20 +216,20 @@ class Refinement:
             self._known_stagings[pp, micro_batches] = make_stagings(self.job.blocks, pp, micro_batches)
         return self._known_stagings[pp, micro_batches]
 
-    def _schedules_of(self, group: Group) -> list[Schedule]:
+    def _schedules_of(self, group: Group, batch_degree: int) -> list[Schedule]:
         fold = group.rank.fold
-        key = fold.cp, fold.tp, fold.ep > 1, group.recompute
+        key = fold.cp, fold.tp, fold.ep > 1, batch_degree, group.recompute
         if key not in self._schedules:
             self._schedules[key] = [
                 Schedule(each, Pieces.of(each, self.job.seq_len, fold.cp * fold.tp))
-                for each in (bare._replace(recompute=group.recompute) for bare in self._orderings_of(fold))
+                for each in (bare._replace(recompute=group.recompute) for bare in self._orderings_of(fold, batch_degree))
             ]
         return self._schedules[key]
 
-    def _orderings_of(self, fold: Fold) -> Sequence[Ordering]:
-        key = smallest_slice(fold.cp, fold.tp), fold.ep > 1
+    def _orderings_of(self, fold: Fold, batch_degree: int) -> Sequence[Ordering]:
+        key = smallest_slice(fold.cp, fold.tp), fold.ep > 1, batch_degree
         if key not in self._orderings:
-            self._orderings[key] = tuple(self.space.orderings(fold))
+            self._orderings[key] = tuple(self.space.orderings(fold, batch_degree))
         return self._orderings[key]
 
     def _micro_batches(self, group: Group) -> int:

@@ -16,7 +16,7 @@ from foldray.planner.layout import Content, StageForm
 from foldray.planner.lists import stage_list
 from foldray.planner.memo import Moment, Pass
 from foldray.planner.shares import Stretch
-from foldray.schedule import Direction, gathers
+from foldray.schedule import Direction, Reduction, gathers
 
 _BLOCKS = 4  # simulated blocks of a stage that does not drain; every further block takes as long as the one before
 
@@ -27,7 +27,8 @@ class Passes:
     def __init__(self, candidate: Candidate, rank: RankCosts):
         self.candidate, self.rank, self.pieces = candidate, rank, candidate.pieces
         self._crowding = rank.device.share["crowding"]
-        self._known = rank.blocks.stages.setdefault(candidate.ordering, {})
+        ordering = candidate.ordering._replace(reduction=Reduction(), costs=None)  # passes are the same for all reductions
+        self._known = rank.blocks.stages.setdefault(ordering, {})
 
     def of(self, form: StageForm, direction: Direction) -> Pass:
         """Return one pass of a stage, for one micro-batch."""

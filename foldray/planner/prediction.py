@@ -10,25 +10,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
 from foldray.kinds import HANDOVER, OP_KINDS, STAGE
-from foldray.planner.bounds import cut_of, ends_of, hop_bounds, ops_of_pass, stage_bounds, step_bound
+from foldray.planner.bounds import cut_of, ends_of, hop_bounds, ops_of_pass, stage_bounds, stage_work, step_bound
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork, pieces_of
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
 from foldray.planner.layout import Content, StageForm
 from foldray.planner.lists import StagePass, pipeline_list
-from foldray.planner.memo import Update
 from foldray.planner.passes import Passes, delay
 from foldray.planner.shares import Shares, Stretch
-from foldray.planner.updates import least_behind, seconds_behind, stage_updates
-from foldray.schedule import Direction, StepGraph, gathers
+from foldray.planner.updates import Departure, LastBackward, least_behind, seconds_behind, stage_updates
+from foldray.schedule import Direction, Reduction, StepGraph, gathers
 
 _PERIODS = 2  # simulated rounds of a pipeline; every further round takes as long as the one before
 BOTH: tuple[Direction, ...] = ("F", "B")
@@ -58,6 +57,22 @@ class _Position(NamedTuple):
     stage_ends: Sequence[float]
 
 
+class Reduced(NamedTuple):
+    """The reductions of a pipeline position.
+
+    Args:
+        stages: (number of the form, exposed seconds) of every stage.
+        exposed: exposed seconds of all stages.
+        whole: seconds of all reductions.
+        delayed: seconds by which reductions of later positions delay this one.
+    """
+
+    stages: list[tuple[int, float]]
+    exposed: float
+    whole: float
+    delayed: float
+
+
 def predict(candidate: Candidate, hardware: Hardware, changed: Mapping[str, float] | None = None) -> Prediction:
     """Predict the step time of one candidate.
 
@@ -84,18 +99,29 @@ class Step:
     def __init__(self, candidate: Candidate, work: OpWork):
         self.candidate, self.work, self.rank = candidate, work, work.rank
         self.layout, self.pieces = candidate.layout, candidate.pieces
-        self._reduction, self._crowding = candidate.ordering.reduction, self.rank.device.share["crowding"]
+        self._crowding = self.rank.device.share["crowding"]
         self._passes = Passes(candidate, self.rank)
+        self._reduced: dict[Reduction, list[Reduced]] = {}
 
     @property
     def graph(self) -> StepGraph:
         """The graph of the step that training would run, without reductions."""
         return self.candidate.graph
 
-    def prediction(self) -> Prediction:
-        """Return the prediction, from the position that ends last."""
+    def fastest(self, reductions: Sequence[Reduction]) -> Reduction:
+        """Return the reduction with which the step is shortest; of equal ones, the first."""
+        return min(reductions, key=lambda each: max([self._end(place, each) for place in range(self.layout.pp)]))
+
+    def prediction(self, reduction: Reduction | None = None) -> Prediction:
+        """Return the prediction, from the position that ends last.
+
+        Args:
+            reduction: when gradients are reduced; None is as the candidate says.
+        """
         job, device, world = self.candidate.job, self.rank.device, self.candidate.fold.world_size
-        shares = self._shares(max(range(self.layout.pp), key=self._end))
+        reduction = reduction or self.candidate.ordering.reduction
+        last = max(range(self.layout.pp), key=lambda place: self._end(place, reduction))
+        shares = self._shares(last, reduction)
         waiting = math.fsum(shares.of_step().values()) * straggling(world, device)
         shares += Shares.of([("straggling", waiting)])
         seconds = math.fsum(shares.of_step().values())
@@ -109,7 +135,7 @@ class Step:
     @cached_property
     def behind(self) -> list[float]:
         """For every position, seconds of its optimizer and of its gather of weights."""
-        return seconds_behind(self.rank, self.layout, self._reduction)
+        return seconds_behind(self.rank, self.layout)
 
     # Bounds.
 
@@ -123,7 +149,7 @@ class Step:
 
     def _bound(self, stages: Sequence[float]) -> float:
         rank, candidate = self.rank, self.candidate
-        behind = least_behind(rank, self.layout.positions, self._reduction)
+        behind = least_behind(rank, self.layout.positions)
         hops = hop_bounds(rank, self.layout.contents, self.pieces, stages)
         least = step_bound(self.layout, candidate.micro_batches, stages, behind, hops)
         return least * (1 + straggling(candidate.fold.world_size, rank.device))
@@ -176,32 +202,62 @@ class Step:
     def _stretch(self, form: StageForm, direction: Direction) -> Stretch:
         return self._passes.of(form, direction).stretch
 
-    def _end(self, place: int) -> float:
+    def _end(self, place: int, reduction: Reduction) -> float:
         """Return the seconds until a position has updated its weights."""
-        reduced = sum(exposed + self._crowding * (each.reduce - exposed) for each, exposed in self.reductions(place))
-        return self.pipeline[place].end + reduced + self.behind[place]
+        _, exposed, whole, delayed = self.reductions(reduction)[place]
+        return self.pipeline[place].end + delayed + exposed + self._crowding * (whole - exposed) + self.behind[place]
 
-    def reductions(self, place: int) -> Iterator[tuple[Update, float]]:
-        """Yield every update of a position's stages, with the exposed seconds of its reduction.
+    def reductions(self, reduction: Reduction) -> list[Reduced]:
+        """Return the reductions of every position.
 
         Gradients are reduced stage by stage, and within a stage block by block, as soon as backward has them (`end`: after
-        the last backward). Seconds after the end of the last backward are exposed.
+        the last backward). Seconds after the end of the last backward are exposed, and seconds that all-to-alls wait.
         """
+        if reduction not in self._reduced:
+            departures = [
+                Departure.of(backward, stage_updates(self.rank, content, reduction), reduction)
+                for backward, content in zip(self._last_backwards, self.layout.contents, strict=True)
+            ]
+            found, delayed = list[Reduced](), 0.0
+            for place in reversed(range(self.layout.pp)):
+                reduced, waited = self._reduced_at(place, departures, reduction.kind == "end")
+                found.append(reduced._replace(delayed=delayed))
+                delayed += waited
+            self._reduced[reduction] = found[::-1]
+        return self._reduced[reduction]
+
+    def _reduced_at(self, place: int, departures: Sequence[Departure], at_end: bool) -> tuple[Reduced, float]:
+        """Return the reductions of a position as if nothing delayed it, and the seconds that its all-to-alls wait."""
         end, stage_ends = self.pipeline[place]
-        at_end, free = self._reduction.kind == "end", 0.0
-        for ready, number in sorted(zip(stage_ends, self.layout.forms_at[place], strict=True)):
-            form = self.layout.forms[number]
-            updates, blocks = stage_updates(self.rank, self.layout.contents[number], self._reduction), max(1, len(form.blocks))
-            last = end if at_end else ready
-            first = last if at_end else ready - self._stretch(form, "B").seconds * (blocks - 1) / blocks
-            before, whole = free, sum(each.reduce for each in updates)
-            free = max(max(free, first) + whole, last + whole / blocks)
-            exposed = max(0.0, free - max(end, before))
-            yield from ((each, exposed * each.reduce / whole if whole else 0.0) for each in updates)
+        free, waited, whole, stages = 0.0, 0.0, 0.0, list[tuple[int, float]]()
+        for last, number in sorted(zip(stage_ends, self.layout.forms_at[place], strict=True)):
+            each, before = departures[number], free
+            left = min(each.ready, each.idle * min(each.span, max(0.0, last - before)))
+            free = max(before, end if at_end else last) + each.whole - left
+            wait = min(each.waited * left, each.most)
+            stages.append((number, wait + max(0.0, free - max(end, before))))
+            waited += wait
+            whole += each.whole
+        return Reduced(stages, sum([exposed for _, exposed in stages]), whole, 0.0), waited
+
+    @cached_property
+    def _last_backwards(self) -> list[LastBackward]:
+        """The last backward pass of every form of stage."""
+        return [self._last_backward(number, form) for number, form in enumerate(self.layout.forms)]
+
+    def _last_backward(self, number: int, form: StageForm) -> LastBackward:
+        stretch, batch_degree = self._stretch(form, "B"), self.pieces.batch_degree
+        travels = batch_degree * stage_work(self.rank, self.layout.contents[number], True, self.pieces).travels
+        waits = stretch.seconds - stretch.crowding - self._passes.computed(form, "B")
+        messages = 2 * len(self.pieces.slicing.moe) * batch_degree * sum(block.moe is not None for block in form.blocks)
+        return LastBackward(
+            stretch.seconds, max(1, len(form.blocks)), self.rank.network.exchange("ep", 0).lane, travels,
+            min(1.0, max(0.0, waits / travels)) if travels else 0.0, self.candidate.ordering.backward.row.drains, messages,
+        )  # fmt: skip
 
     # The breakdown of the time.
 
-    def _shares(self, place: int) -> Shares:
+    def _shares(self, place: int, reduction: Reduction) -> Shares:
         """Return all seconds of one position: its stages, waiting (bubble), reductions and optimizer."""
         found, own = Shares(), Stretch(0.0, 0.0)
         for number, count in Counter(self.layout.forms_at[place]).items():
@@ -213,15 +269,20 @@ class Step:
                 own += stretch.times(rounds)
         forms = [self.layout.forms[number] for number in self.layout.forms_at[place]]
         sent = sum((not form.last) + (not form.first) for form in forms) * self.candidate.micro_batches
-        named = [("bubble", self.pipeline[place].end - own.seconds), ("crowding", own.crowding)]
+        reduced = self.reductions(reduction)[place]
+        named = [("bubble", self.pipeline[place].end + reduced.delayed - own.seconds), ("crowding", own.crowding)]
         named.append(("pp", sent * self.rank.handover.seconds))  # handovers that nothing hides are part of the bubble
-        for each, exposed in self.reductions(place):
-            named += [
-                (f"exposed_{each.family}", exposed + each.gather),
-                ("crowding", self._crowding * (each.reduce - exposed)),
-                ("optimizer", each.optimizer),
-                (each.family, each.reduce + each.gather),
-            ]
+        for number, seconds in reduced.stages:
+            updates = stage_updates(self.rank, self.layout.contents[number], reduction)
+            share = seconds / (sum([each.reduce for each in updates]) or 1.0)
+            for each in updates:
+                exposed = share * each.reduce
+                named += [
+                    (f"exposed_{each.family}", exposed + each.gather),
+                    ("crowding", self._crowding * (each.reduce - exposed)),
+                    ("optimizer", each.optimizer),
+                    (each.family, each.reduce + each.gather),
+                ]
         return found + Shares.of(named)
 
     def _exposed(self, work: Shares, seconds: float) -> Shares:

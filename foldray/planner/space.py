@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from foldray.blueprint.layout import smallest_slice
@@ -10,13 +11,14 @@ from foldray.fold import Fold, divisors
 from foldray.kinds import ATTENTION, EXPERT, FFN
 from foldray.planner.candidate import Job
 from foldray.planner.hardware import Hardware
-from foldray.schedule import SEARCHED, Ordering, Reduction, Sequences, SliceCost, make_ordering, overlap_kind
+from foldray.schedule import OVERLAPS, Ordering, Reduction, Sequences, SliceCost, make_ordering, overlap_kind
 
 DEGREES = (2, 4, 8)
+BATCH_DEGREES = (1, 2)
 RECOMPUTE: tuple[tuple[str, ...], ...] = ((), (EXPERT,), (ATTENTION, FFN, EXPERT))
 MICRO_BATCHES = (1, 2, 4)
-REDUCTION = Reduction("buckets")
-"""The reduction of all candidates of a search."""
+KINDS = tuple(OVERLAPS)
+REDUCTIONS = (*(Reduction("chunks", size << 20) for size in (64, 16, 4, 1)), Reduction("buckets"), Reduction("end"))
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,11 @@ class Space:
         pins: axis → size, for axes with a fixed size.
         zero: stage of ZeRO: 1 or 3.
         micro_batches: sizes of micro-batches to try, in sequences.
-        degrees: numbers of pieces to try.
+        degrees: numbers of pieces of a sequence to try.
+        batch_degrees: numbers of parts of a micro-batch to try.
         recompute: sets of kinds of ops to recompute.
         kinds: overlap kinds to try.
+        reductions: times and sizes of reductions to try; each candidate has the best of them.
         imbalance: rows of the fullest rank over the mean, for the memory.
     """
 
@@ -43,8 +47,10 @@ class Space:
     zero: int = 1
     micro_batches: Sequence[int] = MICRO_BATCHES
     degrees: Sequence[int] = DEGREES
+    batch_degrees: Sequence[int] = BATCH_DEGREES
     recompute: Sequence[tuple[str, ...]] = RECOMPUTE
-    kinds: Sequence[str] = SEARCHED
+    kinds: Sequence[str] = KINDS
+    reductions: Sequence[Reduction] = REDUCTIONS
     imbalance: float = 1.0
 
     def folds(self) -> Iterator[Fold]:
@@ -62,20 +68,31 @@ class Space:
                     if job.global_batch % (place // tp // cp) == 0:
                         yield from (Fold(self.gpus, tp, cp, pp, ep, etp) for ep, etp in moe)
 
-    def orderings(self, fold: Fold) -> Iterator[Ordering]:
+    def orderings(self, fold: Fold, batch_degree: int) -> Iterator[Ordering]:
         """Yield the schedules of a fold, without recomputation. They depend on its smallest slice, and on whether ep is 1.
 
         Without expert parallelism no rows travel, so there is only `sequential`.
         """
-        yield Ordering(reduction=REDUCTION)
+        if batch_degree == 1:
+            yield Ordering()
         if fold.ep == 1:
             return
         cost = SliceCost.of_model(self.job.model.hidden, self.job.model.heads)
         sequences = Sequences(self.job.seq_len, cost, smallest_slice(fold.cp, fold.tp))
-        for kind in self.kinds:
-            for degree in self.degrees if overlap_kind(kind).cuts else ():
-                if sequences.length // sequences.multiple_of >= degree:
-                    yield make_ordering(sequences, kind, degree, 1, backward_lag=1, reduction=REDUCTION)
+        for kind, degree in itertools.product(self._kinds(batch_degree), self._degrees(batch_degree)):
+            if sequences.length // sequences.multiple_of >= degree:
+                yield make_ordering(sequences, kind, degree, 1, backward_lag=1, batch_degree=batch_degree)
+
+    def _kinds(self, batch_degree: int) -> Iterable[str]:
+        """Return the kinds that cut. Of kinds with the same order, it has the one that is meant for this number of parts."""
+        rows = [row for row in map(overlap_kind, self.kinds) if row.cuts and row.batch_degree <= batch_degree]
+        rows.sort(key=lambda row: row.batch_degree)
+        return {(row.order, row.cuts_attention, row.drains): row.name for row in rows}.values()
+
+    def _degrees(self, batch_degree: int) -> list[int]:
+        """Return the numbers of pieces of a sequence. With several parts, sequences may be whole."""
+        whole = [1] if batch_degree > 1 else []
+        return [*whole, *(degree for degree in self.degrees if degree * batch_degree <= max(self.degrees))]
 
     def _cuts_heads(self, tp: int) -> bool:
         model = self.job.model

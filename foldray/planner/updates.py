@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from foldray.planner.costs import RankCosts
 from foldray.planner.layout import Content, PipelineLayout, Positions
 from foldray.planner.memo import Update
 from foldray.schedule import Reduction
+
+WHOLE = Reduction("end")
+"""The reduction with the fewest messages. Optimizer and gather of weights are the same for all reductions."""
 
 
 def stage_updates(rank: RankCosts, content: Content, reduction: Reduction) -> tuple[Update, ...]:
@@ -27,28 +34,91 @@ def _update(rank: RankCosts, family: str, count: float, reduction: Reduction) ->
     fold, network, zero, device = rank.fold, rank.network, rank.zero, rank.device
     owners = {"dp_cp": fold.dp * fold.cp, "edp": fold.edp}[family] if zero else 1
     chunks = max(1.0, 4 * count / size) if (size := reduction.most) else 1.0
-    travel = network.gather(family, 4 * count).seconds + (chunks - 1) * network.gather(family, 0).seconds
+    lane, seconds = network.gather(family, 4 * count)
+    travel = seconds + (chunks - 1) * network.gather(family, 0).seconds
     reduce = 0.0 if zero == 3 else travel * (1 if zero else 2)
     gather = network.gather(family, device.bytes * count).seconds if zero in (1, 2) else 0.0
     bandwidth = device.hardware.memory_gb_s * 1e9 * device.share["optimizer"]
-    return Update(family, reduce, gather, count / owners * (6 * 4 + 4 + device.bytes) / bandwidth)
+    return Update(family, lane, chunks, reduce, gather, count / owners * (6 * 4 + 4 + device.bytes) / bandwidth)
 
 
-def seconds_behind(rank: RankCosts, layout: PipelineLayout, reduction: Reduction) -> list[float]:
+class LastBackward(NamedTuple):
+    """The last backward pass of a stage, whose gradients leave meanwhile.
+
+    Args:
+        seconds: its length.
+        blocks: number of its blocks. Gradients are complete block by block.
+        lane: the lane of its all-to-alls.
+        travels: seconds of its all-to-alls, hidden or not.
+        waits: the share of these seconds in which nothing computes.
+        drains: whether a block ends before the next block begins.
+        messages: number of its all-to-alls.
+    """
+
+    seconds: float
+    blocks: int
+    lane: str
+    travels: float
+    waits: float
+    drains: bool
+    messages: int
+
+
+class Departure(NamedTuple):
+    """How the gradients of a stage leave.
+
+    A link that all-to-alls use, too, is free for gradients in the rest of the time. Where nothing computes during an
+    all-to-all, every second that the all-to-all waits for gradients is lost. It waits for half a chunk on average if gradients
+    give way (`chunks`), and otherwise for all gradients that are ready before it. In a block that drains, nothing computes
+    during its first all-to-all.
+
+    Args:
+        whole: seconds of all its gradients.
+        ready: seconds of the gradients that are complete before the pass ends: those of all blocks but the last one.
+        span: seconds from the end of the first block's backward to the end of the pass.
+        idle: share of the span in which the link is free.
+        waited: seconds that all-to-alls wait, per second of gradients that leave in the span.
+        most: most seconds that all-to-alls wait.
+    """
+
+    whole: float
+    ready: float
+    span: float
+    idle: float
+    waited: float
+    most: float
+
+    @classmethod
+    def of(cls, backward: LastBackward, updates: Sequence[Update], reduction: Reduction) -> Departure:
+        whole = sum([each.reduce for each in updates])
+        if reduction.kind == "end" or not whole:
+            return cls(whole, 0.0, 0.0, 0.0, 0.0, 0.0)
+        share = (backward.blocks - 1) / backward.blocks
+        beside = sum([each.reduce for each in updates if each.lane == backward.lane]) / whole
+        idle = max(0.0, 1 - beside * backward.travels / backward.seconds)
+        waited, most = beside * (1 if backward.drains else backward.waits), math.inf
+        if reduction.gives_way:
+            chunk = max([each.reduce / each.chunks for each in updates])
+            waiting = max(backward.waits * backward.messages, backward.blocks if backward.drains else 0)
+            waited, most = beside / 2, waiting * chunk / 2
+        return cls(whole, share * whole, share * backward.seconds, idle, waited, most)
+
+
+def seconds_behind(rank: RankCosts, layout: PipelineLayout) -> list[float]:
     """Return, for every position, the seconds after its reductions: optimizer and gather of weights."""
-    updates = [stage_updates(rank, content, reduction) for content in layout.contents]
+    updates = [stage_updates(rank, content, WHOLE) for content in layout.contents]
     seconds = [sum([each.gather + each.optimizer for each in own]) for own in updates]
     return [sum([seconds[form] for form in own]) for own in layout.forms_at]
 
 
-def least_behind(rank: RankCosts, positions: Positions, reduction: Reduction) -> list[float]:
+def least_behind(rank: RankCosts, positions: Positions) -> list[float]:
     """Return, for every different content of positions, a lower bound of the seconds after the last backward.
 
-    It has the crowding by reductions. The bound takes all stages of a position together. This never takes longer than the
-    stages one by one.
+    It holds for every reduction, and has the crowding by the one with the fewest messages. The bound takes all stages of a
+    position together. This never takes longer than the stages one by one.
     """
     crowding, found = rank.device.share["crowding"], list[float]()
     for content in positions.different:
-        updates = stage_updates(rank, content, reduction)
+        updates = stage_updates(rank, content, WHOLE)
         found.append(sum([crowding * each.reduce + each.gather + each.optimizer for each in updates]))
     return found

@@ -27,7 +27,7 @@ class OverlapKind(NamedTuple):
         drains: whether a block finishes before the next block begins. Otherwise all blocks of a stage are one run.
         has_lag: whether `order` uses the lag.
         batch_degree, reduction: defaults for recipes with this kind.
-        searched: whether planner and tuner try this kind by default.
+        searched: whether the tuner tries this kind by default. The planner tries all.
     """
 
     name: str
@@ -71,7 +71,7 @@ OVERLAPS: Mapping[str, OverlapKind] = {row.name: row for row in (SEQUENTIAL, MOE
 USUAL_LAG = 2
 
 SEARCHED = tuple(name for name, row in OVERLAPS.items() if row.searched)
-"""Kinds that planner and tuner try by default."""
+"""Kinds that the tuner tries by default."""
 
 
 def overlap_kind(name: str) -> OverlapKind:

@@ -71,6 +71,8 @@ def test_what_is_not_looked_at_could_not_have_won(gpus: int, changes: dict[str, 
             assert each.seconds >= node.seconds * CLOSE
             if isinstance(each.what, Planned):
                 step = Step(each.what.candidate, OpWork(each.what.candidate, refinement.device))
+                reductions = [step.prediction(other).seconds for other in asked.reductions]
+                assert each.what.prediction.seconds == min(reductions) == step.prediction().seconds
                 apart = step.bound(), step.simulated_bound(), each.what.prediction.seconds
                 assert all(low * CLOSE <= high for low, high in itertools.pairwise(apart))
                 assert each.what.memory == ledger(each.what.candidate, step.rank, asked.imbalance)
