@@ -15,11 +15,10 @@ A bound of a node is at most the bounds of its refinements.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from foldray.blueprint.layout import smallest_slice
 from foldray.fold import Fold
 from foldray.planner.bounds import fold_bound, hop_bounds, least_computed, stage_bounds, step_bound
 from foldray.planner.candidate import Candidate, Pieces
@@ -49,13 +48,6 @@ class Group(NamedTuple):
     rank: RankCosts
     micro_batch: int
     recompute: tuple[str, ...]
-
-
-class Schedule(NamedTuple):
-    """An ordering, and its pieces on a rank."""
-
-    ordering: Ordering
-    pieces: Pieces
 
 
 class Choice(NamedTuple):
@@ -98,9 +90,8 @@ class Refinement:
         self.limit = space.hardware.memory_gib * GIB
         self._memo = Memo()
         self._slower = 1 + straggling(space.gpus, self.device)
-        self._schedules: dict[tuple[int, int, bool, int, tuple[str, ...]], list[Schedule]] = {}
+        self._orderings: dict[tuple[int, int, bool, int, tuple[str, ...]], dict[Pieces, list[Ordering]]] = {}
         self._fastest: dict[tuple[int, int, bool, tuple[str, ...]], Sequence[Pieces]] = {}
-        self._orderings: dict[tuple[int, bool, int], Sequence[Ordering]] = {}
         self._known_stagings: dict[tuple[int, int], Stagings] = {}
         self._different = sorted(set(self.job.blocks), key=lambda block: block.order)
         self._again = tuple(sorted({kind for again in space.recompute for kind in again}))
@@ -157,15 +148,16 @@ class Refinement:
             for staging in self._stagings(group).all:
                 layout = staging.layout
                 behind = least_behind(rank, layout.positions)
-                for ordering, pieces in self._schedules_of(group, parts):
+                for pieces, orderings in self._orderings_of(group, parts).items():
                     memory = peak_memory(rank, layout, staging.pipeline, pieces, self.space.imbalance)
                     if needless(memory.total):
                         continue
                     stages = stage_bounds(rank, layout.contents, pieces)
                     hops = hop_bounds(rank, layout.contents, pieces, stages)
                     seconds = self._slower * step_bound(layout, micro_batches, stages, behind, hops)
-                    what = Choice(group, rank, ordering, staging.virtual_stages, memory)
-                    yield Node(max(seconds, node.seconds), memory.total, what)
+                    for ordering in orderings:
+                        what = Choice(group, rank, ordering, staging.virtual_stages, memory)
+                        yield Node(max(seconds, node.seconds), memory.total, what)
 
     def _least_seconds(self, group: Group) -> float:
         """Return a lower bound of the seconds of a group.
@@ -199,7 +191,7 @@ class Refinement:
             piece = self.job.seq_len // (fold.cp * fold.tp)
             slicings = {Slicing((piece,), (piece,)): None}
             if fold.cp > 1:
-                sliced = [pieces.slicing for _, pieces in self._schedules_of(group, 1) if pieces.hiding != "nothing"]
+                sliced = [pieces.slicing for pieces in self._orderings_of(group, 1) if pieces.hiding != "nothing"]
                 slicings |= dict.fromkeys(each for each in sliced if each.degree == min(self.space.degrees))
             self._fastest[key] = [Pieces(each, group.recompute, "all") for each in slicings]
         return self._fastest[key]
@@ -216,20 +208,15 @@ class Refinement:
             self._known_stagings[pp, micro_batches] = make_stagings(self.job.blocks, pp, micro_batches)
         return self._known_stagings[pp, micro_batches]
 
-    def _schedules_of(self, group: Group, batch_degree: int) -> list[Schedule]:
-        fold = group.rank.fold
-        key = fold.cp, fold.tp, fold.ep > 1, batch_degree, group.recompute
-        if key not in self._schedules:
-            self._schedules[key] = [
-                Schedule(each, Pieces.of(each, self.job.seq_len, fold.cp * fold.tp))
-                for each in (bare._replace(recompute=group.recompute) for bare in self._orderings_of(fold, batch_degree))
-            ]
-        return self._schedules[key]
-
-    def _orderings_of(self, fold: Fold, batch_degree: int) -> Sequence[Ordering]:
-        key = smallest_slice(fold.cp, fold.tp), fold.ep > 1, batch_degree
+    def _orderings_of(self, group: Group, batch_degree: int) -> Mapping[Pieces, list[Ordering]]:
+        """Return the schedules of a group, by their pieces: the bounds of time and memory depend on nothing else."""
+        fold, again = group.rank.fold, group.recompute
+        key = fold.cp, fold.tp, fold.ep > 1, batch_degree, again
         if key not in self._orderings:
-            self._orderings[key] = tuple(self.space.orderings(fold, batch_degree))
+            found = self._orderings[key] = {}
+            for bare in self.space.orderings(fold, batch_degree):
+                each = bare._replace(recompute=again)
+                found.setdefault(Pieces.of(each, self.job.seq_len, fold.cp * fold.tp), []).append(each)
         return self._orderings[key]
 
     def _micro_batches(self, group: Group) -> int:
