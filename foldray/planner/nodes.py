@@ -6,7 +6,7 @@ A node is refined in these steps:
 2. the fold with a micro-batch and a choice of recomputation (`Group`); the bound is that of whole micro-batches, because parts
    take at least as long together;
 3. one schedule of the group, with its exact memory (`Choice`);
-4. the same candidate with simulated stages (`Simulated`);
+4. the same candidate with simulated stages, with the best of all lags (`Simulated`);
 5. the prediction of the candidate, with the best of all reductions (`Planned`).
 
 A bound of a node is at most the bounds of its refinements.
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from foldray.blueprint.layout import smallest_slice
 from foldray.fold import Fold
 from foldray.planner.bounds import fold_bound, hop_bounds, least_computed, stage_bounds, step_bound
 from foldray.planner.candidate import Candidate, Pieces
@@ -26,6 +27,7 @@ from foldray.planner.costs import OpWork, RankCosts
 from foldray.planner.device import Device
 from foldray.planner.memo import Memo
 from foldray.planner.memory import GIB, Memory, least_memory, peak_memory
+from foldray.planner.passes import with_best_lags
 from foldray.planner.prediction import Prediction, Step, straggling
 from foldray.planner.space import Space
 from foldray.planner.staging import Stagings, make_stagings
@@ -92,6 +94,7 @@ class Refinement:
         self._slower = 1 + straggling(space.gpus, self.device)
         self._orderings: dict[tuple[int, int, bool, int, tuple[str, ...]], dict[Pieces, list[Ordering]]] = {}
         self._fastest: dict[tuple[int, int, bool, tuple[str, ...]], Sequence[Pieces]] = {}
+        self._bare: dict[tuple[int, bool, int], Sequence[Ordering]] = {}
         self._known_stagings: dict[tuple[int, int], Stagings] = {}
         self._different = sorted(set(self.job.blocks), key=lambda block: block.order)
         self._again = tuple(sorted({kind for again in space.recompute for kind in again}))
@@ -130,6 +133,7 @@ class Refinement:
             candidate = Candidate(
                 self.job, group.rank.fold, what.ordering, group.micro_batch, what.virtual_stages, self.space.zero
             )
+            candidate = with_best_lags(candidate, what.rank)
             step = Step(candidate, OpWork(candidate, self.device, what.rank))
             yield Node(max(step.simulated_bound(), node.seconds), node.held, Simulated(step, what.memory))
         elif isinstance(what, Simulated):
@@ -214,10 +218,16 @@ class Refinement:
         key = fold.cp, fold.tp, fold.ep > 1, batch_degree, again
         if key not in self._orderings:
             found = self._orderings[key] = {}
-            for bare in self.space.orderings(fold, batch_degree):
+            for bare in self._bare_orderings(fold, batch_degree):
                 each = bare._replace(recompute=again)
                 found.setdefault(Pieces.of(each, self.job.seq_len, fold.cp * fold.tp), []).append(each)
         return self._orderings[key]
+
+    def _bare_orderings(self, fold: Fold, batch_degree: int) -> Sequence[Ordering]:
+        key = smallest_slice(fold.cp, fold.tp), fold.ep > 1, batch_degree
+        if key not in self._bare:
+            self._bare[key] = tuple(self.space.orderings(fold, batch_degree))
+        return self._bare[key]
 
     def _micro_batches(self, group: Group) -> int:
         return self.job.global_batch // (group.rank.fold.dp * group.micro_batch)

@@ -7,6 +7,7 @@ before this one has ended. A pipeline of whole stages sees this as a handover th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from foldray.blueprint import BlockSpec
 from foldray.planner.bounds import ends_of, stage_work
@@ -16,9 +17,52 @@ from foldray.planner.layout import Content, StageForm
 from foldray.planner.lists import stage_list
 from foldray.planner.memo import Moment, Pass
 from foldray.planner.shares import Stretch
-from foldray.schedule import Direction, Reduction, gathers
+from foldray.schedule import Direction, Ordering, Overlap, Reduction, gathers
 
+BOTH: tuple[Direction, ...] = ("F", "B")
+LAGS = (1, 2, 3)
+_FEW, _SMALL = 4, 0.02  # pieces; share of a pass
 _BLOCKS = 4  # simulated blocks of a stage that does not drain; every further block takes as long as the one before
+
+
+def overlap_of(ordering: Ordering, direction: Direction) -> Overlap:
+    """Return how pieces overlap in one direction."""
+    return ordering.forward if direction == "F" else ordering.backward
+
+
+def _orders(ordering: Ordering, direction: Direction) -> Ordering:
+    """Return the ordering without all that a pass of this direction does not depend on."""
+    overlap = overlap_of(ordering, direction)
+    return ordering._replace(forward=overlap, backward=overlap, reduction=Reduction(), costs=None)
+
+
+def with_best_lags(candidate: Candidate, rank: RankCosts) -> Candidate:
+    """Return the candidate with the lags for which its passes are shortest, as training chooses them (`lag: auto`).
+
+    Other lags than 1 are tried if there are more than `_FEW` pieces and the link makes a pass longer by more than `_SMALL`. For
+    the models in `presets.py` over links of 0.25 to 4 times the speed of InfiniBand, others gain up to 4 % there, and nothing
+    elsewhere.
+    """
+
+    def tried(each: Candidate, direction: Direction) -> Candidate:
+        overlap = overlap_of(each.ordering, direction)
+        if not overlap.row.has_lag or each.pieces.slicing.degree <= _FEW:
+            return each
+        first, *others = (_with_overlap(each, direction, overlap._replace(lag=lag)) for lag in LAGS)
+        passes = Passes(first, rank)
+        forms = each.layout.forms
+        least = sum([passes.computed(form, direction) for form in forms])
+        if passes.seconds(direction) <= (1 + _SMALL) * least:
+            return first
+        return min([first, *others], key=lambda other: Passes(other, rank).seconds(direction))
+
+    return tried(tried(candidate, "F"), "B")
+
+
+def _with_overlap(candidate: Candidate, direction: Direction, overlap: Overlap) -> Candidate:
+    ordering = candidate.ordering
+    ordering = ordering._replace(forward=overlap) if direction == "F" else ordering._replace(backward=overlap)
+    return replace(candidate, ordering=ordering)
 
 
 class Passes:
@@ -27,17 +71,21 @@ class Passes:
     def __init__(self, candidate: Candidate, rank: RankCosts):
         self.candidate, self.rank, self.pieces = candidate, rank, candidate.pieces
         self._crowding = rank.device.share["crowding"]
-        ordering = candidate.ordering._replace(reduction=Reduction(), costs=None)  # passes are the same for all reductions
-        self._known = rank.blocks.stages.setdefault(ordering, {})
+        self._tables = {
+            direction: rank.blocks.stages.setdefault(_orders(candidate.ordering, direction), {}) for direction in BOTH
+        }
 
     def of(self, form: StageForm, direction: Direction) -> Pass:
         """Return one pass of a stage, for one micro-batch."""
-        key = form, direction, True
-        if key not in self._known:
-            ordering = self.candidate.ordering
-            drains = (ordering.forward if direction == "F" else ordering.backward).row.drains
-            self._known[key] = (self._drained if drains else self._streamed)(form, direction)
-        return self._known[key]
+        key, known = (form, direction, True), self._tables[direction]
+        if key not in known:
+            drains = overlap_of(self.candidate.ordering, direction).row.drains
+            known[key] = (self._drained if drains else self._streamed)(form, direction)
+        return known[key]
+
+    def seconds(self, direction: Direction) -> float:
+        """Return the seconds of the passes of all forms of stages together."""
+        return sum([self.of(form, direction).stretch.seconds for form in self.candidate.layout.forms])
 
     def computed(self, form: StageForm, direction: Direction) -> float:
         """Return the seconds of a pass's ops that compute, with the communication inside these ops (such as TP's)."""
@@ -66,10 +114,11 @@ class Passes:
         """
         inside = direction == "F" and not hands_over and self.pieces.several
         key = StageForm((block,), False, False), direction, not inside
-        if key not in self._known:
+        known = self._tables[direction]
+        if key not in known:
             # The last one of three stages hands nothing over, so its block is like one inside a stage; its head comes after it.
-            self._known[key] = self._simulated(((block,),) * 3, 2 if inside else 1, direction, head=False)
-        return self._known[key]
+            known[key] = self._simulated(((block,),) * 3, 2 if inside else 1, direction, head=False)
+        return known[key]
 
     def _streamed(self, form: StageForm, direction: Direction) -> Pass:
         """Return a pass of a stage whose blocks overlap. After `_BLOCKS` equal blocks, every block takes the same time."""
@@ -95,7 +144,7 @@ class Passes:
             head: whether the head counts. If not, the head must come after all other ops.
         """
         ordering, slicing = self.candidate.ordering, self.pieces.slicing
-        overlap = ordering.forward if direction == "F" else ordering.backward
+        overlap = overlap_of(ordering, direction)
         order = stage_list(
             stages, number, direction, overlap, slicing, ordering.recompute, ordering.batch_degree,
             gathers(slicing, self.candidate.fold.cp),

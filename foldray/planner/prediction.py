@@ -24,13 +24,12 @@ from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
 from foldray.planner.layout import Content, StageForm
 from foldray.planner.lists import StagePass, pipeline_list
-from foldray.planner.passes import Passes, delay
+from foldray.planner.passes import BOTH, Passes, delay
 from foldray.planner.shares import Shares, Stretch
 from foldray.planner.updates import Departure, LastBackward, least_behind, seconds_behind, stage_updates
 from foldray.schedule import Direction, Reduction, StepGraph, gathers
 
 _PERIODS = 2  # simulated rounds of a pipeline; every further round takes as long as the one before
-BOTH: tuple[Direction, ...] = ("F", "B")
 
 
 class Prediction(NamedTuple):

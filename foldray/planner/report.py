@@ -27,6 +27,10 @@ def _candidate(planned: Planned) -> dict[str, Any]:
             "kind": ordering.forward.kind,
             "degree": ordering.slicing.degree if ordering.slicing else 1,
             "slicing": "time_uniform" if ordering.slicing else None,
+            "lag": ordering.forward.lag if ordering.forward.row.has_lag else None,
+            "backward_lag": ordering.backward.lag if ordering.backward.row.has_lag else None,
+            "batch_degree": ordering.batch_degree,
+            "reduction": ordering.reduction.kind,
             "sp_bytes": ordering.reduction.most,
             "micro_batch": candidate.micro_batch,
             "virtual_stages": candidate.virtual_stages,
@@ -72,7 +76,9 @@ def schedule(planned: Planned) -> str:
     """Return a candidate's schedule in a few words."""
     candidate, ordering = planned.candidate, planned.candidate.ordering
     text = ordering.forward.kind + (f" d={ordering.slicing.degree}" if ordering.slicing else "")
+    text += f" R={ordering.batch_degree}" if ordering.batch_degree > 1 else ""
     text += f" b={candidate.micro_batch}" + (f" v={candidate.virtual_stages}" if candidate.virtual_stages > 1 else "")
+    text += f" {ordering.reduction.kind}" + (f"={size >> 20} MiB" if (size := ordering.reduction.most) else "")
     return text + (f" again {'+'.join(ordering.recompute)}" if ordering.recompute else "")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,14 +11,17 @@ import pytest
 from foldray.blueprint import ModelSpec, Ownership
 from foldray.errors import UserError
 from foldray.fold import Fold, divisors
-from foldray.planner.candidate import Job
+from foldray.planner.candidate import Candidate, Job
 from foldray.planner.costs import OpWork
+from foldray.planner.device import Device
 from foldray.planner.hardware import load_hardware
 from foldray.planner.memory import ledger
 from foldray.planner.nodes import Planned, Refinement
+from foldray.planner.passes import LAGS, with_best_lags
 from foldray.planner.prediction import Step
 from foldray.planner.search import search
 from foldray.planner.space import Space
+from foldray.schedule import Overlap, Sequences, SliceCost, make_ordering
 
 MODEL = ModelSpec.model_validate({"preset": "mixtral-8x22b", "layers": 4, "heads": 8, "kv_heads": 4, "hidden": 1024})
 CLOSE = 1 - 1e-12
@@ -104,3 +108,29 @@ def test_experts_are_not_cut_by_tensors_where_they_need_not_be() -> None:
     (whole,), (cut,) = (search(Space(job, load_hardware("eos-h100"), 128, {**pins, "etp": etp}), 1).best for etp in (1, 2))
     assert whole.fits
     assert whole.prediction.seconds < 0.95 * cut.prediction.seconds
+
+
+def test_a_plan_with_a_slow_link_hides_all_it_can() -> None:
+    """Where all-to-alls take as long as the computation, sequences are cut, and gradients give way."""
+    slow = load_hardware("eos-h100").model_copy(update={"gpus_per_node": 1})
+    job = Job(MODEL.model_copy(update={"hidden": 2048}), 4096, 64)
+    (best,) = search(Space(job, slow, 4, {"tp": 1, "cp": 1, "pp": 1, "ep": 2, "etp": 1}), 1).best
+    ordering = best.candidate.ordering
+    assert ordering.forward.kind != "sequential"
+    assert ordering.reduction.kind == "chunks"
+
+
+def test_lags_are_those_with_the_shortest_passes() -> None:
+    slow = load_hardware("eos-h100").model_copy(update={"gpus_per_node": 1})
+    job = Job(ModelSpec.model_validate({"preset": "deepseek-moe", "layers": 4}), 4096, 8)
+    device, cost = Device.of(job, slow), SliceCost.of_model(job.model.hidden, job.model.heads)
+    each = Candidate(job, Fold(8, ep=8), make_ordering(Sequences(4096, cost, 2), "stream", 8, 1, backward_lag=1))
+    rank = OpWork(each, device).rank
+    found = with_best_lags(each, rank).ordering
+    seconds = {}
+    for lags in itertools.product(LAGS, LAGS):
+        forward, backward = (Overlap("stream", lag) for lag in lags)
+        other = replace(each, ordering=each.ordering._replace(forward=forward, backward=backward))
+        seconds[lags] = Step(other, OpWork(other, device)).passes()
+    assert min(seconds.values()) < 0.99 * seconds[1, 1]
+    assert seconds[found.forward.lag, found.backward.lag] == pytest.approx(min(seconds.values()), rel=1e-12)
