@@ -120,7 +120,7 @@ def _add_tuning(commands: Any) -> None:
 
 
 def _add_planning(commands: Any) -> None:
-    command = _add(commands, "plan", "Predict the step time of every fold and schedule for a model on a cluster.")
+    command = _add(commands, "plan", "Find the fastest folds and schedules for a model on a cluster, by predicted step time.")
     command.add_argument(
         "recipe", nargs="?", metavar="RECIPE", help="YAML file with the model, sequences, batch, precision and number of workers"
     )
@@ -203,5 +203,5 @@ def _add_recipe(command: argparse.ArgumentParser, joins: bool = False) -> None:
     command.add_argument("recipe", metavar="RECIPE", help="YAML file; docs/recipe.md describes its keys")
     command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="changes to the recipe, such as fold.ep=4")
     if joins:
-        meaning = "Ray cluster to join (cluster.address); without it, Ray starts on this machine"
+        meaning = "Ray cluster to join (cluster.address, default that of RAY_ADDRESS); without any, Ray starts on this machine"
         command.add_argument("--address", dest="joined", metavar="ADDRESS", help=meaning)

@@ -89,7 +89,8 @@ class ModelSpec(Strict):
 
     preset: str | None = Field(
         None,
-        description="Named model, which sets all keys of `model`; other keys in the recipe change it. Null starts without one.",
+        description="Named model, which sets all required keys of `model` and some others; other keys in the recipe change it. "
+        "Null starts without one.",
     )
     layers: int = Field(
         ge=1, le=_MOST_LAYERS, description="Number of blocks. Compute, parameters and activation memory grow in proportion."

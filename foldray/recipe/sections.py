@@ -115,8 +115,8 @@ class MoeSpec(Strict):
     backend: Literal["torch", "tutel", "deepspeed"] = Field(
         "torch",
         description="`torch` is foldray's own gate and permutation. `tutel` chooses experts with Tutel's gate (for "
-        "`score: softmax`), and copies rows with Tutel's kernels (not in float64). `deepspeed` chooses experts with DeepSpeed's "
-        "gates.",
+        "`score: softmax`; with `topk: 1` only if weights are not rescaled), and copies and sums rows with Tutel's kernels (not "
+        "in float64). `deepspeed` chooses experts with DeepSpeed's gates.",
     )
     experts: Literal["grouped", "loop"] = Field(
         "grouped",
@@ -212,8 +212,9 @@ class EngineSpec(Strict):
     )
     zero: Literal[0, 1, 2] = Field(
         1,
-        description="ZeRO stage. 1 shares the optimizer's state out over data-parallel workers, which saves memory; 2 with "
-        "`kind: torch` also frees gradients as they leave. The default is 0 with `kind: torch`.",
+        description="ZeRO stage. 1 shares the optimizer's state out over data-parallel workers, which saves memory; 2 also "
+        "frees gradients as they leave, which with `kind: deepspeed` needs `schedule.reduction: buckets` or `chunks`. The "
+        "default is 0 with `kind: torch`.",
     )
 
     @model_validator(mode="before")

@@ -6,7 +6,8 @@
 
 The script trains the same recipe several times, on the text of the quickstart, with the torch engine in float32. The losses
 of all steps and validations must stay together, and the script prints their largest distance. It starts Ray with a slot for
-every worker, whatever the number of cores is. On a laptop this is slow, but the results are the same.
+every worker, whatever the number of cores is. On a laptop this is slow, but the results are the same. Training chooses the
+lags of `stream` by the times of its second step, and may choose `one_a_one_m` instead.
 
 Batches are small on purpose. In float32, sums in another order differ in their last digits. About once in a million
 decisions, such a digit decides which expert a token goes to. From then on, two trainings diverge, although both are correct.
