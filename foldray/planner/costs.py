@@ -287,7 +287,7 @@ class RankCosts:
     def _route(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         n, moe = self._rows(tokens), _mixture(block)
         yield self._permuted((2 if back else 1) * (2 + 2 * moe.topk) * n * self._width)
-        yield from self._products("gemm", n, self.model.hidden, moe.experts, back)
+        yield from self._products("gemm", n, self.model.hidden, moe.experts, back, wide=True)
         if moe.shared:
             yield from self._zero3(ROUTE, block, back)
             yield from self._dense(n, moe.shared, back)
@@ -312,6 +312,7 @@ class RankCosts:
             yield self._permuted(times * 4 * rows * self._width)
         yield self._memory(times * rows * (width + inner) * device.bytes)
         for inside, outside in ((hidden, width), (inner, hidden)):
+            yield Work(COMPUTE, "memory", device.casts(rows * (outside if back else inside)))
             for m, k, n in self._three(rows / local, inside, outside, back):
                 yield Work(COMPUTE, "experts", device.grouped(local, m, k, n))
             if back:
@@ -326,7 +327,7 @@ class RankCosts:
         n, vocab = self._rows(tokens), self.model.vocab / self.fold.tp
         wide = n * self.fold.tp
         yield from self._tensor(wide, back, ways=1)
-        yield from self._products("gemm", wide, self.model.hidden, vocab, back)
+        yield from self._products("gemm", wide, self.model.hidden, vocab, back, wide=True)
         yield self._memory((2 if back else 1) * (2 * n * self._width + wide * vocab * (4 + self.device.bytes)))
         yield self._launch(HEAD, back)
 
@@ -368,9 +369,16 @@ class RankCosts:
         for _ in range(ways + back):
             yield self._travel("tp", self.network.gather("tp", wide * self._width))
 
-    def _products(self, what: str, rows: float, inside: float, outside: float, back: bool) -> Iterator[Work]:
+    def _products(self, what: str, rows: float, inside: float, outside: float, back: bool, wide: bool = False) -> Iterator[Work]:
+        """Yield the work of a product [rows, inside] × [inside, outside], or of the two products for its gradients.
+
+        Args:
+            wide: whether the product is never in fp8.
+        """
+        if not wide:
+            yield Work(COMPUTE, "memory", self.device.casts(rows * (outside if back else inside)))
         for m, k, n in self._three(rows, inside, outside, back):
-            yield Work(COMPUTE, what, self.device.product(m, k, n))
+            yield Work(COMPUTE, what, self.device.product(m, k, n, wide))
         if back:
             yield self._memory(counts().sums * inside * outside)
 

@@ -17,6 +17,7 @@ from foldray.planner.candidate import Job
 from foldray.planner.hardware import Hardware, constants, counts
 
 _BYTES = {"fp64": 8, "fp32": 4, "tf32": 4}  # per element; every other dtype has 2 (fp8 too: only products compute in fp8)
+_CAST = 4  # bytes per element to read 2 bytes and write two fp8 copies, one of them transposed
 
 
 @dataclass(frozen=True)
@@ -49,18 +50,36 @@ class Device:
     def peak(self) -> float:
         return self.hardware.peak(self.dtype)
 
+    @property
+    def fp8(self) -> bool:
+        """Whether the products of feed-forward networks and of attention's projections are in fp8.
+
+        As in Transformer Engine, attention itself, the router and the head stay in 16 bits, and so do activations and weights.
+        """
+        return self.dtype == "fp8"
+
+    @cached_property
+    def _wide_peak(self) -> float:
+        """FLOP/s of what fp8 leaves in 16 bits."""
+        return self.hardware.peak("bf16") if self.fp8 else self.peak
+
     @cached_property
     def bandwidth(self) -> float:
         """Bytes per second of element-wise kernels."""
         return self.hardware.memory_gb_s * 1e9 * self.share["memory"]
 
-    def product(self, rows: float, inner: float, columns: float) -> float:
-        """Return the seconds of a product [rows, inner] × [inner, columns]."""
+    def product(self, rows: float, inner: float, columns: float, wide: bool = False) -> float:
+        """Return the seconds of a product [rows, inner] × [inner, columns].
+
+        Args:
+            wide: whether the product is never in fp8.
+        """
         if not rows:
             return 0.0
         flops = 2 * rows * inner * columns
         streamed = self.bytes * (rows * inner + inner * columns + rows * columns)
-        return max(flops / (self.peak * self._gemm(flops) * self._waves(rows, columns)), streamed / self.bandwidth)
+        peak = self._wide_peak if wide else self.peak
+        return max(flops / (peak * self._gemm(flops) * self._waves(rows, columns)), streamed / self.bandwidth)
 
     def grouped(self, groups: float, rows: float, inner: float, columns: float) -> float:
         """Return the seconds of `groups` products [rows, inner] × [inner, columns] in one kernel."""
@@ -78,11 +97,15 @@ class Device:
             flops: FLOPs, counted causally.
             tokens: number of queries that one kernel computes. Small slices reach a smaller share of peak.
         """
-        return flops / (self.peak * self.share["attention"] * _between(self.hardware.attention, tokens))
+        return flops / (self._wide_peak * self.share["attention"] * _between(self.hardware.attention, tokens))
 
     def passes(self, moved: float) -> float:
         """Return the seconds to read and write `moved` bytes in all."""
         return moved / self.bandwidth
+
+    def casts(self, elements: float) -> float:
+        """Return the seconds to cast an operand of products to fp8: an input in forward, a gradient in backward."""
+        return self.passes(_CAST * elements) if self.fp8 else 0.0
 
     def launches(self, kernels: int) -> float:
         """Return the seconds that the host needs to start `kernels` kernels."""
