@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -68,9 +67,9 @@ class Departure(NamedTuple):
     """How the gradients of a stage leave.
 
     A link that all-to-alls use, too, is free for gradients in the rest of the time. Where nothing computes during an
-    all-to-all, every second that the all-to-all waits for gradients is lost. It waits for half a chunk on average if gradients
-    give way (`chunks`), and otherwise for all gradients that are ready before it. In a block that drains, nothing computes
-    during its first all-to-all.
+    all-to-all, every second that the all-to-all waits for gradients is lost. If gradients give way (`chunks`), it waits for
+    half a chunk on average. Otherwise both share the link evenly, so the all-to-all takes up to twice as long. In a block that
+    drains, nothing computes during its first all-to-all.
 
     Args:
         whole: seconds of all its gradients.
@@ -96,7 +95,7 @@ class Departure(NamedTuple):
         share = (backward.blocks - 1) / backward.blocks
         beside = sum([each.reduce for each in updates if each.lane == backward.lane]) / whole
         idle = max(0.0, 1 - beside * backward.travels / backward.seconds)
-        waited, most = beside * (1 if backward.drains else backward.waits), math.inf
+        waited, most = beside, share * backward.waits * backward.travels
         if reduction.gives_way:
             chunk = max([each.reduce / each.chunks for each in updates])
             waiting = max(backward.waits * backward.messages, backward.blocks if backward.drains else 0)

