@@ -88,7 +88,7 @@ def tune(given: argparse.Namespace) -> int:
 
 def dashboard(given: argparse.Namespace) -> int:
     recipe = _recipe(given)
-    return _tuners(given).dashboard(recipe, given.host, given.port)
+    return _tuners(given).dashboard(recipe, given.host, given.port, as_json=given.json)
 
 
 def _tuners(given: argparse.Namespace) -> Any:

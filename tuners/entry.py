@@ -60,8 +60,13 @@ def tune(recipe: Recipe, as_json: bool = False) -> int:
     return 0
 
 
-def dashboard(recipe: Recipe, host: str, port: int) -> int:
+def dashboard(recipe: Recipe, host: str, port: int, as_json: bool = False) -> int:
     """Serve Optuna's dashboard of a recipe's study until the user stops it. Print the command that starts MLflow's server.
+
+    Args:
+        recipe: the recipe.
+        host, port: where the dashboard listens.
+        as_json: also print the dashboard's address and the command as a JSON document on standard output.
 
     Raises:
         UserError: there is no study yet, or its storage cannot be opened.
@@ -79,9 +84,12 @@ def dashboard(recipe: Recipe, host: str, port: int) -> int:
         raise UserError("tune.study", recipe.tune.study, f"has no database in {folder}; run foldray tune first")
     storage, artifacts = open_storage(url), artifact_folder(folder)
     artifacts.mkdir(parents=True, exist_ok=True)
-    print(f"Optuna's dashboard: http://{host}:{port}/ (Ctrl-C stops it)", file=sys.stderr)
-    if command := MlflowRuns(recipe, folder.parent.parent, folder).server.view_command():
+    address, command = f"http://{host}:{port}/", MlflowRuns(recipe, folder.parent.parent, folder).server.view_command()
+    print(f"Optuna's dashboard: {address} (Ctrl-C stops it)", file=sys.stderr)
+    if command:
         print(f"MLflow: {command}", file=sys.stderr)
+    if as_json:
+        print(to_json({"dashboard": address, "mlflow": command}), flush=True)
     run_server(storage, host=host, port=port, artifact_store=FileSystemArtifactStore(str(artifacts)))
     return 0
 

@@ -85,9 +85,10 @@ class Space:
 
     def _kinds(self, batch_degree: int) -> Iterable[str]:
         """Return the kinds that cut. Of kinds with the same order, it has the one that is meant for this number of parts."""
-        rows = [row for row in map(overlap_kind, self.kinds) if row.cuts and row.batch_degree <= batch_degree]
-        rows.sort(key=lambda row: row.batch_degree)
-        return {(row.order, row.cuts_attention, row.drains): row.name for row in rows}.values()
+        rows = {kind: overlap_kind(kind) for kind in self.kinds}
+        some = [(kind, row) for kind, row in rows.items() if row.cuts and row.batch_degree <= batch_degree]
+        some.sort(key=lambda each: each[1].batch_degree)
+        return {(row.order, row.cuts_attention, row.drains): kind for kind, row in some}.values()
 
     def _degrees(self, batch_degree: int) -> list[int]:
         """Return the numbers of pieces of a sequence. With several parts, sequences may be whole."""

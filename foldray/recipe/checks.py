@@ -160,7 +160,7 @@ def _check_engine(recipe: Description) -> None:
 def _check_backend(recipe: Description) -> None:
     backend, router = recipe.moe.backend, recipe.model.router
     if backend == "tutel" and recipe.precision == "float64":
-        raise UserError("moe.backend", backend, "Tutel's kernels run in float32 and would round float64", ["torch"])
+        raise UserError("moe.backend", backend, "Tutel's kernels compute in float32 and would round float64", ["torch"])
     if backend == "deepspeed":
         same = router.score == "softmax" and (router.normalize or router.softmax == "after_topk") == (recipe.model.topk > 1)
         if not same or router.scale != 1:

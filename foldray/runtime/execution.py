@@ -8,13 +8,26 @@ from collections.abc import Sequence
 import torch
 
 from foldray.comm import Groups, Pending
+from foldray.errors import UserError
 from foldray.kinds import HANDOVER, REDUCE
 from foldray.model import Batch, Losses, Transformer
 from foldray.runtime.gradients import Gradients
 from foldray.runtime.micro_batch import MicroBatch
 from foldray.runtime.trace import Trace
 from foldray.runtime.weights import Weights
-from foldray.schedule import Chunk, Op, Ordering, Slicing, Span, StepGraph, gathers, position_list
+from foldray.schedule import (
+    OVERLAPS,
+    Chunk,
+    Op,
+    Ordering,
+    ScheduleError,
+    Slicing,
+    Span,
+    StepGraph,
+    check,
+    gathers,
+    position_list,
+)
 from foldray.timeline import Recording, op_costs, settle
 
 
@@ -122,12 +135,27 @@ class Execution:
         return tuple(own if position == self._position else () for position in range(self.groups.fold.pp))
 
     def order(self, graph: StepGraph) -> tuple[Op, ...]:
-        """Return this rank's list. It is made once for each graph; ranks of a stage must then call this together."""
+        """Return this rank's list. It is made once for each graph; ranks of a stage must then call this together.
+
+        Raises:
+            UserError: the list comes from an overlap kind of the user, and is not legal.
+        """
         if graph not in self._orders:
+            if own := [each.kind for each in (self.ordering.forward, self.ordering.backward) if each.kind not in OVERLAPS]:
+                self._prove(graph, own[0])
             order = position_list(graph, self._position, self.ordering)
             self._compare(order)
             self._orders[graph] = order
         return self._orders[graph]
+
+    def _prove(self, graph: StepGraph, kind: str) -> None:
+        """Check the lists of all positions. Those of the table's own kinds are legal for every graph, as tests show."""
+        try:
+            check(graph, tuple(position_list(graph, position, self.ordering) for position in range(graph.positions)))
+        except ScheduleError as error:
+            raise UserError("schedule.kind", kind, f"makes lists that cannot run: {error}", OVERLAPS) from None
+        except KeyError as error:
+            raise UserError("schedule.kind", kind, f"leaves out an op that others need: {error}", OVERLAPS) from None
 
     def _compare(self, order: tuple[Op, ...]) -> None:
         """Check that the ranks of a stage have the same list. With different lists, their collectives would not match.

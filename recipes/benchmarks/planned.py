@@ -27,13 +27,12 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from common import processor  # noqa: E402
-
 from foldray.planner.costs import OpWork  # noqa: E402
 from foldray.planner.device import Device  # noqa: E402
 from foldray.planner.hardware import Hardware, load_hardware  # noqa: E402
 from foldray.planner.whole import whole_seconds  # noqa: E402
 from foldray.recipe import Recipe  # noqa: E402
+from foldray.runtime.peak import processor  # noqa: E402
 from tuners.space import as_candidate  # noqa: E402
 
 RECIPE = "recipes/quickstart.yaml"

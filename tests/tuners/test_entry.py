@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from foldray.cli import main
+from tuners.storage import open_storage
 
 RECIPE = """
 model: {preset: tiny, layers: 2}
@@ -41,3 +43,22 @@ def test_mistakes_are_told_before_mlflow_is_asked(
     assert error.startswith(line)
     assert error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"], "nothing is left behind"
+
+
+def test_the_dashboard_tells_programs_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(RECIPE)
+    study = tmp_path / "runs" / "tune" / "foldray"
+    study.mkdir(parents=True)
+    open_storage(f"sqlite:///{study}/tune.db")
+    served = []
+    monkeypatch.setattr("optuna_dashboard.run_server", lambda storage, host, port, artifact_store: served.append(port))
+    assert main(["dashboard", "recipe.yaml", "tracking.uri=null", "--port", "8123", "--json"]) == 0
+    assert served == [8123]
+    out, error = capfd.readouterr()
+    document = json.loads(out)
+    assert document["dashboard"] == "http://127.0.0.1:8123/"
+    assert " server --backend-store-uri sqlite:" in document["mlflow"]
+    assert "Optuna's dashboard: http://127.0.0.1:8123/" in error

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 WANTS_TOKEN = "the cluster requires its token; put it into ~/.ray/auth_token, or set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
 _STORED = (
     "holds a secret, and a job's recipe is stored on its cluster; put the secret into the cluster's environment, such as "
-    "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or PGPASSWORD"
+    "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, PGPASSWORD, or AWS_SECRET_ACCESS_KEY"
 )
 _PACKAGES = ("foldray", "trainers", "tuners")
 
@@ -53,8 +53,9 @@ def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = Tru
         UserError: the cluster does not answer or refuses the token, or the recipe holds a secret that the job would need.
     """
     _check_address(address)
-    if recipe.tracking.uri is not None and holds_secret(recipe.tracking.uri):
-        raise UserError("tracking.uri", recipe.tracking.uri, _STORED)
+    for key, url in (("tracking.uri", recipe.tracking.uri), ("cluster.storage", recipe.cluster.storage)):
+        if url is not None and holds_secret(url):
+            raise UserError(key, url, _STORED)
     _send_token()
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobStatus, JobSubmissionClient

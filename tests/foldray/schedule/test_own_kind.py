@@ -52,6 +52,17 @@ def test_it_trains(ranks, fold: dict[str, int]):
     assert difference <= 1e-10, where
 
 
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("FROM_THE_END", "makes lists that cannot run: "), ("WITHOUT_AN_END", "leaves out an op that others need")],
+)
+def test_a_faulty_kind_is_refused_before_a_step(ranks, name: str, fault: str):
+    kind = f"tests.foldray.schedule.faulty:{name}"
+    recipe = make_recipe(4, {"pp": 2, "ep": 2}, schedule={"kind": kind, "degree": 4})
+    with pytest.raises(Exception, match=rf"schedule.kind={kind}: .*{fault}"):
+        ranks(4).run(train, recipe, 1)
+
+
 def test_it_is_planned():
     each = candidate(KIND, 4, {"pp": 2, "ep": 4})
     assert predict(each, machines()).seconds > 0
@@ -59,7 +70,7 @@ def test_it_is_planned():
     schedule = step_schedule(each.graph, each.ordering.forward, each.ordering.backward)
     assert Step(each, work).passes() == pytest.approx(simulate(each.graph, schedule, work.cost).seconds, rel=1e-9)
     space = Space(each.job, machines(), 8, kinds=("sequential", KIND))
-    assert KIND in {ordering.forward.kind for ordering in space.orderings(each.fold)}
+    assert KIND in {ordering.forward.kind for ordering in space.orderings(each.fold, 1)}
 
 
 @pytest.mark.parametrize(

@@ -140,11 +140,25 @@ def test_a_driver_that_is_missing_is_asked_for_without_the_password(monkeypatch:
         open_storage("mysql://me:hush@host/db")
 
 
-def test_a_job_is_not_sent_with_a_password(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", "recipe.yaml", "--address", "http://127.0.0.1:9"]) == 2
-    line = capfd.readouterr().err
-    assert line.startswith("foldray: tracking.uri=http://***@127.0.0.1:9: holds a secret, and a job's recipe is stored")
-    assert line.count("\n") == 1
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ([], "foldray: tracking.uri=http://***@127.0.0.1:9: holds a secret, and a job's recipe is stored"),
+        (
+            ["tracking.uri=http://127.0.0.1:9", "cluster.storage=s3://me:hush@bucket/runs"],
+            "foldray: cluster.storage=s3://***@bucket/runs: holds a secret, and a job's recipe is stored",
+        ),
+    ],
+    ids=["tracking", "storage"],
+)
+def test_a_job_is_not_sent_with_a_password(
+    place: Path, capfd: pytest.CaptureFixture[str], overrides: list[str], line: str
+) -> None:
+    assert main(["submit", "recipe.yaml", "--address", "http://127.0.0.1:9", *overrides]) == 2
+    error = capfd.readouterr().err
+    assert error.startswith(line)
+    assert "hush" not in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.nightly
