@@ -167,7 +167,7 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     """
     from foldray.blueprint import ModelSpec
     from foldray.planner.candidate import DTYPES, Job
-    from foldray.planner.space import Space
+    from foldray.planner.space import KINDS, Space
 
     recipe = _recipe(given) if given.recipe else None
     if recipe:
@@ -184,7 +184,9 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     job = Job(model, given.seq_len, given.global_batch, given.dtype or "bf16")
     machines.peak(job.dtype)
     pins = {axis: getattr(given, axis) for axis in AXES if getattr(given, axis) is not None}
-    return Space(job, machines, given.gpus, pins, {"zero1": 1, "zero3": 3}[given.sharding], imbalance=given.imbalance)
+    kinds = dict.fromkeys([*KINDS, *([recipe.schedule.kind] if recipe else [])])
+    zero = {"zero1": 1, "zero3": 3}[given.sharding]
+    return Space(job, machines, given.gpus, pins, zero, kinds=tuple(kinds), imbalance=given.imbalance)
 
 
 def _check_range(given: argparse.Namespace, **most: int) -> None:

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from foldray.cli import main
+from foldray.errors import UserError
 from foldray.planner.score import COLUMNS
+from foldray.planner.space import Space
+from foldray.schedule import OVERLAPS
+from foldray.schedule.chunks import REDUCTIONS
 
 ASKED = ["plan", "--model", "mixtral-8x22b", "--cluster", "eos-h100", "--gpus", "64", "--seq-len", "4096", "--global-batch", "64",
          "--pp", "8", "--ep", "8", "--cp", "1"]  # fmt: skip
@@ -29,6 +33,8 @@ def test_the_document(capsys) -> None:
         assert 0 < each["mfu_causal"] < each["mfu_full"] < 1
         assert each["fits"]
         assert each["traffic"]["pp"] > 0
+        assert each["schedule"]["reduction"] in REDUCTIONS
+        assert each["schedule"]["batch_degree"] in (1, 2)
 
 
 def test_the_table_tells_why(capsys) -> None:
@@ -135,3 +141,20 @@ def written(folder: Path, rows: list[dict]) -> Path:
         writer.writeheader()
         writer.writerows(rows)
     return folder / "rows.csv"
+
+
+def test_the_kind_of_a_recipe_is_planned_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def remember(space: Space, top: int) -> None:
+        asked.append(space.kinds)
+        raise UserError("gpus", space.gpus, "are not searched here")
+
+    monkeypatch.setattr("foldray.planner.search.search", remember)
+    kind, path = "tests.foldray.schedule.zigzag:PAIRS", tmp_path / "recipe.yaml"
+    path.write_text(
+        "model: {preset: tiny}\nfold: {ep: 4}\ntraining: {global_batch: 8}\ncluster: {workers: 4}\n"
+        f"schedule: {{kind: {kind}, degree: 2}}\n"
+    )
+    assert main(["plan", str(path), "--cluster", "eos-h100"]) == 2
+    assert asked == [(*OVERLAPS, kind)]
