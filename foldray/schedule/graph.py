@@ -10,7 +10,7 @@ from typing import Protocol
 from foldray.blueprint import stage_positions
 from foldray.errors import UserError
 from foldray.kinds import HANDOVER, STAGE
-from foldray.schedule.op import Op, handover, route_of_handover, stage
+from foldray.schedule.op import Op, handover, route, stage
 
 Channel = tuple[str, int, int]
 """Class of traffic, and two pipeline positions. A channel is one queue."""
@@ -119,7 +119,7 @@ class PipelineGraph:
         if op.kind == STAGE:
             return None
         sender, receiver = self.where(op)
-        return route_of_handover(sender, receiver)
+        return route("handovers", sender, receiver)
 
     def frees(self, op: Op) -> tuple[Op, ...]:
         return (op._replace(direction="F"),) if (op.kind, op.direction) == (STAGE, "B") else ()

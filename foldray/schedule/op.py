@@ -52,6 +52,6 @@ def handover(direction: Direction, layer: int, micro_batch: int, part: int = 0) 
     return Op(HANDOVER, direction, layer, part, micro_batch)
 
 
-def route_of_handover(sender: int, receiver: int) -> tuple[str, int, int]:
-    """Return the channel of handovers from a pipeline position to another one. Each direction is a queue of its own."""
-    return "handovers_up" if sender < receiver else "handovers_down", sender, receiver
+def route(name: str, sender: int, receiver: int) -> tuple[str, int, int]:
+    """Return the channel of a class of traffic from a pipeline position to another one. Each direction is a queue of its own."""
+    return f"{name}_up" if sender < receiver else f"{name}_down", sender, receiver

@@ -39,7 +39,7 @@ from foldray.kinds import (
 )
 from foldray.schedule.chunks import Chunk
 from foldray.schedule.graph import Channel, PipelineGraph
-from foldray.schedule.op import Direction, Op, handover, route_of_handover
+from foldray.schedule.op import Direction, Op, handover, route
 from foldray.schedule.slicing import Slicing
 
 _CHAIN = (ROUTE, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE)
@@ -96,9 +96,10 @@ class StepGraph:
     places: tuple[Place, ...] = ()
     gathers: bool = False
 
-    @property
+    @cached_property
     def positions(self) -> int:
-        return self.pp
+        """Number of pipeline positions of both halves."""
+        return max([self.pp, *(position + 1 for place in self.places for position in place)])
 
     @property
     def pipeline(self) -> PipelineGraph:
@@ -128,6 +129,16 @@ class StepGraph:
             return self.places
         where = self.pipeline.at
         return tuple(Place(where[stage], where[stage]) for stage in self.stage_of)
+
+    def merges_onwards(self, layer: int) -> bool:
+        """Whether the rows of a block go from its experts straight to the next stage, where they are summed.
+
+        They do if the experts have positions of their own and the block ends its stage. The handover then carries the residual
+        stream past the experts (DisagMoE, section 4.2.2).
+        """
+        stage = self.stage_of[layer]
+        apart = self.at[layer].attention != self.at[layer].experts
+        return apart and layer == self.layers[stage][-1] and stage < len(self.stages) - 1
 
     @property
     def entry(self) -> str:
@@ -173,6 +184,8 @@ class StepGraph:
         layers = self.layers[stage]
         if stage == 0:
             yield from self.pieces(EMBED, 0, m)
+        elif self.merges_onwards(layers[0] - 1):
+            yield from self.pieces(MERGE, layers[0] - 1, m)
         for layer in layers:
             for kind in (PROJECT, GATHER) if self.gathers else ():
                 yield from self.pieces(kind, layer, m)
@@ -180,8 +193,9 @@ class StepGraph:
             if not self.blocks[layer].moe:
                 yield from self.pieces(FFN, layer, m)
                 continue
+            left_out = {*(() if self.ragged else (COUNTS,)), *((MERGE,) if self.merges_onwards(layer) else ())}
             for part in range(self.slicing.degree):
-                yield from (Op(kind, "F", layer, part, m) for kind in _CHAIN if self.ragged or kind != COUNTS)
+                yield from (Op(kind, "F", layer, part, m) for kind in _CHAIN if kind not in left_out)
         if stage < len(self.stages) - 1:
             yield from self.handovers("F", stage, m)
         else:
@@ -235,12 +249,14 @@ class StepGraph:
             ends = self.layers[op.layer][sender], self.layers[receiver][-1 - sender]
             return self.at[ends[0]].attention, self.at[ends[1]].attention
         place, half = self.at[op.layer], OP_KINDS[op.kind].half
+        back_at = self.at[op.layer + 1].attention if self.merges_onwards(op.layer) else place.attention
         if half == "attention" or place.attention == place.experts:
-            return (place.attention,)
+            return (back_at if op.kind == MERGE else place.attention,)
         if half == "experts":
             return (place.experts,)
+        outside = back_at if op.kind == COMBINE else place.attention
         outwards = (op.kind == COMBINE) == (op.direction == "B")  # dispatched rows, or gradients of combined rows
-        return place if outwards else (place.experts, place.attention)
+        return (outside, place.experts) if outwards else (place.experts, outside)
 
     def channel(self, op: Op) -> Channel | None:
         if op.kind == REDUCE:
@@ -249,7 +265,9 @@ class StepGraph:
         if name is None:
             return None
         ends = self.where(op)
-        return route_of_handover(*ends) if op.kind == HANDOVER else (name, min(ends), max(ends))
+        if len(ends) == 1:
+            return name, *ends, *ends
+        return route(name, *ends)
 
     def frees(self, op: Op) -> tuple[Op, ...]:
         if op.direction != "B" or OP_KINDS[op.kind].travels:
@@ -274,13 +292,16 @@ class StepGraph:
             return tuple(self._sharing(op, self.output(layer), layer))
         if kind == HANDOVER:
             last = self.layers[layer][-1]
-            return tuple(self._sharing(op, self.output(last), last))
+            return tuple(self._sharing(op, ROUTE if self.merges_onwards(last) else self.output(last), last))
+        if kind == MERGE and self.merges_onwards(layer):
+            past = self._overlapping(op, self.handovers("F", self.stage_of[layer], op.micro_batch))
+            return (op._replace(kind=COMBINE), *past)
         return tuple(op._replace(kind=name) for name in _BEFORE[kind] if self.ragged or name != COUNTS)
 
     def _entering(self, op: Op) -> tuple[Op, ...]:
         """Return the ops that produce the input of a slice of attention."""
         stage = self.stage_of[op.layer]
-        if op.layer > self.layers[stage][0]:
+        if op.layer > self.layers[stage][0] or (stage and self.merges_onwards(op.layer - 1)):
             return tuple(self._sharing(op, self.output(op.layer - 1), op.layer - 1))
         if stage == 0:
             return (op._replace(kind=EMBED),)
@@ -288,12 +309,18 @@ class StepGraph:
 
     def _gradients(self, op: Op) -> tuple[Op, ...]:
         """Return the ops that make the gradient of the results of an op's forward, or the data of a backward handover."""
-        if op.kind == HANDOVER:  # the gradient of the stage's input
-            return tuple(user._replace(direction="B") for user in self._sharing(op, self.entry, self.layers[op.layer][0]))
+        if op.kind == HANDOVER:  # the gradient of the stage's input, or of the residual stream that went past the experts
+            first = self.layers[op.layer][0]
+            makers = self._sharing(op, *((MERGE, first - 1) if self.merges_onwards(first - 1) else (self.entry, first)))
+            return tuple(maker._replace(direction="B") for maker in makers)
         stage = self.stage_of[op.layer]
-        if op.kind == self.output(op.layer) and op.layer == self.layers[stage][-1] and stage < len(self.stages) - 1:
-            return tuple(self._overlapping(op, self.handovers("B", stage + 1, op.micro_batch)))
-        return tuple(user._replace(direction="B") for user in self._users(op._replace(direction="F")))
+        ends = op.layer == self.layers[stage][-1] and stage < len(self.stages) - 1
+        onwards = self.merges_onwards(op.layer)
+        back = tuple(self._overlapping(op, self.handovers("B", stage + 1, op.micro_batch))) if ends else ()
+        if ends and not onwards and op.kind == self.output(op.layer):
+            return back
+        users = tuple(user._replace(direction="B") for user in self._users(op._replace(direction="F")))
+        return (*users, *back) if onwards and op.kind == ROUTE else users
 
     def _users(self, op: Op) -> tuple[Op, ...]:
         """Return the ops of the same stage that use the results of a forward op."""
@@ -307,9 +334,10 @@ class StepGraph:
         if kind == HEAD:
             return ()
         if kind in (MERGE, FFN):
-            last = layer == self.layers[self.stage_of[layer]][-1]
+            last = layer == self.layers[self.stage_of[layer]][-1] and not self.merges_onwards(layer)
             return tuple(self._sharing(op, HEAD, layer) if last else self._sharing(op, self.entry, layer + 1))
-        return tuple(op._replace(kind=name) for name in _AFTER[kind])
+        onwards = kind == ROUTE and self.merges_onwards(layer)
+        return tuple(op._replace(kind=name) for name in _AFTER[kind] if not (onwards and name == MERGE))
 
     def _sharing(self, op: Op, kind: str, layer: int) -> Iterator[Op]:
         """Return the forward ops of a kind at a block that share tokens with an op."""
@@ -333,7 +361,10 @@ class StepGraph:
 
     def _handover_cuts(self, direction: str, stage: int) -> tuple[int, ...]:
         """Return the cuts of a stage's output, or of the gradient of its input."""
-        return self._cuts(HEAD, self.layers[stage][-1]) if direction == "F" else self._slice_cuts
+        if direction == "F":
+            return self._cuts(HEAD, self.layers[stage][-1])
+        onwards = self.merges_onwards(self.layers[stage][0] - 1)
+        return self._micro_batch_cuts if onwards else self._slice_cuts
 
     @cached_property
     def _slice_cuts(self) -> tuple[int, ...]:

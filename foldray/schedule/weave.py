@@ -43,9 +43,12 @@ def woven(graph: Graph, orders: Schedule) -> Schedule:
     lists: list[list[tuple[int, bool, int, Op]]] = [[(ends[op], False, rank[op], op) for op in ops] for ops in orders]
     for op in graph.ops():
         if graph.channel(op) is not None:
-            needs, (sender, receiver) = computing.needs(op), graph.where(op)
+            needs, (sender, *others) = computing.needs(op), graph.where(op)
             source = max(needs, key=rank.__getitem__)
             lists[sender].append((ends[source], False, rank[source], op))
+            receiver = others[0] if others else None
+            if receiver is None:
+                continue
             if any(position_of[need] == receiver for need in needs):  # it sends, too
                 lists[receiver].append((ends[source], False, rank[source], op))
             else:
