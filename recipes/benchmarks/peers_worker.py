@@ -75,7 +75,7 @@ class DeepSpeed:
             "zero_allow_untested_optimizer": True, "expert_parallel": {"enabled": True, "autoep_size": layout.ep},
         }  # fmt: skip
         if layout.tp > 1:
-            settings["tensor_parallel"] = {"autotp_size": layout.tp, "partition_config": _PARTITION}
+            settings["tensor_parallel"] = {"autotp_size": layout.tp, **_cut(case.model)}
         self.engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)[0]
 
     def evaluate(self, batches: Batches, dp_rank: int, targets: float | None) -> Tensor:
@@ -129,14 +129,14 @@ class DeepSpeed:
             yield name, gradient, whole
 
 
-_PARTITION = {
-    "use_default_specs": False,
-    "layer_specs": [
-        {"patterns": [r".*self_attn\.(q|k|v|q_b|kv_b)_proj\.weight$"], "partition_type": "column"},
-        {"patterns": [r".*self_attn\.o_proj\.weight$"], "partition_type": "row"},
-    ],
-}
-"""What DeepSpeed's AutoTP cuts. It takes no plan of transformers that also names experts."""
+def _cut(model: str) -> dict[str, Any]:
+    """Say what DeepSpeed's AutoTP cuts. It takes no plan of transformers that also names experts."""
+    if model.startswith("deepseek"):
+        return {"preset_model": "deepseek_v2"}  # DeepSpeed's own, for this kind of attention
+    kinds = {"column": r"[qkv]_proj", "row": r"o_proj", "skip": r"[qk]_norm"}
+    specs = [{"patterns": [rf".*self_attn\.{name}\.weight$"], "partition_type": kind} for kind, name in kinds.items()]
+    specs[-1]["grad_allreduce"] = True  # each rank has these norms for its own heads alone
+    return {"partition_config": {"use_default_specs": False, "layer_specs": specs}}
 
 
 class Transformers:
