@@ -21,6 +21,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=list(AGREES), help="DeepSpeed takes float32 (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that ranks end with this process
     prepare(args.projects)
     rows = []
     for project in args.projects:
@@ -97,26 +99,29 @@ def run(project: str, layout: str, case: Case, dtype: torch.dtype, repair: bool,
         processes = [
             fork.Process(target=rank, args=(number, size, project, layout, case, dtype, repair, folder)) for number in range(size)
         ]
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + limit
-        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-            time.sleep(0.1)
-            if any(folder.glob("*.error")):
-                deadline = min(deadline, time.monotonic() + 5)  # the others wait for the rank that failed
-        late = [process for process in processes if process.is_alive()]
-        for process in processes:
-            process.kill()
-            process.join()
+        try:
+            for process in processes:
+                process.start()
+            deadline = time.monotonic() + limit
+            while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+                time.sleep(0.1)
+                if any(folder.glob("*.error")):
+                    deadline = min(deadline, time.monotonic() + 5)  # the others wait for the rank that failed
+            late = [process for process in processes if process.is_alive()]
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
         errors = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
         if errors:
             text = errors[0].read_text()
             print(text, file=sys.stderr)
             return {"error": text}
         if late or not (folder / "result.json").exists():
-            return {
-                "error": f"{len(late)} of {size} ranks did not end in {limit:.0f} s" if late else "a rank ended without a word"
-            }
+            print(*(path.read_text(errors="replace")[-2000:] for path in sorted(folder.glob("*.log"))), sep="\n", file=sys.stderr)
+            words = f"{len(late)} of {size} ranks did not end in {limit:.0f} s" if late else "a rank ended without a word"
+            return {"error": words}
         return json.loads((folder / "result.json").read_text())
 
 
