@@ -146,5 +146,3 @@ def _run(graph: StepGraph, halves: list[Half], alive: int) -> Iterator[_Pass]:
                 way = _WAY * (halves[onwards].position != position)
                 becomes_ready(end + way, each._replace(half=onwards))
             start()
-
-

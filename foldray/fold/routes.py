@@ -1,0 +1,65 @@
+"""The routes between attention and experts that have ranks of their own.
+
+An expert position has etp · edp *copies* of its experts' inputs: each copy is one rank for every EP index. A rank of attention
+sends all its rows to one copy. Ranks are spread over the copies in order, so every copy has as many senders as any other, or
+one fewer. With ETP, the ranks that share an expert gather each other's rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from foldray.fold.fold import Fold
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The ranks that exchange rows under a fold whose experts have ranks of their own."""
+
+    fold: Fold
+
+    def receivers(self, rank: int, position: int) -> tuple[int, ...]:
+        """Return the ranks of an expert position that a rank of attention sends rows to, by EP index.
+
+        Args:
+            rank: a rank of attention.
+            position: pipeline position of the experts, from 0.
+        """
+        return self._copies[position][self._copy_of(rank)]
+
+    def senders(self, rank: int, position: int) -> tuple[int, ...]:
+        """Return the ranks of an attention position that send rows to a rank of the experts.
+
+        Args:
+            rank: a rank of the experts.
+            position: pipeline position of attention, from 0.
+        """
+        place = self.fold.moe.coordinate(rank)
+        copy = place["edp"] * self.fold.etp + place["etp"]
+        return tuple(sender for sender in self._attention[position] if self._copy_of(sender) == copy)
+
+    def next(self, rank: int, position: int) -> int:
+        """Return the rank of an attention position that goes on with a rank's tokens: the one with the same other indices."""
+        own = self.fold.attention.coordinate(rank)["pp"]
+        return self._attention[position][self._attention[own].index(rank)]
+
+    def _copy_of(self, rank: int) -> int:
+        own = self._attention[self.fold.attention.coordinate(rank)["pp"]]
+        return own.index(rank) * self.fold.etp * self.fold.edp // len(own)
+
+    @cached_property
+    def _attention(self) -> list[tuple[int, ...]]:
+        """The ranks of every position of attention."""
+        grid = self.fold.attention
+        return [tuple(rank for rank in grid.ranks if grid.coordinate(rank)["pp"] == p) for p in range(self.fold.pp)]
+
+    @cached_property
+    def _copies(self) -> list[list[tuple[int, ...]]]:
+        """The copies of every position of the experts: the ranks of each copy, by EP index."""
+        fold, grid = self.fold, self.fold.moe
+        found = [[[0] * fold.ep for _ in range(fold.etp * fold.edp)] for _ in range(fold.moe_pp)]
+        for rank in grid.ranks:
+            place = grid.coordinate(rank)
+            found[place["pp"]][place["edp"] * fold.etp + place["etp"]][place["ep"]] = rank
+        return [[tuple(copy) for copy in position] for position in found]
