@@ -104,7 +104,11 @@ def batches(recipe: Recipe, dp_rank: int, step: int, documents: bool = False, ma
 
 
 def sample(step: int, sequences: int, length: int, vocab: int) -> torch.Tensor:
-    return torch.randint(0, vocab, (sequences, length), generator=torch.Generator().manual_seed(1000 + step))
+    """Return random tokens. No sequence begins with two equal ones: they would have the same hidden state, up to rounding."""
+    tokens = torch.randint(0, vocab, (sequences, length), generator=torch.Generator().manual_seed(1000 + step))
+    equal = tokens[:, 0] == tokens[:, 1]
+    tokens[equal, 1] = (tokens[equal, 1] + 1) % vocab
+    return tokens
 
 
 def weights(engine: Engine) -> dict[str, Held]:
