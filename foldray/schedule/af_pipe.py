@@ -5,7 +5,7 @@ Each half stands at a position. While a micro-batch is at the experts or on its 
 one. The lists follow from a run on a clock with simple rules:
 
 - A half takes one unit of time forward and two backward. The way between two positions takes one unit.
-- A free position first goes backward, then forward, each time with the half that is furthest along.
+- A free position first goes backward, then forward, each time with the half that is nearest to the start of the model.
 - At most `alive` micro-batches are on their way at once.
 
 So the step warms up with forwards, alternates forwards and backwards, and ends with backwards, for any number of positions of
@@ -124,7 +124,7 @@ def _run(graph: StepGraph, halves: list[Half], alive: int) -> Iterator[_Pass]:
         while events and events[0][0] == now:
             _, _, each = heapq.heappop(events)
             if each is not None:
-                order = (each.direction == "F", -each.half if each.direction == "F" else each.half, each.micro_batch)
+                order = each.direction == "F", each.half, each.micro_batch
                 heapq.heappush(ready[halves[each.half].position], (*order, each))
         for position, waiting in enumerate(ready):
             if not waiting or free[position] > now:

@@ -137,7 +137,7 @@ class StepGraph:
         stream past the experts (DisagMoE, section 4.2.2).
         """
         stage = self.stage_of[layer]
-        apart = self.at[layer].attention != self.at[layer].experts
+        apart = self.blocks[layer].moe is not None and self.at[layer].attention != self.at[layer].experts
         return apart and layer == self.layers[stage][-1] and stage < len(self.stages) - 1
 
     @property

@@ -107,11 +107,12 @@ def test_halves_of_a_block_may_stand_apart() -> None:
     graph = StepGraph(((MOE,),) * 4, Slicing((4, 4), (4, 4)), 5, micro_batches=2, places=AF)
     assert graph.where(Op("attention", "F", 3)) == graph.where(Op("merge", "B", 3)) == (1,)
     assert graph.where(Op("expert", "B", 2)) == (4,)
-    for op in (Op("counts", "F", 2), Op("dispatch", "F", 2), Op("combine", "B", 2)):
+    for op in (Op("counts", "F", 2), Op("dispatch", "F", 2)):
         assert graph.where(op) == (0, 4)
-    for op in (Op("combine", "F", 2), Op("dispatch", "B", 2)):
-        assert graph.where(op) == (4, 0)
-    assert graph.channel(Op("combine", "F", 2)) == ("tokens", 0, 4)
+    assert graph.where(Op("dispatch", "B", 2)) == (4, 0)
+    assert graph.where(Op("combine", "B", 2)) == (1, 4)
+    assert graph.where(Op("combine", "F", 2)) == (4, 1)
+    assert graph.channel(Op("combine", "F", 2)) == ("tokens_down", 4, 1)
     assert graph.where(Op("handover", "F", 0)) == (0, 1)
     assert graph.where(Op("handover", "B", 2)) == (0, 1)
     lists = tuple(tuple(op for op in graph.ops() if position in graph.where(op)) for position in range(5))
