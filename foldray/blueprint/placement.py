@@ -100,6 +100,37 @@ class Ownership:
         """Return the stages whose attention a rank holds."""
         return _standing(self.stages, self.fold.coordinate(rank).get("attention"))
 
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """The pipeline positions of every block's attention and of its experts, if these have positions of their own.
+
+        Those of the experts come after those of attention. Otherwise it is empty.
+        """
+        if not self.fold.disjoint:
+            return ()
+        attention = [stage.position for stage in self.stages for _ in stage.layers]
+        experts = [self.fold.pp + stage.position for stage in self.expert_stages for _ in stage.layers]
+        return tuple(zip(attention, experts, strict=True))
+
+    def expert_position(self, layer: int) -> int:
+        """Return the pipeline position of a block's experts among those of the experts, from 0."""
+        return next(stage.position for stage in self.expert_stages if layer in stage.layers)
+
+    def attention_around(self, layer: int) -> tuple[int, int]:
+        """Return the positions of a block's attention, and of the attention that goes on with its tokens.
+
+        The last block's tokens stay where they are, at the head.
+        """
+        own, after = (
+            next(stage.position for stage in self.stages if min(each, self.model.layers - 1) in stage.layers)
+            for each in (layer, layer + 1)
+        )
+        return own, after
+
+    def held_expert_stages(self, rank: int) -> tuple[Stage, ...]:
+        """Return the stages whose experts a rank holds."""
+        return _standing(self.expert_stages, self.fold.coordinate(rank).get("moe"))
+
     def share(self, layer: int) -> BlockSpec:
         """Return the sizes of a rank's share of a block, in attention's half and in the experts' half."""
         return self.model.block(layer).cut(self.fold.tp, self.fold.ep, self.fold.etp)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Thread
 from time import perf_counter
@@ -99,6 +99,15 @@ class Pending:
         except RuntimeError:  # gloo's sends and receives have no futures, and can be waited for only once
             self._works = [_watched(self._works, call)]
             return list(self._works)
+
+    @classmethod
+    def of(cls, parts: Iterable[Pending]) -> Pending:
+        """Return several running operations as one. The parts must not be waited for any more."""
+        parts = list(parts)
+        works, tensors, kept = (
+            [each for part in parts for each in getattr(part, name)] for name in ("_works", "_tensors", "_kept")
+        )
+        return cls(works, tensors, kept)
 
     def wait(self) -> tuple[Tensor, ...]:
         for work in self._works:
@@ -231,9 +240,39 @@ class Communicator:
         """
         received[self.index].copy_(sent[self.index].detach())
         others = [(self.index + step) % self.size for step in range(1, self.size)]
-        messages = [dist.P2POp(dist.irecv, received[i], self.ranks[i], self.group) for i in others if received[i].numel()]
-        messages += [dist.P2POp(dist.isend, sent[i], self.ranks[i], self.group) for i in others if sent[i].numel()]
-        return Pending(dist.batch_isend_irecv(messages) if messages else [], (out,), sent)
+        into, out_of = ([(i, parts[i]) for i in others] for parts in (received, sent))
+        return self._messages(into, out_of, (out,))
+
+    def _messages(
+        self, into: Iterable[tuple[int, Tensor]], sent: Iterable[tuple[int, Tensor]], result: Sequence[Tensor]
+    ) -> Pending:
+        """Start single messages; empty ones do not travel."""
+        sent = [(member, tensor) for member, tensor in sent if tensor.numel()]
+        messages = [dist.P2POp(dist.irecv, tensor, self.ranks[i], self.group) for i, tensor in into if tensor.numel()]
+        messages += [dist.P2POp(dist.isend, tensor, self.ranks[i], self.group) for i, tensor in sent]
+        return Pending(dist.batch_isend_irecv(messages) if messages else [], result, [tensor for _, tensor in sent])
+
+    def send_rows(self, tensors: Sequence[Tensor], to: Mapping[int, int]) -> Pending:
+        """Start to send the rows of tensors to some members. Nobody else takes part.
+
+        Args:
+            tensors: tensors with equally many rows, sorted by the member that they go to.
+            to: member → number of rows.
+        """
+        parts = [tensor.contiguous().split(list(to.values())) for tensor in tensors] if to else []
+        messages = [(member, part[i]) for i, member in enumerate(to) for part in parts]
+        self._count("send_rows", {member: sum(_bytes(part[i]) for part in parts) for i, member in enumerate(to)})
+        return self._messages([], messages, ())
+
+    def receive_rows(self, tensors: Sequence[Tensor], of: Mapping[int, int]) -> Pending:
+        """Start to receive what other members send with `send_rows`.
+
+        Args:
+            tensors: tensors for the rows, of the types and widths that are sent. The rows of each member follow one another.
+            of: member → number of rows.
+        """
+        parts = [tensor.split(list(of.values())) for tensor in tensors] if of else []
+        return self._messages([(member, part[i]) for i, member in enumerate(of) for part in parts], [], tensors)
 
     def shift(self, tensors: Sequence[Tensor]) -> Pending:
         """Start to send tensors to the ring's next member, and to receive tensors of their shapes from the previous one."""

@@ -29,6 +29,8 @@ TRAFFIC = {
     "tied_gradients": "embedding",
     "control": "world",
 }
+APART = {"rows_up": "world", "rows_down": "world", "row_counts": "world", "expert_stage": "etp_ep_edp"}
+"""Further classes of traffic, if the experts have ranks of their own."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,11 @@ class Groups:
         dense_gradients, replicated_gradients, expert_gradients: for the gradients of each gradient class.
         tied_gradients: for the gradient of an embedding that the first and the last stage share.
         control: for losses, norms and counts over all ranks.
+        rows_up, rows_down, row_counts: if the experts have ranks of their own: rows to experts, rows to attention, and how many
+            rows come. Otherwise, and for `expert_stage` on ranks of attention, they have no other member.
+        expert_stage: the ranks of a position of such experts.
         tokens_line: the line in which all-to-alls of tokens start.
+        rows_line: the line in which this rank begins to receive rows, if the experts have ranks of their own.
         traffic: counts of all bytes that this rank has sent.
     """
 
@@ -62,9 +68,14 @@ class Groups:
     expert_gradients: Communicator
     tied_gradients: Communicator
     control: Communicator
+    rows_up: Communicator
+    rows_down: Communicator
+    row_counts: Communicator
+    expert_stage: Communicator
     traffic: Traffic
     _process_groups: list[dist.ProcessGroup]
     tokens_line: Line = field(default_factory=Line, init=False)
+    rows_line: Line = field(default_factory=Line, init=False)
 
     @classmethod
     def create(
@@ -88,8 +99,9 @@ class Groups:
             raise ValueError(f"rank {rank} is not in the fold's ranks {fold.offset}…{fold.offset + fold.world_size - 1}")
         communicators: dict[str, Communicator] = {}
         traffic = Traffic()
-        for name, family in TRAFFIC.items():
-            group, ranks = _process_group(fold, rank, family, timeout, singles=False)
+        for name, family in {**TRAFFIC, **APART}.items():
+            used = name in TRAFFIC or fold.disjoint
+            group, ranks = _process_group(fold, rank, family, timeout, singles=False) if used else (None, (rank,))
             nodes = tuple(map(node, ranks)) if node else ()
             communicators[name] = Communicator(name, ranks, ranks.index(rank), group, nodes, traffic)
         process_groups = [communicator.group for communicator in communicators.values() if communicator.group]
@@ -108,6 +120,7 @@ class Groups:
     def close(self) -> None:
         """Destroy the process groups. Otherwise threads and sockets would pile up in a process that makes new groups."""
         self.tokens_line.close()
+        self.rows_line.close()
         while self._process_groups:
             dist.destroy_process_group(self._process_groups.pop())
 
@@ -119,6 +132,23 @@ class Groups:
     @property
     def dp_rank(self) -> int:
         return self.coordinate["attention"]["dp"]
+
+    @property
+    def owns_tokens(self) -> bool:
+        """Whether this rank has a place in attention's grid."""
+        return "attention" in self.coordinate
+
+    @property
+    def stage(self) -> Communicator:
+        """The ranks of this rank's pipeline position. They run the same list."""
+        return self.replicated_gradients if self.owns_tokens else self.expert_stage
+
+    @property
+    def position(self) -> int:
+        """This rank's pipeline position. Experts with positions of their own come after those of attention."""
+        if self.owns_tokens:
+            return self.coordinate["attention"]["pp"]
+        return self.fold.pp + self.coordinate["moe"]["pp"]
 
 
 def host_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:

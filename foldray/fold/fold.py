@@ -21,7 +21,8 @@ FAMILIES = {
         "tp": ("tp",), "cp": ("cp",), "dp": ("dp",), "pp": ("pp",), "dp_cp": ("dp", "cp"), "tp_cp": ("tp", "cp"),
         "tp_dp_cp": ("tp", "dp", "cp"), "world": ATTENTION_AXES, "embedding": ("pp",),  # the two ends of a pipeline
     },
-    "moe": {"etp": ("etp",), "ep": ("ep",), "edp": ("edp",), "pp": ("pp",), "etp_ep": ("etp", "ep")},
+    "moe": {"etp": ("etp",), "ep": ("ep",), "edp": ("edp",), "pp": ("pp",), "etp_ep": ("etp", "ep"),
+            "etp_ep_edp": ("etp", "ep", "edp")},
 }  # fmt: skip
 
 
@@ -137,7 +138,7 @@ class Fold:
 
         Families of attention are tp, cp, dp, pp, dp_cp (ranks that hold the same weights), tp_cp (ranks that share a
         sequence), tp_dp_cp (a pipeline stage), world, and embedding (first and last stage, which share a tied embedding).
-        Families of the experts are etp, ep, edp, pp and etp_ep (ranks that exchange tokens).
+        Families of the experts are etp, ep, edp, pp, etp_ep (ranks that exchange tokens) and etp_ep_edp (a pipeline stage).
 
         Args:
             family: name of the family.

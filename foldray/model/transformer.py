@@ -24,12 +24,16 @@ from foldray.model.parts import parts_below
 from foldray.model.sight import Sight
 from foldray.model.slices import KeysAndValues
 from foldray.moe import Balance, MoeBackend, MoELayer, Router
+from foldray.moe.apart import ExpertHalf, TokenExchange, TokenHalf
 
 
 class Block(nn.Module):
-    """Pre-norm attention, then a pre-norm dense feed-forward network (`ffn`) or MoE layer (`moe`)."""
+    """Pre-norm attention, then a pre-norm dense feed-forward network (`ffn`) or MoE layer (`moe`).
 
-    moe: MoELayer
+    If the experts have ranks of their own, `moe` is one half of a layer, and on the ranks of experts there is nothing else.
+    """
+
+    moe: MoELayer | TokenHalf | ExpertHalf
     ffn: FeedForward
 
     def __init__(
@@ -44,6 +48,9 @@ class Block(nn.Module):
     ):
         super().__init__()
         model, share = ownership.model, ownership.share(layer)
+        if not groups.owns_tokens:
+            self.moe = ExpertHalf(ownership, layer, groups, backend.experts, device, dtype)
+            return
         theta = model.rope_theta if model.positions == "rope" else None
         self.attention_norm = Norm(model, device, dtype)
         self.attention = Attention(share.attention, model.hidden, theta, groups, context, device, dtype)
@@ -53,7 +60,10 @@ class Block(nn.Module):
         if share.moe:
             inner = share.moe.shared
             shared = FeedForward(inner, model.hidden, groups.tensor, device, dtype) if inner else None
-            self.moe = MoELayer(ownership, layer, groups, backend, shared, device, dtype)
+            if ownership.fold.disjoint:
+                self.moe = TokenHalf(ownership, layer, groups, backend.gate, shared, device, dtype)
+            else:
+                self.moe = MoELayer(ownership, layer, groups, backend, shared, device, dtype)
 
     def forward(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, Balance | None]:
         """Run the whole block in one autograd graph: [B, s, H] → [B, s, H], and the balance of a MoE block.
@@ -108,17 +118,19 @@ class Transformer(nn.Module):
         super().__init__()
         model, device, backend = ownership.model, torch.device(device or "cpu"), backend or MoeBackend()
         self.spec, self.ownership, self.groups = model, ownership, groups
-        self.stages = ownership.held_stages(groups.rank)
         self.pieces = ownership.pieces(groups.rank)
-        place = groups.coordinate["attention"]
-        self.layout = Layout(groups.fold.cp, groups.fold.tp, place["cp"], place["tp"])
-        last = any(stage.last for stage in self.stages)
+        if groups.owns_tokens:
+            place, self.stages = groups.coordinate["attention"], ownership.held_stages(groups.rank)
+            self.layout = Layout(groups.fold.cp, groups.fold.tp, place["cp"], place["tp"])
+        else:
+            self.layout, self.stages = Layout(1, 1, 0, 0), ownership.held_expert_stages(groups.rank)
+        last = groups.owns_tokens and any(stage.last for stage in self.stages)
         if "embedding.weight" in self.pieces:
             self.embedding = Vocabulary(ownership.vocabulary(groups.rank), model.hidden, groups.tensor, device, dtype)
         if "positions.weight" in self.pieces:
             shape = (model.max_positions, model.hidden)
             self.positions = nn.Embedding(*shape, _weight=torch.empty(shape, device=device, dtype=dtype))
-        layers = [layer for stage in self.stages for layer in stage.layers]
+        layers = [layer for stage in self.stages for layer in stage.layers if groups.owns_tokens or model.is_moe(layer)]
         attentions = [model.block(layer).attention for layer in layers]
         self._windows = {attention.window: attention.sees for attention in attentions}
         self.blocks = nn.ModuleDict({str(i): Block(ownership, i, groups, backend, context, device, dtype) for i in layers})
@@ -127,6 +139,7 @@ class Transformer(nn.Module):
         if "head.weight" in self.pieces:
             self.head = Vocabulary(ownership.vocabulary(groups.rank), model.hidden, groups.tensor, device, dtype)
         self._positions: dict[int, torch.Tensor] = {}  # by length of a sequence
+        self._exchanges: dict[int, TokenExchange] = {}  # by position of experts
         self.global_parts = parts_below(self.named_modules())
         self._makers = {p: ownership.makers(self._spec(name), groups.rank) for name, p in self.named_parameters()}
         self._made_by: dict[Maker, list[nn.Parameter]] = {}
@@ -177,7 +190,10 @@ class Transformer(nn.Module):
         Of the ranks that read the same sequences, only the first has these numbers, so that a sum over ranks counts them
         once.
         """
-        place, nothing = self.groups.coordinate["attention"], self.no_losses()
+        nothing = self.no_losses()
+        if not self.groups.owns_tokens:
+            return nothing
+        place = self.groups.coordinate["attention"]
         if place["tp"] or place["cp"] or place["pp"]:
             return nothing
         counted = (batch.target_BL != IGNORED).sum()
@@ -215,6 +231,13 @@ class Transformer(nn.Module):
 
     def block(self, layer: int) -> Block:
         return cast(Block, self.blocks[str(layer)])
+
+    def token_exchange(self, layer: int) -> TokenExchange:
+        """Return the exchange with a block's experts, if they have ranks of their own and this rank owns tokens."""
+        position = self.ownership.expert_position(layer)
+        if position not in self._exchanges:
+            self._exchanges[position] = TokenExchange(self.groups, position)
+        return self._exchanges[position]
 
     def places(self, batch: Batch) -> list[Place]:
         """Return this rank's positions of the sequences, and the keys that they see, slice by slice."""
@@ -281,7 +304,7 @@ class Transformer(nn.Module):
 
     def _routers(self) -> Iterator[tuple[int, Router]]:
         for layer, block in self.blocks.items():
-            if isinstance(moe := getattr(block, "moe", None), MoELayer):
+            if isinstance(moe := getattr(block, "moe", None), (MoELayer, TokenHalf)):
                 yield int(layer), moe.router
 
     def _spec(self, name: str) -> ParameterSpec:

@@ -12,7 +12,7 @@ from foldray.errors import UserError
 from foldray.kinds import HANDOVER, REDUCE
 from foldray.model import Batch, Losses, Transformer
 from foldray.runtime.gradients import Gradients
-from foldray.runtime.micro_batch import MicroBatch
+from foldray.runtime.halves import micro_batch_type
 from foldray.runtime.trace import Trace
 from foldray.runtime.weights import Weights
 from foldray.schedule import (
@@ -20,6 +20,7 @@ from foldray.schedule import (
     Chunk,
     Op,
     Ordering,
+    Place,
     ScheduleError,
     Slicing,
     Span,
@@ -54,7 +55,7 @@ class Execution:
         self.last: StepGraph | None = None  # graph of the last training step
         self.weights: Weights | None = None
         self.reorder(ordering or Ordering())
-        self._position, self._stage = groups.coordinate["attention"]["pp"], groups.replicated_gradients
+        self._position, self._stage = groups.position, groups.stage
 
     def reorder(self, ordering: Ordering) -> None:
         """Use another ordering from the next step on."""
@@ -113,7 +114,7 @@ class Execution:
     def graph(self, batches: Sequence[Batch], backward: bool = True) -> StepGraph:
         """Return the graph of a pass over these parts of micro-batches."""
         model = self.model
-        length, ranks = batches[0].token_BL.shape[1], model.layout.cp * model.layout.tp
+        length, ranks = batches[0].token_BL.shape[1], self.groups.fold.cp * self.groups.fold.tp
         slicing = self.ordering.slicing or Slicing((length,), (length,))
         return StepGraph(
             tuple(tuple(model.spec.block(layer) for layer in stage.layers) for stage in model.ownership.stages),
@@ -121,18 +122,20 @@ class Execution:
             self.groups.fold.pp,
             len(batches),
             # In evaluation, the last micro-batch may be smaller on some ranks, so row counts differ even with padding.
-            ragged=not (model.spec.router.pad and backward),
+            ragged=self.groups.fold.disjoint or not (model.spec.router.pad and backward),
             recompute=self.ordering.recompute,
             backward=backward,
             batch_degree=self.ordering.batch_degree if backward else 1,
             chunks=self._chunks() if self.reduces and backward else (),
-            gathers=gathers(slicing, model.layout.cp),
+            gathers=gathers(slicing, self.groups.fold.cp),
+            places=tuple(Place(*each) for each in model.ownership.places),
         )
 
     def _chunks(self) -> tuple[tuple[Chunk, ...], ...]:
         """Return the chunks of gradients by position; for other positions than this rank's, none."""
         own = self.gradients.chunks(self.ordering.reduction.most)
-        return tuple(own if position == self._position else () for position in range(self.groups.fold.pp))
+        positions = self.groups.fold.pp + (self.groups.fold.moe_pp if self.groups.fold.disjoint else 0)
+        return tuple(own if position == self._position else () for position in range(positions))
 
     def order(self, graph: StepGraph) -> tuple[Op, ...]:
         """Return this rank's list. It is made once for each graph; ranks of a stage must then call this together.
@@ -177,10 +180,10 @@ class _Run:
         self.groups, self.graph, self.trace = execution.groups, execution.graph(batches, training), execution.trace
         self.gradients = execution.gradients
         self.order = execution.order(self.graph)
-        self.like = next(model.parameters())
-        self.weights = Weights(batches, self.groups, torch.promote_types(self.like.dtype, torch.float32)) if training else None
-        self.micro_batches = [MicroBatch(model, self.graph, batch, self.gradients.add, self.weights) for batch in batches]
-        self.shapes = [(len(batch.token_BL), model.spec.hidden) for batch in batches]
+        dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+        self.weights = Weights(batches, self.groups, dtype) if training else None
+        half = micro_batch_type(self.groups)
+        self.micro_batches = [half(model, self.graph, batch, self.gradients.add, self.weights) for batch in batches]
         # By direction and receiver: the last handover (its stage and micro-batch), and its pieces.
         self.sending: dict[tuple[str, int], tuple[tuple[int, int], list[Pending]]] = {}
 
@@ -198,6 +201,8 @@ class _Run:
         for _, pieces in self.sending.values():
             for each in pieces:
                 each.wait()
+        for micro_batch in self.micro_batches:
+            micro_batch.finish()
         if self.graph.chunks:
             self.gradients.finish()
         if trace is not None:
@@ -207,18 +212,13 @@ class _Run:
     def _hand_over(self, op: Op) -> Pending:
         """Start to send or to receive a piece of a handover: activations of a micro-batch, or their gradient."""
         sender, receiver = self.graph.where(op)
-        micro_batch, forward = self.micro_batches[op.micro_batch], op.direction == "F"
+        micro_batch = self.micro_batches[op.micro_batch]
         communicator = self.groups.handovers_up if sender < receiver else self.groups.handovers_down
-        buffers = micro_batch.inputs if forward else micro_batch.input_gradients
-        # A handover is the input of the later stage's first block, or the gradient of that input.
-        buffer = buffers[self.graph.layers[op.layer + 1 if forward else op.layer][0]]
-        tokens = self.graph.tokens(op)
         if communicator.index == receiver:
-            sequences, hidden = self.shapes[op.micro_batch]
-            pending = communicator.receive(self.like.new_empty((sequences, len(tokens), hidden)), sender)
-            buffer.put_later(tokens, pending)
+            pending = Pending.of([communicator.receive(each, sender) for each in micro_batch.coming(op)])
+            micro_batch.arriving(op, pending)
             return pending
-        pending = communicator.send(buffer.take(tokens), receiver)
+        pending = Pending.of([communicator.send(each, receiver) for each in micro_batch.leaving(op)])
         self._keep(op, receiver, pending)
         return pending
 

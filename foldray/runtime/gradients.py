@@ -205,7 +205,7 @@ class Gradients:
         self._tied, self._counted = model.tied(), set(model.counted())
         self._by_name = {buffer.name: buffer for buffer in self.buffers}
         self._copied = [self._by_name["replicated"]] if copied and held["replicated"] else []
-        place = groups.coordinate["attention"]
+        place = groups.coordinate.get("attention", {"pp": 0, "tp": 0})
         # Other ranks own the same elements of these parameters, and count them.
         self._copies = {*(self._tied if place["pp"] else ()), *(model.by_class("replicated") if copied and place["tp"] else ())}
         self._travelling: list[Pending] = []

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from foldray.comm import Pending
 from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, EMBED, EXPERT, FFN, GATHER, HEAD, MERGE, PROJECT, ROUTE
 from foldray.model import Batch, KeysAndValues, Transformer, add_losses
-from foldray.moe import Balance, Layer, Received, Sent, Tally
+from foldray.moe import Balance, Layer, Received, Router, Sent, Tally
 from foldray.runtime.buffer import TokenBuffer
 from foldray.runtime.weights import Weights
 from foldray.schedule import Op, StepGraph
@@ -125,8 +125,29 @@ class MicroBatch:
         if op.direction == "R":
             self._run_again(op._replace(direction="F"))
         else:
-            (FORWARD if op.direction == "F" else BACKWARD)[op.kind](self, op)
+            method = (FORWARD if op.direction == "F" else BACKWARD)[op.kind]
+            getattr(self, method.__name__)(op)  # of a half, if the experts have ranks of their own
         return self.flight.get(op)
+
+    # Handovers.
+
+    def leaving(self, op: Op) -> list[torch.Tensor]:
+        """Return the tensors that a handover sends: the input of the later stage's first block, or the gradient of that."""
+        return [self._handed_over(op).take(self._tokens(op))]
+
+    def coming(self, op: Op) -> list[torch.Tensor]:
+        """Return empty tensors for what a handover brings."""
+        like = next(self.model.parameters())
+        return [like.new_empty((len(self.batch.token_BL), len(self._tokens(op)), self.model.spec.hidden))]
+
+    def arriving(self, op: Op, pending: Pending) -> None:
+        """Keep what a handover brings."""
+        self._handed_over(op).put_later(self._tokens(op), pending)
+
+    def _handed_over(self, op: Op) -> TokenBuffer:
+        forward = op.direction == "F"
+        first = self.graph.layers[op.layer + 1 if forward else op.layer][0]
+        return (self.inputs if forward else self.input_gradients)[first]
 
     # Forward.
 
@@ -184,10 +205,7 @@ class MicroBatch:
         self.flight[op._replace(kind=DISPATCH)] = Pending([], (rows_NH,))  # until the dispatch op sends it
         if not self.graph.ragged:
             self._received[part] = layer.exchange.equal_counts(sent)
-        self._tallies[op.layer] = tally if before is None else before + tally
-        if op.part == self.graph.slicing.degree - 1:
-            self._balances[op.layer] = self._tallies.pop(op.layer).balance(layer.router.sequences, length)
-            self.losses = add_losses(self.losses, self.model.router_losses(op.layer, self._balances[op.layer]))
+        self._tallied(op, layer.router, tally, before)
 
     def counts_forward(self, op: Op) -> None:
         received = self._layer(op).exchange.start_counts(self._sent[_part(op)])
@@ -288,6 +306,19 @@ class MicroBatch:
         self._differentiate(op, [self.input_gradients[op.layer].take(self._tokens(op))])
 
     # Shared by the ops.
+
+    def finish(self) -> None:
+        """Wait until all that this rank has sent for the micro-batch has left."""
+        while self.flight:
+            self.flight.popitem()[1].wait()
+
+    def _tallied(self, op: Op, router: Router, tally: Tally, before: Tally | None) -> None:
+        """Add the tally of a piece to those before it, and after the last piece compute the balance."""
+        self._tallies[op.layer] = tally if before is None else before + tally
+        if op.part == self.graph.slicing.degree - 1:
+            balance = self._tallies.pop(op.layer).balance(router.sequences, self.graph.slicing.length)
+            self._balances[op.layer] = balance
+            self.losses = add_losses(self.losses, self.model.router_losses(op.layer, balance))
 
     @cached_property
     def _places(self) -> list:

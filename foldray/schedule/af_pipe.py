@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, MERGE, PROJECT, ROUTE
@@ -48,13 +49,14 @@ class _Pass(NamedTuple):
 
 
 def af_pipe(graph: StepGraph, alive: int | None = None) -> Schedule:
-    """Return the lists of all positions.
+    """Return the lists of all positions, without the reductions of gradients.
 
     Args:
         graph: a step whose experts have positions of their own.
         alive: most micro-batches that have started and not ended. None is two for every position: one there and one on its
             way.
     """
+    graph = replace(graph, chunks=())
     halves = list(chain(graph))
     orders: list[list[Op]] = [[] for _ in range(graph.positions)]
     for each in _run(graph, halves, alive or 2 * graph.positions):

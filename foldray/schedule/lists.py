@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, EXPERT, GATHER, HANDOVER, HEAD, MERGE, PROJECT, ROUTE, STAGE
+from foldray.schedule.af_pipe import af_pipe
 from foldray.schedule.chunks import Reduction
 from foldray.schedule.generators import Run, group
 from foldray.schedule.op import Direction, Op, Schedule
@@ -48,7 +49,10 @@ def position_list(graph: StepGraph, position: int, ordering: Ordering) -> tuple[
     Raises:
         UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
     """
-    order = expand(graph, pipeline(graph.pipeline)[position], ordering.forward, ordering.backward)
+    if graph.apart:
+        order = af_pipe(graph)[position]
+    else:
+        order = expand(graph, pipeline(graph.pipeline)[position], ordering.forward, ordering.backward)
     if graph.chunks:
         order = place_reductions(graph, order, position, ordering.reduction.kind)
     if ordering.costs is None or not ordering.reduction.gives_way:

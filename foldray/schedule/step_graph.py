@@ -130,6 +130,11 @@ class StepGraph:
         where = self.pipeline.at
         return tuple(Place(where[stage], where[stage]) for stage in self.stage_of)
 
+    @property
+    def apart(self) -> bool:
+        """Whether the experts have positions of their own."""
+        return any(place.attention != place.experts for place in self.places)
+
     def merges_onwards(self, layer: int) -> bool:
         """Whether the rows of a block go from its experts straight to the next stage, where they are summed.
 

@@ -1,0 +1,250 @@
+"""The ops of a micro-batch on ranks that own only tokens, or only experts.
+
+What goes from the router past the experts to the sums of results (`_Past`) travels with the handover if the sums are at the
+next stage. In backward, the gradient of the residual stream comes back the same way. The weights travel with the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+import torch
+
+from foldray.comm import Groups, Pending
+from foldray.kinds import COMBINE, COUNTS, DISPATCH
+from foldray.moe.apart import ExpertHalf, TokenExchange, TokenHalf
+from foldray.moe.once import decode
+from foldray.runtime.micro_batch import Computed, MicroBatch, Part
+from foldray.schedule import Op
+
+
+def micro_batch_type(groups: Groups) -> type[MicroBatch]:
+    """Return the type of a rank's micro-batches."""
+    if not groups.fold.disjoint:
+        return MicroBatch
+    return TokenMicroBatch if groups.owns_tokens else ExpertMicroBatch
+
+
+class _Past:
+    """The data that go from the router of a piece past the experts. They may still be on their way.
+
+    Args:
+        coming: brings goes_TR (`once.Rows`) as uint8, and the residual stream, with the output of the shared expert.
+    """
+
+    def __init__(self, coming: Pending):
+        self._coming, self._lock = coming, Lock()  # the line's thread reads it, too
+
+    @property
+    def is_here(self) -> bool:
+        return not self._coming.is_running
+
+    @cached_property
+    def both(self) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._lock:
+            goes_TR, residual_BsH = self._coming.wait()
+        return goes_TR, residual_BsH
+
+    @cached_property
+    def count_R(self) -> list[int]:
+        """Number of rows by rank of experts. The host waits for it."""
+        return self.both[0].sum(0, dtype=torch.int64).tolist()
+
+
+class TokenMicroBatch(MicroBatch):
+    """The state of a micro-batch on a rank that owns tokens."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._goes: dict[Part, torch.Tensor] = {}  # goes_TR of pieces whose rows have not left
+        self._left: dict[Part, list[int]] = {}  # number of rows that have left by rank of experts, until their gradients come
+        self._pasts: dict[Part, _Past] = {}  # at the stage of the sums
+        self._past_gradients: dict[Part, Pending] = {}  # of the residual stream, at the router's stage
+
+    def _half(self, op: Op) -> TokenHalf:
+        half = self.model.block(op.layer).moe
+        assert isinstance(half, TokenHalf)
+        return half
+
+    # Handovers.
+
+    def leaving(self, op: Op) -> list[torch.Tensor]:
+        last, part = self._past_layer(op), op.part
+        if last is None:
+            return super().leaving(op)
+        if op.direction == "F":
+            return [*self._pasts.pop((last, part)).both]
+        return [*self._past_gradients.pop((last, part)).wait()]
+
+    def coming(self, op: Op) -> list[torch.Tensor]:
+        last = self._past_layer(op)
+        if last is None:
+            return super().coming(op)
+        (residual_BsH,) = super().coming(op)
+        if op.direction == "B":
+            return [residual_BsH]
+        tokens = residual_BsH.shape[0] * residual_BsH.shape[1]
+        return [residual_BsH.new_empty((tokens, self.groups.fold.ep), dtype=torch.uint8), residual_BsH]
+
+    def arriving(self, op: Op, pending: Pending) -> None:
+        last = self._past_layer(op)
+        if last is None:
+            super().arriving(op, pending)
+        elif op.direction == "F":
+            self._pasts[last, op.part] = _Past(pending)
+        else:
+            self._past_gradients[last, op.part] = pending
+
+    def _past_layer(self, op: Op) -> int | None:
+        """Return the block whose experts a handover goes past; None for an ordinary handover."""
+        before = self.graph.layers[op.layer if op.direction == "F" else op.layer - 1][-1]
+        return before if self.graph.merges_onwards(before) else None
+
+    @property
+    def groups(self) -> Groups:
+        return self.model.groups
+
+    # Forward.
+
+    def route_forward(self, op: Op) -> None:
+        block, layer, part = self.model.block(op.layer), self._half(op), (op.layer, op.part)
+        z_BsH, before = self.middles[op.layer].take(self._tokens(op)), self._tallies.get(op.layer)
+        length = self.graph.slicing.length
+
+        def route(z_BsH: torch.Tensor) -> Computed:
+            h_BsH = block.ffn_norm(z_BsH)
+            h_TH = h_BsH.flatten(0, 1)
+            routing = layer.route(h_TH, len(h_BsH), length, before)
+            rows = layer.encode(h_TH, routing)
+            shared = [] if layer.shared is None else [layer.shared(h_BsH)]
+            ends = [rows.rows_NH, rows.weight_NK, routing.tally.score_BE, routing.tally.z, *shared]
+            return Computed(ends, (rows.expert_NK, rows.goes_TR, routing.tally.detach()))
+
+        (rows_NH, weight_NK, _, _, *shared), (expert_NK, goes_TR, tally) = self._compute(op, route, z_BsH)
+        residual_BsH = z_BsH.detach() + shared[0] if shared else z_BsH.detach()
+        self._goes[part] = goes_TR
+        self._pasts[part] = _Past(Pending([], (goes_TR.to(torch.uint8), residual_BsH)))
+        self.flight[op._replace(kind=DISPATCH)] = Pending([], (rows_NH, weight_NK, expert_NK))
+        self._tallied(op, layer.router, tally, before)
+
+    def counts_forward(self, op: Op) -> None:
+        self.flight[op] = self._exchange(op).start_counts(self._goes[op.layer, op.part].sum(0))
+
+    def dispatch_forward(self, op: Op) -> None:
+        rows_NH, weight_NK, expert_NK = self.flight.pop(op).wait()
+        count_R = self._goes.pop((op.layer, op.part)).sum(0).tolist()
+        meta_NM = torch.cat([weight_NK, expert_NK.to(weight_NK.dtype)], dim=1)  # numbers of experts are exact there
+        self.flight[op] = self._exchange(op).start_out([rows_NH, meta_NM], count_R)
+        if self.training:
+            self._left[op.layer, op.part] = count_R
+
+    def combine_forward(self, op: Op) -> None:
+        past = self._pasts[op.layer, op.part]
+        like, hidden = next(self.model.parameters()), self.model.spec.hidden
+        self.flight[op] = self._exchange(op).start_back(
+            lambda rows: [like.new_empty((rows, hidden))], lambda: past.count_R, past.is_here
+        )
+
+    def merge_forward(self, op: Op) -> None:
+        goes_TR, residual_BsH = self._pasts[op.layer, op.part].both
+        (y_TH,), _ = self._compute(op, lambda y_NH: Computed([decode(y_NH, goes_TR.bool())]), self._arrived(op, COMBINE))
+        self.inputs[op.layer + 1].put(self._tokens(op), residual_BsH + y_TH.to(residual_BsH.dtype).view_as(residual_BsH))
+        if not self.training:
+            del self._pasts[op.layer, op.part]
+
+    # Backward.
+
+    def merge_backward(self, op: Op) -> None:
+        residual_BsH = self.input_gradients[op.layer + 1].take(self._tokens(op))
+        (rows_NH,) = self._differentiate(op, [residual_BsH.flatten(0, 1)])
+        self._past_gradients[op.layer, op.part] = Pending([], (residual_BsH,))
+        self.flight[op._replace(kind=COMBINE)] = Pending([], (rows_NH,))
+
+    def combine_backward(self, op: Op) -> None:
+        (rows_NH,) = self.flight.pop(op).wait()
+        self.flight[op] = self._exchange(op).start_out([rows_NH], self._pasts.pop((op.layer, op.part)).count_R)
+
+    def dispatch_backward(self, op: Op) -> None:
+        count_R, half = self._left.pop((op.layer, op.part)), self._half(op)
+        like, weight = next(self.model.parameters()), half.router.bias
+        self.flight[op] = self._exchange(op).start_back(
+            lambda rows: [like.new_empty((rows, half.hidden)), weight.new_empty((rows, half.topk))], lambda: count_R, True
+        )
+
+    def route_backward(self, op: Op) -> None:
+        assert self.weights is not None
+        (slope_BE, slope), share = self._balances[op.layer].slopes(), self.weights.sequence
+        router, (rows_NH, weight_NK) = self.model.spec.router, self.flight.pop(op._replace(kind=DISPATCH)).wait()
+        (residual_BsH,) = self._past_gradients.pop((op.layer, op.part)).wait()
+        gradients = [rows_NH, weight_NK, slope_BE * (share * router.balance_loss), share * (slope * router.z_loss), residual_BsH]
+        (gradient,) = self._differentiate(op, gradients)
+        self.middle_gradients[op.layer].put(self._tokens(op), gradient + residual_BsH)
+
+    def _exchange(self, op: Op) -> TokenExchange:
+        """Return the exchange with a block's experts. A rank that sums their results may lack the block's router."""
+        return self.model.token_exchange(op.layer)
+
+
+class ExpertMicroBatch(MicroBatch):
+    """The state of a micro-batch on a rank that owns experts."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._counts: dict[Part, Pending] = {}
+        self._known: dict[Part, list[int]] = {}  # number of rows by sender
+
+    def _half(self, op: Op) -> ExpertHalf:
+        half = self.model.block(op.layer).moe
+        assert isinstance(half, ExpertHalf)
+        return half
+
+    def counts_forward(self, op: Op) -> None:
+        device = next(self.model.parameters()).device
+        self._counts[op.layer, op.part] = self.flight[op] = self._half(op).exchange.start_counts(device)
+
+    def dispatch_forward(self, op: Op) -> None:
+        part, half = (op.layer, op.part), self._half(op)
+        self.flight.pop(op._replace(kind=COUNTS), None)
+        coming, like = self._counts.pop(part), next(self.model.parameters())
+        wide = torch.promote_types(like.dtype, torch.float32)
+
+        def counts() -> Sequence[int]:
+            (count_S,) = coming.wait()
+            self._known[part] = count_S.tolist()
+            return self._known[part]
+
+        self.flight[op] = half.exchange.start_rows(
+            lambda rows: [like.new_empty((rows, half.hidden)), like.new_empty((rows, 2 * half.topk), dtype=wide)],
+            counts, not coming.is_running,
+        )  # fmt: skip
+
+    def expert_forward(self, op: Op) -> None:
+        half = self._half(op)
+        rows_NH, meta_NM = self.flight.pop(op._replace(kind=DISPATCH)).wait()
+        weight_NK, expert_NK = meta_NM.split(half.topk, dim=1)
+        expert_NK = expert_NK.to(torch.int64)
+        (y_NH,), _ = self._compute(
+            op, lambda rows_NH, weight_NK: Computed([half.run(rows_NH, weight_NK, expert_NK)]), rows_NH, weight_NK.contiguous()
+        )
+        self.flight[op._replace(kind=COMBINE)] = Pending([], (y_NH,))
+
+    def combine_forward(self, op: Op) -> None:
+        part = op.layer, op.part
+        counts = self._known[part] if self.training else self._known.pop(part)
+        self.flight[op] = self._half(op).exchange.start_results(self.flight.pop(op).wait(), counts)
+
+    def combine_backward(self, op: Op) -> None:
+        half, like = self._half(op), next(self.model.parameters())
+        counts = self._known[op.layer, op.part]
+        self.flight[op] = half.exchange.start_gradients(lambda rows: [like.new_empty((rows, half.hidden))], lambda: counts)
+
+    def expert_backward(self, op: Op) -> None:
+        rows_NH, weight_NK = self._differentiate(op, [self._arrived(op, COMBINE)])
+        self.flight[op._replace(kind=DISPATCH)] = Pending([], (rows_NH, weight_NK))
+
+    def dispatch_backward(self, op: Op) -> None:
+        counts = self._known.pop((op.layer, op.part))
+        self.flight[op] = self._half(op).exchange.start_row_gradients(self.flight.pop(op).wait(), counts)
