@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -328,7 +328,7 @@ class MicroBatch:
         return self.graph.tokens(op)
 
     def _layer(self, op: Op) -> Layer:
-        return self.model.block(op.layer).moe
+        return cast(Layer, self.model.block(op.layer).moe)  # `halves.py` has the ops of ranks with one half of a layer
 
     def _start_out(self, op: Op) -> None:
         """Start to send the rows that wait for this op to the owners of experts."""

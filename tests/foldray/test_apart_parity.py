@@ -27,7 +27,7 @@ class Case(NamedTuple):
     """
 
     fold: Fold
-    model: dict[str, Any] = {}
+    model: dict[str, Any] | None = None
     virtual_stages: int = 1
     passes: int = 2
     degree: int = 1
@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
 
 def train_apart(rank: int, case: Case, steps: int) -> dict[str, Any]:
-    spec, fold = ModelSpec(**{**MODEL, **case.model}), case.fold
+    spec, fold = ModelSpec(**{**MODEL, **(case.model or {})}), case.fold
     groups = Groups.create(fold, rank)
     model = Transformer(Ownership(spec, fold, case.virtual_stages), groups, dtype=torch.float64)
     optimizer = OptimizerSpec(kind="sgd", lr=1.0, decay="constant", weight_decay=0.0, clip=None)
@@ -100,7 +100,7 @@ NORMAL = {"1:1, two positions each", "2:2", "1:2, edp 2", "4:4", "pieces, recomp
 def test_parity_with_one_process(ranks, name: str) -> None:
     case = CASES[name]
     found = ranks(case.fold.world_size).run(train_apart, case, STEPS)
-    recipe = make_recipe(1, model={**MODEL, **case.model})
+    recipe = make_recipe(1, model={**MODEL, **(case.model or {})})
     reference = one_process(recipe, steps=STEPS)
     difference, where = worst(found, reference, relative=False)
     assert difference <= 1e-10, where
