@@ -29,7 +29,7 @@ TRAFFIC = {
     "tied_gradients": "embedding",
     "control": "world",
 }
-APART = {"rows_up": "world", "rows_down": "world", "row_counts": "world", "expert_stage": "etp_ep_edp"}
+APART = {"rows_up": "world", "rows_down": "world", "row_counts": "world", "expert_stage": "expert_stage"}
 """Further classes of traffic, if the experts have ranks of their own."""
 
 

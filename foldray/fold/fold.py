@@ -21,8 +21,7 @@ FAMILIES = {
         "tp": ("tp",), "cp": ("cp",), "dp": ("dp",), "pp": ("pp",), "dp_cp": ("dp", "cp"), "tp_cp": ("tp", "cp"),
         "tp_dp_cp": ("tp", "dp", "cp"), "world": ATTENTION_AXES, "embedding": ("pp",),  # the two ends of a pipeline
     },
-    "moe": {"etp": ("etp",), "ep": ("ep",), "edp": ("edp",), "pp": ("pp",), "etp_ep": ("etp", "ep"),
-            "etp_ep_edp": ("etp", "ep", "edp")},
+    "moe": {"etp": ("etp",), "ep": ("ep",), "edp": ("edp",), "pp": ("pp",), "etp_ep": ("etp", "ep")},
 }  # fmt: skip
 
 
@@ -138,7 +137,8 @@ class Fold:
 
         Families of attention are tp, cp, dp, pp, dp_cp (ranks that hold the same weights), tp_cp (ranks that share a
         sequence), tp_dp_cp (a pipeline stage), world, and embedding (first and last stage, which share a tied embedding).
-        Families of the experts are etp, ep, edp, pp, etp_ep (ranks that exchange tokens) and etp_ep_edp (a pipeline stage).
+        Families of the experts are etp, ep, edp, pp, and etp_ep (ranks that exchange tokens). Beside these,
+        expert_stage has all ranks of a pipeline position of the experts.
 
         Args:
             family: name of the family.
@@ -147,6 +147,8 @@ class Fold:
         Raises:
             UserError: no such family exists.
         """
+        if family == "expert_stage":
+            return self.moe.groups([axis for axis in MOE_AXES if axis != "pp"])
         grid, axes = self.axes(family, view)
         if family == "world":
             return (tuple(range(self.offset, self.offset + self.world_size)),)
