@@ -113,19 +113,15 @@ class Ownership:
         return tuple(zip(attention, experts, strict=True))
 
     def expert_position(self, layer: int) -> int:
-        """Return the pipeline position of a block's experts among those of the experts, from 0."""
-        return next(stage.position for stage in self.expert_stages if layer in stage.layers)
+        """Return the position of a block's experts among those of the experts, from 0, if they have ranks of their own."""
+        return self.places[layer][1] - self.fold.pp
 
     def attention_around(self, layer: int) -> tuple[int, int]:
         """Return the positions of a block's attention, and of the attention that goes on with its tokens.
 
-        The last block's tokens stay where they are, at the head.
+        The last block's tokens stay where they are, at the head. The experts must have ranks of their own.
         """
-        own, after = (
-            next(stage.position for stage in self.stages if min(each, self.model.layers - 1) in stage.layers)
-            for each in (layer, layer + 1)
-        )
-        return own, after
+        return self.places[layer][0], self.places[min(layer + 1, self.model.layers - 1)][0]
 
     def held_expert_stages(self, rank: int) -> tuple[Stage, ...]:
         """Return the stages whose experts a rank holds."""

@@ -104,10 +104,9 @@ class Pending:
     def of(cls, parts: Iterable[Pending]) -> Pending:
         """Return several running operations as one. The parts must not be waited for any more."""
         parts = list(parts)
-        works, tensors, kept = (
-            [each for part in parts for each in getattr(part, name)] for name in ("_works", "_tensors", "_kept")
-        )
-        return cls(works, tensors, kept)
+        works = [work for part in parts for work in part._works]
+        kept = [tensor for part in parts for tensor in part._kept]
+        return cls(works, [tensor for part in parts for tensor in part._tensors], kept)
 
     def wait(self) -> tuple[Tensor, ...]:
         for work in self._works:

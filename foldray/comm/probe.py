@@ -41,6 +41,9 @@ def probe(groups: Groups, device: torch.device, dtype: torch.dtype) -> None:
         (groups.replicated_gradients, wide, {"all-reduce": Communicator.all_reduce, "reduce-scatter": _reduce_scatter}),
         (groups.expert_gradients, wide, {"all-reduce": Communicator.all_reduce, "reduce-scatter": _reduce_scatter}),
         (groups.tied_gradients, wide, {"all-reduce": Communicator.all_reduce}),
+        (groups.rows_up, dtype, {"send and receive": _shift}),
+        (groups.rows_down, dtype, {"send and receive": _shift}),
+        (groups.row_counts, torch.int64, {"send and receive": _shift}),
         (groups.control, torch.float64, {"all-reduce": Communicator.all_reduce}),
     ]
     for communicator, kind, operations in plan:

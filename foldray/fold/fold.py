@@ -109,6 +109,11 @@ class Fold:
         return self.pp if self.expert_pp is None else self.expert_pp
 
     @property
+    def positions(self) -> int:
+        """Pipeline positions of both halves. If the experts have ranks of their own, their positions come last."""
+        return self.pp + (self.moe_pp if self.disjoint else 0)
+
+    @property
     def dp(self) -> int:
         return self.attention_ranks // (self.tp * self.cp * self.pp)
 

@@ -39,11 +39,6 @@ class Routes:
         copy = place["edp"] * self.fold.etp + place["etp"]
         return tuple(sender for sender in self._attention[position] if self._copy_of(sender) == copy)
 
-    def next(self, rank: int, position: int) -> int:
-        """Return the rank of an attention position that goes on with a rank's tokens: the one with the same other indices."""
-        own = self.fold.attention.coordinate(rank)["pp"]
-        return self._attention[position][self._attention[own].index(rank)]
-
     def _copy_of(self, rank: int) -> int:
         own = self._attention[self.fold.attention.coordinate(rank)["pp"]]
         return own.index(rank) * self.fold.etp * self.fold.edp // len(own)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from foldray.blueprint import Ownership
-from foldray.comm import Groups, Pending, gather_rows, scatter_rows
+from foldray.comm import Communicator, Groups, Line, Pending, gather_rows, scatter_rows
 from foldray.fold.routes import Routes
 from foldray.moe import once
 from foldray.moe.experts import Experts
@@ -50,11 +50,7 @@ class TokenExchange:
             ready: whether `counts` would not wait.
         """
 
-        def begin() -> Pending:
-            count_R = counts()
-            return self._down.receive_rows(tensors(sum(count_R)), dict(zip(self._receivers, count_R, strict=True)))
-
-        return self._line.start(begin, ready)
+        return _receive(self._line, self._down, self._receivers, tensors, counts, ready)
 
 
 class ExpertExchange:
@@ -83,11 +79,11 @@ class ExpertExchange:
 
     def start_rows(self, tensors: Callable[[int], Rows], counts: Callable[[], Sequence[int]], ready: bool) -> Pending:
         """Start to receive rows, as soon as their numbers are known (`TokenExchange.start_back`)."""
-        return self._receive(self._before, tensors, counts, ready)
+        return _receive(self._line, self._up, self._before, tensors, counts, ready)
 
     def start_gradients(self, tensors: Callable[[int], Rows], counts: Callable[[], Sequence[int]]) -> Pending:
         """Start to receive the gradients of results."""
-        return self._receive(self._after, tensors, counts, True)
+        return _receive(self._line, self._up, self._after, tensors, counts, True)
 
     def start_results(self, tensors: Rows, count_S: Sequence[int]) -> Pending:
         """Start to send results to the attention after the experts."""
@@ -97,14 +93,22 @@ class ExpertExchange:
         """Start to send the gradients of rows to the attention before the experts."""
         return self._down.send_rows(tensors, dict(zip(self._before, count_S, strict=True)))
 
-    def _receive(
-        self, members: list[int], tensors: Callable[[int], Rows], counts: Callable[[], Sequence[int]], ready: bool
-    ) -> Pending:
-        def begin() -> Pending:
-            count_S = counts()
-            return self._up.receive_rows(tensors(sum(count_S)), dict(zip(members, count_S, strict=True)))
 
-        return self._line.start(begin, ready)
+def _receive(
+    line: Line,
+    communicator: Communicator,
+    members: Sequence[int],
+    tensors: Callable[[int], Rows],
+    counts: Callable[[], Sequence[int]],
+    ready: bool,
+) -> Pending:
+    """Start to receive rows from members, in the line, as soon as their numbers are known (`TokenExchange.start_back`)."""
+
+    def begin() -> Pending:
+        known = counts()
+        return communicator.receive_rows(tensors(sum(known)), dict(zip(members, known, strict=True)))
+
+    return line.start(begin, ready)
 
 
 class TokenHalf(nn.Module):
@@ -122,7 +126,7 @@ class TokenHalf(nn.Module):
     ):
         super().__init__()
         model = ownership.model
-        self.experts_everywhere, self.ranks, self.topk, self.hidden = model.experts, ownership.fold.ep, model.topk, model.hidden
+        self.all_experts, self.ranks, self.topk, self.hidden = model.experts, ownership.fold.ep, model.topk, model.hidden
         self.router = Router(model, groups, gate, device, dtype)
         self.shared = shared
 
@@ -130,7 +134,7 @@ class TokenHalf(nn.Module):
         return self.router(h_TH, sequences, length, before)
 
     def encode(self, h_TH: torch.Tensor, routing: Routing) -> once.Rows:
-        return once.encode(h_TH, routing, self.experts_everywhere, self.ranks)
+        return once.encode(h_TH, routing, self.all_experts, self.ranks)
 
 
 class ExpertHalf(nn.Module):

@@ -134,8 +134,7 @@ class Execution:
     def _chunks(self) -> tuple[tuple[Chunk, ...], ...]:
         """Return the chunks of gradients by position; for other positions than this rank's, none."""
         own = self.gradients.chunks(self.ordering.reduction.most)
-        positions = self.groups.fold.pp + (self.groups.fold.moe_pp if self.groups.fold.disjoint else 0)
-        return tuple(own if position == self._position else () for position in range(positions))
+        return tuple(own if position == self._position else () for position in range(self.groups.fold.positions))
 
     def order(self, graph: StepGraph) -> tuple[Op, ...]:
         """Return this rank's list. It is made once for each graph; ranks of a stage must then call this together.

@@ -15,6 +15,7 @@ import torch
 
 from foldray.comm import Groups, Pending
 from foldray.kinds import COMBINE, COUNTS, DISPATCH
+from foldray.moe import Routing
 from foldray.moe.apart import ExpertHalf, TokenExchange, TokenHalf
 from foldray.moe.once import decode
 from foldray.runtime.micro_batch import Computed, MicroBatch, Part
@@ -110,25 +111,15 @@ class TokenMicroBatch(MicroBatch):
     # Forward.
 
     def route_forward(self, op: Op) -> None:
-        block, layer, part = self.model.block(op.layer), self._half(op), (op.layer, op.part)
-        z_BsH, before = self.middles[op.layer].take(self._tokens(op)), self._tallies.get(op.layer)
-        length = self.graph.slicing.length
+        half, part = self._half(op), (op.layer, op.part)
 
-        def route(z_BsH: torch.Tensor) -> Computed:
-            h_BsH = block.ffn_norm(z_BsH)
-            h_TH = h_BsH.flatten(0, 1)
-            routing = layer.route(h_TH, len(h_BsH), length, before)
-            rows = layer.encode(h_TH, routing)
-            shared = [] if layer.shared is None else [layer.shared(h_BsH)]
-            ends = [rows.rows_NH, rows.weight_NK, routing.tally.score_BE, routing.tally.z, *shared]
-            return Computed(ends, (rows.expert_NK, rows.goes_TR, routing.tally.detach()))
+        def rows_of(h_TH: torch.Tensor, routing: Routing) -> Computed:
+            rows = half.encode(h_TH, routing)
+            return Computed([rows.rows_NH, rows.weight_NK], (rows.expert_NK, rows.goes_TR))
 
-        (rows_NH, weight_NK, _, _, *shared), (expert_NK, goes_TR, tally) = self._compute(op, route, z_BsH)
-        residual_BsH = z_BsH.detach() + shared[0] if shared else z_BsH.detach()
-        self._goes[part] = goes_TR
-        self._pasts[part] = _Past(Pending([], (goes_TR.to(torch.uint8), residual_BsH)))
-        self.flight[op._replace(kind=DISPATCH)] = Pending([], (rows_NH, weight_NK, expert_NK))
-        self._tallied(op, layer.router, tally, before)
+        rows, (expert_NK, goes_TR), residual_BsH = self._route(op, half, rows_of)
+        self._goes[part], self._pasts[part] = goes_TR, _Past(Pending([], (goes_TR.to(torch.uint8), residual_BsH)))
+        self.flight[op._replace(kind=DISPATCH)] = Pending([], (*rows, expert_NK))
 
     def counts_forward(self, op: Op) -> None:
         self.flight[op] = self._exchange(op).start_counts(self._goes[op.layer, op.part].sum(0))
@@ -175,13 +166,9 @@ class TokenMicroBatch(MicroBatch):
         )
 
     def route_backward(self, op: Op) -> None:
-        assert self.weights is not None
-        (slope_BE, slope), share = self._balances[op.layer].slopes(), self.weights.sequence
-        router, (rows_NH, weight_NK) = self.model.spec.router, self.flight.pop(op._replace(kind=DISPATCH)).wait()
+        rows_NH, weight_NK = self.flight.pop(op._replace(kind=DISPATCH)).wait()
         (residual_BsH,) = self._past_gradients.pop((op.layer, op.part)).wait()
-        gradients = [rows_NH, weight_NK, slope_BE * (share * router.balance_loss), share * (slope * router.z_loss), residual_BsH]
-        (gradient,) = self._differentiate(op, gradients)
-        self.middle_gradients[op.layer].put(self._tokens(op), gradient + residual_BsH)
+        self._route_back(op, rows_NH, weight_NK, residual_BsH)
 
     def _exchange(self, op: Op) -> TokenExchange:
         """Return the exchange with a block's experts. A rank that sums their results may lack the block's router."""

@@ -21,7 +21,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from foldray.comm import Pending
 from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, EMBED, EXPERT, FFN, GATHER, HEAD, MERGE, PROJECT, ROUTE
 from foldray.model import Batch, KeysAndValues, Transformer, add_losses
-from foldray.moe import Balance, Layer, Received, Router, Sent, Tally
+from foldray.moe import Balance, Layer, Received, Routing, Sent, Tally
+from foldray.moe.apart import TokenHalf
 from foldray.runtime.buffer import TokenBuffer
 from foldray.runtime.weights import Weights
 from foldray.schedule import Op, StepGraph
@@ -186,26 +187,17 @@ class MicroBatch:
         self.inputs[op.layer + 1].put(self._tokens(op), y_BsH)
 
     def route_forward(self, op: Op) -> None:
-        block, layer, part = self.model.block(op.layer), self._layer(op), _part(op)
-        z_BsH, before = self.middles[op.layer].take(self._tokens(op)), self._tallies.get(op.layer)
-        length = self.graph.slicing.length
+        layer, part = self._layer(op), _part(op)
 
-        def route(z_BsH: torch.Tensor) -> Computed:
-            h_BsH = block.ffn_norm(z_BsH)
-            h_TH = h_BsH.flatten(0, 1)
-            routing = layer.route(h_TH, len(h_BsH), length, before)
+        def rows_of(h_TH: torch.Tensor, routing: Routing) -> Computed:
             rows_NH, sent = layer.dispatch_preprocess(h_TH, routing)
-            shared = [] if layer.shared is None else [layer.shared(h_BsH)]
-            tally = routing.tally
-            return Computed([rows_NH, routing.weight_TK, tally.score_BE, tally.z, *shared], (sent, tally.detach()))
+            return Computed([rows_NH, routing.weight_TK], sent)
 
-        (rows_NH, weight_TK, _, _, *shared), (sent, tally) = self._compute(op, route, z_BsH)
-        self._sent[part] = sent
-        self._bypasses[part] = _Bypass(weight_TK, z_BsH.detach() + shared[0] if shared else z_BsH.detach())
+        (rows_NH, weight_TK), sent, residual_BsH = self._route(op, layer, rows_of)
+        self._sent[part], self._bypasses[part] = sent, _Bypass(weight_TK, residual_BsH)
         self.flight[op._replace(kind=DISPATCH)] = Pending([], (rows_NH,))  # until the dispatch op sends it
         if not self.graph.ragged:
             self._received[part] = layer.exchange.equal_counts(sent)
-        self._tallied(op, layer.router, tally, before)
 
     def counts_forward(self, op: Op) -> None:
         received = self._layer(op).exchange.start_counts(self._sent[_part(op)])
@@ -270,15 +262,8 @@ class MicroBatch:
         del self._sent[_part(op)], self._received[_part(op)]
 
     def route_backward(self, op: Op) -> None:
-        (weight_TK, residual_BsH), router = self._bypasses.pop(_part(op)), self.model.spec.router
-        assert self.weights is not None
-        (slope_BE, slope), share = self._balances[op.layer].slopes(), self.weights.sequence
-        gradients = [
-            self._arrived(op, DISPATCH), weight_TK,
-            slope_BE * (share * router.balance_loss), share * (slope * router.z_loss), residual_BsH,
-        ]  # fmt: skip
-        (gradient,) = self._differentiate(op, gradients)
-        self.middle_gradients[op.layer].put(self._tokens(op), gradient + residual_BsH)
+        weight_TK, residual_BsH = self._bypasses.pop(_part(op))
+        self._route_back(op, self._arrived(op, DISPATCH), weight_TK, residual_BsH)
 
     def ffn_backward(self, op: Op) -> None:
         (gradient,) = self._differentiate(op, [self.input_gradients[op.layer + 1].take(self._tokens(op))])
@@ -312,13 +297,44 @@ class MicroBatch:
         while self.flight:
             self.flight.popitem()[1].wait()
 
-    def _tallied(self, op: Op, router: Router, tally: Tally, before: Tally | None) -> None:
-        """Add the tally of a piece to those before it, and after the last piece compute the balance."""
+    def _route(
+        self, op: Op, layer: Layer | TokenHalf, rows_of: Callable[[torch.Tensor, Routing], Computed]
+    ) -> tuple[Sequence[torch.Tensor], Any, torch.Tensor]:
+        """Route a piece.
+
+        Args:
+            layer: the layer, or its half.
+            rows_of: normed tokens and their routing → rows and weights, and what is kept aside.
+
+        Returns:
+            The rows and weights, what is kept aside, and the residual stream with the output of the shared expert.
+        """
+        block, z_BsH = self.model.block(op.layer), self.middles[op.layer].take(self._tokens(op))
+        length, before = self.graph.slicing.length, self._tallies.get(op.layer)
+
+        def route(z_BsH: torch.Tensor) -> Computed:
+            h_BsH = block.ffn_norm(z_BsH)
+            h_TH = h_BsH.flatten(0, 1)
+            routing = layer.route(h_TH, len(h_BsH), length, before)
+            (rows, weight), kept = rows_of(h_TH, routing)
+            shared = [] if layer.shared is None else [layer.shared(h_BsH)]
+            return Computed([rows, weight, routing.tally.score_BE, routing.tally.z, *shared], (kept, routing.tally.detach()))
+
+        (rows, weight, _, _, *shared), (kept, tally) = self._compute(op, route, z_BsH)
         self._tallies[op.layer] = tally if before is None else before + tally
         if op.part == self.graph.slicing.degree - 1:
-            balance = self._tallies.pop(op.layer).balance(router.sequences, self.graph.slicing.length)
-            self._balances[op.layer] = balance
-            self.losses = add_losses(self.losses, self.model.router_losses(op.layer, balance))
+            self._balances[op.layer] = self._tallies.pop(op.layer).balance(layer.router.sequences, length)
+            self.losses = add_losses(self.losses, self.model.router_losses(op.layer, self._balances[op.layer]))
+        return [rows, weight], kept, z_BsH.detach() + shared[0] if shared else z_BsH.detach()
+
+    def _route_back(self, op: Op, rows: torch.Tensor, weight: torch.Tensor, residual_BsH: torch.Tensor) -> None:
+        """Go backward through a router, from the gradients of rows, weights and residual stream."""
+        assert self.weights is not None
+        (slope_BE, slope), share = self._balances[op.layer].slopes(), self.weights.sequence
+        router = self.model.spec.router
+        losses = slope_BE * (share * router.balance_loss), share * (slope * router.z_loss)
+        (gradient,) = self._differentiate(op, [rows, weight, *losses, residual_BsH])
+        self.middle_gradients[op.layer].put(self._tokens(op), gradient + residual_BsH)
 
     @cached_property
     def _places(self) -> list:

@@ -46,13 +46,11 @@ def woven(graph: Graph, orders: Schedule) -> Schedule:
             needs, (sender, *others) = computing.needs(op), graph.where(op)
             source = max(needs, key=rank.__getitem__)
             lists[sender].append((ends[source], False, rank[source], op))
-            receiver = others[0] if others else None
-            if receiver is None:
-                continue
-            if any(position_of[need] == receiver for need in needs):  # it sends, too
-                lists[receiver].append((ends[source], False, rank[source], op))
-            else:
-                lists[receiver].append((ends[source] - UNITS[source.direction], True, rank[source], op))
+            for receiver in others:
+                if any(position_of[need] == receiver for need in needs):  # it sends, too
+                    lists[receiver].append((ends[source], False, rank[source], op))
+                else:
+                    lists[receiver].append((ends[source] - UNITS[source.direction], True, rank[source], op))
     return tuple(tuple(each[-1] for each in sorted(own, key=lambda each: each[:-1])) for own in lists)
 
 

@@ -46,9 +46,3 @@ def test_copies_have_equally_many_senders(fold: Fold) -> None:
     load = Counter(routes.receivers(rank, 0) for rank in first)
     loads = [*load.values(), *[0] * (fold.etp * fold.edp - len(load))]
     assert max(loads) - min(loads) <= 1
-
-
-def test_tokens_go_on_with_the_rank_that_has_the_same_place() -> None:
-    fold = Fold(12, tp=2, pp=2, ep=4, expert_ranks=4, expert_pp=1)
-    assert [Routes(fold).next(rank, 1) for rank in range(4)] == [4, 5, 6, 7]
-    assert [Routes(fold).next(rank, 0) for rank in range(4, 8)] == [0, 1, 2, 3]
