@@ -147,7 +147,15 @@ def _add_planning(commands: Any) -> None:
         help="what ZeRO shards: the optimizer's state, or weights and gradients too (default %(default)s)",
     )  # fmt: skip
     command.add_argument("--top", type=int, default=10, metavar="K", help="number of results to show (default %(default)s)")
-    command.add_argument("--picture", metavar="FILE.png", help="also draw step time against memory")
+    command.add_argument(
+        "--disaggregate", action="store_true",
+        help="plan workers of their own for the experts (DisagMoE), and compare them with the best plan without",
+    )  # fmt: skip
+    command.add_argument(
+        "--picture",
+        metavar="FILE.png",
+        help="also draw step time against memory; with --disaggregate, the roofline of both sides",
+    )
     command.add_argument("--score", type=Path, metavar="FILE.csv", help="predict published rows instead, and print the errors")
     command.add_argument("--fit", type=Path, metavar="FILE.csv", help="fit the planner's constants to published rows instead")
 

@@ -135,6 +135,8 @@ def plan(given: argparse.Namespace) -> int:
         scored = score.score(score.read_rows(given.score), machines)
         _say(json.dumps(report.scores(scored)) if given.json else report.score_table(scored))
         return 0
+    if given.disaggregate:
+        return _plan_placements(given, machines)
     from foldray.planner import search
 
     found = search.search(_space(given, machines), given.top)
@@ -142,6 +144,31 @@ def plan(given: argparse.Namespace) -> int:
         _draw_into(given.picture, lambda path: _plan_picture(found, machines, path))
     _say(json.dumps(report.document(found.best)) if given.json else report.table(found, machines, given.imbalance))
     return 0
+
+
+def _plan_placements(given: argparse.Namespace, machines: Any) -> int:
+    """Find workers of their own for the experts, and compare them with the best plan whose workers have both halves."""
+    from foldray.planner import placed_report, placing, search
+    from foldray.planner.apart import ApartWork
+
+    space = _space(given, machines)
+    print(f"trying placements on {space.gpus} GPUs; this takes minutes …", file=sys.stderr)
+    demand, allocation = placing.roofline(space)
+    placed = placing.search_placements(space, given.top)
+    best = placed[0]
+    work = ApartWork(best.candidate, placing.sides(space, placing.adapters(allocation)))
+    shared = search.search(space, 1).best[0]
+    found = placed_report.Comparison(placed, shared, demand, allocation, placing.apart_seconds(work))
+    if given.picture:
+        _draw_into(given.picture, lambda path: _roofline_picture(found, space, path))
+    _say(json.dumps(placed_report.placements_document(found)) if given.json else placed_report.placements_table(found, machines))
+    return 0
+
+
+def _roofline_picture(found: Any, space: Any, path: Path) -> None:
+    from trainers.pictures.roofline import draw_roofline
+
+    draw_roofline(found, space, path)
 
 
 def _fit(given: argparse.Namespace, machines: Any) -> int:
@@ -170,6 +197,9 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     from foldray.planner.space import KINDS, Space
 
     recipe = _recipe(given) if given.recipe else None
+    if recipe and recipe.placement and not given.disaggregate:
+        rule = "gives the experts workers of their own, which only foldray plan --disaggregate plans"
+        raise UserError("placement", str(recipe.placed_fold), rule, ["null"])
     if recipe:
         for name, value in (("gpus", recipe.cluster.workers), ("seq_len", recipe.data.seq_len),
                             ("global_batch", recipe.training.global_batch), ("dtype", DTYPES[recipe.precision])):  # fmt: skip
@@ -184,7 +214,7 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     job = Job(model, given.seq_len, given.global_batch, given.dtype or "bf16")
     machines.peak(job.dtype)
     pins = {axis: getattr(given, axis) for axis in AXES if getattr(given, axis) is not None}
-    kinds = dict.fromkeys([*KINDS, *([recipe.schedule.kind] if recipe else [])])
+    kinds = dict.fromkeys([*KINDS, *([recipe.schedule.kind] if recipe and not recipe.placement else [])])
     zero = {"zero1": 1, "zero3": 3}[given.sharding]
     return Space(job, machines, given.gpus, pins, zero, kinds=tuple(kinds), imbalance=given.imbalance)
 

@@ -9,8 +9,10 @@ from itertools import accumulate, chain, takewhile, zip_longest
 from foldray.fold.fold import FAMILIES, Fold
 from foldray.fold.grid import Grid, listed
 from foldray.fold.placement import Placement
+from foldray.fold.routes import Routes
 
 _ALL_RANKS, _ROWS = 64, 8  # a fold of more than 64 ranks is drawn as the first 8 rows of its first stage
+_ROUTES = 16  # lines about routes
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ def explanation(fold: Fold, nodes: Placement | None, best: Placement | None) -> 
         ranks_of_view = fold.views[view].ranks
         on = f" on ranks {ranks_of_view[0]}–{ranks_of_view[-1]}" if fold.disjoint else ""
         lines += ["", f"{'experts' if view == 'moe' else view}{on}", *(_family(fold, view, family, nodes) for family in families)]
+    if fold.disjoint:
+        lines += ["", "rows to experts, and results back", *_routes(fold)]
     if nodes:
         lines += [
             "",
@@ -121,6 +125,20 @@ def explanation(fold: Fold, nodes: Placement | None, best: Placement | None) -> 
     elif best:
         lines += [f"best order: --order {best.fold.order} --moe-order {best.fold.moe_order}, score {best.score():g}"]
     return "\n".join(lines)
+
+
+def _routes(fold: Fold) -> list[str]:
+    """Describe the routes in a line for each group of attention's ranks that send their rows to the same ranks of experts."""
+    routes, found = Routes(fold), []
+    for place in range(fold.pp):
+        for position in range(fold.moe_pp):
+            senders: dict[tuple[int, ...], list[int]] = {}
+            for rank in fold.attention.ranks:
+                if fold.attention.coordinate(rank)["pp"] == place:
+                    senders.setdefault(routes.receivers(rank, position), []).append(rank)
+            names = (f"pp{place} " * (fold.pp > 1), f" of pp{position}" * (fold.moe_pp > 1))
+            found += [f"  {names[0]}{listed(ranks)} ↔ {listed(to)}{names[1]}" for to, ranks in senders.items()]
+    return found[:_ROUTES] + [f"  … {len(found) - _ROUTES} more"] * (len(found) > _ROUTES)
 
 
 def _family(fold: Fold, view: str, family: str, nodes: Placement | None) -> str:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainers.driver.trainer import FoldTrainer
+    from trainers.driver.trainer import DisagTrainer, FoldTrainer
 
-__all__ = ["FoldTrainer"]
+__all__ = ["DisagTrainer", "FoldTrainer"]
 
 
 def __getattr__(name: str) -> Any:
     # Importing Ray takes seconds. A program that uses another part of this package does not wait for it.
-    if name == "FoldTrainer":
-        from trainers.driver.trainer import FoldTrainer
+    if name in __all__:
+        from trainers.driver import trainer
 
-        return FoldTrainer
+        return getattr(trainer, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,7 +21,10 @@ LOAD_WINDOW = 20  # steps to sum expert loads over, because the load of one step
 
 
 class Place(TypedDict):
-    """The node of a rank, and its seat in the fold. Every rank sends this record at the start of every attempt."""
+    """The node of a rank, and its seat in both grids. Every rank sends this record at the start of every attempt.
+
+    If the experts have ranks of their own, a rank has a seat in one of the grids.
+    """
 
     kind: Literal["place"]
     rank: int
@@ -29,8 +32,8 @@ class Place(TypedDict):
     node: str
     node_ip: str
     pid: int
-    attention: dict[str, int]
-    moe: dict[str, int]
+    attention: dict[str, int] | None
+    moe: dict[str, int] | None
     time: NotRequired[float]
 
 

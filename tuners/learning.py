@@ -12,7 +12,7 @@ import yaml
 from foldray.errors import UserError
 from foldray.planner.candidate import Candidate
 from foldray.planner.hardware import Hardware, constants
-from foldray.planner.prediction import predict
+from foldray.planner.placing import predicted_seconds
 from tuners.outcome import Outcome
 from tuners.space import apply_setting, as_candidate
 
@@ -61,7 +61,7 @@ def fit_constants(hardware: Hardware, measured: list[tuple[Candidate, float]]) -
 
     def residuals(log_factors: np.ndarray) -> list[float]:
         machines = corrected(log_factors)
-        errors = [math.log(predict(candidate, machines).seconds / seconds) for candidate, seconds in measured]
+        errors = [math.log(predicted_seconds(candidate, machines) / seconds) for candidate, seconds in measured]
         return [*errors, *(_PULL * log_factors)]
 
     bound = math.log(_MOST_WRONG)

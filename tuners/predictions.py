@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from foldray.planner.apart import ApartWork, Sides
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
 from foldray.planner.memo import Memo
 from foldray.planner.memory import ledger
+from foldray.planner.placing import apart_seconds
 from foldray.planner.prediction import Step
 from foldray.planner.whole import whole_seconds
 from tuners.space import Settings, apply_setting, as_candidate
@@ -39,6 +41,11 @@ def predict_rows(table: Settings, hardware: Hardware) -> Predictions:
     for row in table.rows:
         candidate = as_candidate(apply_setting(table.recipe, row))
         device = Device.of(candidate.job, hardware)
+        if candidate.fold.disjoint:
+            apart = ApartWork(candidate, Sides(device, device))
+            seconds.append(apart_seconds(apart))
+            peak_bytes.append(max(side.total for side in apart.memory()))
+            continue
         work = OpWork(candidate, device, memo=shared_costs)
         whole = len(table.rows) <= _MOST_SIMULATED
         seconds.append(whole_seconds(candidate, work) if whole else Step(candidate, work).prediction().seconds)

@@ -7,6 +7,7 @@ list. A key without effect gets a fixed value, so no two rows train in the same 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +16,7 @@ from foldray.fold import divisors
 from foldray.planner.candidate import DTYPES, Candidate, Job
 from foldray.recipe import Recipe
 from foldray.recipe.bounds import MOST_SETTINGS
-from foldray.schedule import SEARCHED, SEQUENTIAL, overlap_kind
+from foldray.schedule import AF_PIPE, SEARCHED, SEQUENTIAL, overlap_kind
 from tuners.table import Table
 
 KEYS: Mapping[str, str] = {
@@ -23,6 +24,7 @@ KEYS: Mapping[str, str] = {
     "virtual_stages": "schedule.virtual_stages", "micro_batch": "training.micro_batch", "kind": "schedule.kind",
     "degree": "schedule.degree", "slicing": "schedule.slicing", "batch_degree": "schedule.batch_degree",
     "recompute": "schedule.recompute", "reduction": "schedule.reduction", "sp_bytes": "schedule.sp_bytes",
+    "attention": "placement.attention", "expert_pp": "placement.expert_pp",
 }  # fmt: skip
 """The recipe key that each field of a `Setting` sets."""
 
@@ -36,6 +38,7 @@ class Setting(NamedTuple):
     Args:
         recompute: the kinds of ops that run again before their backward, joined by "+"; "none" if there are none.
         sp_bytes: bytes of a bucket or chunk of gradients; 0 if all gradients are reduced at the end of a step.
+        attention, expert_pp: workers for attention, and pipeline positions of the experts; 0 if workers have both.
     """
 
     tp: int
@@ -52,12 +55,16 @@ class Setting(NamedTuple):
     recompute: str
     reduction: str
     sp_bytes: int
+    attention: int = 0
+    expert_pp: int = 0
 
     @classmethod
     def of(cls, recipe: Recipe) -> Setting:
         """Return the setting of an unchanged recipe."""
         schedule = recipe.schedule
         sizes = {axis: getattr(recipe.fold, axis) for axis in _AXES}
+        if recipe.placement is not None:
+            sizes |= {"attention": recipe.placement.attention, "expert_pp": recipe.placed_fold.moe_pp}
         ordering = recipe.ordering
         return cls(
             **sizes, virtual_stages=schedule.virtual_stages, micro_batch=recipe.training.micro_batch, kind=schedule.kind,
@@ -67,8 +74,9 @@ class Setting(NamedTuple):
 
     def _normalized(self) -> Setting:
         """Return the same setting, with a fixed value for every key that has no effect."""
+        uncut = AF_PIPE.name if self.attention else SEQUENTIAL.name
         return self._replace(
-            kind=self.kind if self.degree * self.batch_degree > 1 else SEQUENTIAL.name,
+            kind=self.kind if self.degree * self.batch_degree > 1 else uncut,
             slicing=self.slicing if self.degree > 1 and overlap_kind(self.kind).cuts_attention else "time_uniform",
             sp_bytes=self.sp_bytes if self.reduction != "end" else 0,
         )
@@ -78,6 +86,8 @@ class Setting(NamedTuple):
         sizes = [f"{axis.upper()}{getattr(self, axis)}" for axis in _AXES if getattr(self, axis) > 1]
         cut = f" d={self.degree}" if self.degree > 1 else ""
         cut += f" R={self.batch_degree}" if self.batch_degree > 1 else ""
+        sizes += [f"attention on {self.attention}"] if self.attention else []
+        sizes += [f"experts' PP{self.expert_pp}"] if self.expert_pp > 1 else []
         more = [] if self.micro_batch == 1 else [f"micro-batch {self.micro_batch}"]
         more += [] if self.virtual_stages == 1 else [f"{self.virtual_stages} virtual stages"]
         more += [] if self.recompute == "none" else [f"recomputes {self.recompute}"]
@@ -95,7 +105,11 @@ def apply_setting(recipe: Recipe, setting: Setting) -> Recipe:
     given = recipe.model_dump()
     for name, value in setting._asdict().items():
         section, key = KEYS[name].split(".")
-        given[section][key] = value
+        if section != "placement":
+            given[section][key] = value
+    if setting.attention:
+        experts = recipe.cluster.workers - setting.attention
+        given["placement"] |= {"attention": setting.attention, "experts": experts, "expert_pp": setting.expert_pp}
     given["schedule"]["recompute"] = () if setting.recompute == "none" else tuple(setting.recompute.split("+"))
     given["schedule"] |= {"sp_bytes": setting.sp_bytes or None, "degrees": None}
     if setting.degree == 1 or not overlap_kind(setting.kind).cuts_attention:
@@ -134,7 +148,7 @@ def as_candidate(recipe: Recipe) -> Candidate:
 def _legal_settings(recipe: Recipe) -> Iterator[Setting]:
     """Return the legal settings. Folds are checked first, because most illegal settings have an illegal fold."""
     own = Setting.of(recipe)
-    simplest = own._replace(kind=SEQUENTIAL.name, degree=1, batch_degree=1, virtual_stages=1, micro_batch=1)
+    simplest = own._replace(degree=1, batch_degree=1, virtual_stages=1, micro_batch=1)._normalized()
     folds = [fold for fold in _bounded(recipe, "folds", _folds(recipe)) if _is_legal(recipe, simplest._replace(**fold))]
     settings = (setting for fold in folds for setting in _settings_of_fold(recipe, own._replace(**fold)))
     return (setting for setting in _bounded(recipe, "settings", settings) if _is_legal(recipe, setting))
@@ -152,6 +166,9 @@ def _bounded(recipe: Recipe, what: str, items: Iterable[_Item]) -> list[_Item]:
 def _folds(recipe: Recipe) -> Iterator[dict[str, Any]]:
     """Yield the parallel sizes whose products divide the workers, for attention and for the experts."""
     workers, space = recipe.cluster.workers, recipe.tune.space
+    if recipe.placement is not None:
+        yield from _placed_folds(recipe)
+        return
     tps, cps, pps, eps, etps = (getattr(space, axis) or divisors(workers) for axis in _AXES)
     for tp, cp in itertools.product(tps, cps):
         for pp in pps if workers % (tp * cp) == 0 else ():
@@ -161,13 +178,29 @@ def _folds(recipe: Recipe) -> Iterator[dict[str, Any]]:
                         yield dict(zip(_AXES, (tp, cp, pp, ep, etp), strict=True))
 
 
+def _placed_folds(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """Yield numbers of workers for attention, with the parallel sizes whose products divide the workers of each half."""
+    assert recipe.placement
+    workers, space = recipe.cluster.workers, recipe.tune.space
+    for attention in space.attention or (recipe.placement.attention,):
+        if not 0 < attention < workers:
+            raise UserError("tune.space.attention", attention, "must leave a worker to each half", [f"1…{workers - 1}"])
+        halves = []
+        for ranks, (one, other) in ((attention, ("tp", "cp")), (workers - attention, ("ep", "etp"))):
+            sizes = [getattr(space, axis) or divisors(ranks) for axis in (one, other, "pp")]
+            halves.append([each for each in itertools.product(*sizes) if ranks % math.prod(each) == 0])
+        for (tp, cp, pp), (ep, etp, expert_pp) in itertools.product(*halves):
+            axes = dict(zip(_AXES, (tp, cp, pp, ep, etp), strict=True))
+            yield axes | {"attention": attention, "expert_pp": expert_pp}
+
+
 def _settings_of_fold(recipe: Recipe, start: Setting) -> Iterator[Setting]:
     space = recipe.tune.space
-    kinds = space.kind or SEARCHED
+    kinds = space.kind or ((AF_PIPE.name,) if start.attention else SEARCHED)
     virtual_stages = (space.virtual_stages or (start.virtual_stages,)) if start.pp > 1 else (1,)
     # With ep = 1 no token travels, so there is no all-to-all to hide.
-    cuts = [(kind, 1, 1) for kind in kinds if not overlap_kind(kind).cuts]
-    if start.ep > 1:
+    cuts = [(kind, 1, 1) for kind in kinds if not overlap_kind(kind).cuts or overlap_kind(kind).order is None]
+    if start.ep > 1 or start.attention:
         pieces = itertools.product(kinds, space.degree, space.batch_degree)
         cuts += [(kind, degree, batch) for kind, degree, batch in pieces if overlap_kind(kind).cuts and degree * batch > 1]
     reductions: Sequence[tuple[str, int]] = [("end", 0)] if None in space.sp_bytes else []

@@ -1,7 +1,7 @@
 """Models as data: sizes and choices, presets, the parameter table, the owners of parameters, FLOPs. No torch."""
 
 from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec, MixtureSpec
-from foldray.blueprint.flops import forward_flops_per_token, step_flops
+from foldray.blueprint.flops import forward_flops_per_token, half_flops, step_flops
 from foldray.blueprint.layout import Layout, check_length, smallest_slice
 from foldray.blueprint.model import ModelSpec, RouterSpec, Strict
 from foldray.blueprint.parameters import ParameterSpec, count_by_cut, count_by_op, count_parameters, parameter_table
@@ -30,6 +30,7 @@ __all__ = [
     "count_by_op",
     "count_parameters",
     "forward_flops_per_token",
+    "half_flops",
     "made_at",
     "make_stages",
     "parameter_table",

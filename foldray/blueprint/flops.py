@@ -9,26 +9,42 @@ from __future__ import annotations
 
 from collections import Counter
 
-from foldray.blueprint.block import FeedForwardSpec
+from foldray.blueprint.block import BlockSpec, FeedForwardSpec
 from foldray.blueprint.model import ModelSpec
+from foldray.errors import UserError
 
 
 def forward_flops_per_token(model: ModelSpec, seq_len: int, causal: bool = True) -> float:
     """Return the FLOPs of one token's forward, averaged over a sequence of `seq_len` tokens."""
     blocks = Counter(model.block(layer) for layer in range(model.layers))
-    found = 2.0 * model.hidden * model.vocab
-    for block, count in blocks.items():
-        attention, moe = block.attention, block.moe
-        keys = attention.sees.pairs(range(seq_len)) / seq_len if causal else seq_len
-        products = attention.queries + attention.keys + attention.values + attention.outputs
-        flops = 2 * model.hidden * products + 2 * (attention.queries + attention.outputs) * keys
-        if block.dense:
-            flops += _feed_forward(model.hidden, block.dense)
-        if moe:
-            flops += moe.topk * _feed_forward(model.hidden, moe.expert) + 2 * model.hidden * moe.experts
-            flops += _feed_forward(model.hidden, moe.shared) if moe.shared else 0
-        found += count * flops
-    return found
+    head = 2.0 * model.hidden * model.vocab
+    return head + sum(count * sum(_halves(model, block, seq_len, causal)) for block, count in blocks.items())
+
+
+def half_flops(model: ModelSpec, seq_len: int) -> tuple[float, float]:
+    """Return the FLOPs of one token's forward in a MoE block: those of attention's half, and those of the experts.
+
+    Raises:
+        UserError: the model has no MoE block.
+    """
+    if not model.moe_layers:
+        raise UserError("model", model.preset or "as given", "has no MoE block")
+    attention, experts = _halves(model, model.block(model.moe_layers[-1]), seq_len, causal=True)
+    return attention, experts
+
+
+def _halves(model: ModelSpec, block: BlockSpec, seq_len: int, causal: bool) -> tuple[float, float]:
+    """Return the FLOPs of a token in a block: attention with everything dense, and the experts."""
+    attention, moe = block.attention, block.moe
+    keys = attention.sees.pairs(range(seq_len)) / seq_len if causal else seq_len
+    products = attention.queries + attention.keys + attention.values + attention.outputs
+    flops = 2 * model.hidden * products + 2 * (attention.queries + attention.outputs) * keys
+    if block.dense:
+        flops += _feed_forward(model.hidden, block.dense)
+    if not moe:
+        return flops, 0.0
+    flops += 2 * model.hidden * moe.experts + (_feed_forward(model.hidden, moe.shared) if moe.shared else 0)
+    return flops, moe.topk * _feed_forward(model.hidden, moe.expert)
 
 
 def _feed_forward(hidden: int, spec: FeedForwardSpec) -> int:

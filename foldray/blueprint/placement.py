@@ -86,6 +86,7 @@ class Ownership:
     def __post_init__(self) -> None:
         _check_divides(self.model, self.fold)
         assert self.stages
+        assert self.expert_stages
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -94,7 +95,22 @@ class Ownership:
 
     @cached_property
     def expert_stages(self) -> tuple[Stage, ...]:
-        return make_stages(self.model.layers, self.fold.moe_pp, self.virtual_stages) if self.fold.disjoint else self.stages
+        """Stages of the experts. If these have ranks of their own, the stages share the MoE blocks out evenly.
+
+        A dense block before a MoE block counts as part of its stage, where it has no parameters.
+        """
+        if not self.fold.disjoint:
+            return self.stages
+        positions, moe = self.fold.moe_pp, self.model.moe_layers
+        count = positions * (self.virtual_stages if positions > 1 else 1)
+        if count > len(moe):
+            per = f" × {self.virtual_stages} virtual stages" if count > positions else ""
+            rule = f"makes {count} stages of experts ({positions} positions{per}), but the model has {len(moe)} MoE blocks"
+            raise UserError("placement.expert_pp", positions, rule, [f"1…{len(moe) * positions // count}"] if moe else None)
+        each = make_stages(len(moe), positions, count // positions)
+        ends = [moe[stage.layers[-1]] + 1 for stage in each[:-1]] + [self.model.layers]
+        sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        return make_stages(self.model.layers, positions, count // positions, sizes)
 
     def held_stages(self, rank: int) -> tuple[Stage, ...]:
         """Return the stages whose attention a rank holds."""

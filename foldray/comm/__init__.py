@@ -2,11 +2,12 @@
 
 from foldray.comm.communicator import Communicator, Count, Pending, Traffic
 from foldray.comm.exchange import gather_rows, gather_sequence, mirrored, scatter_rows, scatter_sequence
-from foldray.comm.groups import TRAFFIC, Groups, host_group
+from foldray.comm.groups import APART, TRAFFIC, Groups, host_group
 from foldray.comm.line import Line
 from foldray.comm.probe import UnsupportedBackend, probe
 
 __all__ = [
+    "APART",
     "TRAFFIC",
     "Communicator",
     "Count",

@@ -110,7 +110,7 @@ class Groups:
     def process_group(self, family: str) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
         """Make another process group of a family, even for a single member, and return it with its members.
 
-        Every rank of the fold must call this.
+        A rank without a place in the family's grid gets a group of its own. Every rank of the fold must call this.
         """
         group, ranks = _process_group(self.fold, self.rank, family, None, singles=True)
         assert group is not None
@@ -164,7 +164,11 @@ def _process_group(
 ) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
     # A family may leave out ranks: a middle stage has no part in a tied embedding.
     mine: tuple[dist.ProcessGroup | None, tuple[int, ...]] = (None, (rank,))
-    for ranks in fold.groups(family):
+    tables = fold.groups(family)
+    if singles:
+        covered = {each for ranks in tables for each in ranks}
+        tables += tuple((each,) for each in range(fold.offset, fold.offset + fold.world_size) if each not in covered)
+    for ranks in tables:
         # torch.distributed requires every rank to make all groups in the same order, also the groups of other ranks.
         group = dist.new_group(list(ranks), timeout=timeout, group_desc=family) if singles or len(ranks) > 1 else None
         if rank in ranks:

@@ -179,7 +179,7 @@ class Fold:
     def as_dict(self) -> dict:
         """Return the document that `foldray explain --json` prints for a legal fold."""
         views = {
-            view: {axis: grid.sizes[grid.axes.index(axis)] for axis in (ATTENTION_AXES if view == "attention" else MOE_AXES)}
+            view: {axis: grid.length(axis) for axis in (ATTENTION_AXES if view == "attention" else MOE_AXES)}
             | {"ranks": [grid.ranks[0], grid.ranks[-1]]}
             | {"groups": {family: [list(group) for group in self.groups(family, view)] for family in FAMILIES[view]}}
             for view, grid in self.views.items()

@@ -23,6 +23,10 @@ class Grid:
     def size(self) -> int:
         return math.prod(self.sizes)
 
+    def length(self, axis: str) -> int:
+        """Return the size of an axis."""
+        return self.sizes[self.axes.index(axis)]
+
     def stride(self, axis: str) -> int:
         return math.prod(self.sizes[: self.axes.index(axis)])
 
@@ -58,7 +62,7 @@ class Grid:
     def _offsets(self, axes: Sequence[str]) -> list[int]:
         offsets = [0]
         for axis in axes:
-            stride, size = self.stride(axis), self.sizes[self.axes.index(axis)]
+            stride, size = self.stride(axis), self.length(axis)
             offsets = [base + stride * i for i in range(size) for base in offsets]
         return offsets
 

@@ -29,6 +29,12 @@ class Batch(NamedTuple):
     target_BL: torch.Tensor
     segment_BL: torch.Tensor | None = None
 
+    @classmethod
+    def empty(cls, length: int, device: torch.device | None = None) -> Batch:
+        """Return a micro-batch of no sequences, for a rank that owns only experts."""
+        none_BL = torch.empty((0, length), dtype=torch.int64, device=device)
+        return cls(none_BL, none_BL)
+
     def cut(self, parts: int) -> list[Batch]:
         """Cut the sequences into `parts` equal parts.
 

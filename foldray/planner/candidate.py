@@ -12,7 +12,7 @@ from foldray.blueprint import BlockSpec, ModelSpec, Ownership, step_flops
 from foldray.errors import UserError
 from foldray.fold import Fold
 from foldray.planner.layout import PipelineLayout, make_layout
-from foldray.schedule import Chunk, Ordering, PipelineGraph, Slicing, StepGraph, check_pipeline, cut_buffer, gathers
+from foldray.schedule import Chunk, Ordering, PipelineGraph, Place, Slicing, StepGraph, check_pipeline, cut_buffer, gathers
 
 FAMILY: Mapping[str, str] = {"dense": "dp_cp", "replicated": "tp_dp_cp", "expert": "edp"}
 """Gradient class → the group family over which gradients of this class are summed."""
@@ -120,7 +120,8 @@ class Candidate:
         if self.job.global_batch % (self.fold.dp * self.micro_batch):
             rule = f"must be a multiple of dp={self.fold.dp} × micro_batch={self.micro_batch}"
             raise UserError("global_batch", self.job.global_batch, rule, [self.fold.dp * self.micro_batch])
-        check_pipeline(self.pipeline)
+        if not self.fold.disjoint:
+            check_pipeline(self.pipeline)
 
     @cached_property
     def ownership(self) -> Ownership:
@@ -161,13 +162,14 @@ class Candidate:
             recompute=self.ordering.recompute,
             batch_degree=self.ordering.batch_degree,
             gathers=gathers(self.pieces.slicing, self.fold.cp),
+            places=tuple(Place(*each) for each in self.ownership.places),
         )
 
     @cached_property
     def reducing(self) -> StepGraph:
         """The graph of the same step with the reductions of its gradients."""
-        grid, fold = self.fold.attention, self.fold
-        firsts = [fold.offset + place * grid.stride("pp") for place in range(fold.pp)]
+        grids = self.fold.views.values() if self.fold.disjoint else [self.fold.attention]
+        firsts = [grid.ranks[0] + place * grid.stride("pp") for grid in grids for place in range(grid.length("pp"))]
         return replace(self.graph, chunks=tuple(tuple(self._chunks(rank)) for rank in firsts))
 
     def _chunks(self, rank: int) -> Iterator[Chunk]:

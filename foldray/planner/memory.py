@@ -197,12 +197,19 @@ def _block_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...]
         if block.moe.shared:
             # Without TP, the shared expert and the router have the same input tensor.
             total += _feed_forward(rank, n, block.moe.shared) - n * model.hidden * b * (fold.tp == 1)
-    rows = n * topk * imbalance
-    total += rows * model.hidden * b  # dispatched rows
+    return total + expert_activations(rank, block, again, imbalance) + n * topk * (model.hidden * b + 16)  # combined rows
+
+
+def expert_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...] = (), imbalance: float = 1.0) -> float:
+    """Return those bytes of `block_activations` that belong to the experts: their rows, and what they compute."""
+    assert block.moe
+    model, fold, b = rank.model, rank.fold, rank.device.bytes
+    rows = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences * block.moe.topk * imbalance
+    total = rows * model.hidden * b  # dispatched rows
     if EXPERT not in again:
-        regrouped = fold.etp > 1 or (fold.ep > 1 and experts > fold.ep)
+        regrouped = fold.etp > 1 or (fold.ep > 1 and block.moe.experts > fold.ep)
         total += rows * fold.etp * (model.hidden * regrouped + block.moe.expert.width / fold.etp) * b
-    return total + n * topk * (model.hidden * b + 16)  # combined rows
+    return total
 
 
 def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, sliced: bool) -> float:

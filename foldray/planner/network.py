@@ -74,8 +74,8 @@ class Network:
         """Return the placement of a family's first group. It stands for all groups of the family."""
         if family not in self._shapes:
             grid, axes = self.fold.axes(family)
-            steps = tuple((grid.stride(axis), grid.sizes[grid.axes.index(axis)]) for axis in axes)
-            self._shapes[family] = _placed(self.fold.offset, steps, self.device.hardware.gpus_per_node)
+            steps = tuple((grid.stride(axis), grid.length(axis)) for axis in axes)
+            self._shapes[family] = _placed(grid.ranks[0], steps, self.device.hardware.gpus_per_node)
         return self._shapes[family]
 
     def gather(self, family: str, whole: float) -> Travel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from foldray.kinds import REDUCE
+from foldray.planner.apart import ApartWork
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork
 from foldray.planner.prediction import Step
@@ -33,8 +34,9 @@ def whole_seconds(candidate: Candidate, work: OpWork) -> float:
         UserError: the virtual stages do not fit the micro-batches.
     """
     simulated, graph = simulate_step(candidate, work), candidate.reducing
-    beside = max(_hidden(graph, simulated.spans, place) for place in range(graph.pp))
-    return simulated.seconds + work.rank.device.share["crowding"] * beside + max(Step(candidate, work).behind)
+    beside = max(_hidden(graph, simulated.spans, place) for place in range(graph.positions))
+    behind = work.behind() if isinstance(work, ApartWork) else Step(candidate, work).behind
+    return simulated.seconds + work.rank.device.share["crowding"] * beside + max(behind)
 
 
 def _hidden(graph: StepGraph, spans: Mapping[Op, Span], place: int) -> float:
@@ -50,7 +52,7 @@ def _op_costs(graph: StepGraph, work: OpWork) -> OpCosts:
         return sum(each.seconds for each in work.work(op))
 
     own = {(op.kind, op.direction, op.part): seconds(op) for op in graph.ops() if op.micro_batch == 0 and op.kind != REDUCE}
-    points = sorted({(graph.chunk(op).bytes, seconds(op)) for place in range(graph.pp) for op in graph.reductions(place)})
+    points = sorted({(graph.chunk(op).bytes, seconds(op)) for place in range(graph.positions) for op in graph.reductions(place)})
     if not points:
         return OpCosts(tuple(own.items()), 0.0, 0.0)
     (small, first), (large, last) = points[0], points[-1]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, PlainSerializer
 
+from foldray.errors import UserError
 from foldray.kinds import RECOMPUTABLE
-from foldray.schedule import OVERLAPS, overlap_kind
+from foldray.schedule import KINDS, overlap_kind
 from foldray.tables import OWN, among
 from foldray.urls import without_secrets
 
@@ -23,15 +25,25 @@ LONGEST = 2**24  # sequence, in tokens
 MOST_S = 10**9  # seconds
 MOST_SETTINGS = 2**14  # of a tuner's table; each takes milliseconds to check, and more to predict
 
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}=[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def _check_label(value: str) -> None:
+    if not _LABEL.fullmatch(value):
+        raise UserError("", value, "must be a node's label, of letters, digits, '.', '_' and '-'", ["KEY=VALUE"])
+
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Cost = Annotated[float, Field(ge=0, le=1e30)]
 Size = Annotated[int, Field(ge=1, le=MOST_BYTES)]
 Few = Field(min_length=1, max_length=16)  # training tries every value, and a tuner tries every combination
 Sizes = Annotated[tuple[Size, ...], Few]
 Operations = Annotated[tuple[Annotated[str, among(RECOMPUTABLE)], ...], Field(max_length=len(RECOMPUTABLE))]
-OverlapName = Annotated[str, among((*OVERLAPS, OWN), overlap_kind)]
+OverlapName = Annotated[str, among((*KINDS, OWN), overlap_kind)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 """A name that is also a part of a path."""
+Label = Annotated[str, among(("KEY=VALUE",), _check_label)]
+"""A label of a node of Ray."""
 SamplerName = Literal["ratio", "gp", "tpe", "random", "planner"]
 Url = Annotated[str, PlainSerializer(without_secrets, when_used="json")]
 """A URL whose secrets stay in this process. Files, logs and workers get the recipe as JSON, without the secrets."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from foldray.blueprint import check_length, count_by_cut
 from foldray.errors import UserError, multiples_near
-from foldray.fold import divisors, nearest_folds
+from foldray.fold import divisors, nearest_disjoint, nearest_folds
 from foldray.recipe.bounds import MOST_SETTINGS
 from foldray.recipe.description import Description
-from foldray.schedule import PipelineGraph, Slicing, check_pipeline, overlap_kind
+from foldray.schedule import AF_PIPE, OVERLAPS, PipelineGraph, Slicing, check_pipeline, overlap_kind
 
 _MOST_PARAMETERS, _MOST_EXPERTS, _MOST_CHUNKS = 10**14, 2**18, 2**20
 
@@ -18,7 +18,17 @@ def check_all(recipe: Description) -> None:
     Raises:
         UserError: the recipe breaks a rule.
     """
-    checks = (_check_size, _check_fold, _check_batch, _check_schedule, _check_data, _check_backend, _check_engine, _check_space)
+    checks = (
+        _check_size,
+        _check_placement,
+        _check_fold,
+        _check_batch,
+        _check_schedule,
+        _check_data,
+        _check_backend,
+        _check_engine,
+        _check_space,
+    )
     for check in checks:
         check(recipe)
 
@@ -32,20 +42,50 @@ def _check_size(recipe: Description) -> None:
     if (experts := len(model.moe_layers) * model.experts) > _MOST_EXPERTS:
         rule = f"makes {experts} experts in all blocks; at most {_MOST_EXPERTS} are allowed"
         raise UserError("model.experts", model.experts, rule)
-    elements = outside // (fold.tp * fold.pp) + inside // (fold.ep * fold.etp * fold.pp)
+    expert_pp = (recipe.placement and recipe.placement.expert_pp) or fold.pp
+    elements = outside // (fold.tp * fold.pp) + inside // (fold.ep * fold.etp * expert_pp)
     if isinstance(sp_bytes, int) and (chunks := 4 * elements // sp_bytes) > _MOST_CHUNKS:
         rule = f"cuts a worker's gradients into {chunks} chunks; at most {_MOST_CHUNKS} are allowed"
         raise UserError("schedule.sp_bytes", sp_bytes, rule, [f"{-(-4 * elements // _MOST_CHUNKS)}…"])
 
 
+def _check_placement(recipe: Description) -> None:
+    """Check what only holds for experts with workers of their own, and that their kind of schedule has such workers."""
+    placement, kind = recipe.placement, recipe.schedule.kind
+    if placement is None:
+        if overlap_kind(kind).order is None:
+            rule = "is for experts with workers of their own; it needs the section placement"
+            raise UserError("schedule.kind", kind, rule, OVERLAPS)
+        return
+    workers, attention, experts = recipe.cluster.workers, placement.attention, placement.experts
+    if attention + experts != workers:
+        rule = f"attention + experts must be cluster.workers={workers}"
+        raise UserError("placement", f"{attention} + {experts}", rule)
+    for key, value in (("kind", kind), ("backward", recipe.schedule.backward)):
+        if value is not None and overlap_kind(value).order is not None:
+            rule = "orders workers that have both attention and experts; with placement, af_pipe orders the whole step"
+            raise UserError(f"schedule.{key}", value, rule, [AF_PIPE.name])
+    if recipe.moe.backend == "tutel":
+        rule = "Tutel's kernels copy the rows of workers that have both attention and experts; placement needs other kernels"
+        raise UserError("moe.backend", recipe.moe.backend, rule, ["torch", "deepspeed"])
+    if recipe.model.router.pad:
+        raise UserError("model.router.pad", "true", "experts with workers of their own get no padding", ["false"])
+
+
 def _check_fold(recipe: Description) -> None:
-    workers, sizes = recipe.cluster.workers, recipe.fold
+    workers, sizes, placement = recipe.cluster.workers, recipe.fold, recipe.placement
     try:
         fold = recipe.placed_fold
     except UserError as error:
         if error.field in ("order", "moe_order"):
             raise UserError(f"fold.{error.field}", error.value, error.rule, error.legal) from None
-        near = nearest_folds(workers, sizes.model_dump(include={"tp", "cp", "pp", "ep", "etp"}))
+        wanted = sizes.model_dump(include={"tp", "cp", "pp", "ep", "etp"})
+        if placement is None:
+            near = nearest_folds(workers, wanted)
+        else:
+            wanted["expert_pp"] = placement.expert_pp or sizes.pp
+            found = nearest_disjoint(workers, placement.experts, wanted)
+            near = [{axis: size for axis, size in each.items() if axis != "expert_ranks"} for each in found]
         options = "; ".join(" ".join(f"{axis}={size}" for axis, size in option.items()) for option in near)
         rule = f"{error.rule} (cluster.workers); nearest legal folds: {options}"
         raise UserError("fold", error.value, rule, error.legal) from None
@@ -54,7 +94,9 @@ def _check_fold(recipe: Description) -> None:
 
 
 def _check_schedule(recipe: Description) -> None:
-    check_pipeline(PipelineGraph(recipe.fold.pp, recipe.accumulation, recipe.schedule.virtual_stages))
+    pipeline = PipelineGraph(recipe.fold.pp, recipe.accumulation, recipe.schedule.virtual_stages)
+    if recipe.placement is None:
+        check_pipeline(pipeline)
     schedule, router, ranks = recipe.schedule, recipe.model.router, recipe.fold.cp * recipe.fold.tp
     for key in ("degree", "batch_degree"):
         if not overlap_kind(schedule.kind).cuts and (value := getattr(schedule, key)) > 1:
@@ -169,6 +211,9 @@ def _check_backend(recipe: Description) -> None:
 
 
 def _check_space(recipe: Description) -> None:
+    if recipe.tune.space.attention is not None and recipe.placement is None:
+        rule = "is for experts with workers of their own; it needs the section placement"
+        raise UserError("tune.space.attention", list(recipe.tune.space.attention), rule, ["null"])
     if (settings := recipe.tune.space.settings_of_a_fold) > MOST_SETTINGS:
         rule = f"must make at most {MOST_SETTINGS} settings of every fold; list fewer values"
         raise UserError("tune.space", f"{settings} settings of every fold", rule)

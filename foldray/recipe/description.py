@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from foldray.blueprint import ModelSpec, Ownership, Strict, smallest_slice
 from foldray.fold import Fold
@@ -19,11 +19,12 @@ from foldray.recipe.sections import (
     FoldSpec,
     MoeSpec,
     OptimizerSpec,
+    PlacementSpec,
     TrackingSpec,
     TrainingSpec,
 )
 from foldray.recipe.tuning import TuneSpec
-from foldray.schedule import Ordering, Reduction, Sequences, SliceCost, Slicing, make_ordering
+from foldray.schedule import AF_PIPE, Ordering, Reduction, Sequences, SliceCost, Slicing, make_ordering
 
 
 class Description(Strict):
@@ -36,6 +37,7 @@ class Description(Strict):
     model: ModelSpec
     data: DataSpec = DataSpec()
     fold: FoldSpec = FoldSpec()
+    placement: PlacementSpec | None = None
     schedule: ScheduleSpec = ScheduleSpec()
     moe: MoeSpec = MoeSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
@@ -51,6 +53,14 @@ class Description(Strict):
     cluster: ClusterSpec = ClusterSpec()
     tune: TuneSpec = TuneSpec()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _placement_has_af_pipe(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("placement") is None:
+            return given
+        schedule = given.get("schedule", {})
+        return {**given, "schedule": {"kind": AF_PIPE.name, **schedule}} if isinstance(schedule, dict) else given
+
     @classmethod
     def parse(cls, given: dict[str, Any]) -> Self:
         """Validate a mapping, and raise the first mistake as a UserError."""
@@ -63,7 +73,18 @@ class Description(Strict):
     @property
     def placed_fold(self) -> Fold:
         """The fold on this recipe's workers."""
-        return Fold(self.cluster.workers, **self.fold.model_dump())
+        sizes, placement = self.fold.model_dump(), self.placement
+        if placement is not None:
+            sizes |= {"expert_ranks": placement.experts, "expert_pp": placement.expert_pp}
+        return Fold(self.cluster.workers, **sizes)
+
+    @property
+    def labels(self) -> tuple[str | None, ...]:
+        """The label of Ray's nodes that each worker needs; None for a worker that may run on any node."""
+        if self.placement is None:
+            return (None,) * self.cluster.workers
+        placement = self.placement
+        return (placement.attention_nodes,) * placement.attention + (placement.expert_nodes,) * placement.experts
 
     @property
     def ownership(self) -> Ownership:

@@ -128,6 +128,10 @@ def _lookup(model: type[BaseModel], path: list[str]) -> tuple[type[BaseModel], F
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
+    """Return the section that a type is, also if null may stand for it."""
+    if get_origin(annotation) in (types.UnionType, Union):
+        annotation, *others = [part for part in get_args(annotation) if part is not type(None)]
+        annotation = None if others else annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from foldray.blueprint import Strict
-from foldray.recipe.bounds import LONGEST, MOST_SEQUENCES, MOST_STEPS, MOST_WORKERS, Beta, Url
+from foldray.recipe.bounds import LONGEST, MOST_SEQUENCES, MOST_STEPS, MOST_WORKERS, Beta, Label, Url
 
 
 class ValidationSplit(Strict):
@@ -107,6 +107,33 @@ class FoldSpec(Strict):
         "goes first.",
     )
     moe_order: str = Field("etp-ep-edp-pp", description="The experts' axes, in the same notation as `order`.")
+
+
+class PlacementSpec(Strict):
+    """Workers of their own for the experts (DisagMoE). Without this section, all workers have both attention and experts.
+
+    The first workers hold attention, with embedding, dense blocks, shared experts and routers; `fold.tp`, `fold.cp` and
+    `fold.pp` divide them. The last workers hold the experts; `fold.ep`, `fold.etp` and `expert_pp` divide them. The order of
+    a step is `schedule.kind: af_pipe`.
+    """
+
+    attention: int = Field(ge=1, le=MOST_WORKERS, description="Workers for attention and everything else outside the experts.")
+    experts: int = Field(
+        ge=1, le=MOST_WORKERS, description="Workers for the experts. Both numbers must add up to `cluster.workers`."
+    )
+    expert_pp: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_WORKERS,
+        description="Pipeline positions of the experts, which hold different MoE blocks. It may differ from `fold.pp`, the "
+        "positions of attention. Null is `fold.pp`.",
+    )
+    attention_nodes: Label | None = Field(
+        None,
+        description="Label `KEY=VALUE` of the nodes that attention's workers may run on; a node gets its labels from `ray start "
+        "--labels`. Null is any node.",
+    )
+    expert_nodes: Label | None = Field(None, description="Label of the nodes that the experts' workers may run on.")
 
 
 class MoeSpec(Strict):

@@ -35,6 +35,11 @@ class SpaceSpec(Strict):
     pp: Sizes | None = Field(None, description="Pipeline-parallel sizes. Null is every legal size.")
     ep: Sizes | None = Field(None, description="Expert-parallel sizes. Null is every legal size.")
     etp: Sizes | None = Field(None, description="Expert-tensor-parallel sizes. Null is every legal size.")
+    attention: Sizes | None = Field(
+        None,
+        description="Workers for attention, of a recipe with `placement`; the others are for the experts. Null is the recipe's "
+        "number.",
+    )
     virtual_stages: Sizes | None = Field(None, description="Stages per pipeline position. Null is the recipe's number.")
     micro_batch: Sizes | None = Field(None, description="Sequences per micro-batch. Null is the recipe's number.")
     kind: tuple[OverlapName, ...] | None = Field(

@@ -16,6 +16,7 @@ from foldray.runtime.halves import micro_batch_type
 from foldray.runtime.trace import Trace
 from foldray.runtime.weights import Weights
 from foldray.schedule import (
+    KINDS,
     OVERLAPS,
     Chunk,
     Op,
@@ -143,7 +144,7 @@ class Execution:
             UserError: the list comes from an overlap kind of the user, and is not legal.
         """
         if graph not in self._orders:
-            if own := [each.kind for each in (self.ordering.forward, self.ordering.backward) if each.kind not in OVERLAPS]:
+            if own := [each.kind for each in (self.ordering.forward, self.ordering.backward) if each.kind not in KINDS]:
                 self._prove(graph, own[0])
             order = position_list(graph, self._position, self.ordering)
             self._compare(order)

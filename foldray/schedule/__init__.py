@@ -9,7 +9,18 @@ from foldray.schedule.graph import Channel, Graph, PipelineGraph
 from foldray.schedule.lists import expand, position_list, stage_order, step_schedule
 from foldray.schedule.op import Direction, Op, Schedule, handover, stage
 from foldray.schedule.ordering import Ordering, Sequences, make_ordering, named_ordering
-from foldray.schedule.overlaps import ONE_A_ONE_M, OVERLAPS, SEARCHED, SEQUENTIAL, STREAM, Overlap, OverlapKind, overlap_kind
+from foldray.schedule.overlaps import (
+    AF_PIPE,
+    KINDS,
+    ONE_A_ONE_M,
+    OVERLAPS,
+    SEARCHED,
+    SEQUENTIAL,
+    STREAM,
+    Overlap,
+    OverlapKind,
+    overlap_kind,
+)
 from foldray.schedule.pipeline import check_pipeline, computed, forward_only, interleaved, one_f_one_b, pipeline
 from foldray.schedule.reduction import place_reductions
 from foldray.schedule.slicing import SLICINGS, SliceCost, Slicing, slice_sequence
@@ -19,7 +30,9 @@ from foldray.schedule.traffic import OpCosts, by_urgency
 from foldray.schedule.weave import weave, woven
 
 __all__ = [
+    "AF_PIPE",
     "COMPUTE",
+    "KINDS",
     "ONE_A_ONE_M",
     "OVERLAPS",
     "REDUCTIONS",

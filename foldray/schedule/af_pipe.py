@@ -4,9 +4,15 @@ A micro-batch goes through a chain of halves: attention of block 0, its experts,
 Each half stands at a position. While a micro-batch is at the experts or on its way, attention's position works on another
 one. The lists follow from a run on a clock with simple rules:
 
-- A half takes one unit of time forward and two backward. The way between two positions takes one unit.
-- A free position first goes backward, then forward, each time with the half that is nearest to the start of the model.
+- A half takes one unit of time forward and two backward; the end of the model (sums and head) takes none. The way between two
+  positions takes one unit.
+- A free position goes forward and backward in turns, if both wait.
+- Of the forwards that wait, the first one by a *priority* goes first; likewise of the backwards.
 - At most `alive` micro-batches are on their way at once.
+
+No priority is best for all placements. So every priority of `_PRIORITIES` runs with several limits `alive`, and the fastest
+run gives the lists. Rounds of micro-batches are best if the halves go around all positions in turn, as in interleaved 1F1B
+(arXiv:2104.04473); the oldest micro-batch first, if a micro-batch stays between two positions for several blocks.
 
 So the step warms up with forwards, alternates forwards and backwards, and ends with backwards, for any number of positions of
 either half and any number of micro-batches.
@@ -15,8 +21,10 @@ either half and any number of micro-batches.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, MERGE, PROJECT, ROUTE
@@ -26,6 +34,9 @@ from foldray.schedule.step_graph import StepGraph
 from foldray.schedule.weave import woven
 
 _WAY = 1  # units of time
+_DIRECTIONS: tuple[Direction, ...] = ("F", "B")
+_QUARTERS = (4, 6, 8, 12)  # of the number of positions: limits of micro-batches alive
+_NEARLY = 1.02  # fewer micro-batches alive need less memory, which is worth so much time
 
 
 class Half(NamedTuple):
@@ -34,10 +45,12 @@ class Half(NamedTuple):
     Args:
         position: the pipeline position.
         ops: the forward ops that compute, for the first micro-batch, in order.
+        units: units of time of its forward.
     """
 
     position: int
     ops: tuple[Op, ...]
+    units: int = 1
 
 
 class _Pass(NamedTuple):
@@ -48,22 +61,58 @@ class _Pass(NamedTuple):
     micro_batch: int
 
 
+Priority = Callable[[_Pass, int], tuple[int, ...]]
+"""(a pass, number of positions) → its rank among the passes of its direction that wait; the smallest goes first."""
+
+
+def _by_rounds(each: _Pass, positions: int) -> tuple[int, ...]:
+    """As many micro-batches as positions go through a half before they go through the next one."""
+    onwards = each.half if each.direction == "F" else -each.half
+    return each.micro_batch // positions, onwards, each.micro_batch
+
+
+def _oldest_first(each: _Pass, positions: int) -> tuple[int, ...]:
+    return (each.micro_batch,)
+
+
+def _first_half_first(each: _Pass, positions: int) -> tuple[int, ...]:
+    return each.half, each.micro_batch
+
+
+_PRIORITIES = (_by_rounds, _oldest_first, _first_half_first)
+
+
 def af_pipe(graph: StepGraph, alive: int | None = None) -> Schedule:
     """Return the lists of all positions, without the reductions of gradients.
 
     Args:
         graph: a step whose experts have positions of their own.
-        alive: most micro-batches that have started and not ended. None is two for every position: one there and one on its
-            way.
+        alive: most micro-batches that have started and not ended. None is the fewest with which the step is nearly as fast as
+            with three for every position: one there, one that comes and one that goes.
     """
-    graph = replace(graph, chunks=())
-    halves = list(chain(graph))
-    orders: list[list[Op]] = [[] for _ in range(graph.positions)]
-    for each in _run(graph, halves, alive or 2 * graph.positions):
+    return _af_pipe(replace(graph, chunks=()), alive)
+
+
+@lru_cache(maxsize=8)  # every position takes its list from the same lists
+def _af_pipe(graph: StepGraph, alive: int | None) -> Schedule:
+    halves, positions = list(chain(graph)), graph.positions
+    limits = [-(-positions * quarters // 4) for quarters in _QUARTERS] if alive is None else [alive]
+    runs = [_run(graph, halves, priority, limit) for limit in limits for priority in _PRIORITIES]
+    fastest = min(seconds for seconds, _ in runs)
+    passes = next(order for seconds, order in runs if seconds <= _NEARLY * fastest)
+    orders: list[list[Op]] = [[] for _ in range(positions)]
+    spans: dict[Op, tuple[int, int]] = {}
+    forwards, backwards = zip(*((half.ops, tuple(_mirrored(graph, half.ops))) for half in halves), strict=True)
+    ticks = max(map(len, backwards))  # of a unit of time, so that all ops of a half have whole numbers of ticks
+    for each, start in passes:
         half = halves[each.half]
-        ops = half.ops if each.direction == "F" else _mirrored(graph, half.ops)
-        orders[half.position] += [op._replace(micro_batch=each.micro_batch) for op in ops]
-    return woven(graph, tuple(map(tuple, orders)))
+        ops = (forwards if each.direction == "F" else backwards)[each.half]
+        moments = [ticks * start + ticks * UNITS[each.direction] * half.units * i // len(ops) for i in range(len(ops) + 1)]
+        for op, span in zip(ops, pairwise(moments), strict=True):
+            own = op._replace(micro_batch=each.micro_batch)
+            orders[half.position].append(own)
+            spans[own] = span
+    return woven(graph, tuple(map(tuple, orders)), spans)
 
 
 def chain(graph: StepGraph) -> Iterator[Half]:
@@ -74,7 +123,7 @@ def chain(graph: StepGraph) -> Iterator[Half]:
             yield Half(place.experts, tuple(graph.pieces(EXPERT, layer)))
     last = len(graph.at) - 1
     merges = graph.pieces(MERGE, last) if graph.blocks[last].moe else ()
-    yield Half(graph.at[last].attention, (*merges, *graph.pieces(HEAD, last)))
+    yield Half(graph.at[last].attention, (*merges, *graph.pieces(HEAD, last)), 0)
 
 
 def _attention(graph: StepGraph, layer: int) -> Iterator[Op]:
@@ -100,51 +149,45 @@ def _mirrored(graph: StepGraph, ops: tuple[Op, ...]) -> Iterator[Op]:
         yield op._replace(direction="B")
 
 
-def _run(graph: StepGraph, halves: list[Half], alive: int) -> Iterator[_Pass]:
-    """Yield all passes in the order in which they start on the clock."""
-    last, started, ended = len(halves) - 1, 0, 0
+def _run(graph: StepGraph, halves: list[Half], priority: Priority, alive: int) -> tuple[int, list[tuple[_Pass, int]]]:
+    """Run all passes on the clock. Return when the last one ends, and all with their starts, in the order of these."""
+    last, started, ended, order = len(halves) - 1, 0, 0, list[tuple[_Pass, int]]()
     free = [0] * graph.positions  # when each position is free
-    ready: list[list[tuple[bool, int, int, _Pass]]] = [[] for _ in range(graph.positions)]  # the first entry goes first
+    turn: list[Direction] = ["F"] * graph.positions  # the direction that goes first if both wait
+    ready = [{direction: list[tuple[tuple[int, ...], _Pass]]() for direction in _DIRECTIONS} for _ in free]
     events: list[tuple[int, int, _Pass | None]] = [(0, 0, None)]  # when a pass becomes ready, or a position may look again
-    number = 0
+    number = now = 0
 
-    def becomes_ready(at: int, each: _Pass) -> None:
+    def at(time: int, each: _Pass | None) -> None:
         nonlocal number
         number += 1
-        heapq.heappush(events, (at, number, each))
+        heapq.heappush(events, (time, number, each))
 
-    def start() -> None:
-        nonlocal started
-        while started < graph.micro_batches and started - ended < alive:
-            becomes_ready(now, _Pass("F", 0, started))
-            started += 1
-
-    now = 0
-    start()
     while events:
+        while started < graph.micro_batches and started - ended < alive:
+            at(now, _Pass("F", 0, started))
+            started += 1
         now = events[0][0]
         while events and events[0][0] == now:
             _, _, each = heapq.heappop(events)
             if each is not None:
-                order = each.direction == "F", each.half, each.micro_batch
-                heapq.heappush(ready[halves[each.half].position], (*order, each))
-        for position, waiting in enumerate(ready):
-            if not waiting or free[position] > now:
+                waiting = ready[halves[each.half].position][each.direction]
+                heapq.heappush(waiting, (priority(each, graph.positions), each))
+        for position, waits in enumerate(ready):
+            going = [direction for direction in _DIRECTIONS if waits[direction]]
+            if not going or free[position] > now:
                 continue
-            each = heapq.heappop(waiting)[-1]
-            yield each
-            free[position] = end = now + UNITS[each.direction]
-            number += 1
-            heapq.heappush(events, (end, number, None))
-            if each.direction == "F" and each.half == last:
-                if graph.backward:
-                    becomes_ready(end, _Pass("B", last, each.micro_batch))
-                else:
-                    ended += 1
-            elif each.direction == "B" and each.half == 0:
+            direction = turn[position] if len(going) > 1 else going[0]
+            each = heapq.heappop(waits[direction])[-1]
+            turn[position] = "B" if direction == "F" else "F"
+            order.append((each, now))
+            free[position] = end = now + UNITS[direction] * halves[each.half].units
+            at(end, None)
+            if direction == "F" and each.half == last and graph.backward:
+                at(end, _Pass("B", last, each.micro_batch))
+            elif each.half == (last if direction == "F" else 0):
                 ended += 1
             else:
-                onwards = each.half + (1 if each.direction == "F" else -1)
-                way = _WAY * (halves[onwards].position != position)
-                becomes_ready(end + way, each._replace(half=onwards))
-            start()
+                onwards = each.half + (1 if direction == "F" else -1)
+                at(end + _WAY * (halves[onwards].position != position), each._replace(half=onwards))
+    return max(free), order

@@ -95,6 +95,7 @@ def stage_order(graph: StepGraph, stage: int, direction: Direction, overlap: Ove
     """
     layers, row = list(graph.layers[stage]), overlap.row
     has_head = stage == len(graph.stages) - 1
+    assert row.order is not None, f"{row.name} orders whole steps, not stages"
     order: list[Op] = []
     for blocks in [[layer] for layer in layers] if row.drains else [layers]:
         hands_over = not has_head and blocks[-1] == layers[-1]

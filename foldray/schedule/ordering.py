@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from foldray.errors import UserError
 from foldray.schedule.chunks import REDUCTIONS, Reduction
-from foldray.schedule.overlaps import OVERLAPS, Overlap, overlap_kind
+from foldray.schedule.overlaps import KINDS, Overlap, overlap_kind
 from foldray.schedule.slicing import SliceCost, Slicing, slice_sequence
 from foldray.schedule.traffic import OpCosts
 
@@ -106,7 +106,7 @@ def make_ordering(
 def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1) -> Ordering:
     """Return the ordering for a short name: KIND[:DEGREE[:LAG[:BACKWARD_LAG]]][@PARTS][+REDUCTION[=BYTES]].
 
-    Examples are `stream:4:2`, `flow@4+chunks=1000000` and `moe_only:4+buckets`. KIND is a row of `OVERLAPS`. Slices are
+    Examples are `stream:4:2`, `flow@4+chunks=1000000` and `moe_only:4+buckets`. KIND is a row of `KINDS`. Slices are
     time-uniform; `-even` after the kind, as in `one_a_one_m-even:4`, makes them equal. DEGREE is 1 by default, and
     BACKWARD_LAG is the same as LAG. PARTS (along the batch) and REDUCTION have the defaults of the kind; `flow` has two
     parts, and `chunks`. A name that cuts nothing gives the `sequential` ordering.
@@ -121,9 +121,9 @@ def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1
     order, at, parts = order.partition("@")
     given, *numbers = order.split(":")
     kind = given.removesuffix("-even")
-    if kind not in OVERLAPS:
-        raise UserError("schedule", name, "names no kind of schedule", OVERLAPS)
-    row = OVERLAPS[kind]
+    if kind not in KINDS:
+        raise UserError("schedule", name, "names no kind of schedule", KINDS)
+    row = KINDS[kind]
     if len(numbers) > 3 or not all(number.isdecimal() for number in numbers) or (at and not parts.isdecimal()):
         form = "KIND:DEGREE:LAG:BACKWARD_LAG@PARTS+REDUCTION=BYTES"
         raise UserError("schedule", name, f"must read {form}, all but KIND optional")
@@ -136,7 +136,7 @@ def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1
         raise UserError("schedule", name, "has a 0; degrees, lags and parts are at least 1")
     if not row.cuts and (degree > 1 or batch_degree > 1):
         raise UserError("schedule", name, f"{kind} cuts nothing", [kind])
-    if degree == 1 and batch_degree == 1:
+    if degree == 1 and batch_degree == 1 and row.order is not None:
         return Ordering(reduction=reduction)
     slicing = "token_uniform" if given != kind else "time_uniform"
     sequences = Sequences(length, cost, multiple_of)

@@ -1,4 +1,4 @@
-"""The table of overlap kinds: how the pieces of a stage overlap.
+"""The table of overlap kinds: how the pieces of a step overlap.
 
 `schedule.kind` takes the name of a row, or `module:NAME` for a row in a user's module. Short names (`named_ordering`) take
 names of this table only.
@@ -15,13 +15,14 @@ from foldray.tables import find_row
 
 
 class OverlapKind(NamedTuple):
-    """A way in which the pieces of a stage's blocks overlap.
+    """A way in which the pieces of a stage's blocks overlap, or the pieces of a whole step.
 
     Args:
         name: the name in recipes.
         source: the paper or project that it comes from.
         hides: the communication that it hides, in one line.
-        order: (run, lag) → the forward order of the run's computation.
+        order: (run, lag) → the forward order of the run's computation. None is for experts with ranks of their own: a stage
+            is no run of one position then, and the lists of a whole step are made at once.
         cuts: whether sequences may be cut.
         cuts_attention: whether attention is cut, too. Otherwise only the MoE layers are cut.
         drains: whether a block finishes before the next block begins. Otherwise all blocks of a stage are one run.
@@ -33,7 +34,7 @@ class OverlapKind(NamedTuple):
     name: str
     source: str
     hides: str
-    order: Callable[[Run, int], Iterator[Op]]
+    order: Callable[[Run, int], Iterator[Op]] | None
     cuts: bool = True
     cuts_attention: bool = True
     drains: bool = True
@@ -67,6 +68,9 @@ FLOW = OverlapKind(
 )  # fmt: skip
 
 OVERLAPS: Mapping[str, OverlapKind] = {row.name: row for row in (SEQUENTIAL, MOE_ONLY, AAAM, ONE_A_ONE_M, STREAM, FLOW)}
+"""Kinds for attention and experts on the same ranks."""
+AF_PIPE = OverlapKind("af_pipe", "DisagMoE, section 4.2", "rows between attention's ranks and the experts'", None)
+KINDS: Mapping[str, OverlapKind] = {**OVERLAPS, AF_PIPE.name: AF_PIPE}
 
 USUAL_LAG = 2
 
@@ -80,7 +84,7 @@ def overlap_kind(name: str) -> OverlapKind:
     Raises:
         UserError: no row has this name, or `module:NAME` cannot be imported or is not an `OverlapKind`.
     """
-    return find_row("schedule.kind", OVERLAPS, OverlapKind, name)
+    return find_row("schedule.kind", KINDS, OverlapKind, name)
 
 
 class Overlap(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from foldray.schedule.check import check
@@ -32,31 +32,38 @@ def weave(graph: Graph, orders: Schedule) -> Schedule:
     return woven(graph, orders)
 
 
-def woven(graph: Graph, orders: Schedule) -> Schedule:
-    """Do the same as `weave`, without a check of the orders."""
+def woven(graph: Graph, orders: Schedule, spans: Mapping[Op, tuple[int, int]] | None = None) -> Schedule:
+    """Do the same as `weave`, without a check of the orders.
+
+    Args:
+        graph, orders: as for `weave`.
+        spans: when each op that computes begins and ends on another clock. The clock must respect the graph and the orders. A
+            clock on which messages take time orders the messages of a channel as they become ready.
+    """
     computing = _Computing(graph)
     position_of = {op: position for position, ops in enumerate(orders) for op in ops}
-    ends = _ends(computing, orders)
-    computed = sorted(ends, key=lambda op: (ends[op], position_of[op]))
+    spans = _spans(computing, orders) if spans is None else spans
+    computed = sorted(spans, key=lambda op: (spans[op][1], position_of[op]))
     rank = {op: place for place, op in enumerate(computed)}
     # Entries: time, whether the op is a handover that the position receives, number, op.
-    lists: list[list[tuple[int, bool, int, Op]]] = [[(ends[op], False, rank[op], op) for op in ops] for ops in orders]
+    lists: list[list[tuple[int, bool, int, Op]]] = [[(spans[op][1], False, rank[op], op) for op in ops] for ops in orders]
     for op in graph.ops():
         if graph.channel(op) is not None:
             needs, (sender, *others) = computing.needs(op), graph.where(op)
             source = max(needs, key=rank.__getitem__)
-            lists[sender].append((ends[source], False, rank[source], op))
+            begin, end = spans[source]
+            lists[sender].append((end, False, rank[source], op))
             for receiver in others:
                 if any(position_of[need] == receiver for need in needs):  # it sends, too
-                    lists[receiver].append((ends[source], False, rank[source], op))
+                    lists[receiver].append((end, False, rank[source], op))
                 else:
-                    lists[receiver].append((ends[source] - UNITS[source.direction], True, rank[source], op))
+                    lists[receiver].append((begin, True, rank[source], op))
     return tuple(tuple(each[-1] for each in sorted(own, key=lambda each: each[:-1])) for own in lists)
 
 
-def _ends(computing: _Computing, orders: Schedule) -> dict[Op, int]:
-    """Return when each op ends. The times are those of `unit_times` without communication, but found faster."""
-    heads, free, ends = [0] * len(orders), [0] * len(orders), dict[Op, int]()
+def _spans(computing: _Computing, orders: Schedule) -> dict[Op, tuple[int, int]]:
+    """Return when each op begins and ends. The times are those of `unit_times` without communication, but found faster."""
+    heads, free, spans = [0] * len(orders), [0] * len(orders), dict[Op, tuple[int, int]]()
     moved = True
     while moved:
         moved = False
@@ -64,13 +71,14 @@ def _ends(computing: _Computing, orders: Schedule) -> dict[Op, int]:
             while heads[position] < len(ops):
                 op = ops[heads[position]]
                 needs = computing.needs(op)
-                if any(need not in ends for need in needs):
+                if any(need not in spans for need in needs):
                     break
-                start = max([free[position], *(ends[need] for need in needs)])
-                free[position] = ends[op] = start + UNITS[op.direction]
+                start = max([free[position], *(spans[need][1] for need in needs)])
+                free[position] = start + UNITS[op.direction]
+                spans[op] = start, free[position]
                 heads[position] += 1
                 moved = True
-    return ends
+    return spans
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,9 @@ class _RankedOp(NamedTuple):
 
     Args:
         op: the op.
-        rank: the rank of an op that computes; -1 for a collective, which all ranks of a position share; for a handover, the
-            number of the pair of ranks within their positions.
+        rank: the rank of an op that computes; for a handover, the number of the pair of ranks within their positions; -1 for a
+            collective, which all ranks of a position share, and for rows between attention and experts, which all ranks of
+            two positions share.
     """
 
     op: Op
@@ -37,8 +38,8 @@ class _RankedOp(NamedTuple):
 class _Ranks:
     """A graph of the same step with one position per rank, so that ranks wait for each other as in the recorded step.
 
-    All ranks of a pipeline position take part in every collective of this position. The i-th ranks of neighbouring positions
-    exchange handovers.
+    All ranks of a pipeline position take part in every collective of this position. The i-th ranks of two positions exchange
+    handovers. If the experts have ranks of their own, all ranks of two positions take part when rows travel between them.
     """
 
     def __init__(self, graph: Graph, recordings: Sequence[Recording]):
@@ -61,15 +62,15 @@ class _Ranks:
     def ranked(self, op: Op, rank: int) -> _RankedOp:
         if self.graph.channel(op) is None:
             return _RankedOp(op, rank)
-        return _RankedOp(op, self.place[rank][1] if len(self.graph.where(op)) > 1 else -1)
+        return _RankedOp(op, self.place[rank][1] if op.kind == HANDOVER else -1)
 
     def where(self, ranked: _RankedOp) -> tuple[int, ...]:
         if self.graph.channel(ranked.op) is None:
             return (ranked.rank,)
         positions = self.graph.where(ranked.op)
-        if len(positions) > 1:
+        if ranked.op.kind == HANDOVER:
             return tuple(self.at[position][ranked.rank] for position in positions)
-        return tuple(self.at[positions[0]])
+        return tuple(rank for position in positions for rank in self.at[position])
 
     def needs(self, ranked: _RankedOp) -> tuple[_RankedOp, ...]:
         found: dict[_RankedOp, None] = {}  # an ordered set
@@ -91,8 +92,8 @@ class _Ranks:
                 if self.graph.channel(op) is not None:
                     spans[self.ranked(op, rank)].append(Span(span.start - ahead, span.end - ahead))
         whole = {
-            # A sender is done with a handover before it arrives.
-            op: Span(max(span.start for span in each), (max if op.op.kind == HANDOVER else fmean)(span.end for span in each))
+            # A sender is done before its message arrives.
+            op: Span(max(span.start for span in each), (max if self._is_message(op.op) else fmean)(span.end for span in each))
             for op, each in spans.items()
         }
         arrived: dict[object, float] = {}
@@ -102,6 +103,10 @@ class _Ranks:
             found[ranked] = max(0.0, span.end - max(span.start, arrived.get(channel, span.start)))
             arrived[channel] = span.end
         return found
+
+    def _is_message(self, op: Op) -> bool:
+        """Whether an op goes from one position to another."""
+        return len(self.graph.where(op)) > 1
 
     def _ahead(self, recordings: Sequence[Recording]) -> list[float]:
         """Return the seconds by which each rank's clock is ahead of the clock of rank 0. Hosts may count from other moments.
@@ -113,7 +118,7 @@ class _Ranks:
         for rank, recording in enumerate(recordings):
             position, _ = self.place[rank]
             first = recordings[self.at[position][0]].spans
-            shared = [op for op in first if self.graph.channel(op) and len(self.graph.where(op)) == 1]
+            shared = [op for op in first if self.graph.channel(op) and not self._is_message(op)]
             apart = [recording.spans[op].end - first[op].end for op in shared]
             found.append(between[position] + (median(apart) if apart else 0.0))
         return found
@@ -121,14 +126,14 @@ class _Ranks:
     def _between_positions(self, recordings: Sequence[Recording]) -> dict[int, float]:
         """Return the seconds by which the clock of each position's first rank is ahead of the clock of the first position's.
 
-        The clocks of two neighbours count as equal unless a handover seems to arrive before it leaves. Then the fastest handovers
+        The clocks of two neighbours count as equal unless a message seems to arrive before it leaves. Then the fastest messages
         of both directions count as equally fast, as in the Network Time Protocol.
         """
         fastest: dict[tuple[int, int], float] = {}  # (sender, receiver) → seconds by two clocks
         for position, (first, *_) in self.at.items():
             for op in recordings[first].order:
                 sender, receiver = self.graph.where(op)[0], self.graph.where(op)[-1]
-                if op.kind == HANDOVER and sender == position and receiver in self.at:
+                if self._is_message(op) and sender == position and receiver in self.at:
                     took = recordings[self.at[receiver][0]].spans[op].end - recordings[first].spans[op].start
                     fastest[sender, receiver] = min(fastest.get((sender, receiver), inf), took)
         ahead = {min(self.at): 0.0}
@@ -140,8 +145,8 @@ class _Ranks:
         return {position: ahead.get(position, 0.0) for position in self.at}
 
 
-def replay(graph: Graph, recordings: Sequence[Recording]) -> Simulation:
-    """Run a recorded step again on the simulator's clock. The spans of the result are those of the first rank.
+def replay(graph: Graph, recordings: Sequence[Recording], shown: int = 0) -> Simulation:
+    """Run a recorded step again on the simulator's clock.
 
     An op that computes takes as long as it did on its rank. A collective takes the time until its end, from the moment when
     the last rank had started it and the collective before it on the same channel had ended.
@@ -149,6 +154,7 @@ def replay(graph: Graph, recordings: Sequence[Recording]) -> Simulation:
     Args:
         graph: the graph of the recorded step.
         recordings: one recording per rank.
+        shown: the rank whose spans the result has.
 
     Raises:
         ScheduleError: the recorded lists cannot finish.
@@ -166,7 +172,7 @@ def replay(graph: Graph, recordings: Sequence[Recording]) -> Simulation:
     # The clock only passes the entries of its lists to the graph, so these entries may be ranked ops.
     spans = times(cast(Graph, ranks), cast(Schedule, ranks.lists), cast(Callable, cost))
     own = [{each.op: spans[cast(Op, each)] for each in ops} for ops in ranks.lists]
-    return Simulation(own[0], max(span.end for span in spans.values()), tuple(usage(graph, each) for each in own))
+    return Simulation(own[shown], max(span.end for span in spans.values()), tuple(usage(graph, each) for each in own))
 
 
 def recorded_cost(graph: Graph, recordings: Sequence[Recording]) -> Cost:

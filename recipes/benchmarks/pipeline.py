@@ -16,10 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,17 +25,13 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 from common import on_hosts  # noqa: E402
+from turns import in_turns, join, table  # noqa: E402
 
-from foldray.comm import Groups  # noqa: E402
-from foldray.model import Batch  # noqa: E402
 from foldray.recipe import Recipe  # noqa: E402
-from foldray.runtime import Trace  # noqa: E402
 from foldray.runtime.peak import processor  # noqa: E402
-from trainers.worker.engines import make_engine  # noqa: E402
 
-HOSTS, WARM_UP = 4, 2  # hosts; rounds
+HOSTS = 4
 VARIANTS = ["sequential", "sequential/2", "one_a_one_m:4/2", "stream:4", "stream:4/2", "stream:4/4"]
 
 
@@ -58,7 +52,7 @@ def main() -> None:
         with on_hosts(lab, command, parts=parts):
             pass
         run = json.loads(result.read_text())
-    report(run)
+    print(table(run))
     if args.json:
         setting = {"cpu": processor(), "torch": torch.__version__, "command": " ".join(sys.argv), "core": share}
         args.json.write_text(json.dumps({**setting, "steps": run}, indent=1) + "\n")
@@ -93,45 +87,10 @@ def recipe_of(args: argparse.Namespace, variant: str) -> Recipe:
 
 def work(args: argparse.Namespace) -> None:
     """Run the variants on one host in turns, and let the first host write the result."""
-    address, port = args.store.split(":")
-    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=args.worker, world_size=HOSTS)
-    recipes = {name: recipe_of(args, name) for name in args.variants}
-    groups = Groups.create(next(iter(recipes.values())).placed_fold, args.worker)
-    engines = {name: make_engine(recipe, groups, torch.device("cpu")) for name, recipe in recipes.items()}
-    steps: dict[str, list[float]] = {name: [] for name in engines}
-    seeded = torch.Generator().manual_seed(groups.dp_rank)
-    tokens = torch.randint(0, 256, (args.micro_batches, 1, args.length + 1), generator=seeded)
-    batches = [Batch(each[:, :-1], each[:, 1:], None) for each in tokens]
-    for number in range(WARM_UP + args.rounds):
-        for name, engine in engines.items():
-            execution = engine.execution
-            execution.trace = Trace() if number == WARM_UP - 1 else None
-            dist.barrier()
-            begin = time.perf_counter()
-            engine.train(batches)
-            took = groups.control.all_reduce(torch.tensor([time.perf_counter() - begin], dtype=torch.float64), "max")
-            if number == WARM_UP - 1 and execution.lacks_costs:
-                execution.learn_costs()
-            if number >= WARM_UP:
-                steps[name].append(took.item())
-            engine.gradients.zero()  # type: ignore[attr-defined]
-            if args.worker == 0:
-                print(f"round {number}: {name} {took.item():.2f} s", file=sys.stderr, flush=True)
+    join(args.store, args.worker, HOSTS)
+    steps = in_turns({name: recipe_of(args, name) for name in args.variants}, args.worker, args.rounds)
     if args.worker == 0:
         args.result.write_text(json.dumps(steps))
-    groups.close()
-    dist.destroy_process_group()
-
-
-def report(run: dict[str, list[float]]) -> None:
-    """Print the table."""
-    first = statistics.median(next(iter(run.values())))
-    print(f"{'':<20}{'s':>8}{'min':>8}{'max':>8}{'× faster':>10}")
-    for name, steps in run.items():
-        middle = statistics.median(steps)
-        print(f"{name:<20}{middle:>8.2f}{min(steps):>8.2f}{max(steps):>8.2f}{first / middle:>10.2f}")
 
 
 if __name__ == "__main__":

@@ -33,10 +33,13 @@ def make_recipe(workers: int, fold: dict[str, Any] | int = 1, **sections: Any) -
 
     Args:
         fold: parallel sizes, or the size of ep alone.
+        sections: further sections of the recipe; their keys replace those of the small recipe.
     """
     fold = {"ep": fold} if isinstance(fold, int) else fold
     # Two passes, or as many as fill the pipeline. Few passes save time, because they make few collectives.
-    passes = Fold(workers, **fold).dp * max(2, fold.get("pp", 1))
+    apart = sections.get("placement", {})
+    ranks = {"expert_ranks": apart["experts"], "expert_pp": apart.get("expert_pp")} if apart else {}
+    passes = Fold(workers, **fold, **ranks).dp * max(2, fold.get("pp", 1))
     layers = max(MODEL["layers"], fold.get("pp", 1) * sections.get("schedule", {}).get("virtual_stages", 1))
     base: dict[str, Any] = {
         "model": {**MODEL, "layers": layers},
@@ -74,13 +77,20 @@ def go_on(engine: Engine, groups: Groups, recipe: Recipe, steps: range, **option
     """Train some steps. Return the weights after the last one, all losses and norms, and the counts of the last one."""
     losses, norms, counts = [], [], torch.empty(0)
     for step in steps:
-        passes = engine.train(batches(recipe, groups.dp_rank, step, **options))
+        passes = engine.train(_own_batches(recipe, groups, step, **options))
         norms.append(engine.update(recipe.optimizer.lr).total)
         total = all_losses(passes, groups.control)
         losses.append(total.means().tolist())
         counts = total.count_ME
         engine.model.update_biases(counts)
     return {"weights": weights(engine), "losses": losses, "norms": norms, "counts": counts}
+
+
+def _own_batches(recipe: Recipe, groups: Groups, step: int, **options: bool) -> list[Batch]:
+    """Return a rank's micro-batches of a step. A rank that owns only experts has no sequences."""
+    if not groups.owns_tokens:
+        return [Batch.empty(recipe.data.seq_len)] * recipe.accumulation
+    return batches(recipe, groups.dp_rank, step, **options)
 
 
 def batches(recipe: Recipe, dp_rank: int, step: int, documents: bool = False, masked: bool = False) -> list[Batch]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from foldray.errors import UserError
+from foldray.fold import divisors
 from foldray.recipe import Recipe
 from tests.foldray.folds import legal_folds
 from tests.optional import has_tutel
@@ -83,7 +86,7 @@ def _smaller(case: Case) -> Iterator[Case]:
 
 _NEEDED = {
     "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden", "experts", "topk", "expert_hidden", "vocab", "init_std",
-    "workers", "steps", "global_batch", "seq_len", "kind", "lr", "router",
+    "workers", "steps", "global_batch", "seq_len", "kind", "lr", "router", "attention",
 }  # fmt: skip
 
 
@@ -101,9 +104,17 @@ def _sections(chance: random.Random) -> dict[str, Any]:
         schedule["virtual_stages"] = chance.choice([1, 1, 2])
         layers = max(layers, fold["pp"] * schedule["virtual_stages"])
     model = _model(chance, layers)
+    placement: dict[str, Any] = {}
+    if workers > 1 and chance.random() < 0.25:
+        placement, sizes = _placement(chance, workers)
+        fold, backend = sizes, "torch" if backend == "tutel" else backend
+        schedule = {key: value for key, value in schedule.items() if key not in ("lag", "backward_lag")}
+        schedule |= {"kind": "af_pipe", "degree": chance.choice([1, 1, 2, 4])}
+        model["router"].pop("pad", None)
     if schedule.get("degree", 1) > 1 and model["router"].get("drop") == "probability":
         model["router"]["drop"] = "position"  # with probability, each piece would have its own capacity
     return {
+        **({"placement": placement} if placement else {}),
         "model": model,
         "data": {"seq_len": chance.choice([8, 16, 24, 32])},
         "fold": fold | ({"order": "cp-tp-dp-pp"} if chance.random() < 0.2 else {}),
@@ -115,6 +126,18 @@ def _sections(chance: random.Random) -> dict[str, Any]:
         "moe": {"experts": chance.choice(["loop", "grouped"]), "backend": backend},
         "schedule": schedule,
     }
+
+
+def _placement(chance: random.Random, workers: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Draw workers of their own for the experts, and the sizes of both halves."""
+    attention = chance.randint(1, workers - 1)
+    halves = []
+    for ranks in (attention, workers - attention):
+        sizes = [divisors(ranks)] * 3
+        halves.append(chance.choice([each for each in itertools.product(*sizes) if ranks % math.prod(each) == 0]))
+    (tp, cp, pp), (ep, etp, expert_pp) = halves
+    placement = {"attention": attention, "experts": workers - attention, "expert_pp": expert_pp}
+    return placement, {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp}
 
 
 def _model(chance: random.Random, layers: int) -> dict[str, Any]:

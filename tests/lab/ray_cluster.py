@@ -51,7 +51,7 @@ class Cluster:
 
 
 @contextmanager
-def ray_cluster(hosts: Sequence[Host], timeout: float = 90.0, cpus: int = 1) -> Iterator[Cluster]:
+def ray_cluster(hosts: Sequence[Host], timeout: float = 90.0, cpus: int = 1, labels: Sequence[str] = ()) -> Iterator[Cluster]:
     """Start a cluster on hosts. Its head and dashboard run on the first host.
 
     The cluster uses token authentication with a new token. The nodes do not see this checkout's packages, so a job must
@@ -61,6 +61,7 @@ def ray_cluster(hosts: Sequence[Host], timeout: float = 90.0, cpus: int = 1) -> 
         hosts: hosts of a lab.
         timeout: seconds to wait for all nodes.
         cpus: CPUs per host.
+        labels: a label KEY=VALUE for the node of each host; none if empty.
 
     Raises:
         TimeoutError: not all nodes were alive after `timeout` seconds.
@@ -71,8 +72,8 @@ def ray_cluster(hosts: Sequence[Host], timeout: float = 90.0, cpus: int = 1) -> 
         (folder / "empty").mkdir()
         (folder / "token").write_text(secrets.token_hex(32))  # only this user can read the folder
         cluster = Cluster(f"http://{hosts[0].address}:8265", _environment(folder / "token"))
-        for host in hosts:
-            node = _start(host, hosts[0], folder, cluster.env, cpus)
+        for host, label in zip(hosts, labels or [""] * len(hosts), strict=True):
+            node = _start(host, hosts[0], folder, cluster.env, cpus, label)
             stack.callback(node.wait, 10)
             stack.callback(host.stop, patience=2.0)
         wait = [sys.executable, "-c", _WAIT, cluster.address, len(hosts), timeout]
@@ -96,12 +97,13 @@ def _environment(token: Path) -> dict[str, str]:
     }
 
 
-def _start(host: Host, head: Host, folder: Path, env: Mapping[str, str], cpus: int) -> subprocess.Popen:
+def _start(host: Host, head: Host, folder: Path, env: Mapping[str, str], cpus: int, label: str) -> subprocess.Popen:
     """Start a Ray node in the foreground."""
     arguments = [
         f"--node-ip-address={host.address}", f"--temp-dir={folder / host.interface}", f"--num-cpus={cpus}",
         f"--object-store-memory={_OBJECT_STORE}",
     ]  # fmt: skip
+    arguments += [f"--labels={label}"] if label else []
     if host is head:
         arguments += ["--head", "--port=6379", "--include-dashboard=true", f"--dashboard-host={host.address}"]
     else:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from foldray.errors import UserError
+from foldray.planner.hardware import load_hardware
 from foldray.recipe import Recipe
+from tuners.predictions import predict_rows
 from tuners.space import Setting, Settings, apply_setting
 
 
@@ -81,9 +83,44 @@ def test_a_space_without_a_legal_row_is_refused() -> None:
         Settings(recipe(tp=[3]))
 
 
+def placed(**space: Any) -> Recipe:
+    return Recipe.parse(
+        {
+            "model": {"preset": "tiny", "layers": 4, "moe_every": 1},
+            "placement": {"attention": 2, "experts": 2},
+            "training": {"global_batch": 12},
+            "engine": {"kind": "torch"},
+            "cluster": {"workers": 4},
+            "tune": {"space": space},
+        }
+    )
+
+
+def test_workers_of_their_own_are_split_in_every_way_that_is_asked_for() -> None:
+    table = Settings(placed(attention=[1, 2, 3], degree=[1, 2]))
+    told = [apply_setting(table.recipe, row) for row in table.rows]
+    assert all(Setting.of(each) == row for each, row in zip(told, table.rows, strict=True))
+    assert {each.placed_fold.attention_ranks for each in told} == {1, 2, 3}
+    assert {each.schedule.kind for each in told} == {"af_pipe"}
+    assert {each.placed_fold.moe_pp for each in told if each.placed_fold.moe_ranks == 2} == {1, 2}
+    assert len({each.model_dump_json() for each in told}) == len(table.rows)
+    assert {row.attention for row in Settings(placed()).rows} == {2}
+    predictions = predict_rows(Settings(placed(attention=[1, 2, 3], degree=[1])), load_hardware("h800"))
+    assert min(predictions.seconds) > 0
+    assert min(predictions.peak_bytes) > 0
+
+
+def test_splits_need_a_placement_and_a_worker_for_each_half() -> None:
+    with pytest.raises(UserError, match=r"tune\.space\.attention=\[1\]: is for experts with workers of their own"):
+        recipe(attention=[1])
+    with pytest.raises(UserError, match=r"tune\.space\.attention=4: must leave a worker to each half; legal: 1…3"):
+        Settings(placed(attention=[4]))
+
+
 def test_a_setting_is_told_in_a_line() -> None:
     row = Setting(2, 1, 1, 4, 1, 1, 2, "stream", 4, "time_uniform", 1, "expert", "chunks", 1 << 20)
     assert str(row) == "TP2 EP4 stream d=4, micro-batch 2, recomputes expert, chunks of 1 MiB"
+    assert str(Setting.of(placed())) == "attention on 2 af_pipe"
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,8 @@ def check_room(recipe: Recipe) -> None:
         UserError: the recipe needs more workers, CPUs or GPUs than the cluster's nodes have, or more memory.
     """
     cluster = recipe.cluster
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    nodes = [node["Resources"] for node in alive]
     if cluster.gpu and not any(node.get("GPU") for node in nodes):
         raise UserError("cluster.gpu", "true", f"none of the cluster's {len(nodes)} node(s) has a GPU", ["false"])
     places = [_places(node, cluster.cpus_per_worker, cluster.gpu) for node in nodes]
@@ -104,6 +105,14 @@ def check_room(recipe: Recipe) -> None:
         on_nodes = f"on {len(nodes)} node(s), placed {cluster.placement}"
         rule = f"the cluster has room for {room} workers of {resources} each {on_nodes}"
         raise UserError("cluster.workers", cluster.workers, rule, [f"1 to {room}"] if room else None)
+    for label in dict.fromkeys(filter(None, recipe.labels)):
+        key, value = label.split("=", 1)
+        room = sum(place for node, place in zip(alive, places, strict=True) if node.get("Labels", {}).get(key) == value)
+        if (wanted := recipe.labels.count(label)) > room:
+            assert recipe.placement
+            field = "attention_nodes" if label == recipe.placement.attention_nodes else "expert_nodes"
+            rule = f"needs room for {wanted} on nodes with this label, but they have room for {room}"
+            raise UserError(f"placement.{field}", label, rule)
     # Ray reports the memory that was free at its start, and no GPU memory. So these limits are above any real memory.
     free = sum(node.get("memory", 0.0) + node.get("object_store_memory", 0.0) for node in nodes)
     _check_memory(recipe, cluster.workers * _GPU_BYTES if cluster.gpu else 2 * free, "the cluster")
@@ -114,11 +123,14 @@ def _check_memory(recipe: Recipe, available: float, where: str) -> None:
 
     Every worker needs memory for its process, for its share of weights and gradients, and for Adam's moments.
     """
-    fold, workers, (outside, inside) = recipe.fold, recipe.cluster.workers, count_by_cut(recipe.model)
-    count = {"dp_cp": outside / (fold.tp * fold.pp), "edp": inside / (fold.ep * fold.etp * fold.pp)}
-    share = parameters(recipe.placed_fold, recipe.engine.zero, getattr(torch, recipe.precision).itemsize, count)
-    per_worker = share.weights + share.gradients + (share.optimizer if recipe.optimizer.kind == "adamw" else 0.0)
-    needed = workers * (per_worker + (0 if recipe.cluster.gpu else _PROCESS_BYTES))
+    fold, workers, (outside, inside) = recipe.placed_fold, recipe.cluster.workers, count_by_cut(recipe.model)
+    count = {"dp_cp": outside / (fold.tp * fold.pp), "edp": inside / (fold.ep * fold.etp * fold.moe_pp)}
+    needed = workers * (0.0 if recipe.cluster.gpu else _PROCESS_BYTES)
+    for family, held in count.items():
+        only = dict.fromkeys(count, 0.0) | {family: held}
+        share = parameters(fold, recipe.engine.zero, getattr(torch, recipe.precision).itemsize, only)
+        each = share.weights + share.gradients + (share.optimizer if recipe.optimizer.kind == "adamw" else 0.0)
+        needed += each * (fold.attention_ranks if family == "dp_cp" else fold.moe_ranks)
     if needed > available:
         least = f"{workers} workers need at least {needed / GIB:.3g} GiB for weights, gradients and optimizer"
         rule = f"{least}, but {where} has {available / GIB:.3g} GiB"

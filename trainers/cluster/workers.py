@@ -23,12 +23,24 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": s
 
 
 def scaling(recipe: Recipe) -> ScalingConfig:
-    """Return the workers that a recipe needs, for Ray Train."""
+    """Return the workers that a recipe needs, for Ray Train.
+
+    Ray Train numbers workers node by node, and begins with the node of the first worker. So nodes whose label only attention
+    needs come first, and roles may go by rank.
+    """
     spec = recipe.cluster
     resources = {"CPU": spec.cpus_per_worker, **({"GPU": 1} if spec.gpu else {})}
     return ScalingConfig(
-        num_workers=spec.workers, use_gpu=spec.gpu, resources_per_worker=resources, placement_strategy=spec.placement
+        num_workers=spec.workers,
+        use_gpu=spec.gpu,
+        resources_per_worker=resources,
+        placement_strategy=spec.placement,
+        label_selector=[_selector(label) for label in recipe.labels] if any(recipe.labels) else None,
     )
+
+
+def _selector(label: str | None) -> dict[str, str]:
+    return dict([label.split("=", 1)]) if label else {}
 
 
 def on_workers(recipe: Recipe, loop: Callable[[dict[str, Any]], Any], name: str, **config: Any) -> dict[str, Any]:

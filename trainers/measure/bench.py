@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from foldray.comm import Groups
 from foldray.errors import MissingPackage, UserError
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, Trace
-from foldray.schedule import SLICINGS, Ordering, SliceCost, Span, StepGraph
+from foldray.schedule import SLICINGS, Op, Ordering, SliceCost, Span, StepGraph
 from foldray.timeline import Recording, draw_text, perfetto, replay, slice_timings
 from trainers.cluster import workers
 from trainers.measure.comparison import random_batches
@@ -24,6 +24,8 @@ from trainers.records import as_json as to_json
 from trainers.worker.engines import make_engine
 
 DEFAULT = ("sequential", "moe_only:2", "moe_only:4", "one_a_one_m:2", "one_a_one_m:4", "stream:4")
+APART = ("af_pipe", "af_pipe:2", "af_pipe:4")
+"""The same for experts with workers of their own."""
 _WARM_UP = 2
 
 
@@ -32,7 +34,7 @@ def bench(recipe: Recipe, names: Sequence[str], rounds: int, as_json: bool = Fal
 
     Args:
         names: orderings as `named_ordering` reads them. An empty list measures the recipe's own ordering, and those of
-            `DEFAULT` that are legal for the recipe.
+            `DEFAULT` or `APART` that are legal for the recipe.
         rounds: number of rounds.
         as_json: print a JSON document instead of a table.
 
@@ -75,25 +77,39 @@ def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: 
     print(f"a step on {recipe.cluster.workers} workers …", file=sys.stderr)
     result = workers.on_workers(recipe, _timeline_loop, "timeline")
     graph, recordings = result["graph"], result["recordings"]
-    ranks, expected = [recording.spans for recording in recordings], replay(graph, recordings)
-    measured, begin = ranks[0], min(span.start for spans in ranks for span in spans.values())
+    ranks = [recording.spans for recording in recordings]
+    expected = {name: replay(graph, recordings, rank) for name, rank in _shown(recipe).items()}
+    begin = min(span.start for spans in ranks for span in spans.values())
     if trace is not None:
         _write(trace, json.dumps(perfetto(graph, ranks, begin)))
     if picture is not None:
-        _draw(recipe, graph, measured, expected.spans, begin, picture)
+        rows = {f"measured{name}": _shifted(ranks[rank], begin) for name, rank in _shown(recipe).items()}
+        _draw(recipe, graph, rows | {f"simulated{name}": each.spans for name, each in expected.items()}, picture)
+    simulated = next(iter(expected.values())).seconds * 1e3
     if as_json:
-        print(to_json({"measured": result["times"], "simulated_step_ms": expected.seconds * 1e3}))
+        print(to_json({"measured": result["times"], "simulated_step_ms": simulated}))
         return 0
-    print(f"measured on the first worker: {result['times']['step_ms']:.1f} ms")
-    print(draw_text(graph, measured))
-    print(f"\nsimulated from these op times: {expected.seconds * 1e3:.1f} ms")
-    print(draw_text(graph, expected.spans))
+    print(f"measured: {result['times']['step_ms']:.1f} ms")
+    for name, rank in _shown(recipe).items():
+        print(f"the first worker{name}\n{draw_text(graph, ranks[rank])}")
+    print(f"\nsimulated from these op times: {simulated:.1f} ms")
+    for name, each in expected.items():
+        print(f"the first worker{name}\n{draw_text(graph, each.spans)}")
     return 0
+
+
+def _shown(recipe: Recipe) -> dict[str, int]:
+    """Return the ranks that a timeline shows, by the words behind "worker": the first one, or the first one of each half."""
+    return {"": 0} if recipe.placement is None else {" of attention": 0, " of the experts": recipe.placement.attention}
+
+
+def _shifted(spans: Mapping[Op, Span], begin: float) -> dict[Op, Span]:
+    return {op: Span(span.start - begin, span.end - begin) for op, span in spans.items()}
 
 
 def _defaults(recipe: Recipe) -> dict[str, Ordering]:
     orderings: dict[str, Ordering] = {"recipe": recipe.ordering} if recipe.slicing else {}
-    for name in DEFAULT:
+    for name in APART if recipe.placement else DEFAULT:
         try:
             orderings[name] = recipe.named_ordering(name)
         except UserError:  # for example, the sequence is too short for so many pieces
@@ -211,12 +227,11 @@ def _write(path: Path, text: str) -> None:
         raise UserError("trace", path, f"cannot be written ({error.strerror or error})") from None
 
 
-def _draw(recipe: Recipe, graph: StepGraph, measured: Any, simulated: Any, begin: float, path: Path) -> None:
+def _draw(recipe: Recipe, graph: StepGraph, rows: Mapping[str, Mapping[Op, Span]], path: Path) -> None:
     try:
         from trainers.pictures.timeline import draw_timelines
     except ModuleNotFoundError as error:
         raise MissingPackage("picture", path, error.name or "matplotlib", "pip install matplotlib") from None
-    rows = {"measured": {op: Span(span.start - begin, span.end - begin) for op, span in measured.items()}, "simulated": simulated}
     try:
         draw_timelines(graph, rows, path, f"{recipe.name}: {recipe.schedule.kind}, degree {recipe.schedule.degree}")
     except OSError as error:

@@ -30,7 +30,7 @@ from foldray.planner.hardware import Hardware
 from foldray.recipe import Recipe
 from trainers.cluster import workers
 from trainers.measure.meter import ROUNDS, Meter
-from trainers.measure.op_times import of_ops, of_slices
+from trainers.measure.op_times import attention_length, of_ops, of_slices
 from trainers.records import as_json as to_json
 
 _SIDES = (64, 128, 256, 512, 1024, 2048)
@@ -76,7 +76,7 @@ def measured(recipe: Recipe, everyone: Groups, device: torch.device, name: str) 
     links, exchange, crowding = _links(meter, everyone, together, memory)
     constants = {
         "gemm": 1.0, "memory": 1.0, "optimizer": 1.0, "intra": 1.0, "inter": 1.0, "straggling": 0.0, "contention": 0.0,
-        "workspace": 0.0, "attention": _attention(meter, device, dtype) / peak,
+        "workspace": 0.0, "attention": _attention(meter, device, dtype, attention_length(recipe)) / peak,
         "grouped": min(1.0, _grouped(meter, device, dtype)), "exchange": exchange, "crowding": crowding,
     }  # fmt: skip
     hardware = {
@@ -143,9 +143,9 @@ def _memory(meter: Meter, device: torch.device) -> float:
     return 2 * 4 * x.numel() / meter(lambda: torch.mul(x, 1.5, out=y))
 
 
-def _attention(meter: Meter, device: torch.device, dtype: torch.dtype) -> float:
+def _attention(meter: Meter, device: torch.device, dtype: torch.dtype, length: int) -> float:
     """Measure the FLOP/s of causal attention. Forward and backward together count 3.5 times the forward FLOPs."""
-    heads, length, width = 8, 2048, 64
+    heads, width = 8, 64
     q, k, v = (torch.randn(1, heads, length, width, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     gradient = torch.randn(1, heads, length, width, device=device, dtype=dtype)
 

@@ -137,8 +137,10 @@ def random_batch(recipe: Recipe, dp_rank: int, dp: int, m: int, device: torch.de
 
 
 def random_batches(recipe: Recipe, groups: Groups, device: torch.device, masked: bool = False) -> list[Batch]:
-    """Make a step's micro-batches of random text for this rank."""
+    """Make a step's micro-batches of random text for this rank. A rank that owns only experts gets no sequences."""
     dp = groups.fold.dp
+    if not groups.owns_tokens:
+        return [Batch.empty(recipe.data.seq_len, device)] * recipe.accumulation
     return [random_batch(recipe, groups.dp_rank, dp, m, device, masked) for m in range(recipe.accumulation)]
 
 

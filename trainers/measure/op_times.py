@@ -24,7 +24,8 @@ from trainers.measure.meter import Meter
 from trainers.worker.engines import make_engine
 
 _STEPS = 5  # recorded steps; the median of each op counts
-_LENGTH, _DEGREES = 2048, (1, 2, 4, 8, 16)  # length and degrees of sequences that are cut
+_SHORTEST, _LONGEST = 2048, 8192  # tokens of the sequences whose attention is measured
+_DEGREES = (1, 2, 4, 8, 16)  # of sequences that are cut
 _TINY: dict[str, Any] = {"preset": None, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn_hidden": 32, "experts": 4,
                          "topk": 2, "expert_hidden": 32, "shared_hidden": 0, "vocab": 64, "layers": 2}  # fmt: skip
 _THIN: dict[str, Any] = {"preset": None, "heads": 1, "kv_heads": 1, "head_dim": 16, "ffn_hidden": 16, "expert_hidden": 16,
@@ -62,22 +63,30 @@ def _optimizer(recipe: Recipe, meter: Meter, hardware: Hardware) -> float:
     return min(1.0, max(Step(candidate, work).behind) / took)
 
 
+def attention_length(recipe: Recipe) -> int:
+    """Return the length of the sequences whose attention is measured: the recipe's own, as far as that takes seconds.
+
+    Attention over longer sequences computes fewer masked scores, so it is faster than over short ones.
+    """
+    return min(_LONGEST, max(_SHORTEST, recipe.data.seq_len)) // max(_DEGREES) * max(_DEGREES)
+
+
 def of_slices(meter: Meter, recipe: Recipe, hardware: Hardware) -> list[tuple[int, float]]:
     """Measure the speed of slices: (tokens of a slice, share of the constant `attention`), the smallest slice first.
 
     The times come from recorded steps of one block. So they include all costs of cutting attention, such as keeping keys and
     values and merging results.
     """
-    shares = []
+    shares, length = [], attention_length(recipe)
     for degree in _DEGREES:
         cut = {"kind": "one_a_one_m", "degree": degree, "slicing": "token_uniform"} if degree > 1 else {}
-        sliced = _small(recipe, _WIDE, _LENGTH, cut)
+        sliced = _small(recipe, _WIDE, length, cut)
         took, core = _recorded(sliced, meter), _priced(sliced, hardware, "attention", {})
         others = [_priced(sliced, hardware, what, {}) for what in ("gemm", "memory", "launch")]
         ops = [op for op in took if op.kind == ATTENTION]
         left = meter.slowest(sum(took[op] - sum(other[op] for other in others) for op in ops))
         predicted = sum(core[op] for op in ops)
-        shares.append((_LENGTH // degree, predicted / max(left, predicted / 10)))
+        shares.append((length // degree, predicted / max(left, predicted / 10)))
     return shares[::-1]
 
 

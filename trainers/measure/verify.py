@@ -205,7 +205,8 @@ def small(recipe: Recipe) -> Recipe:
     fold, schedule, model, training = recipe.placed_fold, recipe.schedule, recipe.model, recipe.training
     stages = fold.pp * schedule.virtual_stages
     dense, every = min(model.dense_first, 1), min(model.moe_every, 2)
-    layers = max(stages, dense + every)
+    moe = fold.moe_pp * schedule.virtual_stages if fold.disjoint else 1  # MoE blocks that the stages need
+    layers = max(stages, dense + every * moe)
     sizes = schedule.stage_layers and [1 if size == min(schedule.stage_layers) else 2 for size in schedule.stage_layers]
     topk = min(model.topk, 4)
     unit = smallest_slice(fold.cp, fold.tp)

@@ -214,7 +214,7 @@ class DeepSpeedEngine:
 
     def _partitioned_norm(self, norm_type: float = 2) -> torch.Tensor:
         """Return the norm of all reduced gradients, by which DeepSpeed clips. A rank holds a partition of the gradients."""
-        place, counted = self.groups.coordinate["attention"], []
+        place, counted = self.groups.coordinate.get("attention", {"tp": 0, "pp": 0}), []
         # Other ranks of the same data-parallel place hold these parameters, too, and count them.
         copies = {*(self.model.by_class("replicated") if place["tp"] else ()), *(self.model.tied() if place["pp"] else ())}
         for index, parameters in enumerate(self.optimizer.params_in_partition):

@@ -23,7 +23,7 @@ _ROUNDS = 3
 def settings(recipe: Recipe) -> dict[str, Any]:
     """Return the parts of a recipe that decide how long a step takes, without the model."""
     training, about = recipe.training, recipe.model_dump(mode="json")
-    parts = {key: about[key] for key in ("fold", "schedule", "engine", "moe", "precision")}
+    parts = {key: about[key] for key in ("fold", "placement", "schedule", "engine", "moe", "precision")}
     return {
         **parts,
         "workers": recipe.cluster.workers,
@@ -47,9 +47,18 @@ def machines(device: torch.device, nodes: Sequence[int]) -> list[list[Any]]:
 def link_rate(groups: Groups, device: torch.device) -> float:
     """Measure the bytes per second that the slowest rank sends to the ranks with which it shares experts or gradients.
 
+    If the experts have ranks of their own, it sends to all ranks.
+
     All ranks must call this. The result is 0 if no rank communicates in this way.
     """
-    communicators = (groups.tokens, groups.dense_gradients, groups.expert_gradients, groups.context, groups.tensor)
+    communicators = (
+        groups.rows_up,
+        groups.tokens,
+        groups.dense_gradients,
+        groups.expert_gradients,
+        groups.context,
+        groups.tensor,
+    )
     shared = next((each for each in communicators if each.group is not None), None)
     seconds = _exchange_seconds(shared, device) if shared else 0.0
     slowest = torch.tensor(seconds / max(1, (shared.size if shared else 1) - 1), dtype=torch.float64, device=device)

@@ -16,7 +16,7 @@ import ray.train
 import torch
 
 from foldray.blueprint import step_flops
-from foldray.comm import TRAFFIC, Count, Groups, probe
+from foldray.comm import APART, TRAFFIC, Count, Groups, probe
 from foldray.model import IGNORED, Batch, Losses, all_losses
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, learning_rate, state_pieces
@@ -89,6 +89,7 @@ class Worker:
         self.rank = ray.train.get_context().get_world_rank()
         self.device = ray.train.torch.get_device() if recipe.cluster.gpu else torch.device("cpu")
         self.groups = Groups.create(recipe.placed_fold, self.rank, node=_nodes().__getitem__)
+        _check_node(recipe.labels[self.rank])
         self.outbox.send(_place(self.groups))
         probe(self.groups, self.device, DTYPES[recipe.precision])
         self.engine: Engine = make_engine(recipe, self.groups, self.device)
@@ -126,9 +127,7 @@ class Worker:
         """Run one step, numbered from 0, and return the mean loss over all tokens."""
         started, training = time.perf_counter(), self.recipe.training
         self.groups.traffic.clear()
-        losses = self.engine.train(
-            [self._batch(self.data.train, self._indices(step, m)) for m in range(self.recipe.accumulation)]
-        )
+        losses = self.engine.train([self._train_batch(step, m) for m in range(self.recipe.accumulation)])
         rate = learning_rate(self.recipe.optimizer, step, training.steps)
         norms = self.guard.update(step + 1, rate)
         totals = self._totals(losses)
@@ -137,10 +136,18 @@ class Worker:
             self.outbox.send(self._record(step + 1, totals, rate, norms.total, time.perf_counter() - started))
         return totals.language
 
-    def _indices(self, step: int, m: int) -> np.ndarray:
-        """Return the sequences of a step's micro-batch m. They are the same on all ranks of a data-parallel place."""
+    def _train_batch(self, step: int, m: int) -> Batch:
+        """Make a step's micro-batch m. It is the same on all ranks of a data-parallel place."""
+        if not self.groups.owns_tokens:
+            return self._no_sequences
         training, dp = self.recipe.training, self.groups.fold.dp
-        return self.batches.indices(step, m, self.groups.dp_rank, dp, training.micro_batch, training.global_batch)
+        indices = self.batches.indices(step, m, self.groups.dp_rank, dp, training.micro_batch, training.global_batch)
+        return self._batch(self.data.train, indices)
+
+    @property
+    def _no_sequences(self) -> Batch:
+        """The micro-batch of a rank that owns only experts."""
+        return Batch.empty(self.recipe.data.seq_len, self.device)
 
     def _record(self, done: int, totals: Totals, rate: float, norm: float, seconds: float) -> Step:
         training, length = self.recipe.training, self.recipe.data.seq_len
@@ -165,11 +172,10 @@ class Worker:
         """
         size, fold, split = self.recipe.training.micro_batch, self.groups.fold, self.data.validation
         count = min(len(split), self.recipe.training.eval_sequences or len(split))
-        starts = range(self.groups.dp_rank * size, count + fold.dp * size, fold.dp * size)
-        starts, losses = starts[: math.ceil(count / (fold.dp * size))], list[Losses]()
-        for first in range(0, len(starts), _EVALUATED * fold.pp):
-            chunk = [range(start, min(count, start + size)) for start in starts[first : first + _EVALUATED * fold.pp]]
-            losses += self.engine.execution.evaluate([self._batch(split, indices) for indices in chunk])
+        passes, most, losses = range(math.ceil(count / (fold.dp * size))), _EVALUATED * fold.positions, list[Losses]()
+        for first in range(0, len(passes), most):
+            batches = [self._validation_batch(m, size, count) for m in passes[first : first + most]]
+            losses += self.engine.execution.evaluate(batches)
         loss = float(all_losses(losses, self.groups.control).means()[0])
         bits = loss * count * self.recipe.data.seq_len / math.log(2) / split.bytes(count)
         record: Validation = {"kind": "validation", "step": done, "loss": loss, "bits_per_byte": bits, "sequences": count}
@@ -177,8 +183,16 @@ class Worker:
         if self.rank == 0:
             self.outbox.send(record)
 
+    def _validation_batch(self, m: int, size: int, count: int) -> Batch:
+        """Make micro-batch m of this rank's data-parallel place, of the first `count` validation sequences."""
+        if not self.groups.owns_tokens:
+            return self._no_sequences
+        start = (m * self.groups.fold.dp + self.groups.dp_rank) * size
+        return self._batch(self.data.validation, range(start, min(count, start + size)))
+
     def _save(self, done: int, loss: float, final: bool) -> None:
         fold, data = self.recipe.fold.model_dump(), self.data.folder.name
+        fold["placement"] = self.recipe.placement and self.recipe.placement.model_dump()
         order = {"seed": self.recipe.training.seed, "global_batch": self.recipe.training.global_batch}
         progress = {"step": done, "data": data, "fold": fold, "validation": self.validation, **order}
         found = {"chosen": self.online.chosen, "seconds": self.online.seconds}
@@ -229,10 +243,11 @@ class Worker:
     def _totals(self, losses: list[Losses]) -> Totals:
         """Return the means and sums over ranks and micro-batches."""
         by_name, total = self.groups.traffic.by_name(), all_losses(losses, self.groups.control)
-        counts = [by_name.get(name, Count()) for name in TRAFFIC]
+        names = {**TRAFFIC, **APART} if self.groups.fold.disjoint else TRAFFIC
+        counts = [by_name.get(name, Count()) for name in names]
         sent = torch.tensor([(count.calls, count.inside_bytes, count.across_bytes) for count in counts], dtype=torch.float64)
         rows = self.groups.control.all_reduce(sent.to(self.device)).tolist()
-        traffic = {name: Count(*map(int, row)) for name, row in zip(TRAFFIC, rows, strict=True)}
+        traffic = {name: Count(*map(int, row)) for name, row in zip(names, rows, strict=True)}
         language, balance, z = total.means().tolist()
         return Totals(language, balance, z, float(total.dropped), total.count_ME.cpu(), traffic)
 
@@ -250,10 +265,24 @@ def _nodes() -> list[int]:
     return [list(dict.fromkeys(nodes)).index(name) for name in nodes]
 
 
+def _check_node(label: str | None) -> None:
+    """Check that this rank runs on a node with the label of its half.
+
+    Ray places workers by their labels, but numbers them node by node. If some nodes may have both halves, and others only
+    one, a rank may be on a node that is not meant for its half.
+
+    Raises:
+        RuntimeError: the node lacks the label.
+    """
+    key, _, value = (label or "").partition("=")
+    if label and (found := ray.get_runtime_context().get_node_labels().get(key)) != value:
+        raise RuntimeError(f"a rank that needs a node with {label} runs on one with {key}={found}; give every node one role")
+
+
 def _place(groups: Groups) -> Place:
     context, coordinate = ray.get_runtime_context(), groups.coordinate
     return {
         "kind": "place", "rank": groups.rank, "actor": context.get_actor_id(), "node": context.get_node_id(),
         "node_ip": ray.util.get_node_ip_address(), "pid": os.getpid(),
-        "attention": coordinate["attention"], "moe": coordinate["moe"],
+        "attention": coordinate.get("attention"), "moe": coordinate.get("moe"),
     }  # fmt: skip

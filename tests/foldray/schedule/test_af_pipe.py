@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foldray.schedule import COMPUTE, Op, Place, Slicing, StepGraph, check, peak, times
+from foldray.schedule import COMPUTE, Op, Overlap, Place, Slicing, StepGraph, check, peak, step_schedule, times
 from foldray.schedule.af_pipe import af_pipe, chain
 from tests.foldray.blocks import DENSE, MOE
 
@@ -100,3 +100,46 @@ def test_few_micro_batches_alive_need_little_memory() -> None:
     one, more = peak(graph, af_pipe(graph, 1)), peak(graph, af_pipe(graph))
     assert all(few <= many for few, many in zip(one, more, strict=True))
     assert one[2] == 2  # the experts of two blocks, of one micro-batch
+
+
+@pytest.mark.parametrize(
+    ("groups", "virtual", "rounds"), [(1, 2, 2), (1, 4, 4), (2, 2, 2), (2, 4, 1), (2, 4, 4), (4, 2, 2), (4, 4, 1)]
+)
+def test_the_bubble_is_that_of_interleaved_passes(groups: int, virtual: int, rounds: int) -> None:
+    """DisagMoE, equation 3: with hidden rows and equal halves, one pass of a half for each other position."""
+    micro_batches = 2 * groups * rounds
+    graph = apart(virtual * groups, groups, groups, micro_batches)
+    spans = times(graph, af_pipe(graph), lambda op: ((COMPUTE if not graph.channel(op) else "way", _units(graph, op)),))
+    whole = max(span.end for span in spans.values())
+    assert whole - 3 * virtual * micro_batches == 3 * (2 * groups - 1)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_the_bubble_of_1f1b_is_that_of_whole_stages(pp: int, blocks: int) -> None:
+    """DisagMoE, equation 2: one pass of a stage for each other position, with its all-to-alls, which nothing hides."""
+    attention, experts, way, micro_batches = 2.0, 1.0, 0.5, 2 * pp
+    graph = StepGraph(((MOE,) * blocks,) * pp, WHOLE, pp, micro_batches, ragged=False)
+
+    def cost(op: Op) -> tuple[tuple[str, float], ...]:
+        if graph.channel(op):
+            return (("way", way if op.kind in ("dispatch", "combine") else 0.0),)
+        return ((COMPUTE, (1 if op.direction == "F" else 2) * {"attention": attention, "expert": experts}.get(op.kind, 0.0)),)
+
+    spans = times(graph, step_schedule(graph, Overlap("sequential")), cost)
+    whole = max(span.end for span in spans.values())
+    stage = blocks * (3 * attention + 3 * experts + 4 * way)
+    assert whole - micro_batches * stage == pytest.approx((pp - 1) * stage)
+
+
+@pytest.mark.parametrize(("groups", "virtual", "micro_batches"), [(1, 4, 8), (2, 4, 16), (4, 4, 32)])
+def test_rows_that_travel_as_long_as_a_half_computes_stay_hidden(groups: int, virtual: int, micro_batches: int) -> None:
+    graph = apart(virtual * groups, groups, groups, micro_batches)
+    rows = ("dispatch", "combine")
+
+    def cost(op: Op) -> tuple[tuple[str, float], ...]:
+        channel = graph.channel(op)
+        return ((str(channel), float(op.kind in rows)),) if channel else ((COMPUTE, _units(graph, op)),)
+
+    whole = max(span.end for span in times(graph, af_pipe(graph), cost).values())
+    assert 3 * virtual * micro_batches / whole > 0.86

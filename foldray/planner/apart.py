@@ -1,0 +1,155 @@
+"""The costs of a step whose experts have ranks of their own (DisagMoE): ops of two kinds of ranks, and the rows between them.
+
+A rank of attention has the ops of its half, and a rank of the experts has those of its own; their GPUs may differ. Rows go
+from each rank of a position of attention to those ranks of the experts that hold one of the token's experts, once to each
+(`moe/once.py`). A message takes as long as the slower end: the adapters of a sender, or those of a receiver.
+
+`whole.py` simulates such a step op by op. There is no bound and no search over single ops, because a stage has no place of
+its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from foldray.blueprint import ModelSpec, Stage
+from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT
+from foldray.planner.candidate import Candidate
+from foldray.planner.costs import OpWork, RankCosts
+from foldray.planner.device import Device
+from foldray.planner.layout import Content, StageForm
+from foldray.planner.memo import Memo
+from foldray.planner.memory import GIB, Memory, block_activations, expert_activations, parameters
+from foldray.planner.shares import Price, Work
+from foldray.planner.updates import WHOLE, stage_updates
+from foldray.schedule import Op, position_list
+
+ROWS_UP, ROWS_DOWN = "rows up", "rows down"
+"""Lanes of rows to the experts and of rows back. Adapters are duplex, so a rank has one of each."""
+
+
+class Sides(NamedTuple):
+    """The GPUs of attention and of the experts.
+
+    Args:
+        attention, experts: the devices.
+        nics: network adapters of a GPU on each side, where 1 is the hardware file's link between nodes.
+    """
+
+    attention: Device
+    experts: Device
+    nics: tuple[float, float] = (1.0, 1.0)
+
+
+class ApartWork(OpWork):
+    """The costs of the ops of a candidate whose experts have ranks of their own.
+
+    Args:
+        candidate: the candidate.
+        sides: the GPUs.
+        memos: tables for the costs of attention and of the experts, if other candidates of the same job share them.
+    """
+
+    def __init__(self, candidate: Candidate, sides: Sides, memos: tuple[Memo, Memo] | None = None):
+        self.memos = memos or (Memo(), Memo())
+        super().__init__(candidate, sides.attention, memo=self.memos[0])
+        fold = candidate.fold
+        self.sides, self.senders, self.receivers = sides, fold.attention_ranks // fold.pp, fold.moe_ranks // fold.moe_pp
+        # Sequences whose rows a rank of the experts gets, if all its rows came from one rank of attention.
+        sequences = self.rank.sequences * self.senders / self.receivers
+        self.expert_rank = RankCosts(candidate.job, fold, sides.experts, sequences, candidate.zero, self.memos[1])
+
+    def _price(self, op: Op) -> Price:
+        graph = self.candidate.graph
+        if op.kind == EXPERT:
+            return self.expert_rank.price(op.kind, op.direction == "B", graph.tokens(op), graph.blocks[op.layer])
+        if op.kind in (DISPATCH, COMBINE):
+            sender, receiver = graph.where(op)
+            weights = 8 * self.rank.model.topk if op.kind == DISPATCH else 0  # bytes of weights and numbers of experts
+            seconds = self._rows(len(graph.tokens(op)) * self.rank.sequences, weights)
+            return Price.of([Work(ROWS_UP if sender < receiver else ROWS_DOWN, "ep", seconds)])
+        return super()._price(op)
+
+    def _rows(self, tokens: float, more: int) -> float:
+        """Return the seconds of the rows of `tokens` tokens of every rank of attention, with `more` bytes beside a row."""
+        model, fold, device = self.rank.model, self.candidate.fold, self.sides.attention
+        sent = tokens * ranks_of_a_token(model, fold.ep) * (model.hidden * device.bytes + more)
+        nodes = -(-(self.senders + self.receivers) // device.hardware.gpus_per_node)
+        link = device.hardware.intra if fold.world_size <= device.hardware.gpus_per_node else device.hardware.inter
+        speed, start = link.of(max(2, nodes))
+        speed *= device.share["exchange"] / (1 + device.share["contention"] * math.log2(nodes))
+        slower = max(1 / self.sides.nics[0], self.senders / self.receivers / self.sides.nics[1])
+        return start * fold.ep + sent * slower / speed
+
+    # After the last backward.
+
+    def behind(self) -> list[float]:
+        """Return, for every position, the seconds of its optimizer and of its gather of weights."""
+        return [
+            sum(each.gather + each.optimizer for each in stage_updates(rank, content, WHOLE) if each.family == family)
+            for rank, content, family in self._contents()
+        ]
+
+    def _contents(self) -> Iterable[tuple[RankCosts, Content, str]]:
+        """Yield costs, content and the group family of the gradients of every position."""
+        ownership, fold = self.candidate.ownership, self.candidate.fold
+        for rank, stages, count, family in (
+            (self.rank, ownership.stages, fold.pp, "dp_cp"), (self.expert_rank, ownership.expert_stages, fold.moe_pp, "edp"),
+        ):  # fmt: skip
+            for place in range(count):
+                yield rank, self._content(stages, place, family == "dp_cp"), family
+
+    def _content(self, stages: Sequence[Stage], place: int, ends: bool) -> Content:
+        blocks = self.candidate.job.blocks
+        return Content.of([
+            StageForm(tuple(blocks[layer] for layer in stage.layers), ends and stage.first, ends and stage.last)
+            for stage in stages
+            if stage.position == place
+        ])  # fmt: skip
+
+    # Memory.
+
+    def memory(self) -> tuple[Memory, Memory]:
+        """Return the memory of the fullest rank of attention, and of the fullest rank of the experts."""
+        every = [self._memory(place, *each) for place, each in enumerate(self._contents())]
+        pp = self.candidate.fold.pp
+        attention, experts = (max(own, key=lambda each: each.total) for own in (every[:pp], every[pp:]))
+        return attention, experts
+
+    def _memory(self, place: int, rank: RankCosts, content: Content, family: str) -> Memory:
+        candidate, graph = self.candidate, self.candidate.graph
+        elements = {name: count if name == family else 0.0 for name, count in rank.elements(content).items()}
+        held = parameters(candidate.fold, rank.zero, rank.device.bytes, elements)
+        order, again = position_list(graph, place, candidate.ordering), candidate.ordering.recompute
+        kept = logits = 0.0
+        for layer, count in most_kept(order, ATTENTION if family == "dp_cp" else EXPERT).items():
+            block = graph.blocks[layer]
+            experts = expert_activations(rank, block, again) if block.moe else 0.0
+            whole = block_activations(rank, block, again, graph.slicing.degree > 1)
+            kept += count / graph.slicing.degree * (whole - experts if family == "dp_cp" else experts)
+        rows = 2 * max(graph.slicing.moe) * rank.sequences * rank.model.topk * rank.model.hidden * rank.device.bytes
+        if content.head:
+            logits = max(graph.slicing.moe) * rank.sequences * rank.model.vocab * (2 * 4 + rank.device.bytes)
+        return Memory(*held, kept, 2 * rows, logits, rank.device.share["workspace"] * GIB)
+
+
+def ranks_of_a_token(model: ModelSpec, ep: int) -> float:
+    """Return the mean number of ranks that hold one of a token's experts, if every choice of experts is equally likely."""
+    others, missed = model.experts - model.experts // ep, 1.0
+    for chosen in range(model.topk):
+        missed *= max(0, others - chosen) / (model.experts - chosen)
+    return ep * (1 - missed)
+
+
+def most_kept(order: Iterable[Op], kind: str) -> Counter[int]:
+    """Return, by block, how many ops of a kind have run forward and not backward, at the moment when most have."""
+    now, most, peak = Counter[int](), Counter[int](), 0
+    for op in order:
+        if op.kind == kind and op.direction != "R":
+            now[op.layer] += 1 if op.direction == "F" else -1
+            if (total := now.total()) > peak:
+                most, peak = Counter(now), total
+    return most

@@ -1,0 +1,224 @@
+"""The search for workers of their own for the experts: how many, and under which fold (DisagMoE, section 4.3).
+
+`roofline` is the paper's first step: GPUs and adapters of both sides by their FLOPs and bytes alone (`allocator.py`). The
+search does not begin there, but tries splits under many folds, in the order of a lower bound: the time of the position or of
+the adapters that have most to do. So no candidate that it leaves out could be among the best.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from foldray.blueprint import half_flops
+from foldray.errors import UserError
+from foldray.fold import Fold, divisors
+from foldray.kinds import REDUCE
+from foldray.planner.allocator import Allocation, Demand, Machines, allocate
+from foldray.planner.apart import ApartWork, Sides, ranks_of_a_token
+from foldray.planner.candidate import Candidate
+from foldray.planner.device import Device
+from foldray.planner.hardware import Hardware
+from foldray.planner.memo import Memo
+from foldray.planner.memory import GIB, Memory
+from foldray.planner.prediction import predict, straggling
+from foldray.planner.space import Space
+from foldray.planner.whole import whole_seconds
+from foldray.schedule import AF_PIPE, COMPUTE, Ordering, Overlap
+
+_TP = (1, 2, 4, 8)
+_POSITIONS = (1, 2, 4, 8)  # of each side
+_SPLITS = 32  # most splits of the GPUs that are tried for a fold
+_OTHER_BATCH = 0.02  # any number of data-parallel places is tried, with the nearest batch that it divides, if that is as near
+_ROUNDS = 5  # of as many micro-batches as positions: what is simulated; every further round takes as long as the last one
+
+
+class Placed(NamedTuple):
+    """A way to train with workers of their own for the experts.
+
+    Args:
+        candidate: the candidate. Its batch may differ a little from the job's, so that it is a multiple of dp.
+        seconds: predicted seconds of a step with the job's batch.
+        memory: bytes of the fullest rank of attention, and of the fullest rank of the experts.
+        fits: whether both fit into memory.
+        mfu: model FLOPs over the peak of all GPUs, attention counted causally.
+    """
+
+    candidate: Candidate
+    seconds: float
+    memory: tuple[Memory, Memory]
+    fits: bool
+    mfu: float
+
+
+def roofline(space: Space, kinds: Sequence[Machines] = ()) -> tuple[Demand, Allocation]:
+    """Return the FLOPs and bytes of a layer for one sequence, and the best GPUs and adapters for them.
+
+    Args:
+        space: the job and the cluster. Every GPU has one adapter.
+        kinds: the GPUs, if they are of several kinds; none are `space.gpus` of the cluster's.
+
+    Raises:
+        UserError: there are too few GPUs, or the model has no MoE block.
+    """
+    model, job, device = space.job.model, space.job, Device.of(space.job, space.hardware)
+    attention, experts = half_flops(model, job.seq_len)
+    ep = max(n for n in divisors(model.experts) if n <= space.hardware.gpus_per_node)
+    rows = ranks_of_a_token(model, ep) * model.hidden * device.bytes
+    demand = Demand(attention * job.seq_len, experts * job.seq_len, rows * job.seq_len)
+    speed = device.peak * device.share["gemm"]
+    machines = kinds or [Machines(space.gpus, speed, speed)]
+    nics = sum(kind.gpus for kind in machines)
+    return demand, allocate(demand, machines, nics, space.hardware.inter.gb_s * 1e9 * device.share["exchange"])
+
+
+def search_placements(space: Space, top: int = 5, most: int = 64) -> list[Placed]:
+    """Return the fastest placements that fit into memory, the fastest first. If none fits, return some that do not.
+
+    Args:
+        space: the job, the cluster, and its pins for tp, pp (the positions of each side) and ep.
+        top: number of placements to return.
+        most: most placements whose steps are simulated.
+
+    Raises:
+        UserError: there is no legal placement.
+    """
+    numbers = itertools.count()
+    queue = [(_least(work, space), next(numbers), work) for work in _works(space)]
+    if not queue:
+        rule = "has no legal placement of attention and experts on workers of their own for this model and batch"
+        raise UserError("gpus", space.gpus, rule)
+    heapq.heapify(queue)
+    found: list[Placed] = []
+    unfit: list[ApartWork] = []
+    while queue and len(found) < most:
+        least, _, work = heapq.heappop(queue)
+        fastest = sorted(each.seconds for each in found)[:top]
+        if len(fastest) == top and fastest[-1] <= least:
+            break
+        if max(each.total for each in _short(work).memory()) <= space.hardware.memory_gib * GIB:
+            found.append(_placed(work, space, True))
+            continue
+        unfit.append(work)
+        if (leaner := _leaner(work, space)) is not None:
+            heapq.heappush(queue, (_least(leaner, space), next(numbers), leaner))
+    found = found or [_placed(work, space, False) for work in unfit[:top]]
+    return sorted(found, key=lambda each: each.seconds)[:top]
+
+
+def _leaner(work: ApartWork, space: Space) -> ApartWork | None:
+    """Return the same candidate with the next set of ops that run again; None if there is none."""
+    candidate = work.candidate
+    after = list(space.recompute).index(candidate.ordering.recompute) + 1
+    if after == len(space.recompute):
+        return None
+    ordering = candidate.ordering._replace(recompute=space.recompute[after])
+    return ApartWork(replace(candidate, ordering=ordering), work.sides, work.memos)
+
+
+def _placed(work: ApartWork, space: Space, fits: bool) -> Placed:
+    seconds = apart_seconds(work) * space.job.global_batch / work.candidate.job.global_batch
+    mfu = space.job.flops[0] / (seconds * space.gpus * work.rank.device.peak)
+    return Placed(work.candidate, seconds, _short(work).memory(), fits, mfu)
+
+
+def _least(work: ApartWork, space: Space) -> float:
+    return least_seconds(work) * space.job.global_batch / work.candidate.job.global_batch
+
+
+def apart_seconds(work: ApartWork) -> float:
+    """Return the predicted seconds of a step.
+
+    A step of many micro-batches is simulated with fewer of them. In steady state, each further one takes as long as another.
+    """
+    candidate = work.candidate
+    positions, passes = candidate.graph.positions, candidate.micro_batches
+    counts = [passes] if passes <= (_ROUNDS + 1) * positions else [_ROUNDS * positions, (_ROUNDS + 1) * positions]
+    seconds = [whole_seconds(each.candidate, each) for each in (_with_passes(work, count) for count in counts)]
+    found = seconds[-1] + (passes - counts[-1]) / positions * (seconds[-1] - seconds[0])
+    return found * (1 + straggling(candidate.fold.world_size, work.rank.device))
+
+
+def predicted_seconds(candidate: Candidate, hardware: Hardware) -> float:
+    """Return the predicted seconds of a step, whether or not the experts have workers of their own."""
+    if not candidate.fold.disjoint:
+        return predict(candidate, hardware).seconds
+    device = Device.of(candidate.job, hardware)
+    return apart_seconds(ApartWork(candidate, Sides(device, device)))
+
+
+def least_seconds(work: ApartWork) -> float:
+    """Return a lower bound of a step: the micro-batches of the position, or of the adapters, that have most to do."""
+    one, most = _with_passes(work, 1), defaultdict[tuple[int, str], float](float)
+    graph = one.candidate.graph
+    for op in graph.ops():
+        for lane, seconds in one.cost(op) if op.kind != REDUCE else ():
+            for place in graph.where(op):
+                most[place, COMPUTE if lane == COMPUTE else lane] += seconds
+    return work.candidate.micro_batches * max(most.values())
+
+
+def _short(work: ApartWork) -> ApartWork:
+    """Return the costs of a step that has as many micro-batches in flight, but not many more."""
+    return _with_passes(work, min(work.candidate.micro_batches, (_ROUNDS + 1) * work.candidate.graph.positions))
+
+
+def _with_passes(work: ApartWork, passes: int) -> ApartWork:
+    candidate = work.candidate
+    batch = passes * candidate.fold.dp * candidate.micro_batch
+    return ApartWork(replace(candidate, job=replace(candidate.job, global_batch=batch)), work.sides, work.memos)
+
+
+def _works(space: Space) -> Iterator[ApartWork]:
+    """Yield the costs of every legal candidate with the first set of ops that run again."""
+    job, kind, memos = space.job, Overlap(AF_PIPE.name), (Memo(), Memo())
+    for fold, micro_batch in itertools.product(_folds(space), space.micro_batches):
+        unit = fold.dp * micro_batch
+        batch = unit * max(1, round(job.global_batch / unit))
+        if abs(batch / job.global_batch - 1) > _OTHER_BATCH:
+            continue
+        # The paper's groups take every G-th layer, so each stage has one.
+        stages = max(1, min(job.model.layers // fold.pp, len(job.model.moe_layers) // fold.moe_pp))
+        ordering = Ordering(kind, kind, recompute=space.recompute[0])
+        try:
+            candidate = Candidate(
+                replace(job, global_batch=batch), fold, ordering, micro_batch, stages if fold.pp > 1 else 1, space.zero
+            )
+        except UserError:
+            continue
+        yield ApartWork(candidate, sides(space), memos)
+
+
+def sides(space: Space, nics: tuple[float, float] = (1.0, 1.0)) -> Sides:
+    """Return equal GPUs for both sides, with these adapters per GPU."""
+    device = Device.of(space.job, space.hardware)
+    return Sides(device, device, nics)
+
+
+def _folds(space: Space) -> Iterator[Fold]:
+    """Yield folds with as many positions of attention as of the experts, and without expert data parallelism where it can be."""
+    for positions, tp in itertools.product(_POSITIONS, _TP):
+        if space.pins.get("pp", positions) != positions or space.pins.get("tp", tp) != tp or tp > space.hardware.gpus_per_node:
+            continue
+        unit = tp * positions * max(1, space.gpus // (tp * positions * _SPLITS))
+        for attention in range(unit, space.gpus, unit):
+            experts = space.gpus - attention
+            if experts % positions:
+                continue
+            sizes = [n for n in divisors(experts // positions) if space.job.model.experts % n == 0]
+            ep = space.pins.get("ep", max(sizes))
+            if ep in sizes:
+                yield Fold(space.gpus, tp=tp, pp=positions, ep=ep, expert_ranks=experts, expert_pp=positions)
+
+
+def adapters(allocation: Allocation) -> tuple[float, float]:
+    """Return the adapters of a GPU of attention, and of a GPU of the experts."""
+    return (
+        allocation.attention_nics / max(1, sum(allocation.attention)),
+        allocation.expert_nics / max(1, math.fsum(allocation.experts)),
+    )

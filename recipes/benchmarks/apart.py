@@ -1,0 +1,99 @@
+"""Compare workers of their own for the experts with workers that have both attention and experts: four hosts.
+
+    python recipes/benchmarks/apart.py [--link MBIT] [--speeds S S S S] [--variants 2+2/af_pipe ep4/stream:4 …] [--json FILE]
+
+The script uses four hosts (network namespaces on this machine, which needs root). Each host has a link of the given rate, and a
+share of a core (control groups). `--speeds 1 1 0.5 0.5` halves the cores of the last two hosts.
+
+A variant is A+F/KIND[:DEGREE], with A workers for attention and F for the experts, or ep4/KIND[:DEGREE], with both on all four.
+All variants train the same number of sequences in a step: forward, backward and the sums of gradients. They take turns within
+a round. A step takes as long as on the slowest host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from common import on_hosts  # noqa: E402
+from turns import in_turns, join, table  # noqa: E402
+
+from foldray.recipe import Recipe  # noqa: E402
+from foldray.runtime.peak import processor  # noqa: E402
+
+HOSTS = 4
+VARIANTS = ["ep4/sequential", "ep4/moe_only:4", "ep4/one_a_one_m:4", "ep4/stream:4", "2+2/af_pipe", "3+1/af_pipe"]
+
+
+def main() -> None:
+    args = arguments()
+    if args.worker is not None:
+        return work(args)
+    from tests.lab.cores import part_of_core
+    from tests.lab.hosts import hosts, why_not
+
+    if (reason := why_not()) is not None:
+        raise SystemExit(f"no lab on this machine: {reason}")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        result, share = Path(folder) / "result.json", args.share * len(os.sched_getaffinity(0)) / HOSTS
+        parts = [stack.enter_context(part_of_core(share * speed)) for speed in args.speeds]
+        lab = stack.enter_context(hosts(HOSTS, rate=f"{args.link}mbit"))
+        command = [sys.executable, __file__, *sys.argv[1:], f"--store={lab[0].address}:29400", f"--result={result}"]
+        with on_hosts(lab, command, parts=parts):
+            pass
+        run = json.loads(result.read_text())
+    print(table(run))
+    if args.json:
+        setting = {"cpu": processor(), "torch": torch.__version__, "command": " ".join(sys.argv), "core": share}
+        args.json.write_text(json.dumps({**setting, "steps": run}, indent=1) + "\n")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    sizes = {"blocks": 4, "length": 1024, "hidden": 256, "inner": 512, "topk": 2, "sequences": 24, "rounds": 5, "link": 200}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help="default %(default)s")
+    parser.add_argument("--share", type=float, default=0.9, help="share of all cores that the hosts get (default %(default)s)")
+    parser.add_argument("--speeds", type=float, nargs=HOSTS, default=[1.0] * HOSTS, help="of the hosts' cores (default equal)")
+    parser.add_argument("--variants", nargs="*", default=VARIANTS)
+    parser.add_argument("--json", type=Path, help="write every measurement to this file")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def recipe_of(args: argparse.Namespace, variant: str) -> Recipe:
+    where, _, how = variant.partition("/")
+    kind, _, degree = how.partition(":")
+    attention, plus, experts = where.partition("+")
+    placement = {"placement": {"attention": int(attention), "experts": int(experts)}} if plus else {}
+    model = {"layers": args.blocks, "hidden": args.hidden, "heads": 8, "kv_heads": 8, "head_dim": args.hidden // 8,
+             "moe_every": 1, "ffn_hidden": args.inner, "experts": 8, "topk": args.topk, "expert_hidden": args.inner,
+             "vocab": 256}  # fmt: skip
+    return Recipe.parse({
+        "model": model, "fold": {"ep": int(experts) if plus else HOSTS}, **placement, "cluster": {"workers": HOSTS},
+        "data": {"seq_len": args.length}, "training": {"global_batch": args.sequences, "micro_batch": 1},
+        "engine": {"kind": "torch"}, "precision": "float32", "schedule": {"kind": kind, "degree": int(degree or 1)},
+    })  # fmt: skip
+
+
+def work(args: argparse.Namespace) -> None:
+    """Run the variants on one host in turns, and let the first host write the result."""
+    join(args.store, args.worker, HOSTS)
+    steps = in_turns({name: recipe_of(args, name) for name in args.variants}, args.worker, args.rounds)
+    if args.worker == 0:
+        args.result.write_text(json.dumps(steps))
+
+
+if __name__ == "__main__":
+    main()

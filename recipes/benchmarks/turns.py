@@ -1,0 +1,77 @@
+"""Training steps of several recipes, in turns on the same hosts."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from foldray.comm import Groups
+from foldray.recipe import Recipe
+from foldray.runtime import Trace
+from trainers.measure.comparison import random_batches
+from trainers.worker.engines import make_engine
+
+WARM_UP = 2  # rounds
+
+
+def join(store: str, rank: int, hosts: int) -> None:
+    """Join the world of all hosts, with one thread.
+
+    Args:
+        store: HOST:PORT of the first host.
+    """
+    address, port = store.split(":")
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=hosts)
+
+
+def in_turns(recipes: Mapping[str, Recipe], rank: int, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each recipe's step in every round: forward, backward and the sums of gradients, on the slowest host.
+
+    The recipes may have different folds. All of them have the torch engine.
+    """
+    folds = dict.fromkeys(recipe.placed_fold for recipe in recipes.values())
+    groups = {fold: Groups.create(fold, rank) for fold in folds}
+    device, steps = torch.device("cpu"), dict[str, list[float]]({name: [] for name in recipes})
+    made = {
+        name: (make_engine(recipe, own, device), random_batches(recipe, own, device), own)
+        for name, recipe in recipes.items()
+        for own in [groups[recipe.placed_fold]]
+    }
+    for number in range(WARM_UP + rounds):
+        for name, (engine, batches, own) in made.items():
+            execution = engine.execution
+            execution.trace = Trace() if number == WARM_UP - 1 else None
+            dist.barrier()
+            begin = time.perf_counter()
+            engine.train(batches)
+            took = own.control.all_reduce(torch.tensor([time.perf_counter() - begin], dtype=torch.float64), "max")
+            if number == WARM_UP - 1 and execution.lacks_costs:
+                execution.learn_costs()
+            if number >= WARM_UP:
+                steps[name].append(took.item())
+            engine.gradients.zero()  # type: ignore[attr-defined]
+            if rank == 0:
+                print(f"round {number}: {name} {took.item():.2f} s", file=sys.stderr, flush=True)
+    for own in groups.values():
+        own.close()
+    dist.destroy_process_group()
+    return steps
+
+
+def table(run: Mapping[str, list[float]]) -> str:
+    """Return a text with the median, the fastest and the slowest step of each recipe, and its speed over the first one."""
+    first = statistics.median(next(iter(run.values())))
+    width = max(map(len, run)) + 2
+    lines = [f"{'':<{width}}{'s':>8}{'min':>8}{'max':>8}{'× faster':>10}"]
+    for name, steps in run.items():
+        middle = statistics.median(steps)
+        lines.append(f"{name:<{width}}{middle:>8.2f}{min(steps):>8.2f}{max(steps):>8.2f}{first / middle:>10.2f}")
+    return "\n".join(lines)

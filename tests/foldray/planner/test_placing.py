@@ -1,0 +1,86 @@
+"""The search for workers of their own for the experts, and the command that shows it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from foldray import Recipe
+from foldray.blueprint import ModelSpec
+from foldray.cli import main
+from foldray.errors import UserError
+from foldray.planner.candidate import Job
+from foldray.planner.hardware import load_hardware
+from foldray.planner.placing import _works, adapters, apart_seconds, least_seconds, roofline, search_placements
+from foldray.planner.prediction import straggling
+from foldray.planner.space import Space
+from foldray.planner.whole import whole_seconds
+
+MODEL = ModelSpec(preset="deepseek-moe", layers=5)
+SPACE = Space(Job(MODEL, 4096, 256), load_hardware("h800"), 16, micro_batches=(1,))
+
+
+def test_what_the_search_leaves_out_is_slower() -> None:
+    best = search_placements(SPACE, 1)[0]
+    fastest = min(apart_seconds(work) * 256 / work.candidate.job.global_batch for work in _works(SPACE))
+    assert best.fits
+    assert best.seconds == pytest.approx(fastest)
+
+
+def test_bounds_hold_and_short_steps_stand_for_long_ones() -> None:
+    for work in list(_works(SPACE))[::4]:
+        whole = whole_seconds(work.candidate, work)
+        assert least_seconds(work) <= whole
+        waiting = 1 + straggling(16, work.rank.device)
+        assert apart_seconds(work) == pytest.approx(whole * waiting, rel=0.06)
+
+
+def test_ops_run_again_where_memory_needs_it() -> None:
+    machines = SPACE.hardware.model_copy(update={"memory_gib": 17.0})
+    small = Space(SPACE.job, machines, 16, {"tp": 1, "pp": 1}, micro_batches=(1,))
+    best = search_placements(small, 1)[0]
+    assert best.fits
+    assert best.candidate.ordering.recompute
+
+
+def test_the_roofline_gives_more_gpus_to_longer_sequences() -> None:
+    shares = []
+    for length in (4096, 32768):
+        _, allocation = roofline(Space(Job(MODEL, length, 256), SPACE.hardware, 128))
+        shares.append(sum(allocation.attention) / 128)
+        assert sum(adapters(allocation)) > 0
+    assert shares[0] < shares[1]
+
+
+def test_a_dense_model_is_refused() -> None:
+    with pytest.raises(UserError, match="has no MoE block"):
+        roofline(Space(Job(ModelSpec(preset="deepseek-moe", layers=1), 4096, 256), SPACE.hardware, 16))
+
+
+def test_the_command_compares_and_names_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(
+        "model: {preset: deepseek-moe, layers: 5, vocab: 102400}\ndata: {seq_len: 4096}\ntraining: {global_batch: 256}\n"
+        "precision: bfloat16\ncluster: {workers: 16}\n"
+    )
+    asked = ["plan", "recipe.yaml", "--cluster", "h800", "--disaggregate", "--top", "2", "--pp", "1"]
+    assert main([*asked, "--picture", "roofline.png"]) == 0
+    shown = capsys.readouterr().out
+    assert "with shared workers:" in shown
+    assert ("leave out the section placement" in shown) != ("placement: {attention:" in shown)
+    assert Path("roofline.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*asked, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    placed = document["placements"][0]
+    keys = {name: placed[name] for name in ("fold", "placement", "schedule", "training")}
+    recipe = Recipe.parse({"model": {"preset": "deepseek-moe", "layers": 5}, "cluster": {"workers": 16}, **keys})
+    assert recipe.placed_fold.attention_ranks == placed["placement"]["attention"]
+    assert document["speed"] == pytest.approx(document["shared"]["step_time_s"] / placed["step_time_s"])
+
+
+def test_a_placed_recipe_needs_the_option(tmp_path: Path, capsys) -> None:
+    (tmp_path / "recipe.yaml").write_text("model: {preset: tiny}\nplacement: {attention: 1, experts: 1}\ncluster: {workers: 2}\n")
+    assert main(["plan", str(tmp_path / "recipe.yaml"), "--cluster", "h800"]) == 2
+    assert "only foldray plan --disaggregate plans" in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""Recipes whose experts have workers of their own: what the section `placement` means, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from foldray import Recipe, UserError
+from foldray.blueprint import ModelSpec, Ownership
+from foldray.fold import Fold
+
+
+def placed(placement: dict[str, Any] | None, **sections: Any) -> Recipe:
+    base: dict[str, Any] = {"model": {"preset": "tiny"}, "fold": {"ep": 2}, "cluster": {"workers": 4}}
+    return Recipe.parse({**base, **({} if placement is None else {"placement": placement}), **sections})
+
+
+BOTH = {"attention": 2, "experts": 2}
+
+
+def test_a_placement_is_a_fold_over_disjoint_workers() -> None:
+    recipe = placed({**BOTH, "expert_pp": 1}, fold={"pp": 2, "ep": 2}, training={"global_batch": 8})
+    assert recipe.placed_fold == Fold(4, pp=2, ep=2, expert_ranks=2, expert_pp=1)
+    assert recipe.schedule.kind == "af_pipe"
+    assert recipe.accumulation == 8
+    assert Recipe.parse(recipe.model_dump()) == recipe
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+def test_labels_go_by_half() -> None:
+    labelled = {**BOTH, "attention_nodes": "gpu=h100", "expert_nodes": "gpu=a100"}
+    assert placed(labelled).labels == ("gpu=h100", "gpu=h100", "gpu=a100", "gpu=a100")
+    assert placed(BOTH).labels == placed(None).labels == (None,) * 4
+
+
+BAD: list[tuple[dict[str, Any] | None, dict[str, Any], str]] = [
+    ({"attention": 2}, {}, "placement.experts=nothing: is required"),
+    ({"attention": 2, "experts": 1}, {}, "placement=2 + 1: attention + experts must be cluster.workers=4"),
+    ({"attention": 0, "experts": 4}, {}, "placement.attention=0: must be greater than or equal to 1"),
+    ({**BOTH, "expert": 1}, {}, "placement.expert=1: is not a known key"),
+    ({"attention": 1, "experts": 3}, {}, "fold=1·2·1: etp·ep·expert_pp must divide the experts' 3 ranks"),
+    (BOTH, {"fold": {"tp": 4}}, "fold=4·1·1: tp·cp·pp must divide attention's 2 ranks"),
+    (BOTH, {"schedule": {"kind": "stream", "degree": 2}}, "schedule.kind=stream: orders workers that have both"),
+    (BOTH, {"schedule": {"backward": "aaam", "degree": 2}}, "schedule.backward=aaam: orders workers that have both"),
+    (None, {"schedule": {"kind": "af_pipe"}}, "schedule.kind=af_pipe: is for experts with workers of their own"),
+    (BOTH, {"moe": {"backend": "tutel"}}, "moe.backend=tutel: Tutel's kernels"),
+    (BOTH, {"model": {"preset": "tiny", "router": {"capacity_factor": 1.0, "pad": True}}}, "model.router.pad=true"),
+    ({**BOTH, "expert_pp": 2}, {"fold": {"ep": 1}, "model": {"preset": "tiny", "layers": 1}}, "placement.expert_pp=2: makes 2"),
+    ({**BOTH, "expert_nodes": "gpu"}, {}, "placement.expert_nodes=gpu: must be a node's label"),
+    ({**BOTH, "expert_nodes": "a=b=c"}, {}, "placement.expert_nodes=a=b=c: must be a node's label"),
+    ("both", {}, "placement=both"),  # type: ignore[list-item]
+]
+
+
+@pytest.mark.parametrize(("placement", "sections", "line"), BAD, ids=[line.split(":")[0] for _, _, line in BAD])
+def test_mistakes_are_one_line(placement: dict[str, Any] | None, sections: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError) as error:
+        placed(placement, **sections)
+    assert str(error.value).startswith(line)
+    assert "\n" not in str(error.value)
+
+
+def test_the_nearest_placements_are_legal() -> None:
+    with pytest.raises(UserError) as error:
+        placed({"attention": 1, "experts": 3}, training={"global_batch": 12})
+    options = error.value.rule.split("nearest legal folds: ")[1].split("; ")
+    assert options
+    for option in options:
+        sizes = {axis: int(size) for axis, size in (part.split("=") for part in option.split())}
+        placement = {"attention": 1, "experts": 3, "expert_pp": sizes.pop("expert_pp")}
+        model = {"preset": "tiny", "experts": 6, "layers": 6, "moe_every": 1}
+        assert placed(placement, fold=sizes, model=model).placement
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("dense", [0, 1, 3])
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_stages_of_experts_share_the_moe_blocks_out(every: int, dense: int, virtual: int) -> None:
+    model = ModelSpec(preset="tiny", layers=dense + 5 * every, moe_every=every, dense_first=dense)
+    ownership = Ownership(model, Fold(6, pp=2, expert_ranks=4, expert_pp=2), virtual)
+    counts = [sum(model.is_moe(layer) for layer in stage.layers) for stage in ownership.expert_stages]
+    assert len(counts) == 2 * virtual
+    assert sum(counts) == 5
+    assert max(counts) - min(counts) <= 1
+    assert [stage.position for stage in ownership.expert_stages] == [0, 1] * virtual
+    assert [layer for stage in ownership.expert_stages for layer in stage.layers] == list(range(model.layers))
