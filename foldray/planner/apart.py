@@ -77,9 +77,10 @@ class ApartWork(OpWork):
         """Return the seconds of the rows of `tokens` tokens of every rank of attention, with `more` bytes beside a row."""
         model, fold, device = self.rank.model, self.candidate.fold, self.sides.attention
         sent = tokens * ranks_of_a_token(model, fold.ep) * (model.hidden * device.bytes + more)
-        nodes = -(-(self.senders + self.receivers) // device.hardware.gpus_per_node)
-        link = device.hardware.intra if fold.world_size <= device.hardware.gpus_per_node else device.hardware.inter
-        speed, start = link.of(max(2, nodes))
+        ranks, together = self.senders + self.receivers, device.hardware.gpus_per_node
+        nodes = -(-ranks // together)
+        inside = fold.world_size <= together
+        speed, start = device.hardware.intra.of(ranks) if inside else device.hardware.inter.of(max(2, nodes))
         speed *= device.share["exchange"] / (1 + device.share["contention"] * math.log2(nodes))
         slower = max(1 / self.sides.nics[0], self.senders / self.receivers / self.sides.nics[1])
         return start * fold.ep + sent * slower / speed
@@ -130,10 +131,10 @@ class ApartWork(OpWork):
             experts = expert_activations(rank, block, again) if block.moe else 0.0
             whole = block_activations(rank, block, again, graph.slicing.degree > 1)
             kept += count / graph.slicing.degree * (whole - experts if family == "dp_cp" else experts)
-        rows = 2 * max(graph.slicing.moe) * rank.sequences * rank.model.topk * rank.model.hidden * rank.device.bytes
+        rows = 4 * max(graph.slicing.moe) * rank.sequences * rank.model.topk * rank.model.hidden * rank.device.bytes
         if content.head:
             logits = max(graph.slicing.moe) * rank.sequences * rank.model.vocab * (2 * 4 + rank.device.bytes)
-        return Memory(*held, kept, 2 * rows, logits, rank.device.share["workspace"] * GIB)
+        return Memory(*held, kept, rows, logits, rank.device.share["workspace"] * GIB)
 
 
 def ranks_of_a_token(model: ModelSpec, ep: int) -> float:

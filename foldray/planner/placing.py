@@ -29,7 +29,7 @@ from foldray.planner.memory import GIB, Memory
 from foldray.planner.prediction import predict, straggling
 from foldray.planner.space import Space
 from foldray.planner.whole import whole_seconds
-from foldray.schedule import AF_PIPE, COMPUTE, Ordering, Overlap
+from foldray.schedule import AF_PIPE, Ordering, Overlap
 
 _TP = (1, 2, 4, 8)
 _POSITIONS = (1, 2, 4, 8)  # of each side
@@ -159,7 +159,7 @@ def least_seconds(work: ApartWork) -> float:
     for op in graph.ops():
         for lane, seconds in one.cost(op) if op.kind != REDUCE else ():
             for place in graph.where(op):
-                most[place, COMPUTE if lane == COMPUTE else lane] += seconds
+                most[place, lane] += seconds
     return work.candidate.micro_batches * max(most.values())
 
 

@@ -14,21 +14,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-from common import on_hosts  # noqa: E402
-from turns import in_turns, join, table  # noqa: E402
+from turns import in_turns, join, on_lab  # noqa: E402
 
 from foldray.recipe import Recipe  # noqa: E402
-from foldray.runtime.peak import processor  # noqa: E402
 
 HOSTS = 4
 VARIANTS = ["ep4/sequential", "ep4/moe_only:4", "ep4/one_a_one_m:4", "ep4/stream:4", "2+2/af_pipe", "3+1/af_pipe"]
@@ -38,23 +32,7 @@ def main() -> None:
     args = arguments()
     if args.worker is not None:
         return work(args)
-    from tests.lab.cores import part_of_core
-    from tests.lab.hosts import hosts, why_not
-
-    if (reason := why_not()) is not None:
-        raise SystemExit(f"no lab on this machine: {reason}")
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        result, share = Path(folder) / "result.json", args.share * len(os.sched_getaffinity(0)) / HOSTS
-        parts = [stack.enter_context(part_of_core(share * speed)) for speed in args.speeds]
-        lab = stack.enter_context(hosts(HOSTS, rate=f"{args.link}mbit"))
-        command = [sys.executable, __file__, *sys.argv[1:], f"--store={lab[0].address}:29400", f"--result={result}"]
-        with on_hosts(lab, command, parts=parts):
-            pass
-        run = json.loads(result.read_text())
-    print(table(run))
-    if args.json:
-        setting = {"cpu": processor(), "torch": torch.__version__, "command": " ".join(sys.argv), "core": share}
-        args.json.write_text(json.dumps({**setting, "steps": run}, indent=1) + "\n")
+    on_lab(args, __file__, args.speeds)
 
 
 def arguments() -> argparse.Namespace:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from common import on_hosts
 
 from foldray.comm import Groups
 from foldray.recipe import Recipe
 from foldray.runtime import Trace
+from foldray.runtime.peak import processor
 from trainers.measure.comparison import random_batches
 from trainers.worker.engines import make_engine
 
@@ -75,3 +82,30 @@ def table(run: Mapping[str, list[float]]) -> str:
         middle = statistics.median(steps)
         lines.append(f"{name:<{width}}{middle:>8.2f}{min(steps):>8.2f}{max(steps):>8.2f}{first / middle:>10.2f}")
     return "\n".join(lines)
+
+
+def on_lab(args: argparse.Namespace, script: str, speeds: Sequence[float]) -> None:
+    """Run a script on the hosts of a lab, one worker each, and print and write what the first one has measured.
+
+    Args:
+        args: `share` (of all cores, which the hosts get), `link` (Mbit/s) and `json` (a file to write, or None).
+        script: the script. Its workers get `--worker`, `--store` and `--result`.
+        speeds: for every host, its share of a core over the usual one.
+    """
+    from tests.lab.cores import part_of_core
+    from tests.lab.hosts import hosts, why_not
+
+    if (reason := why_not()) is not None:
+        raise SystemExit(f"no lab on this machine: {reason}")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        result, share = Path(folder) / "result.json", args.share * len(os.sched_getaffinity(0)) / len(speeds)
+        parts = [stack.enter_context(part_of_core(share * speed)) for speed in speeds]
+        lab = stack.enter_context(hosts(len(speeds), rate=f"{args.link}mbit"))
+        command = [sys.executable, script, *sys.argv[1:], f"--store={lab[0].address}:29400", f"--result={result}"]
+        with on_hosts(lab, command, parts=parts):
+            pass
+        run = json.loads(result.read_text())
+    print(table(run))
+    if args.json:
+        setting = {"cpu": processor(), "torch": torch.__version__, "command": " ".join(sys.argv), "core": share}
+        args.json.write_text(json.dumps({**setting, "steps": run}, indent=1) + "\n")
