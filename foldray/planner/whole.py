@@ -33,10 +33,15 @@ def whole_seconds(candidate: Candidate, work: OpWork) -> float:
     Raises:
         UserError: the virtual stages do not fit the micro-batches.
     """
+    behind = work.behind() if isinstance(work, ApartWork) else Step(candidate, work).behind
+    return pass_seconds(candidate, work) + max(behind)
+
+
+def pass_seconds(candidate: Candidate, work: OpWork) -> float:
+    """Return the seconds of a step as `whole_seconds` does, without the optimizer and the gather of weights."""
     simulated, graph = simulate_step(candidate, work), candidate.reducing
     beside = max(_hidden(graph, simulated.spans, place) for place in range(graph.positions))
-    behind = work.behind() if isinstance(work, ApartWork) else Step(candidate, work).behind
-    return simulated.seconds + work.rank.device.share["crowding"] * beside + max(behind)
+    return simulated.seconds + work.rank.device.share["crowding"] * beside
 
 
 def _hidden(graph: StepGraph, spans: Mapping[Op, Span], place: int) -> float:

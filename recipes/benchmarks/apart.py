@@ -20,9 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from turns import in_turns, join, on_lab  # noqa: E402
+from turns import draw, forecast, in_turns, joined, on_lab  # noqa: E402
 
 from foldray.recipe import Recipe  # noqa: E402
+from foldray.runtime import Trace  # noqa: E402
 
 HOSTS = 4
 VARIANTS = ["ep4/sequential", "ep4/moe_only:4", "ep4/one_a_one_m:4", "ep4/stream:4", "2+2/af_pipe", "3+1/af_pipe"]
@@ -42,7 +43,9 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default, help="default %(default)s")
     parser.add_argument("--share", type=float, default=0.9, help="share of all cores that the hosts get (default %(default)s)")
     parser.add_argument("--speeds", type=float, nargs=HOSTS, default=[1.0] * HOSTS, help="of the hosts' cores (default equal)")
+    parser.add_argument("--forecast", action="store_true", help="calibrate the hosts first, and print predicted steps, too")
     parser.add_argument("--variants", nargs="*", default=VARIANTS)
+    parser.add_argument("--picture", type=Path, help="draw the last variant's step, recorded and predicted, to this PNG")
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
@@ -67,10 +70,16 @@ def recipe_of(args: argparse.Namespace, variant: str) -> Recipe:
 
 def work(args: argparse.Namespace) -> None:
     """Run the variants on one host in turns, and let the first host write the result."""
-    join(args.store, args.worker, HOSTS)
-    steps = in_turns({name: recipe_of(args, name) for name in args.variants}, args.worker, args.rounds)
+    recipes = {name: recipe_of(args, name) for name in args.variants}
+    traces = {args.variants[-1]: Trace()} if args.picture else {}
+    with joined(args.store, args.worker, HOSTS):
+        predicted = forecast(recipes, args.worker, args.speeds) if args.forecast or args.picture else {}
+        steps = in_turns(recipes, args.worker, args.rounds, traces)
+        for name, trace in traces.items():
+            draw(recipes[name], trace, predicted[name], args.picture, args.worker)
     if args.worker == 0:
-        args.result.write_text(json.dumps(steps))
+        seconds = {name: each.seconds for name, each in predicted.items()}
+        args.result.write_text(json.dumps({"steps": steps, "predicted": seconds}))
 
 
 if __name__ == "__main__":

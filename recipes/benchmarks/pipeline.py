@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from turns import in_turns, join, on_lab  # noqa: E402
+from turns import in_turns, joined, on_lab  # noqa: E402
 
 from foldray.recipe import Recipe  # noqa: E402
 
@@ -65,10 +65,10 @@ def recipe_of(args: argparse.Namespace, variant: str) -> Recipe:
 
 def work(args: argparse.Namespace) -> None:
     """Run the variants on one host in turns, and let the first host write the result."""
-    join(args.store, args.worker, HOSTS)
-    steps = in_turns({name: recipe_of(args, name) for name in args.variants}, args.worker, args.rounds)
+    with joined(args.store, args.worker, HOSTS):
+        steps = in_turns({name: recipe_of(args, name) for name in args.variants}, args.worker, args.rounds)
     if args.worker == 0:
-        args.result.write_text(json.dumps(steps))
+        args.result.write_text(json.dumps({"steps": steps, "predicted": {}}))
 
 
 if __name__ == "__main__":

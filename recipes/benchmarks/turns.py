@@ -9,26 +9,38 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from common import on_hosts
 
 from foldray.comm import Groups
+from foldray.fold import Fold
+from foldray.planner.apart import ApartWork, Sides
+from foldray.planner.costs import OpWork
+from foldray.planner.device import Device
+from foldray.planner.hardware import Hardware
+from foldray.planner.whole import pass_seconds, simulate_step
 from foldray.recipe import Recipe
 from foldray.runtime import Trace
 from foldray.runtime.peak import processor
+from foldray.schedule import Op, Span, StepGraph
+from trainers.measure.calibrate import measured
 from trainers.measure.comparison import random_batches
+from trainers.pictures.timeline import draw_timelines
 from trainers.worker.engines import make_engine
+from tuners.space import as_candidate
 
 WARM_UP = 2  # rounds
 
 
-def join(store: str, rank: int, hosts: int) -> None:
-    """Join the world of all hosts, with one thread.
+@contextmanager
+def joined(store: str, rank: int, hosts: int) -> Iterator[None]:
+    """Be one of the world of all hosts, with one thread.
 
     Args:
         store: HOST:PORT of the first host.
@@ -37,12 +49,19 @@ def join(store: str, rank: int, hosts: int) -> None:
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=hosts)
+    yield
+    dist.destroy_process_group()
 
 
-def in_turns(recipes: Mapping[str, Recipe], rank: int, rounds: int) -> dict[str, list[float]]:
+def in_turns(
+    recipes: Mapping[str, Recipe], rank: int, rounds: int, traces: Mapping[str, Trace] | None = None
+) -> dict[str, list[float]]:
     """Return the seconds of each recipe's step in every round: forward, backward and the sums of gradients, on the slowest host.
 
     The recipes may have different folds. All of them have the torch engine.
+
+    Args:
+        traces: for some recipes, the trace that records the step of the last round.
     """
     folds = dict.fromkeys(recipe.placed_fold for recipe in recipes.values())
     groups = {fold: Groups.create(fold, rank) for fold in folds}
@@ -56,6 +75,8 @@ def in_turns(recipes: Mapping[str, Recipe], rank: int, rounds: int) -> dict[str,
         for name, (engine, batches, own) in made.items():
             execution = engine.execution
             execution.trace = Trace() if number == WARM_UP - 1 else None
+            if number == WARM_UP + rounds - 1 and traces:
+                execution.trace = traces.get(name)
             dist.barrier()
             begin = time.perf_counter()
             engine.train(batches)
@@ -69,18 +90,86 @@ def in_turns(recipes: Mapping[str, Recipe], rank: int, rounds: int) -> dict[str,
                 print(f"round {number}: {name} {took.item():.2f} s", file=sys.stderr, flush=True)
     for own in groups.values():
         own.close()
-    dist.destroy_process_group()
     return steps
 
 
-def table(run: Mapping[str, list[float]]) -> str:
-    """Return a text with the median, the fastest and the slowest step of each recipe, and its speed over the first one."""
+class Forecast(NamedTuple):
+    """What the planner predicts for the steps of a recipe: op by op, and seconds, with what overlap costs."""
+
+    graph: StepGraph
+    spans: Mapping[Op, Span]
+    seconds: float
+
+
+def forecast(recipes: Mapping[str, Recipe], rank: int, speeds: Sequence[float]) -> dict[str, Forecast]:
+    """Calibrate the hosts, and return the planner's prediction of each recipe's step, as far as `in_turns` measures it.
+
+    If hosts differ, the first ones are the fastest, and those of the last host's speed are the slow ones. Attention on workers
+    of its own must have the fast ones, or some of them.
+    """
+    first, hosts = next(iter(recipes.values())), len(speeds)
+    slow = _calibrated(first, rank, range(hosts))  # the slowest host counts
+    fast = range(sum(speed == speeds[0] for speed in speeds))
+    quick = slow
+    if len(fast) < hosts:
+        own = _calibrated(first, rank, fast if rank in fast else range(len(fast), hosts))
+        quick = own.model_copy(update={"inter": slow.inter})
+    return {name: _predicted(recipe, quick, slow) for name, recipe in recipes.items()}
+
+
+def _calibrated(recipe: Recipe, rank: int, hosts: range) -> Hardware:
+    """Measure some hosts, each of which is a node."""
+    groups = Groups.create(Fold(len(hosts), ep=len(hosts), offset=hosts.start), rank)
+    found = measured(recipe, groups, torch.device("cpu"), "lab", rank)
+    groups.close()
+    return Hardware.model_validate(found)
+
+
+def _predicted(recipe: Recipe, quick: Hardware, slow: Hardware) -> Forecast:
+    candidate = as_candidate(recipe)
+    device = Device.of(candidate.job, slow)
+    work = OpWork(candidate, device)
+    if candidate.fold.disjoint:
+        work = ApartWork(candidate, Sides(Device.of(candidate.job, quick), device))
+    return Forecast(candidate.reducing, simulate_step(candidate, work).spans, pass_seconds(candidate, work))
+
+
+def draw(recipe: Recipe, trace: Trace, predicted: Forecast, path: Path, rank: int) -> None:
+    """Let the first host draw the recorded step of a recipe above the predicted one, the first worker of each half.
+
+    All hosts must call this.
+    """
+    recorded: list[Mapping[Op, Span]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(recorded, dict(trace.spans))
+    if rank:
+        return
+    begin, graph, placed = min(span.start for spans in recorded for span in spans.values()), predicted.graph, recipe.placement
+    halves = {"": (0, 0)}  # name → rank, pipeline position
+    if placed is not None:
+        halves = {" of attention": (0, 0), " of the experts": (placed.attention, recipe.fold.pp)}
+    rows: dict[str, dict[Op, Span]] = {}
+    for name, (first, _) in halves.items():
+        own = recorded[first].items()
+        rows[f"measured, the first worker{name}"] = {op: Span(span.start - begin, span.end - begin) for op, span in own}
+    for name, (_, place) in halves.items():
+        rows[f"predicted{name}"] = {op: span for op, span in predicted.spans.items() if place in graph.where(op)}
+    draw_timelines(graph, rows, path, "A training step, recorded and predicted")
+
+
+def table(run: Mapping[str, list[float]], predicted: Mapping[str, float]) -> str:
+    """Return a text with the median, the fastest and the slowest step of each recipe, and its speed over the first one.
+
+    Args:
+        run: recipe → seconds of its steps.
+        predicted: recipe → predicted seconds, for those that have a prediction.
+    """
     first = statistics.median(next(iter(run.values())))
     width = max(map(len, run)) + 2
-    lines = [f"{'':<{width}}{'s':>8}{'min':>8}{'max':>8}{'× faster':>10}"]
+    lines = [f"{'':<{width}}{'s':>8}{'min':>8}{'max':>8}{'× faster':>10}{'predicted' if predicted else '':>12}"]
     for name, steps in run.items():
         middle = statistics.median(steps)
-        lines.append(f"{name:<{width}}{middle:>8.2f}{min(steps):>8.2f}{max(steps):>8.2f}{first / middle:>10.2f}")
+        line = f"{name:<{width}}{middle:>8.2f}{min(steps):>8.2f}{max(steps):>8.2f}{first / middle:>10.2f}"
+        lines.append(line + (f"{predicted[name]:>12.2f}{predicted[name] / middle - 1:>+7.0%}" if name in predicted else ""))
     return "\n".join(lines)
 
 
@@ -105,7 +194,7 @@ def on_lab(args: argparse.Namespace, script: str, speeds: Sequence[float]) -> No
         with on_hosts(lab, command, parts=parts):
             pass
         run = json.loads(result.read_text())
-    print(table(run))
+    print(table(run["steps"], run["predicted"]))
     if args.json:
         setting = {"cpu": processor(), "torch": torch.__version__, "command": " ".join(sys.argv), "core": share}
-        args.json.write_text(json.dumps({**setting, "steps": run}, indent=1) + "\n")
+        args.json.write_text(json.dumps({**setting, **run}, indent=1) + "\n")

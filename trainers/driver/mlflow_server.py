@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from foldray.errors import UserError, refuse_hidden
 from foldray.recipe import Recipe
@@ -24,7 +25,7 @@ from foldray.urls import told_without, without_secrets
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-_DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
+_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433, "http": 80, "https": 443}
 _KIND = {"mlflow.experimentKind": "custom_model_development"}  # MLflow's page then shows the runs first, and not traces
 _URI_EXAMPLES = ["sqlite:////folder/mlflow.db", "http://host:5000", "null"]
 
@@ -154,7 +155,7 @@ def _alone(uri: str) -> Iterator[None]:
 
 
 def _check_reachable(uri: str) -> None:
-    """Fail in seconds if a database cannot be opened. MLflow would try to open it for an hour."""
+    """Fail in seconds if nobody answers at the address. MLflow takes seconds to import, and would try a database for an hour."""
     parts = urlsplit(uri)
     scheme = parts.scheme.split("+")[0]
     if scheme == "sqlite":
@@ -164,8 +165,13 @@ def _check_reachable(uri: str) -> None:
         with sqlite3.connect(_sqlite_path(uri), timeout=5) as database:
             database.execute("PRAGMA schema_version")
         database.close()
-    elif scheme in _DATABASE_PORTS:
-        socket.create_connection((parts.hostname or "localhost", parts.port or _DATABASE_PORTS[scheme]), timeout=5).close()
+    elif scheme in _PORTS and not _through_proxy(scheme, parts.hostname):
+        socket.create_connection((parts.hostname or "localhost", parts.port or _PORTS[scheme]), timeout=5).close()
+
+
+def _through_proxy(scheme: str, host: str | None) -> bool:
+    """Return whether the environment names a proxy for a host. Then only the proxy can tell whether the host answers."""
+    return bool({scheme, "all"} & getproxies().keys()) and not proxy_bypass(host or "")
 
 
 def _absolute(uri: str) -> str:

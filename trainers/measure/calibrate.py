@@ -60,19 +60,25 @@ def calibrate(recipe: Recipe, path: Path, as_json: bool = False) -> int:
 def _loop(config: dict[str, Any]) -> dict[str, Any] | None:
     """Measure on a worker. The first worker returns the content of the file."""
     recipe, groups, device = workers.worker(config)
-    hardware = measured(recipe, groups, device, config["hardware_name"])
+    node = int(ray.get_runtime_context().get_node_id()[:15], 16)
+    hardware = measured(recipe, groups, device, config["hardware_name"], node)
     groups.close()
     return {"hardware": hardware} if groups.rank == groups.fold.offset else None
 
 
-def measured(recipe: Recipe, everyone: Groups, device: torch.device, name: str) -> dict[str, Any]:
-    """Measure all figures of a hardware file. All ranks must call this, and get the same result."""
+def measured(recipe: Recipe, everyone: Groups, device: torch.device, name: str, node: int) -> dict[str, Any]:
+    """Measure all figures of a hardware file. All ranks must call this, and get the same result.
+
+    Args:
+        node: a number of this rank's node.
+    """
     dtype, world = getattr(torch, recipe.precision), everyone.fold.world_size
     meter = Meter(device, everyone.control, dtype)
     gemm = _products(meter, device, dtype)
     peak = max(speed for _, speed in gemm)
     memory = _memory(meter, device)
-    together = math.gcd(*Counter(_nodes(everyone.control, device)).values())
+    nodes = everyone.control.all_gather(torch.tensor([node], device=device)).tolist()
+    together = math.gcd(*Counter(nodes).values())
     links, exchange, crowding = _links(meter, everyone, together, memory)
     constants = {
         "gemm": 1.0, "memory": 1.0, "optimizer": 1.0, "intra": 1.0, "inter": 1.0, "straggling": 0.0, "contention": 0.0,
@@ -118,12 +124,6 @@ def _links(meter: Meter, everyone: Groups, together: int, memory: float) -> tupl
     largest = {name: (measured_sizes or [no_link])[-1] for name, measured_sizes in by_size.items()}
     links = {name: {"gb_s": row[1], "latency_us": row[2], "by_size": by_size[name]} for name, row in largest.items()}
     return links, exchange, crowding
-
-
-def _nodes(control: Communicator, device: torch.device) -> list[int]:
-    """Return the node of each worker, as a number."""
-    node = int(ray.get_runtime_context().get_node_id()[:15], 16)
-    return control.all_gather(torch.tensor([node], device=device)).tolist()
 
 
 def _products(meter: Meter, device: torch.device, dtype: torch.dtype) -> list[tuple[float, float]]:

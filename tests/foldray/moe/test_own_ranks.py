@@ -1,0 +1,152 @@
+"""Rows on the routes between attention and experts that have ranks of their own: none is lost, and each comes home."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foldray.comm import Groups
+from foldray.fold import Fold
+from foldray.fold.routes import Routes
+from foldray.moe import Routing, Tally
+from foldray.moe.apart import ExpertExchange, TokenExchange
+from foldray.moe.once import Rows, encode
+
+K, LOCAL = 2, 2  # experts per token, experts per rank
+
+
+def mark(rank: int) -> float:
+    """Return the value of a rank's tokens: a power of two, so large that sums of up to 31 rows name each sender and its rows."""
+    return 2.0 ** (5 * rank)
+
+
+def routed(rank: int, ranks: int, tokens: int, dropping: bool = False) -> tuple[torch.Tensor, Routing]:
+    """Return the tokens of a rank of attention, which all have its mark, and their routing to the experts of some ranks."""
+    generator = torch.Generator().manual_seed(rank)
+    expert_TK = torch.rand(tokens, LOCAL * ranks, generator=generator).argsort(1)[:, :K]
+    keep_TK = torch.rand(tokens, K, generator=generator) < 0.6 if dropping else None
+    nothing = torch.zeros(())
+    routing = Routing(expert_TK, torch.ones(tokens, K, dtype=torch.float64), keep_TK, None, Tally(*[nothing] * 4, None))
+    return torch.full((tokens, 1), mark(rank), dtype=torch.float64), routing
+
+
+@given(
+    st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.integers(1, 3), st.integers(1, 3),
+    st.sampled_from([1, 2]), st.integers(1, 4), st.integers(1, 2), st.integers(1, 3),
+    st.integers(0, 9), st.booleans(),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_rows_are_conserved_on_every_route(tp, cp, dp, pp, etp, ep, edp, expert_pp, tokens, dropping) -> None:
+    """Every copy of the experts' inputs has each kept assignment of its senders once, and nothing else."""
+    experts = etp * ep * edp * expert_pp
+    fold = Fold(tp * cp * dp * pp + experts, tp=tp, cp=cp, pp=pp, etp=etp, ep=ep, expert_ranks=experts, expert_pp=expert_pp)
+    routes = Routes(fold)
+    for before in range(fold.pp):
+        senders = [rank for rank in fold.attention.ranks if fold.attention.coordinate(rank)["pp"] == before]
+        # Ranks of one data-parallel place may have different numbers of tokens: the last of them may have an odd slice.
+        rows = {rank: encode(*routed(rank, ep, tokens + rank % 2, dropping), LOCAL * ep, ep) for rank in senders}
+        for position in range(fold.moe_pp):
+            sent = {rank: _by_receiver(rows[rank], routes.receivers(rank, position)) for rank in senders}
+            arrived = defaultdict[int, Counter[int]](Counter)  # sender → expert → rows
+            for receiver in [rank for rank in fold.moe.ranks if fold.moe.coordinate(rank)["pp"] == position]:
+                for sender in routes.senders(receiver, before):
+                    rows_NH, expert_NK = sent[sender].pop(receiver)
+                    assert torch.all(rows_NH == mark(sender))
+                    first = fold.moe.coordinate(receiver)["ep"] * LOCAL
+                    arrived[sender].update((expert_NK[expert_NK >= 0] + first).tolist())
+            assert not any(sent.values())
+            for sender in senders:
+                _, routing = routed(sender, ep, tokens + sender % 2, dropping)
+                kept = routing.expert_TK if routing.keep_TK is None else routing.expert_TK[routing.keep_TK]
+                assert arrived[sender] == Counter(kept.flatten().tolist())
+
+
+def _by_receiver(rows: Rows, receivers: tuple[int, ...]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Return what goes to each receiver: the rows, and the numbers of their experts there."""
+    count_R = rows.goes_TR.sum(0).tolist()
+    return dict(zip(receivers, zip(rows.rows_NH.split(count_R), rows.expert_NK.split(count_R), strict=True), strict=True))
+
+
+FOLDS = [
+    Fold(5, ep=2, expert_ranks=2),
+    Fold(8, tp=2, pp=2, ep=2, expert_ranks=4, expert_pp=2),
+    Fold(8, cp=2, pp=2, etp=2, ep=2, expert_ranks=4, expert_pp=1),
+]
+
+
+def _round_trips(rank: int, fold: Fold, empty: bool) -> dict[str, dict[tuple[int, int, int], float]]:
+    """Send rows to every position of experts and from there to every position of attention; return the sums that arrive.
+
+    A receiver's sum is keyed by the positions of both ends and of the results. Rows have the mark of their sender.
+    """
+    groups, routes = Groups.create(fold, rank), Routes(fold)
+    found: dict[str, dict[tuple[int, int, int], float]] = {"experts": {}, "home": {}}
+    for position in range(fold.moe_pp):
+        for before in range(fold.pp):
+            for after in range(fold.pp):
+                key = (before, position, after)
+                if not groups.owns_tokens:
+                    if fold.moe.coordinate(rank)["pp"] == position:
+                        found["experts"][key] = _serve(groups, before, after)
+                    continue
+                own = fold.attention.coordinate(rank)["pp"]
+                exchange = TokenExchange(groups, position)
+                if own == before:
+                    x_TH, routing = routed(rank, fold.ep, 0 if empty else 3 + rank)
+                    rows = encode(x_TH, routing, LOCAL * fold.ep, fold.ep)
+                    count_R = rows.goes_TR.sum(0)
+                    counts = exchange.start_counts(count_R)
+                    exchange.start_out([rows.rows_NH], count_R.tolist()).wait()
+                    counts.wait()
+                if own == after:
+                    # The results of the rank with the same place at the position before come here.
+                    peer = _same_place(fold, rank, before)
+                    _, routing = routed(peer, fold.ep, 0 if empty else 3 + peer)
+                    count_R = encode(torch.zeros(len(routing.expert_TK), 1), routing, LOCAL * fold.ep, fold.ep).goes_TR.sum(0)
+                    back = exchange.start_back(lambda n: [torch.empty(n, 1, dtype=torch.float64)], count_R.tolist, True)
+                    (y_NH,) = back.wait()
+                    # What the experts of receiver r send is 2^r times the row.
+                    wanted = [mark(peer) * 2.0**r for r in routes.receivers(peer, position)]
+                    assert torch.equal(y_NH[:, 0], torch.tensor(wanted, dtype=torch.float64).repeat_interleave(count_R))
+                    found["home"][key] = float(y_NH.sum())
+    groups.close()
+    return found
+
+
+def _serve(groups: Groups, before: int, after: int) -> float:
+    """Receive rows, send them back times 2^rank, and return their sum."""
+    exchange = ExpertExchange(groups, before, after)
+    (count_S,) = exchange.start_counts(torch.device("cpu")).wait()
+    counts = count_S.tolist()
+    (rows_NH,) = exchange.start_rows(lambda n: [torch.empty(n, 1, dtype=torch.float64)], lambda: counts, True).wait()
+    exchange.start_results([rows_NH * 2.0**groups.rank], counts).wait()
+    return float(rows_NH.sum())
+
+
+def _same_place(fold: Fold, rank: int, position: int) -> int:
+    """Return the rank of attention at a position with the place that a rank has at its own."""
+    place = fold.attention.coordinate(rank) | {"pp": position}
+    (found,) = [other for other in fold.attention.ranks if fold.attention.coordinate(other) == place]
+    return found
+
+
+@pytest.mark.parametrize("fold", FOLDS, ids=str)
+@pytest.mark.parametrize("empty", [False, True], ids=["rows", "no rows"])
+def test_sums_of_powers_name_who_sent_what_to_whom(ranks, fold: Fold, empty: bool) -> None:
+    """Every rank of experts gets from each of its senders as many rows as that one routes to it."""
+    found, routes = ranks(fold.world_size).run(_round_trips, fold, empty), Routes(fold)
+    for receiver in fold.moe.ranks:
+        place = fold.moe.coordinate(receiver)
+        for (before, position, _), total in found[receiver]["experts"].items():
+            assert position == place["pp"]
+            wanted = 0.0
+            for sender in routes.senders(receiver, before):
+                x_TH, routing = routed(sender, fold.ep, 0 if empty else 3 + sender)
+                wanted += mark(sender) * int(encode(x_TH, routing, LOCAL * fold.ep, fold.ep).goes_TR[:, place["ep"]].sum())
+            assert total == wanted
+    homes = [key for rank in fold.attention.ranks for key in found[rank]["home"]]
+    assert set(homes) == {(b, p, a) for b in range(fold.pp) for p in range(fold.moe_pp) for a in range(fold.pp)}
