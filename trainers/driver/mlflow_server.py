@@ -12,7 +12,7 @@ import socket
 import sqlite3
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -65,20 +65,13 @@ class TrackingServer:
         options = ["--backend-store-uri", self.uri, "--artifacts-destination", str(self._artifacts)]
         return shlex.join([*_mlflow(), "server", *options, "--host", "127.0.0.1", "--port", "5000", "--workers", "1"])
 
-    @contextmanager
-    def told_as_user_error(self) -> Iterator[None]:
-        """Turn the errors of MLflow's client into a UserError."""
-        try:
-            yield
-        except UserError:
-            raise
-        except Exception as error:
-            rule = f"cannot be used for MLflow tracking ({self.reason(error)})"
-            raise UserError("tracking.uri", self.uri, rule, _URI_EXAMPLES) from None
-
     def reason(self, error: Exception) -> str:
         """Return the reason of an error in one line, without secrets."""
         return told_without(line(error), self._secret_uri)
+
+    def told_as_user_error(self) -> AbstractContextManager[None]:
+        """Turn the errors of MLflow's client into a UserError."""
+        return _told(self._secret_uri)
 
     def _find_experiment(self) -> str:
         known = self.client.get_experiment_by_name(self.experiment)
@@ -96,6 +89,32 @@ class TrackingServer:
             if known is None:
                 raise
             return known.experiment_id
+
+
+def check_reachable(recipe: Recipe) -> None:
+    """Refuse a server or database that nobody answers for. This takes seconds at most, and starts nothing.
+
+    Raises:
+        UserError: nobody answers at `tracking.uri`, or it has lost its secret.
+    """
+    uri = recipe.tracking.uri
+    if uri is None or uri.startswith("sqlite:"):
+        return
+    refuse_hidden("tracking.uri", uri)
+    with _told(uri):
+        _check_reachable(uri)
+
+
+@contextmanager
+def _told(uri: str) -> Iterator[None]:
+    """Turn the errors of MLflow's client into a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        rule = f"cannot be used for MLflow tracking ({told_without(line(error), uri)})"
+        raise UserError("tracking.uri", without_secrets(uri), rule, _URI_EXAMPLES) from None
 
 
 def default_uri(storage: Path) -> str:

@@ -21,6 +21,7 @@ from trainers.cluster import joining, workers
 from trainers.cluster.run_storage import storage_folder
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
+from trainers.driver.mlflow_server import check_reachable
 from trainers.driver.recorder import read_run
 from trainers.driver.report import Console
 from trainers.driver.resuming import Beginning, check_resumable, offer
@@ -104,6 +105,7 @@ class FoldTrainer(TorchTrainer):
         _check_packages(self.recipe)
         begin = self._begin()
         stored = begin and begin.look()
+        check_reachable(self.recipe)  # before the data are prepared, which may take hours
         joining.connect(self.recipe)
         joining.check_room(self.recipe)
         data = self._prepare()

@@ -35,7 +35,8 @@ from trainers.records import as_json as to_json
 
 _SIDES = (64, 128, 256, 512, 1024, 2048)
 _BYTES = (1 << 14, 1 << 18, 1 << 22)  # bytes that a rank sends
-_MESSAGES = 8  # all-to-alls of the middle size that run at once beside computation
+_BESIDE = 0.3  # seconds of all-to-alls that run beside computation, for a fraction of a second hides in noise
+_MESSAGES = 64  # most of them
 
 
 def calibrate(recipe: Recipe, path: Path, as_json: bool = False) -> int:
@@ -190,23 +191,28 @@ def _exchange(meter: Meter, over: Communicator, device: torch.device) -> float:
 
 def _crowding(meter: Meter, over: Communicator, device: torch.device) -> float:
     """Measure how many seconds longer computation takes for each second of all-to-alls that run beside it."""
-    rows = _BYTES[1] // 4 // over.size
+    rows = _BYTES[-1] // 4 // over.size
     x, even = torch.zeros(rows * over.size, 1, device=device), [rows] * over.size
 
-    def travel() -> list[Pending]:
-        return [over.start_all_to_all(x, even, even) for _ in range(_MESSAGES)]
+    def travel(messages: int) -> list[Pending]:
+        return [over.start_all_to_all(x, even, even) for _ in range(messages)]
 
-    alone = meter.plain(lambda: [pending.wait() for pending in travel()])
-    products = math.ceil(2 * alone / meter.standard)
-
-    def compute(beside: bool) -> None:
-        exchanges = travel() if beside else []
-        for _ in range(products):
-            meter.product()
+    def arrive(exchanges: Sequence[Pending]) -> None:
         for pending in exchanges:
             pending.wait()
 
-    pairs = [(meter.took(partial(compute, True), 1), meter.took(partial(compute, False), 1)) for _ in range(ROUNDS)]
+    messages = min(_MESSAGES, math.ceil(_BESIDE / meter.plain(lambda: arrive(travel(1)))))
+    alone = meter.plain(lambda: arrive(travel(messages)))
+    products = math.ceil(2 * alone / meter.standard)
+
+    def compute(beside: bool) -> float:
+        """Return the seconds of computation alone, for the all-to-alls may take longer beside it."""
+        exchanges = travel(messages) if beside else []
+        seconds = meter.took(meter.product, products)
+        arrive(exchanges)
+        return seconds
+
+    pairs = [(compute(True), compute(False)) for _ in range(ROUNDS)]
     return min(1.0, max(0.0, meter.slowest(statistics.median(beside - by_itself for beside, by_itself in pairs)) / alone))
 
 

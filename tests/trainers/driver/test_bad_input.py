@@ -264,6 +264,12 @@ def test_an_address_with_a_cluster() -> None:
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "postgresql://127.0.0.1:9/db"])
+def test_a_dead_tracking_server_is_refused_before_the_data_are_read(refused: Refused, storage: Path, uri: str) -> None:
+    assert "Connection refused" in refused(f"tracking.uri={uri}", "data.path=/nowhere/*")
+    assert not storage.exists()
+
+
 def test_a_tracking_server_that_is_none(refused: Refused, stranger: str) -> None:
     assert f"tracking.uri=http://{stranger}: cannot be used for MLflow tracking" in refused(f"tracking.uri=http://{stranger}")
 
