@@ -73,7 +73,7 @@ def work(args: argparse.Namespace) -> None:
     recipes = {name: recipe_of(args, name) for name in args.variants}
     traces = {args.variants[-1]: Trace()} if args.picture else {}
     with joined(args.store, args.worker, HOSTS):
-        predicted = forecast(recipes, args.worker, args.speeds) if args.forecast or args.picture else {}
+        predicted = forecast(recipes, args.worker) if args.forecast or args.picture else {}
         steps = in_turns(recipes, args.worker, args.rounds, traces)
         for name, trace in traces.items():
             draw(recipes[name], trace, predicted[name], args.picture, args.worker)

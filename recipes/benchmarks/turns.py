@@ -31,6 +31,7 @@ from foldray.runtime.peak import processor
 from foldray.schedule import Op, Span, StepGraph
 from trainers.measure.calibrate import measured
 from trainers.measure.comparison import random_batches
+from trainers.measure.meter import Meter
 from trainers.pictures.timeline import draw_timelines
 from trainers.worker.engines import make_engine
 from tuners.space import as_candidate
@@ -101,28 +102,25 @@ class Forecast(NamedTuple):
     seconds: float
 
 
-def forecast(recipes: Mapping[str, Recipe], rank: int, speeds: Sequence[float]) -> dict[str, Forecast]:
+def forecast(recipes: Mapping[str, Recipe], rank: int) -> dict[str, Forecast]:
     """Calibrate the hosts, and return the planner's prediction of each recipe's step, as far as `in_turns` measures it.
 
-    If hosts differ, the first ones are the fastest, and those of the last host's speed are the slow ones. Attention on workers
-    of its own must have the fast ones, or some of them.
+    All figures are those of the slowest host. If the first one is faster, so are the hosts of attention on workers of its
+    own. How much faster they compute, a matrix product shows.
     """
-    first, hosts = next(iter(recipes.values())), len(speeds)
-    slow = _calibrated(first, rank, range(hosts))  # the slowest host counts
-    fast = range(sum(speed == speeds[0] for speed in speeds))
-    quick = slow
-    if len(fast) < hosts:
-        own = _calibrated(first, rank, fast if rank in fast else range(len(fast), hosts))
-        quick = own.model_copy(update={"inter": slow.inter})
-    return {name: _predicted(recipe, quick, slow) for name, recipe in recipes.items()}
-
-
-def _calibrated(recipe: Recipe, rank: int, hosts: range) -> Hardware:
-    """Measure some hosts, each of which is a node."""
-    groups = Groups.create(Fold(len(hosts), ep=len(hosts), offset=hosts.start), rank)
-    found = measured(recipe, groups, torch.device("cpu"), "lab", rank)
+    first, hosts = next(iter(recipes.values())), dist.get_world_size()
+    groups = Groups.create(Fold(hosts, ep=hosts), rank)
+    device = torch.device("cpu")
+    slow = Hardware.model_validate(measured(first, groups, device, "lab", rank))  # each host is a node
+    standard = groups.control.all_gather(torch.tensor([Meter(device, groups.control, torch.float32).standard]))
     groups.close()
-    return Hardware.model_validate(found)
+    speed = float(standard.max() / standard[0])
+    peak = {dtype: peak * speed for dtype, peak in slow.peak_tflops.items()}
+    quick = slow.model_copy(update={
+        "peak_tflops": peak, "memory_gb_s": slow.memory_gb_s * speed,
+        "constants": {**slow.constants, "launch": slow.constants["launch"] / speed},
+    })  # fmt: skip
+    return {name: _predicted(recipe, quick, slow) for name, recipe in recipes.items()}
 
 
 def _predicted(recipe: Recipe, quick: Hardware, slow: Hardware) -> Forecast:
