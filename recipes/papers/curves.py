@@ -2,6 +2,7 @@
 
     python recipes/papers/curves.py folding     # MoE Parallel Folding, section 6.1: a fold against one process
     python recipes/papers/curves.py schedules   # FoldMoE, figure 12a: overlapping schedules against sequential
+    python recipes/papers/curves.py placement   # DisagMoE: attention and experts on workers of their own against shared ones
     [--steps 300] [--lr 1e-3] [--json FILE] [--picture FILE]
 
 The script trains the same recipe several times, on the text of the quickstart, with the torch engine in float32. The losses
@@ -41,7 +42,15 @@ EXPERIMENTS: dict[str, dict[str, dict[str, Any]]] = {
         "one_a_one_m, d = 4": {"workers": 2, "fold": {"ep": 2}, "schedule": {"kind": "one_a_one_m", "degree": 4}},
         "stream, d = 4": {"workers": 2, "fold": {"ep": 2}, "schedule": {"kind": "stream", "degree": 4}},
     },
-}
+    "placement": {
+        "shared, EP2": {"workers": 2, "fold": {"ep": 2}, "model": {"preset": "tiny"}},
+        "1 + 1": {"workers": 2, "placement": {"attention": 1, "experts": 1}, "model": {"preset": "tiny"}},
+        "2 + 2, two positions each": {
+            "workers": 4, "model": {"preset": "tiny"}, "fold": {"pp": 2},
+            "placement": {"attention": 2, "experts": 2, "expert_pp": 2},
+        },
+    },
+}  # fmt: skip
 _COLOURS = ("#2364aa", "#d9630b", "#2f855a")
 
 
