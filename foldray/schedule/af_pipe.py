@@ -93,7 +93,7 @@ def af_pipe(graph: StepGraph, alive: int | None = None) -> Schedule:
     return _af_pipe(replace(graph, chunks=()), alive)
 
 
-@lru_cache(maxsize=8)  # every position takes its list from the same lists
+@lru_cache(maxsize=24)  # every position takes its list from the same lists, and many candidates of a search have equal ones
 def _af_pipe(graph: StepGraph, alive: int | None) -> Schedule:
     halves, positions = list(chain(graph)), graph.positions
     limits = [-(-positions * quarters // 4) for quarters in _QUARTERS] if alive is None else [alive]
