@@ -31,11 +31,11 @@ from foldray.planner.space import Space
 from foldray.planner.whole import whole_seconds
 from foldray.schedule import AF_PIPE, Ordering, Overlap
 
-_TP = (1, 2, 4, 8)
+_TP = _CP = (1, 2, 4, 8)
 _POSITIONS = (1, 2, 4, 8)  # of each side
 _SPLITS = 32  # most splits of the GPUs that are tried for a fold
 _OTHER_BATCH = 0.02  # any number of data-parallel places is tried, with the nearest batch that it divides, if that is as near
-_ROUNDS = 5  # of as many micro-batches as positions: what is simulated; every further round takes as long as the last one
+_ROUNDS, _FURTHER = 5, 4  # rounds of as many micro-batches as positions that are simulated; the last ones stand for all others
 
 
 class Placed(NamedTuple):
@@ -81,7 +81,7 @@ def search_placements(space: Space, top: int = 5, most: int = 64) -> list[Placed
     """Return the fastest placements that fit into memory, the fastest first. If none fits, return some that do not.
 
     Args:
-        space: the job, the cluster, and its pins for tp, pp (the positions of each side) and ep.
+        space: the job, the cluster, and its pins for tp, cp, pp (the positions of each side) and ep.
         top: number of placements to return.
         most: most placements whose steps are simulated.
 
@@ -138,9 +138,10 @@ def apart_seconds(work: ApartWork) -> float:
     """
     candidate = work.candidate
     positions, passes = candidate.graph.positions, candidate.micro_batches
-    counts = [passes] if passes <= (_ROUNDS + 1) * positions else [_ROUNDS * positions, (_ROUNDS + 1) * positions]
+    fewer, more = _ROUNDS * positions, (_ROUNDS + _FURTHER) * positions
+    counts = [passes] if passes <= more else [fewer, more]
     seconds = [whole_seconds(each.candidate, each) for each in (_with_passes(work, count) for count in counts)]
-    found = seconds[-1] + (passes - counts[-1]) / positions * (seconds[-1] - seconds[0])
+    found = seconds[-1] + (passes - counts[-1]) * (seconds[-1] - seconds[0]) / (more - fewer)
     return found * (1 + straggling(candidate.fold.world_size, work.rank.device))
 
 
@@ -165,7 +166,7 @@ def least_seconds(work: ApartWork) -> float:
 
 def _short(work: ApartWork) -> ApartWork:
     """Return the costs of a step that has as many micro-batches in flight, but not many more."""
-    return _with_passes(work, min(work.candidate.micro_batches, (_ROUNDS + 1) * work.candidate.graph.positions))
+    return _with_passes(work, min(work.candidate.micro_batches, _ROUNDS * work.candidate.graph.positions))
 
 
 def _with_passes(work: ApartWork, passes: int) -> ApartWork:
@@ -201,19 +202,22 @@ def sides(space: Space, nics: tuple[float, float] = (1.0, 1.0)) -> Sides:
 
 
 def _folds(space: Space) -> Iterator[Fold]:
-    """Yield folds with as many positions of attention as of the experts, and without expert data parallelism where it can be."""
-    for positions, tp in itertools.product(_POSITIONS, _TP):
-        if space.pins.get("pp", positions) != positions or space.pins.get("tp", tp) != tp or tp > space.hardware.gpus_per_node:
+    """Yield folds with as many positions of attention as of the experts."""
+    for positions, tp, cp in itertools.product(_POSITIONS, _TP, _CP):
+        sizes = {"pp": positions, "tp": tp, "cp": cp}
+        if sizes != sizes | {axis: size for axis, size in space.pins.items() if axis in sizes}:
             continue
-        unit = tp * positions * max(1, space.gpus // (tp * positions * _SPLITS))
+        if tp * cp > space.hardware.gpus_per_node:
+            continue
+        unit = tp * cp * positions * max(1, space.gpus // (tp * cp * positions * _SPLITS))
         for attention in range(unit, space.gpus, unit):
             experts = space.gpus - attention
             if experts % positions:
                 continue
-            sizes = [n for n in divisors(experts // positions) if space.job.model.experts % n == 0]
-            ep = space.pins.get("ep", max(sizes))
-            if ep in sizes:
-                yield Fold(space.gpus, tp=tp, pp=positions, ep=ep, expert_ranks=experts, expert_pp=positions)
+            legal = [n for n in divisors(experts // positions) if space.job.model.experts % n == 0]
+            # With more EP ranks a token goes to more of them. With fewer, a rank holds more experts.
+            for ep in legal if "ep" not in space.pins else [n for n in legal if n == space.pins["ep"]]:
+                yield Fold(space.gpus, tp=tp, cp=cp, pp=positions, ep=ep, expert_ranks=experts, expert_pp=positions)
 
 
 def adapters(allocation: Allocation) -> tuple[float, float]:
