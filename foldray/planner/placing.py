@@ -2,7 +2,8 @@
 
 `roofline` is the paper's first step: GPUs and adapters of both sides by their FLOPs and bytes alone (`allocator.py`). The
 search does not begin there, but tries splits under many folds, in the order of a lower bound: the time of the position or of
-the adapters that have most to do. So no candidate that it leaves out could be among the best.
+the adapters that have most to do. So no candidate that it leaves out could be among the best, unless the search has reached
+its limit of simulated steps.
 """
 
 from __future__ import annotations
@@ -204,20 +205,22 @@ def sides(space: Space, nics: tuple[float, float] = (1.0, 1.0)) -> Sides:
 def _folds(space: Space) -> Iterator[Fold]:
     """Yield folds with as many positions of attention as of the experts."""
     for positions, tp, cp in itertools.product(_POSITIONS, _TP, _CP):
-        sizes = {"pp": positions, "tp": tp, "cp": cp}
-        if sizes != sizes | {axis: size for axis, size in space.pins.items() if axis in sizes}:
-            continue
-        if tp * cp > space.hardware.gpus_per_node:
+        if tp * cp > space.hardware.gpus_per_node or _pinned_away(space, pp=positions, tp=tp, cp=cp):
             continue
         unit = tp * cp * positions * max(1, space.gpus // (tp * cp * positions * _SPLITS))
         for attention in range(unit, space.gpus, unit):
             experts = space.gpus - attention
             if experts % positions:
                 continue
-            legal = [n for n in divisors(experts // positions) if space.job.model.experts % n == 0]
             # With more EP ranks a token goes to more of them. With fewer, a rank holds more experts.
-            for ep in legal if "ep" not in space.pins else [n for n in legal if n == space.pins["ep"]]:
-                yield Fold(space.gpus, tp=tp, cp=cp, pp=positions, ep=ep, expert_ranks=experts, expert_pp=positions)
+            for ep in divisors(math.gcd(experts // positions, space.job.model.experts)):
+                if not _pinned_away(space, ep=ep):
+                    yield Fold(space.gpus, tp=tp, cp=cp, pp=positions, ep=ep, expert_ranks=experts, expert_pp=positions)
+
+
+def _pinned_away(space: Space, **sizes: int) -> bool:
+    """Return whether an axis is pinned to another size."""
+    return any(space.pins.get(axis, size) != size for axis, size in sizes.items())
 
 
 def adapters(allocation: Allocation) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """Compare workers of their own for the experts with workers that have both attention and experts: four hosts.
 
     python recipes/benchmarks/apart.py [--link MBIT] [--speeds S S S S] [--variants 2+2/af_pipe ep4/stream:4 …] [--json FILE]
+    python recipes/benchmarks/apart.py --forecast [--picture FILE] …     # calibrates the hosts, and predicts all steps
 
 The script uses four hosts (network namespaces on this machine, which needs root). Each host has a link of the given rate, and a
 share of a core (control groups). `--speeds 1 1 0.5 0.5` halves the cores of the last two hosts.

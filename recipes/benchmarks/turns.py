@@ -29,6 +29,7 @@ from foldray.recipe import Recipe
 from foldray.runtime import Trace
 from foldray.runtime.peak import processor
 from foldray.schedule import Op, Span, StepGraph
+from trainers.measure.bench import shifted, shown
 from trainers.measure.calibrate import measured
 from trainers.measure.comparison import random_batches
 from trainers.measure.meter import Meter
@@ -62,7 +63,7 @@ def in_turns(
     The recipes may have different folds. All of them have the torch engine.
 
     Args:
-        traces: for some recipes, the trace that records the step of the last round.
+        traces: for some recipes, a trace that records one more step. This step does not count.
     """
     folds = dict.fromkeys(recipe.placed_fold for recipe in recipes.values())
     groups = {fold: Groups.create(fold, rank) for fold in folds}
@@ -72,23 +73,28 @@ def in_turns(
         for name, recipe in recipes.items()
         for own in [groups[recipe.placed_fold]]
     }
+
+    def turn(name: str, trace: Trace | None) -> float:
+        engine, batches, own = made[name]
+        engine.execution.trace = trace
+        dist.barrier()
+        begin = time.perf_counter()
+        engine.train(batches)
+        took = own.control.all_reduce(torch.tensor([time.perf_counter() - begin], dtype=torch.float64), "max")
+        engine.gradients.zero()  # type: ignore[attr-defined]
+        return took.item()
+
     for number in range(WARM_UP + rounds):
-        for name, (engine, batches, own) in made.items():
-            execution = engine.execution
-            execution.trace = Trace() if number == WARM_UP - 1 else None
-            if number == WARM_UP + rounds - 1 and traces:
-                execution.trace = traces.get(name)
-            dist.barrier()
-            begin = time.perf_counter()
-            engine.train(batches)
-            took = own.control.all_reduce(torch.tensor([time.perf_counter() - begin], dtype=torch.float64), "max")
-            if number == WARM_UP - 1 and execution.lacks_costs:
-                execution.learn_costs()
+        for name, (engine, _, _) in made.items():
+            took = turn(name, Trace() if number == WARM_UP - 1 else None)
+            if number == WARM_UP - 1 and engine.execution.lacks_costs:
+                engine.execution.learn_costs()
             if number >= WARM_UP:
-                steps[name].append(took.item())
-            engine.gradients.zero()  # type: ignore[attr-defined]
+                steps[name].append(took)
             if rank == 0:
-                print(f"round {number}: {name} {took.item():.2f} s", file=sys.stderr, flush=True)
+                print(f"round {number}: {name} {took:.2f} s", file=sys.stderr, flush=True)
+    for name, trace in (traces or {}).items():
+        turn(name, trace)
     for own in groups.values():
         own.close()
     return steps
@@ -141,15 +147,10 @@ def draw(recipe: Recipe, trace: Trace, predicted: Forecast, path: Path, rank: in
     dist.all_gather_object(recorded, dict(trace.spans))
     if rank:
         return
-    begin, graph, placed = min(span.start for spans in recorded for span in spans.values()), predicted.graph, recipe.placement
-    halves = {"": (0, 0)}  # name → rank, pipeline position
-    if placed is not None:
-        halves = {" of attention": (0, 0), " of the experts": (placed.attention, recipe.fold.pp)}
-    rows: dict[str, dict[Op, Span]] = {}
-    for name, (first, _) in halves.items():
-        own = recorded[first].items()
-        rows[f"measured, the first worker{name}"] = {op: Span(span.start - begin, span.end - begin) for op, span in own}
-    for name, (_, place) in halves.items():
+    begin, graph = min(span.start for spans in recorded for span in spans.values()), predicted.graph
+    rows = {f"measured{name}": shifted(recorded[first], begin) for name, first in shown(recipe).items()}
+    # The first worker is at the first position, and the first worker of the experts is at the one behind attention's.
+    for name, place in zip(shown(recipe), (0, recipe.fold.pp), strict=False):
         rows[f"predicted{name}"] = {op: span for op, span in predicted.spans.items() if place in graph.where(op)}
     draw_timelines(graph, rows, path, "A training step, recorded and predicted")
 

@@ -102,7 +102,7 @@ def check_reachable(recipe: Recipe) -> None:
         return
     refuse_hidden("tracking.uri", uri)
     with _told(uri):
-        _check_reachable(uri)
+        _knock(uri)
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _connect(uri: str) -> MlflowClient:
-    _check_reachable(uri)
+    _knock(uri)
     # MLflow reads these settings only from the environment, and the first one during its import. URLs must not be printed,
     # because standard output may be reserved for a JSON document. The default HTTP settings would retry a dead server for many
     # minutes, which is not needed, because the tracker's thread tries again later.
@@ -173,7 +173,7 @@ def _alone(uri: str) -> Iterator[None]:
         yield
 
 
-def _check_reachable(uri: str) -> None:
+def _knock(uri: str) -> None:
     """Fail in seconds if nobody answers at the address. MLflow takes seconds to import, and would try a database for an hour."""
     parts = urlsplit(uri)
     scheme = parts.scheme.split("+")[0]

@@ -78,19 +78,19 @@ def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: 
     result = workers.on_workers(recipe, _timeline_loop, "timeline")
     graph, recordings = result["graph"], result["recordings"]
     ranks = [recording.spans for recording in recordings]
-    expected = {name: replay(graph, recordings, rank) for name, rank in _shown(recipe).items()}
+    expected = {name: replay(graph, recordings, rank) for name, rank in shown(recipe).items()}
     begin = min(span.start for spans in ranks for span in spans.values())
     if trace is not None:
         _write(trace, json.dumps(perfetto(graph, ranks, begin)))
     if picture is not None:
-        rows = {f"measured{name}": _shifted(ranks[rank], begin) for name, rank in _shown(recipe).items()}
+        rows = {f"measured{name}": shifted(ranks[rank], begin) for name, rank in shown(recipe).items()}
         _draw(recipe, graph, rows | {f"simulated{name}": each.spans for name, each in expected.items()}, picture)
     simulated = next(iter(expected.values())).seconds * 1e3
     if as_json:
         print(to_json({"measured": result["times"], "simulated_step_ms": simulated}))
         return 0
     print(f"measured: {result['times']['step_ms']:.1f} ms")
-    for name, rank in _shown(recipe).items():
+    for name, rank in shown(recipe).items():
         print(f"the first worker{name}\n{draw_text(graph, ranks[rank])}")
     print(f"\nsimulated from these op times: {simulated:.1f} ms")
     for name, each in expected.items():
@@ -98,12 +98,13 @@ def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: 
     return 0
 
 
-def _shown(recipe: Recipe) -> dict[str, int]:
+def shown(recipe: Recipe) -> dict[str, int]:
     """Return the ranks that a timeline shows, by the words behind "worker": the first one, or the first one of each half."""
     return {"": 0} if recipe.placement is None else {" of attention": 0, " of the experts": recipe.placement.attention}
 
 
-def _shifted(spans: Mapping[Op, Span], begin: float) -> dict[Op, Span]:
+def shifted(spans: Mapping[Op, Span], begin: float) -> dict[Op, Span]:
+    """Return the spans with `begin` as their time zero."""
     return {op: Span(span.start - begin, span.end - begin) for op, span in spans.items()}
 
 

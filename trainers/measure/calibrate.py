@@ -35,8 +35,8 @@ from trainers.records import as_json as to_json
 
 _SIDES = (64, 128, 256, 512, 1024, 2048)
 _BYTES = (1 << 14, 1 << 18, 1 << 22)  # bytes that a rank sends
-_BESIDE = 0.3  # seconds of all-to-alls that run beside computation, for a fraction of a second hides in noise
-_MESSAGES = 64  # most of them
+_BESIDE = 0.3  # seconds of all-to-alls that run beside computation; with fewer, the measurement is mostly noise
+_MESSAGES = 64  # most of these all-to-alls
 
 
 def calibrate(recipe: Recipe, path: Path, as_json: bool = False) -> int:
@@ -206,7 +206,7 @@ def _crowding(meter: Meter, over: Communicator, device: torch.device) -> float:
     products = math.ceil(2 * alone / meter.standard)
 
     def compute(beside: bool) -> float:
-        """Return the seconds of computation alone, for the all-to-alls may take longer beside it."""
+        """Return the seconds of the products. Waiting for the all-to-alls afterwards does not count."""
         exchanges = travel(messages) if beside else []
         seconds = meter.took(meter.product, products)
         arrive(exchanges)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 
 import pytest
@@ -47,7 +48,7 @@ def test_rows_are_conserved_on_every_route(tp, cp, dp, pp, etp, ep, edp, expert_
     routes = Routes(fold)
     for before in range(fold.pp):
         senders = [rank for rank in fold.attention.ranks if fold.attention.coordinate(rank)["pp"] == before]
-        # Ranks of one data-parallel place may have different numbers of tokens: the last of them may have an odd slice.
+        # Neighbours have different numbers of tokens, so that their rows cannot be taken for each other's.
         rows = {rank: encode(*routed(rank, ep, tokens + rank % 2, dropping), LOCAL * ep, ep) for rank in senders}
         for position in range(fold.moe_pp):
             sent = {rank: _by_receiver(rows[rank], routes.receivers(rank, position)) for rank in senders}
@@ -78,43 +79,45 @@ FOLDS = [
 ]
 
 
-def _round_trips(rank: int, fold: Fold, empty: bool) -> dict[str, dict[tuple[int, int, int], float]]:
+def own_rows(rank: int, fold: Fold, empty: bool) -> Rows:
+    """Return the rows of a rank of attention."""
+    return encode(*routed(rank, fold.ep, 0 if empty else 3 + rank), LOCAL * fold.ep, fold.ep)
+
+
+def _round_trips(rank: int, fold: Fold, empty: bool) -> dict[tuple[int, int, int], float]:
     """Send rows to every position of experts and from there to every position of attention; return the sums that arrive.
 
-    A receiver's sum is keyed by the positions of both ends and of the results. Rows have the mark of their sender.
+    A sum is keyed by the positions that the rows come from, of their experts, and of the results. Rows have the mark of their
+    sender. Ranks of attention return the sums of results.
     """
-    groups, routes = Groups.create(fold, rank), Routes(fold)
-    found: dict[str, dict[tuple[int, int, int], float]] = {"experts": {}, "home": {}}
-    for position in range(fold.moe_pp):
-        for before in range(fold.pp):
-            for after in range(fold.pp):
-                key = (before, position, after)
-                if not groups.owns_tokens:
-                    if fold.moe.coordinate(rank)["pp"] == position:
-                        found["experts"][key] = _serve(groups, before, after)
-                    continue
-                own = fold.attention.coordinate(rank)["pp"]
-                exchange = TokenExchange(groups, position)
-                if own == before:
-                    x_TH, routing = routed(rank, fold.ep, 0 if empty else 3 + rank)
-                    rows = encode(x_TH, routing, LOCAL * fold.ep, fold.ep)
-                    count_R = rows.goes_TR.sum(0)
-                    counts = exchange.start_counts(count_R)
-                    exchange.start_out([rows.rows_NH], count_R.tolist()).wait()
-                    counts.wait()
-                if own == after:
-                    # The results of the rank with the same place at the position before come here.
-                    peer = _same_place(fold, rank, before)
-                    _, routing = routed(peer, fold.ep, 0 if empty else 3 + peer)
-                    count_R = encode(torch.zeros(len(routing.expert_TK), 1), routing, LOCAL * fold.ep, fold.ep).goes_TR.sum(0)
-                    back = exchange.start_back(lambda n: [torch.empty(n, 1, dtype=torch.float64)], count_R.tolist, True)
-                    (y_NH,) = back.wait()
-                    # What the experts of receiver r send is 2^r times the row.
-                    wanted = [mark(peer) * 2.0**r for r in routes.receivers(peer, position)]
-                    assert torch.equal(y_NH[:, 0], torch.tensor(wanted, dtype=torch.float64).repeat_interleave(count_R))
-                    found["home"][key] = float(y_NH.sum())
+    groups, found = Groups.create(fold, rank), dict[tuple[int, int, int], float]()
+    own = groups.fold.coordinate(rank)["attention" if groups.owns_tokens else "moe"]["pp"]
+    for before, position, after in itertools.product(range(fold.pp), range(fold.moe_pp), range(fold.pp)):
+        if not groups.owns_tokens:
+            if own == position:
+                found[before, position, after] = _serve(groups, before, after)
+            continue
+        exchange = TokenExchange(groups, position)
+        if own == before:
+            rows = own_rows(rank, fold, empty)
+            count_R = rows.goes_TR.sum(0)
+            counts = exchange.start_counts(count_R)
+            exchange.start_out([rows.rows_NH], count_R.tolist()).wait()
+            counts.wait()
+        if own == after:
+            found[before, position, after] = _come_home(exchange, fold, _same_place(fold, rank, before), position, empty)
     groups.close()
     return found
+
+
+def _come_home(exchange: TokenExchange, fold: Fold, peer: int, position: int, empty: bool) -> float:
+    """Receive the results of the rank with the same place at the position before, check them, and return their sum."""
+    count_R = own_rows(peer, fold, empty).goes_TR.sum(0)
+    (y_NH,) = exchange.start_back(lambda n: [torch.empty(n, 1, dtype=torch.float64)], count_R.tolist, True).wait()
+    # The experts of receiver r have sent 2^r times the row.
+    wanted = [mark(peer) * 2.0**r for r in Routes(fold).receivers(peer, position)]
+    assert torch.equal(y_NH[:, 0], torch.tensor(wanted, dtype=torch.float64).repeat_interleave(count_R))
+    return float(y_NH.sum())
 
 
 def _serve(groups: Groups, before: int, after: int) -> float:
@@ -141,12 +144,8 @@ def test_sums_of_powers_name_who_sent_what_to_whom(ranks, fold: Fold, empty: boo
     found, routes = ranks(fold.world_size).run(_round_trips, fold, empty), Routes(fold)
     for receiver in fold.moe.ranks:
         place = fold.moe.coordinate(receiver)
-        for (before, position, _), total in found[receiver]["experts"].items():
-            assert position == place["pp"]
-            wanted = 0.0
-            for sender in routes.senders(receiver, before):
-                x_TH, routing = routed(sender, fold.ep, 0 if empty else 3 + sender)
-                wanted += mark(sender) * int(encode(x_TH, routing, LOCAL * fold.ep, fold.ep).goes_TR[:, place["ep"]].sum())
-            assert total == wanted
-    homes = [key for rank in fold.attention.ranks for key in found[rank]["home"]]
-    assert set(homes) == {(b, p, a) for b in range(fold.pp) for p in range(fold.moe_pp) for a in range(fold.pp)}
+        assert len(found[receiver]) == fold.pp**2
+        for (before, _, _), total in found[receiver].items():
+            goes = {sender: own_rows(sender, fold, empty).goes_TR[:, place["ep"]] for sender in routes.senders(receiver, before)}
+            assert total == sum(mark(sender) * int(goes_T.sum()) for sender, goes_T in goes.items())
+    assert all(len(found[rank]) == fold.pp * fold.moe_pp for rank in fold.attention.ranks)

@@ -20,11 +20,13 @@ import ray
 import yaml
 
 from foldray.cli import main
+from foldray.errors import UserError
 from foldray.recipe import DataSpec, Recipe
 from trainers.cluster import joining
 from trainers.data.packed import sample_order
 from trainers.data.prepare import prepare
 from trainers.driver import resuming
+from trainers.driver.mlflow_server import check_reachable
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -268,6 +270,19 @@ def test_an_address_with_a_cluster() -> None:
 def test_a_dead_tracking_server_is_refused_before_the_data_are_read(refused: Refused, storage: Path, uri: str) -> None:
     assert "Connection refused" in refused(f"tracking.uri={uri}", "data.path=/nowhere/*")
     assert not storage.exists()
+
+
+def test_behind_a_proxy_the_tracking_server_itself_need_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe.parse({"model": {"preset": "tiny"}, "tracking": {"uri": "http://mlflow.invalid"}})
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match="cannot be used for MLflow tracking"):
+        check_reachable(recipe)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    check_reachable(recipe)
+    monkeypatch.setenv("no_proxy", "mlflow.invalid")
+    with pytest.raises(UserError, match="cannot be used for MLflow tracking"):
+        check_reachable(recipe)
 
 
 def test_a_tracking_server_that_is_none(refused: Refused, stranger: str) -> None:
