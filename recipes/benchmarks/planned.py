@@ -6,9 +6,10 @@ The script uses two hosts (network namespaces on this machine, which needs root)
 both, and a link with the rate of --link. `foldray calibrate` measures the cluster. Then all recipes below are measured in
 turns. The planner predicts each complete step, including the update, only from the calibrated hardware.
 
-Processors may change their speed between calibration and measurement, which is not a mistake of the planner. So a matrix
-product is timed beside every step. If it takes 1.3 times as long as during calibration, the prediction for computation is
-1.3 times as long, too. The script also prints the errors without this correction.
+Processors may change their speed between calibration and measurement, which is not a mistake of the planner. So every rank
+times a matrix product before and after each step. If it takes 1.3 times as long as during calibration, the prediction for
+the computation of this rank's pipeline position is 1.3 times as long, too. The slowest rank of a position counts. The script
+also prints the errors without this correction.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from foldray.planner.candidate import Candidate  # noqa: E402
 from foldray.planner.costs import OpWork  # noqa: E402
 from foldray.planner.device import Device  # noqa: E402
 from foldray.planner.hardware import Hardware, load_hardware  # noqa: E402
 from foldray.planner.whole import whole_seconds  # noqa: E402
 from foldray.recipe import Recipe  # noqa: E402
 from foldray.runtime.peak import processor  # noqa: E402
+from foldray.schedule import LaneSeconds, Op  # noqa: E402
 from tuners.space import as_candidate  # noqa: E402
 
 RECIPE = "recipes/quickstart.yaml"
@@ -100,15 +103,38 @@ def overrides(length: int, fold: dict[str, int]) -> list[str]:
     return [f"{key}={value}" for key, value in changed.items()]
 
 
-def predicted(recipe: Recipe, machines: Hardware, pace: float) -> float:
-    """Predict the milliseconds of a step, with computation `pace` times as slow as during calibration."""
+class Paced(OpWork):
+    """The costs of a candidate whose pipeline positions compute at a pace each.
+
+    Args:
+        plan: the candidate.
+        machines: the calibrated hardware.
+        paces: of each position, the time of computation over that during calibration.
+    """
+
+    def __init__(self, plan: Candidate, machines: Hardware, paces: Sequence[float]):
+        super().__init__(plan, Device.of(plan.job, slowed(machines, max(paces))))
+        self._works = [OpWork(plan, Device.of(plan.job, slowed(machines, pace))) for pace in paces]
+
+    def cost(self, op: Op) -> LaneSeconds:
+        """Return the lanes and seconds of an op, at the pace of the position that computes or sends."""
+        return self._works[self.candidate.reducing.where(op)[0]].cost(op)
+
+
+def slowed(machines: Hardware, pace: float) -> Hardware:
+    """Return machines whose computation takes `pace` times as long."""
     slower = {dtype: peak / pace for dtype, peak in machines.peak_tflops.items()}
-    launch = machines.constants["launch"] * pace
-    now = machines.model_copy(update={
-        "peak_tflops": slower, "memory_gb_s": machines.memory_gb_s / pace, "constants": {**machines.constants, "launch": launch},
-    })  # fmt: skip
-    plan = as_candidate(recipe)
-    return whole_seconds(plan, OpWork(plan, Device.of(plan.job, now))) * 1e3
+    constants = {**machines.constants, "launch": machines.constants["launch"] * pace}
+    return machines.model_copy(update={"peak_tflops": slower, "memory_gb_s": machines.memory_gb_s / pace, "constants": constants})
+
+
+def predicted(recipe: Recipe, machines: Hardware, ranks: Sequence[float]) -> float:
+    """Predict the milliseconds of a step, with the paces of all ranks."""
+    plan, fold = as_candidate(recipe), recipe.placed_fold
+    positions: list[list[float]] = [[] for _ in range(fold.pp)]
+    for rank, pace in enumerate(ranks):
+        positions[fold.coordinate(rank)["attention"]["pp"]].append(pace)
+    return whole_seconds(plan, Paced(plan, machines, [max(paces) for paces in positions])) * 1e3
 
 
 def row(result: dict[str, Any], machines: Hardware, length: int) -> dict[str, Any]:
@@ -116,8 +142,8 @@ def row(result: dict[str, Any], machines: Hardware, length: int) -> dict[str, An
 
     planned = recipe(result["fold"], result["schedule"], length)
     steps = [step["ms"] for step in result["steps"]]
-    predictions = [predicted(planned, machines, step["pace"]) for step in result["steps"]]
-    plain = predicted(planned, machines, 1.0)
+    predictions = [predicted(planned, machines, step["paces"]) for step in result["steps"]]
+    plain = predicted(planned, machines, [1.0] * planned.placed_fold.world_size)
     return {
         "fold": result["fold"], "schedule": result["schedule"], "steps": result["steps"],
         "measured_ms": {"min": min(steps), "median": statistics.median(steps), "max": max(steps)},

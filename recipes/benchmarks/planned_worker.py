@@ -1,7 +1,7 @@
 """The Ray job of `planned.py`: `planned_worker.py FOUND.json ROUNDS HARDWARE.yaml LENGTH FOLD…`.
 
-All recipes take turns on the same ranks. Processors change their speed, so a matrix product is timed beside every turn. The
-pace of a turn is the time of this product over its time during calibration.
+All recipes take turns on the same ranks. Processors change their speed, so every rank times a matrix product before and after
+every turn. The pace of a rank is the mean time of this product over its time during calibration.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainers.cluster import joining
 from trainers.cluster.actors import Ranks
 from trainers.measure.trial import measure_turn
 
-_PRODUCTS = 15
+_PRODUCTS = 31  # about a second
 
 
 def main(path: str, rounds: str, hardware: str, length: str, *folds: str) -> None:
@@ -39,14 +39,15 @@ def main(path: str, rounds: str, hardware: str, length: str, *folds: str) -> Non
         for number in range(1 + int(rounds)):
             for row, planned in zip(rows, recipes.values(), strict=True):
                 begin = time.perf_counter()
-                before = max(ranks.call(product, side, timeout=60))
+                before = ranks.call(product, side, timeout=60)
                 took = ranks.call(measure_turn, planned.model_dump(mode="json"), 1, len(rows), number == int(rounds), timeout=600)
-                after = max(ranks.call(product, side, timeout=60))
+                after = ranks.call(product, side, timeout=60)
                 line = f"round {number} of {rounds}: {row['fold']} {row['schedule']}, {time.perf_counter() - begin:.0f} s"
                 print(line, file=sys.stderr, flush=True)
                 if number:
                     seconds = max(rank.seconds[0] for rank in took)
-                    row["steps"].append({"ms": seconds * 1e3, "pace": (before + after) / 2 / standard})
+                    paces = [statistics.mean(both) / standard for both in zip(before, after, strict=True)]
+                    row["steps"].append({"ms": seconds * 1e3, "paces": paces})
                     row["compute_ms"] = max(rank.compute for rank in took)
         Path(path).write_text(json.dumps(rows))
     finally:
@@ -67,14 +68,13 @@ def recipe(fold: str, schedule: str, length: int) -> Recipe:
 
 
 def product(state: dict[str, Any], side: int) -> float:
-    """Measure a matrix product on a rank, and return the seconds of the fastest quarter, as `Meter` does."""
+    """Return the mean seconds of a matrix product on a rank. A step meets fast and slow moments alike, so both count."""
     a, b = (torch.randn(side, side, device=state["device"]) for _ in range(2))
-    seconds = []
+    a @ b
+    begin = time.perf_counter()
     for _ in range(_PRODUCTS):
-        begin = time.perf_counter()
         a @ b
-        seconds.append(time.perf_counter() - begin)
-    return statistics.quantiles(seconds, n=4)[0]
+    return (time.perf_counter() - begin) / _PRODUCTS
 
 
 if __name__ == "__main__":
