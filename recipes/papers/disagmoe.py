@@ -1,15 +1,18 @@
-"""Predict DisagMoE's experiments at the paper's scale with the planner: section 6.2, figures 10 and 12.
+"""Predict DisagMoE's experiments at the paper's scale with the planner: section 6.2, figures 10, 12, 13 and 14.
 
-    python recipes/papers/disagmoe.py [--models MODEL …] [--lengths TOKENS …] [--gpus N] [--json FILE]
+    python recipes/papers/disagmoe.py [speed|topk|stages] [--models MODEL …] [--lengths TOKENS …] [--gpus N] [--json FILE]
 
-The cluster has 16 nodes of eight H800 (`--cluster`). The models are those of the paper's table 2, with 4K to 32K tokens and
-equally many tokens for each GPU (the paper does not give its batches). Four ways to train are compared, each with the fold, the
+The cluster has nodes of eight H800 (`--cluster`). The models are those of the paper's table 2. Every GPU has equally many
+tokens (the paper does not give its batches). `speed` (figures 10 and 12) compares four ways to train, each with the fold, the
 schedule and the micro-batch that the planner finds best for it:
 
-- *interleaved*: attention and experts on the same workers, EP16, nothing overlaps (the paper's Megatron-LM);
+- *interleaved*: attention and experts on the same workers, EP16 and a pipeline, nothing overlaps (the paper's Megatron-LM);
 - *within MoE layers*: the same, with all-to-alls behind the experts (the paper's Tutel and Comet);
 - *shared*: the best of all of foldray's folds and schedules for workers that have both;
-- *own*: workers of their own for the experts, in the order of AF-Pipe.
+- *own*: workers of their own for the experts, in the order of AF-Pipe, and the split of the GPUs that is best.
+
+`topk` (figure 13) does so for several numbers of experts per token and sizes of EP. `stages` (figure 14) takes the best fold
+of workers of their own, and changes its number of virtual stages.
 
 The predicted times are not measurements. The paper also compares with DualPipe, which weaves forward and backward passes.
 """
@@ -17,63 +20,115 @@ The predicted times are not measurements. The paper also compares with DualPipe,
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from foldray.blueprint import ModelSpec
 from foldray.errors import UserError
+from foldray.fold import divisors
+from foldray.planner.apart import ApartWork
 from foldray.planner.candidate import Job
 from foldray.planner.hardware import load_hardware
+from foldray.planner.memory import GIB
 from foldray.planner.nodes import Planned
-from foldray.planner.placing import Placed, search_placements
+from foldray.planner.placing import Placed, apart_seconds, search_placements, sides
 from foldray.planner.report import schedule
 from foldray.planner.search import search
 from foldray.planner.space import Space
 
 MODELS, LENGTHS, TOKENS = ("deepseek-moe", "gpt-oss-120b", "qwen3-235b-a22b"), (4096, 8192, 16384, 32768), 65536
 PAPER = {"interleaved": "1.59–1.81", "within MoE layers": "1.2–1.5"}
+TOPKS, EPS, EXPERTS = (2, 4, 6, 8), (8, 16, 32), 64  # figure 13
+PIPELINES = (2, 4, 8)  # the paper's baselines have a pipeline; the fastest one counts
 WAYS: dict[str, dict[str, Any]] = {
-    "interleaved": {"pins": {"ep": 16}, "kinds": ("sequential",), "batch_degrees": (1,)},
-    "within MoE layers": {"pins": {"ep": 16}, "kinds": ("moe_only",), "batch_degrees": (1,)},
-    "shared": {},
+    "interleaved": {"kinds": ("sequential",), "batch_degrees": (1,)},
+    "within MoE layers": {"kinds": ("moe_only",), "batch_degrees": (1,)},
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("experiment", nargs="?", default="speed", choices=("speed", "topk", "stages"))
     parser.add_argument("--models", nargs="*", default=MODELS, metavar="MODEL")
     parser.add_argument("--lengths", nargs="*", type=int, default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--gpus", type=int, default=128)
     parser.add_argument("--cluster", default="h800")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    found = [compared(model, length, args.gpus, args.cluster) for model in args.models for length in args.lengths]
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    run = {"speed": compared, "topk": by_topk, "stages": by_stages}[args.experiment]
+    machines = load_hardware(args.cluster)
+    found = []
+    for model, length in itertools.product(args.models, args.lengths):
+        print(f"\n{model}, {length} tokens, {args.gpus} GPUs", flush=True)
+        job = Job(ModelSpec.model_validate({"preset": model}), length, args.gpus * TOKENS // length)
+        result = run(Space(job, machines, args.gpus))
+        found.append({"model": model, "seq_len": length, "gpus": args.gpus, **result})
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def compared(model: str, length: int, gpus: int, cluster: str) -> dict[str, Any]:
-    """Predict and print all ways to train one model with one length."""
-    spec, machines = ModelSpec.model_validate({"preset": model}), load_hardware(cluster)
-    job = Job(spec, length, gpus * TOKENS // length)
-    result: dict[str, Any] = {"model": model, "seq_len": length, "gpus": gpus}
-    print(f"\n{model}, {length} tokens, {gpus} GPUs")
-    for name, limits in WAYS.items():
-        try:
-            best = search(Space(job, machines, gpus, **limits), 1).best[0]
-        except UserError as error:
-            print(f"  {name:<18}{error.rule}")
-            continue
-        result[name] = shown(name, best)
-    placed = search_placements(Space(job, machines, gpus), 5)
-    result["own"] = [own(each) for each in placed]
-    least = placed[0].seconds
+def compared(space: Space) -> dict[str, Any]:
+    """Predict and print all ways to train."""
+    result: dict[str, Any] = {}
     for name in WAYS:
+        if (best := baseline(space, name, 16)) is not None:
+            result[name] = shown(name, best)
+    result["shared"] = shown("shared", search(space, 1).best[0])
+    placed = search_placements(space, 5)
+    result["own"] = [own(each) for each in placed]
+    for name in (*WAYS, "shared"):
         if name in result:
             paper = f" (paper: {PAPER[name]})" if name in PAPER else ""
-            print(f"  workers of their own are {result[name]['seconds'] / least:.2f} × as fast as {name}{paper}")
+            print(f"  workers of their own are {result[name]['seconds'] / placed[0].seconds:.2f} × as fast as {name}{paper}")
     return result
+
+
+def baseline(space: Space, way: str, ep: int) -> Planned | None:
+    """Return the fastest candidate that fits, with EP and a pipeline of any depth; None if there is no legal one."""
+    found: list[Planned] = []
+    for pp in PIPELINES:
+        with contextlib.suppress(UserError):
+            found += search(replace(space, pins={"ep": ep, "pp": pp}, **WAYS[way]), 1).best
+    return min(found, key=lambda each: (not each.fits, each.prediction.seconds), default=None)
+
+
+def by_topk(space: Space) -> dict[str, Any]:
+    """Predict workers that share and workers of their own, for models with 64 experts."""
+    rows = []
+    print(f"  {'top-k':>7}{'EP':>5}{'interleaved':>14}{'within':>10}{'own':>10}{'× as fast':>16}")
+    for topk, ep in itertools.product(TOPKS, EPS):
+        model = space.job.model.model_copy(update={"topk": topk, "experts": EXPERTS})
+        changed = replace(space, job=replace(space.job, model=model))
+        plain, within = (baseline(changed, way, ep) for way in WAYS)
+        placed = search_placements(replace(changed, pins={"ep": ep}), 1)[0]
+        if plain is None or within is None:
+            continue
+        row = {"topk": topk, "ep": ep, "interleaved": plain.prediction.seconds, "within": within.prediction.seconds}
+        row |= {"own": placed.seconds, "split": f"{placed.candidate.fold.attention_ranks}:{placed.candidate.fold.moe_ranks}"}
+        gains = f"{row['interleaved'] / row['own']:.2f} {row['within'] / row['own']:.2f}"
+        print(
+            f"  {topk:>7}{ep:>5}{row['interleaved']:>12.2f} s{row['within']:>8.2f} s{row['own']:>8.2f} s{gains:>16}", flush=True
+        )
+        rows.append(row)
+    return {"rows": rows}
+
+
+def by_stages(space: Space) -> dict[str, Any]:
+    """Predict the best fold of workers of their own with every number of virtual stages."""
+    rows = []
+    for pp in PIPELINES:
+        best = search_placements(replace(space, pins={"pp": pp}), 1)[0].candidate
+        for stages in divisors(space.job.model.layers // pp):
+            work = ApartWork(replace(best, virtual_stages=stages), sides(space))
+            held = max(each.total for each in work.memory()) / GIB
+            row = {"pp": pp, "fold": str(best.fold), "stages": stages, "seconds": apart_seconds(work), "memory_gib": held}
+            print(f"  pp={pp} {best.fold}: {stages:>3} stages {row['seconds']:>8.2f} s {held:>7.0f} GiB", flush=True)
+            rows.append(row)
+    return {"rows": rows}
 
 
 def shown(name: str, planned: Planned) -> dict[str, Any]:
