@@ -3,16 +3,17 @@
     python recipes/papers/curves.py folding     # MoE Parallel Folding, section 6.1: a fold against one process
     python recipes/papers/curves.py schedules   # FoldMoE, figure 12a: overlapping schedules against sequential
     python recipes/papers/curves.py placement   # DisagMoE: attention and experts on workers of their own against shared ones
-    [--steps 300] [--lr 1e-3] [--json FILE] [--picture FILE]
+    [--steps 300] [--lr 1e-3] [--precision float32] [--json FILE] [--picture FILE]
 
-The script trains the same recipe several times, on the text of the quickstart, with the torch engine in float32. The losses
+The script trains the same recipe several times, on the text of the quickstart, with the torch engine. The losses
 of all steps and validations must stay together, and the script prints their largest distance. It starts Ray with a slot for
 every worker, whatever the number of cores is. On a laptop this is slow, but the results are the same. Training chooses the
 lags of `stream` by the times of its second step, and may choose `one_a_one_m` instead.
 
 Batches are small on purpose. In float32, sums in another order differ in their last digits. About once in a million
 decisions, such a digit decides which expert a token goes to. From then on, two trainings diverge, although both are correct.
-These trainings make some 150 000 decisions. With eight times as many, they diverge between steps 150 and 200.
+`folding` and `schedules` make some 150 000 decisions. `placement` trains the whole model of the quickstart, with more of them,
+and stays together for 300 steps only in float64.
 """
 
 from __future__ import annotations
@@ -51,16 +52,18 @@ EXPERIMENTS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
 }  # fmt: skip
+_LEAST = {"float32": 1e-9, "float64": 1e-17}
 _COLOURS = ("#2364aa", "#d9630b", "#2f855a")
 
 
-def recipe(steps: int, lr: float, storage: Path, workers: int, **sections: Any) -> Recipe:
+def recipe(steps: int, lr: float, precision: str, storage: Path, workers: int, **sections: Any) -> Recipe:
     return Recipe.parse(
         {
             "name": f"curves-{workers}",
             "model": {"preset": "tiny", "layers": 2, "moe_every": 2},
             "data": {"source": "stdlib", "seq_len": 128},
             "engine": {"kind": "torch"},
+            "precision": precision,
             "optimizer": {"lr": lr, "warmup_steps": 30},
             "training": {"steps": steps, "global_batch": 4, "micro_batch": 2, "eval_every": 25, "eval_sequences": 32},
             "cluster": {"workers": workers, "max_failures": 0, "storage": str(storage)},
@@ -69,9 +72,9 @@ def recipe(steps: int, lr: float, storage: Path, workers: int, **sections: Any) 
     )
 
 
-def train(steps: int, lr: float, storage: Path, **changes: Any) -> Curves:
+def train(steps: int, lr: float, precision: str, storage: Path, **changes: Any) -> Curves:
     """Run one training, and return its training and validation loss by step, in nats per token."""
-    result = FoldTrainer(recipe(steps, lr, storage, **changes)).fit()
+    result = FoldTrainer(recipe(steps, lr, precision, storage, **changes)).fit()
     history = History.read(Path(result.path) / "metrics.jsonl")
     return {
         "training": {at: number(record["loss"]) for at, record in history.steps.items()},
@@ -85,8 +88,8 @@ def apart(ours: dict[int, float], theirs: dict[int, float]) -> dict[int, float]:
     return {at: abs(value - theirs[at]) for at, value in ours.items()}
 
 
-def draw(results: dict[str, Curves], path: Path) -> None:
-    """Draw all curves above, and their distances to the first one below."""
+def draw(results: dict[str, Curves], least: float, path: Path) -> None:
+    """Draw all curves above, and their distances to the first one below. Distances below `least` are drawn there."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -100,7 +103,7 @@ def draw(results: dict[str, Curves], path: Path) -> None:
                    label=f"{kind}, {plain}")  # fmt: skip
         for (name, curves), colour in zip(others, _COLOURS[1:], strict=False):
             above.plot(*zip(*curves[kind].items(), strict=True), style, color=colour, linewidth=1.1, label=f"{kind}, {name}")
-            distance = {at: max(value, 1e-9) for at, value in apart(curves[kind], reference[kind]).items()}
+            distance = {at: max(value, least) for at, value in apart(curves[kind], reference[kind]).items()}
             below.plot(*zip(*distance.items(), strict=True), style, color=colour, linewidth=1.1)
     below.axhline(1e-4, color="#6b7280", linestyle=(0, (5, 3)), linewidth=1)
     at = {"xycoords": ("axes fraction", "data"), "xytext": (4, -3), "textcoords": "offset points", "fontsize": 8}
@@ -120,6 +123,7 @@ def main() -> None:
     parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (default %(default)s)")
+    parser.add_argument("--precision", default="float32", choices=("float32", "float64"), help="(default %(default)s)")
     parser.add_argument("--json", type=Path, help="file for the curves")
     parser.add_argument("--picture", type=Path, help="file for the PNG")
     args = parser.parse_args()
@@ -127,7 +131,9 @@ def main() -> None:
     slots = max(setting["workers"] for setting in settings.values())
     ray.init(num_cpus=slots, include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as folder:
-        results = {name: train(args.steps, args.lr, Path(folder), **setting) for name, setting in settings.items()}
+        results = {
+            name: train(args.steps, args.lr, args.precision, Path(folder), **setting) for name, setting in settings.items()
+        }
     (plain, reference), *others = results.items()
     for name, curves in others:
         for kind in curves:
@@ -137,7 +143,7 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(results))
     if args.picture:
-        draw(results, args.picture)
+        draw(results, _LEAST[args.precision], args.picture)
 
 
 if __name__ == "__main__":
