@@ -33,6 +33,7 @@ class OpKind(NamedTuple):
         half: the half of a block that takes part: attention with everything dense, the experts, or both.
         travels: the class of traffic that the op sends; None if the op computes.
         recomputable: whether the forward may run again before the backward.
+        weights: whether the backward may leave the gradients of weights to an op of their own (W).
     """
 
     name: str
@@ -44,6 +45,7 @@ class OpKind(NamedTuple):
     half: Half = "attention"
     travels: str | None = None
     recomputable: bool = False
+    weights: bool = False
 
 
 _ROWS = (
@@ -55,14 +57,17 @@ _ROWS = (
         "#2364aa",
         "norm, attention to everything up to this slice, residual",
         recomputable=True,
+        weights=True,
     ),
-    OpKind(EXPERT, "micro_batches", "E", "experts", "#d9630b", "the experts", "experts", recomputable=True),
-    OpKind(FFN, "slices", "F", "dense ffn", "#8a6d00", "norm, dense feed-forward, residual", recomputable=True),
-    OpKind(ROUTE, "micro_batches", "R", "router", "#7aa6d6", "norm, router, shared expert, rows sorted by expert"),
+    OpKind(EXPERT, "micro_batches", "E", "experts", "#d9630b", "the experts", "experts", recomputable=True, weights=True),
+    OpKind(FFN, "slices", "F", "dense ffn", "#8a6d00", "norm, dense feed-forward, residual", recomputable=True, weights=True),
+    OpKind(ROUTE, "micro_batches", "R", "router", "#7aa6d6", "norm, router, shared expert, rows sorted by expert", weights=True),
     OpKind(MERGE, "micro_batches", "M", "weighted sum", "#f0b48a", "weighted sum of a token's rows, residual"),
-    OpKind(PROJECT, "slices", "Q", "projection", "#8fb8de", "norm, queries, keys and values, if ranks gather by slices"),
+    OpKind(
+        PROJECT, "slices", "Q", "projection", "#8fb8de", "norm, queries, keys and values, if ranks gather by slices", weights=True
+    ),
     OpKind(EMBED, "slices", "i", "embed", "#b8bec8", "rows of the vocabulary"),
-    OpKind(HEAD, "output", "H", "head", "#6b7280", "norm, logits, loss"),
+    OpKind(HEAD, "output", "H", "head", "#6b7280", "norm, logits, loss", weights=True),
     OpKind(DISPATCH, "micro_batches", "D", "dispatch", "#2f855a", "rows to their experts", "both", "tokens"),
     OpKind(COMBINE, "micro_batches", "C", "combine", "#6b4fbb", "rows back", "both", "tokens"),
     OpKind(COUNTS, "micro_batches", "n", "row counts", "#a21caf", "how many rows go where", "both", "counts"),
@@ -80,3 +85,6 @@ EXCHANGES = tuple(row.name for row in _ROWS if row.travels == "tokens")
 
 RECOMPUTABLE = tuple(row.name for row in _ROWS if row.recomputable)
 """Kinds whose forward may run again."""
+
+WITH_WEIGHTS = tuple(row.name for row in _ROWS if row.weights)
+"""Kinds whose backward may leave the gradients of weights to an op of their own."""

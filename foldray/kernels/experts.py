@@ -21,8 +21,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from foldray.kernels.activations import kernel_of
+from foldray.kernels.later import Compute, Leave
 
 Kind = Literal["loop", "grouped"]
+
+Gradients = tuple[Tensor, Tensor | None, Tensor | None, None, None, None]
 
 # Up to this many multiply-adds per expert, starting a product takes longer than the product itself.
 SMALL_PRODUCT = 1 << 21
@@ -33,7 +36,9 @@ def reference_ffn(x_NH: Tensor, up_HW: Tensor, down_FH: Tensor, ffn: str) -> Ten
     return kernel_of(ffn).plain(x_NH @ up_HW) @ down_FH
 
 
-def expert_ffn(x_NH: Tensor, counts: list[int], up_EHW: Tensor, down_EFH: Tensor, ffn: str, kind: Kind) -> Tensor:
+def expert_ffn(
+    x_NH: Tensor, counts: list[int], up_EHW: Tensor, down_EFH: Tensor, ffn: str, kind: Kind, leave: Leave | None = None
+) -> Tensor:
     """Compute every expert on its rows.
 
     Args:
@@ -43,6 +48,8 @@ def expert_ffn(x_NH: Tensor, counts: list[int], up_EHW: Tensor, down_EFH: Tensor
         down_EFH: weights of the down-projections.
         ffn: name of the activation.
         kind: "loop" is the plain reference, "grouped" is fast. The results differ by rounding only.
+        leave: leaves the gradients of both weights for later (`Later.leaver`). None, or the kind "loop", computes them with
+            those of the rows.
 
     Returns:
         y_NH in the order of `x_NH`. Weights of experts without rows get a gradient of zero.
@@ -54,7 +61,7 @@ def expert_ffn(x_NH: Tensor, counts: list[int], up_EHW: Tensor, down_EFH: Tensor
         raise ValueError(f"counts {counts} must be {up_EHW.shape[0]} numbers, one per expert, and sum to {x_NH.shape[0]} rows")
     if kind == "grouped":
         function = _implementation(x_NH, up_EHW.shape[0], down_EFH.shape[1])
-        return function.apply(x_NH.contiguous(), up_EHW, down_EFH, counts, ffn)
+        return function.apply(x_NH.contiguous(), up_EHW, down_EFH, counts, ffn, leave)
     # unbind instead of [e], because the gradient of E selections would be E tensors of the size of all experts.
     experts = zip(x_NH.split(counts), up_EHW.unbind(), down_EFH.unbind(), strict=True)
     return torch.cat([reference_ffn(x_nH, up_HW, down_FH, ffn) for x_nH, up_HW, down_FH in experts])
@@ -81,25 +88,31 @@ class _Grouped(torch.autograd.Function):
     """Computes all experts in one grouped product for each matrix."""
 
     @staticmethod
-    def forward(ctx: Any, x_NH: Tensor, up_EHW: Tensor, down_EFH: Tensor, counts: list[int], ffn: str) -> Tensor:
+    def forward(
+        ctx: Any, x_NH: Tensor, up_EHW: Tensor, down_EFH: Tensor, counts: list[int], ffn: str, leave: Leave | None
+    ) -> Tensor:
         ends_E = torch.tensor(counts).cumsum(0).to(x_NH.device, torch.int32)
         up_NW = F.grouped_mm(x_NH, up_EHW, offs=ends_E)
-        ctx.counts, ctx.ffn = counts, ffn
+        ctx.counts, ctx.ffn, ctx.leave = counts, ffn, leave
         ctx.save_for_backward(x_NH, up_EHW, down_EFH, up_NW, ends_E)
         return F.grouped_mm(kernel_of(ffn).forward(up_NW), down_EFH, offs=ends_E)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_NH: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dy_NH: Tensor) -> Gradients:
         x_NH, up_EHW, down_EFH, up_NW, ends_E = ctx.saved_tensors
         dy_NH = dy_NH.contiguous()  # grouped_mm refuses expanded gradients
         dh_NF = F.grouped_mm(dy_NH, down_EFH.transpose(1, 2), offs=ends_E)
         h_NF, dup_NW = kernel_of(ctx.ffn).backward(dh_NF, up_NW)
-        dx_NH = F.grouped_mm(dup_NW, up_EHW.transpose(1, 2), offs=ends_E)
-        dup_EHW = F.grouped_mm(x_NH.t(), dup_NW, offs=ends_E)
-        ddown_EFH = F.grouped_mm(h_NF.t(), dy_NH, offs=ends_E)
-        _zero_idle(ctx.counts, dup_EHW, ddown_EFH)
-        return dx_NH, dup_EHW, ddown_EFH, None, None
+        dx_NH, counts = F.grouped_mm(dup_NW, up_EHW.transpose(1, 2), offs=ends_E), ctx.counts
+
+        def of_weights() -> tuple[Tensor, Tensor]:
+            dup_EHW = F.grouped_mm(x_NH.t(), dup_NW, offs=ends_E)
+            ddown_EFH = F.grouped_mm(h_NF.t(), dy_NH, offs=ends_E)
+            _zero_idle(counts, dup_EHW, ddown_EFH)
+            return dup_EHW, ddown_EFH
+
+        return _gradients(dx_NH, of_weights, ctx.leave)
 
 
 class _PerExpert(torch.autograd.Function):
@@ -110,30 +123,59 @@ class _PerExpert(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_NH: Tensor, up_EHW: Tensor, down_EFH: Tensor, counts: list[int], ffn: str) -> Tensor:
+    def forward(
+        ctx: Any, x_NH: Tensor, up_EHW: Tensor, down_EFH: Tensor, counts: list[int], ffn: str, leave: Leave | None
+    ) -> Tensor:
         y_NH, saved, activate = torch.empty_like(x_NH), [], kernel_of(ffn).forward
         for e, rows, padded in _spans(x_NH, counts):
             up_nW = _mm(_pad(x_NH[rows], padded), up_EHW[e])
             _mm(activate(up_nW), down_EFH[e], out=y_NH[rows])
             saved.append(up_nW)
-        ctx.counts, ctx.ffn = counts, ffn
+        ctx.counts, ctx.ffn, ctx.leave = counts, ffn, leave
         ctx.save_for_backward(x_NH, up_EHW, down_EFH, *saved)
         return y_NH
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_NH: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dy_NH: Tensor) -> Gradients:
         x_NH, up_EHW, down_EFH, *saved = ctx.saved_tensors
-        dx_NH, dup_EHW, ddown_EFH = torch.empty_like(x_NH), torch.empty_like(up_EHW), torch.empty_like(down_EFH)
-        _zero_idle(ctx.counts, dup_EHW, ddown_EFH)
+        dx_NH, counts, leave = torch.empty_like(x_NH), ctx.counts, ctx.leave
         dy_NH, backward = dy_NH.contiguous(), kernel_of(ctx.ffn).backward
-        for (e, rows, padded), up_nW in zip(_spans(x_NH, ctx.counts), saved, strict=True):
+
+        def empty() -> tuple[Tensor, Tensor]:
+            found = torch.empty_like(up_EHW), torch.empty_like(down_EFH)
+            _zero_idle(counts, *found)
+            return found
+
+        def fill(found: tuple[Tensor, Tensor], e: int, rows: slice, dy_nH: Tensor, h_nF: Tensor, dup_nW: Tensor) -> None:
+            _mm(h_nF.t(), dy_nH, out=found[1][e])
+            _mm(_pad(x_NH[rows], len(dup_nW)).t(), dup_nW, out=found[0][e])
+
+        def later() -> tuple[Tensor, Tensor]:
+            found = empty()
+            for each in left:
+                fill(found, *each)
+            return found
+
+        now, left = empty() if leave is None else None, list[tuple[int, slice, Tensor, Tensor, Tensor]]()
+        for (e, rows, padded), up_nW in zip(_spans(x_NH, counts), saved, strict=True):
             dy_nH = _pad(dy_NH[rows], padded)
             h_nF, dup_nW = backward(_mm(dy_nH, down_EFH[e].t()), up_nW)
-            _mm(h_nF.t(), dy_nH, out=ddown_EFH[e])
+            if now is not None:  # while the expert's data are in the cache
+                fill(now, e, rows, dy_nH, h_nF, dup_nW)
             _mm(dup_nW, up_EHW[e].t(), out=dx_NH[rows])
-            _mm(_pad(x_NH[rows], padded).t(), dup_nW, out=dup_EHW[e])
-        return dx_NH, dup_EHW, ddown_EFH, None, None
+            if now is None:
+                left.append((e, rows, dy_nH, h_nF, dup_nW))
+        return _gradients(dx_NH, later if now is None else lambda: now, leave)
+
+
+def _gradients(dx_NH: Tensor, of_weights: Compute, leave: Leave | None) -> Gradients:
+    """Return the gradients of rows and weights, or leave those of the weights for later."""
+    if leave is None:
+        dup_EHW, ddown_EFH = of_weights()
+        return dx_NH, dup_EHW, ddown_EFH, None, None, None
+    leave(of_weights)
+    return dx_NH, None, None, None, None, None
 
 
 def _zero_idle(counts: list[int], *grads: Tensor) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from foldray.blueprint import AttentionSpec
 from foldray.blueprint.parts import Parts, columns
 from foldray.comm import Groups, Pending, gather_sequence, scatter_sequence
+from foldray.kernels.later import Later, product
 from foldray.model.context import context_attention
 from foldray.model.shards import by_member, in_order
 from foldray.model.sight import Sight
@@ -59,11 +60,13 @@ class Attention(nn.Module):
         theta: float | None,
         groups: Groups,
         context: ContextMode = "ring",
+        later: Later | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.share, self.theta, self.tensor, self.ring, self.context = share, theta, groups.tensor, groups.context, context
+        self.later = later or Later()
         width = share.queries + share.keys + share.values
         self.qkv = nn.Parameter(torch.empty(hidden, width, device=device, dtype=dtype))
         self.out = nn.Parameter(torch.empty(share.outputs, hidden, device=device, dtype=dtype))
@@ -114,7 +117,7 @@ class Attention(nn.Module):
     def _projected(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values, each as [B, heads, S, width]."""
         x_BSH, share = gather_sequence(x_BsH, self.tensor), self.share
-        product_BSW = x_BSH @ self.qkv
+        product_BSW = product(x_BSH, self.qkv, self.later)
         q_BSND, k_BSGD, v_BSGV = (
             part.unflatten(-1, (-1, width))
             for part, width in zip(
@@ -131,7 +134,7 @@ class Attention(nn.Module):
 
     def _merged(self, y_BNSV: torch.Tensor) -> torch.Tensor:
         """Return the sum over all heads: [B, N, S, V] → [B, s, H]."""
-        return scatter_sequence(y_BNSV.transpose(1, 2).flatten(2) @ self.out, self.tensor)
+        return scatter_sequence(product(y_BNSV.transpose(1, 2).flatten(2), self.out, self.later), self.tensor)
 
     def parts(self) -> Parts:
         share = self.share

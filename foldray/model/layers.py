@@ -16,6 +16,7 @@ from foldray.blueprint import FeedForwardSpec, ModelSpec
 from foldray.blueprint.parts import Parts, ffn_columns
 from foldray.comm import Communicator, gather_sequence, scatter_sequence
 from foldray.kernels.experts import expert_ffn
+from foldray.kernels.later import Later, product
 from foldray.kernels.lean import keeping_inputs
 from foldray.model.batch import IGNORED
 
@@ -48,11 +49,12 @@ class FeedForward(nn.Module):
         share: FeedForwardSpec,
         hidden: int,
         tensor: Communicator,
+        later: Later | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.share, self.tensor = share, tensor
+        self.share, self.tensor, self.later = share, tensor, later or Later()
         self.up = nn.Parameter(torch.empty(hidden, share.width, device=device, dtype=dtype))
         self.down = nn.Parameter(torch.empty(share.inner, hidden, device=device, dtype=dtype))
 
@@ -60,7 +62,8 @@ class FeedForward(nn.Module):
         x_BSH = gather_sequence(x_BsH, self.tensor)
         rows_TH = x_BSH.flatten(0, 1)
         # One expert with all rows: `expert_ffn` keeps less for backward than autograd does.
-        y_TH = expert_ffn(rows_TH, [len(rows_TH)], self.up.unsqueeze(0), self.down.unsqueeze(0), self.share.ffn, "grouped")
+        weights, leave = (self.up.unsqueeze(0), self.down.unsqueeze(0)), self.later.leaver(self.up, self.down)
+        y_TH = expert_ffn(rows_TH, [len(rows_TH)], *weights, self.share.ffn, "grouped", leave)
         return scatter_sequence(y_TH.view_as(x_BSH), self.tensor)
 
     def parts(self) -> Parts:
@@ -70,9 +73,17 @@ class FeedForward(nn.Module):
 class Vocabulary(nn.Module):
     """The rows of an embedding or head that this rank holds. Each TP rank has an equal share of the vocabulary."""
 
-    def __init__(self, rows: range, hidden: int, tensor: Communicator, device: torch.device | None, dtype: torch.dtype | None):
+    def __init__(
+        self,
+        rows: range,
+        hidden: int,
+        tensor: Communicator,
+        later: Later | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
-        self.tensor, self.first = tensor, rows.start
+        self.tensor, self.first, self.later = tensor, rows.start, later or Later()
         self.weight = nn.Parameter(torch.empty(len(rows), hidden, device=device, dtype=dtype))
 
     def embed(self, token_BS: Tensor) -> Tensor:
@@ -87,7 +98,7 @@ class Vocabulary(nn.Module):
 
     def logits(self, x_BsH: Tensor) -> Tensor:
         """Return logits of this rank's rows for every position of the shard: [B, s, H] → [B, S, V]."""
-        return F.linear(gather_sequence(x_BsH, self.tensor), self.weight)
+        return product(gather_sequence(x_BsH, self.tensor), self.weight, self.later, transposed=True)
 
     def loss(self, x_BsH: Tensor, target_BS: Tensor) -> Tensor:
         """Return the cross-entropy, summed over the shard's targets that count: a scalar of at least float32.

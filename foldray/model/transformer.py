@@ -17,6 +17,7 @@ from torch import nn
 from foldray.blueprint import Layout, Maker, Ownership, ParameterSpec
 from foldray.blueprint.parameters import GradientClass
 from foldray.comm import Groups
+from foldray.kernels.later import Later
 from foldray.model.attention import Attention, ContextMode, Place
 from foldray.model.batch import IGNORED, Batch, Losses, add_losses
 from foldray.model.layers import FeedForward, Norm, Vocabulary
@@ -43,27 +44,28 @@ class Block(nn.Module):
         groups: Groups,
         backend: MoeBackend,
         context: ContextMode,
+        later: Later,
         device: torch.device,
         dtype: torch.dtype,
     ):
         super().__init__()
         model, share = ownership.model, ownership.share(layer)
         if not groups.owns_tokens:
-            self.moe = ExpertHalf(ownership, layer, groups, backend.experts, device, dtype)
+            self.moe = ExpertHalf(ownership, layer, groups, backend.experts, later, device, dtype)
             return
         theta = model.rope_theta if model.positions == "rope" else None
         self.attention_norm = Norm(model, device, dtype)
-        self.attention = Attention(share.attention, model.hidden, theta, groups, context, device, dtype)
+        self.attention = Attention(share.attention, model.hidden, theta, groups, context, later, device, dtype)
         self.ffn_norm = Norm(model, device, dtype)
         if share.dense:
-            self.ffn = FeedForward(share.dense, model.hidden, groups.tensor, device, dtype)
+            self.ffn = FeedForward(share.dense, model.hidden, groups.tensor, later, device, dtype)
         if share.moe:
             inner = share.moe.shared
-            shared = FeedForward(inner, model.hidden, groups.tensor, device, dtype) if inner else None
+            shared = FeedForward(inner, model.hidden, groups.tensor, later, device, dtype) if inner else None
             if ownership.fold.disjoint:
                 self.moe = TokenHalf(ownership, layer, groups, backend.gate, shared, device, dtype)
             else:
-                self.moe = MoELayer(ownership, layer, groups, backend, shared, device, dtype)
+                self.moe = MoELayer(ownership, layer, groups, backend, shared, later, device, dtype)
 
     def forward(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, Balance | None]:
         """Run the whole block in one autograd graph: [B, s, H] → [B, s, H], and the balance of a MoE block.
@@ -118,7 +120,7 @@ class Transformer(nn.Module):
         super().__init__()
         model, device, backend = ownership.model, torch.device(device or "cpu"), backend or MoeBackend()
         self.spec, self.ownership, self.groups = model, ownership, groups
-        self.pieces = ownership.pieces(groups.rank)
+        self.pieces, self.later = ownership.pieces(groups.rank), Later()
         if groups.owns_tokens:
             place, self.stages = groups.coordinate["attention"], ownership.held_stages(groups.rank)
             self.layout = Layout(groups.fold.cp, groups.fold.tp, place["cp"], place["tp"])
@@ -126,18 +128,20 @@ class Transformer(nn.Module):
             self.layout, self.stages = Layout(1, 1, 0, 0), ownership.held_expert_stages(groups.rank)
         last = groups.owns_tokens and any(stage.last for stage in self.stages)
         if "embedding.weight" in self.pieces:
-            self.embedding = Vocabulary(ownership.vocabulary(groups.rank), model.hidden, groups.tensor, device, dtype)
+            self.embedding = Vocabulary(ownership.vocabulary(groups.rank), model.hidden, groups.tensor, self.later, device, dtype)
         if "positions.weight" in self.pieces:
             shape = (model.max_positions, model.hidden)
             self.positions = nn.Embedding(*shape, _weight=torch.empty(shape, device=device, dtype=dtype))
         layers = [layer for stage in self.stages for layer in stage.layers if groups.owns_tokens or model.is_moe(layer)]
         attentions = [model.block(layer).attention for layer in layers]
         self._windows = {attention.window: attention.sees for attention in attentions}
-        self.blocks = nn.ModuleDict({str(i): Block(ownership, i, groups, backend, context, device, dtype) for i in layers})
+        self.blocks = nn.ModuleDict(
+            {str(i): Block(ownership, i, groups, backend, context, self.later, device, dtype) for i in layers}
+        )
         if last:
             self.final_norm = Norm(model, device, dtype)
         if "head.weight" in self.pieces:
-            self.head = Vocabulary(ownership.vocabulary(groups.rank), model.hidden, groups.tensor, device, dtype)
+            self.head = Vocabulary(ownership.vocabulary(groups.rank), model.hidden, groups.tensor, self.later, device, dtype)
         self._positions: dict[int, torch.Tensor] = {}  # by length of a sequence
         self._exchanges: dict[int, TokenExchange] = {}  # by position of experts
         self.global_parts = parts_below(self.named_modules())

@@ -18,6 +18,7 @@ from torch import nn
 from foldray.blueprint import Ownership
 from foldray.comm import Communicator, Groups, Line, Pending, gather_rows, scatter_rows
 from foldray.fold.routes import Routes
+from foldray.kernels.later import Later
 from foldray.moe import once
 from foldray.moe.experts import Experts
 from foldray.moe.router import Gate, Router, Routing
@@ -146,6 +147,7 @@ class ExpertHalf(nn.Module):
         layer: int,
         groups: Groups,
         kind: Literal["grouped", "loop"] = "grouped",
+        later: Later | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -154,7 +156,7 @@ class ExpertHalf(nn.Module):
         assert moe, f"block {layer} is dense"
         self.hidden, self.topk, self.slices = hidden, ownership.model.topk, groups.expert_slices
         ids = ownership.experts(groups.rank)
-        self.experts = Experts(ids, moe.expert, hidden, groups.expert_slices, kind, device, dtype)
+        self.experts = Experts(ids, moe.expert, hidden, groups.expert_slices, kind, later, device, dtype)
         self.exchange = ExpertExchange(groups, *ownership.attention_around(layer))
 
     def run(self, rows_NH: torch.Tensor, weight_NK: torch.Tensor, expert_NK: torch.Tensor) -> torch.Tensor:

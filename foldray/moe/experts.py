@@ -14,6 +14,7 @@ from foldray.blueprint import FeedForwardSpec
 from foldray.blueprint.parts import Parts, ffn_columns
 from foldray.comm import Communicator, gather_rows, scatter_rows
 from foldray.kernels.experts import expert_ffn
+from foldray.kernels.later import Later
 from foldray.moe.contracts import Received
 
 
@@ -28,6 +29,7 @@ class Experts(nn.Module):
         hidden: H.
         slices: communicator of the ETP ranks.
         kind: how `expert_ffn` computes.
+        later: where gradients of weights may be left for later.
     """
 
     def __init__(
@@ -37,11 +39,12 @@ class Experts(nn.Module):
         hidden: int,
         slices: Communicator,
         kind: Literal["grouped", "loop"] = "grouped",
+        later: Later | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.ids, self.share, self.slices, self.kind = ids, share, slices, kind
+        self.ids, self.share, self.slices, self.kind, self.later = ids, share, slices, kind, later or Later()
         self.up = nn.Parameter(torch.empty(len(ids), hidden, share.width, device=device, dtype=dtype))
         self.down = nn.Parameter(torch.empty(len(ids), share.inner, hidden, device=device, dtype=dtype))
 
@@ -56,7 +59,8 @@ class Experts(nn.Module):
 
     def compute(self, rows_NH: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Compute each local expert on its rows, which are sorted by expert."""
-        return expert_ffn(rows_NH, counts, self.up, self.down, self.share.ffn, self.kind)
+        leave = self.later.leaver(self.up, self.down)
+        return expert_ffn(rows_NH, counts, self.up, self.down, self.share.ffn, self.kind, leave)
 
     def parts(self) -> Parts:
         inwards = [

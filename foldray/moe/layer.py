@@ -10,6 +10,7 @@ from torch import nn
 
 from foldray.blueprint import Ownership
 from foldray.comm import Groups
+from foldray.kernels.later import Later
 from foldray.moe.balance import Balance, Tally
 from foldray.moe.contracts import Permutation, Received, Sent, run_layer
 from foldray.moe.exchange import AllToAll
@@ -43,6 +44,7 @@ class MoELayer(nn.Module):
         groups: Groups,
         backend: MoeBackend,
         shared: nn.Module | None = None,
+        later: Later | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -51,7 +53,7 @@ class MoELayer(nn.Module):
         assert moe, f"block {layer} is dense"
         ids = ownership.experts(groups.rank)
         self.router = Router(model, groups, backend.gate, device, dtype)
-        self.experts = Experts(ids, moe.expert, model.hidden, groups.expert_slices, backend.experts, device, dtype)
+        self.experts = Experts(ids, moe.expert, model.hidden, groups.expert_slices, backend.experts, later, device, dtype)
         self.shared = shared
         self.exchange = AllToAll(groups)
         self.permutation = backend.permutation or TorchPermutation()

@@ -28,6 +28,7 @@ from foldray.schedule import (
     StepGraph,
     check,
     gathers,
+    leaves_weights,
     position_list,
 )
 from foldray.timeline import Recording, op_costs, settle
@@ -129,6 +130,7 @@ class Execution:
             batch_degree=self.ordering.batch_degree if backward else 1,
             chunks=self._chunks() if self.reduces and backward else (),
             gathers=gathers(slicing, self.groups.fold.cp),
+            later=leaves_weights(model.spec) if self.ordering.weights_apart and backward else (),
             places=tuple(Place(*each) for each in model.ownership.places),
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from time import perf_counter
 from typing import Any, NamedTuple, cast
@@ -19,6 +20,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from foldray.comm import Pending
+from foldray.kernels.later import Task
 from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, EMBED, EXPERT, FFN, GATHER, HEAD, MERGE, PROJECT, ROUTE
 from foldray.model import Batch, KeysAndValues, Transformer, add_losses
 from foldray.moe import Balance, Layer, Received, Routing, Sent, Tally
@@ -53,10 +55,12 @@ class _Graph(NamedTuple):
     Args:
         ends: edges of the results; None for a result without a gradient. An edge does not keep the result in memory.
         leaves: inputs of the op.
+        left: gradients of weights that backward leaves for later.
     """
 
     ends: list[GradientEdge | None]
     leaves: list[torch.Tensor]
+    left: list[Task]
 
 
 class _Bypass(NamedTuple):
@@ -107,6 +111,7 @@ class MicroBatch:
         self.middle_gradients: dict[int, TokenBuffer] = defaultdict(TokenBuffer)
         self.flight: dict[Op, Pending] = {}
         self._graphs: dict[Op, _Graph] = {}  # by forward op
+        self._left: dict[Op, list[Task]] = {}  # by the op that computes these gradients of weights
         self._again: dict[Op, tuple[Compute, Sequence[torch.Tensor]]] = {}  # by forward op that will run again
         self._sent: dict[Part, Sent] = {}
         self._received: dict[Part, Received] = {}
@@ -125,6 +130,8 @@ class MicroBatch:
         """Run an op. An op that communicates returns the data that it has put in flight."""
         if op.direction == "R":
             self._run_again(op._replace(direction="F"))
+        elif op.direction == "W":
+            self._add_left(op)
         else:
             method = (FORWARD if op.direction == "F" else BACKWARD)[op.kind]
             getattr(self, method.__name__)(op)  # of a half, if the experts have ranks of their own
@@ -384,15 +391,18 @@ class MicroBatch:
 
     def _build(self, op: Op, compute: Compute, inputs: Sequence[torch.Tensor]) -> Computed:
         """Compute the detached results of an op, and keep its graph for its backward."""
-        with torch.enable_grad():
+        with torch.enable_grad(), self.model.later.collect() if self.graph.weights(op) else nullcontext([]) as left:
             leaves = [x if x.is_leaf and x.requires_grad else x.detach().requires_grad_() for x in inputs]
             results, aside = compute(*leaves)
         edges = [get_gradient_edge(result) if result.requires_grad else None for result in results]
-        self._graphs[op] = _Graph(edges, leaves)
+        self._graphs[op] = _Graph(edges, leaves, left)
         return Computed([result.detach() for result in results], aside)
 
     def _differentiate(self, op: Op, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients of an op's inputs, given those of its results, and add the gradients of its parameters."""
+        """Return the gradients of an op's inputs, given those of its results, and add the gradients of its parameters.
+
+        The gradients of weights may be left to an op of their own (W).
+        """
         self.began = perf_counter()
         graph = self._graphs.pop(op._replace(direction="F"))
         parameters = self.model.parameters_of(ATTENTION if op.kind == PROJECT else op.kind, op.layer)
@@ -403,7 +413,16 @@ class MicroBatch:
         for parameter, part in zip(parameters, found[len(graph.leaves) :], strict=True):
             if part is not None:
                 self.add(parameter, part)
+        self._left.update((each, graph.left) for each in self.graph.weights(op))
         return [torch.zeros_like(leaf) if part is None else part for leaf, part in zip(graph.leaves, found, strict=False)]
+
+    @torch.no_grad()
+    def _add_left(self, op: Op) -> None:
+        """Compute the gradients of weights that the backward of an op has left, and add them."""
+        self.began = perf_counter()
+        for task in self._left.pop(op):
+            for weight, gradient in zip(task.weights, task.compute(), strict=True):
+                self.add(weight, gradient.view_as(weight))
 
 
 def _part(op: Op) -> Part:

@@ -90,7 +90,7 @@ def af_pipe(graph: StepGraph, alive: int | None = None) -> Schedule:
         alive: most micro-batches that have started and not ended. None is the fewest with which the step is nearly as fast as
             with three for every position: one there, one that comes and one that goes.
     """
-    return _af_pipe(replace(graph, chunks=()), alive)
+    return _af_pipe(replace(graph, chunks=(), later=()), alive)
 
 
 @lru_cache(maxsize=24)  # every position takes its list from the same lists, and many candidates of a search have equal ones

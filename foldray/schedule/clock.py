@@ -12,7 +12,7 @@ from foldray.schedule.op import Op, Schedule
 Cost = Callable[[Op], LaneSeconds]
 """Op → its cost."""
 
-UNITS = {"F": 1, "R": 1, "B": 2}
+UNITS = {"F": 1, "R": 1, "B": 2, "W": 1}
 
 
 class Span(NamedTuple):

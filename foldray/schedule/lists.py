@@ -50,7 +50,7 @@ def position_list(graph: StepGraph, position: int, ordering: Ordering) -> tuple[
         UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
     """
     if graph.apart:
-        order = af_pipe(graph)[position]
+        order = _with_weights(graph, af_pipe(graph)[position])
     else:
         order = expand(graph, pipeline(graph.pipeline)[position], ordering.forward, ordering.backward)
     if graph.chunks:
@@ -79,7 +79,7 @@ def expand(graph: StepGraph, stages: Iterable[Op], forward: Overlap, backward: O
             orders[key] = _handover(graph, op.layer, op.direction)
         elif key not in orders:
             order = stage_order(graph, op.layer, op.direction, settings[op.direction])
-            orders[key] = _with_handover(graph, order, op.layer, op.direction)
+            orders[key] = _with_weights(graph, _with_handover(graph, order, op.layer, op.direction))
         first = op.micro_batch * graph.batch_degree
         found += [piece._replace(micro_batch=first + piece.micro_batch) for piece in orders[key]]
     return tuple(found)
@@ -123,6 +123,19 @@ def _with_handover(graph: StepGraph, order: tuple[Op, ...], stage: int, directio
         at = max([at, *(place[need] for need in graph.needs(op))])
         after.setdefault(at, []).append(op)
     return tuple(each for i, op in enumerate(order) for each in (op, *after.get(i, ())))
+
+
+def _with_weights(graph: StepGraph, order: Iterable[Op]) -> tuple[Op, ...]:
+    """Insert the gradients of weights that backwards have left: after the next op that travels, to be computed meanwhile."""
+    found, waiting = list[Op](), list[Op]()
+    for op in order:
+        found.append(op)
+        if op.direction == "B":
+            waiting += graph.weights(op)
+        if graph.channel(op) is not None:
+            found += waiting
+            waiting = []
+    return (*found, *waiting)
 
 
 def _mirrored(graph: StepGraph, order: list[Op]) -> Iterator[Op]:

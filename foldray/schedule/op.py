@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 
 from foldray.kinds import HANDOVER, STAGE
 
-Direction = Literal["F", "R", "B"]
-"""Forward, recomputation of a forward, backward."""
+Direction = Literal["F", "R", "B", "W"]
+"""Forward, recomputation of a forward, backward, and gradients of weights that a backward has left."""
 
 
 class Op(NamedTuple):
@@ -17,7 +17,7 @@ class Op(NamedTuple):
         kind: a name of `kinds.OP_KINDS`. In a `PipelineGraph` there are two kinds. `stage` computes all blocks of a virtual
             stage for one micro-batch. `handover` sends the stage's output (F) to the next virtual stage, or the gradient of
             its input (B) to the previous one; the sender and the receiver each have it once in their lists.
-        direction: forward (F), recomputation (R) or backward (B).
+        direction: forward (F), recomputation (R), backward (B) or gradients of weights (W).
         layer: number of the block. In a `PipelineGraph` and for a `handover`, number of the virtual stage, from 0 to
             pp·virtual_stages − 1; a `handover` has the number of the stage that sends. For a `reduce`, pipeline position.
         part: number of the piece within the micro-batch, 0 in a `PipelineGraph`. For a `reduce`, number of the chunk.

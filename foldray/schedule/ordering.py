@@ -20,6 +20,7 @@ class Ordering(NamedTuple):
         recompute: kinds of ops whose forward runs again before their backward.
         batch_degree: number of parts that a micro-batch is cut into along the batch (FlowMoE's R). Their pieces overlap.
         reduction: when gradients are reduced.
+        weights_apart: whether gradients of weights are ops of their own, while others travel (`StepGraph.later`).
         costs: the times of the ops. `chunks` uses them to let all-to-alls go first. With None, chunks leave as soon as they
             are ready.
     """
@@ -30,6 +31,7 @@ class Ordering(NamedTuple):
     recompute: tuple[str, ...] = ()
     batch_degree: int = 1
     reduction: Reduction = Reduction()
+    weights_apart: bool = False
     costs: OpCosts | None = None
 
     @property
@@ -77,6 +79,7 @@ def make_ordering(
     batch_degree: int = 1,
     reduction: Reduction | None = None,
     recompute: tuple[str, ...] = (),
+    weights_apart: bool = False,
 ) -> Ordering:
     """Return the ordering for the settings of a recipe.
 
@@ -91,6 +94,7 @@ def make_ordering(
         batch_degree: number of parts of a micro-batch.
         reduction: when gradients are reduced; None is at the end.
         recompute: kinds of ops whose forward runs again.
+        weights_apart: whether gradients of weights are ops of their own.
 
     Raises:
         UserError: no kind has this name, or sequences cannot be cut in this way.
@@ -100,7 +104,7 @@ def make_ordering(
         whole = not overlap_kind(kind).cuts_attention
         cut = cut._replace(attention=(sequences.length,) if whole else slices or cut.attention)
     ways = Overlap(kind, lag), Overlap(backward or kind, backward_lag)
-    return Ordering(*ways, cut, recompute, batch_degree, reduction or Reduction())
+    return Ordering(*ways, cut, recompute, batch_degree, reduction or Reduction(), weights_apart)
 
 
 def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1) -> Ordering:

@@ -40,9 +40,9 @@ def _ready(graph: StepGraph, order: Sequence[Op], chunks: Sequence[Op]) -> dict[
 
     A chunk of a buffer never comes before an earlier chunk of this buffer.
     """
-    last: dict[Maker, int] = {}  # kind and block → index of its last backward op
+    last: dict[Maker, int] = {}  # kind and block → index of the last op that adds to its gradients
     for i, op in enumerate(order):
-        if op.direction == "B":
+        if op.direction in ("B", "W"):
             last[op.kind, op.layer] = i
     found: dict[int, list[Op]] = {}
     latest: dict[str, int] = {}  # buffer → index at which its previous chunk is placed

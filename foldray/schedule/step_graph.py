@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from foldray.blueprint import BlockSpec, Maker
+from foldray.blueprint import BlockSpec, Maker, ModelSpec
 from foldray.kinds import (
     ATTENTION,
     COMBINE,
@@ -36,6 +36,7 @@ from foldray.kinds import (
     PROJECT,
     REDUCE,
     ROUTE,
+    WITH_WEIGHTS,
 )
 from foldray.schedule.chunks import Chunk
 from foldray.schedule.graph import Channel, PipelineGraph
@@ -59,6 +60,15 @@ def gathers(slicing: Slicing, cp: int) -> bool:
     return cp > 1 and len(slicing.attention) > 1
 
 
+def leaves_weights(model: ModelSpec) -> tuple[str, ...]:
+    """Return the kinds of ops with products whose gradients of weights may be ops of their own.
+
+    A router's own product is too small. A tied head adds to the same gradient as the embedding, whose order would change.
+    """
+    without = {*(() if model.shared_hidden else (ROUTE,)), *((HEAD,) if model.tied_embeddings else ())}
+    return tuple(kind for kind in WITH_WEIGHTS if kind not in without)
+
+
 class Place(NamedTuple):
     """Pipeline positions of a block's two halves. They are the same if both halves share ranks."""
 
@@ -77,6 +87,7 @@ class StepGraph:
         micro_batches: micro-batches of one optimizer step, or their parts if `batch_degree` cuts them.
         ragged: whether ranks exchange row counts before rows. Otherwise experts have room for a fixed number of rows.
         recompute: kinds of ops whose forward runs again, as a separate op (R), before their backward.
+        later: kinds of ops whose backward leaves the gradients of weights to an op of their own (W).
         backward: False for evaluation.
         batch_degree: number of parts that go through a stage together (FlowMoE's R); `micro_batches` is a multiple of it.
         chunks: for every position, the chunks in which its gradients are reduced. Empty if the step reduces no gradients.
@@ -95,6 +106,7 @@ class StepGraph:
     chunks: tuple[tuple[Chunk, ...], ...] = ()
     places: tuple[Place, ...] = ()
     gathers: bool = False
+    later: tuple[str, ...] = ()
 
     @cached_property
     def positions(self) -> int:
@@ -168,6 +180,7 @@ class StepGraph:
                         yield from self.handovers("B", op.layer + 1, m) if op.part == 0 else ()
                     elif op.kind != COUNTS:
                         yield op._replace(direction="B")
+                        yield from self.weights(op)
         for position in range(len(self.chunks)):
             yield from self.reductions(position)
 
@@ -180,9 +193,10 @@ class StepGraph:
         return self.chunks[op.layer][op.part]
 
     def makers(self, op: Op) -> tuple[Maker, ...]:
-        """Return the kinds and blocks of the ops that complete the gradients of a `reduce` op. The last ones for the parameters
-        of attention are projections, if these are ops of their own."""
-        return tuple((self.entry if kind == ATTENTION else kind, layer) for kind, layer in self.chunk(op).makers)
+        """Return the kinds and blocks of the ops that complete the gradients of a `reduce` op. Those of attention come from
+        projections, too, if these are ops of their own."""
+        several = {ATTENTION: tuple(dict.fromkeys((ATTENTION, self.entry)))}
+        return tuple((each, layer) for kind, layer in self.chunk(op).makers for each in several.get(kind, (kind,)))
 
     def _stage(self, stage: int, m: int) -> Iterator[Op]:
         """Return the forward ops of a stage for one micro-batch, with the handover to the next stage."""
@@ -227,6 +241,10 @@ class StepGraph:
         kinds = (self.entry, ATTENTION) if op.kind == ATTENTION and self.gathers else (op.kind,)
         return tuple(op._replace(kind=kind, direction="R") for kind in kinds)
 
+    def weights(self, op: Op) -> tuple[Op, ...]:
+        """Return the op with the gradients of weights that the backward of an op leaves, if it leaves them."""
+        return (op._replace(direction="W"),) if op.kind in self.later else ()
+
     def output(self, layer: int) -> str:
         """Return the kind of op that produces a block's output."""
         return MERGE if self.blocks[layer].moe else FFN
@@ -236,7 +254,11 @@ class StepGraph:
     def needs(self, op: Op) -> tuple[Op, ...]:
         if op.kind == REDUCE:
             passes = range(self.micro_batches)
-            return tuple(each for kind, layer in self.makers(op) for m in passes for each in self.pieces(kind, layer, m, "B"))
+            ways: dict[str, Direction] = dict.fromkeys(self.later, "W")
+            makers = ((kind, layer, ways.get(kind, "B")) for kind, layer in self.makers(op))
+            return tuple(each for kind, layer, way in makers for m in passes for each in self.pieces(kind, layer, m, way))
+        if op.direction == "W":
+            return (op._replace(direction="B"), *self._added_before(op))
         if op.direction == "R":
             own = op._replace(direction="F")
             return (own, op._replace(kind=PROJECT)) if op.kind == ATTENTION and self.gathers else (own,)
@@ -279,6 +301,16 @@ class StepGraph:
             return ()
         forward = op._replace(direction="F")
         return (forward, self._state(op)) if op.kind in self.again else (forward,)
+
+    def _added_before(self, op: Op) -> tuple[Op, ...]:
+        """Return the op that adds to the same gradients of weights right before. It keeps the order of the backward, so sums
+        have the same bits as without ops of their own."""
+        if op.part + 2 < len(self._cuts(op.kind, op.layer)):
+            return (op._replace(part=op.part + 1),)
+        # Backward reaches the last part of a micro-batch first.
+        group, place = divmod(op.micro_batch, self.batch_degree)
+        before = op.micro_batch + 1 if place + 1 < self.batch_degree else (group - 1) * self.batch_degree
+        return (op._replace(part=0, micro_batch=before),) if before >= 0 else ()
 
     def _inputs(self, op: Op) -> tuple[Op, ...]:
         """Return the forward ops whose results a forward op uses."""

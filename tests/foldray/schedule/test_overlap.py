@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foldray.kinds import ATTENTION, GATHER, PROJECT
+from foldray.kinds import ATTENTION, GATHER, OP_KINDS, PROJECT, WITH_WEIGHTS
 from foldray.schedule import (
     COMPUTE,
     OVERLAPS,
     SLICINGS,
     Op,
+    Ordering,
     Overlap,
     ScheduleError,
     SliceCost,
@@ -24,6 +25,7 @@ from foldray.schedule import (
     check,
     check_ranks,
     handover,
+    position_list,
     slice_sequence,
     stage_order,
     step_schedule,
@@ -119,6 +121,7 @@ BLOCKS = st.lists(st.sampled_from([DENSE, MOE]), min_size=1, max_size=3).map(tup
     st.sampled_from(list(OVERLAPS)), st.sampled_from(list(OVERLAPS)), st.sampled_from(SLICINGS), st.integers(1, 5),
     st.integers(1, 5), st.integers(1, 3),
     st.booleans(), st.sets(st.sampled_from(["attention", "ffn", "expert"])), st.booleans(), st.integers(1, 4), st.booleans(),
+    st.sets(st.sampled_from(WITH_WEIGHTS)),
 )  # fmt: skip
 @settings(max_examples=200, deadline=None)
 def test_whatever_is_generated_passes_the_checker(
@@ -138,17 +141,30 @@ def test_whatever_is_generated_passes_the_checker(
     training,
     pp,
     gathers,
+    later,
 ) -> None:
     cut = slice_sequence(slicing, length, min(degree, length), SliceCost.of_model(hidden, heads))
     assert cut.supplies()
     pp = max(p for p in range(1, pp + 1) if len(stages) % p == 0)
     stages = stages if pp > 1 else stages[:1]
     micro_batches *= pp  # interleaved 1F1B needs a multiple of pp
-    graph = StepGraph(tuple(stages), cut, pp, micro_batches, ragged, tuple(sorted(again)), training, gathers=gathers)
+    graph = StepGraph(
+        tuple(stages), cut, pp, micro_batches, ragged, tuple(sorted(again)), training, gathers=gathers, later=tuple(sorted(later))
+    )
     schedule = step_schedule(graph, Overlap(forward, lag), Overlap(backward, other))
     check(graph, schedule)
     for ops in schedule:
         check_ranks(graph, [ops, ops])
+
+
+def test_gradients_of_weights_are_computed_while_rows_travel() -> None:
+    """Those of the experts run behind the dispatch of the rows' gradients, those of attention behind the next combine."""
+    graph = graph_of(((MOE, MOE),), degree=1, later=("attention", "expert", "head"))
+    step = position_list(graph, 0, Ordering())
+    names = [f"{OP_KINDS[op.kind].letter.upper()}{op.direction}{op.layer}" for op in step[step.index(Op("head", "B", 1)) :]]
+    assert " ".join(names) == (
+        "HB1 MB1 CB1 HW1 EB1 DB1 EW1 RB1 AB1 MB0 CB0 AW1 EB0 DB0 EW0 RB0 AB0 IB0 AW0"
+    )
 
 
 def test_keys_and_values_are_gathered_a_slice_ahead() -> None:

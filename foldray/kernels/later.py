@@ -1,0 +1,81 @@
+"""Gradients of weights that are computed later than those of inputs.
+
+A product y = x @ W has two gradients. The op before waits for that of x. Nothing in a step waits for that of W before the sum
+over ranks, so a schedule may compute it whenever a rank would be idle (ZB-H1 in Zero Bubble Pipeline Parallelism,
+arXiv:2401.10241; Lancet, arXiv:2404.19429, puts it under all-to-alls).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+Compute = Callable[[], Sequence[Tensor]]
+"""Computes the gradients of some weights. Each has the elements of its weight, in any shape."""
+
+Leave = Callable[[Compute], None]
+"""Leaves the gradients of some weights for later."""
+
+
+class Task(NamedTuple):
+    """The gradients of some weights, not computed yet. The task keeps what they are computed from in memory."""
+
+    weights: Sequence[nn.Parameter]
+    compute: Compute
+
+
+class Later:
+    """Says whether the products of a model leave gradients of weights for later. All modules of a model share one."""
+
+    def __init__(self) -> None:
+        self._tasks: list[Task] | None = None
+
+    @contextmanager
+    def collect(self) -> Iterator[list[Task]]:
+        """Have the products in this context leave the gradients of their weights. Their backward appends them to the list."""
+        before, self._tasks = self._tasks, []
+        try:
+            yield self._tasks
+        finally:
+            self._tasks = before
+
+    def leaver(self, *weights: nn.Parameter) -> Leave | None:
+        """Return what leaves the gradients of these weights for later; None outside of `collect`."""
+        if (tasks := self._tasks) is None:
+            return None
+        return lambda compute: tasks.append(Task(weights, compute))
+
+
+def product(x: Tensor, weight: nn.Parameter, later: Later, transposed: bool = False) -> Tensor:
+    """Return x @ weight, or x @ weight.T if `transposed`: [..., in] → [..., out]."""
+    leave = later.leaver(weight)
+    if leave is None:
+        return x @ (weight.t() if transposed else weight)
+    return _Product.apply(x, weight, leave, transposed)
+
+
+class _Product(torch.autograd.Function):
+    """A product whose backward leaves the gradient of the weight for later. Both gradients have the bits of autograd's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, leave: Leave, transposed: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.leave, ctx.transposed = leave, transposed
+        return x @ (weight.t() if transposed else weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        (x, weight), transposed = ctx.saved_tensors, ctx.transposed
+
+        def gradient() -> tuple[Tensor]:
+            x_TI, dy_TO = x.flatten(0, -2), dy.flatten(0, -2)
+            return (dy_TO.t() @ x_TI if transposed else x_TI.t() @ dy_TO,)
+
+        ctx.leave(gradient)
+        return dy @ (weight if transposed else weight.t()), None, None, None
