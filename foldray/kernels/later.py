@@ -36,11 +36,16 @@ class Later:
         self._tasks: list[Task] | None = None
 
     @contextmanager
-    def collect(self) -> Iterator[list[Task]]:
-        """Have the products in this context leave the gradients of their weights. Their backward appends them to the list."""
-        before, self._tasks = self._tasks, []
+    def collect(self, some: bool = True) -> Iterator[list[Task]]:
+        """Have the products in this context leave the gradients of their weights. Their backward appends them to the list.
+
+        Args:
+            some: False leaves nothing for later, and the list stays empty.
+        """
+        left: list[Task] = []
+        before, self._tasks = self._tasks, left if some else None
         try:
-            yield self._tasks
+            yield left
         finally:
             self._tasks = before
 
@@ -48,7 +53,7 @@ class Later:
         """Return what leaves the gradients of these weights for later; None outside of `collect`."""
         if (tasks := self._tasks) is None:
             return None
-        return lambda compute: tasks.append(Task(weights, compute))
+        return lambda compute: tasks.append(Task(weights, torch.no_grad()(compute)))
 
 
 def product(x: Tensor, weight: nn.Parameter, later: Later, transposed: bool = False) -> Tensor:

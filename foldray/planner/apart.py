@@ -65,7 +65,7 @@ class ApartWork(OpWork):
     def _price(self, op: Op) -> Price:
         graph = self.candidate.graph
         if op.kind == EXPERT:
-            return self.expert_rank.price(op.kind, op.direction == "B", graph.tokens(op), graph.blocks[op.layer])
+            return self._computed(self.expert_rank, op)
         if op.kind in (DISPATCH, COMBINE):
             sender, receiver = graph.where(op)
             weights = 8 * self.rank.model.topk if op.kind == DISPATCH else 0  # bytes of weights and numbers of experts

@@ -12,7 +12,18 @@ from foldray.blueprint import BlockSpec, ModelSpec, Ownership, step_flops
 from foldray.errors import UserError
 from foldray.fold import Fold
 from foldray.planner.layout import PipelineLayout, make_layout
-from foldray.schedule import Chunk, Ordering, PipelineGraph, Place, Slicing, StepGraph, check_pipeline, cut_buffer, gathers
+from foldray.schedule import (
+    Chunk,
+    Ordering,
+    PipelineGraph,
+    Place,
+    Slicing,
+    StepGraph,
+    check_pipeline,
+    cut_buffer,
+    gathers,
+    leaves_weights,
+)
 
 FAMILY: Mapping[str, str] = {"dense": "dp_cp", "replicated": "tp_dp_cp", "expert": "edp"}
 """Gradient class → the group family over which gradients of this class are summed."""
@@ -163,6 +174,7 @@ class Candidate:
             batch_degree=self.ordering.batch_degree,
             gathers=gathers(self.pieces.slicing, self.fold.cp),
             places=tuple(Place(*each) for each in self.ownership.places),
+            later=leaves_weights(self.job.model) if self.ordering.weights_apart else (),
         )
 
     @cached_property

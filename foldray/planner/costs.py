@@ -71,8 +71,15 @@ class OpWork:
             return Price.of([self.rank.handover_of(len(graph.tokens(op)))._replace(lane=str(graph.channel(op)))])
         if op.kind == REDUCE:
             return Price.of([self.rank.reduce(self.candidate.reducing.chunk(op))])
+        return self._computed(self.rank, op)
+
+    def _computed(self, rank: RankCosts, op: Op) -> Price:
+        """Return the price of an op on a rank with these costs. Gradients of weights may be an op of their own (W)."""
         graph = self.candidate.graph
-        return self.rank.price(op.kind, op.direction == "B", graph.tokens(op), block_of(graph, op))
+        price = rank.price(op.kind, op.direction in ("B", "W"), graph.tokens(op), block_of(graph, op))
+        if op.direction in ("B", "W") and op.kind in graph.later:
+            return Price.of(work for work in price.works if work.weights == (op.direction == "W"))
+        return price
 
 
 class RankCosts:
@@ -313,10 +320,10 @@ class RankCosts:
         yield self._memory(times * rows * (width + inner) * device.bytes)
         for inside, outside in ((hidden, width), (inner, hidden)):
             yield Work(COMPUTE, "memory", device.casts(rows * (outside if back else inside)))
-            for m, k, n in self._three(rows / local, inside, outside, back):
-                yield Work(COMPUTE, "experts", device.grouped(local, m, k, n))
+            for weights, (m, k, n) in enumerate(self._three(rows / local, inside, outside, back)):
+                yield Work(COMPUTE, "experts", device.grouped(local, m, k, n), bool(weights))
             if back:
-                yield self._memory(counts().sums * local * inside * outside)
+                yield self._memory(counts().sums * local * inside * outside)._replace(weights=True)
         yield self._launch(EXPERT, back)
 
     def _merge(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
@@ -377,14 +384,14 @@ class RankCosts:
         """
         if not wide:
             yield Work(COMPUTE, "memory", self.device.casts(rows * (outside if back else inside)))
-        for m, k, n in self._three(rows, inside, outside, back):
-            yield Work(COMPUTE, what, self.device.product(m, k, n, wide))
+        for weights, (m, k, n) in enumerate(self._three(rows, inside, outside, back)):
+            yield Work(COMPUTE, what, self.device.product(m, k, n, wide), bool(weights))
         if back:
-            yield self._memory(counts().sums * inside * outside)
+            yield self._memory(counts().sums * inside * outside)._replace(weights=True)
 
     @staticmethod
     def _three(rows: float, inside: float, outside: float, back: bool) -> tuple[tuple[float, float, float], ...]:
-        """Return the shape of the forward product, or those of the two products for the gradients of input and weights."""
+        """Return the shape of the forward product, or those of the products for the gradients of input and, second, weights."""
         return ((rows, outside, inside), (inside, rows, outside)) if back else ((rows, inside, outside),)
 
     def _zero3(self, part: str, block: BlockSpec | None, back: bool) -> Iterator[Work]:

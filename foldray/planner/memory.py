@@ -59,7 +59,10 @@ def ledger(candidate: Candidate, rank: RankCosts, imbalance: float = 1.0) -> Mem
         rank: the costs of the candidate's ranks.
         imbalance: rows of the fullest rank over the mean.
     """
-    return peak_memory(rank, candidate.layout, candidate.pipeline, candidate.pieces, imbalance)
+    found = peak_memory(rank, candidate.layout, candidate.pipeline, candidate.pieces, imbalance)
+    if not candidate.graph.later:
+        return found
+    return found._replace(buffers=found.buffers + max(operands(rank, block, imbalance) for block in rank.job.blocks))
 
 
 def peak_memory(
@@ -210,6 +213,23 @@ def expert_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...]
         regrouped = fold.etp > 1 or (fold.ep > 1 and block.moe.experts > fold.ep)
         total += rows * fold.etp * (model.hidden * regrouped + block.moe.expert.width / fold.etp) * b
     return total
+
+
+def operands(rank: RankCosts, block: BlockSpec, imbalance: float = 1.0) -> float:
+    """Return the bytes that the gradients of a block's weights are computed from: inputs of products, gradients of results.
+
+    If such gradients are ops of their own, these bytes stay until the next rows travel. This bound has all of a block.
+    """
+    fold, hidden, own = rank.fold, rank.model.hidden, block.attention.cut(rank.fold.tp)
+    n = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
+    wide = n * fold.tp
+    numbers = wide * (2 * hidden + own.queries + own.keys + own.values + own.outputs)
+    for dense in (block.dense, block.moe and block.moe.shared):
+        numbers += wide * (2 * hidden + (dense.width + dense.inner) / fold.tp) if dense else 0.0
+    if block.moe:
+        expert, rows = block.moe.expert, n * block.moe.topk * fold.etp * imbalance
+        numbers += rows * (2 * hidden + (expert.width + expert.inner) / fold.etp)
+    return numbers * rank.device.bytes
 
 
 def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, sliced: bool) -> float:

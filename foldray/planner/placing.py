@@ -23,6 +23,7 @@ from foldray.kinds import REDUCE
 from foldray.planner.allocator import Allocation, Demand, Machines, allocate
 from foldray.planner.apart import ApartWork, Sides, ranks_of_a_token
 from foldray.planner.candidate import Candidate
+from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
 from foldray.planner.memo import Memo
@@ -148,10 +149,12 @@ def apart_seconds(work: ApartWork) -> float:
 
 def predicted_seconds(candidate: Candidate, hardware: Hardware) -> float:
     """Return the predicted seconds of a step, whether or not the experts have workers of their own."""
-    if not candidate.fold.disjoint:
-        return predict(candidate, hardware).seconds
     device = Device.of(candidate.job, hardware)
-    return apart_seconds(ApartWork(candidate, Sides(device, device)))
+    if candidate.fold.disjoint:
+        return apart_seconds(ApartWork(candidate, Sides(device, device)))
+    if candidate.ordering.weights_apart:  # `predict` has no parts with such ops
+        return whole_seconds(candidate, OpWork(candidate, device)) * (1 + straggling(candidate.fold.world_size, device))
+    return predict(candidate, hardware).seconds
 
 
 def least_seconds(work: ApartWork) -> float:

@@ -53,11 +53,17 @@ class Shares:
 
 
 class Work(NamedTuple):
-    """Seconds on a lane. `what` is a name of `COMPUTING`, or the family of the group that communicates."""
+    """Seconds on a lane.
+
+    Args:
+        what: a name of `COMPUTING`, or the family of the group that communicates.
+        weights: whether they go into gradients of weights that may be an op of their own.
+    """
 
     lane: str
     what: str
     seconds: float
+    weights: bool = False
 
 
 class Price(NamedTuple):

@@ -71,6 +71,12 @@ class ScheduleSpec(Strict):
         description="Parts that a micro-batch is cut into along the batch; their pieces overlap too. It must divide "
         "`training.micro_batch`. `kind: flow` sets it to 2.",
     )
+    weight_gradients: Literal["together", "apart"] = Field(
+        "together",
+        description="When backward computes the gradients of weights. `together` computes them with those of activations. "
+        "`apart` computes them while the next rows or activations travel, and keeps what they need until then. The gradients "
+        "have the same bits.",
+    )
     reduction: Literal["end", "buckets", "chunks"] = Field(
         "end",
         description="When gradients are summed over workers. `end` waits for the whole backward, `buckets` leave once they are "

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from time import perf_counter
 from typing import Any, NamedTuple, cast
@@ -111,7 +110,7 @@ class MicroBatch:
         self.middle_gradients: dict[int, TokenBuffer] = defaultdict(TokenBuffer)
         self.flight: dict[Op, Pending] = {}
         self._graphs: dict[Op, _Graph] = {}  # by forward op
-        self._left: dict[Op, list[Task]] = {}  # by the op that computes these gradients of weights
+        self._later: dict[Op, list[Task]] = {}  # by the op that computes these gradients of weights
         self._again: dict[Op, tuple[Compute, Sequence[torch.Tensor]]] = {}  # by forward op that will run again
         self._sent: dict[Part, Sent] = {}
         self._received: dict[Part, Received] = {}
@@ -391,7 +390,7 @@ class MicroBatch:
 
     def _build(self, op: Op, compute: Compute, inputs: Sequence[torch.Tensor]) -> Computed:
         """Compute the detached results of an op, and keep its graph for its backward."""
-        with torch.enable_grad(), self.model.later.collect() if self.graph.weights(op) else nullcontext([]) as left:
+        with torch.enable_grad(), self.model.later.collect(bool(self.graph.weights(op))) as left:
             leaves = [x if x.is_leaf and x.requires_grad else x.detach().requires_grad_() for x in inputs]
             results, aside = compute(*leaves)
         edges = [get_gradient_edge(result) if result.requires_grad else None for result in results]
@@ -413,14 +412,13 @@ class MicroBatch:
         for parameter, part in zip(parameters, found[len(graph.leaves) :], strict=True):
             if part is not None:
                 self.add(parameter, part)
-        self._left.update((each, graph.left) for each in self.graph.weights(op))
+        self._later.update((each, graph.left) for each in self.graph.weights(op))
         return [torch.zeros_like(leaf) if part is None else part for leaf, part in zip(graph.leaves, found, strict=False)]
 
-    @torch.no_grad()
     def _add_left(self, op: Op) -> None:
         """Compute the gradients of weights that the backward of an op has left, and add them."""
         self.began = perf_counter()
-        for task in self._left.pop(op):
+        for task in self._later.pop(op):
             for weight, gradient in zip(task.weights, task.compute(), strict=True):
                 self.add(weight, gradient.view_as(weight))
 

@@ -111,7 +111,8 @@ def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1
     """Return the ordering for a short name: KIND[:DEGREE[:LAG[:BACKWARD_LAG]]][@PARTS][+REDUCTION[=BYTES]].
 
     Examples are `stream:4:2`, `flow@4+chunks=1000000` and `moe_only:4+buckets`. KIND is a row of `KINDS`. Slices are
-    time-uniform; `-even` after the kind, as in `one_a_one_m-even:4`, makes them equal. DEGREE is 1 by default, and
+    time-uniform; `-even` after the kind, as in `one_a_one_m-even:4`, makes them equal. After that, `-apart` computes gradients
+    of weights apart, as in `sequential-apart`. DEGREE is 1 by default, and
     BACKWARD_LAG is the same as LAG. PARTS (along the batch) and REDUCTION have the defaults of the kind; `flow` has two
     parts, and `chunks`. A name that cuts nothing gives the `sequential` ordering.
 
@@ -124,7 +125,8 @@ def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1
     order, plus, how = name.partition("+")
     order, at, parts = order.partition("@")
     given, *numbers = order.split(":")
-    kind = given.removesuffix("-even")
+    cut = given.removesuffix("-apart")
+    kind = cut.removesuffix("-even")
     if kind not in KINDS:
         raise UserError("schedule", name, "names no kind of schedule", KINDS)
     row = KINDS[kind]
@@ -141,12 +143,13 @@ def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1
     if not row.cuts and (degree > 1 or batch_degree > 1):
         raise UserError("schedule", name, f"{kind} cuts nothing", [kind])
     if degree == 1 and batch_degree == 1 and row.order is not None:
-        return Ordering(reduction=reduction)
-    slicing = "token_uniform" if given != kind else "time_uniform"
+        return Ordering(reduction=reduction, weights_apart=cut != given)
+    slicing = "token_uniform" if cut != kind else "time_uniform"
     sequences = Sequences(length, cost, multiple_of)
     return make_ordering(
-        sequences, kind, degree, lag, backward_lag=backward_lag, slicing=slicing, batch_degree=batch_degree, reduction=reduction
-    )
+        sequences, kind, degree, lag, backward_lag=backward_lag, slicing=slicing, batch_degree=batch_degree,
+        reduction=reduction, weights_apart=cut != given,
+    )  # fmt: skip
 
 
 def _named_reduction(name: str, how: str) -> Reduction:

@@ -42,7 +42,7 @@ def settle(ordering: Ordering, graph: StepGraph, stage: int, costs: OpCosts) -> 
     blocks = graph.stages[stage][:_BLOCKS]
     seconds, alone = dict(costs.seconds), StepGraph(
         (blocks,), graph.slicing, micro_batches=graph.batch_degree, ragged=graph.ragged, recompute=graph.recompute,
-        batch_degree=graph.batch_degree, gathers=graph.gathers,
+        batch_degree=graph.batch_degree, gathers=graph.gathers, later=graph.later,
     )  # fmt: skip
 
     def cost(op: Op) -> tuple[tuple[str, float], ...]:

@@ -238,6 +238,7 @@ def slice_timings(graph: StepGraph, spans: Mapping[Op, Span], ranks: int) -> lis
     for op in spans:
         if op.kind == ATTENTION and op.direction == "F":
             tokens = graph.tokens(op)
-            own = [spans[op._replace(kind=kind, direction=way)] for kind in {ATTENTION, graph.entry} for way in ("F", "B")]
+            parts = (op._replace(kind=kind, direction=way) for kind in {ATTENTION, graph.entry} for way in ("F", "B", "W"))
+            own = [spans[part] for part in parts if part in spans]
             found[len(tokens) * ranks, tokens.stop * ranks].append(sum(each.end - each.start for each in own))
     return [(tokens, context, median(took)) for (tokens, context), took in found.items()]

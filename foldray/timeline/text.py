@@ -34,8 +34,10 @@ def draw_text(graph: Graph, spans: Mapping[Op, Span], width: int = 110) -> str:
         lines.append(f"{lane:>{label}} │{''.join(cells).rstrip()}")
     kinds = {op.kind for op in spans}
     legend = "  ".join(f"{row.letter} {row.label}" for name, row in OP_KINDS.items() if name in kinds)
-    return "\n".join([*lines, f"{'':>{label}}  {legend}; ' is backward"])
+    apart = ", W of its weights" if any(op.direction == "W" for op in spans) else ""
+    return "\n".join([*lines, f"{'':>{label}}  {legend}; ' is backward{apart}"])
 
 
 def _name(op: Op) -> str:
-    return f"{'R' if op.direction == 'R' else ''}{OP_KINDS[op.kind].letter}{op.part}{chr(39) if op.direction == 'B' else ''}"
+    before, after = op.direction if op.direction in "RW" else "", "'" if op.direction == "B" else ""
+    return f"{before}{OP_KINDS[op.kind].letter}{op.part}{after}"

@@ -175,6 +175,7 @@ def _schedule(chance: random.Random) -> dict[str, Any]:
             schedule |= {"lag": chance.choice([1, 2, "auto"]), "backward_lag": chance.choice([1, 3, "auto"])}
         if chance.random() < 0.2:
             schedule["batch_degree"] = 2
+    schedule["weight_gradients"] = chance.choice(["together", "apart"])
     schedule["reduction"] = chance.choice(["end", "buckets", "chunks"])
     if schedule["reduction"] != "end":
         schedule["sp_bytes"] = chance.choice([512, 3000, 100_000])

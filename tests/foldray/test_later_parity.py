@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +21,7 @@ class Case(NamedTuple):
 
     workers: int
     fold: dict[str, int]
-    sections: dict[str, Any] = {}
+    sections: Mapping[str, Any] = MappingProxyType({})
 
 
 def schedule(**keys: Any) -> dict[str, Any]:
@@ -92,7 +94,7 @@ def both(rank: int, recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any], int
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weights_apart_have_the_same_bits(ranks, name: str) -> None:
+def test_weights_apart_have_the_same_bits(ranks: Any, name: str) -> None:
     workers, fold, sections = CASES[name]
     recipe = make_recipe(workers, fold, **{"moe": {"experts": "grouped"}, **sections})
     for rank, (together, apart, count) in enumerate(ranks(workers).run(both, recipe)):

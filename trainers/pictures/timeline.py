@@ -15,6 +15,7 @@ from foldray.schedule import Graph, Op, Span
 from foldray.timeline import length, merged
 
 _INK, _EXPOSED = "#1f2937", "#b91c1c"
+_HATCHES = {"B": "////", "W": "xxxx"}
 
 
 def draw_timelines(graph: Graph, rows: Mapping[str, Mapping[Op, Span]], path: Path, title: str) -> None:
@@ -34,9 +35,11 @@ def draw_timelines(graph: Graph, rows: Mapping[str, Mapping[Op, Span]], path: Pa
     kinds = {op.kind for spans in rows.values() for op in spans}
     patches = [Patch(color=row.colour, label=row.label) for name, row in OP_KINDS.items() if name in kinds]
     patches += [
-        Patch(facecolor="#ffffff", edgecolor=_INK, hatch="////", label="backward"),
+        Patch(facecolor="#ffffff", edgecolor=_INK, hatch=_HATCHES["B"], label="backward"),
         Patch(color=_EXPOSED, label="exposed"),
     ]
+    if any(op.direction == "W" for spans in rows.values() for op in spans):
+        patches.insert(-1, Patch(facecolor="#ffffff", edgecolor=_INK, hatch=_HATCHES["W"], label="gradients of weights"))
     figure.legend(handles=patches, loc="outside lower left", ncols=len(patches), frameon=False, fontsize=8)
     FigureCanvasAgg(figure).print_png(str(path))
 
@@ -49,7 +52,7 @@ def _draw(axes: Axes, graph: Graph, name: str, spans: Mapping[Op, Span], end: fl
         width = (span.end - span.start) * 1e3
         axes.broken_barh(
             [(span.start * 1e3, width)], (at - 0.4, 0.8), facecolor=OP_KINDS[op.kind].colour, edgecolor="white",
-            linewidth=0.3, hatch="////" if op.direction == "B" else None, alpha=0.6 if op.direction == "R" else 1.0,
+            linewidth=0.3, hatch=_HATCHES.get(op.direction), alpha=0.6 if op.direction == "R" else 1.0,
         )  # fmt: skip
         if width > 0.012 * end * 1e3:
             text = f"{OP_KINDS[op.kind].letter}{op.layer}.{op.part}"

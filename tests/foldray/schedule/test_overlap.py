@@ -162,9 +162,7 @@ def test_gradients_of_weights_are_computed_while_rows_travel() -> None:
     graph = graph_of(((MOE, MOE),), degree=1, later=("attention", "expert", "head"))
     step = position_list(graph, 0, Ordering())
     names = [f"{OP_KINDS[op.kind].letter.upper()}{op.direction}{op.layer}" for op in step[step.index(Op("head", "B", 1)) :]]
-    assert " ".join(names) == (
-        "HB1 MB1 CB1 HW1 EB1 DB1 EW1 RB1 AB1 MB0 CB0 AW1 EB0 DB0 EW0 RB0 AB0 IB0 AW0"
-    )
+    assert " ".join(names) == ("HB1 MB1 CB1 HW1 EB1 DB1 EW1 RB1 AB1 MB0 CB0 AW1 EB0 DB0 EW0 RB0 AB0 IB0 AW0")
 
 
 def test_keys_and_values_are_gathered_a_slice_ahead() -> None:
