@@ -111,10 +111,10 @@ def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1
     """Return the ordering for a short name: KIND[:DEGREE[:LAG[:BACKWARD_LAG]]][@PARTS][+REDUCTION[=BYTES]].
 
     Examples are `stream:4:2`, `flow@4+chunks=1000000` and `moe_only:4+buckets`. KIND is a row of `KINDS`. Slices are
-    time-uniform; `-even` after the kind, as in `one_a_one_m-even:4`, makes them equal. After that, `-apart` computes gradients
-    of weights apart, as in `sequential-apart`. DEGREE is 1 by default, and
-    BACKWARD_LAG is the same as LAG. PARTS (along the batch) and REDUCTION have the defaults of the kind; `flow` has two
-    parts, and `chunks`. A name that cuts nothing gives the `sequential` ordering.
+    time-uniform; `-even` after the kind, as in `one_a_one_m-even:4`, makes them equal. After that, `-apart` makes gradients of
+    weights ops of their own, as in `sequential-apart`. DEGREE is 1 by default, and BACKWARD_LAG is the same as LAG. PARTS
+    (along the batch) and REDUCTION have the defaults of the kind; `flow` has two parts, and `chunks`. A name that cuts nothing
+    gives the `sequential` ordering.
 
     Args:
         length, cost, multiple_of: the sequences to cut (`Sequences`).

@@ -29,7 +29,6 @@ from typing import Any
 
 from foldray.blueprint import ModelSpec
 from foldray.errors import UserError
-from foldray.fold import divisors
 from foldray.planner.apart import ApartWork
 from foldray.planner.candidate import Job
 from foldray.planner.hardware import load_hardware
@@ -43,6 +42,7 @@ from foldray.planner.space import Space
 MODELS, LENGTHS, TOKENS = ("deepseek-moe", "gpt-oss-120b", "qwen3-235b-a22b"), (4096, 8192, 16384, 32768), 65536
 PAPER = {"interleaved": "1.59–1.81", "within MoE layers": "1.2–1.5"}
 TOPKS, EPS, EXPERTS = (2, 4, 6, 8), (8, 16, 32), 64  # figure 13
+STAGES = (1, 2, 4, 8, 16, 32)  # figure 14
 PIPELINES = (2, 4, 8)  # the paper's baselines have a pipeline; the fastest one counts
 WAYS: dict[str, dict[str, Any]] = {
     "interleaved": {"kinds": ("sequential",), "batch_degrees": (1,)},
@@ -122,7 +122,8 @@ def by_stages(space: Space) -> dict[str, Any]:
     rows = []
     for pp in PIPELINES:
         best = search_placements(replace(space, pins={"pp": pp}), 1)[0].candidate
-        for stages in divisors(space.job.model.layers // pp):
+        most = min(space.job.model.layers, len(space.job.model.moe_layers)) // pp  # a stage has at least one block
+        for stages in (each for each in STAGES if each <= most):
             work = ApartWork(replace(best, virtual_stages=stages), sides(space))
             held = max(each.total for each in work.memory()) / GIB
             row = {"pp": pp, "fold": str(best.fold), "stages": stages, "seconds": apart_seconds(work), "memory_gib": held}
