@@ -165,6 +165,22 @@ def test_gradients_of_weights_are_computed_while_rows_travel() -> None:
     assert " ".join(names) == ("HB1 MB1 CB1 HW1 EB1 DB1 EW1 RB1 AB1 MB0 CB0 AW1 EB0 DB0 EW0 RB0 AB0 IB0 AW0")
 
 
+@pytest.mark.parametrize(("degree", "parts", "micro_batches"), [(1, 1, 2), (2, 1, 1), (1, 2, 2), (1, 2, 4), (2, 2, 2)])
+def test_gradients_of_the_same_weights_are_added_in_the_order_of_backward(degree: int, parts: int, micro_batches: int) -> None:
+    """Otherwise sums would have other bits."""
+    graph = graph_of(degree=degree, later=("expert",), micro_batches=micro_batches, batch_degree=parts)
+    (order,) = step_schedule(graph, Overlap("aaam"))
+    check(graph, (order,))
+    adds = [op for op in order if op.direction == "W"]
+    assert [op._replace(direction="B") for op in adds] == [op for op in order if (op.kind, op.direction) == ("expert", "B")]
+    for first, second in pairwise(adds):
+        late = [op for op in order if op not in adds]  # all of them at the end, so that only their own order can be wrong
+        swapped = [{first: second, second: first}.get(op, op) for op in adds]
+        check(graph, ((*late, *adds),))
+        with pytest.raises(ScheduleError, match=r"expert W.* which it needs"):
+            check(graph, ((*late, *swapped),))
+
+
 def test_keys_and_values_are_gathered_a_slice_ahead() -> None:
     """Projections and the gather come before attention of the slice before; backward is the mirror image."""
     graph = graph_of(((MOE, MOE),), gathers=True)
