@@ -6,6 +6,7 @@ from foldray.schedule.clock import Cost, Span, times, unit_times
 from foldray.schedule.compiled import COMPUTE, CompiledSchedule, LaneSeconds, ScheduleError
 from foldray.schedule.generators import Run
 from foldray.schedule.graph import Channel, Graph, PipelineGraph
+from foldray.schedule.handovers import place_handovers, with_handovers
 from foldray.schedule.lists import expand, position_list, stage_order, step_schedule
 from foldray.schedule.op import Direction, Op, Schedule, handover, stage
 from foldray.schedule.ordering import Ordering, Sequences, make_ordering, named_ordering
@@ -27,7 +28,6 @@ from foldray.schedule.slicing import SLICINGS, SliceCost, Slicing, slice_sequenc
 from foldray.schedule.step_graph import Place, StepGraph, gathers, leaves_weights
 from foldray.schedule.text import show
 from foldray.schedule.traffic import OpCosts, by_urgency
-from foldray.schedule.weave import weave, woven
 
 __all__ = [
     "AF_PIPE",
@@ -81,6 +81,7 @@ __all__ = [
     "overlap_kind",
     "peak",
     "pipeline",
+    "place_handovers",
     "place_reductions",
     "position_list",
     "show",
@@ -90,6 +91,5 @@ __all__ = [
     "step_schedule",
     "times",
     "unit_times",
-    "weave",
-    "woven",
+    "with_handovers",
 ]

@@ -29,9 +29,9 @@ from typing import NamedTuple
 
 from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, MERGE, PROJECT, ROUTE
 from foldray.schedule.clock import UNITS
+from foldray.schedule.handovers import place_handovers
 from foldray.schedule.op import Direction, Op, Schedule
 from foldray.schedule.step_graph import StepGraph
-from foldray.schedule.weave import woven
 
 _WAY = 1  # units of time
 _DIRECTIONS: tuple[Direction, ...] = ("F", "B")
@@ -112,7 +112,7 @@ def _af_pipe(graph: StepGraph, alive: int | None) -> Schedule:
             own = op._replace(micro_batch=each.micro_batch)
             orders[half.position].append(own)
             spans[own] = span
-    return woven(graph, tuple(map(tuple, orders)), spans)
+    return place_handovers(graph, tuple(map(tuple, orders)), spans)
 
 
 def chain(graph: StepGraph) -> Iterator[Half]:

@@ -1,11 +1,11 @@
-"""Generators of pipeline schedules: the order in which every position computes its stages, woven with the handovers."""
+"""Generators of pipeline schedules: the order in which every position computes its stages, with the handovers between them."""
 
 from __future__ import annotations
 
 from foldray.errors import UserError
 from foldray.schedule.graph import PipelineGraph
+from foldray.schedule.handovers import with_handovers
 from foldray.schedule.op import Direction, Op, Schedule, stage
-from foldray.schedule.weave import weave
 
 
 def pipeline(graph: PipelineGraph) -> Schedule:
@@ -43,7 +43,7 @@ def one_f_one_b(graph: PipelineGraph) -> Schedule:
     """
     if graph.virtual_stages > 1 or not graph.backward:
         raise ValueError("1F1B is for one stage per position, with a backward")
-    return weave(graph, tuple(computed(graph, p) for p in range(graph.pp)))
+    return with_handovers(graph, tuple(computed(graph, p) for p in range(graph.pp)))
 
 
 def interleaved(graph: PipelineGraph) -> Schedule:
@@ -62,7 +62,7 @@ def interleaved(graph: PipelineGraph) -> Schedule:
     if graph.virtual_stages < 2 or not graph.backward:
         raise ValueError("interleaving is for several stages per position, with a backward")
     check_pipeline(graph)
-    return weave(graph, tuple(computed(graph, p) for p in range(graph.pp)))
+    return with_handovers(graph, tuple(computed(graph, p) for p in range(graph.pp)))
 
 
 def forward_only(graph: PipelineGraph) -> Schedule:
@@ -73,7 +73,7 @@ def forward_only(graph: PipelineGraph) -> Schedule:
     """
     if graph.backward:
         raise ValueError("a graph with a backward needs a schedule with one")
-    return weave(graph, tuple(computed(graph, p) for p in range(graph.pp)))
+    return with_handovers(graph, tuple(computed(graph, p) for p in range(graph.pp)))
 
 
 def computed(graph: PipelineGraph, position: int) -> tuple[Op, ...]:

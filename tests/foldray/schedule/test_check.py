@@ -18,7 +18,7 @@ from foldray.schedule import (
     pipeline,
     stage,
     unit_times,
-    weave,
+    with_handovers,
 )
 
 GRAPH = PipelineGraph(2, 2)
@@ -186,4 +186,4 @@ def test_any_graph_can_be_checked():
 
 
 def test_any_graph_can_be_woven():
-    assert weave(Exchange(), (steps(0, "AERB"), steps(1, "AERB"))) == (steps(0, "AXERB"), steps(1, "AXERB"))
+    assert with_handovers(Exchange(), (steps(0, "AERB"), steps(1, "AERB"))) == (steps(0, "AXERB"), steps(1, "AXERB"))

@@ -1,4 +1,4 @@
-"""Ops, the pipeline's graph, and `weave`, which adds communication to orders of computation."""
+"""Ops, the pipeline's graph, and `with_handovers`, which adds communication to orders of computation."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ from foldray.schedule import (
     show,
     stage,
     times,
-    weave,
+    with_handovers,
 )
 from tests.foldray.blocks import MOE
 
@@ -89,12 +89,12 @@ F0, F1, B0, B1 = ([stage(direction, layer, m) for m in range(2)] for direction i
 )
 def test_orders_that_cannot_be_woven(orders, words):
     with pytest.raises(ScheduleError, match=words):
-        weave(PipelineGraph(2, 2), orders)
+        with_handovers(PipelineGraph(2, 2), orders)
 
 
 def test_other_orders_can_be_woven():
     graph = PipelineGraph(2, 2)
-    gpipe = weave(graph, ((*F0, *B0), (*F1, *B1)))
+    gpipe = with_handovers(graph, ((*F0, *B0), (*F1, *B1)))
     check(graph, gpipe)
     assert peak(graph, gpipe) == (2, 2)
 

@@ -11,7 +11,7 @@ from foldray.schedule.graph import Graph
 from foldray.schedule.op import Op, Schedule
 
 
-def weave(graph: Graph, orders: Schedule) -> Schedule:
+def with_handovers(graph: Graph, orders: Schedule) -> Schedule:
     """Insert the handovers into the orders in which the positions compute.
 
     All ops that compute get one common order: the order in which they end on a clock of unit times (`clock.UNITS`). Ties go
@@ -29,14 +29,14 @@ def weave(graph: Graph, orders: Schedule) -> Schedule:
         ScheduleError: an order lacks ops or has ops of another position or graph, or the positions wait for each other.
     """
     check(_Computing(graph), orders)
-    return woven(graph, orders)
+    return place_handovers(graph, orders)
 
 
-def woven(graph: Graph, orders: Schedule, spans: Mapping[Op, tuple[int, int]] | None = None) -> Schedule:
-    """Do the same as `weave`, without a check of the orders.
+def place_handovers(graph: Graph, orders: Schedule, spans: Mapping[Op, tuple[int, int]] | None = None) -> Schedule:
+    """Do the same as `with_handovers`, without a check of the orders.
 
     Args:
-        graph, orders: as for `weave`.
+        graph, orders: as for `with_handovers`.
         spans: when each op that computes begins and ends on another clock. The clock must respect the graph and the orders. A
             clock on which messages take time orders the messages of a channel as they become ready.
     """
