@@ -9,6 +9,7 @@ import torch
 
 from foldray.comm import Groups, Pending
 from foldray.errors import UserError
+from foldray.finding import settle
 from foldray.kinds import HANDOVER, REDUCE
 from foldray.model import Batch, Losses, Transformer
 from foldray.runtime.gradients import Gradients
@@ -31,7 +32,7 @@ from foldray.schedule import (
     leaves_weights,
     position_list,
 )
-from foldray.timeline import Recording, op_costs, settle
+from foldray.timeline import Recording, op_costs
 
 
 class Execution:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from foldray.schedule.check import check
@@ -42,7 +42,7 @@ def place_handovers(graph: Graph, orders: Schedule, spans: Mapping[Op, tuple[int
     """
     computing = _Computing(graph)
     position_of = {op: position for position, ops in enumerate(orders) for op in ops}
-    spans = _spans(computing, orders) if spans is None else spans
+    spans = unit_spans(graph, [[(op,) for op in ops] for ops in orders]) if spans is None else spans
     computed = sorted(spans, key=lambda op: (spans[op][1], position_of[op]))
     rank = {op: place for place, op in enumerate(computed)}
     # Entries: time, whether the op is a handover that the position receives, number, op.
@@ -61,21 +61,28 @@ def place_handovers(graph: Graph, orders: Schedule, spans: Mapping[Op, tuple[int
     return tuple(tuple(each[-1] for each in sorted(own, key=lambda each: each[:-1])) for own in lists)
 
 
-def _spans(computing: _Computing, orders: Schedule) -> dict[Op, tuple[int, int]]:
-    """Return when each op begins and ends. The times are those of `unit_times` without communication, but found faster."""
+def unit_spans(graph: Graph, orders: Sequence[Sequence[tuple[Op, ...]]]) -> dict[Op, tuple[int, int]]:
+    """Return when each op begins and ends. The times are those of `unit_times` without communication, but found faster.
+
+    Args:
+        graph: the graph of the schedule.
+        orders: for every position, tuples of ops that compute. The ops of a tuple run at once: they begin together when all
+            that they need is there, and end together.
+    """
+    computing = _Computing(graph)
     heads, free, spans = [0] * len(orders), [0] * len(orders), dict[Op, tuple[int, int]]()
     moved = True
     while moved:
         moved = False
-        for position, ops in enumerate(orders):
-            while heads[position] < len(ops):
-                op = ops[heads[position]]
-                needs = computing.needs(op)
+        for position, order in enumerate(orders):
+            while heads[position] < len(order):
+                together = order[heads[position]]
+                needs = [need for op in together for need in computing.needs(op)]
                 if any(need not in spans for need in needs):
                     break
                 start = max([free[position], *(spans[need][1] for need in needs)])
-                free[position] = start + UNITS[op.direction]
-                spans[op] = start, free[position]
+                free[position] = start + sum(UNITS[op.direction] for op in together)
+                spans.update(dict.fromkeys(together, (start, free[position])))
                 heads[position] += 1
                 moved = True
     return spans

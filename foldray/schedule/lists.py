@@ -15,10 +15,11 @@ from foldray.schedule.generators import Run, group
 from foldray.schedule.op import Direction, Op, Schedule
 from foldray.schedule.ordering import Ordering
 from foldray.schedule.overlaps import USUAL_LAG, Overlap
-from foldray.schedule.pipeline import pipeline
+from foldray.schedule.pipeline import passes, pipeline
 from foldray.schedule.reduction import place_reductions
 from foldray.schedule.step_graph import StepGraph
 from foldray.schedule.traffic import OpCosts, by_urgency
+from foldray.schedule.weave import weave
 
 
 def step_schedule(
@@ -52,7 +53,10 @@ def position_list(graph: StepGraph, position: int, ordering: Ordering) -> tuple[
     if graph.apart:
         order = _with_weights(graph, af_pipe(graph)[position])
     else:
-        order = expand(graph, pipeline(graph.pipeline)[position], ordering.forward, ordering.backward)
+        weaves = ordering.forward.row.weaves
+        stages = pipeline(graph.pipeline, weaves)[position]
+        woven = passes(graph.pipeline, position, woven=True).pairs if weaves else ()
+        order = expand(graph, stages, ordering.forward, ordering.backward, woven)
     if graph.chunks:
         order = place_reductions(graph, order, position, ordering.reduction.kind)
     if ordering.costs is None or not ordering.reduction.gives_way:
@@ -60,28 +64,40 @@ def position_list(graph: StepGraph, position: int, ordering: Ordering) -> tuple[
     return by_urgency(graph, order, ordering.costs)
 
 
-def expand(graph: StepGraph, stages: Iterable[Op], forward: Overlap, backward: Overlap | None = None) -> tuple[Op, ...]:
+def expand(
+    graph: StepGraph,
+    stages: Iterable[Op],
+    forward: Overlap,
+    backward: Overlap | None = None,
+    woven: Iterable[tuple[Op, Op]] = (),
+) -> tuple[Op, ...]:
     """Return a position's list in which every `stage` op is replaced by the ops of its blocks.
 
     Args:
         stages: `stage` and `handover` ops of the position, in order.
         forward, backward: as for `step_schedule`.
+        woven: pairs of a forward and a backward whose ops go in turns (`weave`).
     """
     settings, stages = {"F": forward, "B": backward or forward}, tuple(stages)
-    held = {op.layer for op in stages if op.kind == STAGE}
-    orders: dict[tuple[str, int, str], tuple[Op, ...]] = {}
+    held, pairs = {op.layer for op in stages if op.kind == STAGE}, dict(woven)
+    seconds = frozenset(pairs.values())
+    orders: dict[Op, tuple[Op, ...]] = {}  # for the first micro-batch
+
+    def order(op: Op) -> list[Op]:
+        first = op._replace(micro_batch=0)
+        if first not in orders and op.kind == HANDOVER:
+            orders[first] = _handover(graph, op.layer, op.direction)
+        elif first not in orders:
+            inside = stage_order(graph, op.layer, op.direction, settings[op.direction])
+            orders[first] = _with_handover(graph, inside, op.layer, op.direction)
+        ahead = op.micro_batch * graph.batch_degree
+        return [each._replace(micro_batch=ahead + each.micro_batch) for each in orders[first]]
+
     found: list[Op] = []
     for op in stages:
-        if op.kind == HANDOVER and op.layer in held:
+        if op in seconds or (op.kind == HANDOVER and op.layer in held):
             continue  # the stage that makes its pieces sends them
-        key = op.kind, op.layer, op.direction
-        if key not in orders and op.kind == HANDOVER:
-            orders[key] = _handover(graph, op.layer, op.direction)
-        elif key not in orders:
-            order = stage_order(graph, op.layer, op.direction, settings[op.direction])
-            orders[key] = _with_weights(graph, _with_handover(graph, order, op.layer, op.direction))
-        first = op.micro_batch * graph.batch_degree
-        found += [piece._replace(micro_batch=first + piece.micro_batch) for piece in orders[key]]
+        found += _with_weights(graph, weave(graph, order(op), order(pairs[op])) if op in pairs else order(op))
     return tuple(found)
 
 

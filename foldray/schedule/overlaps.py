@@ -27,6 +27,8 @@ class OverlapKind(NamedTuple):
         cuts_attention: whether attention is cut, too. Otherwise only the MoE layers are cut.
         drains: whether a block finishes before the next block begins. Otherwise all blocks of a stage are one run.
         has_lag: whether `order` uses the lag.
+        weaves: whether the forward of one micro-batch and the backward of another one run at once (`weave`). Both directions
+            then have this kind.
         batch_degree, reduction: defaults for recipes with this kind.
         searched: whether the tuner tries this kind by default. The planner tries all.
     """
@@ -39,6 +41,7 @@ class OverlapKind(NamedTuple):
     cuts_attention: bool = True
     drains: bool = True
     has_lag: bool = False
+    weaves: bool = False
     batch_degree: int = 1
     reduction: str = "end"
     searched: bool = False
@@ -62,12 +65,16 @@ STREAM = OverlapKind(
     "stream", "this project", "as one_a_one_m, without a pause between blocks", experts_some_behind,
     drains=False, has_lag=True, searched=True,
 )  # fmt: skip
+WEAVE = OverlapKind(
+    "weave", "DualPipe, Megatron-Core", "all-to-alls of one micro-batch's forward behind another one's backward",
+    experts_some_behind, drains=False, weaves=True,
+)  # fmt: skip
 FLOW = OverlapKind(
     "flow", "FlowMoE, section 3.2", "as aaam, over parts of a micro-batch, with gradients in the gaps", all_attention_first,
     batch_degree=2, reduction="chunks",
 )  # fmt: skip
 
-OVERLAPS: Mapping[str, OverlapKind] = {row.name: row for row in (SEQUENTIAL, MOE_ONLY, AAAM, ONE_A_ONE_M, STREAM, FLOW)}
+OVERLAPS: Mapping[str, OverlapKind] = {row.name: row for row in (SEQUENTIAL, MOE_ONLY, AAAM, ONE_A_ONE_M, STREAM, WEAVE, FLOW)}
 """Kinds for attention and experts on the same ranks."""
 AF_PIPE = OverlapKind("af_pipe", "DisagMoE, section 4.2", "rows between attention's ranks and the experts'", None)
 KINDS: Mapping[str, OverlapKind] = {**OVERLAPS, AF_PIPE.name: AF_PIPE}
@@ -93,7 +100,7 @@ class Overlap(NamedTuple):
     Args:
         kind: name of an overlap kind (`overlap_kind`).
         lag: number of attention slices between a piece's router and its experts; ignored if the kind has no lag. None is
-            chosen when the times of the ops are known (`timeline.settle`); until then, the lag is `USUAL_LAG`.
+            chosen when the times of the ops are known (`finding.settle`); until then, the lag is `USUAL_LAG`.
     """
 
     kind: str

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from foldray.errors import UserError
 from foldray.schedule.graph import PipelineGraph
-from foldray.schedule.handovers import with_handovers
+from foldray.schedule.handovers import place_handovers, unit_spans, with_handovers
 from foldray.schedule.op import Direction, Op, Schedule, stage
 
 
-def pipeline(graph: PipelineGraph) -> Schedule:
+def pipeline(graph: PipelineGraph, woven: bool = False) -> Schedule:
     """Return the schedule of a pipeline: forward only for evaluation, interleaved for virtual stages, else 1F1B.
+
+    Args:
+        graph: the pipeline.
+        woven: whether the two passes of a pair run at once (`woven_pairs`).
 
     Raises:
         UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
     """
     if not graph.backward:
         return forward_only(graph)
+    if woven:
+        return woven_pairs(graph)
     return interleaved(graph) if graph.virtual_stages > 1 else one_f_one_b(graph)
 
 
@@ -65,6 +73,21 @@ def interleaved(graph: PipelineGraph) -> Schedule:
     return with_handovers(graph, tuple(computed(graph, p) for p in range(graph.pp)))
 
 
+def woven_pairs(graph: PipelineGraph) -> Schedule:
+    """Return 1F1B, or the interleaved schedule, with one more warm-up forward, and with pairs whose two passes run at once.
+
+    A position keeps the activations of one more forward. The backward of a pair follows its forward in the list; `weave` orders
+    their ops.
+
+    Raises:
+        UserError: micro_batches is not a multiple of pp, and there are virtual stages.
+    """
+    check_pipeline(graph)
+    each = [passes(graph, position, woven=True) for position in range(graph.pp)]
+    units = [[*((op,) for op in own.warm_up), *own.pairs, *((op,) for op in own.cool_down)] for own in each]
+    return place_handovers(graph, tuple(own.ops for own in each), unit_spans(graph, units))
+
+
 def forward_only(graph: PipelineGraph) -> Schedule:
     """Return the schedule for evaluation: forwards in rounds of pp micro-batches. The last round may be smaller.
 
@@ -76,17 +99,46 @@ def forward_only(graph: PipelineGraph) -> Schedule:
     return with_handovers(graph, tuple(computed(graph, p) for p in range(graph.pp)))
 
 
-def computed(graph: PipelineGraph, position: int) -> tuple[Op, ...]:
-    """Return the `stage` ops of a position: warm-up forwards, then pairs of a forward and a backward, then backwards."""
+class Passes(NamedTuple):
+    """The `stage` ops of a position, in order.
+
+    Args:
+        warm_up: forwards.
+        pairs: a forward and a backward in turns. If they are woven, the two passes of a pair do not need each other.
+        cool_down: backwards.
+    """
+
+    warm_up: tuple[Op, ...]
+    pairs: tuple[tuple[Op, Op], ...]
+    cool_down: tuple[Op, ...]
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        return (*self.warm_up, *(op for pair in self.pairs for op in pair), *self.cool_down)
+
+
+def passes(graph: PipelineGraph, position: int, woven: bool = False) -> Passes:
+    """Return the `stage` ops of a position.
+
+    Args:
+        graph: the pipeline.
+        position: number of the position.
+        woven: whether the two passes of a pair run at once. The position then warms up with one more forward, so that the
+            backward of a pair never waits for its forward.
+    """
     forwards = _passes(graph, "F", position)
     if not graph.backward:
-        return forwards
+        return Passes(forwards, (), ())
     backwards, behind = _passes(graph, "B", position), graph.pp - 1 - position
     warm_up = (graph.virtual_stages - 1) * graph.pp + 2 * behind if graph.virtual_stages > 1 else behind
-    warm_up = min(warm_up, len(forwards))
+    warm_up = min(warm_up + woven, len(forwards))
     steady = len(forwards) - warm_up
-    pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)
-    return (*forwards[:warm_up], *(op for pair in pairs for op in pair), *backwards[steady:])
+    return Passes(forwards[:warm_up], tuple(zip(forwards[warm_up:], backwards[:steady], strict=True)), backwards[steady:])
+
+
+def computed(graph: PipelineGraph, position: int) -> tuple[Op, ...]:
+    """Return the `stage` ops of a position in order: warm-up forwards, then pairs of a forward and a backward, then backwards."""
+    return passes(graph, position).ops
 
 
 def _passes(graph: PipelineGraph, direction: Direction, position: int) -> tuple[Op, ...]:

@@ -1,6 +1,5 @@
 """Spans of ops, recorded or simulated: their sums, drawings and traces, and simulations that use recorded times."""
 
-from foldray.timeline.choice import best_overlaps, settle
 from foldray.timeline.perfetto import perfetto
 from foldray.timeline.recorded import Recording, op_costs, replay, slice_timings
 from foldray.timeline.simulator import Simulation, simulate
@@ -11,7 +10,6 @@ __all__ = [
     "Recording",
     "Simulation",
     "Usage",
-    "best_overlaps",
     "draw_text",
     "held_up",
     "length",
@@ -21,7 +19,6 @@ __all__ = [
     "perfetto",
     "queued",
     "replay",
-    "settle",
     "simulate",
     "slice_timings",
     "usage",

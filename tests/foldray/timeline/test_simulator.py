@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foldray.finding import best_overlaps
 from foldray.schedule import (
     COMPUTE,
     OVERLAPS,
@@ -22,7 +23,7 @@ from foldray.schedule import (
     step_schedule,
 )
 from foldray.schedule.slicing import SliceCost
-from foldray.timeline import Recording, best_overlaps, length, merged, replay, simulate
+from foldray.timeline import Recording, length, merged, replay, simulate
 from tests.foldray.blocks import DENSE, MOE
 
 

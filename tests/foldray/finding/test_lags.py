@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from foldray.finding import settle
 from foldray.schedule import ONE_A_ONE_M, STREAM, OpCosts, Ordering, Overlap, Slicing, StepGraph, position_list, step_schedule
-from foldray.timeline import settle, simulate
+from foldray.timeline import simulate
 from tests.foldray.blocks import DENSE, MOE
 from tests.foldray.parity import make_recipe, one_process, train, worst
 from tests.foldray.test_reduction_parity import trained

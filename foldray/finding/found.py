@@ -1,0 +1,138 @@
+"""The found schedule, `list`: the lists of a whole step, made for the times that its ops take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from foldray.finding.bound import lower_bound
+from foldray.finding.greedy import Rule, walk
+from foldray.finding.moves import improve
+from foldray.finding.problem import Problem
+from foldray.schedule import (
+    ONE_A_ONE_M,
+    SEQUENTIAL,
+    STREAM,
+    WEAVE,
+    Cost,
+    Overlap,
+    Reduction,
+    Schedule,
+    StepGraph,
+    step_schedule,
+    times,
+)
+
+_WORK = 1_500_000  # ops that the local moves run at most, over all their steps: some ten seconds
+_MOST_RUNS = 1000
+_LAGS = (1, 2, 3)
+
+
+class Found(NamedTuple):
+    """A schedule that was found.
+
+    Args:
+        schedule: the lists of all positions.
+        seconds: seconds of the step, by the simulator.
+        bound: seconds that no list can beat (`lower_bound`).
+        named, named_seconds: the fastest list with a name, and its seconds.
+        alive: for every position, the most micro-batches that have begun there and not ended.
+    """
+
+    schedule: Schedule
+    seconds: float
+    bound: float
+    named: str
+    named_seconds: float
+    alive: tuple[int, ...]
+
+
+def find(graph: StepGraph, cost: Cost, ahead: int = 1) -> Found:
+    """Return the fastest schedule that is found at given costs. The same arguments give the same schedule.
+
+    First, the fastest of the named lists is found. Then list scheduling runs the step by several rules, one of which follows that
+    list. At last, local moves improve the fastest step. The named list is returned if nothing is faster.
+
+    Args:
+        graph: the graph of the step.
+        cost: the cost of every op.
+        ahead: micro-batches that may be alive at a position beyond those of the pipeline's own order.
+
+    Raises:
+        UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
+    """
+    problem = Problem(graph, cost)
+    named, lists = _fastest_named(graph, cost, ahead)
+    spans = times(graph, lists, cost)
+    named_seconds = max(span.end for span in spans.values())
+    own = problem.alive(step_schedule(graph, Overlap(SEQUENTIAL.name)))
+    most = tuple(count + ahead for count in own)
+    best, bound = None, lower_bound(problem, most)
+    for extra in range(ahead + 1):
+        limits = [count + extra for count in own]
+        rules = [*_RULES.values(), lambda problem: [spans[op].start for op in problem.ops]]
+        for priorities in rules:
+            rule = Rule(priorities(problem), limits)
+            step = walk(problem, rule)
+            if best is None or step.seconds < best[0].seconds:
+                best = step, rule
+    assert best is not None
+    step = improve(problem, *best, min(_MOST_RUNS, _WORK // len(problem.ops)), bound)
+    found = step.schedule(problem)
+    seconds = max(span.end for span in times(graph, found, cost).values())
+    if seconds >= named_seconds:
+        found, seconds = lists, named_seconds
+    return Found(found, seconds, bound, named, named_seconds, problem.alive(found))
+
+
+def _fastest_named(graph: StepGraph, cost: Cost, ahead: int) -> tuple[str, Schedule]:
+    """Return the fastest named list of this graph, and its name."""
+    seen: dict[Schedule, str] = {}
+    for name, lists in _named(graph, ahead):
+        seen.setdefault(lists, name)
+    fastest = min(seen, key=lambda lists: max(span.end for span in times(graph, lists, cost).values()))
+    return seen[fastest], fastest
+
+
+def _named(graph: StepGraph, ahead: int) -> Iterator[tuple[str, Schedule]]:
+    # Of lags, a list has those that differ.
+    lags = [lag for lag in _LAGS if lag <= graph.slicing.degree]
+    ways = [Overlap(SEQUENTIAL.name), Overlap(ONE_A_ONE_M.name), *(Overlap(STREAM.name, lag) for lag in lags)]
+    if graph.apart:
+        ways = ways[:1]  # their order is that of AF-Pipe
+    elif ahead:
+        ways.append(Overlap(WEAVE.name))
+    reductions = ("end", "buckets") if any(graph.chunks) else ("end",)
+    for way in ways:
+        for reduction in reductions:
+            yield str(way), step_schedule(graph, way, reduction=Reduction(reduction))
+
+
+Priorities = Callable[[Problem], list[float]]
+
+
+def _longest_path(problem: Problem) -> list[float]:
+    """What most time depends on goes first."""
+    return _ranked(problem, lambda i: (-problem.tails[i],))
+
+
+def _oldest(problem: Problem) -> list[float]:
+    """The oldest micro-batch goes first."""
+    return _ranked(problem, lambda i: (problem.group[i], -problem.tails[i]))
+
+
+def _backward(problem: Problem) -> list[float]:
+    """Backward goes first, so that micro-batches end early."""
+    return _ranked(problem, lambda i: (problem.ops[i].direction == "F", problem.group[i], -problem.tails[i]))
+
+
+_RULES: Mapping[str, Priorities] = {"longest path": _longest_path, "oldest": _oldest, "backward": _backward}
+
+
+def _ranked(problem: Problem, key: Callable[[int], tuple[float, ...]]) -> list[float]:
+    """Return the rank of every op by a key. Gradients of weights go last: nobody waits for them before the end."""
+    order = sorted(range(len(problem.ops)), key=lambda i: (problem.ops[i].direction == "W", key(i), i))
+    ranks = [0.0] * len(order)
+    for rank, i in enumerate(order):
+        ranks[i] = float(rank)
+    return ranks

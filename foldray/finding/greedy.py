@@ -1,0 +1,216 @@
+"""List scheduling: a clock runs a step once, and whatever is free takes the best op that is ready.
+
+The run gives the lists of all positions. It follows the rules of the clock (`schedule/compiled.py`). The host of a position
+computes one op after another, and posts ops that travel in between. An op that travels is posted when its link would idle
+before the next computation ends, not earlier, so that a more urgent one may still go first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from foldray.finding.problem import Problem
+from foldray.schedule import Schedule
+
+_COMPUTE = -1  # the lane of a position's computation
+
+
+class Rule(NamedTuple):
+    """The choice between ops that are ready.
+
+    Args:
+        priority: for every op, a number. The op with the smallest one goes first.
+        alive: for every position, the most micro-batches that have begun there and not ended, gradients of weights included.
+    """
+
+    priority: Sequence[float]
+    alive: Sequence[int]
+
+
+class Walk(NamedTuple):
+    """A step that has run.
+
+    Args:
+        seconds: when its last op ends.
+        lists: the list of every position, as numbers of ops.
+        starts, ends: for every op, when it starts and ends.
+        ahead: for every op, the op before it on its lane; -1 if there is none.
+    """
+
+    seconds: float
+    lists: list[list[int]]
+    starts: list[float]
+    ends: list[float]
+    ahead: list[int]
+
+    def schedule(self, problem: Problem) -> Schedule:
+        return tuple(tuple(map(problem.ops.__getitem__, own)) for own in self.lists)
+
+
+def walk(problem: Problem, rule: Rule) -> Walk:
+    """Run the step."""
+    run = _Run(problem, rule)
+    run.run()
+    return Walk(max(run.ends, default=0.0), [each.order for each in run.positions], run.starts, run.ends, run.ahead)
+
+
+class _Position:
+    """The host of a position and what waits there.
+
+    Attributes:
+        order: its list so far.
+        free: when the computation that it has started ends; `running` is the place of this computation in the list.
+        ready: ops that compute and can start, as a heap of (priority, op).
+        waiting: ops that travel and can be posted.
+        alive: micro-batch that has begun and not ended → number of its ops that are left; `begun` counts those that have begun.
+        left: for every micro-batch, the number of its ops that compute here.
+        last: lane → (its last op, when it is free again).
+    """
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+        self.free, self.running = 0.0, 0
+        self.ready: list[tuple[float, int]] = []
+        self.waiting: list[int] = []
+        self.alive: dict[int, int] = {}
+        self.begun = 0
+        self.left: dict[int, int] = {}
+        self.last: dict[int, tuple[int, float]] = {}
+
+    def until(self, lane: int) -> float:
+        """Return when a lane is free."""
+        return self.last[lane][1] if lane in self.last else 0.0
+
+
+class _Run:
+    def __init__(self, problem: Problem, rule: Rule):
+        self.problem, self.rule, count = problem, rule, len(problem.ops)
+        self.positions = [_Position() for _ in range(problem.positions)]
+        self.starts, self.ends, self.ahead = [0.0] * count, [0.0] * count, [-1] * count
+        # An op that computes waits for the ends of its needs. One that travels can be posted once those of its needs that compute
+        # have ended, and the others are posted; then it waits on the way.
+        self.missing = list(map(len, problem.needs))
+        self.quiet: dict[int, float] = {}  # channel → when its last op has arrived
+        self.events: list[tuple[float, int, int]] = []  # heap of (time, op that ends or -1, position that may go on)
+        for i in range(count):
+            if problem.channel[i] < 0:
+                left, group = self.positions[problem.places[i][0]].left, problem.group[i]
+                left[group] = left.get(group, 0) + 1
+
+    def run(self) -> None:
+        problem = self.problem
+        for i, needs in enumerate(problem.needs):
+            if not needs:
+                self._is_ready(i)
+        self.events = [(0.0, -1, position) for position in range(problem.positions)]
+        while self.events:
+            now, touched = self.events[0][0], set[int]()
+            while self.events and self.events[0][0] == now:
+                _, i, position = heapq.heappop(self.events)
+                touched.add(position)
+                if i >= 0:
+                    self._end(i, touched)
+            for position in sorted(touched):
+                if self.positions[position].free <= now:
+                    self._go_on(position, now)
+        assert sum(len(each.order) for each in self.positions) == sum(map(len, problem.places)), "an op never became ready"
+
+    def _is_ready(self, i: int) -> None:
+        position = self.positions[self.problem.places[i][0]]
+        if self.problem.channel[i] < 0:
+            heapq.heappush(position.ready, (self.rule.priority[i], i))
+        else:
+            position.waiting.append(i)
+
+    def _end(self, i: int, touched: set[int]) -> None:
+        """Note that an op has ended, and add the positions that may go on."""
+        problem, computes = self.problem, self.problem.channel[i] < 0
+        for user in problem.users[i]:
+            if computes or problem.channel[user] < 0:
+                self.missing[user] -= 1
+                if not self.missing[user]:
+                    self._is_ready(user)
+                    touched.add(problem.places[user][0])
+        if computes:
+            alive, group = self.positions[problem.places[i][0]].alive, problem.group[i]
+            alive[group] -= 1
+            if not alive[group]:
+                del alive[group]
+
+    def _go_on(self, number: int, now: float) -> None:
+        """Start the next computation of a position that is free, and post what can travel before this computation ends."""
+        position, i = self.positions[number], self._next(number)
+        until = now if i < 0 else now + self.problem.seconds[i]
+        self._post(position, now, until)
+        if i >= 0:
+            position.running, position.free = len(position.order), until
+            position.order.append(i)
+            self.starts[i], self.ends[i] = now, until
+            self.ahead[i] = position.last.get(_COMPUTE, (-1, 0.0))[0]
+            position.last[_COMPUTE] = i, until
+            heapq.heappush(self.events, (until, i, number))
+        elif position.waiting:  # look again when a link is free
+            heapq.heappush(self.events, (min(self._earliest(each, now) for each in position.waiting), -1, number))
+
+    def _next(self, number: int) -> int:
+        """Return the best op that is ready and does not begin a micro-batch too many; -1 if there is none."""
+        position, aside, found = self.positions[number], [], -1
+        while position.ready and found < 0:
+            entry = heapq.heappop(position.ready)
+            group = self.problem.group[entry[1]]
+            # Micro-batches begin in order, so that none waits for the sums of one that may not begin.
+            if group == position.begun and len(position.alive) < self.rule.alive[number]:
+                position.begun += 1
+                position.alive[group] = position.left[group]
+            if group in position.alive:
+                found = entry[1]
+            else:
+                aside.append(entry)
+        for entry in aside:
+            heapq.heappush(position.ready, entry)
+        return found
+
+    def _earliest(self, i: int, now: float) -> float:
+        """Return when an op that is posted now can start to travel."""
+        problem = self.problem
+        lane, start = problem.lanes[i][0][0], max(now, self.quiet.get(problem.channel[i], 0.0))
+        for need in problem.needs[i]:
+            start = max(start, self.ends[need])
+        for place in problem.places[i]:
+            start = max(start, self.positions[place].until(lane))
+        return start
+
+    def _post(self, position: _Position, now: float, until: float) -> None:
+        """Post ops that can start to travel before `until`: always the one that can start first, or the best one of those."""
+        while position.waiting:
+            start, _, i = min((self._earliest(each, now), self.rule.priority[each], each) for each in position.waiting)
+            if start > now and start >= until:
+                return
+            position.waiting.remove(i)
+            self._travel(i, start, now)
+
+    def _travel(self, i: int, start: float, now: float) -> None:
+        problem, at, places = self.problem, start, self.problem.places[i]
+        self.starts[i] = start
+        before = [self.positions[place].last.get(problem.lanes[i][0][0], (-1, 0.0)) for place in places]
+        self.ahead[i] = max(before, key=lambda each: each[1])[0]
+        for lane, seconds in problem.lanes[i]:
+            at = max([at, *(self.positions[place].until(lane) for place in places)]) + seconds
+            for place in places:
+                self.positions[place].last[lane] = i, at
+        self.ends[i] = self.quiet[problem.channel[i]] = at
+        for place in places:
+            position = self.positions[place]
+            if place != places[0] and position.free > now:  # the receiver has posted it before what it computes now
+                position.order.insert(position.running, i)
+                position.running += 1
+            else:
+                position.order.append(i)
+            heapq.heappush(self.events, (at, i if place == places[0] else -1, place))
+        for user in problem.users[i]:
+            if problem.channel[user] >= 0:
+                self.missing[user] -= 1
+                if not self.missing[user]:
+                    self._is_ready(user)

@@ -1,0 +1,122 @@
+"""A step as numbers: what its ops need, where they run, what they use, and how long. Searches of lists see nothing else."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+
+from foldray.kinds import REDUCE
+from foldray.schedule import COMPUTE, Cost, Op, Schedule, StepGraph
+
+
+class Problem:
+    """The ops of a step with their costs, to be put into lists.
+
+    Beside what the graph says, ops that add to the same gradients keep the order in which one micro-batch after the other would
+    add them, so the sums have the same bits for all lists. The chunks of a gradient buffer keep their order, too.
+
+    Args:
+        graph: the graph of the step.
+        cost: the cost of every op.
+
+    Attributes:
+        ops: all ops. An op comes after all ops that it needs.
+        needs, users: for every op, the ops that must end before it, and the ops that wait for it.
+        places: for every op, the positions that take part, the sender first.
+        channel: for every op, the number of its channel; -1 if the op computes.
+        seconds: for every op, how long it takes.
+        lanes: for every op that travels, (lane, seconds) one after another. Each position has each lane once.
+        group: for every op, the number of its micro-batch; parts that go through the stages together count as one.
+    """
+
+    def __init__(self, graph: StepGraph, cost: Cost):
+        self.graph, self.positions = graph, graph.positions
+        needs = {op: dict.fromkeys(graph.needs(op)) for op in graph.ops()}
+        for before, after in _in_order(graph, list(needs)):
+            needs[after][before] = None
+        self.ops = _sorted(needs)
+        self.number = {op: i for i, op in enumerate(self.ops)}
+        self.needs = [tuple(self.number[need] for need in needs[op]) for op in self.ops]
+        self.users: list[list[int]] = [[] for _ in self.ops]
+        for i, each in enumerate(self.needs):
+            for need in each:
+                self.users[need].append(i)
+        self.places = [graph.where(op) for op in self.ops]
+        channels: dict[object, int] = {}
+        named = [graph.channel(op) for op in self.ops]
+        self.channel = [-1 if each is None else channels.setdefault(each, len(channels)) for each in named]
+        costs = [cost(op) for op in self.ops]
+        self.seconds = [sum(seconds for _, seconds in each) for each in costs]
+        numbers: dict[object, int] = {}
+        self.lanes = [
+            # What travels without a link has a lane of its own, so that each of its channels is a queue like all others.
+            tuple((numbers.setdefault(channel if lane == COMPUTE else lane, len(numbers)), seconds) for lane, seconds in each)
+            for channel, each in zip(self.channel, costs, strict=True)
+        ]
+        self.group = [-1 if op.kind == REDUCE else op.micro_batch // graph.batch_degree for op in self.ops]
+
+    @cached_property
+    def tails(self) -> list[float]:
+        """For every op, the longest path from its start to the end of the step, in seconds."""
+        tails = list(self.seconds)
+        for i in reversed(range(len(tails))):
+            tails[i] += max((tails[user] for user in self.users[i]), default=0.0)
+        return tails
+
+    @cached_property
+    def heads(self) -> list[float]:
+        """For every op, the longest path from the start of the step to its start, in seconds."""
+        heads = [0.0] * len(self.ops)
+        for i, needs in enumerate(self.needs):
+            heads[i] = max((heads[need] + self.seconds[need] for need in needs), default=0.0)
+        return heads
+
+    def computed_at(self, position: int) -> Iterator[int]:
+        """Return the ops that compute at a position."""
+        return (i for i, places in enumerate(self.places) if self.channel[i] < 0 and places[0] == position)
+
+    def alive(self, schedule: Schedule) -> tuple[int, ...]:
+        """Return, for every position, the most micro-batches that have begun there and not ended, with their gradients of weights."""
+        return tuple(self._alive([self.number[op] for op in ops]) for ops in schedule)
+
+    def _alive(self, order: Sequence[int]) -> int:
+        last = {self.group[i]: place for place, i in enumerate(order) if self.channel[i] < 0}
+        alive, most = set[int](), 0
+        for place, i in enumerate(order):
+            if self.channel[i] < 0:
+                alive.add(self.group[i])
+                most = max(most, len(alive))
+                if last[self.group[i]] == place:
+                    alive.remove(self.group[i])
+        return most
+
+
+def _in_order(graph: StepGraph, ops: Sequence[Op]) -> Iterator[tuple[Op, Op]]:
+    """Yield pairs of ops that keep their order: (the first one, the next one)."""
+    sums, chunks = defaultdict[tuple[str, int], list[Op]](list), defaultdict[tuple[int, str], list[Op]](list)
+    for op in ops:
+        if op.kind == REDUCE:
+            chunks[op.layer, graph.chunk(op).name].append(op)
+        elif op.direction == "B" and graph.channel(op) is None:
+            sums[op.kind, op.layer].append(op)
+    parts = graph.batch_degree
+    for same in sums.values():  # backward reaches the last part of a micro-batch first
+        yield from pairwise(sorted(same, key=lambda op: (op.micro_batch // parts, -op.micro_batch, -op.part)))
+    for same in chunks.values():
+        yield from pairwise(sorted(same))
+
+
+def _sorted(needs: dict[Op, dict[Op, None]]) -> tuple[Op, ...]:
+    """Return the ops in an order in which every op follows those that it needs, and else as given."""
+    found: dict[Op, None] = {}
+    for op in needs:
+        stack = [op]
+        while stack:
+            missing = next((need for need in needs[stack[-1]] if need not in found), None)
+            if missing is None:
+                found[stack.pop()] = None
+            else:
+                stack.append(missing)
+    return tuple(found)
