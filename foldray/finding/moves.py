@@ -56,7 +56,7 @@ def improve(problem: Problem, step: Walk, rule: Rule, runs: int, goal: float = 0
 
 
 def _swaps(problem: Problem, step: Walk) -> Iterator[tuple[int, int]]:
-    """Yield pairs of neighbours on a lane of a critical path, (before, after), of which neither needs the other; last ones first."""
+    """Yield pairs of neighbours on a lane of a critical path: (before, after). Neither needs the other. Last ones come first."""
     ends, starts = step.ends, step.starts
     i = max(range(len(ends)), key=ends.__getitem__)
     while i >= 0:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 
-from foldray.kinds import REDUCE
+from foldray.kinds import EMBED, HEAD, REDUCE
 from foldray.schedule import COMPUTE, Cost, Op, Schedule, StepGraph
 
 
@@ -78,7 +78,7 @@ class Problem:
         return (i for i, places in enumerate(self.places) if self.channel[i] < 0 and places[0] == position)
 
     def alive(self, schedule: Schedule) -> tuple[int, ...]:
-        """Return, for every position, the most micro-batches that have begun there and not ended, with their gradients of weights."""
+        """Return, for every position, the most micro-batches that have begun there and not ended, with gradients of weights."""
         return tuple(self._alive([self.number[op] for op in ops]) for ops in schedule)
 
     def _alive(self, order: Sequence[int]) -> int:
@@ -95,15 +95,15 @@ class Problem:
 
 def _in_order(graph: StepGraph, ops: Sequence[Op]) -> Iterator[tuple[Op, Op]]:
     """Yield pairs of ops that keep their order: (the first one, the next one)."""
-    sums, chunks = defaultdict[tuple[str, int], list[Op]](list), defaultdict[tuple[int, str], list[Op]](list)
+    sums, chunks = defaultdict[object, list[Op]](list), defaultdict[tuple[int, str], list[Op]](list)
     for op in ops:
         if op.kind == REDUCE:
             chunks[op.layer, graph.chunk(op).name].append(op)
         elif op.direction == "B" and graph.channel(op) is None:
-            sums[op.kind, op.layer].append(op)
+            sums["tied" if graph.tied and op.kind in (EMBED, HEAD) else (op.kind, op.layer)].append(op)
     parts = graph.batch_degree
     for same in sums.values():  # backward reaches the last part of a micro-batch first
-        yield from pairwise(sorted(same, key=lambda op: (op.micro_batch // parts, -op.micro_batch, -op.part)))
+        yield from pairwise(sorted(same, key=lambda op: (op.micro_batch // parts, op.kind == EMBED, -op.micro_batch, -op.part)))
     for same in chunks.values():
         yield from pairwise(sorted(same))
 

@@ -174,6 +174,7 @@ class Candidate:
             batch_degree=self.ordering.batch_degree,
             gathers=gathers(self.pieces.slicing, self.fold.cp),
             places=tuple(Place(*each) for each in self.ownership.places),
+            tied=self.job.model.tied_embeddings and self.fold.pp == 1,
             later=leaves_weights(self.job.model) if self.ordering.weights_apart else (),
         )
 

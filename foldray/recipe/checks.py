@@ -7,7 +7,7 @@ from foldray.errors import UserError, multiples_near
 from foldray.fold import divisors, nearest_disjoint, nearest_folds
 from foldray.recipe.bounds import MOST_SETTINGS
 from foldray.recipe.description import Description
-from foldray.schedule import AF_PIPE, OVERLAPS, PipelineGraph, Slicing, check_pipeline, overlap_kind
+from foldray.schedule import AF_PIPE, LIST, OVERLAPS, PipelineGraph, Slicing, check_pipeline, overlap_kind
 
 _MOST_PARAMETERS, _MOST_EXPERTS, _MOST_CHUNKS = 10**14, 2**18, 2**20
 
@@ -62,9 +62,9 @@ def _check_placement(recipe: Description) -> None:
         rule = f"attention + experts must be cluster.workers={workers}"
         raise UserError("placement", f"{attention} + {experts}", rule)
     for key, value in (("kind", kind), ("backward", recipe.schedule.backward)):
-        if value is not None and overlap_kind(value).order is not None:
-            rule = "orders workers that have both attention and experts; with placement, af_pipe orders the whole step"
-            raise UserError(f"schedule.{key}", value, rule, [AF_PIPE.name])
+        if value is not None and not overlap_kind(value).for_placement:
+            rule = "orders workers that have both attention and experts; with placement, the whole step has one order"
+            raise UserError(f"schedule.{key}", value, rule, [AF_PIPE.name, LIST.name])
     if recipe.moe.backend == "tutel":
         rule = "Tutel's kernels copy the rows of workers that have both attention and experts; placement needs other kernels"
         raise UserError("moe.backend", recipe.moe.backend, rule, ["torch", "deepspeed"])
@@ -103,6 +103,12 @@ def _check_schedule(recipe: Description) -> None:
             raise UserError(f"schedule.{key}", value, f"kind={schedule.kind} cuts nothing; choose a kind that overlaps", [1])
     if schedule.backward is not None and not overlap_kind(schedule.backward).cuts:
         raise UserError("schedule.backward", schedule.backward, "cuts nothing; choose a kind that overlaps", ["null"])
+    own, back = overlap_kind(schedule.kind), schedule.backward and overlap_kind(schedule.backward)
+    if back and any(row.weaves or row.found for row in (own, back)):
+        rule = f"{schedule.kind if own.weaves or own.found else back.name} orders both directions"
+        raise UserError("schedule.backward", schedule.backward, rule, ["null"])
+    if schedule.ahead is not None and not own.found:
+        raise UserError("schedule.ahead", schedule.ahead, f"has no meaning with kind={schedule.kind}, only with list", ["null"])
     if recipe.training.micro_batch % schedule.batch_degree:
         rule = f"must divide training.micro_batch={recipe.training.micro_batch}, which it cuts"
         raise UserError("schedule.batch_degree", schedule.batch_degree, rule, divisors(recipe.training.micro_batch))

@@ -124,7 +124,7 @@ class Description(Strict):
         return make_ordering(
             self._sequences, schedule.kind, schedule.degree, lag, schedule.backward, backward_lag,
             schedule.slicing, schedule.slices, schedule.batch_degree, reduction, schedule.recompute,
-            schedule.weight_gradients == "apart",
+            schedule.weight_gradients == "apart", 1 if schedule.ahead is None else schedule.ahead,
         )  # fmt: skip
 
     @property

@@ -13,7 +13,7 @@ from foldray.fold import divisors
 from foldray.recipe.checks import check_all
 from foldray.recipe.description import Description
 from foldray.recipe.reading import apply
-from foldray.schedule import AF_PIPE, OVERLAPS, Ordering, named_ordering
+from foldray.schedule import AF_PIPE, LIST, OVERLAPS, Ordering, named_ordering
 
 
 class Recipe(Description):
@@ -46,9 +46,10 @@ class Recipe(Description):
             UserError: the name is illegal, or the ordering does not fit this recipe.
         """
         ordering = named_ordering(name, self.data.seq_len, self.slice_cost, self.slice_unit)
-        if (ordering.forward.row.order is None) != (self.placement is not None):
+        row = ordering.forward.row
+        if row.order is None if self.placement is None else not row.for_placement:
             rule = "needs the section placement" if self.placement is None else "orders no experts with workers of their own"
-            raise UserError("schedule", name, rule, OVERLAPS if self.placement is None else [AF_PIPE.name])
+            raise UserError("schedule", name, rule, OVERLAPS if self.placement is None else [AF_PIPE.name, LIST.name])
         if self.training.micro_batch % ordering.batch_degree:
             rule = f"has {ordering.batch_degree} parts along the batch; this number must divide training.micro_batch"
             raise UserError("schedule", name, rule, divisors(self.training.micro_batch))

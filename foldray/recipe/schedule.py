@@ -21,7 +21,8 @@ class ScheduleSpec(Strict):
     kind: OverlapName = Field(
         SEQUENTIAL.name,
         description="How pieces overlap. `sequential` cuts nothing and hides no all-to-all; every other kind lets one piece "
-        "compute while another travels. `module:NAME` names a kind of your own.",
+        "compute while another travels. `weave` and `list` also let one micro-batch compute while rows of another one travel. "
+        "`list` finds its order by the times of the ops in the second step. `module:NAME` names a kind of your own.",
     )
     backward: Annotated[str, among(("a kind",), overlap_kind)] | None = Field(
         None, description="Kind of the backward pass. Null is the same as `kind`."
@@ -75,7 +76,14 @@ class ScheduleSpec(Strict):
         "together",
         description="When backward computes the gradients of weights. `together` computes them with those of activations. "
         "`apart` computes them while the next rows or activations travel, and keeps what they need until then. The gradients "
-        "have the same bits.",
+        "have the same bits. `kind: list` sets it to `apart`.",
+    )
+    ahead: int | None = Field(
+        None,
+        ge=0,
+        le=MOST_PIECES,
+        description="Micro-batches that a worker may begin before earlier ones have ended, beyond those of the pipeline's own "
+        "order. More of them hide more communication, and keep more activations. Only `kind: list` has this choice. Null is 1.",
     )
     reduction: Literal["end", "buckets", "chunks"] = Field(
         "end",
@@ -128,4 +136,5 @@ class ScheduleSpec(Strict):
             row = overlap_kind(given["kind"])
         except (UserError, TypeError, KeyError, AttributeError):
             return given  # validation refuses it, or takes the default
-        return {"batch_degree": row.batch_degree, "reduction": row.reduction, **given}
+        weights = "apart" if row.weights_apart else "together"
+        return {"batch_degree": row.batch_degree, "reduction": row.reduction, "weight_gradients": weights, **given}

@@ -9,9 +9,10 @@ import torch
 
 from foldray.comm import Groups, Pending
 from foldray.errors import UserError
-from foldray.finding import settle
+from foldray.finding import Found, settle
 from foldray.kinds import HANDOVER, REDUCE
 from foldray.model import Batch, Losses, Transformer
+from foldray.runtime.found import find_together
 from foldray.runtime.gradients import Gradients
 from foldray.runtime.halves import micro_batch_type
 from foldray.runtime.trace import Trace
@@ -55,6 +56,7 @@ class Execution:
     ):
         self.model, self.groups, self.gradients, self.reduces = model, groups, gradients, reduces
         self.trace: Trace | None = None
+        self.found: Found | None = None  # on rank 0, what was found last
         self.last: StepGraph | None = None  # graph of the last training step
         self.weights: Weights | None = None
         self.reorder(ordering or Ordering())
@@ -73,7 +75,7 @@ class Execution:
         return ordering.costs is None and (ordering.open or (self.reduces and ordering.reduction.gives_way))
 
     def learn_costs(self) -> None:
-        """Choose the open lags, and when gradients leave, by the times of the ops of the last training step.
+        """Choose the open lags, the found list, and when gradients leave, by the times of the ops of the last training step.
 
         `trace` must have recorded that step. All ranks must call this.
         """
@@ -84,8 +86,14 @@ class Execution:
         # The ranks of a stage must choose the same list, so all of them use the times of all of them.
         everyone = self._stage.all_gather(own).cpu().view(-1, *own.shape).tolist()
         recordings = [Recording(order, {op: Span(*span) for op, span in zip(order, each, strict=True)}) for each in everyone]
-        stage = self.model.stages[0].number
-        self.reorder(settle(self.ordering, self.last, stage, op_costs(self.last, recordings)))
+        costs = op_costs(self.last, recordings)
+        if self.ordering.forward.row.found:
+            recording = Recording(order, spans)
+            found = find_together(self.groups, self.last, recording, costs, self.ordering.ahead, own.device)
+            self.reorder(self.ordering._replace(costs=costs, found=found[0]))
+            self.found = found[1]
+        else:
+            self.reorder(settle(self.ordering, self.last, self.model.stages[0].number, costs))
 
     def train(self, batches: Sequence[Batch]) -> list[Losses]:
         """Run forward and backward of one optimizer step.
@@ -132,6 +140,7 @@ class Execution:
             chunks=self._chunks() if self.reduces and backward else (),
             gathers=gathers(slicing, self.groups.fold.cp),
             later=leaves_weights(model.spec) if self.ordering.weights_apart and backward else (),
+            tied=model.spec.tied_embeddings and self.groups.fold.pp == 1,
             places=tuple(Place(*each) for each in model.ownership.places),
         )
 

@@ -9,10 +9,11 @@ from foldray.schedule.graph import Channel, Graph, PipelineGraph
 from foldray.schedule.handovers import place_handovers, with_handovers
 from foldray.schedule.lists import expand, position_list, stage_order, step_schedule
 from foldray.schedule.op import Direction, Op, Schedule, handover, stage
-from foldray.schedule.ordering import Ordering, Sequences, make_ordering, named_ordering
+from foldray.schedule.ordering import FoundList, Ordering, Sequences, make_ordering, named_ordering
 from foldray.schedule.overlaps import (
     AF_PIPE,
     KINDS,
+    LIST,
     ONE_A_ONE_M,
     OVERLAPS,
     SEARCHED,
@@ -34,6 +35,7 @@ __all__ = [
     "AF_PIPE",
     "COMPUTE",
     "KINDS",
+    "LIST",
     "ONE_A_ONE_M",
     "OVERLAPS",
     "REDUCTIONS",
@@ -47,6 +49,7 @@ __all__ = [
     "CompiledSchedule",
     "Cost",
     "Direction",
+    "FoundList",
     "Graph",
     "LaneSeconds",
     "Op",

@@ -50,6 +50,8 @@ def position_list(graph: StepGraph, position: int, ordering: Ordering) -> tuple[
     Raises:
         UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
     """
+    if ordering.found is not None and ordering.found.graph == graph:
+        return ordering.found.order
     if graph.apart:
         order = _with_weights(graph, af_pipe(graph)[position])
     else:

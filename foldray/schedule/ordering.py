@@ -6,9 +6,23 @@ from typing import NamedTuple
 
 from foldray.errors import UserError
 from foldray.schedule.chunks import REDUCTIONS, Reduction
+from foldray.schedule.op import Op
 from foldray.schedule.overlaps import KINDS, Overlap, overlap_kind
 from foldray.schedule.slicing import SliceCost, Slicing, slice_sequence
+from foldray.schedule.step_graph import StepGraph
 from foldray.schedule.traffic import OpCosts
+
+
+class FoundList(NamedTuple):
+    """A list that was found for a step (`finding.find`).
+
+    Args:
+        graph: the graph of the step. Steps with another graph have lists by name.
+        order: the list of this rank's position.
+    """
+
+    graph: StepGraph
+    order: tuple[Op, ...]
 
 
 class Ordering(NamedTuple):
@@ -21,8 +35,10 @@ class Ordering(NamedTuple):
         batch_degree: number of parts that a micro-batch is cut into along the batch (FlowMoE's R). Their pieces overlap.
         reduction: when gradients are reduced.
         weights_apart: whether gradients of weights are ops of their own, while others travel (`StepGraph.later`).
+        ahead: micro-batches that a position may begin beyond those of the pipeline's own order, for a kind that is found.
         costs: the times of the ops. `chunks` uses them to let all-to-alls go first. With None, chunks leave as soon as they
             are ready.
+        found: the list that was found, for a kind that is found.
     """
 
     forward: Overlap = Overlap("sequential")
@@ -32,17 +48,19 @@ class Ordering(NamedTuple):
     batch_degree: int = 1
     reduction: Reduction = Reduction()
     weights_apart: bool = False
+    ahead: int = 1
     costs: OpCosts | None = None
+    found: FoundList | None = None
 
     @property
     def goes_by_costs(self) -> bool:
-        """Whether the lists depend on `costs`, or a lag is still to be chosen by them."""
+        """Whether the lists depend on `costs`, or lags or lists are still to be chosen by them."""
         return self.reduction.gives_way or self.open
 
     @property
     def open(self) -> bool:
-        """Whether a lag is not chosen yet."""
-        return self.forward.open or self.backward.open
+        """Whether a lag is not chosen yet, or the list is not found yet."""
+        return self.forward.open or self.backward.open or (self.forward.row.found and self.found is None)
 
 
 class Sequences(NamedTuple):
@@ -80,6 +98,7 @@ def make_ordering(
     reduction: Reduction | None = None,
     recompute: tuple[str, ...] = (),
     weights_apart: bool = False,
+    ahead: int = 1,
 ) -> Ordering:
     """Return the ordering for the settings of a recipe.
 
@@ -95,6 +114,7 @@ def make_ordering(
         reduction: when gradients are reduced; None is at the end.
         recompute: kinds of ops whose forward runs again.
         weights_apart: whether gradients of weights are ops of their own.
+        ahead: micro-batches that a position may begin beyond those of the pipeline's own order.
 
     Raises:
         UserError: no kind has this name, or sequences cannot be cut in this way.
@@ -104,7 +124,7 @@ def make_ordering(
         whole = not overlap_kind(kind).cuts_attention
         cut = cut._replace(attention=(sequences.length,) if whole else slices or cut.attention)
     ways = Overlap(kind, lag), Overlap(backward or kind, backward_lag)
-    return Ordering(*ways, cut, recompute, batch_degree, reduction or Reduction(), weights_apart)
+    return Ordering(*ways, cut, recompute, batch_degree, reduction or Reduction(), weights_apart, ahead)
 
 
 def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1) -> Ordering:
@@ -112,9 +132,9 @@ def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1
 
     Examples are `stream:4:2`, `flow@4+chunks=1000000` and `moe_only:4+buckets`. KIND is a row of `KINDS`. Slices are
     time-uniform; `-even` after the kind, as in `one_a_one_m-even:4`, makes them equal. After that, `-apart` makes gradients of
-    weights ops of their own, as in `sequential-apart`. DEGREE is 1 by default, and BACKWARD_LAG is the same as LAG. PARTS
-    (along the batch) and REDUCTION have the defaults of the kind; `flow` has two parts, and `chunks`. A name that cuts nothing
-    gives the `sequential` ordering.
+    weights ops of their own, as in `sequential-apart`; those of `list` always are. DEGREE is 1 by default, and BACKWARD_LAG is
+    the same as LAG. PARTS (along the batch) and REDUCTION have the defaults of the kind; `flow` has two parts, and `chunks`. A
+    name that cuts nothing gives the `sequential` ordering, except for `weave` and `list`.
 
     Args:
         length, cost, multiple_of: the sequences to cut (`Sequences`).
@@ -142,13 +162,14 @@ def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1
         raise UserError("schedule", name, "has a 0; degrees, lags and parts are at least 1")
     if not row.cuts and (degree > 1 or batch_degree > 1):
         raise UserError("schedule", name, f"{kind} cuts nothing", [kind])
-    if degree == 1 and batch_degree == 1 and row.order is not None:
-        return Ordering(reduction=reduction, weights_apart=cut != given)
+    apart = cut != given or row.weights_apart
+    if degree == 1 and batch_degree == 1 and row.needs_pieces:
+        return Ordering(reduction=reduction, weights_apart=apart)
     slicing = "token_uniform" if cut != kind else "time_uniform"
     sequences = Sequences(length, cost, multiple_of)
     return make_ordering(
         sequences, kind, degree, lag, backward_lag=backward_lag, slicing=slicing, batch_degree=batch_degree,
-        reduction=reduction, weights_apart=cut != given,
+        reduction=reduction, weights_apart=apart,
     )  # fmt: skip
 
 

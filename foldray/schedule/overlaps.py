@@ -29,7 +29,9 @@ class OverlapKind(NamedTuple):
         has_lag: whether `order` uses the lag.
         weaves: whether the forward of one micro-batch and the backward of another one run at once (`weave`). Both directions
             then have this kind.
-        batch_degree, reduction: defaults for recipes with this kind.
+        found: whether the lists of whole steps are found once the times of the ops are known (`finding.find`). Until then, and
+            in evaluation, `order` orders them. Both directions then have this kind.
+        weights_apart, batch_degree, reduction: defaults for recipes with this kind.
         searched: whether the tuner tries this kind by default. The planner tries all.
     """
 
@@ -42,9 +44,21 @@ class OverlapKind(NamedTuple):
     drains: bool = True
     has_lag: bool = False
     weaves: bool = False
+    found: bool = False
+    weights_apart: bool = False
     batch_degree: int = 1
     reduction: str = "end"
     searched: bool = False
+
+    @property
+    def for_placement(self) -> bool:
+        """Whether the kind orders steps whose experts have ranks of their own."""
+        return self.order is None or self.found
+
+    @property
+    def needs_pieces(self) -> bool:
+        """Whether the kind hides something only if sequences or micro-batches are cut."""
+        return self.order is not None and not (self.weaves or self.found)
 
 
 SEQUENTIAL = OverlapKind(
@@ -69,12 +83,18 @@ WEAVE = OverlapKind(
     "weave", "DualPipe, Megatron-Core", "all-to-alls of one micro-batch's forward behind another one's backward",
     experts_some_behind, drains=False, weaves=True,
 )  # fmt: skip
+LIST = OverlapKind(
+    "list", "this project", "what can be hidden, by the measured times of the ops", experts_some_behind, drains=False, found=True,
+    weights_apart=True,
+)  # fmt: skip
 FLOW = OverlapKind(
     "flow", "FlowMoE, section 3.2", "as aaam, over parts of a micro-batch, with gradients in the gaps", all_attention_first,
     batch_degree=2, reduction="chunks",
 )  # fmt: skip
 
-OVERLAPS: Mapping[str, OverlapKind] = {row.name: row for row in (SEQUENTIAL, MOE_ONLY, AAAM, ONE_A_ONE_M, STREAM, WEAVE, FLOW)}
+OVERLAPS: Mapping[str, OverlapKind] = {
+    row.name: row for row in (SEQUENTIAL, MOE_ONLY, AAAM, ONE_A_ONE_M, STREAM, WEAVE, LIST, FLOW)
+}
 """Kinds for attention and experts on the same ranks."""
 AF_PIPE = OverlapKind("af_pipe", "DisagMoE, section 4.2", "rows between attention's ranks and the experts'", None)
 KINDS: Mapping[str, OverlapKind] = {**OVERLAPS, AF_PIPE.name: AF_PIPE}

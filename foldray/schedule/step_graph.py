@@ -93,6 +93,7 @@ class StepGraph:
         chunks: for every position, the chunks in which its gradients are reduced. Empty if the step reduces no gradients.
         places: for every block, the positions of its two halves. Empty if both are at the position of the block's stage.
         gathers: whether the keys and values of a slice are gathered from other ranks, in ops of their own.
+        tied: whether embedding and head add to the same gradients at one position.
     """
 
     stages: tuple[tuple[BlockSpec, ...], ...]
@@ -107,6 +108,7 @@ class StepGraph:
     places: tuple[Place, ...] = ()
     gathers: bool = False
     later: tuple[str, ...] = ()
+    tied: bool = False
 
     @cached_property
     def positions(self) -> int:

@@ -1,7 +1,7 @@
 """Spans of ops, recorded or simulated: their sums, drawings and traces, and simulations that use recorded times."""
 
 from foldray.timeline.perfetto import perfetto
-from foldray.timeline.recorded import Recording, op_costs, replay, slice_timings
+from foldray.timeline.recorded import Recording, message_seconds, op_costs, replay, slice_timings
 from foldray.timeline.simulator import Simulation, simulate
 from foldray.timeline.text import draw_text
 from foldray.timeline.usage import Usage, held_up, length, merged, overlaps, queued, usage
@@ -14,6 +14,7 @@ __all__ = [
     "held_up",
     "length",
     "merged",
+    "message_seconds",
     "op_costs",
     "overlaps",
     "perfetto",

@@ -193,6 +193,20 @@ def recorded_cost(graph: Graph, recordings: Sequence[Recording]) -> Cost:
     return cost
 
 
+def message_seconds(graph: StepGraph, recordings: Sequence[Recording]) -> dict[tuple[str, str, int], float]:
+    """Return the seconds of what travels between positions, by (kind, direction, part): medians over blocks and micro-batches.
+
+    Args:
+        graph: the graph of the recorded step.
+        recordings: for every position, recorded messages of one rank, after one op that computes there.
+    """
+    took: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    if len(recordings) > 1:
+        for ranked, seconds in _Ranks(graph, recordings).travel(recordings).items():
+            took[ranked.op.kind, ranked.op.direction, ranked.op.part].append(seconds)
+    return {key: median(seconds) for key, seconds in took.items()}
+
+
 def op_costs(graph: StepGraph, recordings: Sequence[Recording]) -> OpCosts:
     """Return the times of a recorded step's ops, for `by_urgency` and `settle`: medians over blocks and micro-batches.
 
