@@ -86,7 +86,7 @@ class Execution:
         # The ranks of a stage must choose the same list, so all of them use the times of all of them.
         everyone = self._stage.all_gather(own).cpu().view(-1, *own.shape).tolist()
         recordings = [Recording(order, {op: Span(*span) for op, span in zip(order, each, strict=True)}) for each in everyone]
-        costs = op_costs(self.last, recordings)
+        costs, self.found = op_costs(self.last, recordings), None
         if self.ordering.forward.row.found:
             recording = Recording(order, spans)
             found = find_together(self.groups, self.last, recording, costs, self.ordering.ahead, own.device)

@@ -28,11 +28,15 @@ ring, and C leaves them out.
 With --hosts 1 there is no communication to hide, and the times show the cost of pieces. With --peaks, the script measures
 memory instead of time.
 
-Forward and backward have separate times, because the loss is a barrier between them. No schedule of one step can be faster
-than the limit max(C_f, X_f) + max(C_b, X_b + G). "exposed" is the time in which a collective runs and nothing computes. "×
-limit" is the median over rounds of a step over its limit. "simulated" is the step that the simulator predicts from the
-recorded op times. A list starts some collectives ahead of computation; "seen" counts how many of these run during that
-computation, in the worst round.
+With --micro-batches, a step has several micro-batches of --batch sequences, all with the same text, so that all have the same
+rows.
+
+Forward and backward have separate times, because the loss is a barrier between them. No schedule that runs one micro-batch
+after the other can be faster than the limit max(C_f, X_f) + max(C_b, X_b + G). `weave` and `list` can. "× limit" and "× C" are
+the medians over rounds of a step over its limit, and over its computation alone. "exposed" is the time in which a collective
+runs and nothing computes. "simulated" is the step that the simulator predicts from the recorded op times. A list starts some
+collectives ahead of computation; "seen" counts how many of these run during that computation, in the worst round. "found" is
+what the simulator predicts for a found list, over the bound that no list can beat.
 """
 
 from __future__ import annotations
@@ -57,7 +61,7 @@ from foldray.runtime.peak import processor  # noqa: E402
 
 SIZES = {
     "hosts": 2, "batch": 1, "length": 4096, "hidden": 512, "heads": 8, "kv_heads": 8, "inner": 1024, "shared": 0, "blocks": 4,
-    "every": 1, "cp": 1,
+    "every": 1, "cp": 1, "micro_batches": 1,
 }  # fmt: skip
 WARM_UP = 2  # rounds
 SIDES = ("forward_ms", "backward_ms")
@@ -183,6 +187,13 @@ def over_limit(run: dict[str, Any], name: str) -> float:
     return statistics.median(step / least for step, least in zip(run[name]["step_ms"]["rounds"], limits(run, name), strict=True))
 
 
+def over_alone(run: dict[str, Any], name: str) -> float:
+    """Return a variant's step over its computation alone, the median over rounds."""
+    own = run[name]
+    alone = zip(*(own[f"alone_{side}"]["rounds"] for side in SIDES), strict=True)
+    return statistics.median(step / sum(sides) for step, sides in zip(own["step_ms"]["rounds"], alone, strict=True))
+
+
 def measured(run: dict[str, Any]) -> dict[str, Any]:
     """Return the variants and peers of a run, by name."""
     return {name: result for name, result in run.items() if isinstance(result, dict) and f"alone_{SIDES[0]}" in result}
@@ -201,14 +212,18 @@ def report_peaks(run: dict[str, Any]) -> None:
 def report(run: dict[str, Any]) -> None:
     """Print the table of one link."""
     print(f"{link_of(run)}, all-to-alls alone {ratio(run):.2f} × computation alone")
-    print(f"{'':<22}{'ms':>8}{'min':>8}{'max':>8}{'limit':>8}{'× limit':>9}", end="")
+    print(f"{'':<22}{'ms':>8}{'min':>8}{'max':>8}{'limit':>8}{'× limit':>9}{'× C':>8}", end="")
     print(f"{'forward':>9}{'backward':>9}{'exposed':>9}{'simulated':>10}{'seen':>9}")
     for name in (*(key for key in ("C", "X", "padded/C", "padded/X", "G") if key in run), *measured(run)):
         result = run[name]
         step = result["step_ms"]
         line = f"{name:<22}{step['median']:>8.0f}{step['min']:>8.0f}{step['max']:>8.0f}"
         is_variant = name in measured(run)
-        line += f"{statistics.median(limits(run, name)):>8.0f}{over_limit(run, name):>9.3f}" if is_variant else " " * 17
+        line += (
+            f"{statistics.median(limits(run, name)):>8.0f}{over_limit(run, name):>9.3f}{over_alone(run, name):>8.3f}"
+            if is_variant
+            else " " * 25
+        )
         line += f"{result['forward_ms']['median']:>9.0f}{result['backward_ms']['median']:>9.0f}"
         if is_variant and "exposed_comm_ms" in result:
             total = result["comm_ms"]["median"]
@@ -228,6 +243,9 @@ def report(run: dict[str, Any]) -> None:
             print(f"{name}: all-to-alls wait for chunks for {middle} ms (median), {high} (95 %), {most} (most)")
     for name, (forward, lag, backward, backward_lag) in run["chosen"].items():
         print(f"{name}: forward {forward} {lag}, backward {backward} {backward_lag}")
+    for name, found in run["found"].items():
+        print(f"{name}: found {found['seconds'] * 1e3:.0f} ms, {found['seconds'] / found['bound']:.3f} × the bound; ", end="")
+        print(f"{found['named']} {found['named_seconds'] * 1e3:.0f} ms; at most {found['alive']} micro-batches alive")
     for name, search in run["picked"].items():
         print(f"{name}: {search['pick'] / 2**10:.0f} KiB")
     print(flush=True)

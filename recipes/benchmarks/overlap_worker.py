@@ -25,6 +25,7 @@ from torch import Tensor
 from foldray.blueprint import Ownership
 from foldray.blueprint.layout import smallest_slice
 from foldray.comm import Groups, Pending
+from foldray.finding import Found
 from foldray.fold import Fold
 from foldray.model import Batch, Transformer, all_losses
 from foldray.moe import Exchange, Layer, Received, Sent
@@ -124,9 +125,10 @@ class Worker:
         text = torch.randint(
             0, self.spec.vocab, (args.batch, args.length + 1), generator=torch.Generator().manual_seed(self.groups.dp_rank)
         )
-        self.batches = [Batch(text[:, :-1], text[:, 1:])]
+        self.batches = [Batch(text[:, :-1], text[:, 1:])] * args.micro_batches
         self.cost = SliceCost.of_model(self.spec.hidden, self.spec.heads)
         self.chosen: dict[str, Ordering] = {}  # by variant, the ordering after the warm-up rounds
+        self.found: dict[str, Found] = {}  # by variant, the list that was found last
         self.picked: dict[str, dict[str, Any]] = {}  # by variant, the result of the search for the size of chunks
         self.measuring = False
         self.held_up: dict[str, list[float]] = {}  # by variant, seconds that all-to-alls waited for chunks ahead of them
@@ -191,13 +193,15 @@ class Worker:
         self.fullest = self.rows_of_the_fullest()
         if self.rank == 0:
             document = {name: _medians(rounds) for name, rounds in results.items()}
-            best = {name: [*chosen.forward, *chosen.backward] for name, chosen in self.chosen.items() if self._named(name).open}
+            lags = {name: chosen for name, chosen in self.chosen.items() if self._named(name).open and name not in self.found}
+            best = {name: [*chosen.forward, *chosen.backward] for name, chosen in lags.items()}
             more = {
                 "bytes": self.bytes_sent(),
                 "fullest": self.fullest,
                 "chosen": best,
                 "held_up": self.held_up,
                 "picked": self.picked,
+                "found": {name: {**found._asdict(), "schedule": ()} for name, found in self.found.items()},
             }
             self.args.result.write_text(json.dumps({**document, **more}))
         self.groups.close()
@@ -276,7 +280,7 @@ class Worker:
         """Return the bytes that a host sends in a step: dispatch and combine, forward and backward, of every MoE block."""
         held = self.args.batch * self.args.length // self.args.cp
         rows = held * self.spec.topk * (self.args.hosts - 1) // self.args.hosts
-        return 4 * len(self.spec.moe_layers) * rows * self.spec.hidden * 4
+        return self.args.micro_batches * 4 * len(self.spec.moe_layers) * rows * self.spec.hidden * 4
 
     def compute_alone(self) -> dict[str, float]:
         """Run the uncut blocks without all-to-alls."""
@@ -320,10 +324,10 @@ class Worker:
             begin = time.perf_counter()
             exchanges = [
                 self.groups.tokens.start_all_to_all(x_NH[: sum(leaving)], arriving, leaving)
-                for received, sent in rows
+                for received, sent in rows * self.args.micro_batches
                 for arriving, leaving in ((received, sent), (sent, received))
             ]
-            exchanges += [self.groups.context.start_all_gather(block) for _ in range(self.spec.layers)]
+            exchanges += [self.groups.context.start_all_gather(block) for _ in range(self.spec.layers * self.args.micro_batches)]
             for pending in exchanges:
                 pending.wait()
             times[f"{direction}_ms"] = (time.perf_counter() - begin) * 1e3
@@ -356,6 +360,8 @@ class Worker:
             execution.reorder(self._named(name)._replace(reduction=ordering.reduction))
             if execution.lacks_costs:
                 execution.learn_costs()
+                if execution.found:
+                    self.found[name] = execution.found
             self.chosen[name] = execution.ordering
         claimed, seen = overlaps(graph, execution.order(graph), trace.spans)
         simulated = replay(graph, recordings).seconds * 1e3
