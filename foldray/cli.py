@@ -214,7 +214,8 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     job = Job(model, given.seq_len, given.global_batch, given.dtype or "bf16")
     machines.peak(job.dtype)
     pins = {axis: getattr(given, axis) for axis in AXES if getattr(given, axis) is not None}
-    kinds = dict.fromkeys([*KINDS, *([recipe.schedule.kind] if recipe and not recipe.placement else [])])
+    own = [recipe.schedule.kind] if recipe and recipe.ordering.of_stages else []
+    kinds = dict.fromkeys([*KINDS, *own])
     zero = {"zero1": 1, "zero3": 3}[given.sharding]
     return Space(job, machines, given.gpus, pins, zero, kinds=tuple(kinds), imbalance=given.imbalance)
 

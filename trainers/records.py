@@ -104,6 +104,25 @@ class Settled(TypedDict):
     time: NotRequired[float]
 
 
+class Listed(TypedDict):
+    """The lists of a step that were found for one degree (`finding.Found`), by the measured times of ops."""
+
+    kind: Literal["listed"]
+    degree: int
+    seconds: float
+    """What the simulator predicts for the step."""
+    bound: float
+    """The seconds that no list can beat."""
+    named: str
+    named_seconds: float
+    """The fastest list with a name, and its seconds."""
+    alive: list[int]
+    """For every position, the most micro-batches that have begun there and not ended."""
+    lists: list[list[list[Any]]]
+    """For every position, its ops as [kind, direction, layer, part, micro_batch]. In the run folder, they have their own file."""
+    time: NotRequired[float]
+
+
 class Drifted(TypedDict):
     """Steps take another time than was found, and have done so for long. Training measures anew."""
 
@@ -122,7 +141,7 @@ class Saved(TypedDict):
     time: NotRequired[float]
 
 
-Record = Place | Step | Validation | Resumed | Tried | Settled | Drifted | Saved
+Record = Place | Step | Validation | Resumed | Tried | Settled | Listed | Drifted | Saved
 _RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")], config=ConfigDict(strict=True))
 _FINITE = ("loss", "lr", "tokens_per_s", "step_time_s", "bits_per_byte")
 _LONGEST_LINE = 1 << 28
@@ -141,6 +160,8 @@ class History:
         """Trials in order; a new search clears the trials of an earlier one."""
         self.settled: dict[int, Settled] = {}
         """The chosen order by degree; the newest counts."""
+        self.listed: dict[int, Listed] = {}
+        """The found lists by degree; the newest count."""
         self.drifts: list[Drifted] = []
         self.imbalance: dict[int, np.ndarray] = {}
         """By step: the load of the busiest expert over the mean load, for every MoE layer."""
@@ -193,6 +214,8 @@ class History:
             self.tried.append(record)
         elif record["kind"] == "settled":
             self.settled[record["degree"]] = record
+        elif record["kind"] == "listed":
+            self.listed[record["degree"]] = record
         elif record["kind"] == "drifted":
             self.drifts.append(record)
         else:

@@ -47,7 +47,7 @@ def predict_rows(table: Settings, hardware: Hardware) -> Predictions:
             peak_bytes.append(max(side.total for side in apart.memory()))
             continue
         work = OpWork(candidate, device, memo=shared_costs)
-        whole = len(table.rows) <= _MOST_SIMULATED or candidate.ordering.weights_apart
+        whole = len(table.rows) <= _MOST_SIMULATED or not candidate.ordering.of_stages
         seconds.append(whole_seconds(candidate, work) if whole else Step(candidate, work).prediction().seconds)
         peak_bytes.append(ledger(candidate, work.rank).total)
     return Predictions(seconds, peak_bytes)

@@ -47,7 +47,7 @@ class Found(NamedTuple):
     alive: tuple[int, ...]
 
 
-def find(graph: StepGraph, cost: Cost, ahead: int = 1) -> Found:
+def find(graph: StepGraph, cost: Cost, ahead: int = 1, moves: bool = True) -> Found:
     """Return the fastest schedule that is found at given costs. The same arguments give the same schedule.
 
     First, the fastest of the named lists is found. Then list scheduling runs the step by several rules, one of which follows that
@@ -57,6 +57,7 @@ def find(graph: StepGraph, cost: Cost, ahead: int = 1) -> Found:
         graph: the graph of the step.
         cost: the cost of every op.
         ahead: micro-batches that may be alive at a position beyond those of the pipeline's own order.
+        moves: whether local moves improve the fastest step.
 
     Raises:
         UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
@@ -77,7 +78,7 @@ def find(graph: StepGraph, cost: Cost, ahead: int = 1) -> Found:
             if best is None or step.seconds < best[0].seconds:
                 best = step, rule
     assert best is not None
-    step = improve(problem, *best, min(_MOST_RUNS, _WORK // len(problem.ops)), bound)
+    step = improve(problem, *best, min(_MOST_RUNS, _WORK // len(problem.ops)) if moves else 0, bound)
     found = step.schedule(problem)
     seconds = max(span.end for span in times(graph, found, cost).values())
     if seconds >= named_seconds:

@@ -59,18 +59,41 @@ def ledger(candidate: Candidate, rank: RankCosts, imbalance: float = 1.0) -> Mem
         rank: the costs of the candidate's ranks.
         imbalance: rows of the fullest rank over the mean.
     """
-    found = peak_memory(rank, candidate.layout, candidate.pipeline, candidate.pieces, imbalance)
+    ordering = candidate.ordering
+    keeping = Keeping(ordering.more_alive, ordering.weights_apart and ordering.forward.row.found)
+    found = peak_memory(rank, candidate.layout, candidate.pipeline, candidate.pieces, imbalance, keeping)
     if not candidate.graph.later:
         return found
     return found._replace(buffers=found.buffers + max(operands(rank, block, imbalance) for block in rank.job.blocks))
 
 
+class Keeping(NamedTuple):
+    """What a schedule keeps beyond the activations of the pipeline's own order.
+
+    Args:
+        more: micro-batches that are alive beyond those of that order.
+        operands: whether a micro-batch may have gone backward through any of its blocks, and all gradients of weights are left.
+    """
+
+    more: int = 0
+    operands: bool = False
+
+
+_NO_MORE = Keeping()
+
+
 def peak_memory(
-    rank: RankCosts, layout: PipelineLayout, pipeline: PipelineGraph, pieces: Pieces, imbalance: float = 1.0
+    rank: RankCosts,
+    layout: PipelineLayout,
+    pipeline: PipelineGraph,
+    pieces: Pieces,
+    imbalance: float = 1.0,
+    keeping: Keeping = _NO_MORE,
 ) -> Memory:
-    """Return the same as `ledger`, for all candidates with this layout, pipeline and pieces."""
+    """Return the same as `ledger`, for all candidates with this layout, pipeline, pieces and keeping."""
     places = _fullest_places(layout)
-    return max((_position(rank, layout, place, pipeline, pieces, imbalance) for place in places), key=lambda each: each.total)
+    found = (_position(rank, layout, place, pipeline, pieces, imbalance, keeping) for place in places)
+    return max(found, key=lambda each: each.total)
 
 
 def _fullest_places(layout: PipelineLayout) -> list[int]:
@@ -79,13 +102,19 @@ def _fullest_places(layout: PipelineLayout) -> list[int]:
 
 
 def _position(
-    rank: RankCosts, layout: PipelineLayout, place: int, pipeline: PipelineGraph, pieces: Pieces, imbalance: float
+    rank: RankCosts,
+    layout: PipelineLayout,
+    place: int,
+    pipeline: PipelineGraph,
+    pieces: Pieces,
+    imbalance: float,
+    keeping: Keeping,
 ) -> Memory:
     content, sliced = layout.positions.content(place), pieces.slicing.degree > 1
-    kept = sum(
-        count * block_activations(rank, block, pieces.recompute, sliced, imbalance)
-        for block, count in blocks_in_flight(layout, pipeline, place)
-    )
+    kept = 0.0
+    for block, count in blocks_in_flight(layout, pipeline, place, keeping.more):
+        each = block_activations(rank, block, pieces.recompute, sliced, imbalance)
+        kept += count * (max(each, operands(rank, block, imbalance)) if keeping.operands else each)
     logits = 0.0
     if content.head:
         tokens = max(pieces.slicing.moe) * rank.sequences
@@ -156,12 +185,16 @@ def in_flight(graph: PipelineGraph, place: int) -> Mapping[int, int]:
 
 
 @lru_cache(maxsize=16384)
-def blocks_in_flight(layout: PipelineLayout, graph: PipelineGraph, place: int) -> list[tuple[BlockSpec, int]]:
-    """Return (block, number of activations of such blocks that a position keeps, over all micro-batches in flight)."""
+def blocks_in_flight(layout: PipelineLayout, graph: PipelineGraph, place: int, more: int = 0) -> list[tuple[BlockSpec, int]]:
+    """Return (block, number of activations of such blocks that a position keeps, over all micro-batches in flight).
+
+    Args:
+        more: micro-batches in flight beyond those of the pipeline's own order.
+    """
     found = Counter[BlockSpec]()
     for stage, flying in in_flight(graph, place).items():
         for block, count in layout.contents[layout.form_of[stage]].blocks:
-            found[block] += flying * count
+            found[block] += min(flying + more, graph.micro_batches) * count
     return list(found.items())
 
 

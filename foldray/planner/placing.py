@@ -152,7 +152,7 @@ def predicted_seconds(candidate: Candidate, hardware: Hardware) -> float:
     device = Device.of(candidate.job, hardware)
     if candidate.fold.disjoint:
         return apart_seconds(ApartWork(candidate, Sides(device, device)))
-    if candidate.ordering.weights_apart:  # `predict` has no parts with such ops
+    if not candidate.ordering.of_stages:  # `predict` puts steps together from passes of stages
         return whole_seconds(candidate, OpWork(candidate, device)) * (1 + straggling(candidate.fold.world_size, device))
     return predict(candidate, hardware).seconds
 

@@ -17,7 +17,8 @@ DEGREES = (2, 4, 8)
 BATCH_DEGREES = (1, 2)
 RECOMPUTE: tuple[tuple[str, ...], ...] = ((), (EXPERT,), (ATTENTION, FFN, EXPERT))
 MICRO_BATCHES = (1, 2, 4)
-KINDS = tuple(OVERLAPS)
+KINDS = tuple(name for name, row in OVERLAPS.items() if row.of_stages)
+"""Kinds whose steps the search puts together from passes of stages."""
 REDUCTIONS = (*(Reduction("chunks", size << 20) for size in (64, 16, 4, 1)), Reduction("buckets"), Reduction("end"))
 
 

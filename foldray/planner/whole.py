@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from foldray.finding import find
 from foldray.kinds import REDUCE
 from foldray.planner.apart import ApartWork
 from foldray.planner.candidate import Candidate
@@ -17,10 +18,14 @@ from foldray.timeline.simulator import Simulation, simulate
 def simulate_step(candidate: Candidate, work: OpWork) -> Simulation:
     """Simulate every op of a step up to the end of the last reduction, without the optimizer and the gather of weights.
 
+    A found list is that of list scheduling, without local moves, which take long and gain some percent.
+
     Raises:
         UserError: the virtual stages do not fit the micro-batches.
     """
     graph, ordering = candidate.reducing, candidate.ordering
+    if ordering.forward.row.found:
+        return simulate(graph, find(graph, work.cost, ordering.ahead, moves=False).schedule, work.cost)
     costs = _op_costs(graph, work) if ordering.goes_by_costs else None
     return simulate(graph, step_schedule(graph, ordering.forward, ordering.backward, ordering.reduction, costs), work.cost)
 

@@ -58,6 +58,16 @@ class Ordering(NamedTuple):
         return self.reduction.gives_way or self.open
 
     @property
+    def of_stages(self) -> bool:
+        """Whether a step consists of passes of stages, one after another, without gradients of weights apart."""
+        return self.forward.row.of_stages and self.backward.row.of_stages and not self.weights_apart
+
+    @property
+    def more_alive(self) -> int:
+        """Micro-batches that may be alive at a position beyond those of the pipeline's own order."""
+        return self.ahead if self.forward.row.found else int(self.forward.row.weaves)
+
+    @property
     def open(self) -> bool:
         """Whether a lag is not chosen yet, or the list is not found yet."""
         return self.forward.open or self.backward.open or (self.forward.row.found and self.found is None)
@@ -163,7 +173,7 @@ def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1
     if not row.cuts and (degree > 1 or batch_degree > 1):
         raise UserError("schedule", name, f"{kind} cuts nothing", [kind])
     apart = cut != given or row.weights_apart
-    if degree == 1 and batch_degree == 1 and row.needs_pieces:
+    if degree == 1 and batch_degree == 1 and row.of_stages:
         return Ordering(reduction=reduction, weights_apart=apart)
     slicing = "token_uniform" if cut != kind else "time_uniform"
     sequences = Sequences(length, cost, multiple_of)

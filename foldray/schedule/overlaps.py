@@ -56,8 +56,8 @@ class OverlapKind(NamedTuple):
         return self.order is None or self.found
 
     @property
-    def needs_pieces(self) -> bool:
-        """Whether the kind hides something only if sequences or micro-batches are cut."""
+    def of_stages(self) -> bool:
+        """Whether the kind orders one pass of a stage at a time. It then hides something only if a micro-batch is cut."""
         return self.order is not None and not (self.weaves or self.found)
 
 

@@ -1,4 +1,4 @@
-"""The run folder: `recipe.yaml`, `metrics.jsonl`, `run.json` and the pictures. Only the driver writes them."""
+"""The run folder: `recipe.yaml`, `metrics.jsonl`, `run.json`, found lists and the pictures. Only the driver writes them."""
 
 from __future__ import annotations
 
@@ -103,6 +103,9 @@ class RunFolder:
 
     def receive(self, record: Record) -> None:
         """Write a record. At a validation, draw the pictures again, but at most twice a minute."""
+        if record["kind"] == "listed":
+            (self.path / f"list-{record['degree']}.json").write_text(as_json(record) + "\n")
+            record = {**record, "lists": []}
         self.history.receive(record)
         with self._metrics.open("a") as lines:  # closing flushes the file, so its readers see complete lines
             lines.write(as_json(record) + "\n")

@@ -114,6 +114,10 @@ class Progress:
         elif record["kind"] == "settled":
             order = f"{record['forward']} forward, {record['backward']} backward"
             self._say(f"{self._name}: order of {record['degree']} pieces: {order}")
+        elif record["kind"] == "listed":
+            gain, over = record["named_seconds"] / record["seconds"], record["seconds"] / record["bound"]
+            words = f"{over:.2f} × the least possible time of a step, {gain:.2f} × as fast as {record['named']}"
+            self._say(f"{self._name}: list of {record['degree']} pieces found: {words}, by the simulator")
         elif record["kind"] == "drifted":
             now, found = record["step_time_s"], record["found_s"]
             self._say(f"{self._name}: steps now take {now:.3g} s instead of {found:.3g} s, so foldray measures anew")

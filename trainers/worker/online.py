@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
 from foldray.comm import Groups
 from foldray.runtime import Execution, Trace
 from foldray.schedule import Ordering
-from trainers.records import Drifted, Settled, Tried
+from trainers.records import Drifted, Listed, Settled, Tried
 
 SMALLEST = 64 << 10  # bytes; for smaller messages, every network needs nearly all the time to start them
 STEPS = 8  # steps of each trial; FlowMoE (section 4.1) takes ten, but here a run-off follows
@@ -55,7 +55,7 @@ class Search(Protocol):
 MakeSearch = Callable[[Sequence[int], tuple[int, int] | None], Search]
 """Makes a search from the degrees, and from the smallest and the largest size of chunks (None if the size is settled)."""
 
-Tell = Callable[[Tried | Settled | Drifted], None]
+Tell = Callable[[Tried | Settled | Listed | Drifted], None]
 """Takes a record of what was found."""
 
 Steps = Generator[None, float, None]
@@ -190,7 +190,12 @@ class Online:
         execution.trace = None
         degree, settled = self._now.degree, execution.ordering
         self._settled[degree] = settled
-        if was_open and self.groups.control.index == 0:
+        if (found := execution.found) is not None:
+            lists = [[list(op) for op in order] for order in found.schedule]
+            record = {**found._asdict(), "alive": list(found.alive), "lists": lists}
+            record.pop("schedule")
+            tell(cast(Listed, {"kind": "listed", "degree": degree, **record}))
+        elif was_open and not settled.forward.row.found and self.groups.control.index == 0:
             tell({"kind": "settled", "degree": degree, "forward": str(settled.forward), "backward": str(settled.backward)})
 
     def _take(self, knobs: Knobs, count: int, warm_up: int, tell: Tell) -> Generator[None, float, list[float]]:

@@ -1,0 +1,221 @@
+"""Found lists: legal for all costs, never slower than a named list, never faster than the bound, and close to the best one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foldray.finding import Problem, find, lower_bound
+from foldray.finding.greedy import Rule, walk
+from foldray.finding.moves import improve
+from foldray.kinds import ATTENTION, EXPERT, HANDOVER, WITH_WEIGHTS
+from foldray.schedule import (
+    COMPUTE,
+    OVERLAPS,
+    Chunk,
+    Op,
+    Overlap,
+    Place,
+    Reduction,
+    SliceCost,
+    StepGraph,
+    check,
+    slice_sequence,
+    step_schedule,
+    times,
+)
+from tests.foldray.blocks import DENSE, MOE
+
+Cost = Callable[[Op], tuple[tuple[str, float], ...]]
+FLAT = SliceCost(0, 1)
+
+
+def random_cost(graph: StepGraph, seed: int, shared: bool, zeros: bool = False) -> Cost:
+    """Return random seconds for every op. With `shared`, all that travels uses one link; else each class has its own."""
+    draw = random.Random(seed)
+    seconds = {op: draw.choice([0.0, 1.0] if zeros else [0.1, 0.5, 1.0, 2.0]) * draw.random() for op in graph.ops()}
+
+    def cost(op: Op) -> tuple[tuple[str, float], ...]:
+        channel = graph.channel(op)
+        return ((COMPUTE if channel is None else "link" if shared and channel[0] != "counts" else channel[0], seconds[op]),)
+
+    return cost
+
+
+def seconds_of(graph: StepGraph, schedule: Any, cost: Cost) -> float:
+    return max(span.end for span in times(graph, schedule, cost).values())
+
+
+BLOCKS = st.lists(st.sampled_from([DENSE, MOE, MOE]), min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def graphs(draw: Any) -> StepGraph:
+    stages = tuple(draw(st.lists(BLOCKS, min_size=1, max_size=4)))
+    pp = max(p for p in range(1, draw(st.integers(1, 4)) + 1) if len(stages) % p == 0)
+    stages = stages if pp > 1 else stages[:1]
+    parts = draw(st.integers(1, 2))
+    micro_batches = draw(st.integers(1, 3)) * (pp if len(stages) > pp else 1) * parts
+    later = tuple(sorted(draw(st.sets(st.sampled_from(WITH_WEIGHTS)))))
+    positions = (
+        tuple(Chunk("dense", 8 * i, 8 * i + 8, 8, ((ATTENTION, layers[0]),)) for i in range(draw(st.integers(0, 2))))
+        for layers in _layers_by_position(stages, pp)
+    )
+    chunks = tuple(positions) if draw(st.booleans()) else ()
+    return StepGraph(
+        stages, slice_sequence("token_uniform", 16, draw(st.integers(1, 4)), FLAT), pp, micro_batches, draw(st.booleans()),
+        tuple(sorted(draw(st.sets(st.sampled_from(["attention", "ffn", "expert"]))))), batch_degree=parts, chunks=chunks,
+        gathers=draw(st.booleans()), later=later, tied=pp == 1 and draw(st.booleans()),
+    )  # fmt: skip
+
+
+def _layers_by_position(stages: tuple, pp: int) -> list[list[int]]:
+    graph = StepGraph(stages, slice_sequence("token_uniform", 16, 1, FLAT), pp)
+    return [[layer for layer, place in enumerate(graph.at) if place.attention == position] for position in range(pp)]
+
+
+@given(graphs(), st.integers(0, 1 << 30), st.booleans(), st.booleans(), st.integers(0, 2))
+@settings(max_examples=60, deadline=None)
+def test_any_costs_and_any_memory_give_a_legal_list(graph: StepGraph, seed: int, shared: bool, zeros: bool, ahead: int) -> None:
+    cost = random_cost(graph, seed, shared, zeros)
+    found = find(graph, cost, ahead)
+    check(graph, found.schedule)
+    problem = Problem(graph, cost)
+    own = problem.alive(step_schedule(graph, Overlap("sequential")))
+    assert all(alive <= most + ahead for alive, most in zip(problem.alive(found.schedule), own, strict=True))
+    assert seconds_of(graph, found.schedule, cost) == pytest.approx(found.seconds)
+    assert found.bound <= found.seconds * (1 + 1e-9)
+    for kind in (kind for kind, row in OVERLAPS.items() if ahead or not row.weaves):
+        for reduction in ("end", "buckets"):
+            named = seconds_of(graph, step_schedule(graph, Overlap(kind, 1), reduction=Reduction(reduction)), cost)
+            assert found.seconds <= named * (1 + 1e-9), kind
+            assert lower_bound(problem) <= named * (1 + 1e-9), kind
+
+
+@given(graphs(), st.integers(0, 1 << 30), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_list_scheduling_has_the_clock_of_the_simulator(graph: StepGraph, seed: int, shared: bool) -> None:
+    cost = random_cost(graph, seed, shared)
+    problem = Problem(graph, cost)
+    draw = random.Random(seed)
+    priority = [draw.random() for _ in problem.ops]
+    step = walk(problem, Rule(priority, [draw.randint(1, 3) for _ in range(graph.positions)]))
+    check(graph, step.schedule(problem))
+    if not shared or graph.positions == 1:  # a link of several positions may be free earlier than a receiver's list says
+        assert seconds_of(graph, step.schedule(problem), cost) == pytest.approx(step.seconds)
+
+
+def test_experts_with_positions_of_their_own() -> None:
+    stages, places = ((MOE,), (MOE,), (MOE,), (MOE,)), tuple(Place(layer % 2, 2 + layer % 2) for layer in range(4))
+    graph = StepGraph(stages, slice_sequence("token_uniform", 16, 1, FLAT), 2, 6, places=places, later=(EXPERT, ATTENTION))
+    cost = random_cost(graph, 3, shared=False)
+    found = find(graph, cost)
+    check(graph, found.schedule)
+    assert found.bound <= found.seconds <= found.named_seconds
+
+
+def test_the_same_arguments_give_the_same_list() -> None:
+    graph = small(blocks=2, micro_batches=3, degree=2)
+    assert find(graph, random_cost(graph, 1, True)) == find(graph, random_cost(graph, 1, True))
+
+
+def small(blocks: int, micro_batches: int, degree: int = 1, later: tuple[str, ...] = (EXPERT, ATTENTION)) -> StepGraph:
+    cut = slice_sequence("token_uniform", 16, degree, FLAT)
+    return StepGraph(((MOE,) * blocks,), cut, micro_batches=micro_batches, ragged=False, later=later)
+
+
+def faster_exists(problem: Problem, most: int, limit: float) -> bool:
+    """Return whether any list of one position, with at most `most` micro-batches alive, takes less than `limit` seconds.
+
+    The search tries every order in which the position may start its ops, computation and all-to-alls. It leaves out orders that
+    cannot end in time, and those that another order of the same ops dominates.
+    """
+    ops, seen = range(len(problem.ops)), dict[int, list[tuple[float, ...]]]()
+    computes = [problem.channel[i] < 0 for i in ops]
+    left = [sum(problem.seconds[i] for i in ops if computes[i]), sum(problem.seconds[i] for i in ops if not computes[i])]
+    sizes = {group: sum(computes[i] and problem.group[i] == group for i in ops) for group in set(problem.group)}
+
+    def go(placed: int, ends: dict[int, float], free: float, quiet: float, rest: list[float], alive: dict[int, int]) -> bool:
+        if len(ends) == len(problem.ops):
+            return True
+        live = [i for i in ends if any(not placed >> user & 1 for user in problem.users[i])]
+        state = (free, quiet, *(ends[i] for i in sorted(live)))
+        if any(all(a <= b for a, b in zip(other, state, strict=True)) for other in seen.get(placed, ())):
+            return False
+        seen.setdefault(placed, []).append(state)
+        for i in ops:
+            if placed >> i & 1 or not all(placed >> need & 1 for need in problem.needs[i]):
+                continue
+            group, begun = problem.group[i], {**alive}
+            if computes[i]:
+                begun.setdefault(group, sizes[group])
+                begun[group] -= 1
+                if sum(count > 0 for count in {**begun, group: begun[group] + 1}.values()) > most:
+                    continue
+            arrived = max((ends[need] for need in problem.needs[i]), default=0.0)
+            start = max(free if computes[i] else max(free, quiet), arrived)
+            end = start + problem.seconds[i]
+            now = (end, quiet) if computes[i] else (free, end)
+            remain = list(rest)
+            remain[not computes[i]] -= problem.seconds[i]
+            if start + problem.tails[i] >= limit or any(a + b >= limit for a, b in zip(now, remain, strict=True)):
+                continue
+            if go(placed | 1 << i, {**ends, i: end}, *now, remain, begun):
+                return True
+        return False
+
+    return go(0, {}, 0.0, 0.0, left, {})
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_small_graphs_have_no_list_that_is_much_faster(seed: int) -> None:
+    """Within 5 % of the best list, found by trying all of them."""
+    draw = random.Random(seed)
+    graph = small(*draw.choice([(1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 3, 1)]))
+    cost = random_cost(graph, seed, shared=False)
+    ahead = draw.randint(0, 1)
+    found, problem = find(graph, cost, ahead), Problem(graph, cost)
+    assert faster_exists(problem, 1 + ahead, found.seconds * 1.001), "the search misses the list that was found"
+    assert not faster_exists(problem, 1 + ahead, found.seconds / 1.05)
+
+
+def test_local_moves_make_a_bad_order_better() -> None:
+    graph = small(blocks=2, micro_batches=2, degree=2)
+    cost = random_cost(graph, 5, shared=True)
+    problem = Problem(graph, cost)
+    rule = Rule([float(-i) for i in range(len(problem.ops))], [2])
+    step = walk(problem, rule)
+    better = improve(problem, step, rule, 300)
+    check(graph, better.schedule(problem))
+    assert better.seconds < 0.98 * step.seconds
+    assert improve(problem, step, rule, 0) == step
+
+
+def test_the_bound_counts_what_every_list_has_to_wait_for() -> None:
+    """In one micro-batch of one block, every op waits for the one before, so the bound is the whole path."""
+    graph = small(1, 1)
+    seconds = {EXPERT: 1.0, ATTENTION: 2.0, "dispatch": 4.0, "combine": 4.0}
+
+    def cost(op: Op) -> tuple[tuple[str, float], ...]:
+        return (("link" if graph.channel(op) else COMPUTE, seconds.get(op.kind, 0.0)),)
+
+    problem = Problem(graph, cost)
+    assert lower_bound(problem) == 2 * (1 + 2 + 4 + 4) + 2  # and the gradients of attention's weights
+    several = Problem(small(1, 4), cost)
+    assert lower_bound(several) == 2 + 4 * 16 + 2 + 2, "the link waits for the first attention, and others for its last rows"
+    assert lower_bound(several, [1]) == 4 * 24, "without a second micro-batch, nothing fills the gaps"
+
+
+def test_pipelines_are_bound_by_their_busiest_position() -> None:
+    graph = StepGraph(((MOE,), (MOE,)), slice_sequence("token_uniform", 16, 1, FLAT), 2, 4, False)
+
+    def cost(op: Op) -> tuple[tuple[str, float], ...]:
+        busy = 1.0 if op.kind == ATTENTION and graph.where(op) == (1,) else 0.0
+        return (("link" if graph.channel(op) else COMPUTE, 0.5 if op.kind == HANDOVER else busy),)
+
+    assert lower_bound(Problem(graph, cost)) == 8 + 2 * 0.5
