@@ -148,6 +148,10 @@ def _add_planning(commands: Any) -> None:
     )  # fmt: skip
     command.add_argument("--top", type=int, default=10, metavar="K", help="number of results to show (default %(default)s)")
     command.add_argument(
+        "--list", type=int, default=0, metavar="N",
+        help="also show what the first N would take with found lists (schedule.kind: list); this may take a minute for each",
+    )  # fmt: skip
+    command.add_argument(
         "--disaggregate", action="store_true",
         help="plan workers of their own for the experts (DisagMoE), and compare them with the best plan without",
     )  # fmt: skip

@@ -137,12 +137,13 @@ def plan(given: argparse.Namespace) -> int:
         return 0
     if given.disaggregate:
         return _plan_placements(given, machines)
-    from foldray.planner import search
+    from foldray.planner import listed, search
 
     found = search.search(_space(given, machines), given.top)
+    lists = [listed.with_list(each, machines, imbalance=given.imbalance) for each in found.best[: given.list]]
     if given.picture:
         _draw_into(given.picture, lambda path: _plan_picture(found, machines, path))
-    _say(json.dumps(report.document(found.best)) if given.json else report.table(found, machines, given.imbalance))
+    _say(json.dumps(report.document(found.best, lists)) if given.json else report.table(found, machines, given.imbalance, lists))
     return 0
 
 
@@ -207,6 +208,8 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     for name in (*(() if recipe else ("model",)), "gpus", "seq_len", "global_batch"):
         if getattr(given, name) is None:
             raise UserError(name, "nothing", "is required, except with a recipe, --score or --fit")
+    if not 0 <= given.list <= 1000:
+        raise UserError("list", given.list, "must be a number of results", ["0…1000"])
     _check_range(given, gpus=_MOST_RANKS, seq_len=2**24, global_batch=2**20, top=1000, **dict.fromkeys(AXES, _MOST_RANKS))
     if not 1 <= given.imbalance <= 1000:
         raise UserError("imbalance", given.imbalance, "must be at least 1", ["1…1000"])

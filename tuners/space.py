@@ -76,7 +76,7 @@ class Setting(NamedTuple):
         """Return the same setting, with a fixed value for every key that has no effect."""
         uncut = AF_PIPE.name if self.attention else SEQUENTIAL.name
         return self._replace(
-            kind=self.kind if self.degree * self.batch_degree > 1 else uncut,
+            kind=self.kind if self.degree * self.batch_degree > 1 or not overlap_kind(self.kind).of_stages else uncut,
             slicing=self.slicing if self.degree > 1 and overlap_kind(self.kind).cuts_attention else "time_uniform",
             sp_bytes=self.sp_bytes if self.reduction != "end" else 0,
         )
@@ -115,7 +115,10 @@ def apply_setting(recipe: Recipe, setting: Setting) -> Recipe:
     if setting.degree == 1 or not overlap_kind(setting.kind).cuts_attention:
         given["schedule"]["slices"] = None
     if setting.kind != recipe.schedule.kind:
-        given["schedule"]["backward"] = None
+        was, row = overlap_kind(recipe.schedule.kind), overlap_kind(setting.kind)
+        given["schedule"] |= {"backward": None, "ahead": None}
+        if row.weights_apart != was.weights_apart:
+            given["schedule"]["weight_gradients"] = "apart" if row.weights_apart else "together"
     return Recipe.parse(given)
 
 
@@ -199,7 +202,7 @@ def _settings_of_fold(recipe: Recipe, start: Setting) -> Iterator[Setting]:
     kinds = space.kind or ((AF_PIPE.name,) if start.attention else SEARCHED)
     virtual_stages = (space.virtual_stages or (start.virtual_stages,)) if start.pp > 1 else (1,)
     # With ep = 1 no token travels, so there is no all-to-all to hide.
-    cuts = [(kind, 1, 1) for kind in kinds if not overlap_kind(kind).cuts or overlap_kind(kind).order is None]
+    cuts = [(kind, 1, 1) for kind in kinds if not (overlap_kind(kind).cuts and overlap_kind(kind).of_stages)]
     if start.ep > 1 or start.attention:
         pieces = itertools.product(kinds, space.degree, space.batch_degree)
         cuts += [(kind, degree, batch) for kind, degree, batch in pieces if overlap_kind(kind).cuts and degree * batch > 1]

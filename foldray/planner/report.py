@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foldray.planner.hardware import Hardware, constants
+from foldray.planner.listed import Listed
 from foldray.planner.memory import GIB
 from foldray.planner.nodes import Planned
 from foldray.planner.score import Scored, mape
@@ -13,9 +14,16 @@ from foldray.planner.search import Found
 from foldray.planner.shares import COMPUTING
 
 
-def document(planned: Sequence[Planned]) -> dict[str, Any]:
+def document(planned: Sequence[Planned], lists: Sequence[Listed] = ()) -> dict[str, Any]:
     """Return the document that `foldray plan --json` prints. Times are in seconds, memory is in GiB."""
-    return {"candidates": [_candidate(each) for each in planned]}
+    candidates = [_candidate(each) for each in planned]
+    for candidate, other in zip(candidates, lists, strict=False):
+        slicing = other.candidate.ordering.slicing
+        candidate["with_list"] = {
+            "degree": slicing.degree if slicing else 1, "step_time_s": other.seconds, "over_bound": other.over_bound,
+            "memory_gib": other.memory_gib, "fits": other.fits,
+        }  # fmt: skip
+    return {"candidates": candidates}
 
 
 def _candidate(planned: Planned) -> dict[str, Any]:
@@ -53,11 +61,12 @@ def breakdown(shares: Mapping[str, float]) -> dict[str, float]:
     return {"compute": computing} | {name: seconds for name, seconds in shares.items() if name not in COMPUTING}
 
 
-def table(found: Found, hardware: Hardware, imbalance: float = 1.0) -> str:
+def table(found: Found, hardware: Hardware, imbalance: float = 1.0, lists: Sequence[Listed] = ()) -> str:
     """Return a text with one line per candidate, the breakdown of the first one, and its gain over another fold.
 
     Args:
         imbalance: rows of the fullest rank over the mean, in the memory of the candidates.
+        lists: the first candidates with found lists.
     """
     planned = found.best
     fold, most = max(len(str(each.candidate.fold)) for each in planned) + 2, max(len(schedule(each)) for each in planned) + 2
@@ -69,7 +78,20 @@ def table(found: Found, hardware: Hardware, imbalance: float = 1.0) -> str:
         line = f"{number:>3} {each.candidate.fold!s:<{fold}}{schedule(each):<{most}}{prediction.seconds:>7.2f} s"
         line += f"{prediction.mfu_causal:>8.1%}{held:>6.0f} GiB"
         lines.append(line if each.fits else f"{line}, more than the {hardware.memory_gib:.0f} GiB there are")
+    lines += _with_lists(planned, lists)
     return "\n".join([*lines, "", *_of_first(planned[0]), *(["", why(planned)] if len(planned) > 1 else [])])
+
+
+def _with_lists(planned: Sequence[Planned], lists: Sequence[Listed]) -> list[str]:
+    if not lists:
+        return []
+    lines = ["", "the same with found lists (schedule.kind: list), by list scheduling without local moves:"]
+    for number, (each, other) in enumerate(zip(planned, lists, strict=False), 1):
+        slicing = other.candidate.ordering.slicing
+        line = f"{number:>3} d={slicing.degree if slicing else 1} b={other.candidate.micro_batch}{other.seconds:>9.2f} s, "
+        line += f"{each.prediction.seconds / other.seconds:.2f} × as fast, {other.over_bound:.2f} × the least possible time, "
+        lines.append(line + f"{other.memory_gib:.0f} GiB" + ("" if other.fits else ", more than there are"))
+    return lines
 
 
 def schedule(planned: Planned) -> str:

@@ -1,7 +1,7 @@
 """Spans of ops, recorded or simulated: their sums, drawings and traces, and simulations that use recorded times."""
 
 from foldray.timeline.perfetto import perfetto
-from foldray.timeline.recorded import Recording, message_seconds, op_costs, replay, slice_timings
+from foldray.timeline.recorded import Recording, message_seconds, op_costs, recorded_cost, replay, slice_timings
 from foldray.timeline.simulator import Simulation, simulate
 from foldray.timeline.text import draw_text
 from foldray.timeline.usage import Usage, held_up, length, merged, overlaps, queued, usage
@@ -19,6 +19,7 @@ __all__ = [
     "overlaps",
     "perfetto",
     "queued",
+    "recorded_cost",
     "replay",
     "simulate",
     "slice_timings",

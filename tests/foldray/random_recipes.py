@@ -109,7 +109,7 @@ def _sections(chance: random.Random) -> dict[str, Any]:
         placement, sizes = _placement(chance, workers)
         fold, backend = sizes, "torch" if backend == "tutel" else backend
         schedule = {key: value for key, value in schedule.items() if key not in ("lag", "backward_lag")}
-        schedule |= {"kind": "af_pipe", "degree": chance.choice([1, 1, 2, 4])}
+        schedule |= {"kind": chance.choice(["af_pipe", "af_pipe", "list"]), "degree": chance.choice([1, 1, 2, 4]), "ahead": None}
         model["router"].pop("pad", None)
     if schedule.get("degree", 1) > 1 and model["router"].get("drop") == "probability":
         model["router"]["drop"] = "position"  # with probability, each piece would have its own capacity
@@ -166,7 +166,7 @@ def _model(chance: random.Random, layers: int) -> dict[str, Any]:
 
 
 def _schedule(chance: random.Random) -> dict[str, Any]:
-    kind = chance.choice(["sequential", "moe_only", "aaam", "one_a_one_m", "stream", "flow"])
+    kind = chance.choice(["sequential", "moe_only", "aaam", "one_a_one_m", "stream", "flow", "weave", "list"])
     schedule: dict[str, Any] = {"kind": kind}
     if kind != "sequential":
         schedule["degree"] = chance.choice([1, 2, 4])
@@ -175,6 +175,8 @@ def _schedule(chance: random.Random) -> dict[str, Any]:
             schedule |= {"lag": chance.choice([1, 2, "auto"]), "backward_lag": chance.choice([1, 3, "auto"])}
         if chance.random() < 0.2:
             schedule["batch_degree"] = 2
+    if kind == "list":
+        schedule["ahead"] = chance.choice([None, 0, 2])
     schedule["weight_gradients"] = chance.choice(["together", "apart"])
     schedule["reduction"] = chance.choice(["end", "buckets", "chunks"])
     if schedule["reduction"] != "end":

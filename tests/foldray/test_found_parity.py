@@ -10,9 +10,8 @@ import numpy
 import pytest
 
 from foldray.comm import Groups
-from foldray.runtime import Trace
 from foldray.schedule import LIST, WEAVE, Ordering
-from tests.foldray.parity import engine_of, go_on, make_recipe
+from tests.foldray.parity import engine_of, go_by_times, make_recipe
 
 STEPS = 3
 CHUNKS = {"reduction": "chunks", "sp_bytes": 4096}
@@ -86,13 +85,7 @@ def trained(rank: int, recipe: Any, kind: str) -> tuple[dict[str, Any], dict[str
         execution = engine.execution
         if plain:
             execution.reorder(Ordering(recompute=recipe.ordering.recompute, reduction=recipe.ordering.reduction))
-        execution.trace = Trace()
-        first = go_on(engine, groups, recipe, range(1))
-        if execution.lacks_costs:
-            execution.learn_costs()
-        execution.trace = None
-        then = go_on(engine, groups, recipe, range(1, STEPS))
-        found.append({**then, **{key: first[key] + then[key] for key in ("losses", "norms")}})
+        found.append(go_by_times(engine, groups, recipe, STEPS))
         lists.append([(op.direction, op.micro_batch) for op in execution.order(execution.last)])
         if not plain and kind == LIST.name:
             assert execution.ordering.found.graph == execution.last, "the step had no found list"

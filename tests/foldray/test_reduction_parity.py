@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.recipe import Recipe
-from foldray.runtime import Gradients, Trace
-from tests.foldray.parity import BATCH, drifted, engine_of, go_on, make_recipe, model_of, one_process, worst
+from foldray.runtime import Gradients
+from tests.foldray.parity import BATCH, drifted, engine_of, go_by_times, make_recipe, model_of, one_process, worst
 from tests.rotation import rotated
 
 FOLDS: list[tuple[int, dict[str, int]]] = [
@@ -47,13 +47,9 @@ def trained(rank: int, recipe: Recipe, steps: int) -> dict[str, Any]:
     """Train some steps. After the first step, an open order uses its measured times."""
     groups = Groups.create(recipe.placed_fold, rank)
     engine = engine_of(recipe, groups)
-    engine.execution.trace = Trace()
-    first = go_on(engine, groups, recipe, range(1))
-    if engine.execution.lacks_costs:
-        engine.execution.learn_costs()
-    then = go_on(engine, groups, recipe, range(1, steps))
+    found = go_by_times(engine, groups, recipe, steps)
     groups.close()
-    return {**then, **{key: first[key] + then[key] for key in ("losses", "norms")}}
+    return found
 
 
 @pytest.mark.parametrize(("world", "fold", "zero", "schedule"), rotated(14, FOLDS, [0, 1, 2], CHUNKS), ids=str)

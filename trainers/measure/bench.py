@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from foldray.comm import Groups
 from foldray.errors import MissingPackage, UserError
+from foldray.finding import Problem, lower_bound
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, Trace
 from foldray.schedule import SLICINGS, Op, Ordering, SliceCost, Span, StepGraph
-from foldray.timeline import Recording, draw_text, perfetto, replay, slice_timings
+from foldray.timeline import Recording, draw_text, perfetto, recorded_cost, replay, slice_timings
 from trainers.cluster import workers
 from trainers.measure.comparison import random_batches
 from trainers.records import as_json as to_json
@@ -27,6 +28,7 @@ DEFAULT = ("sequential", "moe_only:2", "moe_only:4", "one_a_one_m:2", "one_a_one
 APART = ("af_pipe", "af_pipe:2", "af_pipe:4")
 """The same for experts with workers of their own."""
 _WARM_UP = 2
+_COLUMNS = ("step", "min", "max", "forward", "backward", "compute", "comm", "exposed", "× bound")
 
 
 def bench(recipe: Recipe, names: Sequence[str], rounds: int, as_json: bool = False) -> int:
@@ -48,6 +50,8 @@ def bench(recipe: Recipe, names: Sequence[str], rounds: int, as_json: bool = Fal
     timings = workers.on_workers(recipe, _bench_loop, "bench", orderings=list(chosen.values()), rounds=rounds)
     measured = zip(chosen.values(), timings["measured"], strict=True)
     results = [_result(recipe, ordering, times) for ordering, times in measured]
+    for result, bound in zip(results, timings["bounds"], strict=True):
+        result["bound_ms"] = bound
     cost = _slice_cost(timings["slices"])
     if as_json:
         print(to_json({"results": results, "slice_cost": cost}))
@@ -85,11 +89,12 @@ def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: 
     if picture is not None:
         rows = {f"measured{name}": shifted(ranks[rank], begin) for name, rank in shown(recipe).items()}
         _draw(recipe, graph, rows | {f"simulated{name}": each.spans for name, each in expected.items()}, picture)
-    simulated = next(iter(expected.values())).seconds * 1e3
+    simulated, bound = next(iter(expected.values())).seconds * 1e3, _bound(graph, recordings)
+    measured = result["times"]["step_ms"]
     if as_json:
-        print(to_json({"measured": result["times"], "simulated_step_ms": simulated}))
+        print(to_json({"measured": result["times"], "simulated_step_ms": simulated, "bound_ms": bound}))
         return 0
-    print(f"measured: {result['times']['step_ms']:.1f} ms")
+    print(f"measured: {measured:.1f} ms, {measured / bound:.2f} × the {bound:.1f} ms that no order of these ops can beat")
     for name, rank in shown(recipe).items():
         print(f"the first worker{name}\n{draw_text(graph, ranks[rank])}")
     print(f"\nsimulated from these op times: {simulated:.1f} ms")
@@ -125,6 +130,7 @@ def _bench_loop(config: dict[str, Any]) -> dict[str, Any] | None:
     execution.trace = trace
     measured: list[list[dict[str, float]]] = [[] for _ in config["orderings"]]
     slices: list[tuple[int, int, float]] = []
+    bounds: list[float] = []
     learnt: dict[Ordering, Ordering] = {}  # orderings whose chunks depend on measured op times → the same with these times
     for number in range(_WARM_UP + config["rounds"]):
         for ordering, rounds in zip(config["orderings"], measured, strict=True):
@@ -137,7 +143,9 @@ def _bench_loop(config: dict[str, Any]) -> dict[str, Any] | None:
             if number >= _WARM_UP:
                 rounds.append(slowest)
                 slices += slice_timings(graph, trace.spans, groups.fold.cp * groups.fold.tp)
-    return {"measured": measured, "slices": slices} if groups.rank == groups.fold.offset else None
+            if number == _WARM_UP + config["rounds"] - 1:
+                bounds.append(_bound(graph, _recordings(engine, trace, groups, graph)))
+    return {"measured": measured, "slices": slices, "bounds": bounds} if groups.rank == groups.fold.offset else None
 
 
 def _timeline_loop(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -148,14 +156,25 @@ def _timeline_loop(config: dict[str, Any]) -> dict[str, Any] | None:
         graph = _step(recipe, engine, groups, device)
         if engine.execution.lacks_costs:
             engine.execution.learn_costs()
-    recording = Recording(engine.execution.order(graph), trace.spans)
-    recordings: list[Any] = [recording] * groups.control.size
-    if groups.control.group is not None:
-        dist.all_gather_object(recordings, recording, group=groups.control.group)
+    recordings = _recordings(engine, trace, groups, graph)
     times = _slowest(groups, trace.times(graph), device)
     if groups.rank != groups.fold.offset:
         return None
     return {"graph": graph, "recordings": recordings, "times": times}
+
+
+def _recordings(engine: Engine, trace: Trace, groups: Groups, graph: StepGraph) -> list[Recording]:
+    """Return the last step as all ranks have recorded it."""
+    recording = Recording(engine.execution.order(graph), trace.spans)
+    recordings: list[Any] = [recording] * groups.control.size
+    if groups.control.group is not None:
+        dist.all_gather_object(recordings, recording, group=groups.control.group)
+    return recordings
+
+
+def _bound(graph: StepGraph, recordings: Sequence[Recording]) -> float:
+    """Return the milliseconds that no list of the recorded ops can beat."""
+    return lower_bound(Problem(graph, recorded_cost(graph, recordings))) * 1e3
 
 
 def _step(recipe: Recipe, engine: Engine, groups: Groups, device: Any) -> StepGraph:
@@ -210,14 +229,16 @@ def _table(names: Sequence[str], results: Sequence[dict[str, Any]], rounds: int)
     fastest = min(result["step_ms"]["median"] for result in results)
     lines = [
         f"milliseconds per step, medians of {rounds} rounds in turns; exposed communication is not hidden by computation",
-        f"{'schedule':<22}{'step':>9}{'min':>9}{'max':>9}{'forward':>9}{'backward':>9}{'compute':>9}{'comm':>9}{'exposed':>9}",
+        "× bound: the step over the time that no order of its ops can beat",
+        f"{'schedule':<22}" + "".join(f"{name:>9}" for name in _COLUMNS),
     ]
     for name, result in zip(names, results, strict=True):
         step = result["step_ms"]
         figures = [step["median"], step["min"], step["max"]]
         figures += [result[key] for key in ("forward_ms", "backward_ms", "compute_ms", "comm_ms", "exposed_comm_ms")]
+        over = f"{step['median'] / result['bound_ms']:>9.2f}"
         mark = "  fastest" if step["median"] == fastest else ""
-        lines.append(f"{name:<22}" + "".join(f"{figure:>9.1f}" for figure in figures) + mark)
+        lines.append(f"{name:<22}" + "".join(f"{figure:>9.1f}" for figure in figures) + over + mark)
     return "\n".join(lines)
 
 

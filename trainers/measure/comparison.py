@@ -20,7 +20,7 @@ from foldray.fold import Fold
 from foldray.model import IGNORED, Batch, Transformer, all_losses
 from foldray.moe import MoeBackend
 from foldray.recipe import Recipe
-from foldray.runtime import Engine, TorchEngine
+from foldray.runtime import Engine, TorchEngine, Trace
 from trainers.worker.engines import DTYPES, make_backend, make_engine
 
 Tensors = Mapping[str, torch.Tensor]
@@ -37,13 +37,14 @@ def compare_gradients(recipe: Recipe, groups: Groups, device: torch.device, mask
     Returns:
         The differences on the fold's first rank; None on other ranks.
     """
-    engine = make_engine(recipe, groups, device)
-    local, figures = _gradients(engine, random_batches(recipe, groups, device, masked), groups.control)
+    batches = random_batches(recipe, groups, device, masked)
+    engine = _by_times(recipe, groups, device, batches)
+    local, figures = _gradients(engine, batches, groups.control)
     engine.close()
     first, reference, gradients = groups.rank == groups.fold.offset, figures, dict[str, torch.Tensor]()
     if first:
-        alone, batches = _one_process(recipe, recipe.precision, device), _all_batches(recipe, groups.fold.dp, device, masked)
-        gradients, reference = _gradients(alone, batches, Groups.create(Fold(1)).control)
+        alone, whole = _one_process(recipe, recipe.precision, device), _all_batches(recipe, groups.fold.dp, device, masked)
+        gradients, reference = _gradients(alone, whole, Groups.create(Fold(1)).control)
     largest = []
     for spec, expected in _shared(recipe, gradients, groups, device):
         difference = torch.zeros((), dtype=torch.float64, device=device)
@@ -62,6 +63,23 @@ def compare_gradients(recipe: Recipe, groups: Groups, device: torch.device, mask
         "worst": dict(list(ranked.items())[:_SHOWN]), "norm_rel_diff": float(apart[3] / reference[3]),
         "evaluation_abs_diff": float(apart[4]),
     }  # fmt: skip
+
+
+def _by_times(recipe: Recipe, groups: Groups, device: torch.device, batches: Sequence[Batch]) -> Engine:
+    """Make an engine. If its order goes by the times of ops, another engine first times a step, as training does."""
+    ordering = None
+    if recipe.ordering.goes_by_costs:
+        timing = make_engine(recipe, groups, device)
+        timing.execution.trace = Trace(device)
+        timing.train(batches)
+        if timing.execution.lacks_costs:
+            timing.execution.learn_costs()
+        ordering = timing.execution.ordering
+        timing.close()
+    engine = make_engine(recipe, groups, device)
+    if ordering is not None:
+        engine.execution.reorder(ordering)
+    return engine
 
 
 def _gradients(engine: Engine, batches: Sequence[Batch], control: Communicator) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -90,8 +108,9 @@ def compare_updates(recipe: Recipe, groups: Groups, device: torch.device) -> dic
     Returns:
         The differences on the fold's first rank; None on other ranks.
     """
-    engine = make_engine(recipe, groups, device)
-    local = _changes(engine, random_batches(recipe, groups, device), recipe.optimizer.lr)
+    own = random_batches(recipe, groups, device)
+    engine = _by_times(recipe, groups, device, own)
+    local = _changes(engine, own, recipe.optimizer.lr)
     engine.close()
     first = groups.rank == groups.fold.offset
     changes: Tensors = {}

@@ -21,6 +21,8 @@ _HATCHES = {"B": "////", "W": "xxxx"}
 def draw_timelines(graph: Graph, rows: Mapping[str, Mapping[Op, Span]], path: Path, title: str) -> None:
     """Draw the lanes of every row, all rows to one scale. A red line marks exposed communication.
 
+    A box has the letter of the kind, the number of the block and that of the piece; below, that of the micro-batch.
+
     Args:
         rows: name → spans in seconds; the first span starts at zero.
         path: the PNG to write.
@@ -46,6 +48,7 @@ def draw_timelines(graph: Graph, rows: Mapping[str, Mapping[Op, Span]], path: Pa
 
 def _draw(axes: Axes, graph: Graph, name: str, spans: Mapping[Op, Span], end: float) -> None:
     lanes = ["compute", *sorted({channel[0] for op in spans if (channel := graph.channel(op))})]
+    several, cut = any(op.micro_batch for op in spans), any(op.part for op in spans)
     for op, span in spans.items():
         channel = graph.channel(op)
         at = lanes.index(channel[0]) if channel else 0
@@ -55,7 +58,8 @@ def _draw(axes: Axes, graph: Graph, name: str, spans: Mapping[Op, Span], end: fl
             linewidth=0.3, hatch=_HATCHES.get(op.direction), alpha=0.6 if op.direction == "R" else 1.0,
         )  # fmt: skip
         if width > 0.012 * end * 1e3:
-            text = f"{OP_KINDS[op.kind].letter}{op.layer}.{op.part}"
+            piece = f".{op.part}" if cut else ""
+            text = f"{OP_KINDS[op.kind].letter}{op.layer}{piece}" + (f"\n{op.micro_batch}" if several else "")
             axes.text((span.start + span.end) * 500, at, text, ha="center", va="center", fontsize=5, color="white", clip_on=True)
     computing = merged(span for op, span in spans.items() if graph.channel(op) is None)
     talking = merged(span for op, span in spans.items() if graph.channel(op) is not None)

@@ -12,8 +12,7 @@ import pytest
 from foldray.cli import main
 from foldray.errors import UserError
 from foldray.planner.score import COLUMNS
-from foldray.planner.space import Space
-from foldray.schedule import OVERLAPS
+from foldray.planner.space import KINDS, Space
 from foldray.schedule.chunks import REDUCTIONS
 
 ASKED = ["plan", "--model", "mixtral-8x22b", "--cluster", "eos-h100", "--gpus", "64", "--seq-len", "4096", "--global-batch", "64",
@@ -157,4 +156,4 @@ def test_the_kind_of_a_recipe_is_planned_too(monkeypatch: pytest.MonkeyPatch, tm
         f"schedule: {{kind: {kind}, degree: 2}}\n"
     )
     assert main(["plan", str(path), "--cluster", "eos-h100"]) == 2
-    assert asked == [(*OVERLAPS, kind)]
+    assert asked == [(*KINDS, kind)]

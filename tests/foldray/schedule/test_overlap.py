@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foldray.finding import Problem
 from foldray.kinds import ATTENTION, GATHER, OP_KINDS, PROJECT, WITH_WEIGHTS
 from foldray.schedule import (
     COMPUTE,
@@ -155,6 +156,29 @@ def test_whatever_is_generated_passes_the_checker(
     check(graph, schedule)
     for ops in schedule:
         check_ranks(graph, [ops, ops])
+
+
+def test_a_forward_and_a_backward_are_woven_in_turns() -> None:
+    """Block i goes forward beside block n − 1 − i: each computes while the all-to-all of the other one is on its way."""
+    graph = graph_of(((MOE, MOE),), degree=1, micro_batches=2)
+    (step,) = step_schedule(graph, Overlap("weave"))
+    check(graph, (step,))
+    first, last = step.index(Op("head", "B", 1)), step.index(Op("embed", "B", 0))
+    names = [f"{OP_KINDS[op.kind].letter.upper()}{op.direction}{op.layer}" for op in step[first : last + 1]]
+    expected = "HB1 MB1 CB1 IF0 AF0 RF0 DF0 EB1 DB1 EF0 CF0 RB1 AB1 MB0 CB0 MF0 AF1 RF1 DF1 EB0 DB0 EF1 CF1 RB0 AB0 IB0"
+    assert " ".join(names) == expected
+
+
+@pytest.mark.parametrize(("pp", "stages", "micro_batches"), [(2, 2, 4), (4, 4, 6), (2, 4, 4), (4, 8, 8), (3, 3, 1), (2, 2, 2)])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_woven_pipelines_keep_one_more_micro_batch(pp: int, stages: int, micro_batches: int, degree: int) -> None:
+    graph = graph_of(((MOE,),) * stages, degree, pp=pp, micro_batches=micro_batches, later=("expert",))
+    woven, plain = (
+        Problem(graph, lambda op: ((COMPUTE, 1.0),)).alive(step_schedule(graph, Overlap(kind))) for kind in ("weave", "stream")
+    )
+    check(graph, step_schedule(graph, Overlap("weave")))
+    if stages == pp:
+        assert woven == tuple(min(alive + 1, micro_batches) for alive in plain)
 
 
 def test_gradients_of_weights_are_computed_while_rows_travel() -> None:

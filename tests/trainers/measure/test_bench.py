@@ -58,7 +58,7 @@ def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) 
         "compute_ms",
     }
     for result in results:
-        assert set(result) == {*keys, "comm_ms", "exposed_comm_ms"}
+        assert set(result) == {*keys, "comm_ms", "exposed_comm_ms", "bound_ms"}
         step = result["step_ms"]
         assert 0 < step["min"] <= step["median"] <= step["max"]
         assert result["forward_ms"] + result["backward_ms"] == pytest.approx(step["median"], rel=0.5)

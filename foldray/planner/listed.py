@@ -1,0 +1,77 @@
+"""What planned candidates would take with found lists (`schedule.kind: list`), which the search itself does not try."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from foldray.blueprint.layout import smallest_slice
+from foldray.finding import Problem, lower_bound
+from foldray.planner.candidate import Candidate
+from foldray.planner.costs import OpWork
+from foldray.planner.device import Device
+from foldray.planner.hardware import Hardware
+from foldray.planner.memory import GIB, ledger
+from foldray.planner.nodes import Planned
+from foldray.planner.prediction import straggling
+from foldray.planner.whole import whole_seconds
+from foldray.schedule import LIST, Sequences, SliceCost, make_ordering
+
+DEGREES = (1, 2)
+_ROUNDS, _FURTHER = 3, 2  # micro-batches per pipeline position that are simulated; every further one takes as long as others
+
+
+class Listed(NamedTuple):
+    """A candidate with a found list.
+
+    Args:
+        candidate: the candidate.
+        seconds: predicted seconds of a step.
+        over_bound: seconds of its passes over those that no list can beat.
+        memory_gib: memory at the fullest position.
+        fits: whether the memory is there.
+    """
+
+    candidate: Candidate
+    seconds: float
+    over_bound: float
+    memory_gib: float
+    fits: bool
+
+
+def with_list(planned: Planned, hardware: Hardware, ahead: int = 1, imbalance: float = 1.0) -> Listed:
+    """Return the same fold and micro-batch with a found list, at the fastest degree that fits into memory, if any fits.
+
+    Args:
+        planned: the candidate.
+        hardware: the cluster.
+        ahead: micro-batches that a position may have alive beyond those of the pipeline's own order.
+        imbalance: rows of the fullest rank over the mean, for the memory.
+    """
+    found = [_listed(planned.candidate, degree, hardware, ahead, imbalance) for degree in DEGREES]
+    return min(found, key=lambda each: (not each.fits, each.seconds))
+
+
+def _listed(candidate: Candidate, degree: int, hardware: Hardware, ahead: int, imbalance: float) -> Listed:
+    job, fold, old = candidate.job, candidate.fold, candidate.ordering
+    cost = SliceCost.of_model(job.model.hidden, job.model.heads)
+    sequences = Sequences(job.seq_len, cost, smallest_slice(fold.cp, fold.tp))
+    ordering = make_ordering(
+        sequences, LIST.name, degree, reduction=old.reduction, recompute=old.recompute, weights_apart=True, ahead=ahead
+    )
+    candidate = replace(candidate, ordering=ordering)
+    device = Device.of(job, hardware)
+    fewer, more = _ROUNDS * fold.pp, (_ROUNDS + _FURTHER) * fold.pp
+    counts = [candidate.micro_batches] if candidate.micro_batches <= more else [fewer, more]
+    works = [OpWork(_with_passes(candidate, count), device) for count in counts]
+    seconds = [whole_seconds(work.candidate, work) for work in works]
+    step = seconds[-1] + (candidate.micro_batches - counts[-1]) * (seconds[-1] - seconds[0]) / (more - fewer)
+    bound = lower_bound(Problem(works[-1].candidate.reducing, works[-1].cost))
+    held = ledger(candidate, OpWork(candidate, device).rank, imbalance).total / GIB
+    whole = step * (1 + straggling(fold.world_size, device))
+    return Listed(candidate, whole, seconds[-1] / bound, held, held <= hardware.memory_gib)
+
+
+def _with_passes(candidate: Candidate, count: int) -> Candidate:
+    batch = count * candidate.fold.dp * candidate.micro_batch
+    return replace(candidate, job=replace(candidate.job, global_batch=batch))
