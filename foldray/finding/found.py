@@ -23,8 +23,8 @@ from foldray.schedule import (
     times,
 )
 
-_WORK = 1_500_000  # ops that the local moves run at most, over all their steps: some ten seconds
-_MOST_RUNS = 1000
+_WORK = 1_500_000  # ops that the local moves run at most, over all their steps: some ten seconds for a large step
+_MOST_RUNS = 400
 _LAGS = (1, 2, 3)
 
 
@@ -75,7 +75,7 @@ def find(graph: StepGraph, cost: Cost, ahead: int = 1, moves: bool = True) -> Fo
         for priorities in rules:
             rule = Rule(priorities(problem), limits)
             step = walk(problem, rule)
-            if best is None or step.seconds < best[0].seconds:
+            if step is not None and (best is None or step.seconds < best[0].seconds):
                 best = step, rule
     assert best is not None
     step = improve(problem, *best, min(_MOST_RUNS, _WORK // len(problem.ops)) if moves else 0, bound)

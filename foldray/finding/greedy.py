@@ -23,10 +23,13 @@ class Rule(NamedTuple):
     Args:
         priority: for every op, a number. The op with the smallest one goes first.
         alive: for every position, the most micro-batches that have begun there and not ended, gradients of weights included.
+        held: pairs of ops of one lane, (first, second). The second one waits until the first one has started, even if the lane
+            idles meanwhile.
     """
 
     priority: Sequence[float]
     alive: Sequence[int]
+    held: tuple[tuple[int, int], ...] = ()
 
 
 class Walk(NamedTuple):
@@ -49,10 +52,12 @@ class Walk(NamedTuple):
         return tuple(tuple(map(problem.ops.__getitem__, own)) for own in self.lists)
 
 
-def walk(problem: Problem, rule: Rule) -> Walk:
-    """Run the step."""
+def walk(problem: Problem, rule: Rule) -> Walk | None:
+    """Run the step. Return None if ops that are held wait for each other."""
     run = _Run(problem, rule)
     run.run()
+    if sum(len(each.order) for each in run.positions) < sum(map(len, problem.places)):
+        return None
     return Walk(max(run.ends, default=0.0), [each.order for each in run.positions], run.starts, run.ends, run.ahead)
 
 
@@ -92,6 +97,10 @@ class _Run:
         # An op that computes waits for the ends of its needs. One that travels can be posted once those of its needs that compute
         # have ended, and the others are posted; then it waits on the way.
         self.missing = list(map(len, problem.needs))
+        self.held: dict[int, list[int]] = {}
+        for first, second in rule.held:
+            self.held.setdefault(first, []).append(second)
+            self.missing[second] += 1
         self.quiet: dict[int, float] = {}  # channel → when its last op has arrived
         self.events: list[tuple[float, int, int]] = []  # heap of (time, op that ends or -1, position that may go on)
         for i in range(count):
@@ -101,8 +110,8 @@ class _Run:
 
     def run(self) -> None:
         problem = self.problem
-        for i, needs in enumerate(problem.needs):
-            if not needs:
+        for i, count in enumerate(self.missing):
+            if not count:
                 self._is_ready(i)
         self.events = [(0.0, -1, position) for position in range(problem.positions)]
         while self.events:
@@ -115,7 +124,6 @@ class _Run:
             for position in sorted(touched):
                 if self.positions[position].free <= now:
                     self._go_on(position, now)
-        assert sum(len(each.order) for each in self.positions) == sum(map(len, problem.places)), "an op never became ready"
 
     def _is_ready(self, i: int) -> None:
         position = self.positions[self.problem.places[i][0]]
@@ -129,10 +137,8 @@ class _Run:
         problem, computes = self.problem, self.problem.channel[i] < 0
         for user in problem.users[i]:
             if computes or problem.channel[user] < 0:
-                self.missing[user] -= 1
-                if not self.missing[user]:
-                    self._is_ready(user)
-                    touched.add(problem.places[user][0])
+                self._has_one_more(user)
+                touched.add(problem.places[user][0])
         if computes:
             alive, group = self.positions[problem.places[i][0]].alive, problem.group[i]
             alive[group] -= 1
@@ -150,6 +156,7 @@ class _Run:
             self.starts[i], self.ends[i] = now, until
             self.ahead[i] = position.last.get(_COMPUTE, (-1, 0.0))[0]
             position.last[_COMPUTE] = i, until
+            self._let_go(i)
             heapq.heappush(self.events, (until, i, number))
         elif position.waiting:  # look again when a link is free
             heapq.heappush(self.events, (min(self._earliest(each, now) for each in position.waiting), -1, number))
@@ -211,6 +218,15 @@ class _Run:
             heapq.heappush(self.events, (at, i if place == places[0] else -1, place))
         for user in problem.users[i]:
             if problem.channel[user] >= 0:
-                self.missing[user] -= 1
-                if not self.missing[user]:
-                    self._is_ready(user)
+                self._has_one_more(user)
+        self._let_go(i)
+
+    def _let_go(self, first: int) -> None:
+        """Note that an op has started, for those that are held until then."""
+        for second in self.held.get(first, ()):
+            self._has_one_more(second)
+
+    def _has_one_more(self, i: int) -> None:
+        self.missing[i] -= 1
+        if not self.missing[i]:
+            self._is_ready(i)

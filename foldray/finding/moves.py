@@ -3,17 +3,32 @@
 The end of a step waits for a path of ops, the critical path. Two ops on it, one of which waits only because the other one has
 their lane, may be swapped: a slice of attention with experts, one all-to-all with another, or gradients of weights with what
 somebody waits for. No other swap of neighbours makes the step shorter (the neighbourhood of Van Laarhoven, Aarts and Lenstra for
-job shops, Operations Research 40(1), 1992).
+job shops, Operations Research 40(1), 1992). If the second one was not ready when the first one started, the first one may be
+held until the second one has started, and the lane idles meanwhile.
+
+A descent takes no swap that makes the step longer, and ends where no swap makes it shorter. So there are also searches that take
+such swaps at first (simulated annealing, as in that paper). All draws come from fixed seeds.
 """
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from foldray.finding.greedy import Rule, Walk, walk
 from foldray.finding.problem import Problem
 
 _SAME = 1e-9  # relative difference of seconds that counts as none
+_TEMPERATURES = (0.005, 0.02)  # relative growth of seconds that a search takes at its start with a chance of 1/e
+
+
+class _Found(NamedTuple):
+    """A step and the rule that makes it."""
+
+    step: Walk
+    rule: Rule
 
 
 def improve(problem: Problem, step: Walk, rule: Rule, runs: int, goal: float = 0.0) -> Walk:
@@ -25,34 +40,58 @@ def improve(problem: Problem, step: Walk, rule: Rule, runs: int, goal: float = 0
         runs: most runs of the step.
         goal: seconds that no step can be faster than; the search ends there.
     """
-    best = now = step
-    seen: set[tuple[int, int]] = set()
-    order = list(step.starts)
-    while runs > 0 and best.seconds > goal * (1 + _SAME):
-        moved = False
-        for before, after in _swaps(problem, now):
-            if (before, after) in seen:
+    start = _Found(step, rule._replace(priority=step.starts))
+    best = _search(problem, start, runs // 4, goal)
+    for seed, temperature in enumerate(_TEMPERATURES):
+        other = _search(problem, start, runs // 4, goal, temperature, seed)
+        best = min(best, other, _search(problem, other, runs // 8, goal), key=lambda each: each.step.seconds)
+    return best.step
+
+
+def _search(problem: Problem, start: _Found, runs: int, goal: float, temperature: float = 0.0, seed: int = 0) -> _Found:
+    """Return the best step of a walk by swaps. At a temperature, which falls to zero, it also takes swaps for the worse."""
+    draw, best, now, left = random.Random(seed), start, start, runs
+    seen: set[tuple[int, int]] = set()  # swaps that are not tried again before the step is shorter
+    while left > 0 and best.step.seconds > goal * (1 + _SAME):
+        pairs = [pair for pair in _swaps(problem, now.step) if pair not in seen]
+        draw.shuffle(pairs)
+        for pair in pairs[:left]:
+            left -= 1
+            rule = _swapped(problem, now, *pair, hold=not temperature or draw.random() < 0.5)
+            step = walk(problem, rule)
+            longer = math.inf if step is None else step.seconds / now.step.seconds - 1
+            heat = temperature * left / runs
+            if step is None or (longer > _SAME and not (heat and draw.random() < math.exp(-longer / heat))):
+                seen.add(pair)
                 continue
-            if runs <= 0:
-                break
-            runs -= 1
-            tried = list(order)
-            tried[before], tried[after] = tried[after], tried[before]
-            other = walk(problem, rule._replace(priority=tried))
-            if other.seconds < now.seconds * (1 - _SAME):
+            if longer < -_SAME:
                 seen.clear()
-            elif other.seconds > now.seconds * (1 + _SAME):
-                seen.add((before, after))
-                continue
-            else:  # as fast: the path may be another one now
-                seen.update(((before, after), (after, before)))
-            now, order, moved = other, tried, True
+            else:  # back again would not help
+                seen.update((pair, pair[::-1]))
+            now = _Found(step, rule)
             break
-        if now.seconds < best.seconds:
-            best = now
-        if not moved:
-            return best
+        else:
+            if not temperature or not seen:
+                return best
+            seen.clear()
+            left -= 1
+        best = min(best, now, key=lambda each: each.step.seconds)
     return best
+
+
+def _swapped(problem: Problem, now: _Found, before: int, after: int, hold: bool) -> Rule:
+    """Return the rule that has two neighbours of a lane in the other order.
+
+    Args:
+        hold: whether the one before waits for the one after if that was not ready.
+    """
+    step, rule = now
+    priority, held = list(rule.priority), tuple(pair for pair in rule.held if pair != (before, after))
+    priority[before], priority[after] = priority[after], priority[before]
+    ready = max((step.ends[need] for need in problem.needs[after]), default=0.0)
+    if hold and ready > step.starts[before]:
+        held = (*held, (after, before))
+    return rule._replace(priority=priority, held=held)
 
 
 def _swaps(problem: Problem, step: Walk) -> Iterator[tuple[int, int]]:
