@@ -101,6 +101,7 @@ class _Grouped(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_NH: Tensor) -> Gradients:
         x_NH, up_EHW, down_EFH, up_NW, ends_E = ctx.saved_tensors
+        x_NH = x_NH.detach()  # what is left for later must not keep the graph behind it
         dy_NH = dy_NH.contiguous()  # grouped_mm refuses expanded gradients
         dh_NF = F.grouped_mm(dy_NH, down_EFH.transpose(1, 2), offs=ends_E)
         h_NF, dup_NW = kernel_of(ctx.ffn).backward(dh_NF, up_NW)
@@ -139,6 +140,7 @@ class _PerExpert(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_NH: Tensor) -> Gradients:
         x_NH, up_EHW, down_EFH, *saved = ctx.saved_tensors
+        x_NH = x_NH.detach()  # what is left for later must not keep the graph behind it
         dx_NH, counts, leave = torch.empty_like(x_NH), ctx.counts, ctx.leave
         dy_NH, backward = dy_NH.contiguous(), kernel_of(ctx.ffn).backward
 

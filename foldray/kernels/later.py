@@ -77,6 +77,7 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         (x, weight), transposed = ctx.saved_tensors, ctx.transposed
+        x = x.detach()  # with its history, it would keep the whole graph of the op
 
         def gradient() -> tuple[Tensor]:
             x_TI, dy_TO = x.flatten(0, -2), dy.flatten(0, -2)

@@ -60,7 +60,8 @@ def ledger(candidate: Candidate, rank: RankCosts, imbalance: float = 1.0) -> Mem
         imbalance: rows of the fullest rank over the mean.
     """
     ordering = candidate.ordering
-    keeping = Keeping(ordering.more_alive, ordering.weights_apart and ordering.forward.row.found)
+    row = ordering.forward.row
+    keeping = Keeping(ordering.more_alive, ordering.weights_apart and row.found, row.weaves)
     found = peak_memory(rank, candidate.layout, candidate.pipeline, candidate.pieces, imbalance, keeping)
     if not candidate.graph.later:
         return found
@@ -73,10 +74,13 @@ class Keeping(NamedTuple):
     Args:
         more: micro-batches that are alive beyond those of that order.
         operands: whether a micro-batch may have gone backward through any of its blocks, and all gradients of weights are left.
+        woven: whether one micro-batch goes forward while another one goes backward. The latter frees a block for each that the
+            former fills, so there is at most one block more.
     """
 
     more: int = 0
     operands: bool = False
+    woven: bool = False
 
 
 _NO_MORE = Keeping()
@@ -115,6 +119,8 @@ def _position(
     for block, count in blocks_in_flight(layout, pipeline, place, keeping.more):
         each = block_activations(rank, block, pieces.recompute, sliced, imbalance)
         kept += count * (max(each, operands(rank, block, imbalance)) if keeping.operands else each)
+    if keeping.woven:
+        kept += max(block_activations(rank, block, pieces.recompute, sliced, imbalance) for block, _ in content.blocks)
     logits = 0.0
     if content.head:
         tokens = max(pieces.slicing.moe) * rank.sequences

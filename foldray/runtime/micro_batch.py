@@ -418,7 +418,9 @@ class MicroBatch:
     def _add_left(self, op: Op) -> None:
         """Compute the gradients of weights that the backward of an op has left, and add them."""
         self.began = perf_counter()
-        for task in self._later.pop(op):
+        tasks = self._later.pop(op)
+        while tasks:  # the list must not keep what a task is computed from; nodes of the graph may hold the list
+            task = tasks.pop(0)
             for weight, gradient in zip(task.weights, task.compute(), strict=True):
                 self.add(weight, gradient.view_as(weight))
 

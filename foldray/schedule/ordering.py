@@ -64,8 +64,8 @@ class Ordering(NamedTuple):
 
     @property
     def more_alive(self) -> int:
-        """Micro-batches that may be alive at a position beyond those of the pipeline's own order."""
-        return self.ahead if self.forward.row.found else int(self.forward.row.weaves)
+        """Micro-batches whose activations a position may keep beyond those of the pipeline's own order."""
+        return self.ahead if self.forward.row.found else 0
 
     @property
     def open(self) -> bool:

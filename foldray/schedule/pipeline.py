@@ -76,8 +76,8 @@ def interleaved(graph: PipelineGraph) -> Schedule:
 def woven_pairs(graph: PipelineGraph) -> Schedule:
     """Return 1F1B, or the interleaved schedule, with one more warm-up forward, and with pairs whose two passes run at once.
 
-    A position keeps the activations of one more forward. The backward of a pair follows its forward in the list; `weave` orders
-    their ops.
+    The backward of a pair follows its forward in the list; `weave` orders their ops. Since the backward frees a block for each
+    that the forward fills, a position keeps the activations of one more block than without pairs.
 
     Raises:
         UserError: micro_batches is not a multiple of pp, and there are virtual stages.

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups
+from foldray.finding import find
 from foldray.fold import Fold
 from foldray.model import Batch, Transformer
 from foldray.planner.candidate import Candidate, Job
@@ -24,7 +28,7 @@ from foldray.recipe import Recipe
 from foldray.runtime import Execution, Gradients
 from foldray.runtime.micro_batch import MicroBatch
 from foldray.runtime.weights import Weights
-from foldray.schedule import PipelineGraph, SliceCost, named_ordering
+from foldray.schedule import COMPUTE, Ordering, PipelineGraph, SliceCost, named_ordering
 from tests.foldray.parity import engine_of, go_on, make_recipe, model_of, sample
 from tests.rotation import rotated
 
@@ -189,6 +193,58 @@ def _kept(model: Transformer, name: str, again: tuple[str, ...], sequences: int,
     after = held | _alive()
     ending = sequences * length * model.spec.hidden * next(model.parameters()).element_size()
     return sum(size for place, size in after.items() if place not in before) - ending
+
+
+@pytest.mark.parametrize("kind", ["sequential", "sequential-apart", "weave", "weave-apart", "list", "list, two ahead"])
+def test_a_step_of_several_micro_batches_stays_within_the_ledger(kind: str) -> None:
+    """What is alive at the fullest moment is at most what the ledger counts, and at least 0.6 of that."""
+    length, sequences, count = 256, 2, 5
+    model = model_of(dtype=torch.float32, **WIDE)
+    cost = SliceCost.of_model(model.spec.hidden, model.spec.heads)
+    ordering = named_ordering(kind.split(",")[0], length, cost)._replace(ahead=2 if "two" in kind else 1)
+    job = Job(model.spec, length, sequences * count, "fp32")
+    candidate = Candidate(job, Fold(1), ordering, sequences)
+    held = ledger(candidate, RankCosts(job, Fold(1), Device.of(job, EOS), sequences))
+    counted = held.activations + held.buffers + held.logits
+    peak = _peak(model, ordering, sequences, length, count)
+    assert 0.6 * counted <= peak <= counted
+
+
+class _Watch(TorchDispatchMode):
+    """Remembers all tensors that are made, as long as somebody holds them, autograd included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.made += [weakref.ref(each) for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        return result
+
+    def alive(self) -> dict[int, int]:
+        """Return the address and size of the storages of these tensors."""
+        self.made = [each for each in self.made if each() is not None]
+        storages = [tensor.untyped_storage() for each in self.made if (tensor := each()) is not None]
+        return {each.data_ptr(): each.nbytes() for each in storages}
+
+
+def _peak(model: Transformer, ordering: Ordering, sequences: int, length: int, count: int) -> int:
+    """Return the most bytes that are alive after an op of a step, beyond those before the step."""
+    groups = Groups.create(Fold(1))
+    execution = Execution(model, groups, gradients := Gradients(model, groups), ordering)
+    text = sample(0, sequences * count, length + 1, model.spec.vocab)
+    batches = [Batch(part[:, :-1], part[:, 1:]) for part in text.split(sequences)]
+    graph, order = execution.step(batches)
+    if ordering.forward.row.found:
+        (order,) = find(graph, lambda op: (("link", 0.6) if graph.channel(op) else (COMPUTE, 1.0),), ordering.ahead).schedule
+    weights, before, most = Weights(batches, groups, torch.float32), _alive(), 0
+    passes = [MicroBatch(model, graph, batch, gradients.add, weights) for batch in batches]
+    with _Watch() as watch:
+        for op in order:
+            passes[op.micro_batch].run(op)
+            most = max(most, sum(size for place, size in watch.alive().items() if place not in before))
+    return most
 
 
 def _alive() -> dict[int, int]:
