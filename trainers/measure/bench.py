@@ -94,7 +94,8 @@ def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: 
     if as_json:
         print(to_json({"measured": result["times"], "simulated_step_ms": simulated, "bound_ms": bound}))
         return 0
-    print(f"measured: {measured:.1f} ms, {measured / bound:.2f} × the {bound:.1f} ms that no order of these ops can beat")
+    print(f"measured: {measured:.1f} ms")
+    print(f"the step is {measured / bound:.2f} × the {bound:.1f} ms that no order of its ops can beat")
     for name, rank in shown(recipe).items():
         print(f"the first worker{name}\n{draw_text(graph, ranks[rank])}")
     print(f"\nsimulated from these op times: {simulated:.1f} ms")

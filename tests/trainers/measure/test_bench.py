@@ -94,6 +94,7 @@ def test_workers_of_their_own_are_measured_and_drawn(ray_session, recipe: Path, 
     assert shown.count("the first worker of attention\n") == shown.count("the first worker of the experts\n") == 2
     measured, simulated = (float(line.split()[-2]) for line in shown.split("\n") if line.endswith(" ms"))
     assert 0.5 < simulated / measured < 1.2
+    assert "that no order of its ops can beat" in shown
     events = json.loads(Path("step.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events if event.get("cat") == "expert"} == {1}
     assert {event["pid"] for event in events if event.get("cat") == "attention"} == {0}
