@@ -15,9 +15,11 @@ from foldray.schedule import (
     STREAM,
     WEAVE,
     Cost,
+    Op,
     Overlap,
     Reduction,
     Schedule,
+    Span,
     StepGraph,
     step_schedule,
     times,
@@ -63,9 +65,8 @@ def find(graph: StepGraph, cost: Cost, ahead: int = 1, moves: bool = True) -> Fo
         UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
     """
     problem = Problem(graph, cost)
-    named, lists = _fastest_named(graph, cost, ahead)
-    spans = times(graph, lists, cost)
-    named_seconds = max(span.end for span in spans.values())
+    named, lists, spans = _fastest_named(graph, cost, ahead)
+    named_seconds = _end(spans)
     own = problem.alive(step_schedule(graph, Overlap(SEQUENTIAL.name)))
     most = tuple(count + ahead for count in own)
     best, bound = None, lower_bound(problem, most)
@@ -80,19 +81,23 @@ def find(graph: StepGraph, cost: Cost, ahead: int = 1, moves: bool = True) -> Fo
     assert best is not None
     step = improve(problem, *best, min(_MOST_RUNS, _WORK // len(problem.ops)) if moves else 0, bound)
     found = step.schedule(problem)
-    seconds = max(span.end for span in times(graph, found, cost).values())
+    seconds = _end(times(graph, found, cost))
     if seconds >= named_seconds:
         found, seconds = lists, named_seconds
     return Found(found, seconds, bound, named, named_seconds, problem.alive(found))
 
 
-def _fastest_named(graph: StepGraph, cost: Cost, ahead: int) -> tuple[str, Schedule]:
-    """Return the fastest named list of this graph, and its name."""
+def _fastest_named(graph: StepGraph, cost: Cost, ahead: int) -> tuple[str, Schedule, Mapping[Op, Span]]:
+    """Return the name of the fastest named list of this graph, the list, and its spans."""
     seen: dict[Schedule, str] = {}
     for name, lists in _named(graph, ahead):
         seen.setdefault(lists, name)
-    fastest = min(seen, key=lambda lists: max(span.end for span in times(graph, lists, cost).values()))
-    return seen[fastest], fastest
+    simulated = ((name, lists, times(graph, lists, cost)) for lists, name in seen.items())
+    return min(simulated, key=lambda each: _end(each[-1]))
+
+
+def _end(spans: Mapping[Op, Span]) -> float:
+    return max(span.end for span in spans.values())
 
 
 def _named(graph: StepGraph, ahead: int) -> Iterator[tuple[str, Schedule]]:

@@ -134,6 +134,10 @@ class Candidate:
         if not self.fold.disjoint:
             check_pipeline(self.pipeline)
 
+    def with_passes(self, count: int) -> Candidate:
+        """Return the same candidate with this number of micro-batches in a step."""
+        return replace(self, job=replace(self.job, global_batch=count * self.fold.dp * self.micro_batch))
+
     @cached_property
     def ownership(self) -> Ownership:
         return Ownership(self.job.model, self.fold, self.virtual_stages)

@@ -63,15 +63,10 @@ def _listed(candidate: Candidate, degree: int, hardware: Hardware, ahead: int, i
     device = Device.of(job, hardware)
     fewer, more = _ROUNDS * fold.pp, (_ROUNDS + _FURTHER) * fold.pp
     counts = [candidate.micro_batches] if candidate.micro_batches <= more else [fewer, more]
-    works = [OpWork(_with_passes(candidate, count), device) for count in counts]
+    works = [OpWork(candidate.with_passes(count), device) for count in counts]
     seconds = [whole_seconds(work.candidate, work) for work in works]
     step = seconds[-1] + (candidate.micro_batches - counts[-1]) * (seconds[-1] - seconds[0]) / (more - fewer)
     bound = lower_bound(Problem(works[-1].candidate.reducing, works[-1].cost))
     held = ledger(candidate, OpWork(candidate, device).rank, imbalance).total / GIB
     whole = step * (1 + straggling(fold.world_size, device))
     return Listed(candidate, whole, seconds[-1] / bound, held, held <= hardware.memory_gib)
-
-
-def _with_passes(candidate: Candidate, count: int) -> Candidate:
-    batch = count * candidate.fold.dp * candidate.micro_batch
-    return replace(candidate, job=replace(candidate.job, global_batch=batch))

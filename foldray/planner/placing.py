@@ -174,9 +174,7 @@ def _short(work: ApartWork) -> ApartWork:
 
 
 def _with_passes(work: ApartWork, passes: int) -> ApartWork:
-    candidate = work.candidate
-    batch = passes * candidate.fold.dp * candidate.micro_batch
-    return ApartWork(replace(candidate, job=replace(candidate.job, global_batch=batch)), work.sides, work.memos)
+    return ApartWork(work.candidate.with_passes(passes), work.sides, work.memos)
 
 
 def _works(space: Space) -> Iterator[ApartWork]:

@@ -129,4 +129,4 @@ def _encoded(thing: object, device: torch.device) -> torch.Tensor:
 
 
 def _decoded(part: torch.Tensor) -> Any:
-    return json.loads(bytes(part.cpu().tolist()))
+    return json.loads(part.cpu().numpy().tobytes())
