@@ -214,7 +214,8 @@ class _EventRun:
     """One run of a compiled schedule, event by event: a position starts its next op, or the head of a channel travels.
 
     An actor is a position, or a channel with a number after all positions. An actor has at most one event at a time. If it
-    waits for an op, the end of this op wakes it. Events at the same time run in the order in which they were planned.
+    waits for an op, the end of this op wakes it. Of events at the same time, an op that has waited longer for its link goes
+    first, then the event that was planned first.
     """
 
     def __init__(self, compiled: CompiledSchedule, costs: Sequence[LaneSeconds]):
@@ -232,18 +233,18 @@ class _EventRun:
         self.quiet = [0.0] * channels  # by channel: when its last op has arrived
         self.planned = [False] * channels  # by channel: whether its head has an event, or waits to be woken
         self.waiters: dict[int, list[int]] = {}  # op → actors that wait for its end
-        self.events: list[tuple[float, int, int]] = []  # heap of (time, running number, actor)
+        self.events: list[tuple[float, float, int, int]] = []  # heap of (time, when it was asked for, running number, actor)
         self.count = 0
 
     def times(self) -> Times:
         for position in range(self.positions):
             self._plan_start(position)
         while self.events:
-            at, _, actor = heapq.heappop(self.events)
+            at, asked, _, actor = heapq.heappop(self.events)
             if actor < self.positions:
                 self._start(actor, at)
             else:
-                self._travel(actor - self.positions, at)
+                self._travel(actor - self.positions, at, asked)
         ends = [end for end in self.ends[:-1] if end is not None]
         if len(ends) < len(self.starts) or any(map(int.__lt__, self.started, map(len, self.schedule.lists))):
             raise ScheduleError(f"the positions wait for each other: {'; '.join(self._stuck())}")
@@ -261,9 +262,9 @@ class _EventRun:
             posted += [f"position {position} for the end of {schedule.ops[i]}" for i in ops if self.ends[i] is None]
         return clauses or posted
 
-    def _push(self, at: float, actor: int) -> None:
+    def _push(self, at: float, actor: int, asked: float | None = None) -> None:
         self.count += 1
-        heapq.heappush(self.events, (at, self.count, actor))
+        heapq.heappush(self.events, (at, at if asked is None else asked, self.count, actor))
 
     def _ready(self, needs: Sequence[int], at: float, actor: int) -> float | None:
         """Return the latest of these ops' ends and `at`. If an op has no end yet, return None; its end wakes the actor."""
@@ -309,12 +310,12 @@ class _EventRun:
         if at is not None:
             self._push(at, actor)
 
-    def _travel(self, channel: int, at: float) -> None:
+    def _travel(self, channel: int, at: float, asked: float) -> None:
         i = self.schedule.queues[channel][self.sent[channel]]
         lane, places = self.costs[i][0][0], self.schedule.places[i]
         begin = at if lane == COMPUTE else max([at, *(self.lanes[place].get(lane, 0.0) for place in places)])
-        if begin > at:  # the link is busy: plan again, so that ops which are ready earlier go first
-            self._push(begin, self.positions + channel)
+        if begin > at:  # the link is busy
+            self._push(begin, self.positions + channel, asked)
             return
         self.sent[channel] += 1
         self.quiet[channel] = self._use(i, places, at)

@@ -49,7 +49,7 @@ _BEFORE = {
     MERGE: (ROUTE, COMBINE), GATHER: (PROJECT,),
 }  # fmt: skip
 _AFTER = {
-    PROJECT: (GATHER, ATTENTION), GATHER: (ATTENTION,), ROUTE: (DISPATCH, MERGE), DISPATCH: (EXPERT,), EXPERT: (COMBINE,),
+    PROJECT: (GATHER, ATTENTION), ROUTE: (DISPATCH, MERGE), DISPATCH: (EXPERT,), EXPERT: (COMBINE,),
     COMBINE: (MERGE,),
 }  # fmt: skip
 """For ops on the same piece: the kinds whose results a forward op uses, and the kinds that use its results."""
@@ -206,7 +206,7 @@ class StepGraph:
         if stage == 0:
             yield from self.pieces(EMBED, 0, m)
         elif self.merges_onwards(layers[0] - 1):
-            yield from self.pieces(MERGE, layers[0] - 1, m)
+            yield from (op._replace(kind=kind) for op in self.pieces(MERGE, layers[0] - 1, m) for kind in (COMBINE, MERGE))
         for layer in layers:
             for kind in (PROJECT, GATHER) if self.gathers else ():
                 yield from self.pieces(kind, layer, m)
@@ -214,7 +214,7 @@ class StepGraph:
             if not self.blocks[layer].moe:
                 yield from self.pieces(FFN, layer, m)
                 continue
-            left_out = {*(() if self.ragged else (COUNTS,)), *((MERGE,) if self.merges_onwards(layer) else ())}
+            left_out = {*(() if self.ragged else (COUNTS,)), *((COMBINE, MERGE) if self.merges_onwards(layer) else ())}
             for part in range(self.slicing.degree):
                 yield from (Op(kind, "F", layer, part, m) for kind in _CHAIN if kind not in left_out)
         if stage < len(self.stages) - 1:
@@ -262,8 +262,7 @@ class StepGraph:
         if op.direction == "W":
             return (op._replace(direction="B"), *self._added_before(op))
         if op.direction == "R":
-            own = op._replace(direction="F")
-            return (own, op._replace(kind=PROJECT)) if op.kind == ATTENTION and self.gathers else (own,)
+            return self._before_again(op)
         if op.direction == "F":
             return self._inputs(op)
         gradients = self._gradients(op)
@@ -304,6 +303,27 @@ class StepGraph:
         forward = op._replace(direction="F")
         return (forward, self._state(op)) if op.kind in self.again else (forward,)
 
+    def _before_again(self, op: Op) -> tuple[Op, ...]:
+        """Return what comes before an op that runs again.
+
+        Its state is large, so it is made late: when the backward of the next part, or of the last part of a later block, has
+        freed the state there. The first state of a micro-batch is made when its gradient is there.
+        """
+        own = op._replace(direction="F")
+        if op.kind == ATTENTION and self.gathers:
+            return own, op._replace(kind=PROJECT)  # which has waited for the rest
+        kind = ATTENTION if op.kind == self.entry else op.kind
+        done = (own,) if op.kind == kind else (own, own._replace(kind=kind))  # both use the place for the queries of a slice
+        if op.part + 2 < len(self._cuts(kind, op.layer)):
+            return (*done, Op(kind, "B", op.layer, op.part + 1, op.micro_batch))
+        where = self.where(own)
+        later = (op._replace(kind=kind, direction="B", layer=layer) for layer in range(op.layer + 1, len(self.blocks)))
+        free = next((each for each in later if self._has(kind, each.layer) and self.where(each) == where), None)
+        return (*done, free) if free else (*done, *self._gradients(op._replace(kind=kind, direction="B")))
+
+    def _has(self, kind: str, layer: int) -> bool:
+        return kind == ATTENTION or (kind == EXPERT) == (self.blocks[layer].moe is not None)
+
     def _added_before(self, op: Op) -> tuple[Op, ...]:
         """Return the op that adds to the same gradients of weights right before. It keeps the order of the backward, so sums
         have the same bits as without ops of their own."""
@@ -332,9 +352,9 @@ class StepGraph:
         if kind == HANDOVER:
             last = self.layers[layer][-1]
             return tuple(self._sharing(op, ROUTE if self.merges_onwards(last) else self.output(last), last))
-        if kind == MERGE and self.merges_onwards(layer):
+        if kind in (COMBINE, MERGE) and self.merges_onwards(layer):  # the rows' receiver learns from the handover how many come
             past = self._overlapping(op, self.handovers("F", self.stage_of[layer], op.micro_batch))
-            return (op._replace(kind=COMBINE), *past)
+            return (op._replace(kind=EXPERT if kind == COMBINE else COMBINE), *past)
         return tuple(op._replace(kind=name) for name in _BEFORE[kind] if self.ragged or name != COUNTS)
 
     def _entering(self, op: Op) -> tuple[Op, ...]:
@@ -372,6 +392,9 @@ class StepGraph:
             return (*self._sharing(op, own, layer), *following)
         if kind == HEAD:
             return ()
+        if kind == GATHER:  # the first slice goes backward last, and frees the keys and values of all
+            following = (op._replace(part=op.part + 1),) if op.part + 2 < len(self._cuts(kind, layer)) else ()
+            return (op._replace(kind=ATTENTION), *following)
         if kind in (MERGE, FFN):
             last = layer == self.layers[self.stage_of[layer]][-1] and not self.merges_onwards(layer)
             return tuple(self._sharing(op, HEAD, layer) if last else self._sharing(op, self.entry, layer + 1))

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy
 import pytest
 
 from foldray.comm import Groups
+from foldray.runtime import Trace
 from foldray.schedule import LIST, WEAVE, Ordering
-from tests.foldray.parity import engine_of, go_by_times, make_recipe
+from tests.foldray.parity import engine_of, go_by_times, go_on, make_recipe
+from tests.foldray.random_lists import find_at_random
 
 STEPS = 3
+MORE = 5  # further steps of a found list, all but the first one by random lists
 CHUNKS = {"reduction": "chunks", "sp_bytes": 4096}
 AGAIN = {"recompute": ["attention", "ffn", "expert"]}
 DEEPSPEED = {"precision": "float32"}
@@ -87,11 +92,24 @@ def trained(rank: int, recipe: Any, kind: str) -> tuple[dict[str, Any], dict[str
             execution.reorder(Ordering(recompute=recipe.ordering.recompute, reduction=recipe.ordering.reduction))
         found.append(go_by_times(engine, groups, recipe, STEPS))
         lists.append([(op.direction, op.micro_batch) for op in execution.order(execution.last)])
-        if not plain and kind == LIST.name:
-            assert execution.ordering.found.graph == execution.last, "the step had no found list"
+        if kind == LIST.name:
+            found[-1] = go_on_at_random(engine, groups, recipe, found[-1], plain)
         engine.close()
         groups.close()
     return found[0], found[1], lists[0] != lists[1]
+
+
+def go_on_at_random(engine: Any, groups: Groups, recipe: Any, before: dict[str, Any], plain: bool) -> dict[str, Any]:
+    """Train further steps, by random lists if the list is not `plain`. Measured times lead to few of the lists that may run."""
+    execution, steps = engine.execution, [before]
+    execution.trace = Trace()
+    for step in range(STEPS, STEPS + MORE):
+        steps.append(go_on(engine, groups, recipe, range(step, step + 1)))
+        if not plain:
+            with patch("foldray.runtime.found.find", partial(find_at_random, step)):
+                execution.learn_costs()
+            assert execution.ordering.found.graph == execution.last, "the step had no found list"
+    return {**steps[-1], **{key: [value for each in steps for value in each[key]] for key in ("losses", "norms")}}
 
 
 def compare(ranks: Any, case: Case, kind: str) -> list[bool]:

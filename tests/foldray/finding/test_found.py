@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,21 +29,9 @@ from foldray.schedule import (
     times,
 )
 from tests.foldray.blocks import DENSE, MOE
+from tests.foldray.random_lists import Cost, random_cost
 
-Cost = Callable[[Op], tuple[tuple[str, float], ...]]
 FLAT = SliceCost(0, 1)
-
-
-def random_cost(graph: StepGraph, seed: int, shared: bool, zeros: bool = False) -> Cost:
-    """Return random seconds for every op. With `shared`, all that travels uses one link; else each class has its own."""
-    draw = random.Random(seed)
-    seconds = {op: draw.choice([0.0, 1.0] if zeros else [0.1, 0.5, 1.0, 2.0]) * draw.random() for op in graph.ops()}
-
-    def cost(op: Op) -> tuple[tuple[str, float], ...]:
-        channel = graph.channel(op)
-        return ((COMPUTE if channel is None else "link" if shared and channel[0] != "counts" else channel[0], seconds[op]),)
-
-    return cost
 
 
 def seconds_of(graph: StepGraph, schedule: Any, cost: Cost) -> float:
