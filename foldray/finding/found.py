@@ -25,8 +25,8 @@ from foldray.schedule import (
     times,
 )
 
-_WORK = 1_500_000  # ops that the local moves run at most, over all their steps: some ten seconds for a large step
-_MOST_RUNS = 400
+_WORK = 1_500_000  # ops that the local moves run at most, over all their steps: some seconds
+_MOST_RUNS = 8000
 _LAGS = (1, 2, 3)
 
 
@@ -49,7 +49,7 @@ class Found(NamedTuple):
     alive: tuple[int, ...]
 
 
-def find(graph: StepGraph, cost: Cost, ahead: int = 1, moves: bool = True) -> Found:
+def find(graph: StepGraph, cost: Cost, ahead: int = 1, moves: bool = True, before: Schedule | None = None) -> Found:
     """Return the fastest schedule that is found at given costs. The same arguments give the same schedule.
 
     First, the fastest of the named lists is found. Then list scheduling runs the step by several rules, one of which follows that
@@ -60,44 +60,51 @@ def find(graph: StepGraph, cost: Cost, ahead: int = 1, moves: bool = True) -> Fo
         cost: the cost of every op.
         ahead: micro-batches that may be alive at a position beyond those of the pipeline's own order.
         moves: whether local moves improve the fastest step.
+        before: a schedule of the same graph that was found at other costs. No slower one is returned.
 
     Raises:
         UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
     """
     problem = Problem(graph, cost)
-    named, lists, spans = _fastest_named(graph, cost, ahead)
-    named_seconds = _end(spans)
+    name, fastest = _fastest_named(graph, cost, ahead)
+    given = [fastest, *([_Timed(before, times(graph, before, cost))] if before else [])]
     own = problem.alive(step_schedule(graph, Overlap(SEQUENTIAL.name)))
     most = tuple(count + ahead for count in own)
-    best, bound = None, lower_bound(problem, most)
+    quickest, bound = None, lower_bound(problem, most)
     for extra in range(ahead + 1):
         limits = [count + extra for count in own]
-        rules = [*_RULES.values(), lambda problem: [spans[op].start for op in problem.ops]]
-        for priorities in rules:
-            rule = Rule(priorities(problem), limits)
+        followed = [[each.spans[op].start for op in problem.ops] for each in given]
+        for priority in [*(priorities(problem) for priorities in _RULES.values()), *followed]:
+            rule = Rule(priority, limits)
             step = walk(problem, rule)
-            if step is not None and (best is None or step.seconds < best[0].seconds):
-                best = step, rule
-    assert best is not None
-    step = improve(problem, *best, min(_MOST_RUNS, _WORK // len(problem.ops)) if moves else 0, bound)
+            if step is not None and (quickest is None or step.seconds < quickest[0].seconds):
+                quickest = step, rule
+    assert quickest is not None
+    step = improve(problem, *quickest, min(_MOST_RUNS, _WORK // len(problem.ops)) if moves else 0, bound)
     found = step.schedule(problem)
-    seconds = _end(times(graph, found, cost))
-    if seconds >= named_seconds:
-        found, seconds = lists, named_seconds
-    return Found(found, seconds, bound, named, named_seconds, problem.alive(found))
+    best = min(*given, _Timed(found, times(graph, found, cost)), key=lambda each: each.seconds)
+    return Found(best.schedule, best.seconds, bound, name, fastest.seconds, problem.alive(best.schedule))
 
 
-def _fastest_named(graph: StepGraph, cost: Cost, ahead: int) -> tuple[str, Schedule, Mapping[Op, Span]]:
-    """Return the name of the fastest named list of this graph, the list, and its spans."""
+class _Timed(NamedTuple):
+    """A schedule and the spans of its ops."""
+
+    schedule: Schedule
+    spans: Mapping[Op, Span]
+
+    @property
+    def seconds(self) -> float:
+        return max(span.end for span in self.spans.values())
+
+
+def _fastest_named(graph: StepGraph, cost: Cost, ahead: int) -> tuple[str, _Timed]:
+    """Return the fastest named list of this graph, and its name."""
     seen: dict[Schedule, str] = {}
     for name, lists in _named(graph, ahead):
         seen.setdefault(lists, name)
-    simulated = ((name, lists, times(graph, lists, cost)) for lists, name in seen.items())
-    return min(simulated, key=lambda each: _end(each[-1]))
-
-
-def _end(spans: Mapping[Op, Span]) -> float:
-    return max(span.end for span in spans.values())
+    simulated = {name: _Timed(lists, times(graph, lists, cost)) for lists, name in seen.items()}
+    name = min(simulated, key=lambda name: simulated[name].seconds)
+    return name, simulated[name]
 
 
 def _named(graph: StepGraph, ahead: int) -> Iterator[tuple[str, Schedule]]:

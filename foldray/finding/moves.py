@@ -21,6 +21,7 @@ from foldray.finding.greedy import Rule, Walk, walk
 from foldray.finding.problem import Problem
 
 _SAME = 1e-9  # relative difference of seconds that counts as none
+_MOST_SEARCHES, _ENOUGH = 12, 500  # searches that take swaps for the worse, and runs that are enough for one
 _TEMPERATURES = (0.005, 0.02)  # relative growth of seconds that a search takes at its start with a chance of 1/e
 
 
@@ -42,9 +43,11 @@ def improve(problem: Problem, step: Walk, rule: Rule, runs: int, goal: float = 0
     """
     start = _Found(step, rule._replace(priority=step.starts))
     best = _search(problem, start, runs // 4, goal)
-    for seed, temperature in enumerate(_TEMPERATURES):
-        other = _search(problem, start, runs // 4, goal, temperature, seed)
-        best = min(best, other, _search(problem, other, runs // 8, goal), key=lambda each: each.step.seconds)
+    searches = max(len(_TEMPERATURES), min(_MOST_SEARCHES, runs // _ENOUGH))
+    for seed in range(searches):
+        temperature = _TEMPERATURES[seed % len(_TEMPERATURES)]
+        other = _search(problem, start, runs // (2 * searches), goal, temperature, seed)
+        best = min(best, other, _search(problem, other, runs // (4 * searches), goal), key=lambda each: each.step.seconds)
     return best.step
 
 

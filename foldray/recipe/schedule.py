@@ -22,7 +22,7 @@ class ScheduleSpec(Strict):
         SEQUENTIAL.name,
         description="How pieces overlap. `sequential` cuts nothing and hides no all-to-all; every other kind lets one piece "
         "compute while another travels. `weave` and `list` also let one micro-batch compute while rows of another one travel. "
-        "`list` finds its order by the times of the ops in the second step. `module:NAME` names a kind of your own.",
+        "`list` finds its order by the times of the ops in the second and third step. `module:NAME` names a kind of your own.",
     )
     backward: Annotated[str, among(("a kind",), overlap_kind)] | None = Field(
         None, description="Kind of the backward pass. Null is the same as `kind`."

@@ -72,7 +72,7 @@ class Execution:
     def lacks_costs(self) -> bool:
         """Whether the list depends on costs of ops that are not known yet: lags are open, or gradients give way."""
         ordering = self.ordering
-        return ordering.costs is None and (ordering.open or (self.reduces and ordering.reduction.gives_way))
+        return ordering.finds or (ordering.costs is None and (ordering.open or (self.reduces and ordering.reduction.gives_way)))
 
     def learn_costs(self) -> None:
         """Choose the open lags, the found list, and when gradients leave, by the times of the ops of the last training step.
@@ -89,9 +89,8 @@ class Execution:
         costs, self.found = op_costs(self.last, recordings), None
         if self.ordering.forward.row.found:
             recording = Recording(order, spans)
-            found = find_together(self.groups, self.last, recording, costs, self.ordering.ahead, own.device)
-            self.reorder(self.ordering._replace(costs=costs, found=found[0]))
-            self.found = found[1]
+            found, self.found = find_together(self.groups, self.last, recording, costs, self.ordering, own.device)
+            self.reorder(self.ordering._replace(costs=costs, found=found))
         else:
             self.reorder(settle(self.ordering, self.last, self.model.stages[0].number, costs))
 

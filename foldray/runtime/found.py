@@ -12,12 +12,12 @@ import torch
 from foldray.comm import Communicator, Groups
 from foldray.finding import Found, find
 from foldray.kinds import OP_KINDS, REDUCE
-from foldray.schedule import COMPUTE, Chunk, Cost, FoundList, Op, OpCosts, Span, StepGraph, check
+from foldray.schedule import COMPUTE, Chunk, Cost, FoundList, Op, OpCosts, Ordering, Span, StepGraph, check
 from foldray.timeline import Recording, message_seconds
 
 
 def find_together(
-    groups: Groups, graph: StepGraph, recording: Recording, costs: OpCosts, ahead: int, device: torch.device
+    groups: Groups, graph: StepGraph, recording: Recording, costs: OpCosts, ordering: Ordering, device: torch.device
 ) -> tuple[FoundList, Found | None]:
     """Find the lists of a step. All ranks must call this.
 
@@ -25,26 +25,32 @@ def find_together(
         graph: the graph of the step, with the chunks of this rank's position.
         recording: the recorded step of this rank.
         costs: the times of ops at this rank's position.
-        ahead: as for `find`.
+        ordering: this rank's ordering of the recorded step, with the list that was found before, if there was one.
         device: the device of the process group's tensors.
 
     Returns:
         This rank's list, and, on rank 0, everything that was found.
     """
     position, first = groups.position, groups.control.index == 0
+    before = ordering.found if ordering.found is not None and ordering.found.graph == graph else None
     report: dict[str, Any] = {"position": position}
     if groups.stage.index == 0:
         chunks = graph.chunks[position] if graph.chunks else ()
         report |= {"costs": costs, "chunks": chunks, "messages": _messages(graph, recording)}
+        report["list"] = before.order if before else None
     reports = _collect(groups.control, report, device)
     found, lists = None, []
     if first:
         leaders = {report["position"]: report for report in reports if "costs" in report}
-        whole = _whole(graph, [leaders[place] for place in range(graph.positions)])
-        found = find(whole, _cost(whole, leaders, groups), ahead)
+        of_positions = [leaders[place] for place in range(graph.positions)]
+        whole = _whole(graph, of_positions)
+        last = [leader["list"] for leader in of_positions if leader["list"] is not None]
+        schedule = tuple(tuple(Op(*op) for op in ops) for ops in last) if len(last) == graph.positions else None
+        found = find(whole, _cost(whole, leaders, groups), ordering.ahead, before=schedule)
         check(whole, found.schedule)
         lists = [found.schedule[report["position"]] for report in reports]
-    return FoundList(graph, tuple(Op(*each) for each in _deal(groups.control, lists, device))), found
+    own = tuple(Op(*each) for each in _deal(groups.control, lists, device))
+    return FoundList(graph, own, before.timed + 1 if before else 1), found
 
 
 def _messages(graph: StepGraph, recording: Recording) -> list[tuple[Op, Span]]:

@@ -12,6 +12,8 @@ from foldray.schedule.slicing import SliceCost, Slicing, slice_sequence
 from foldray.schedule.step_graph import StepGraph
 from foldray.schedule.traffic import OpCosts
 
+_TIMED = 2
+
 
 class FoundList(NamedTuple):
     """A list that was found for a step (`finding.find`).
@@ -19,10 +21,12 @@ class FoundList(NamedTuple):
     Args:
         graph: the graph of the step. Steps with another graph have lists by name.
         order: the list of this rank's position.
+        timed: number of steps whose times have led to it, each but the first one with the list found before.
     """
 
     graph: StepGraph
     order: tuple[Op, ...]
+    timed: int = 1
 
 
 class Ordering(NamedTuple):
@@ -70,7 +74,12 @@ class Ordering(NamedTuple):
     @property
     def open(self) -> bool:
         """Whether a lag is not chosen yet, or the list is not found yet."""
-        return self.forward.open or self.backward.open or (self.forward.row.found and self.found is None)
+        return self.forward.open or self.backward.open or self.finds
+
+    @property
+    def finds(self) -> bool:
+        """Whether the list is still to be found, or found once more: ops take other times beside those of its own order."""
+        return self.forward.row.found and (self.found is None or self.found.timed < _TIMED)
 
 
 class Sequences(NamedTuple):

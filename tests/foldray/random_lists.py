@@ -8,7 +8,7 @@ from collections.abc import Callable
 from foldray.finding import Found
 from foldray.finding.greedy import Rule, walk
 from foldray.finding.problem import Problem
-from foldray.schedule import COMPUTE, SEQUENTIAL, Op, Overlap, StepGraph, step_schedule
+from foldray.schedule import COMPUTE, SEQUENTIAL, Op, Overlap, Schedule, StepGraph, step_schedule
 
 Cost = Callable[[Op], tuple[tuple[str, float], ...]]
 
@@ -25,7 +25,7 @@ def random_cost(graph: StepGraph, seed: int, shared: bool, zeros: bool = False) 
     return cost
 
 
-def find_at_random(seed: int, graph: StepGraph, cost: Cost, ahead: int) -> Found:
+def find_at_random(seed: int, graph: StepGraph, cost: Cost, ahead: int, before: Schedule | None) -> Found:
     """Return lists of random costs and priorities, as `find` returns lists. Times may never lead to them, but they may run."""
     draw = random.Random(seed)
     problem = Problem(graph, random_cost(graph, seed, shared=draw.random() < 0.5, zeros=draw.random() < 0.5))

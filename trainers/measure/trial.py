@@ -100,11 +100,11 @@ def _prepared(state: dict[str, Any], given: dict[str, Any], keep: int) -> _Ready
     engines[key] = ready = _Ready(recipe, engine, groups, batches, before)
     execution = engine.execution
     _step(ready, device)
-    if execution.lacks_costs:
-        execution.trace = Trace(device)
+    execution.trace = Trace(device)
+    while execution.lacks_costs:
         _step(ready, device)
         execution.learn_costs()
-        execution.trace = None
+    execution.trace = None
     return ready
 
 

@@ -179,14 +179,15 @@ class Online:
         self.execution.reorder(ordering)
 
     def _learn(self, tell: Tell) -> Steps:
-        """Measure the times of ops with the present setting, if the order needs them: one warm-up step, then a traced one."""
+        """Measure the times of ops with the present setting, if the order needs them: one warm-up step, then traced ones."""
         execution, was_open = self.execution, self.execution.ordering.open
         if not execution.lacks_costs:
             return
         yield
         execution.trace = Trace(self.device)
-        yield
-        execution.learn_costs()
+        while execution.lacks_costs:
+            yield
+            execution.learn_costs()
         execution.trace = None
         degree, settled = self._now.degree, execution.ordering
         self._settled[degree] = settled

@@ -280,10 +280,10 @@ def test_a_search_changes_no_weight_beyond_rounding(ranks, name: str) -> None:
             assert float((weight - expected).abs().max()) <= limit * float(expected.abs().max()), key
 
 
-def test_a_list_is_found_after_the_second_step_and_told(ranks) -> None:
+def test_a_list_is_found_twice_and_told_once(ranks) -> None:
     rows = [Knobs(2, 0), Knobs(1, 0)]
     schedule = {"kind": "list", "reduction": "end", "degree": 2, "degrees": [1, 2]}
-    first, second = tuned(ranks, made_up, 4 + 2 * STEPS + 4 * TURNS, rows, **schedule)
+    first, second = tuned(ranks, made_up, 6 + 2 * STEPS + 4 * TURNS, rows, **schedule)
     listed = [record for record in first["records"] if record["kind"] == "listed"]
     assert [record["degree"] for record in listed] == [2, 1], "once for each degree, however often it is taken up again"
     assert not [record for record in second["records"] if record["kind"] == "listed"], "only rank 0 tells"
