@@ -181,13 +181,14 @@ class Online:
     def _learn(self, tell: Tell) -> Steps:
         """Measure the times of ops with the present setting, if the order needs them: one warm-up step, then traced ones."""
         execution, was_open = self.execution, self.execution.ordering.open
-        if not execution.lacks_costs:
-            return
-        yield
-        execution.trace = Trace(self.device)
         while execution.lacks_costs:
+            if execution.trace is None:
+                yield
+                execution.trace = Trace(self.device)
             yield
             execution.learn_costs()
+        if execution.trace is None:
+            return
         execution.trace = None
         degree, settled = self._now.degree, execution.ordering
         self._settled[degree] = settled
