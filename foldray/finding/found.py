@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from typing import NamedTuple
 
 from foldray.finding.bound import lower_bound
@@ -71,14 +72,13 @@ def find(graph: StepGraph, cost: Cost, ahead: int = 1, moves: bool = True, befor
     own = problem.alive(step_schedule(graph, Overlap(SEQUENTIAL.name)))
     most = tuple(count + ahead for count in own)
     quickest, bound = None, lower_bound(problem, most)
-    for extra in range(ahead + 1):
-        limits = [count + extra for count in own]
-        followed = [[each.spans[op].start for op in problem.ops] for each in given]
-        for priority in [*(priorities(problem) for priorities in _RULES.values()), *followed]:
-            rule = Rule(priority, limits)
-            step = walk(problem, rule)
-            if step is not None and (quickest is None or step.seconds < quickest[0].seconds):
-                quickest = step, rule
+    followed = ([each.spans[op].start for op in problem.ops] for each in given)
+    priorities = [*(ranked(problem) for ranked in _RULES.values()), *followed]
+    for extra, priority in product(range(ahead + 1), priorities):
+        rule = Rule(priority, [count + extra for count in own])
+        step = walk(problem, rule)
+        if step is not None and (quickest is None or step.seconds < quickest[0].seconds):
+            quickest = step, rule
     assert quickest is not None
     step = improve(problem, *quickest, min(_MOST_RUNS, _WORK // len(problem.ops)) if moves else 0, bound)
     found = step.schedule(problem)

@@ -159,7 +159,7 @@ class _Run:
             self._let_go(i)
             heapq.heappush(self.events, (until, i, number))
         elif position.waiting:  # look again when a link is free
-            heapq.heappush(self.events, (min(self._earliest(each, now)[0] for each in position.waiting), -1, number))
+            heapq.heappush(self.events, (min(self._earliest(each, now) for each in position.waiting), -1, number))
 
     def _next(self, number: int) -> int:
         """Return the best op that is ready and does not begin a micro-batch too many; -1 if there is none."""
@@ -179,18 +179,20 @@ class _Run:
             heapq.heappush(position.ready, entry)
         return found
 
-    def _earliest(self, i: int, now: float) -> tuple[float, float]:
-        """Return when an op that is posted now can start to travel, and when it asks for its link."""
-        problem, places = self.problem, [self.positions[place] for place in self.problem.places[i]]
-        lane, asks = problem.lanes[i][0][0], max(places[0].free, self.quiet.get(problem.channel[i], 0.0))
+    def _earliest(self, i: int, now: float) -> float:
+        """Return when an op that is posted now can start to travel."""
+        problem = self.problem
+        lane, start = problem.lanes[i][0][0], max(now, self.quiet.get(problem.channel[i], 0.0))
         for need in problem.needs[i]:
-            asks = max(asks, self.ends[need])
-        return max([now, asks, *(place.until(lane) for place in places)]), asks
+            start = max(start, self.ends[need])
+        for place in problem.places[i]:
+            start = max(start, self.positions[place].until(lane))
+        return start
 
     def _post(self, position: _Position, now: float, until: float) -> None:
-        """Post ops that can start to travel before `until`: always the one that can start first, that asks first, or is best."""
+        """Post ops that can start to travel before `until`: always the one that can start first, or the best one of those."""
         while position.waiting:
-            start, _, _, i = min((*self._earliest(each, now), self.rule.priority[each], each) for each in position.waiting)
+            start, _, i = min((self._earliest(each, now), self.rule.priority[each], each) for each in position.waiting)
             if start > now and start >= until:
                 return
             position.waiting.remove(i)

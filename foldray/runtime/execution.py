@@ -70,7 +70,7 @@ class Execution:
 
     @property
     def lacks_costs(self) -> bool:
-        """Whether the list depends on costs of ops that are not known yet: lags are open, or gradients give way."""
+        """Whether the order depends on times of ops that are not known yet: lags or lists are open, or gradients give way."""
         ordering = self.ordering
         return ordering.finds or (ordering.costs is None and (ordering.open or (self.reduces and ordering.reduction.gives_way)))
 

@@ -32,25 +32,24 @@ def find_together(
         This rank's list, and, on rank 0, everything that was found.
     """
     position, first = groups.position, groups.control.index == 0
-    before = ordering.found if ordering.found is not None and ordering.found.graph == graph else None
+    before = ordering.found if ordering.found and ordering.found.graph == graph else None  # on all ranks, or on none
     report: dict[str, Any] = {"position": position}
     if groups.stage.index == 0:
         chunks = graph.chunks[position] if graph.chunks else ()
         report |= {"costs": costs, "chunks": chunks, "messages": _messages(graph, recording)}
-        report["list"] = before.order if before else None
+        report["list"] = before.order if before else ()
     reports = _collect(groups.control, report, device)
     found, lists = None, []
     if first:
         leaders = {report["position"]: report for report in reports if "costs" in report}
         of_positions = [leaders[place] for place in range(graph.positions)]
         whole = _whole(graph, of_positions)
-        last = [leader["list"] for leader in of_positions if leader["list"] is not None]
-        schedule = tuple(tuple(Op(*op) for op in ops) for ops in last) if len(last) == graph.positions else None
-        found = find(whole, _cost(whole, leaders, groups), ordering.ahead, before=schedule)
+        last = tuple(tuple(Op(*op) for op in leader["list"]) for leader in of_positions)
+        found = find(whole, _cost(whole, leaders, groups), ordering.ahead, before=last if before else None)
         check(whole, found.schedule)
         lists = [found.schedule[report["position"]] for report in reports]
     own = tuple(Op(*each) for each in _deal(groups.control, lists, device))
-    return FoundList(graph, own, before.timed + 1 if before else 1), found
+    return FoundList(graph, own, ordering.found.timed + 1 if ordering.found else 1), found
 
 
 def _messages(graph: StepGraph, recording: Recording) -> list[tuple[Op, Span]]:

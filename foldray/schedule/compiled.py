@@ -214,8 +214,8 @@ class _EventRun:
     """One run of a compiled schedule, event by event: a position starts its next op, or the head of a channel travels.
 
     An actor is a position, or a channel with a number after all positions. An actor has at most one event at a time. If it
-    waits for an op, the end of this op wakes it. Of events at the same time, an op that has waited longer for its link goes
-    first, then the event that was planned first.
+    waits for an op, the end of this op wakes it. Events at the same time run in the order of their running numbers: a start has
+    a new one, and an op that travels has one since it was posted. So a link takes first what was posted first.
     """
 
     def __init__(self, compiled: CompiledSchedule, costs: Sequence[LaneSeconds]):
@@ -228,23 +228,24 @@ class _EventRun:
         self.free = [0.0] * self.positions  # by position: when the computation that it has started ends
         self.lanes: list[dict[str, float]] = [{} for _ in range(self.positions)]  # by position: lane → when it is free
         self.posted = [0.0] * count  # by op: when the last position posted it
+        self.number = [0] * count  # by op: the running number of its posting
         self.missing = [len(places) for places in compiled.places]  # by op: number of positions that must still post it
         self.sent = [0] * channels  # by channel: number of ops that have begun to travel
         self.quiet = [0.0] * channels  # by channel: when its last op has arrived
         self.planned = [False] * channels  # by channel: whether its head has an event, or waits to be woken
         self.waiters: dict[int, list[int]] = {}  # op → actors that wait for its end
-        self.events: list[tuple[float, float, int, int]] = []  # heap of (time, when it was asked for, running number, actor)
+        self.events: list[tuple[float, int, int]] = []  # heap of (time, running number, actor)
         self.count = 0
 
     def times(self) -> Times:
         for position in range(self.positions):
             self._plan_start(position)
         while self.events:
-            at, asked, _, actor = heapq.heappop(self.events)
+            at, _, actor = heapq.heappop(self.events)
             if actor < self.positions:
                 self._start(actor, at)
             else:
-                self._travel(actor - self.positions, at, asked)
+                self._travel(actor - self.positions, at)
         ends = [end for end in self.ends[:-1] if end is not None]
         if len(ends) < len(self.starts) or any(map(int.__lt__, self.started, map(len, self.schedule.lists))):
             raise ScheduleError(f"the positions wait for each other: {'; '.join(self._stuck())}")
@@ -262,9 +263,9 @@ class _EventRun:
             posted += [f"position {position} for the end of {schedule.ops[i]}" for i in ops if self.ends[i] is None]
         return clauses or posted
 
-    def _push(self, at: float, actor: int, asked: float | None = None) -> None:
+    def _next_number(self) -> int:
         self.count += 1
-        heapq.heappush(self.events, (at, at if asked is None else asked, self.count, actor))
+        return self.count
 
     def _ready(self, needs: Sequence[int], at: float, actor: int) -> float | None:
         """Return the latest of these ops' ends and `at`. If an op has no end yet, return None; its end wakes the actor."""
@@ -283,7 +284,7 @@ class _EventRun:
         if count < len(ops):
             at = self._ready(self.schedule.waits[ops[count]], self.free[position], position)
             if at is not None:
-                self._push(at, position)
+                heapq.heappush(self.events, (at, self._next_number(), position))
 
     def _start(self, position: int, at: float) -> None:
         i = self.schedule.lists[position][self.started[position]]
@@ -294,7 +295,7 @@ class _EventRun:
             self._finish(i, at, self.free[position])
         else:
             self.free[position] = at
-            self.posted[i] = max(self.posted[i], at)
+            self.posted[i], self.number[i] = max(self.posted[i], at), self._next_number()
             self.missing[i] -= 1
             self._plan_travel(channel)
         self._plan_start(position)
@@ -308,14 +309,14 @@ class _EventRun:
         i, actor = queue[sent], self.positions + channel
         at = self._ready(self.schedule.remote[i], max(self.quiet[channel], self.posted[i]), actor)
         if at is not None:
-            self._push(at, actor)
+            heapq.heappush(self.events, (at, self.number[i], actor))
 
-    def _travel(self, channel: int, at: float, asked: float) -> None:
+    def _travel(self, channel: int, at: float) -> None:
         i = self.schedule.queues[channel][self.sent[channel]]
         lane, places = self.costs[i][0][0], self.schedule.places[i]
         begin = at if lane == COMPUTE else max([at, *(self.lanes[place].get(lane, 0.0) for place in places)])
         if begin > at:  # the link is busy
-            self._push(begin, self.positions + channel, asked)
+            heapq.heappush(self.events, (begin, self.number[i], self.positions + channel))
             return
         self.sent[channel] += 1
         self.quiet[channel] = self._use(i, places, at)

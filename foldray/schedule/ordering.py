@@ -12,7 +12,7 @@ from foldray.schedule.slicing import SliceCost, Slicing, slice_sequence
 from foldray.schedule.step_graph import StepGraph
 from foldray.schedule.traffic import OpCosts
 
-_TIMED = 2
+_TIMED = 2  # steps that a found list goes by: the second one already runs by a found list
 
 
 class FoundList(NamedTuple):
@@ -21,7 +21,7 @@ class FoundList(NamedTuple):
     Args:
         graph: the graph of the step. Steps with another graph have lists by name.
         order: the list of this rank's position.
-        timed: number of steps whose times have led to it, each but the first one with the list found before.
+        timed: number of steps whose times have led to it. Each of them but the first one had the list that was found before.
     """
 
     graph: StepGraph

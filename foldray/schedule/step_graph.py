@@ -49,8 +49,7 @@ _BEFORE = {
     MERGE: (ROUTE, COMBINE), GATHER: (PROJECT,),
 }  # fmt: skip
 _AFTER = {
-    PROJECT: (GATHER, ATTENTION), ROUTE: (DISPATCH, MERGE), DISPATCH: (EXPERT,), EXPERT: (COMBINE,),
-    COMBINE: (MERGE,),
+    PROJECT: (GATHER, ATTENTION), ROUTE: (DISPATCH, MERGE), DISPATCH: (EXPERT,), EXPERT: (COMBINE,), COMBINE: (MERGE,),
 }  # fmt: skip
 """For ops on the same piece: the kinds whose results a forward op uses, and the kinds that use its results."""
 
@@ -306,29 +305,35 @@ class StepGraph:
     def _before_again(self, op: Op) -> tuple[Op, ...]:
         """Return what comes before an op that runs again.
 
-        Its state is large, so it is made late: when the backward of the next part, or of the last part of a later block, has
-        freed the state there. The first state of a micro-batch is made when its gradient is there.
+        Its state is large, so it is made late: when the backward of the next part, or of the first part of the next block at the
+        position, has freed the state there. The first state of a micro-batch is made when its gradient is there.
         """
         own = op._replace(direction="F")
         if op.kind == ATTENTION and self.gathers:
             return own, op._replace(kind=PROJECT)  # which has waited for the rest
         kind = ATTENTION if op.kind == self.entry else op.kind
         done = (own,) if op.kind == kind else (own, own._replace(kind=kind))  # both use the place for the queries of a slice
-        if op.part + 2 < len(self._cuts(kind, op.layer)):
-            return (*done, Op(kind, "B", op.layer, op.part + 1, op.micro_batch))
+        backward = op._replace(kind=kind, direction="B")
+        if following := self._next_part(backward):
+            return (*done, *following)
         where = self.where(own)
-        later = (op._replace(kind=kind, direction="B", layer=layer) for layer in range(op.layer + 1, len(self.blocks)))
+        later = (backward._replace(layer=layer, part=0) for layer in range(op.layer + 1, len(self.blocks)))
         free = next((each for each in later if self._has(kind, each.layer) and self.where(each) == where), None)
-        return (*done, free) if free else (*done, *self._gradients(op._replace(kind=kind, direction="B")))
+        return (*done, free) if free else (*done, *self._gradients(backward))
 
     def _has(self, kind: str, layer: int) -> bool:
+        """Return whether a block has ops of a kind that may run again."""
         return kind == ATTENTION or (kind == EXPERT) == (self.blocks[layer].moe is not None)
+
+    def _next_part(self, op: Op) -> tuple[Op, ...]:
+        """Return the same op for the next part of the micro-batch; nothing for the last part."""
+        return (op._replace(part=op.part + 1),) if op.part + 2 < len(self._cuts(op.kind, op.layer)) else ()
 
     def _added_before(self, op: Op) -> tuple[Op, ...]:
         """Return the op that adds to the same gradients of weights right before. It keeps the order of the backward, so sums
         have the same bits as without ops of their own."""
-        if op.part + 2 < len(self._cuts(op.kind, op.layer)):
-            return (op._replace(part=op.part + 1),)
+        if following := self._next_part(op):
+            return following
         # Backward reaches the last part of a micro-batch first.
         group, place = divmod(op.micro_batch, self.batch_degree)
         before = op.micro_batch + 1 if place + 1 < self.batch_degree else (group - 1) * self.batch_degree
@@ -388,13 +393,11 @@ class StepGraph:
             return (op._replace(kind=self.entry),)
         if kind == ATTENTION:
             own = ROUTE if self.blocks[layer].moe else FFN
-            following = (op._replace(part=op.part + 1),) if op.part + 2 < len(self._cuts(kind, layer)) else ()
-            return (*self._sharing(op, own, layer), *following)
+            return (*self._sharing(op, own, layer), *self._next_part(op))
         if kind == HEAD:
             return ()
         if kind == GATHER:  # the first slice goes backward last, and frees the keys and values of all
-            following = (op._replace(part=op.part + 1),) if op.part + 2 < len(self._cuts(kind, layer)) else ()
-            return (op._replace(kind=ATTENTION), *following)
+            return (op._replace(kind=ATTENTION), *self._next_part(op))
         if kind in (MERGE, FFN):
             last = layer == self.layers[self.stage_of[layer]][-1] and not self.merges_onwards(layer)
             return tuple(self._sharing(op, HEAD, layer) if last else self._sharing(op, self.entry, layer + 1))

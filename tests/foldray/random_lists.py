@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 from foldray.finding import Found
 from foldray.finding.greedy import Rule, walk
 from foldray.finding.problem import Problem
-from foldray.schedule import COMPUTE, SEQUENTIAL, Op, Overlap, Schedule, StepGraph, step_schedule
-
-Cost = Callable[[Op], tuple[tuple[str, float], ...]]
+from foldray.schedule import COMPUTE, SEQUENTIAL, Cost, Op, Overlap, Schedule, StepGraph, step_schedule
 
 
 def random_cost(graph: StepGraph, seed: int, shared: bool, zeros: bool = False) -> Cost:

@@ -14,7 +14,7 @@ import torch
 
 from foldray.comm import Groups
 from foldray.runtime import Execution, Trace
-from foldray.schedule import Ordering
+from foldray.schedule import FoundList, Ordering
 from trainers.records import Drifted, Listed, Settled, Tried
 
 SMALLEST = 64 << 10  # bytes; for smaller messages, every network needs nearly all the time to start them
@@ -81,6 +81,7 @@ class Online:
         self.seconds: float | None = None
         self._patience = PATIENCE
         self._settled: dict[int, Ordering] = {}  # by degree, once the times of its ops are measured
+        self._listed: dict[Knobs, tuple[FoundList, Listed | None]] = {}  # found lists, with what rank 0 tells of them
 
     def steps(self, search: MakeSearch | None, tell: Tell) -> Steps:
         """Measure the first steps, then watch all others. The caller sends the seconds of each step.
@@ -131,6 +132,8 @@ class Online:
         self.choose(min(medians, key=medians.__getitem__))
         assert self.chosen is not None
         record(self.chosen, medians[self.chosen], True)
+        if self.sizes and (own := self._listed.get(self.chosen, (None, None))[1]) is not None:
+            tell(own)  # the list for another size may have been told last
 
     def choose(self, knobs: Knobs, seconds: float | None = None) -> None:
         """Use a setting for all following steps.
@@ -157,6 +160,7 @@ class Online:
     def _forget(self) -> None:
         """Forget the times of ops and what was chosen by them."""
         self._settled.clear()
+        self._listed.clear()
         degree, reduction = self._now.degree, self.execution.ordering.reduction
         self.execution.reorder(self.orderings[degree]._replace(reduction=reduction))
 
@@ -176,7 +180,8 @@ class Online:
             ordering = self._settled.get(knobs.degree, self.orderings[knobs.degree])._replace(reduction=now.reduction)
         if knobs.sp_bytes:
             ordering = ordering._replace(reduction=ordering.reduction._replace(bytes=knobs.sp_bytes))
-        self.execution.reorder(ordering)
+        found = self._listed.get(knobs, (None, None))[0]  # a list has the chunks of one size
+        self.execution.reorder(ordering._replace(found=found))
 
     def _learn(self, tell: Tell) -> Steps:
         """Measure the times of ops with the present setting, if the order needs them: one warm-up step, then traced ones."""
@@ -192,12 +197,16 @@ class Online:
         execution.trace = None
         degree, settled = self._now.degree, execution.ordering
         self._settled[degree] = settled
+        listed: Listed | None = None
         if (found := execution.found) is not None:
             lists = [[list(op) for op in order] for order in found.schedule]
             record = {**found._asdict(), "alive": list(found.alive), "lists": lists}
             record.pop("schedule")
-            tell(cast(Listed, {"kind": "listed", "degree": degree, **record}))
-        elif was_open and not settled.forward.row.found and self.groups.control.index == 0:
+            listed = cast(Listed, {"kind": "listed", "degree": degree, **record})
+            tell(listed)
+        if settled.found is not None:
+            self._listed[self._now] = settled.found, listed
+        elif was_open and self.groups.control.index == 0:
             tell({"kind": "settled", "degree": degree, "forward": str(settled.forward), "backward": str(settled.backward)})
 
     def _take(self, knobs: Knobs, count: int, warm_up: int, tell: Tell) -> Generator[None, float, list[float]]:

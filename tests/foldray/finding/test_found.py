@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +14,12 @@ from hypothesis import strategies as st
 from foldray.finding import Problem, find, lower_bound
 from foldray.finding.greedy import Rule, walk
 from foldray.finding.moves import improve
-from foldray.kinds import ATTENTION, EXPERT, HANDOVER, WITH_WEIGHTS
+from foldray.kinds import ATTENTION, EXPERT, FFN, HANDOVER, WITH_WEIGHTS
 from foldray.schedule import (
     COMPUTE,
     OVERLAPS,
     Chunk,
+    Cost,
     Op,
     Overlap,
     Place,
@@ -29,7 +32,7 @@ from foldray.schedule import (
     times,
 )
 from tests.foldray.blocks import DENSE, MOE
-from tests.foldray.random_lists import Cost, random_cost
+from tests.foldray.random_lists import find_at_random, random_cost
 
 FLAT = SliceCost(0, 1)
 
@@ -96,6 +99,19 @@ def test_list_scheduling_has_the_clock_of_the_simulator(graph: StepGraph, seed: 
     check(graph, step.schedule(problem))
     if not shared or graph.positions == 1:  # a link of several positions may be free earlier than a receiver's list says
         assert seconds_of(graph, step.schedule(problem), cost) == pytest.approx(step.seconds)
+
+
+@given(graphs(), st.integers(0, 1 << 30))
+@settings(max_examples=60, deadline=None)
+def test_ops_that_run_again_do_so_late(graph: StepGraph, seed: int) -> None:
+    """Whatever the costs, a position makes one state of a kind and micro-batch again at once."""
+    graph = replace(graph, recompute=(ATTENTION, EXPERT, FFN))
+    for own in find_at_random(seed, graph, random_cost(graph, seed, True), 1, None).schedule:
+        alive = Counter[tuple[str, int]]()
+        for op in own:
+            if op.kind in graph.recompute and op.direction in "RB":
+                alive[op.kind, op.micro_batch] += 1 if op.direction == "R" else -1
+                assert alive[op.kind, op.micro_batch] <= 1, op
 
 
 def test_experts_with_positions_of_their_own() -> None:
@@ -175,7 +191,8 @@ def test_small_graphs_have_no_list_that_is_much_faster(seed: int) -> None:
     """Within 5 % of the best list, found by trying all of them."""
     draw = random.Random(seed)
     shape = draw.choice([(1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 3, 1)])
-    graph, cost = small(*shape), random_cost(small(*shape), seed, shared=False)
+    graph = small(*shape)
+    cost = random_cost(graph, seed, shared=False)
     ahead = draw.randint(0, 1) if shape[1] < 3 else 0  # trying all lists of more ops takes minutes
     found, problem = find(graph, cost, ahead), Problem(graph, cost)
     assert faster_exists(problem, 1 + ahead, found.seconds * 1.001), "the search misses the list that was found"

@@ -15,14 +15,14 @@ def plain_times(graph: Graph, schedule: Schedule, cost: Cost) -> dict[Op, Span]:
     for position in range(len(schedule)):
         run.look_at_position(position)
     while run.events:
-        at, _, _, event = heapq.heappop(run.events)
+        at, _, event = heapq.heappop(run.events)
         event(at)
     return run.done
 
 
 class PlainRun:
-    """A simulation by events. They run in the order of their times. Of events of equal time, those go first that were planned
-    for an earlier time, when their link was busy, and else those that were planned first.
+    """A simulation by events. They run in the order of their times, and events of equal time in the order of planning.
+    An op that travels counts as planned when it was posted.
 
     An event is planned once everything that it needs is done.
     """
@@ -34,16 +34,18 @@ class PlainRun:
         self.free = [0.0] * len(schedule)
         self.lanes: dict[tuple[str, int], float] = defaultdict(float)
         self.posted: dict[tuple[Op, int], float] = {}
+        self.numbers: dict[Op, int] = {}  # of the last posting
         self.queues: dict[object, dict[int, list[Op]]] = defaultdict(lambda: defaultdict(list))
         self.quiet: dict[object, float] = defaultdict(float)
         self.planned: set[object] = set()  # channels whose first op has an event, or waits for another op
         self.waiting: dict[Op, list[Callable[[], None]]] = defaultdict(list)
-        self.events: list[tuple[float, float, int, Callable[[float], None]]] = []
+        self.events: list[tuple[float, int, Callable[[float], None]]] = []
         self.count = 0
 
-    def plan(self, at: float, event: Callable[[float], None], first: float | None = None) -> None:
-        self.count += 1
-        heapq.heappush(self.events, (at, at if first is None else first, self.count, event))
+    def plan(self, at: float, event: Callable[[float], None], number: int | None = None) -> None:
+        if number is None:
+            self.count += 1
+        heapq.heappush(self.events, (at, self.count if number is None else number, event))
 
     def misses(self, needs: list[Op], again: Callable[[], None]) -> bool:
         for need in needs:
@@ -71,6 +73,8 @@ class PlainRun:
     def post(self, op: Op, position: int, at: float) -> None:
         self.next[position] += 1
         self.free[position] = self.posted[op, position] = at
+        self.count += 1
+        self.numbers[op] = self.count
         self.queues[self.graph.channel(op)][position].append(op)
         self.look_at_channel(self.graph.channel(op))
         self.look_at_position(position)
@@ -90,13 +94,13 @@ class PlainRun:
         if not self.misses(needs, again):
             posted = [self.posted[op, place] for place in self.graph.where(op)]
             at = max([self.quiet[channel], *posted, *(self.done[need].end for need in needs)])
-            self.plan(at, lambda now: self.travel(op, channel, now, at))
+            self.plan(at, lambda at: self.travel(op, channel, at), self.numbers[op])
 
-    def travel(self, op: Op, channel: object, at: float, asked: float) -> None:
+    def travel(self, op: Op, channel: object, at: float) -> None:
         first, places = self.cost(op)[0][0], self.graph.where(op)
         free = max([at, *(self.lanes[first, place] for place in places if first != COMPUTE)])
-        if free > at:  # the link is busy; try again when it is free, after ops that have asked earlier
-            self.plan(free, lambda now: self.travel(op, channel, now, asked), asked)
+        if free > at:  # the link is busy; try again when it is free
+            self.plan(free, lambda at: self.travel(op, channel, at), self.numbers[op])
             return
         self.quiet[channel] = self.use(op, places, at)
         for place in places:

@@ -293,6 +293,19 @@ def test_a_list_is_found_twice_and_told_once(ranks) -> None:
     assert own["bound"] <= own["seconds"] <= own["named_seconds"]
 
 
+def test_every_size_of_chunks_has_a_list_of_its_own(ranks) -> None:
+    learning = 3 + 3 * 3  # without a size, then with each
+    first, second = tuned(ranks, made_up, learning + 3 * STEPS + 4 * TURNS, kind="list")
+    assert first["chosen"] == second["chosen"] == Knobs(1, 2000)
+    for each in (first, second):
+        found = each["runs"].found
+        assert found.timed == 2
+        assert max(chunk.bytes for position in found.graph.chunks for chunk in position) == 2000, "the list has other chunks"
+    assert [record["kind"] for record in first["records"]].count("listed") == 5
+    last = [record for record in first["records"] if record["kind"] == "listed"][-1]
+    assert last["lists"] == [[list(op) for op in first["runs"].found.order]], "the list that runs is told last"
+
+
 def test_lags_are_chosen_after_the_second_step_and_told(ranks) -> None:
     rows = [Knobs(4, 0), Knobs(2, 0)]
     schedule = {"kind": "stream", "reduction": "end", "degree": 4, "degrees": [2, 4]}
