@@ -71,7 +71,7 @@ def storage_lock(url: str, name: str) -> Iterator[None]:
 @contextmanager
 def _server_lock(url: str, name: str) -> Iterator[None]:
     """Hold a lock of the database server. The server releases it when the connection ends, even if the process is killed."""
-    from sqlalchemy import create_engine, text
+    from sqlalchemy import NullPool, create_engine, text
 
     number = zlib.crc32(name.encode())
     postgres = url.startswith("postgresql")
@@ -81,7 +81,8 @@ def _server_lock(url: str, name: str) -> Iterator[None]:
         else ("SELECT GET_LOCK(:key, 60)", "SELECT RELEASE_LOCK(:key)")
     )
     key = {"key": number if postgres else f"foldray-{number}"}
-    engine = create_engine(url, isolation_level="AUTOCOMMIT", **_connect_options(url))  # leaves no transaction open
+    # Autocommit leaves no transaction open; without a pool, no connection stays open after the lock. A server has few.
+    engine = create_engine(url, isolation_level="AUTOCOMMIT", poolclass=NullPool, **_connect_options(url))
     with engine.connect() as connection:
         while not connection.execute(text(acquire), key).scalar() and not postgres:
             pass  # MySQL gives up after the time that the call names; another tuner may measure for longer than that

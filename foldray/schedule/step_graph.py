@@ -334,9 +334,10 @@ class StepGraph:
         have the same bits as without ops of their own."""
         if following := self._next_part(op):
             return following
-        # Backward reaches the last part of a micro-batch first.
-        group, place = divmod(op.micro_batch, self.batch_degree)
-        before = op.micro_batch + 1 if place + 1 < self.batch_degree else (group - 1) * self.batch_degree
+        # Backward reaches the last part of a micro-batch first. With experts apart, parts go one after the other (AF-Pipe).
+        together = 1 if self.apart else self.batch_degree
+        group, place = divmod(op.micro_batch, together)
+        before = op.micro_batch + 1 if place + 1 < together else (group - 1) * together
         return (op._replace(part=0, micro_batch=before),) if before >= 0 else ()
 
     def _inputs(self, op: Op) -> tuple[Op, ...]:

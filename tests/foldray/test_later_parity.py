@@ -70,6 +70,7 @@ CASES = {
     "bfloat16, buckets": Case(2, {"ep": 2}, {"precision": "bfloat16", **schedule(reduction="buckets")}),
     "experts apart": Case(4, {"tp": 2, "ep": 2}, {"placement": {"attention": 2, "experts": 2}}),
     "experts apart, two positions": Case(4, {"pp": 2}, {"placement": {"attention": 2, "experts": 2, "expert_pp": 2}}),
+    "experts apart, two parts": Case(2, {}, {"placement": {"attention": 1, "experts": 1}, **schedule(batch_degree=2)}),
     "DeepSpeed, ZeRO-1": Case(2, {"ep": 2}, {"engine": {"kind": "deepspeed", "zero": 1}, "precision": "float32"}),
     "DeepSpeed, ZeRO-2, chunks": Case(
         4, {"ep": 2},

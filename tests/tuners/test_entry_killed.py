@@ -16,6 +16,7 @@ from typing import Any
 import optuna
 import psutil
 import pytest
+from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
 from tests.pool import repository
@@ -52,10 +53,10 @@ def tuning(url: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
         process.wait(30)
 
 
-def trials_of(url: str) -> list[optuna.trial.FrozenTrial]:
+def trials_of(storage: BaseStorage) -> list[optuna.trial.FrozenTrial]:
     """Return the trials of the study, or none if there is no study yet."""
     try:
-        return optuna.load_study(study_name="shared", storage=open_storage(url)).get_trials()
+        return optuna.load_study(study_name="shared", storage=storage).get_trials()
     except KeyError:
         return []
 
@@ -71,12 +72,13 @@ def test_a_killed_tune_costs_its_trial_and_the_other_one_finishes(
 ) -> None:
     with server(tmp_path_factory) as postgres:
         url = new_database(postgres)
+        storage = open_storage(url)  # once: a server has few connections, and every storage keeps one
         with tuning(url, tmp_path / "one") as one, tuning(url, tmp_path / "other") as other:
-            children = _kill_in_a_trial(url, one)
+            children = _kill_in_a_trial(storage, one)
             assert other.wait(_SECONDS) == 0, (tmp_path / "other/error").read_text()
             _, alive = psutil.wait_procs(children, timeout=150)  # Ray's agents look for its server for a minute
             assert not alive, "processes of the killed tuner are left"
-        trials = trials_of(url)
+        trials = trials_of(storage)
         lost = [trial for trial in trials if TrialRecord.of_attributes(trial.user_attrs).lost]
         kept = [trial for trial in trials if trial not in lost]
         assert [trial.state for trial in kept] == [TrialState.COMPLETE] * _TRIALS
@@ -86,16 +88,16 @@ def test_a_killed_tune_costs_its_trial_and_the_other_one_finishes(
         before = _winner(tmp_path / "other/out")
         with tuning(url, tmp_path / "again") as again:  # a finished study: the same command only tells what was found
             assert again.wait(_SECONDS) == 0, (tmp_path / "again/error").read_text()
-        assert len(trials_of(url)) == len(trials)
+        assert len(trials_of(storage)) == len(trials)
         assert _winner(tmp_path / "again/out") == before
 
 
-def _kill_in_a_trial(url: str, tuner: subprocess.Popen[str]) -> list[psutil.Process]:
+def _kill_in_a_trial(storage: BaseStorage, tuner: subprocess.Popen[str]) -> list[psutil.Process]:
     """Kill a tuner once the study has two results and this tuner is in a trial. Return the processes that it had started."""
     end = time.monotonic() + _SECONDS
     while time.monotonic() < end:
         assert tuner.poll() is None, "the tuner ended before it was killed"
-        trials = trials_of(url)
+        trials = trials_of(storage)
         done = sum(trial.state == TrialState.COMPLETE for trial in trials)
         running = [trial for trial in trials if trial.state == TrialState.RUNNING and _pid(trial) == tuner.pid]
         if done >= 2 and running:

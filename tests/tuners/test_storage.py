@@ -87,11 +87,12 @@ def test_two_tuners_share_a_study(url: str) -> None:
 def test_a_killed_tuner_costs_its_trial_and_nothing_else(url: str) -> None:
     process = multiprocessing.get_context("spawn").Process(target=work, args=(url, 8, 0.5))
     process.start()
-    end = time.monotonic() + 100
+    end, study = time.monotonic() + 100, study_at(url)
     while time.monotonic() < end:
         time.sleep(0.2)
-        trials = study_at(url).trials
-        if sum(each.state == TrialState.COMPLETE for each in trials) >= 2 and trials[-1].state == TrialState.RUNNING:
+        trials = read_trials(study, table())
+        claimed = [each for each in trials if each.state == TrialState.RUNNING and each.record.owner]  # its row is chosen
+        if claimed and sum(each.state == TrialState.COMPLETE for each in trials) >= 2:
             break
     os.kill(process.pid, signal.SIGKILL)
     process.join(30)
@@ -107,6 +108,21 @@ def test_a_killed_tuner_costs_its_trial_and_nothing_else(url: str) -> None:
     assert {each.number for each in kept} >= set(done), "what was measured stays"
     assert len({tuple(each.params.items()) for each in kept}) == 8
     assert all(each.params in [other.params for other in kept] for each in lost), "a lost row is measured after all"
+
+
+@pytest.mark.nightly
+def test_a_lock_leaves_no_connection(postgres: str) -> None:
+    from sqlalchemy import create_engine, text
+
+    url = new_database(postgres)
+    with create_engine(url).connect() as connection:
+        for _ in range(20):
+            with storage_lock(url, "s"):
+                pass
+            others = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            time.sleep(0.05)  # the server ends a connection a moment after it is closed
+            connection.rollback()
+            assert connection.execute(text(others)).scalar() == 0
 
 
 def test_a_trial_of_a_living_tuner_stays(tmp_path: Path) -> None:

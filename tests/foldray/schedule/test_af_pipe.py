@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foldray.kinds import WITH_WEIGHTS
 from foldray.schedule import COMPUTE, Op, Overlap, Place, Slicing, StepGraph, check, peak, step_schedule, times
 from foldray.schedule.af_pipe import af_pipe, chain
 from tests.foldray.blocks import DENSE, MOE
@@ -32,24 +35,28 @@ def apart(layers: int, attention: int, experts: int, micro_batches: int = 1, **c
     st.sampled_from([(), ("expert",), ("attention", "expert")]),
     st.booleans(),
     st.sampled_from([None, 1, 3]),
+    st.integers(1, 3),
+    st.sets(st.sampled_from(WITH_WEIGHTS)),
 )
 @settings(max_examples=300, deadline=None)
 def test_any_placement_passes_the_checker_and_ends(
-    blocks, attention, experts, micro_batches, slicing, ragged, gathers, recompute, backward, alive
+    blocks, attention, experts, micro_batches, slicing, ragged, gathers, recompute, backward, alive, parts, later
 ) -> None:
     graph = apart(
-        len(blocks), attention, experts, micro_batches, blocks=tuple(blocks), slicing=slicing, ragged=ragged,
+        len(blocks), attention, experts, micro_batches * parts, blocks=tuple(blocks), slicing=slicing, ragged=ragged,
         gathers=gathers and len(slicing.attention) > 1, recompute=recompute if backward else (), backward=backward,
+        batch_degree=parts, later=tuple(sorted(later)),
     )  # fmt: skip
     seen: set[Op] = set()
     for op in graph.ops():
         assert op not in seen
         assert seen.issuperset(graph.needs(op)), op
         seen.add(op)
-    lists = af_pipe(graph, alive)
-    check(graph, lists)
-    # With one lane for every position and channel, the run ends at some time.
-    times(graph, lists, lambda op: ((str(graph.channel(op) or COMPUTE), 1.0),))
+    without = replace(graph, later=())
+    for step, lists in (without, af_pipe(without, alive)), (graph, step_schedule(graph, Overlap("sequential"))):
+        check(step, lists)
+        # With one lane for every position and channel, the run ends at some time.
+        times(step, lists, lambda op: ((str(graph.channel(op) or COMPUTE), 1.0),))
 
 
 def test_results_go_straight_to_the_next_attention() -> None:
