@@ -95,17 +95,33 @@ class TrialRecord(_Record):
         return {name: value for name, value in known.items() if value is not None}
 
 
+class Comparison(_Record):
+    """The final comparison of a study, with its `Gain`.
+
+    Args:
+        row: index into the table's rows of the setting that was compared with the unchanged recipe.
+    """
+
+    row: int
+    times: Positive
+    low: Positive
+    high: Positive
+    pairs: int
+
+
 class StudyRecord(_Record):
     """The facts about a study.
 
     Args:
         space: hash of the study's recipe and table of settings.
         reference_s: seconds of a step of the unchanged recipe at the study's start.
+        comparison: the final comparison of the setting that won.
         mlflow_run_id: id of the study's run in MLflow.
     """
 
     space: str | None = None
     reference_s: Positive | None = None
+    comparison: Annotated[Comparison | None, Field(strict=False)] = None
     mlflow_run_id: str | None = None
 
 

@@ -7,6 +7,7 @@ import json
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -14,8 +15,9 @@ from optuna.trial import FrozenTrial, TrialState
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from tuners.claims import claim, release_abandoned
+from tuners.measure import Gain
 from tuners.predictions import Predictions
-from tuners.record import StoredTrial, StudyRecord, read_study, read_trial, read_trials, write_study
+from tuners.record import Comparison, StoredTrial, StudyRecord, read_study, read_trial, read_trials, write_study
 from tuners.samplers import SAMPLERS, make_sampler
 from tuners.space import Settings
 from tuners.storage import open_storage, storage_lock
@@ -76,6 +78,20 @@ class SharedStudy:
                 known = measure()
                 write_study(self.study, StudyRecord(reference_s=known))
         return known
+
+    def gain(self, row: int, pairs: int, measure: Callable[[], Gain]) -> Gain:
+        """Return the final comparison of a row of the table. The first tuner calls `measure` for all tuners.
+
+        Args:
+            row: the row that won.
+            pairs: pairs of turns to compare. A comparison with fewer pairs is made again.
+        """
+        with self._lock():
+            known = read_study(self.study).comparison
+            if known is None or known.row != row or known.pairs < pairs:
+                known = Comparison(row=row, **asdict(measure()))
+                write_study(self.study, StudyRecord(comparison=known))
+        return Gain(**known.model_dump(exclude={"row"}))
 
     def best_ratio(self) -> float | None:
         """Return the smallest ratio of all feasible trials that were measured to their end; None if there are none."""

@@ -195,7 +195,9 @@ class FoldTuner:
         assert best.record.seconds is not None
         setting, seconds = self.table.rows[best.row], best.record.seconds
         recipe = apply_setting(self.recipe, setting)
-        gain = None if setting == default else self._measure_gain(bench, recipe)
+        gain = None
+        if setting != default:
+            gain = self.shared.gain(best.row, self.recipe.tune.pairs, lambda: self._measure_gain(bench, recipe))
         if gain is not None and gain.times <= 1:  # the setting was faster only in its trial, by chance
             recipe, setting, gain = self.recipe, default, None
         if gain is None:

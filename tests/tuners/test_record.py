@@ -14,7 +14,16 @@ from optuna.trial import TrialState
 from foldray.errors import UserError
 from foldray.recipe.bounds import SamplerName
 from tests.tuners.test_space import recipe
-from tuners.record import StudyRecord, TrialRecord, read_study, read_trials, write_constraints, write_study, write_trial
+from tuners.record import (
+    Comparison,
+    StudyRecord,
+    TrialRecord,
+    read_study,
+    read_trials,
+    write_constraints,
+    write_study,
+    write_trial,
+)
 from tuners.samplers import SAMPLERS, make_sampler
 from tuners.space import Settings
 from tuners.storage import open_storage
@@ -65,6 +74,10 @@ def test_a_study_is_read_as_it_was_written(study: optuna.Study) -> None:
     write_study(study, StudyRecord(reference_s=2.0, mlflow_run_id="r"))
     assert read_study(study) == StudyRecord(space="abc", reference_s=2.0, mlflow_run_id="r")
     assert study.user_attrs == {"space": "abc", "reference_s": 2.0, "mlflow_run_id": "r"}
+    comparison = {"row": 3, "times": 1.1, "low": 1.0, "high": 1.2, "pairs": 9}
+    write_study(study, StudyRecord(comparison=Comparison(**comparison)))
+    assert read_study(study).comparison == Comparison(**comparison)
+    assert study.user_attrs["comparison"] == comparison
 
 
 def test_what_is_not_set_is_not_written_and_leaves_what_was(study: optuna.Study) -> None:
@@ -125,7 +138,9 @@ def test_a_trial_of_another_table_is_passed_over(name: SamplerName) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [{"reference_s": "slow"}, {"reference_s": -1.0}, {"space": 3}, {"mlflow_run_id": ["r"]}], ids=str
+    "damage",
+    [{"reference_s": "slow"}, {"reference_s": -1.0}, {"space": 3}, {"mlflow_run_id": ["r"]}, {"comparison": {"times": 1.0}}],
+    ids=str,
 )
 def test_a_study_that_cannot_be_read_is_refused_in_one_line(damage: dict[str, Any]) -> None:
     study = memory_study()
@@ -134,7 +149,7 @@ def test_a_study_that_cannot_be_read_is_refused_in_one_line(damage: dict[str, An
     with pytest.raises(UserError) as caught:
         read_study(study)
     (name,) = damage
-    assert str(caught.value).startswith(f"tune.study=s: is a study whose attributes cannot be read ({name}: ")
+    assert str(caught.value).startswith(f"tune.study=s: is a study whose attributes cannot be read ({name}")
     assert str(caught.value).endswith("; choose another name")
     assert "\n" not in str(caught.value)
 

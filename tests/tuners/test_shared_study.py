@@ -13,6 +13,7 @@ from optuna.trial import TrialState
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from tests.tuners.test_space import recipe
+from tuners.measure import Gain
 from tuners.predictions import Predictions
 from tuners.record import StudyRecord, TrialRecord, write_study, write_trial
 from tuners.shared_study import SharedStudy
@@ -63,6 +64,19 @@ def test_no_more_trials_than_rows_or_than_were_asked_for(tmp_path: Path) -> None
     assert len(claim_all(opened(tmp_path, given(trials=2)))) == 2
     assert claim_all(opened(tmp_path, given(trials=2))) == [], "the same study is not begun anew"
     assert len(claim_all(opened(tmp_path, given(trials=100)))) == len(rows) - 2
+
+
+def test_the_winner_is_compared_once_for_all_tuners(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def measured(pairs: int) -> Gain:
+        seen.append(pairs)
+        return Gain(1.0 + len(seen), 1.0, 9.0, pairs)
+
+    for row, pairs, times in [(0, 5, 2.0), (0, 5, 2.0), (0, 3, 2.0), (0, 9, 3.0), (1, 9, 4.0)]:
+        found = opened(tmp_path, given()).gain(row, pairs, lambda pairs=pairs: measured(pairs))
+        assert found.times == times
+    assert seen == [5, 9, 9], "for more pairs, and for another winner"
 
 
 def test_a_study_of_another_recipe_is_refused(tmp_path: Path) -> None:

@@ -239,6 +239,7 @@ def test_from_tune_to_train(ray_session, tmp_path: Path, monkeypatch: pytest.Mon
     assert main(["tune", "recipe.yaml", "--json"]) == 0, "a study that is done is told again"
     again = json.loads(capsys.readouterr().out)
     assert [each["number"] for each in again["trials"]] == [0, 1, 2]
+    assert (again["best"], again["gain"]) == (document["best"], document["gain"])
 
     assert main(["tune", "recipe.yaml", "model.layers=3"]) == 2
     assert "tune.study=here: is a study of another recipe" in capsys.readouterr().err
