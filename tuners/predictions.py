@@ -8,6 +8,7 @@ from foldray.planner.apart import ApartWork, Sides
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
+from foldray.planner.listed import list_seconds
 from foldray.planner.memo import Memo
 from foldray.planner.memory import ledger
 from foldray.planner.placing import apart_seconds
@@ -47,7 +48,10 @@ def predict_rows(table: Settings, hardware: Hardware) -> Predictions:
             peak_bytes.append(max(side.total for side in apart.memory()))
             continue
         work = OpWork(candidate, device, memo=shared_costs)
+        peak_bytes.append(ledger(candidate, work.rank).total)
+        if candidate.ordering.forward.row.found:
+            seconds.append(list_seconds(candidate, device, shared_costs))
+            continue
         whole = len(table.rows) <= _MOST_SIMULATED or not candidate.ordering.of_stages
         seconds.append(whole_seconds(candidate, work) if whole else Step(candidate, work).prediction().seconds)
-        peak_bytes.append(ledger(candidate, work.rank).total)
     return Predictions(seconds, peak_bytes)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from math import inf
 
 from foldray.finding.problem import Problem
+from foldray.schedule import StepGraph
+from foldray.timeline import Recording, recorded_cost
 
 
 def lower_bound(problem: Problem, alive: Sequence[int] | None = None) -> float:
@@ -26,6 +28,16 @@ def lower_bound(problem: Problem, alive: Sequence[int] | None = None) -> float:
     if alive is not None:
         bounds += [_alive(problem, position, most) for position, most in enumerate(alive)]
     return max(bounds)
+
+
+def recorded_bound(graph: StepGraph, recordings: Sequence[Recording]) -> float:
+    """Return the seconds that no list of a recorded step's ops can beat.
+
+    Args:
+        graph: the graph of the step.
+        recordings: the step as every rank has recorded it.
+    """
+    return lower_bound(Problem(graph, recorded_cost(graph, recordings)))
 
 
 def _lanes(problem: Problem) -> list[float]:

@@ -101,7 +101,7 @@ def _in_order(graph: StepGraph, ops: Sequence[Op]) -> Iterator[tuple[Op, Op]]:
             chunks[op.layer, graph.chunk(op).name].append(op)
         elif op.direction == "B" and graph.channel(op) is None:
             sums["tied" if graph.tied and op.kind in (EMBED, HEAD) else (op.kind, op.layer)].append(op)
-    parts = graph.batch_degree
+    parts = graph.together
     for same in sums.values():  # backward reaches the last part of a micro-batch first
         yield from pairwise(sorted(same, key=lambda op: (op.micro_batch // parts, op.kind == EMBED, -op.micro_batch, -op.part)))
     for same in chunks.values():

@@ -11,6 +11,7 @@ from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
+from foldray.planner.memo import Memo
 from foldray.planner.memory import GIB, ledger
 from foldray.planner.nodes import Planned
 from foldray.planner.prediction import straggling
@@ -18,7 +19,8 @@ from foldray.planner.whole import whole_seconds
 from foldray.schedule import LIST, Sequences, SliceCost, make_ordering
 
 DEGREES = (1, 2)
-_ROUNDS, _FURTHER = 3, 2  # micro-batches per pipeline position that are simulated; every further one takes as long as others
+_ROUNDS = 3, 5  # micro-batches per pipeline position that are simulated; every further one takes as long as others
+_FEWER_ROUNDS = 1, 2  # of a table
 
 
 class Listed(NamedTuple):
@@ -61,12 +63,41 @@ def _listed(candidate: Candidate, degree: int, hardware: Hardware, ahead: int, i
     )
     candidate = replace(candidate, ordering=ordering)
     device = Device.of(job, hardware)
-    fewer, more = _ROUNDS * fold.pp, (_ROUNDS + _FURTHER) * fold.pp
-    counts = [candidate.micro_batches] if candidate.micro_batches <= more else [fewer, more]
-    works = [OpWork(candidate.with_passes(count), device) for count in counts]
-    seconds = [whole_seconds(work.candidate, work) for work in works]
-    step = seconds[-1] + (candidate.micro_batches - counts[-1]) * (seconds[-1] - seconds[0]) / (more - fewer)
-    bound = lower_bound(Problem(works[-1].candidate.reducing, works[-1].cost))
+    step = _simulated(candidate, device, _ROUNDS)
+    bound = lower_bound(Problem(step.part.candidate.reducing, step.part.cost))
     held = ledger(candidate, OpWork(candidate, device).rank, imbalance).total / GIB
-    whole = step * (1 + straggling(fold.world_size, device))
-    return Listed(candidate, whole, seconds[-1] / bound, held, held <= hardware.memory_gib)
+    whole = step.seconds * (1 + straggling(fold.world_size, device))
+    return Listed(candidate, whole, step.part_seconds / bound, held, held <= hardware.memory_gib)
+
+
+def list_seconds(candidate: Candidate, device: Device, memo: Memo | None = None) -> float:
+    """Return the predicted seconds of a step with a list that is found quickly (`first_list`), for a table with many of them.
+
+    Of many micro-batches, fewer are simulated than for `with_list`. The wait for the slowest node (`straggling`) is left out.
+
+    Args:
+        candidate: a candidate with `kind: list`.
+        device: its devices.
+        memo: tables of known results.
+    """
+    return _simulated(candidate, device, _FEWER_ROUNDS, memo, quick=True).seconds
+
+
+class _Simulated(NamedTuple):
+    """Seconds of a whole step; the step of some of its micro-batches that was simulated, and the seconds of that."""
+
+    seconds: float
+    part: OpWork
+    part_seconds: float
+
+
+def _simulated(
+    candidate: Candidate, device: Device, rounds: tuple[int, int], memo: Memo | None = None, quick: bool = False
+) -> _Simulated:
+    """Simulate two numbers of micro-batches per pipeline position. Every further micro-batch takes as long as those between."""
+    count = candidate.micro_batches
+    fewer, more = (each * candidate.fold.pp for each in rounds)
+    works = [OpWork(candidate.with_passes(each), device, memo=memo) for each in ([count] if count <= more else [fewer, more])]
+    seconds = [whole_seconds(work.candidate, work, quick) for work in works]
+    further = 0.0 if count <= more else (count - more) * (seconds[-1] - seconds[0]) / (more - fewer)
+    return _Simulated(seconds[-1] + further, works[-1], seconds[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from foldray.finding import find
+from foldray.finding import find, first_list
 from foldray.kinds import REDUCE
 from foldray.planner.apart import ApartWork
 from foldray.planner.candidate import Candidate
@@ -15,23 +15,28 @@ from foldray.timeline import usage
 from foldray.timeline.simulator import Simulation, simulate
 
 
-def simulate_step(candidate: Candidate, work: OpWork) -> Simulation:
+def simulate_step(candidate: Candidate, work: OpWork, quick: bool = False) -> Simulation:
     """Simulate every op of a step up to the end of the last reduction, without the optimizer and the gather of weights.
 
     A found list is that of list scheduling, without local moves, which take long and gain some percent.
+
+    Args:
+        quick: whether a list is found by `first_list`.
 
     Raises:
         UserError: the virtual stages do not fit the micro-batches.
     """
     graph, ordering = candidate.reducing, candidate.ordering
+    if ordering.forward.row.found and quick:
+        return simulate(graph, first_list(graph, work.cost, ordering.ahead), work.cost)
     if ordering.forward.row.found:
         return simulate(graph, find(graph, work.cost, ordering.ahead, moves=False).schedule, work.cost)
     costs = _op_costs(graph, work) if ordering.goes_by_costs else None
     return simulate(graph, step_schedule(graph, ordering.forward, ordering.backward, ordering.reduction, costs), work.cost)
 
 
-def whole_seconds(candidate: Candidate, work: OpWork) -> float:
-    """Return the seconds of a step whose every op is simulated, with the optimizer of the slowest position.
+def whole_seconds(candidate: Candidate, work: OpWork, quick: bool = False) -> float:
+    """Return the seconds of a step whose every op is simulated (`simulate_step`), with the optimizer of the slowest position.
 
     The wait for the slowest node (`straggling`) is left out.
 
@@ -39,12 +44,12 @@ def whole_seconds(candidate: Candidate, work: OpWork) -> float:
         UserError: the virtual stages do not fit the micro-batches.
     """
     behind = work.behind() if isinstance(work, ApartWork) else Step(candidate, work).behind
-    return pass_seconds(candidate, work) + max(behind)
+    return pass_seconds(candidate, work, quick) + max(behind)
 
 
-def pass_seconds(candidate: Candidate, work: OpWork) -> float:
+def pass_seconds(candidate: Candidate, work: OpWork, quick: bool = False) -> float:
     """Return the seconds of a step as `whole_seconds` does, without the optimizer and the gather of weights."""
-    simulated, graph = simulate_step(candidate, work), candidate.reducing
+    simulated, graph = simulate_step(candidate, work, quick), candidate.reducing
     beside = max(_hidden(graph, simulated.spans, place) for place in range(graph.positions))
     return simulated.seconds + work.rank.device.share["crowding"] * beside
 

@@ -85,7 +85,7 @@ WEAVE = OverlapKind(
 )  # fmt: skip
 LIST = OverlapKind(
     "list", "this project", "what can be hidden, by the measured times of the ops", experts_some_behind, drains=False, found=True,
-    weights_apart=True,
+    weights_apart=True, searched=True,
 )  # fmt: skip
 FLOW = OverlapKind(
     "flow", "FlowMoE, section 3.2", "as aaam, over parts of a micro-batch, with gradients in the gaps", all_attention_first,

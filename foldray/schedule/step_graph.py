@@ -148,6 +148,11 @@ class StepGraph:
         """Whether the experts have positions of their own."""
         return any(place.attention != place.experts for place in self.places)
 
+    @property
+    def together(self) -> int:
+        """Number of parts that go through a stage together. AF-Pipe takes them one after the other."""
+        return 1 if self.apart else self.batch_degree
+
     def merges_onwards(self, layer: int) -> bool:
         """Whether the rows of a block go from its experts straight to the next stage, where they are summed.
 
@@ -334,10 +339,9 @@ class StepGraph:
         have the same bits as without ops of their own."""
         if following := self._next_part(op):
             return following
-        # Backward reaches the last part of a micro-batch first. With experts apart, parts go one after the other (AF-Pipe).
-        together = 1 if self.apart else self.batch_degree
-        group, place = divmod(op.micro_batch, together)
-        before = op.micro_batch + 1 if place + 1 < together else (group - 1) * together
+        # Backward reaches the last part of a micro-batch first.
+        group, place = divmod(op.micro_batch, self.together)
+        before = op.micro_batch + 1 if place + 1 < self.together else (group - 1) * self.together
         return (op._replace(part=0, micro_batch=before),) if before >= 0 else ()
 
     def _inputs(self, op: Op) -> tuple[Op, ...]:

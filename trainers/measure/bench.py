@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from foldray.comm import Groups
 from foldray.errors import MissingPackage, UserError
-from foldray.finding import Problem, lower_bound
+from foldray.finding import recorded_bound
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, Trace
 from foldray.schedule import SLICINGS, Op, Ordering, SliceCost, Span, StepGraph
-from foldray.timeline import Recording, draw_text, perfetto, recorded_cost, replay, slice_timings
+from foldray.timeline import Recording, draw_text, perfetto, replay, slice_timings
 from trainers.cluster import workers
 from trainers.measure.comparison import random_batches
 from trainers.records import as_json as to_json
@@ -89,7 +89,7 @@ def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: 
     if picture is not None:
         rows = {f"measured{name}": shifted(ranks[rank], begin) for name, rank in shown(recipe).items()}
         _draw(recipe, graph, rows | {f"simulated{name}": each.spans for name, each in expected.items()}, picture)
-    simulated, bound = next(iter(expected.values())).seconds * 1e3, _bound(graph, recordings)
+    simulated, bound = next(iter(expected.values())).seconds * 1e3, recorded_bound(graph, recordings) * 1e3
     measured = result["times"]["step_ms"]
     if as_json:
         print(to_json({"measured": result["times"], "simulated_step_ms": simulated, "bound_ms": bound}))
@@ -145,7 +145,7 @@ def _bench_loop(config: dict[str, Any]) -> dict[str, Any] | None:
                 rounds.append(slowest)
                 slices += slice_timings(graph, trace.spans, groups.fold.cp * groups.fold.tp)
             if number == _WARM_UP + config["rounds"] - 1:
-                bounds.append(_bound(graph, _recordings(engine, trace, groups, graph)))
+                bounds.append(recorded_bound(graph, _recordings(engine, trace, groups, graph)) * 1e3)
     return {"measured": measured, "slices": slices, "bounds": bounds} if groups.rank == groups.fold.offset else None
 
 
@@ -171,11 +171,6 @@ def _recordings(engine: Engine, trace: Trace, groups: Groups, graph: StepGraph) 
     if groups.control.group is not None:
         dist.all_gather_object(recordings, recording, group=groups.control.group)
     return recordings
-
-
-def _bound(graph: StepGraph, recordings: Sequence[Recording]) -> float:
-    """Return the milliseconds that no list of the recorded ops can beat."""
-    return lower_bound(Problem(graph, recorded_cost(graph, recordings))) * 1e3
 
 
 def _step(recipe: Recipe, engine: Engine, groups: Groups, device: Any) -> StepGraph:
