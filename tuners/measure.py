@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from foldray.finding import recorded_bound
 from foldray.recipe import Recipe
 from foldray.schedule import StepGraph
 from foldray.timeline import Recording
@@ -33,14 +34,15 @@ class Measurement:
         ratios: median step of the setting over that of the unchanged recipe, by turn.
         peak_bytes: memory of the fullest rank, in bytes.
         recorded: the graph of one step, and every rank's recording of it.
-        compute_ms, exposed_comm_ms: milliseconds of computation and of exposed communication in that step; the largest
-            values of all ranks.
+        step_ms, compute_ms, exposed_comm_ms: milliseconds of that step, of its computation and of its exposed communication;
+            the largest values of all ranks.
     """
 
     seconds: list[list[float]] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     recorded: tuple[StepGraph, list[Recording]] | None = None
+    step_ms: float = 0.0
     compute_ms: float = 0.0
     exposed_comm_ms: float = 0.0
 
@@ -56,6 +58,10 @@ class Measurement:
         noise = max(statistics.stdev(self.ratios), _LEAST_NOISE * self.ratio)
         return _STANDARD_ERRORS * noise / math.sqrt(len(self.ratios))
 
+    def over_bound(self) -> float | None:
+        """Return the recorded step over the time that no order of its ops can beat; None if no step was recorded."""
+        return self.step_ms / (recorded_bound(*self.recorded) * 1e3) if self.recorded else None
+
     def is_surely_slower_than(self, ratio: float) -> bool:
         """Whether the setting's whole interval lies above a ratio, so that the difference is more than noise."""
         return self.ratio - self.half_interval > ratio
@@ -68,6 +74,7 @@ class Measurement:
         self.peak_bytes = max(self.peak_bytes, *(rank.peak for rank in own))
         if own[0].recorded is not None:
             self.recorded = own[0].recorded[0], [rank.recorded[1] for rank in own if rank.recorded]
+            self.step_ms = max(rank.step for rank in own)
             self.compute_ms, self.exposed_comm_ms = max(rank.compute for rank in own), max(rank.exposed for rank in own)
 
 

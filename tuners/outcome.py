@@ -46,6 +46,9 @@ class Outcome:
 class Watcher:
     """The interface of objects that follow a study. Every method does nothing by default."""
 
+    def on_predicted(self, done: int, total: int) -> None:
+        """Called when the planner has predicted `done` of `total` settings, before the study starts."""
+
     def on_study_start(
         self, study: optuna.Study, trials: list[StoredTrial], table: Settings, predictions: Predictions | None
     ) -> None:

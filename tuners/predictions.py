@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from foldray.planner.apart import ApartWork, Sides
@@ -35,11 +36,16 @@ class Predictions(NamedTuple):
         return sorted(range(len(self.seconds)), key=self.seconds.__getitem__)[:count]
 
 
-def predict_rows(table: Settings, hardware: Hardware) -> Predictions:
-    """Predict the step time and the memory of every row."""
+def predict_rows(table: Settings, hardware: Hardware, told: Callable[[int], None] = lambda done: None) -> Predictions:
+    """Predict the step time and the memory of every row.
+
+    Args:
+        told: is called before every row and at the end, with the number of predicted rows.
+    """
     seconds, peak_bytes = [], []
     shared_costs = Memo()
-    for row in table.rows:
+    for number, row in enumerate(table.rows):
+        told(number)
         candidate = as_candidate(apply_setting(table.recipe, row))
         device = Device.of(candidate.job, hardware)
         if candidate.fold.disjoint:
@@ -54,4 +60,5 @@ def predict_rows(table: Settings, hardware: Hardware) -> Predictions:
             continue
         whole = len(table.rows) <= _MOST_SIMULATED or not candidate.ordering.of_stages
         seconds.append(whole_seconds(candidate, work) if whole else Step(candidate, work).prediction().seconds)
+    told(len(table.rows))
     return Predictions(seconds, peak_bytes)

@@ -58,6 +58,7 @@ class TrialRecord(_Record):
         peak_gib: memory of the fullest rank, in GiB.
         compute_ms: computation in one step, in milliseconds; the largest of all ranks.
         exposed_comm_ms: exposed communication in one step, in milliseconds; the largest of all ranks.
+        over_bound: the recorded step over the time that no order of its ops can beat.
         steps_s: seconds of every step on its slowest rank, by turn.
         feasible: whether the setting ran and stayed within the memory limit.
         reason: why the trial failed, was lost or is not feasible. It starts with `MEMORY` if memory was the cause.
@@ -75,6 +76,7 @@ class TrialRecord(_Record):
     peak_gib: float | None = None
     compute_ms: float | None = None
     exposed_comm_ms: float | None = None
+    over_bound: Positive | None = None
     steps_s: Annotated[tuple[Step, ...], Field(strict=False)] = ()
     feasible: bool | None = None
     reason: str | None = None
@@ -85,12 +87,12 @@ class TrialRecord(_Record):
 
     def summary(self) -> dict[str, Any]:
         """Return the facts for `foldray tune --json`."""
-        names = {"setting", "seconds", "ratio", "predicted_s", "peak_gib", "feasible", "hosts", "reason"}
+        names = {"setting", "seconds", "ratio", "predicted_s", "peak_gib", "over_bound", "feasible", "hosts", "reason"}
         return self.model_dump(mode="json", include=names)
 
     def metrics(self) -> dict[str, float]:
         """Return the known numbers by the names of their MLflow metrics."""
-        names = {"predicted_s", "ratio", "peak_gib", "compute_ms", "exposed_comm_ms"}
+        names = {"predicted_s", "ratio", "peak_gib", "compute_ms", "exposed_comm_ms", "over_bound"}
         known = {"step_time_s": self.seconds, **self.model_dump(include=names)}
         return {name: value for name, value in known.items() if value is not None}
 

@@ -79,11 +79,12 @@ def gain_line(outcome: Outcome) -> str:
 
 def trials_table(outcome: Outcome) -> str:
     """Return a table of all trials for the terminal, the fastest first."""
-    lines = [f"{'trial':>5}{'ms':>10}{'±':>7}{'predicted':>11}  setting"]
+    lines = [f"{'trial':>5}{'ms':>10}{'±':>7}{'predicted':>11}{'× bound':>9}  setting"]
     for trial in _fastest_first(outcome):
         cells = _Cells.of(trial)
         note = f"  {cells.note}" if cells.note else ""
-        lines.append(f"{trial.number:>5}{cells.step_ms:>10}{cells.noise:>7}{cells.predicted_ms:>11}  {cells.setting}{note}")
+        numbers = f"{trial.number:>5}{cells.step_ms:>10}{cells.noise:>7}{cells.predicted_ms:>11}{cells.over_bound:>9}"
+        lines.append(f"{numbers}  {cells.setting}{note}")
     if outcome.front:
         lines += ["", "best at both time and memory:"]
     for trial in outcome.front:
@@ -111,6 +112,7 @@ class _Cells(NamedTuple):
     noise: str
     predicted_ms: str
     memory_gib: str
+    over_bound: str
     note: str
 
     @classmethod
@@ -123,6 +125,7 @@ class _Cells(NamedTuple):
             noise="" if noise is None else f"{noise:.1%}",
             predicted_ms="" if record.predicted_s is None else f"{record.predicted_s * 1e3:.0f}",
             memory_gib="" if record.peak_gib is None else f"{record.peak_gib:.2f}",
+            over_bound="" if record.over_bound is None else f"{record.over_bound:.2f}",
             note=record.reason or _STATES.get(trial.state, trial.state.name.lower()),
         )
 
@@ -159,6 +162,6 @@ def _page(outcome: Outcome, importance: Mapping[str, float], files: Mapping[str,
     if "importance" in files:
         first = max(importance, key=importance.__getitem__)
         lines += [f"What mattered most was `{first}`:", "", f"![Importance of each knob]({files['importance']})", ""]
-    lines += ["| trial | setting | step, ms | ± | predicted, ms | GiB | |", "|---:|---|---:|---:|---:|---:|---|"]
+    lines += ["| trial | setting | step, ms | ± | predicted, ms | GiB | × bound | |", "|---:|---|---:|---:|---:|---:|---:|---|"]
     lines += [f"| {trial.number} | {' | '.join(_Cells.of(trial))} |" for trial in _fastest_first(outcome)]
     return "\n".join([*lines, ""])

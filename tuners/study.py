@@ -54,7 +54,12 @@ class FoldTuner:
 
     @cached_property
     def predictions(self) -> Predictions | None:
-        return predict_rows(self.table, self.hardware) if self.hardware else None
+        total = len(self.table.rows)
+
+        def told(done: int) -> None:
+            self._notify(lambda watcher: watcher.on_predicted(done, total))
+
+        return predict_rows(self.table, self.hardware, told) if self.hardware else None
 
     @cached_property
     def shared(self) -> SharedStudy:
@@ -180,7 +185,7 @@ class FoldTuner:
         record = TrialRecord(
             hosts=tuple(hosts), seconds=seconds, ratio=measurement.ratio,
             ratio_half_interval=measurement.half_interval if len(measurement.ratios) > 1 else None, peak_gib=peak_gib,
-            compute_ms=measurement.compute_ms, exposed_comm_ms=measurement.exposed_comm_ms,
+            compute_ms=measurement.compute_ms, exposed_comm_ms=measurement.exposed_comm_ms, over_bound=measurement.over_bound(),
             steps_s=tuple(map(tuple, measurement.seconds)), feasible=fits,
         )  # fmt: skip
         write_trial(trial, record)

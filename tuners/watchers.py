@@ -12,7 +12,7 @@ import yaml
 from optuna.artifacts import FileSystemArtifactStore, upload_artifact
 from optuna.trial import TrialState
 from rich.console import Console as Terminal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from foldray.recipe import Recipe
 from foldray.schedule import Span
@@ -39,7 +39,15 @@ class Console(Watcher):
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=self._terminal)
         self._task = self._progress.add_task("tuning", total=trials)
+        self._predicting: TaskID | None = None
         self._best: float | None = None
+
+    def on_predicted(self, done: int, total: int) -> None:
+        if self._predicting is None:
+            self._predicting = self._progress.add_task("predicting", total=total)
+            self._progress.update(self._task, visible=False)
+            self._progress.start()
+        self._progress.update(self._predicting, completed=done, visible=done < total)
 
     def on_study_start(
         self, study: optuna.Study, trials: list[StoredTrial], table: Settings, predictions: Predictions | None
@@ -51,7 +59,7 @@ class Console(Watcher):
         for trial in trials:
             if trial.record.lost and trial.state != TrialState.RUNNING:
                 self._terminal.print(f"trial {trial.number} does not count: {trial.record.reason}", soft_wrap=True)
-        self._progress.update(self._task, completed=done)
+        self._progress.update(self._task, completed=done, visible=True)
         self._progress.start()
 
     def on_trial_end(self, study: optuna.Study, trial: StoredTrial) -> None:

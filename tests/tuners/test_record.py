@@ -31,12 +31,14 @@ from tuners.storage import open_storage
 TABLE = Settings(recipe(2, tp=[1], cp=[1], pp=[1], etp=[1], kind=["sequential", "stream"], degree=[2, 4]))
 FULL = TrialRecord(
     owner="host:17", seen=1e9, setting="EP2 stream d=4", predicted_s=0.25, hosts=("10.0.0.1", "10.0.0.2"), seconds=0.5, ratio=0.8,
-    ratio_half_interval=0.01, peak_gib=-0.5, compute_ms=1.0, exposed_comm_ms=0.0, steps_s=((0.4, 0.5), (0.5, 0.6)), feasible=True,
+    ratio_half_interval=0.01, peak_gib=-0.5, compute_ms=1.0, exposed_comm_ms=0.0, over_bound=1.2,
+    steps_s=((0.4, 0.5), (0.5, 0.6)), feasible=True,
     reason="none", lost=False,
 )  # fmt: skip
 ATTRIBUTES: dict[str, Any] = {
     "owner": "host:17", "seen": 1e9, "setting": "EP2 stream d=4", "predicted_s": 0.25, "hosts": ["10.0.0.1", "10.0.0.2"],
     "seconds": 0.5, "ratio": 0.8, "ratio_half_interval": 0.01, "peak_gib": -0.5, "compute_ms": 1.0, "exposed_comm_ms": 0.0,
+    "over_bound": 1.2,
     "steps_s": [[0.4, 0.5], [0.5, 0.6]], "feasible": True, "reason": "none", "lost": False,
 }  # fmt: skip
 """The attributes of `FULL`, with the names that dashboards show and studies of earlier versions have."""

@@ -32,12 +32,13 @@ class Turn(NamedTuple):
         seconds: seconds of each step.
         peak: largest number of bytes that the recipe needed, as far as possible without the bytes of other recipes.
         recorded: graph and ops of one more step, if they were to be recorded.
-        compute, exposed: milliseconds of computation and of exposed communication in that step.
+        step, compute, exposed: milliseconds of that step, of its computation and of its exposed communication.
     """
 
     seconds: list[float]
     peak: int
     recorded: tuple[StepGraph, Recording] | None = None
+    step: float = 0.0
     compute: float = 0.0
     exposed: float = 0.0
 
@@ -76,7 +77,7 @@ def measure_turn(state: dict[str, Any], given: dict[str, Any], steps: int, keep:
     execution.trace = None
     times = trace.times(graph)
     recorded = (graph, Recording(execution.order(graph), trace.spans))
-    return Turn(seconds, peak, recorded, times["compute_ms"], times["exposed_comm_ms"])
+    return Turn(seconds, peak, recorded, times["step_ms"], times["compute_ms"], times["exposed_comm_ms"])
 
 
 def _prepared(state: dict[str, Any], given: dict[str, Any], keep: int) -> _Ready:
