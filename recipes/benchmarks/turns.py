@@ -37,7 +37,7 @@ from trainers.pictures.timeline import draw_timelines
 from trainers.worker.engines import make_engine
 from tuners.space import as_candidate
 
-WARM_UP = 2  # rounds
+WARM_UP = 3  # rounds; lags and lists are found after the second one and the third one, as in training
 
 
 @contextmanager
@@ -86,8 +86,9 @@ def in_turns(
 
     for number in range(WARM_UP + rounds):
         for name, (engine, _, _) in made.items():
-            took = turn(name, Trace() if number == WARM_UP - 1 else None)
-            if number == WARM_UP - 1 and engine.execution.lacks_costs:
+            learns = 0 < number < WARM_UP
+            took = turn(name, Trace() if learns else None)
+            if learns and engine.execution.lacks_costs:
                 engine.execution.learn_costs()
             if number >= WARM_UP:
                 steps[name].append(took)
