@@ -1,4 +1,4 @@
-"""What planned candidates would take with found lists (`schedule.kind: list`), which the search itself does not try."""
+"""What planned candidates would take with kinds that the search itself does not try, found lists above all."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _FEWER_ROUNDS = 1, 2  # of a table
 
 
 class Listed(NamedTuple):
-    """A candidate with a found list.
+    """A candidate with another kind of schedule.
 
     Args:
         candidate: the candidate.
         seconds: predicted seconds of a step.
-        over_bound: seconds of its passes over those that no list can beat.
+        over_bound: seconds of its passes over those that no list of its ops can beat.
         memory_gib: memory at the fullest position.
         fits: whether the memory is there.
     """
@@ -50,16 +50,27 @@ def with_list(planned: Planned, hardware: Hardware, ahead: int = 1, imbalance: f
         ahead: micro-batches that a position may have alive beyond those of the pipeline's own order.
         imbalance: rows of the fullest rank over the mean, for the memory.
     """
-    found = [_listed(planned.candidate, degree, hardware, ahead, imbalance) for degree in DEGREES]
+    found = [with_kind(planned.candidate, LIST.name, degree, hardware, ahead, imbalance) for degree in DEGREES]
     return min(found, key=lambda each: (not each.fits, each.seconds))
 
 
-def _listed(candidate: Candidate, degree: int, hardware: Hardware, ahead: int, imbalance: float) -> Listed:
+def with_kind(candidate: Candidate, kind: str, degree: int, hardware: Hardware, ahead: int = 1, imbalance: float = 1.0) -> Listed:
+    """Return the same candidate with another kind of schedule, and gradients of weights apart. Every op is simulated.
+
+    Args:
+        candidate: the candidate, whose recomputation and reductions stay.
+        kind: name of an overlap kind.
+        degree: number of pieces of a sequence.
+        hardware, ahead, imbalance: as for `with_list`.
+
+    Raises:
+        UserError: the sequence cannot be cut in this way.
+    """
     job, fold, old = candidate.job, candidate.fold, candidate.ordering
     cost = SliceCost.of_model(job.model.hidden, job.model.heads)
     sequences = Sequences(job.seq_len, cost, smallest_slice(fold.cp, fold.tp))
     ordering = make_ordering(
-        sequences, LIST.name, degree, reduction=old.reduction, recompute=old.recompute, weights_apart=True, ahead=ahead
+        sequences, kind, degree, reduction=old.reduction, recompute=old.recompute, weights_apart=True, ahead=ahead
     )
     candidate = replace(candidate, ordering=ordering)
     device = Device.of(job, hardware)

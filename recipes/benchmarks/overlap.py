@@ -26,7 +26,7 @@ With --cp 2, every two hosts share their sequences, and X has their keys and val
 ring, and C leaves them out.
 
 With --hosts 1 there is no communication to hide, and the times show the cost of pieces. With --peaks, the script measures
-memory instead of time.
+memory instead of time, over the first link of --links (a found list depends on it), or over a fast one.
 
 With --micro-batches, a step has several micro-batches of --batch sequences, all with the same text, so that all have the same
 rows.
@@ -75,7 +75,7 @@ def main() -> None:
         raise SystemExit(f"no lab on this machine: {reason}")
     runs: list[dict[str, Any]] = []
     if args.peaks or args.hosts == 1:
-        with hosts(args.hosts) as lab:
+        with hosts(args.hosts, rate=f"{args.links[0] * 1e6:.0f}bit" if args.links else None) as lab:
             runs.append(_peaks(lab, args) if args.peaks else {"link_mbit": 0.0, **_run(lab, args)})
         (report_peaks if args.peaks else report)(runs[-1])
     else:
@@ -132,7 +132,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sweep", metavar="VARIANT", help="measure sizes of gradient chunks instead (overlap_sweep.py)")
     parser.add_argument("--picture", type=Path, help="PNG of the sweep")
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
-    parser.add_argument("--traces", type=Path, help="folder for a Perfetto trace of every variant's last step")
+    parser.add_argument("--traces", type=Path, help="folder for a Perfetto trace and a picture of every variant's last step")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)

@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +30,9 @@ from foldray.fold import Fold
 from foldray.model import Batch, Transformer, all_losses
 from foldray.moe import Exchange, Layer, Received, Sent
 from foldray.runtime import Execution, Gradients, Trace
-from foldray.schedule import Ordering, SliceCost, named_ordering
-from foldray.timeline import Recording, held_up, overlaps, replay
+from foldray.schedule import Op, Ordering, SliceCost, Span, StepGraph, named_ordering
+from foldray.timeline import Recording, held_up, overlaps, perfetto, recorded_cost, replay, simulate
+from trainers.measure.bench import shifted
 
 _HALVINGS = 12
 _STOLEN, _DRIFT, _TRIES = 0.05, 0.1, 4  # accepted share of a core that others take, accepted change of C, most measurements
@@ -129,6 +130,7 @@ class Worker:
         self.cost = SliceCost.of_model(self.spec.hidden, self.spec.heads)
         self.chosen: dict[str, Ordering] = {}  # by variant, the ordering after the warm-up rounds
         self.found: dict[str, Found] = {}  # by variant, the list that was found last
+        self.predicted: dict[str, Mapping[Op, Span]] = {}  # by variant, the spans of that list by the simulator
         self.picked: dict[str, dict[str, Any]] = {}  # by variant, the result of the search for the size of chunks
         self.measuring = False
         self.held_up: dict[str, list[float]] = {}  # by variant, seconds that all-to-alls waited for chunks ahead of them
@@ -355,13 +357,14 @@ class Worker:
         recordings: list[Any] = [None] * self.args.hosts
         dist.all_gather_object(recordings, Recording(execution.order(graph), trace.spans))
         if self.args.traces and self.rank == 0:
-            self._write_trace(name or "search", graph, [recording.spans for recording in recordings], trace.begin)
+            self._write_trace(name or "search", graph, recordings, trace.begin)
         if name is not None and not self.measuring:  # the last warm-up round counts
             execution.reorder(self._named(name)._replace(reduction=ordering.reduction))
             if execution.lacks_costs:
                 execution.learn_costs()
                 if execution.found:
                     self.found[name] = execution.found
+                    self.predicted[name] = simulate(graph, execution.found.schedule, recorded_cost(graph, recordings)).spans
             self.chosen[name] = execution.ordering
         claimed, seen = overlaps(graph, execution.order(graph), trace.spans)
         simulated = replay(graph, recordings).seconds * 1e3
@@ -379,13 +382,16 @@ class Worker:
             smallest_slice(self.args.cp, 1),
         )
 
-    def _write_trace(self, name: str, graph: Any, ranks: list, begin: float) -> None:
-        from foldray.timeline import perfetto
+    def _write_trace(self, name: str, graph: StepGraph, recordings: Sequence[Recording], begin: float) -> None:
+        """Write the last step, and draw it above what the simulator expects: of a found list, what it was found for."""
+        from trainers.pictures.timeline import draw_timelines
 
         self.args.traces.mkdir(parents=True, exist_ok=True)
-        (self.args.traces / f"{name.replace(':', '-').replace('/', '-')}.json").write_text(
-            json.dumps(perfetto(graph, ranks, begin))
-        )
+        path = self.args.traces / f"{name.replace(':', '-').replace('/', '-')}.json"
+        path.write_text(json.dumps(perfetto(graph, [recording.spans for recording in recordings], begin)))
+        expected = self.predicted.get(name) or replay(graph, recordings, 0).spans
+        rows = {"measured": shifted(recordings[0].spans, begin), "simulated": expected}
+        draw_timelines(graph, rows, path.with_suffix(".png"), f"{name}: the first host")
 
     def peer(self) -> Callable[[], dict[str, float]]:
         """Return a function that runs the same blocks with DeepSpeed's MoE layer."""

@@ -1,6 +1,6 @@
 """Predict DisagMoE's experiments at the paper's scale with the planner: section 6.2, figures 10, 12, 13 and 14.
 
-    python recipes/papers/disagmoe.py [speed|topk|stages] [--models MODEL …] [--lengths TOKENS …] [--gpus N] [--json FILE]
+    python recipes/papers/disagmoe.py [speed|woven|topk|stages] [--models MODEL …] [--lengths TOKENS …] [--gpus N] [--json FILE]
 
 The cluster has nodes of eight H800 (`--cluster`). The models are those of the paper's table 2. Every GPU has equally many
 tokens (the paper does not give its batches). `speed` (figures 10 and 12) compares four ways to train, each with the fold, the
@@ -14,7 +14,10 @@ schedule and the micro-batch that the planner finds best for it:
 `topk` (figure 13) does so for several numbers of experts per token and sizes of EP. `stages` (figure 14) takes the best fold
 of workers of their own, and changes its number of virtual stages.
 
-The predicted times are not measurements. The paper also compares with DualPipe, which weaves forward and backward passes.
+`woven` takes the folds of the first two ways, and lets them run other schedules: `weave`, which runs a forward beside a backward
+as DualPipe does (the paper compares with it), and found lists.
+
+The predicted times are not measurements.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from foldray.errors import UserError
 from foldray.planner.apart import ApartWork
 from foldray.planner.candidate import Job
 from foldray.planner.hardware import load_hardware
+from foldray.planner.listed import with_kind
 from foldray.planner.memory import GIB
 from foldray.planner.nodes import Planned
 from foldray.planner.placing import Placed, apart_seconds, search_placements, sides
@@ -52,14 +56,14 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("experiment", nargs="?", default="speed", choices=("speed", "topk", "stages"))
+    parser.add_argument("experiment", nargs="?", default="speed", choices=("speed", "woven", "topk", "stages"))
     parser.add_argument("--models", nargs="*", default=MODELS, metavar="MODEL")
     parser.add_argument("--lengths", nargs="*", type=int, default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--gpus", type=int, default=128)
     parser.add_argument("--cluster", default="h800")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    run = {"speed": compared, "topk": by_topk, "stages": by_stages}[args.experiment]
+    run = {"speed": compared, "woven": woven, "topk": by_topk, "stages": by_stages}[args.experiment]
     machines = load_hardware(args.cluster)
     found = []
     for model, length in itertools.product(args.models, args.lengths):
@@ -87,13 +91,36 @@ def compared(space: Space) -> dict[str, Any]:
     return result
 
 
+def woven(space: Space) -> dict[str, Any]:
+    """Predict and print woven and found lists on the folds of the baselines."""
+    result: dict[str, Any] = {}
+    for name in WAYS:
+        if (best := baseline(space, name, 16)) is not None:
+            result[name] = shown(name, best)
+    planned = [each.candidate for name in WAYS for each in baselines(space, name, 16)]
+    folds = {(each.fold, each.virtual_stages, each.micro_batch, each.ordering.recompute): each for each in planned}
+    for kind, degree in itertools.product(("weave", "list"), (1, 2)):
+        found = [with_kind(candidate, kind, degree, space.hardware) for candidate in folds.values()]
+        best = min(found, key=lambda each: (not each.fits, each.seconds))
+        fits = "" if best.fits else ", too little memory"
+        fold, own = str(best.candidate.fold), f"{kind}, d = {degree}"
+        print(f"  {own:<18}{best.seconds:>8.2f} s  {fold}, {best.over_bound:.3f} × the bound{fits}", flush=True)
+        result[own] = {"seconds": best.seconds, "over_bound": best.over_bound, "fold": fold, "fits": best.fits}
+    return result
+
+
 def baseline(space: Space, way: str, ep: int) -> Planned | None:
     """Return the fastest candidate that fits, with EP and a pipeline of any depth; None if there is no legal one."""
+    return min(baselines(space, way, ep), key=lambda each: (not each.fits, each.prediction.seconds), default=None)
+
+
+def baselines(space: Space, way: str, ep: int) -> list[Planned]:
+    """Return the fastest candidate for every depth of the pipeline."""
     found: list[Planned] = []
     for pp in PIPELINES:
         with contextlib.suppress(UserError):
             found += search(replace(space, pins={"ep": ep, "pp": pp}, **WAYS[way]), 1).best
-    return min(found, key=lambda each: (not each.fits, each.prediction.seconds), default=None)
+    return found
 
 
 def by_topk(space: Space) -> dict[str, Any]:
