@@ -57,8 +57,9 @@ def predict_rows(table: Settings, hardware: Hardware, told: Callable[[int], None
         peak_bytes.append(ledger(candidate, work.rank).total)
         if candidate.ordering.forward.row.found:
             seconds.append(list_seconds(candidate, device, shared_costs))
-            continue
-        whole = len(table.rows) <= _MOST_SIMULATED or not candidate.ordering.of_stages
-        seconds.append(whole_seconds(candidate, work) if whole else Step(candidate, work).prediction().seconds)
+        elif len(table.rows) <= _MOST_SIMULATED or not candidate.ordering.of_stages:
+            seconds.append(whole_seconds(candidate, work))
+        else:
+            seconds.append(Step(candidate, work).prediction().seconds)
     told(len(table.rows))
     return Predictions(seconds, peak_bytes)

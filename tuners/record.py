@@ -98,7 +98,7 @@ class TrialRecord(_Record):
 
 
 class Comparison(_Record):
-    """The final comparison of a study, with its `Gain`.
+    """The final comparison of a study. The other fields are those of `Gain`.
 
     Args:
         row: index into the table's rows of the setting that was compared with the unchanged recipe.

@@ -20,7 +20,7 @@ from foldray.schedule import LIST, Sequences, SliceCost, make_ordering
 
 DEGREES = (1, 2)
 _ROUNDS = 3, 5  # micro-batches per pipeline position that are simulated; every further one takes as long as others
-_FEWER_ROUNDS = 1, 2  # of a table
+_FEWER_ROUNDS = 2, 4  # the same for the many candidates of a table
 
 
 class Listed(NamedTuple):

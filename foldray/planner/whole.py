@@ -27,10 +27,9 @@ def simulate_step(candidate: Candidate, work: OpWork, quick: bool = False) -> Si
         UserError: the virtual stages do not fit the micro-batches.
     """
     graph, ordering = candidate.reducing, candidate.ordering
-    if ordering.forward.row.found and quick:
-        return simulate(graph, first_list(graph, work.cost, ordering.ahead), work.cost)
     if ordering.forward.row.found:
-        return simulate(graph, find(graph, work.cost, ordering.ahead, moves=False).schedule, work.cost)
+        given = graph, work.cost, ordering.ahead
+        return simulate(graph, first_list(*given) if quick else find(*given, moves=False).schedule, work.cost)
     costs = _op_costs(graph, work) if ordering.goes_by_costs else None
     return simulate(graph, step_schedule(graph, ordering.forward, ordering.backward, ordering.reduction, costs), work.cost)
 

@@ -37,7 +37,7 @@ from trainers.pictures.timeline import draw_timelines
 from trainers.worker.engines import make_engine
 from tuners.space import as_candidate
 
-WARM_UP = 3  # rounds; lags and lists are found after the second one and the third one, as in training
+WARM_UP = 3  # rounds. The last two are timed where times are needed: training finds a list twice
 
 
 @contextmanager

@@ -93,11 +93,9 @@ def compared(space: Space) -> dict[str, Any]:
 
 def woven(space: Space) -> dict[str, Any]:
     """Predict and print woven and found lists on the folds of the baselines."""
-    result: dict[str, Any] = {}
-    for name in WAYS:
-        if (best := baseline(space, name, 16)) is not None:
-            result[name] = shown(name, best)
-    planned = [each.candidate for name in WAYS for each in baselines(space, name, 16)]
+    by_way = {name: baselines(space, name, 16) for name in WAYS}
+    result: dict[str, Any] = {name: shown(name, _fastest(found)) for name, found in by_way.items() if found}
+    planned = [each.candidate for found in by_way.values() for each in found]
     folds = {(each.fold, each.virtual_stages, each.micro_batch, each.ordering.recompute): each for each in planned}
     for kind, degree in itertools.product(("weave", "list"), (1, 2)):
         found = [with_kind(candidate, kind, degree, space.hardware) for candidate in folds.values()]
@@ -111,7 +109,12 @@ def woven(space: Space) -> dict[str, Any]:
 
 def baseline(space: Space, way: str, ep: int) -> Planned | None:
     """Return the fastest candidate that fits, with EP and a pipeline of any depth; None if there is no legal one."""
-    return min(baselines(space, way, ep), key=lambda each: (not each.fits, each.prediction.seconds), default=None)
+    found = baselines(space, way, ep)
+    return _fastest(found) if found else None
+
+
+def _fastest(found: list[Planned]) -> Planned:
+    return min(found, key=lambda each: (not each.fits, each.prediction.seconds))
 
 
 def baselines(space: Space, way: str, ep: int) -> list[Planned]:

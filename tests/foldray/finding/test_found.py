@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foldray.finding import Problem, find, lower_bound
+from foldray.finding import Problem, find, first_list, lower_bound
 from foldray.finding.greedy import Rule, walk
 from foldray.finding.moves import improve
 from foldray.kinds import ATTENTION, EXPERT, FFN, HANDOVER, WITH_WEIGHTS
@@ -131,6 +131,15 @@ def test_a_list_that_was_found_before_is_kept_if_it_is_faster() -> None:
     again = find(graph, cost, moves=False, before=before.schedule)
     assert before.seconds < now.seconds
     assert again.seconds <= before.seconds
+
+
+@given(graphs(), st.integers(0, 1 << 30), st.integers(0, 2))
+@settings(max_examples=60, deadline=None)
+def test_a_quick_list_is_legal(graph: StepGraph, seed: int, ahead: int) -> None:
+    cost = random_cost(graph, seed, True)
+    schedule = first_list(graph, cost, ahead)
+    check(graph, schedule)
+    assert seconds_of(graph, schedule, cost) >= lower_bound(Problem(graph, cost)) * (1 - 1e-9)
 
 
 def test_the_same_arguments_give_the_same_list() -> None:
