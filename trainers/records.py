@@ -116,8 +116,10 @@ class Listed(TypedDict):
     named: str
     named_seconds: float
     """The fastest list with a name, and its seconds."""
-    alive: list[int]
-    """For every position, the most micro-batches that have begun there and not ended."""
+    kept: list[int]
+    """For every position, the most blocks that it keeps at once, each of one micro-batch, with gradients of weights."""
+    own: list[int]
+    """The same for the pipeline's own order, without overlap."""
     lists: list[list[list[Any]]]
     """For every position, its ops as [kind, direction, layer, part, micro_batch]. In the run folder, they have their own file."""
     time: NotRequired[float]

@@ -11,22 +11,22 @@ from foldray.schedule import StepGraph
 from foldray.timeline import Recording, recorded_cost
 
 
-def lower_bound(problem: Problem, alive: Sequence[int] | None = None) -> float:
+def lower_bound(problem: Problem, keep: Sequence[int] | None = None) -> float:
     """Return a bound of the seconds of a step. It is the largest of three:
 
     - The longest path through the ops.
     - For every lane (the computation of a position, or a link), all that it has to do, between the shortest way to the first of
       its ops and the shortest way from the last one to the end.
-    - For every position, the sum of the times that its micro-batches are alive there at least, divided by the most that may be
-      alive at once.
+    - For every position, the sum of the times for which it keeps the blocks of all micro-batches at least, divided by the most
+      that it may keep at once.
 
     Args:
         problem: the ops and their costs.
-        alive: for every position, the most micro-batches that have begun there and not ended. None is no limit.
+        keep: for every position, the most blocks that it may keep at once (`Problem.kept`). None is no limit.
     """
     bounds = [max(problem.tails, default=0.0), *_lanes(problem)]
-    if alive is not None:
-        bounds += [_alive(problem, position, most) for position, most in enumerate(alive)]
+    if keep is not None:
+        bounds += [_memory(problem, position, most) for position, most in enumerate(keep)]
     return max(bounds)
 
 
@@ -54,16 +54,35 @@ def _lanes(problem: Problem) -> list[float]:
     return [before[key] + seconds + after[key] for key, seconds in busy.items()]
 
 
-def _alive(problem: Problem, position: int, most: int) -> float:
-    """Return the bound of a position's memory: at least as long as the longest path through them, its micro-batches are alive."""
-    own = {i for i, places in enumerate(problem.places) if problem.channel[i] < 0 and places[0] == position}
-    paths: list[float | None] = [None] * len(problem.ops)  # from the first op of the same micro-batch at the position
-    longest: dict[int, float] = {}
-    for i, needs in enumerate(problem.needs):
-        group = problem.group[i]
-        before = [path for need in needs if problem.group[need] == group and (path := paths[need]) is not None]
-        if before or i in own:
-            paths[i] = path = max(before, default=0.0) + problem.seconds[i]
-            if i in own:
-                longest[group] = max(longest.get(group, 0.0), path)
-    return sum(longest.values()) / most
+def _memory(problem: Problem, position: int, most: int) -> float:
+    """Return the bound of a position's memory: it keeps each block for the longest path from the block's first op to its last."""
+    own, known, total = _by_micro_batch(problem), dict[object, float](), 0.0
+    for ops in own.values():
+        # Micro-batches have equal ops. Most have equal costs, too.
+        costs = tuple(sorted((*problem.relative(i), problem.seconds[i]) for i in ops))
+        if costs not in known:
+            blocks = {problem.block[i] for i in ops if problem.channel[i] < 0 and problem.places[i][0] == position}
+            known[costs] = sum(_longest(problem, ops, position, block) for block in blocks)
+        total += known[costs]
+    return total / most
+
+
+def _by_micro_batch(problem: Problem) -> dict[int, list[int]]:
+    found = defaultdict[int, list[int]](list)
+    for i, group in enumerate(problem.group):
+        if group >= 0:
+            found[group].append(i)
+    return found
+
+
+def _longest(problem: Problem, ops: Sequence[int], position: int, block: tuple[int, int]) -> float:
+    """Return the longest path between ops of a block at a position, among the ops of its micro-batch."""
+    paths, longest = dict[int, float](), 0.0
+    for i in ops:
+        own = problem.channel[i] < 0 and problem.block[i] == block and problem.places[i][0] == position
+        before = [paths[need] for need in problem.needs[i] if need in paths]
+        if before or own:
+            paths[i] = max(before, default=0.0) + problem.seconds[i]
+            if own:
+                longest = max(longest, paths[i])
+    return longest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from foldray.finding.bound import lower_bound
@@ -26,9 +26,10 @@ from foldray.schedule import (
     times,
 )
 
-_WORK = 1_500_000  # ops that the local moves run at most, over all their steps: some seconds
+_WORK = 1_500_000  # ops that the search runs at most, over all its steps, where its rules leave that much: some seconds
 _MOST_RUNS = 8000
 _LAGS = (1, 2, 3)
+_MOST_SIMULATED = 4
 
 
 class Found(NamedTuple):
@@ -38,8 +39,9 @@ class Found(NamedTuple):
         schedule: the lists of all positions.
         seconds: seconds of the step, by the simulator.
         bound: seconds that no list can beat (`lower_bound`).
-        named, named_seconds: the fastest list with a name, and its seconds.
-        alive: for every position, the most micro-batches that have begun there and not ended.
+        named, named_seconds: the fastest list with a name that keeps no more blocks, and its seconds.
+        kept: for every position, the most blocks that it keeps at once (`Problem.kept`).
+        own: the same for the pipeline's own order, without overlap.
     """
 
     schedule: Schedule
@@ -47,19 +49,21 @@ class Found(NamedTuple):
     bound: float
     named: str
     named_seconds: float
-    alive: tuple[int, ...]
+    kept: tuple[int, ...]
+    own: tuple[int, ...]
 
 
-def find(graph: StepGraph, cost: Cost, ahead: int = 1, moves: bool = True, before: Schedule | None = None) -> Found:
+def find(graph: StepGraph, cost: Cost, ahead: float = 1, moves: bool = True, before: Schedule | None = None) -> Found:
     """Return the fastest schedule that is found at given costs. The same arguments give the same schedule.
 
-    First, the fastest of the named lists is found. Then list scheduling runs the step by several rules, one of which follows that
-    list. At last, local moves improve the fastest step. The named list is returned if nothing is faster.
+    First, the named lists are simulated. Then list scheduling runs the step by several rules, some follow those lists. At last,
+    local moves improve the fastest step. The fastest named list within the memory is returned if nothing is faster.
 
     Args:
         graph: the graph of the step.
         cost: the cost of every op.
-        ahead: micro-batches that may be alive at a position beyond those of the pipeline's own order.
+        ahead: how much more a position may keep than in the pipeline's own order, in micro-batches. A position keeps a block of a
+            micro-batch from the first of its ops there to the last one.
         moves: whether local moves improve the fastest step.
         before: a schedule of the same graph that was found at other costs. No slower one is returned.
 
@@ -67,21 +71,25 @@ def find(graph: StepGraph, cost: Cost, ahead: int = 1, moves: bool = True, befor
         UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
     """
     problem = Problem(graph, cost)
-    name, fastest = _fastest_named(graph, cost, ahead)
-    given = [fastest, *([_Timed(before, times(graph, before, cost))] if before else [])]
-    own = problem.alive(step_schedule(graph, Overlap(SEQUENTIAL.name)))
-    most = tuple(count + ahead for count in own)
+    own, some, most = _memory(problem, ahead)
+    named = {name: _Timed.of(problem, lists, cost) for name, lists in _named(graph).items()}
+    within = {name: each for name, each in named.items() if _fits(problem, each.schedule, most)}
+    name = min(within, key=lambda name: within[name].seconds)
+    given = [within[name], *([_Timed.of(problem, before, cost)] if before else [])]
+    # The order of `weave` leads to good lists even where it needs too much memory itself.
+    followed = [*given, *(named[kind] for kind in (WEAVE.name,) if kind in named and kind != name)]
+    priorities = [*(ranked(problem) for ranked in _RULES.values()), *(each.starts(problem) for each in followed)]
+    rules = [*_rules(problem, (own, some, most), priorities), *(each.rule(problem, most) for each in given)]
     bound = lower_bound(problem, most)
-    followed = ([each.spans[op].start for op in problem.ops] for each in given)
-    priorities = [*(ranked(problem) for ranked in _RULES.values()), *followed]
-    quickest = _quickest(problem, [[count + extra for count in own] for extra in range(ahead + 1)], priorities)
-    step = improve(problem, *quickest, min(_MOST_RUNS, _WORK // len(problem.ops)) if moves else 0, bound)
-    found = step.schedule(problem)
-    best = min(*given, _Timed(found, times(graph, found, cost)), key=lambda each: each.seconds)
-    return Found(best.schedule, best.seconds, bound, name, fastest.seconds, problem.alive(best.schedule))
+    quickest = _quickest(problem, rules, cost)
+    runs = min(_MOST_RUNS, max(0, _WORK // len(problem.ops) - len(rules))) if moves else 0
+    moved = improve(problem, *quickest, runs, bound)
+    steps = (_Timed.of(problem, step.schedule(problem), cost) for step in (quickest[0], moved))
+    best = min(*given, *steps, key=lambda each: each.seconds)
+    return Found(best.schedule, best.seconds, bound, name, within[name].seconds, problem.kept(best.schedule), own)
 
 
-def first_list(graph: StepGraph, cost: Cost, ahead: int = 1) -> Schedule:
+def first_list(graph: StepGraph, cost: Cost, ahead: float = 1) -> Schedule:
     """Return the fastest list of list scheduling by its own rules, without named lists and local moves.
 
     It is much quicker than `find` without moves, and may be slower than the fastest named list.
@@ -93,8 +101,8 @@ def first_list(graph: StepGraph, cost: Cost, ahead: int = 1) -> Schedule:
         UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
     """
     problem = Problem(graph, cost)
-    own = problem.alive(step_schedule(graph, Overlap(SEQUENTIAL.name)))
-    step, _ = _quickest(problem, [[count + ahead for count in own]], [ranked(problem) for ranked in _RULES.values()])
+    *_, most = _memory(problem, ahead)
+    step, _ = _quickest(problem, _rules(problem, (most,), [ranked(problem) for ranked in _RULES.values()]), cost)
     return step.schedule(problem)
 
 
@@ -104,40 +112,80 @@ class _Timed(NamedTuple):
     schedule: Schedule
     spans: Mapping[Op, Span]
 
+    @classmethod
+    def of(cls, problem: Problem, schedule: Schedule, cost: Cost) -> _Timed:
+        return cls(schedule, times(problem.graph, schedule, cost))
+
     @property
     def seconds(self) -> float:
         return max(span.end for span in self.spans.values())
 
+    def starts(self, problem: Problem) -> list[float]:
+        return [self.spans[op].start for op in problem.ops]
 
-def _quickest(problem: Problem, alive: Iterable[Sequence[int]], priorities: Sequence[Sequence[float]]) -> tuple[Walk, Rule]:
-    """Return the fastest step of list scheduling, and its rule. There is one for every limit of memory and every priority."""
-    rules = [Rule(priority, most) for most, priority in product(alive, priorities)]
-    walks = ((walk(problem, rule), rule) for rule in rules)
-    return min(((step, rule) for step, rule in walks if step is not None), key=lambda each: each[0].seconds)
-
-
-def _fastest_named(graph: StepGraph, cost: Cost, ahead: int) -> tuple[str, _Timed]:
-    """Return the fastest named list of this graph, and its name."""
-    seen: dict[Schedule, str] = {}
-    for name, lists in _named(graph, ahead):
-        seen.setdefault(lists, name)
-    simulated = {name: _Timed(lists, times(graph, lists, cost)) for lists, name in seen.items()}
-    name = min(simulated, key=lambda name: simulated[name].seconds)
-    return name, simulated[name]
+    def rule(self, problem: Problem, most: Sequence[int]) -> Rule:
+        """Return the rule by which list scheduling computes in the order of the schedule."""
+        held = list[tuple[int, int]]()
+        for ops in self.schedule:
+            held += pairwise(i for i in map(problem.number.__getitem__, ops) if problem.channel[i] < 0)
+        return Rule(self.starts(problem), most, _anything(problem), tuple(held))
 
 
-def _named(graph: StepGraph, ahead: int) -> Iterator[tuple[str, Schedule]]:
+def _memory(problem: Problem, ahead: float) -> list[tuple[int, ...]]:
+    """Return three limits of the blocks that positions keep: those of the pipeline's own order, some more, and the most."""
+    own = problem.kept(step_schedule(problem.graph, Overlap(SEQUENTIAL.name)))
+    more = (0, ahead / 2, ahead)
+    return [tuple(kept + int(each * blocks) for kept, blocks in zip(own, problem.blocks, strict=True)) for each in more]
+
+
+def _fits(problem: Problem, schedule: Schedule, most: Sequence[int]) -> bool:
+    return all(kept <= limit for kept, limit in zip(problem.kept(schedule), most, strict=True))
+
+
+def _anything(problem: Problem) -> list[int]:
+    """Return no limit of micro-batches."""
+    return [problem.graph.micro_batches] * problem.positions
+
+
+def _rules(problem: Problem, keeps: Iterable[Sequence[int]], priorities: Sequence[Sequence[float]]) -> Iterator[Rule]:
+    """Yield rules of list scheduling: for every limit of memory, every priority, and several limits of micro-batches.
+
+    If fewer micro-batches are alive, each of them goes ahead faster. Nothing but trying tells which limit is best.
+    """
+    for keep, priority in product(dict.fromkeys(map(tuple, keeps)), priorities):
+        fewest = [-(-most // blocks) for most, blocks in zip(keep, problem.blocks, strict=True)]
+        for alive in fewest, [each + 1 for each in fewest], _anything(problem):
+            yield Rule(priority, keep, alive)
+
+
+def _quickest(problem: Problem, rules: Iterable[Rule], cost: Cost) -> tuple[Walk, Rule]:
+    """Return the fastest step of list scheduling, and its rule.
+
+    Where positions share links, a list may take longer in the simulator than the step that led to it: a link that list scheduling
+    has promised to an op goes to another one that asks for it first. So the simulator chooses among the best.
+    """
+    steps = [(step, rule) for rule in rules if (step := walk(problem, rule)) is not None]
+    best = sorted(steps, key=lambda each: each[0].seconds)[: _MOST_SIMULATED if problem.positions > 1 else 1]
+    return min(best, key=lambda each: _Timed.of(problem, each[0].schedule(problem), cost).seconds)
+
+
+def _named(graph: StepGraph) -> dict[str, Schedule]:
+    """Return the named lists of this graph that differ, by name."""
     # Of lags, a list has those that differ.
     lags = [lag for lag in _LAGS if lag <= graph.slicing.degree]
-    ways = [Overlap(SEQUENTIAL.name), Overlap(ONE_A_ONE_M.name), *(Overlap(STREAM.name, lag) for lag in lags)]
+    ways = [
+        Overlap(SEQUENTIAL.name),
+        Overlap(ONE_A_ONE_M.name),
+        *(Overlap(STREAM.name, lag) for lag in lags),
+        Overlap(WEAVE.name),
+    ]
     if graph.apart:
         ways = ways[:1]  # their order is that of AF-Pipe
-    elif ahead:
-        ways.append(Overlap(WEAVE.name))
     reductions = ("end", "buckets") if any(graph.chunks) else ("end",)
-    for way in ways:
-        for reduction in reductions:
-            yield str(way), step_schedule(graph, way, reduction=Reduction(reduction))
+    names = dict[Schedule, str]()
+    for way, reduction in product(ways, reductions):
+        names.setdefault(step_schedule(graph, way, reduction=Reduction(reduction)), str(way))
+    return {name: lists for lists, name in names.items()}
 
 
 Priorities = Callable[[Problem], list[float]]

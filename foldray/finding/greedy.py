@@ -22,12 +22,14 @@ class Rule(NamedTuple):
 
     Args:
         priority: for every op, a number. The op with the smallest one goes first.
-        alive: for every position, the most micro-batches that have begun there and not ended, gradients of weights included.
+        keep: for every position, the most blocks that it may keep at once (`Problem.kept`), at least those of one micro-batch.
+        alive: for every position, the most micro-batches that may have begun there and not ended.
         held: pairs of ops of one lane, (first, second). The second one waits until the first one has started, even if the lane
             idles meanwhile.
     """
 
     priority: Sequence[float]
+    keep: Sequence[int]
     alive: Sequence[int]
     held: tuple[tuple[int, int], ...] = ()
 
@@ -69,8 +71,9 @@ class _Position:
         free: when the computation that it has started ends; `running` is the place of this computation in the list.
         ready: ops that compute and can start, as a heap of (priority, op).
         waiting: ops that travel and can be posted.
-        alive: micro-batch that has begun and not ended → number of its ops that are left; `begun` counts those that have begun.
-        left: for every micro-batch, the number of its ops that compute here.
+        left: micro-batch and block → number of ops that compute here and have not ended.
+        kept: micro-batch that has begun → its blocks that are kept; `done` counts those that have ended.
+        oldest: the first micro-batch that has not ended.
         last: lane → (its last op, when it is free again).
     """
 
@@ -79,9 +82,10 @@ class _Position:
         self.free, self.running = 0.0, 0
         self.ready: list[tuple[float, int]] = []
         self.waiting: list[int] = []
-        self.alive: dict[int, int] = {}
-        self.begun = 0
-        self.left: dict[int, int] = {}
+        self.left: dict[tuple[int, int], int] = {}
+        self.kept: dict[int, set[tuple[int, int]]] = {}
+        self.done: dict[int, int] = {}
+        self.oldest = 0
         self.last: dict[int, tuple[int, float]] = {}
 
     def until(self, lane: int) -> float:
@@ -105,8 +109,8 @@ class _Run:
         self.events: list[tuple[float, int, int]] = []  # heap of (time, op that ends or -1, position that may go on)
         for i in range(count):
             if problem.channel[i] < 0:
-                left, group = self.positions[problem.places[i][0]].left, problem.group[i]
-                left[group] = left.get(group, 0) + 1
+                left, block = self.positions[problem.places[i][0]].left, problem.block[i]
+                left[block] = left.get(block, 0) + 1
 
     def run(self) -> None:
         problem = self.problem
@@ -140,10 +144,13 @@ class _Run:
                 self._has_one_more(user)
                 touched.add(problem.places[user][0])
         if computes:
-            alive, group = self.positions[problem.places[i][0]].alive, problem.group[i]
-            alive[group] -= 1
-            if not alive[group]:
-                del alive[group]
+            position, group, block = self.positions[problem.places[i][0]], problem.group[i], problem.block[i]
+            position.left[block] -= 1
+            if not position.left[block]:
+                position.kept[group].remove(block)
+                position.done[group] += 1
+                while position.done.get(position.oldest) == problem.blocks[problem.places[i][0]]:
+                    position.oldest += 1
 
     def _go_on(self, number: int, now: float) -> None:
         """Start the next computation of a position that is free, and post what can travel before this computation ends."""
@@ -162,22 +169,38 @@ class _Run:
             heapq.heappush(self.events, (min(self._earliest(each, now) for each in position.waiting), -1, number))
 
     def _next(self, number: int) -> int:
-        """Return the best op that is ready and does not begin a micro-batch too many; -1 if there is none."""
+        """Return the best op that is ready and for whose block there is memory; -1 if there is none."""
         position, aside, found = self.positions[number], [], -1
         while position.ready and found < 0:
             entry = heapq.heappop(position.ready)
-            group = self.problem.group[entry[1]]
-            # Micro-batches begin in order, so that none waits for the sums of one that may not begin.
-            if group == position.begun and len(position.alive) < self.rule.alive[number]:
-                position.begun += 1
-                position.alive[group] = position.left[group]
-            if group in position.alive:
+            if self._may_keep(number, entry[1]):
                 found = entry[1]
             else:
                 aside.append(entry)
         for entry in aside:
             heapq.heappush(position.ready, entry)
         return found
+
+    def _may_keep(self, number: int, i: int) -> bool:
+        """Return whether a position may keep the block of an op, and note that it does.
+
+        Micro-batches begin in order, so that none waits for the sums of one that may not begin. Once those before it have ended,
+        each of them can keep the rest of its blocks, so none waits for memory without end (the banker's algorithm of Dijkstra).
+        """
+        position, group, block = self.positions[number], self.problem.group[i], self.problem.block[i]
+        if group not in position.kept:
+            if group != len(position.kept) or group - position.oldest >= self.rule.alive[number]:
+                return False
+        elif block in position.kept[group]:
+            return True
+        blocks, later = self.problem.blocks[number], 1
+        for each in range(len(position.kept) - 1, position.oldest - 1, -1):
+            if each < group and blocks - position.done[each] + later > self.rule.keep[number]:
+                return False
+            later += len(position.kept[each])
+        position.kept.setdefault(group, set()).add(block)
+        position.done.setdefault(group, 0)
+        return True
 
     def _earliest(self, i: int, now: float) -> float:
         """Return when an op that is posted now can start to travel."""

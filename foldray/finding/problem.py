@@ -29,6 +29,8 @@ class Problem:
         seconds: for every op, how long it takes.
         lanes: for every op that travels, (lane, seconds) one after another. Each position has each lane once.
         group: for every op, the number of its micro-batch; parts that go through the stages together count as one.
+        block: for every op, its micro-batch and its block.
+        blocks: for every position, the number of blocks that compute there.
     """
 
     def __init__(self, graph: StepGraph, cost: Cost):
@@ -56,6 +58,11 @@ class Problem:
             for channel, each in zip(self.channel, costs, strict=True)
         ]
         self.group = [-1 if op.kind == REDUCE else op.micro_batch // graph.batch_degree for op in self.ops]
+        self.block = [(group, op.layer) for group, op in zip(self.group, self.ops, strict=True)]
+        at = {
+            (places[0], op.layer) for op, places, channel in zip(self.ops, self.places, self.channel, strict=True) if channel < 0
+        }
+        self.blocks = [sum(place == position for place, _ in at) for position in range(self.positions)]
 
     @cached_property
     def tails(self) -> list[float]:
@@ -73,37 +80,48 @@ class Problem:
             heads[i] = max((heads[need] + self.seconds[need] for need in needs), default=0.0)
         return heads
 
-    def computed_at(self, position: int) -> Iterator[int]:
-        """Return the ops that compute at a position."""
-        return (i for i, places in enumerate(self.places) if self.channel[i] < 0 and places[0] == position)
+    def relative(self, i: int) -> Op:
+        """Return an op with the number of its micro-batch counted from the first part of its group."""
+        op = self.ops[i]
+        return op._replace(micro_batch=op.micro_batch % self.graph.batch_degree)
 
-    def alive(self, schedule: Schedule) -> tuple[int, ...]:
-        """Return, for every position, the most micro-batches that have begun there and not ended, with gradients of weights."""
-        return tuple(self._alive([self.number[op] for op in ops]) for ops in schedule)
+    def kept(self, schedule: Schedule) -> tuple[int, ...]:
+        """Return, for every position, the most blocks that it keeps at once.
 
-    def _alive(self, order: Sequence[int]) -> int:
-        last = {self.group[i]: place for place, i in enumerate(order) if self.channel[i] < 0}
-        alive, most = set[int](), 0
+        A position keeps a block of a micro-batch from the first of its ops there to the last one, gradients of weights included.
+        """
+        return tuple(self._kept([self.number[op] for op in ops]) for ops in schedule)
+
+    def _kept(self, order: Sequence[int]) -> int:
+        last = {self.block[i]: place for place, i in enumerate(order) if self.channel[i] < 0}
+        kept, most = set[tuple[int, int]](), 0
         for place, i in enumerate(order):
             if self.channel[i] < 0:
-                alive.add(self.group[i])
-                most = max(most, len(alive))
-                if last[self.group[i]] == place:
-                    alive.remove(self.group[i])
+                kept.add(self.block[i])
+                most = max(most, len(kept))
+                if last[self.block[i]] == place:
+                    kept.remove(self.block[i])
         return most
 
 
 def _in_order(graph: StepGraph, ops: Sequence[Op]) -> Iterator[tuple[Op, Op]]:
     """Yield pairs of ops that keep their order: (the first one, the next one)."""
     sums, chunks = defaultdict[object, list[Op]](list), defaultdict[tuple[int, str], list[Op]](list)
+    heads = sorted((op for op in ops if op.kind == HEAD), key=lambda op: (op.micro_batch, op.part, "FBW".index(op.direction)))
+    if graph.backward:
+        yield from pairwise(heads)  # the logits of one piece exist at a time
     for op in ops:
         if op.kind == REDUCE:
             chunks[op.layer, graph.chunk(op).name].append(op)
-        elif op.direction == "B" and graph.channel(op) is None:
-            sums["tied" if graph.tied and op.kind in (EMBED, HEAD) else (op.kind, op.layer)].append(op)
+        elif op.direction == "B" and graph.channel(op) is None and op.kind != HEAD:
+            sums[op.kind, op.layer].append(op)
     parts = graph.together
     for same in sums.values():  # backward reaches the last part of a micro-batch first
-        yield from pairwise(sorted(same, key=lambda op: (op.micro_batch // parts, op.kind == EMBED, -op.micro_batch, -op.part)))
+        same.sort(key=lambda op: (op.micro_batch // parts, -op.micro_batch, -op.part))
+        yield from pairwise(same)
+    if graph.tied:  # the head and the embedding add to the same gradients in turns
+        adding = [op for op in heads if op.direction == ("W" if HEAD in graph.later else "B")]
+        yield from pairwise(sorted((*adding, *sums[EMBED, 0]), key=lambda op: (op.micro_batch // parts, op.kind == EMBED)))
     for same in chunks.values():
         yield from pairwise(sorted(same))
 

@@ -15,14 +15,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from foldray.blueprint import ModelSpec, Stage
+from foldray.blueprint import BlockSpec, ModelSpec, Stage
 from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork, RankCosts
 from foldray.planner.device import Device
 from foldray.planner.layout import Content, StageForm
 from foldray.planner.memo import Memo
-from foldray.planner.memory import GIB, Memory, block_activations, expert_activations, parameters
+from foldray.planner.memory import GIB, Memory, block_activations, expert_activations, expert_operands, operands, parameters
 from foldray.planner.shares import Price, Work
 from foldray.planner.updates import WHOLE, stage_updates
 from foldray.schedule import Op, position_list
@@ -124,17 +124,31 @@ class ApartWork(OpWork):
         candidate, graph = self.candidate, self.candidate.graph
         elements = {name: count if name == family else 0.0 for name, count in rank.elements(content).items()}
         held = parameters(candidate.fold, rank.zero, rank.device.bytes, elements)
-        order, again = position_list(graph, place, candidate.ordering), candidate.ordering.recompute
+        ordering, found = candidate.ordering, candidate.ordering.forward.row.found
+        counts = most_kept(position_list(graph, place, ordering), ATTENTION if family == "dp_cp" else EXPERT)
         kept = logits = 0.0
-        for layer, count in most_kept(order, ATTENTION if family == "dp_cp" else EXPERT).items():
-            block = graph.blocks[layer]
-            experts = expert_activations(rank, block, again) if block.moe else 0.0
-            whole = block_activations(rank, block, again, graph.slicing.degree > 1)
-            kept += count / graph.slicing.degree * (whole - experts if family == "dp_cp" else experts)
+        for layer, count in counts.items():
+            kept += count / graph.slicing.degree * self._kept(rank, graph.blocks[layer], family, found)
+        largest = max(self._kept(rank, block, family, found) for block, _ in content.blocks)
+        if found:
+            kept += int(ordering.ahead * sum(count for _, count in content.blocks)) * largest
         rows = 4 * max(graph.slicing.moe) * rank.sequences * rank.model.topk * rank.model.hidden * rank.device.bytes
         if content.head:
             logits = max(graph.slicing.moe) * rank.sequences * rank.model.vocab * (2 * 4 + rank.device.bytes)
+        if graph.later:
+            rows += max(self._operands(rank, block, family) for block, _ in content.blocks)
         return Memory(*held, kept, rows, logits, rank.device.share["workspace"] * GIB)
+
+    def _kept(self, rank: RankCosts, block: BlockSpec, family: str, found: bool) -> float:
+        """Return the bytes that a half of a block keeps; with a found list, perhaps until its gradients of weights."""
+        again, sliced = self.candidate.ordering.recompute, self.candidate.graph.slicing.degree > 1
+        experts = expert_activations(rank, block, again) if block.moe else 0.0
+        own = block_activations(rank, block, again, sliced) - experts if family == "dp_cp" else experts
+        return max(own, self._operands(rank, block, family)) if found else own
+
+    def _operands(self, rank: RankCosts, block: BlockSpec, family: str) -> float:
+        experts = expert_operands(rank, block) if block.moe else 0.0
+        return operands(rank, block) - experts if family == "dp_cp" else experts
 
 
 def ranks_of_a_token(model: ModelSpec, ep: int) -> float:

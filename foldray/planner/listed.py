@@ -41,20 +41,22 @@ class Listed(NamedTuple):
     fits: bool
 
 
-def with_list(planned: Planned, hardware: Hardware, ahead: int = 1, imbalance: float = 1.0) -> Listed:
+def with_list(planned: Planned, hardware: Hardware, ahead: float = 1, imbalance: float = 1.0) -> Listed:
     """Return the same fold and micro-batch with a found list, at the fastest degree that fits into memory, if any fits.
 
     Args:
         planned: the candidate.
         hardware: the cluster.
-        ahead: micro-batches that a position may have alive beyond those of the pipeline's own order.
+        ahead: how much more a position may keep than in the pipeline's own order, in micro-batches.
         imbalance: rows of the fullest rank over the mean, for the memory.
     """
     found = [with_kind(planned.candidate, LIST.name, degree, hardware, ahead, imbalance) for degree in DEGREES]
     return min(found, key=lambda each: (not each.fits, each.seconds))
 
 
-def with_kind(candidate: Candidate, kind: str, degree: int, hardware: Hardware, ahead: int = 1, imbalance: float = 1.0) -> Listed:
+def with_kind(
+    candidate: Candidate, kind: str, degree: int, hardware: Hardware, ahead: float = 1, imbalance: float = 1.0
+) -> Listed:
     """Return the same candidate with another kind of schedule, and gradients of weights apart. Every op is simulated.
 
     Args:

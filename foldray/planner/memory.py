@@ -7,7 +7,7 @@ from forward to backward, times the largest number of micro-batches that the pos
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -61,7 +61,7 @@ def ledger(candidate: Candidate, rank: RankCosts, imbalance: float = 1.0) -> Mem
     """
     ordering = candidate.ordering
     row = ordering.forward.row
-    keeping = Keeping(ordering.more_alive, ordering.weights_apart and row.found, row.weaves)
+    keeping = Keeping(ordering.ahead if row.found else None, row.weaves)
     found = peak_memory(rank, candidate.layout, candidate.pipeline, candidate.pieces, imbalance, keeping)
     if not candidate.graph.later:
         return found
@@ -72,14 +72,13 @@ class Keeping(NamedTuple):
     """What a schedule keeps beyond the activations of the pipeline's own order.
 
     Args:
-        more: micro-batches that are alive beyond those of that order.
-        operands: whether a micro-batch may have gone backward through any of its blocks, and all gradients of weights are left.
+        ahead: for found lists, how much more they may keep, in micro-batches (`finding.find`). They may keep a block until its
+            gradients of weights are computed.
         woven: whether one micro-batch goes forward while another one goes backward. The latter frees a block for each that the
             former fills, so there is at most one block more.
     """
 
-    more: int = 0
-    operands: bool = False
+    ahead: float | None = None
     woven: bool = False
 
 
@@ -115,18 +114,44 @@ def _position(
     keeping: Keeping,
 ) -> Memory:
     content, sliced = layout.positions.content(place), pieces.slicing.degree > 1
-    kept = 0.0
-    for block, count in blocks_in_flight(layout, pipeline, place, keeping.more):
-        each = block_activations(rank, block, pieces.recompute, sliced, imbalance)
-        kept += count * (max(each, operands(rank, block, imbalance)) if keeping.operands else each)
-    if keeping.woven:
-        kept += max(block_activations(rank, block, pieces.recompute, sliced, imbalance) for block, _ in content.blocks)
+    flying = blocks_in_flight(layout, pipeline, place)
+    size = {block: block_activations(rank, block, pieces.recompute, sliced, imbalance) for block, _ in content.blocks}
+    if keeping.ahead is not None:
+        size = {block: max(each, operands(rank, block, imbalance)) for block, each in size.items()}
+        kept = fullest(flying, content.blocks, size, pipeline.micro_batches, keeping.ahead)
+    else:
+        kept = sum(count * size[block] for block, count in flying) + keeping.woven * max(size.values())
     logits = 0.0
     if content.head:
         tokens = max(pieces.slicing.moe) * rank.sequences
         logits = tokens * rank.model.vocab * (2 * 4 + rank.device.bytes)
     held, workspace = content_parameters(rank, content), rank.device.share["workspace"] * GIB
     return Memory(*held, kept * pieces.batch_degree, buffers(rank, pieces.slicing, imbalance), logits, workspace)
+
+
+def fullest(
+    own: Iterable[tuple[BlockSpec, int]],
+    held: Iterable[tuple[BlockSpec, int]],
+    size: Mapping[BlockSpec, float],
+    most: int,
+    ahead: float,
+) -> float:
+    """Return the most bytes of the blocks that a position may keep with a found list.
+
+    Args:
+        own: blocks and how many of them the position keeps in the pipeline's own order, over all micro-batches.
+        held: blocks and how many of them the position has.
+        size: bytes of a block of one micro-batch.
+        most: number of micro-batches.
+        ahead: how much more than `own` it may keep, in micro-batches.
+    """
+    held = tuple(held)
+    left, total = sum(count for _, count in own) + int(ahead * sum(count for _, count in held)), 0.0
+    for block, count in sorted(held, key=lambda each: -size[each[0]]):
+        number = min(left, count * most)
+        total += number * size[block]
+        left -= number
+    return total
 
 
 def least_memory(
@@ -191,16 +216,12 @@ def in_flight(graph: PipelineGraph, place: int) -> Mapping[int, int]:
 
 
 @lru_cache(maxsize=16384)
-def blocks_in_flight(layout: PipelineLayout, graph: PipelineGraph, place: int, more: int = 0) -> list[tuple[BlockSpec, int]]:
-    """Return (block, number of activations of such blocks that a position keeps, over all micro-batches in flight).
-
-    Args:
-        more: micro-batches in flight beyond those of the pipeline's own order.
-    """
+def blocks_in_flight(layout: PipelineLayout, graph: PipelineGraph, place: int) -> list[tuple[BlockSpec, int]]:
+    """Return (block, number of activations of such blocks that a position keeps, over all micro-batches in flight)."""
     found = Counter[BlockSpec]()
     for stage, flying in in_flight(graph, place).items():
         for block, count in layout.contents[layout.form_of[stage]].blocks:
-            found[block] += min(flying + more, graph.micro_batches) * count
+            found[block] += flying * count
     return list(found.items())
 
 
@@ -260,15 +281,19 @@ def operands(rank: RankCosts, block: BlockSpec, imbalance: float = 1.0) -> float
     If such gradients are ops of their own, these bytes stay until the next rows travel. This bound has all of a block.
     """
     fold, hidden, own = rank.fold, rank.model.hidden, block.attention.cut(rank.fold.tp)
-    n = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
-    wide = n * fold.tp
+    wide = rank.job.seq_len / fold.cp * rank.sequences
     numbers = wide * (2 * hidden + own.queries + own.keys + own.values + own.outputs)
     for dense in (block.dense, block.moe and block.moe.shared):
         numbers += wide * (2 * hidden + (dense.width + dense.inner) / fold.tp) if dense else 0.0
-    if block.moe:
-        expert, rows = block.moe.expert, n * block.moe.topk * fold.etp * imbalance
-        numbers += rows * (2 * hidden + (expert.width + expert.inner) / fold.etp)
-    return numbers * rank.device.bytes
+    return numbers * rank.device.bytes + (expert_operands(rank, block, imbalance) if block.moe else 0.0)
+
+
+def expert_operands(rank: RankCosts, block: BlockSpec, imbalance: float = 1.0) -> float:
+    """Return those bytes of `operands` that belong to the experts."""
+    assert block.moe
+    fold, expert = rank.fold, block.moe.expert
+    rows = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences * block.moe.topk * fold.etp * imbalance
+    return rows * (2 * rank.model.hidden + (expert.width + expert.inner) / fold.etp) * rank.device.bytes
 
 
 def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, sliced: bool) -> float:

@@ -78,12 +78,12 @@ class ScheduleSpec(Strict):
         "`apart` computes them while the next rows or activations travel, and keeps what they need until then. The gradients "
         "have the same bits. `kind: list` sets it to `apart`.",
     )
-    ahead: int | None = Field(
+    ahead: float | None = Field(
         None,
         ge=0,
         le=MOST_PIECES,
-        description="Micro-batches that a worker may begin before earlier ones have ended, beyond those of the pipeline's own "
-        "order. More of them hide more communication, and keep more activations. Only `kind: list` has this choice. Null is 1.",
+        description="How much more a worker may keep than in the pipeline's own order, in micro-batches: 0.5 is half of the "
+        "activations of one. More memory hides more communication. Only `kind: list` has this choice. Null is 1.",
     )
     reduction: Literal["end", "buckets", "chunks"] = Field(
         "end",

@@ -53,7 +53,7 @@ def position_list(graph: StepGraph, position: int, ordering: Ordering) -> tuple[
     if ordering.found is not None and ordering.found.graph == graph:
         return ordering.found.order
     if graph.apart:
-        order = _with_weights(graph, af_pipe(graph)[position])
+        order = _with_weights(graph, [_head_at_once(graph, af_pipe(graph)[position])])
     else:
         weaves = ordering.forward.row.weaves
         stages = pipeline(graph.pipeline, weaves)[position]
@@ -95,12 +95,13 @@ def expand(
         ahead = op.micro_batch * graph.batch_degree
         return [each._replace(micro_batch=ahead + each.micro_batch) for each in orders[first]]
 
-    found: list[Op] = []
+    found: list[tuple[Op, ...]] = []
     for op in stages:
         if op in seconds or (op.kind == HANDOVER and op.layer in held):
             continue  # the stage that makes its pieces sends them
-        found += _with_weights(graph, weave(graph, order(op), order(pairs[op])) if op in pairs else order(op))
-    return tuple(found)
+        ops = weave(graph, order(op), order(pairs[op])) if op in pairs else tuple(order(op))
+        found.append(_head_at_once(graph, ops))
+    return _with_weights(graph, found)
 
 
 def stage_order(graph: StepGraph, stage: int, direction: Direction, overlap: Overlap) -> tuple[Op, ...]:
@@ -143,16 +144,38 @@ def _with_handover(graph: StepGraph, order: tuple[Op, ...], stage: int, directio
     return tuple(each for i, op in enumerate(order) for each in (op, *after.get(i, ())))
 
 
-def _with_weights(graph: StepGraph, order: Iterable[Op]) -> tuple[Op, ...]:
-    """Insert the gradients of weights that backwards have left: after the next op that travels, to be computed meanwhile."""
+def _head_at_once(graph: StepGraph, order: tuple[Op, ...]) -> tuple[Op, ...]:
+    """Let every piece of the head go backward right after its forward, so that the logits of one piece exist at a time."""
+    if not graph.backward:
+        return order
+    pairs = ((op, op._replace(direction="B")) if op.kind == HEAD else (op,) for op in order if not _backward_of_head(op))
+    return tuple(op for pair in pairs for op in pair)
+
+
+def _backward_of_head(op: Op) -> bool:
+    return op.kind == HEAD and op.direction == "B"
+
+
+def _with_weights(graph: StepGraph, passes: Iterable[Iterable[Op]]) -> tuple[Op, ...]:
+    """Insert the gradients of weights that backwards have left: after the next op that travels, to be computed meanwhile.
+
+    They come before the end of their pass. Those of the head are computed from gradients of logits, so they come before the next
+    piece of the head.
+    """
     found, waiting = list[Op](), list[Op]()
-    for op in order:
-        found.append(op)
-        if op.direction == "B":
-            waiting += graph.weights(op)
-        if graph.channel(op) is not None:
-            found += waiting
-            waiting = []
+    for ops in passes:
+        for op in ops:
+            if op.kind == HEAD and op.direction == "F":
+                found += waiting
+                waiting = []
+            found.append(op)
+            if op.direction == "B":
+                waiting += graph.weights(op)
+            if graph.channel(op) is not None:
+                found += waiting
+                waiting = []
+        found += (op for op in waiting if op.kind != HEAD)
+        waiting = [op for op in waiting if op.kind == HEAD]
     return (*found, *waiting)
 
 

@@ -39,7 +39,7 @@ class Ordering(NamedTuple):
         batch_degree: number of parts that a micro-batch is cut into along the batch (FlowMoE's R). Their pieces overlap.
         reduction: when gradients are reduced.
         weights_apart: whether gradients of weights are ops of their own, while others travel (`StepGraph.later`).
-        ahead: micro-batches that a position may begin beyond those of the pipeline's own order, for a kind that is found.
+        ahead: how much more a position may keep than in the pipeline's own order, in micro-batches, for a kind that is found.
         costs: the times of the ops. `chunks` uses them to let all-to-alls go first. With None, chunks leave as soon as they
             are ready.
         found: the list that was found, for a kind that is found.
@@ -52,7 +52,7 @@ class Ordering(NamedTuple):
     batch_degree: int = 1
     reduction: Reduction = Reduction()
     weights_apart: bool = False
-    ahead: int = 1
+    ahead: float = 1
     costs: OpCosts | None = None
     found: FoundList | None = None
 
@@ -65,11 +65,6 @@ class Ordering(NamedTuple):
     def of_stages(self) -> bool:
         """Whether a step consists of passes of stages, one after another, without gradients of weights apart."""
         return self.forward.row.of_stages and self.backward.row.of_stages and not self.weights_apart
-
-    @property
-    def more_alive(self) -> int:
-        """Micro-batches whose activations a position may keep beyond those of the pipeline's own order."""
-        return self.ahead if self.forward.row.found else 0
 
     @property
     def open(self) -> bool:
@@ -117,7 +112,7 @@ def make_ordering(
     reduction: Reduction | None = None,
     recompute: tuple[str, ...] = (),
     weights_apart: bool = False,
-    ahead: int = 1,
+    ahead: float = 1,
 ) -> Ordering:
     """Return the ordering for the settings of a recipe.
 
@@ -133,7 +128,7 @@ def make_ordering(
         reduction: when gradients are reduced; None is at the end.
         recompute: kinds of ops whose forward runs again.
         weights_apart: whether gradients of weights are ops of their own.
-        ahead: micro-batches that a position may begin beyond those of the pipeline's own order.
+        ahead: how much more a position may keep than in the pipeline's own order, in micro-batches.
 
     Raises:
         UserError: no kind has this name, or sequences cannot be cut in this way.

@@ -180,7 +180,8 @@ class StepGraph:
             forward = [op for stage in range(len(self.stages)) for op in self._stage(stage, m)]
             yield from forward
             if self.backward:
-                for op in reversed(forward):
+                head = [op for op in forward if op.kind == HEAD]  # its pieces go backward in the order of their forward
+                for op in (*head, *reversed(forward[: len(forward) - len(head)])):
                     yield from self.rerun(op)
                     if op.kind == HANDOVER:
                         yield from self.handovers("B", op.layer + 1, m) if op.part == 0 else ()
@@ -334,9 +335,17 @@ class StepGraph:
         """Return the same op for the next part of the micro-batch; nothing for the last part."""
         return (op._replace(part=op.part + 1),) if op.part + 2 < len(self._cuts(op.kind, op.layer)) else ()
 
+    def _last_part(self, op: Op) -> Op:
+        """Return the same op for the last part of its micro-batch."""
+        return op._replace(part=len(self._cuts(op.kind, op.layer)) - 2)
+
     def _added_before(self, op: Op) -> tuple[Op, ...]:
         """Return the op that adds to the same gradients of weights right before. It keeps the order of the backward, so sums
         have the same bits as without ops of their own."""
+        if op.kind == HEAD:  # every piece goes backward right after its forward
+            if op.part:
+                return (op._replace(part=op.part - 1),)
+            return (self._last_part(op._replace(micro_batch=op.micro_batch - 1)),) if op.micro_batch else ()
         if following := self._next_part(op):
             return following
         # Backward reaches the last part of a micro-batch first.

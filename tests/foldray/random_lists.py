@@ -26,7 +26,8 @@ def find_at_random(seed: int, graph: StepGraph, cost: Cost, ahead: int, before: 
     """Return lists of random costs and priorities, as `find` returns lists. Times may never lead to them, but they may run."""
     draw = random.Random(seed)
     problem = Problem(graph, random_cost(graph, seed, shared=draw.random() < 0.5, zeros=draw.random() < 0.5))
-    own = problem.alive(step_schedule(graph, Overlap(SEQUENTIAL.name)))
-    step = walk(problem, Rule([draw.random() for _ in problem.ops], [count + ahead for count in own]))
+    own = problem.kept(step_schedule(graph, Overlap(SEQUENTIAL.name)))
+    most = [kept + int(ahead * blocks) for kept, blocks in zip(own, problem.blocks, strict=True)]
+    step = walk(problem, Rule([draw.random() for _ in problem.ops], most, [draw.randint(1, 4) for _ in own]))
     assert step is not None
-    return Found(step.schedule(problem), step.seconds, 0.0, "", step.seconds, own)
+    return Found(step.schedule(problem), step.seconds, 0.0, "", step.seconds, own, own)

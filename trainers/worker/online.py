@@ -200,7 +200,7 @@ class Online:
         listed: Listed | None = None
         if (found := execution.found) is not None:
             lists = [[list(op) for op in order] for order in found.schedule]
-            record = {**found._asdict(), "alive": list(found.alive), "lists": lists}
+            record = {**found._asdict(), "kept": list(found.kept), "own": list(found.own), "lists": lists}
             record.pop("schedule")
             listed = cast(Listed, {"kind": "listed", "degree": degree, **record})
             tell(listed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -69,20 +70,23 @@ def _layers_by_position(stages: tuple, pp: int) -> list[list[int]]:
     return [[layer for layer, place in enumerate(graph.at) if place.attention == position] for position in range(pp)]
 
 
-@given(graphs(), st.integers(0, 1 << 30), st.booleans(), st.booleans(), st.integers(0, 2))
+@given(graphs(), st.integers(0, 1 << 30), st.booleans(), st.booleans(), st.sampled_from([0, 0.3, 0.5, 1, 2]))
 @settings(max_examples=25, deadline=None)
-def test_any_costs_and_any_memory_give_a_legal_list(graph: StepGraph, seed: int, shared: bool, zeros: bool, ahead: int) -> None:
+def test_any_costs_and_any_memory_give_a_legal_list(graph: StepGraph, seed: int, shared: bool, zeros: bool, ahead: float) -> None:
     cost = random_cost(graph, seed, shared, zeros)
     found = find(graph, cost, ahead)
     check(graph, found.schedule)
     problem = Problem(graph, cost)
-    own = problem.alive(step_schedule(graph, Overlap("sequential")))
-    assert all(alive <= most + ahead for alive, most in zip(problem.alive(found.schedule), own, strict=True))
+    own = problem.kept(step_schedule(graph, Overlap("sequential")))
+    most = [kept + int(ahead * blocks) for kept, blocks in zip(own, problem.blocks, strict=True)]
+    assert (found.kept, found.own) == (problem.kept(found.schedule), own)
+    assert all(kept <= limit for kept, limit in zip(found.kept, most, strict=True))
     assert seconds_of(graph, found.schedule, cost) == pytest.approx(found.seconds)
     assert found.bound <= found.seconds * (1 + 1e-9)
-    for kind in (kind for kind, row in OVERLAPS.items() if ahead or not row.weaves):
-        for reduction in ("end", "buckets"):
-            named = seconds_of(graph, step_schedule(graph, Overlap(kind, 1), reduction=Reduction(reduction)), cost)
+    for kind, reduction in itertools.product(OVERLAPS, ("end", "buckets")):
+        lists = step_schedule(graph, Overlap(kind, 1), reduction=Reduction(reduction))
+        if all(kept <= limit for kept, limit in zip(problem.kept(lists), most, strict=True)):
+            named = seconds_of(graph, lists, cost)
             assert found.seconds <= named * (1 + 1e-9), kind
             assert lower_bound(problem) <= named * (1 + 1e-9), kind
 
@@ -94,7 +98,10 @@ def test_list_scheduling_has_the_clock_of_the_simulator(graph: StepGraph, seed: 
     problem = Problem(graph, cost)
     draw = random.Random(seed)
     priority = [draw.random() for _ in problem.ops]
-    step = walk(problem, Rule(priority, [draw.randint(1, 3) for _ in range(graph.positions)]))
+    most = [blocks + draw.randint(0, 2 * blocks) for blocks in problem.blocks]
+    step = walk(problem, Rule(priority, most, [draw.randint(1, 3) for _ in problem.blocks]))
+    assert step is not None
+    assert all(kept <= limit for kept, limit in zip(problem.kept(step.schedule(problem)), most, strict=True))
     assert step is not None
     check(graph, step.schedule(problem))
     if not shared or graph.positions == 1:  # a link of several positions may be free earlier than a receiver's list says
@@ -152,8 +159,12 @@ def small(blocks: int, micro_batches: int, degree: int = 1, later: tuple[str, ..
     return StepGraph(((MOE,) * blocks,), cut, micro_batches=micro_batches, ragged=False, later=later)
 
 
+Kept = dict[tuple[int, int], int]
+"""Block of a micro-batch → the number of its ops that are left."""
+
+
 def faster_exists(problem: Problem, most: int, limit: float) -> bool:
-    """Return whether any list of one position, with at most `most` micro-batches alive, takes less than `limit` seconds.
+    """Return whether any list of one position that keeps at most `most` blocks takes less than `limit` seconds.
 
     The search tries every order in which the position may start its ops, computation and all-to-alls. It leaves out orders that
     cannot end in time, and those that another order of the same ops dominates.
@@ -161,9 +172,9 @@ def faster_exists(problem: Problem, most: int, limit: float) -> bool:
     ops, seen = range(len(problem.ops)), dict[int, list[tuple[float, ...]]]()
     computes = [problem.channel[i] < 0 for i in ops]
     left = [sum(problem.seconds[i] for i in ops if computes[i]), sum(problem.seconds[i] for i in ops if not computes[i])]
-    sizes = {group: sum(computes[i] and problem.group[i] == group for i in ops) for group in set(problem.group)}
+    sizes = {block: sum(computes[i] and problem.block[i] == block for i in ops) for block in set(problem.block)}
 
-    def go(placed: int, ends: dict[int, float], free: float, quiet: float, rest: list[float], alive: dict[int, int]) -> bool:
+    def go(placed: int, ends: dict[int, float], free: float, quiet: float, rest: list[float], kept: Kept) -> bool:
         if len(ends) == len(problem.ops):
             return True
         live = [i for i in ends if any(not placed >> user & 1 for user in problem.users[i])]
@@ -174,11 +185,11 @@ def faster_exists(problem: Problem, most: int, limit: float) -> bool:
         for i in ops:
             if placed >> i & 1 or not all(placed >> need & 1 for need in problem.needs[i]):
                 continue
-            group, begun = problem.group[i], {**alive}
+            block, begun = problem.block[i], {**kept}
             if computes[i]:
-                begun.setdefault(group, sizes[group])
-                begun[group] -= 1
-                if sum(count > 0 for count in {**begun, group: begun[group] + 1}.values()) > most:
+                begun.setdefault(block, sizes[block])
+                begun[block] -= 1
+                if sum(count > 0 for count in {**begun, block: begun[block] + 1}.values()) > most:
                     continue
             arrived = max((ends[need] for need in problem.needs[i]), default=0.0)
             start = max(free if computes[i] else max(free, quiet), arrived)
@@ -202,17 +213,18 @@ def test_small_graphs_have_no_list_that_is_much_faster(seed: int) -> None:
     shape = draw.choice([(1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 3, 1)])
     graph = small(*shape)
     cost = random_cost(graph, seed, shared=False)
-    ahead = draw.randint(0, 1) if shape[1] < 3 else 0  # trying all lists of more ops takes minutes
+    ahead = draw.choice([0, 0.5, 1]) if shape[1] < 3 else 0  # trying all lists of more ops takes minutes
     found, problem = find(graph, cost, ahead), Problem(graph, cost)
-    assert faster_exists(problem, 1 + ahead, found.seconds * 1.001), "the search misses the list that was found"
-    assert not faster_exists(problem, 1 + ahead, found.seconds / 1.05)
+    most = shape[0] + int(ahead * shape[0])
+    assert faster_exists(problem, most, found.seconds * 1.001), "the search misses the list that was found"
+    assert not faster_exists(problem, most, found.seconds / 1.05)
 
 
 def test_local_moves_make_a_bad_order_better() -> None:
     graph = small(blocks=1, micro_batches=1, degree=2)
     cost = random_cost(graph, 3, shared=False)
     problem = Problem(graph, cost)
-    rule = Rule([float(-i) for i in range(len(problem.ops))], [1])
+    rule = Rule([float(-i) for i in range(len(problem.ops))], [1], [1])
     step = walk(problem, rule)
     assert step is not None
     better = improve(problem, step, rule, 800)

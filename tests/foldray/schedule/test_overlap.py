@@ -171,14 +171,14 @@ def test_a_forward_and_a_backward_are_woven_in_turns() -> None:
 
 @pytest.mark.parametrize(("pp", "stages", "micro_batches"), [(2, 2, 4), (4, 4, 6), (2, 4, 4), (4, 8, 8), (3, 3, 1), (2, 2, 2)])
 @pytest.mark.parametrize("degree", [1, 2])
-def test_woven_pipelines_keep_one_more_micro_batch(pp: int, stages: int, micro_batches: int, degree: int) -> None:
+def test_woven_pipelines_keep_one_more_block(pp: int, stages: int, micro_batches: int, degree: int) -> None:
     graph = graph_of(((MOE,),) * stages, degree, pp=pp, micro_batches=micro_batches, later=("expert",))
     woven, plain = (
-        Problem(graph, lambda op: ((COMPUTE, 1.0),)).alive(step_schedule(graph, Overlap(kind))) for kind in ("weave", "stream")
+        Problem(graph, lambda op: ((COMPUTE, 1.0),)).kept(step_schedule(graph, Overlap(kind))) for kind in ("weave", "stream")
     )
     check(graph, step_schedule(graph, Overlap("weave")))
     if stages == pp:
-        assert woven == tuple(min(alive + 1, micro_batches) for alive in plain)
+        assert woven == tuple(min(kept + 1, micro_batches) for kept in plain)
 
 
 def test_gradients_of_weights_are_computed_while_rows_travel() -> None:
