@@ -92,7 +92,7 @@ class Pieces(NamedTuple):
 
 
 def _hiding(ordering: Ordering) -> Hiding:
-    if (ordering.slicing.degree if ordering.slicing else 1) * ordering.batch_degree == 1:
+    if ordering.degree * ordering.batch_degree == 1:
         return "nothing"
     drains = ordering.forward.row.drains and ordering.backward.row.drains
     return "within" if drains and ordering.batch_degree == 1 else "all"

@@ -19,6 +19,8 @@ from foldray.planner.whole import whole_seconds
 from foldray.schedule import LIST, Sequences, SliceCost, make_ordering
 
 DEGREES = (1, 2)
+AHEADS = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""Memory beyond that of the pipeline's own order, in micro-batches (`schedule.ahead`). The largest one that fits is taken."""
 _ROUNDS = 3, 5  # micro-batches per pipeline position that are simulated; every further one takes as long as others
 _FEWER_ROUNDS = 2, 4  # the same for the many candidates of a table
 
@@ -30,7 +32,7 @@ class Listed(NamedTuple):
         candidate: the candidate.
         seconds: predicted seconds of a step.
         over_bound: seconds of its passes over those that no list of its ops can beat.
-        memory_gib: memory at the fullest position.
+        memory_gib: memory at the fullest position, with all that the list may keep.
         fits: whether the memory is there.
     """
 
@@ -41,46 +43,52 @@ class Listed(NamedTuple):
     fits: bool
 
 
-def with_list(planned: Planned, hardware: Hardware, ahead: float = 1, imbalance: float = 1.0) -> Listed:
+def with_list(planned: Planned, hardware: Hardware, imbalance: float = 1.0) -> Listed:
     """Return the same fold and micro-batch with a found list, at the fastest degree that fits into memory, if any fits.
 
     Args:
         planned: the candidate.
         hardware: the cluster.
-        ahead: how much more a position may keep than in the pipeline's own order, in micro-batches.
         imbalance: rows of the fullest rank over the mean, for the memory.
     """
-    found = [with_kind(planned.candidate, LIST.name, degree, hardware, ahead, imbalance) for degree in DEGREES]
+    found = [with_kind(planned.candidate, LIST.name, degree, hardware, imbalance) for degree in DEGREES]
     return min(found, key=lambda each: (not each.fits, each.seconds))
 
 
-def with_kind(
-    candidate: Candidate, kind: str, degree: int, hardware: Hardware, ahead: float = 1, imbalance: float = 1.0
-) -> Listed:
+def with_kind(candidate: Candidate, kind: str, degree: int, hardware: Hardware, imbalance: float = 1.0) -> Listed:
     """Return the same candidate with another kind of schedule, and gradients of weights apart. Every op is simulated.
+
+    A found list may keep as much as there is memory for (`AHEADS`).
 
     Args:
         candidate: the candidate, whose recomputation and reductions stay.
         kind: name of an overlap kind.
         degree: number of pieces of a sequence.
-        hardware, ahead, imbalance: as for `with_list`.
+        hardware, imbalance: as for `with_list`.
 
     Raises:
         UserError: the sequence cannot be cut in this way.
     """
+    device = Device.of(candidate.job, hardware)
+    for ahead in AHEADS:
+        other = _ordered(candidate, kind, degree, ahead)
+        held = ledger(other, OpWork(other, device).rank, imbalance).total / GIB
+        if fits := held <= hardware.memory_gib:
+            break
+    step = _simulated(other, device, _ROUNDS)
+    bound = lower_bound(Problem(step.part.candidate.reducing, step.part.cost))
+    whole = step.seconds * (1 + straggling(candidate.fold.world_size, device))
+    return Listed(other, whole, step.part_seconds / bound, held, fits)
+
+
+def _ordered(candidate: Candidate, kind: str, degree: int, ahead: float) -> Candidate:
     job, fold, old = candidate.job, candidate.fold, candidate.ordering
     cost = SliceCost.of_model(job.model.hidden, job.model.heads)
     sequences = Sequences(job.seq_len, cost, smallest_slice(fold.cp, fold.tp))
     ordering = make_ordering(
         sequences, kind, degree, reduction=old.reduction, recompute=old.recompute, weights_apart=True, ahead=ahead
     )
-    candidate = replace(candidate, ordering=ordering)
-    device = Device.of(job, hardware)
-    step = _simulated(candidate, device, _ROUNDS)
-    bound = lower_bound(Problem(step.part.candidate.reducing, step.part.cost))
-    held = ledger(candidate, OpWork(candidate, device).rank, imbalance).total / GIB
-    whole = step.seconds * (1 + straggling(fold.world_size, device))
-    return Listed(candidate, whole, step.part_seconds / bound, held, held <= hardware.memory_gib)
+    return replace(candidate, ordering=ordering)
 
 
 def list_seconds(candidate: Candidate, device: Device, memo: Memo | None = None) -> float:

@@ -18,9 +18,9 @@ def document(planned: Sequence[Planned], lists: Sequence[Listed] = ()) -> dict[s
     """Return the document that `foldray plan --json` prints. Times are in seconds, memory is in GiB."""
     candidates = [_candidate(each) for each in planned]
     for candidate, other in zip(candidates, lists, strict=False):
-        slicing = other.candidate.ordering.slicing
+        ordering = other.candidate.ordering
         candidate["with_list"] = {
-            "degree": slicing.degree if slicing else 1, "step_time_s": other.seconds, "over_bound": other.over_bound,
+            "degree": ordering.degree, "ahead": ordering.ahead, "step_time_s": other.seconds, "over_bound": other.over_bound,
             "memory_gib": other.memory_gib, "fits": other.fits,
         }  # fmt: skip
     return {"candidates": candidates}
@@ -33,7 +33,7 @@ def _candidate(planned: Planned) -> dict[str, Any]:
         "fold": {axis: getattr(fold, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")},
         "schedule": {
             "kind": ordering.forward.kind,
-            "degree": ordering.slicing.degree if ordering.slicing else 1,
+            "degree": ordering.degree,
             "slicing": "time_uniform" if ordering.slicing else None,
             "lag": ordering.forward.lag if ordering.forward.row.has_lag else None,
             "backward_lag": ordering.backward.lag if ordering.backward.row.has_lag else None,
@@ -87,8 +87,10 @@ def _with_lists(planned: Sequence[Planned], lists: Sequence[Listed]) -> list[str
         return []
     lines = ["", "the same with found lists (schedule.kind: list), by list scheduling without local moves:"]
     for number, (each, other) in enumerate(zip(planned, lists, strict=False), 1):
-        slicing = other.candidate.ordering.slicing
-        line = f"{number:>3} d={slicing.degree if slicing else 1} b={other.candidate.micro_batch}{other.seconds:>9.2f} s, "
+        ordering = other.candidate.ordering
+        line = (
+            f"{number:>3} d={ordering.degree} ahead={ordering.ahead:g} b={other.candidate.micro_batch}{other.seconds:>9.2f} s, "
+        )
         line += f"{each.prediction.seconds / other.seconds:.2f} × as fast, {other.over_bound:.2f} × the least possible time, "
         lines.append(line + f"{other.memory_gib:.0f} GiB" + ("" if other.fits else ", more than there are"))
     return lines

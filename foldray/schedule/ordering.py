@@ -57,6 +57,11 @@ class Ordering(NamedTuple):
     found: FoundList | None = None
 
     @property
+    def degree(self) -> int:
+        """Number of pieces of a sequence."""
+        return self.slicing.degree if self.slicing else 1
+
+    @property
     def goes_by_costs(self) -> bool:
         """Whether the lists depend on `costs`, or lags or lists are still to be chosen by them."""
         return self.reduction.gives_way or self.open

@@ -245,7 +245,7 @@ def report(run: dict[str, Any]) -> None:
         print(f"{name}: forward {forward} {lag}, backward {backward} {backward_lag}")
     for name, found in run["found"].items():
         print(f"{name}: found {found['seconds'] * 1e3:.0f} ms, {found['seconds'] / found['bound']:.3f} × the bound; ", end="")
-        print(f"{found['named']} {found['named_seconds'] * 1e3:.0f} ms; keeps at most {found['kept']} blocks, without overlap {found['own']}")
+        print(f"{found['named']} {found['named_seconds'] * 1e3:.0f} ms; keeps {found['kept']} blocks, sequential {found['own']}")
     for name, search in run["picked"].items():
         print(f"{name}: {search['pick'] / 2**10:.0f} KiB")
     print(flush=True)

@@ -68,7 +68,7 @@ def search(worker: Worker, seed: int) -> dict[str, Any]:
     records: list[Tried] = []
     worker.measuring = True  # from now on, steps do not measure the times of ops
     now = worker.execution.ordering
-    orderings = {now.slicing.degree if now.slicing else 1: now}
+    orderings = {now.degree: now}
     online = Online(worker.execution, worker.groups, torch.device("cpu"), orderings, sizes=True)
     steps = online.search(partial(OnlineSearch, seed=seed), records.append)
     with suppress(StopIteration):

@@ -102,8 +102,10 @@ def woven(space: Space) -> dict[str, Any]:
         best = min(found, key=lambda each: (not each.fits, each.seconds))
         fits = "" if best.fits else ", too little memory"
         fold, own = str(best.candidate.fold), f"{kind}, d = {degree}"
-        print(f"  {own:<18}{best.seconds:>8.2f} s  {fold}, {best.over_bound:.3f} × the bound{fits}", flush=True)
-        result[own] = {"seconds": best.seconds, "over_bound": best.over_bound, "fold": fold, "fits": best.fits}
+        more = best.candidate.ordering.ahead if kind == "list" else None
+        about = f"{fold}, {best.over_bound:.3f} × the bound" + (f", ahead {more:g}" if more is not None else "")
+        print(f"  {own:<18}{best.seconds:>8.2f} s  {about}, {best.memory_gib:.0f} GiB{fits}", flush=True)
+        result[own] = {"seconds": best.seconds, "over_bound": best.over_bound, "fold": fold, "fits": best.fits, "ahead": more}
     return result
 
 

@@ -193,7 +193,7 @@ def _slowest(groups: Groups, times: dict[str, float], device: torch.device) -> d
 def _result(recipe: Recipe, ordering: Ordering, rounds: list[dict[str, float]]) -> dict[str, Any]:
     columns = {key: [times[key] for times in rounds] for key in rounds[0]}
     step = columns.pop("step_ms")
-    degree, reduction = ordering.slicing.degree if ordering.slicing else 1, ordering.reduction
+    degree, reduction = ordering.degree, ordering.reduction
     return {
         "schedule": ordering.forward.kind, "degree": degree, "slicing": _slicing(recipe, ordering),
         "batch_degree": ordering.batch_degree, "reduction": reduction.kind, "sp_bytes": reduction.most,

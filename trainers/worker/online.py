@@ -167,7 +167,7 @@ class Online:
     @property
     def _now(self) -> Knobs:
         ordering = self.execution.ordering
-        degree = ordering.slicing.degree if ordering.slicing else 1
+        degree = ordering.degree
         return Knobs(degree, (ordering.reduction.bytes or 0) if self.sizes else 0)
 
     def _turn_to(self, knobs: Knobs) -> None:
