@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from foldray.errors import UserError
@@ -151,9 +152,10 @@ def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1
 
     Examples are `stream:4:2`, `flow@4+chunks=1000000` and `moe_only:4+buckets`. KIND is a row of `KINDS`. Slices are
     time-uniform; `-even` after the kind, as in `one_a_one_m-even:4`, makes them equal. After that, `-apart` makes gradients of
-    weights ops of their own, as in `sequential-apart`; those of `list` always are. DEGREE is 1 by default, and BACKWARD_LAG is
-    the same as LAG. PARTS (along the batch) and REDUCTION have the defaults of the kind; `flow` has two parts, and `chunks`. A
-    name that cuts nothing gives the `sequential` ordering, except for `weave` and `list`.
+    weights ops of their own, as in `sequential-apart`; those of `list` always are. In `list-ahead=0.5:2`, 0.5 says how much more
+    a found list may keep. DEGREE is 1 by default, and BACKWARD_LAG is the same as LAG. PARTS (along the batch) and REDUCTION have
+    the defaults of the kind; `flow` has two parts, and `chunks`. A name that cuts nothing gives the `sequential` ordering, except
+    for `weave` and `list`.
 
     Args:
         length, cost, multiple_of: the sequences to cut (`Sequences`).
@@ -164,6 +166,7 @@ def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1
     order, plus, how = name.partition("+")
     order, at, parts = order.partition("@")
     given, *numbers = order.split(":")
+    given, more, ahead = given.partition("-ahead=")
     cut = given.removesuffix("-apart")
     kind = cut.removesuffix("-even")
     if kind not in KINDS:
@@ -172,6 +175,8 @@ def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1
     if len(numbers) > 3 or not all(number.isdecimal() for number in numbers) or (at and not parts.isdecimal()):
         form = "KIND:DEGREE:LAG:BACKWARD_LAG@PARTS+REDUCTION=BYTES"
         raise UserError("schedule", name, f"must read {form}, all but KIND optional")
+    if more and not (row.found and re.fullmatch(r"\d{1,3}(\.\d{1,3})?", ahead)):
+        raise UserError("schedule", name, "must have a number behind ahead=, which only found kinds have", ["list-ahead=0.5"])
     reduction = _named_reduction(name, how) if plus else Reduction(row.reduction)
     batch_degree = int(parts) if at else row.batch_degree
     degree = int(numbers[0]) if numbers else 1
@@ -188,7 +193,7 @@ def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1
     sequences = Sequences(length, cost, multiple_of)
     return make_ordering(
         sequences, kind, degree, lag, backward_lag=backward_lag, slicing=slicing, batch_degree=batch_degree,
-        reduction=reduction, weights_apart=apart,
+        reduction=reduction, weights_apart=apart, ahead=float(ahead or 1),
     )  # fmt: skip
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from foldray.blueprint import ModelSpec
+from foldray.finding import Problem
 from foldray.fold import Fold
 from foldray.planner.candidate import Candidate, Job
 from foldray.planner.device import Device
 from foldray.planner.hardware import load_hardware
 from foldray.planner.listed import list_seconds, with_kind
+from foldray.planner.memory import blocks_in_flight, fullest
+from foldray.schedule import COMPUTE, Overlap, step_schedule
 
 MACHINES = load_hardware("eos-h100")
 MODEL = ModelSpec(
@@ -25,3 +30,37 @@ def test_a_quick_prediction_is_near_that_of_a_longer_search(axes: dict[str, int]
     listed = with_kind(candidate, "list", degree, MACHINES)
     assert list_seconds(listed.candidate, Device.of(candidate.job, MACHINES)) == pytest.approx(listed.seconds, rel=0.02)
     assert listed.over_bound >= 1
+
+
+@pytest.mark.parametrize(("pp", "virtual_stages"), [(1, 1), (2, 1), (2, 2), (4, 2), (4, 1)])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_the_ledger_counts_the_blocks_of_the_pipelines_own_order(pp: int, virtual_stages: int, degree: int) -> None:
+    fold = Fold(8, pp=pp)
+    candidate = Candidate(Job(MODEL, 4096, 8 * fold.dp), fold, virtual_stages=virtual_stages)
+    candidate = with_kind(candidate, "list", degree, MACHINES).candidate
+    problem = Problem(candidate.graph, lambda op: ((COMPUTE, 1.0),))
+    own = problem.kept(step_schedule(candidate.graph, Overlap("sequential")))
+    flying = [blocks_in_flight(candidate.layout, candidate.pipeline, place) for place in range(pp)]
+    assert list(own) == [sum(count for _, count in each) for each in flying]
+
+
+def test_a_list_keeps_as_much_as_there_is_memory_for() -> None:
+    fold = Fold(8, ep=8)
+    candidate = Candidate(Job(MODEL, 4096, 4 * fold.dp), fold)
+    whole = with_kind(candidate, "list", 2, MACHINES)
+    assert (whole.fits, whole.candidate.ordering.ahead) == (True, 1)
+    some, too_little = (MACHINES.model_copy(update={"memory_gib": share * whole.memory_gib}) for share in (0.93, 0.5))
+    less = with_kind(candidate, "list", 2, some)
+    assert less.fits
+    assert less.candidate.ordering.ahead in (0.25, 0.5, 0.75)
+    assert less.memory_gib < whole.memory_gib
+    least = with_kind(candidate, "list", 2, too_little)
+    assert (least.fits, least.candidate.ordering.ahead) == (False, 0)
+
+
+def test_blocks_that_need_most_are_counted_first() -> None:
+    small, large = MODEL.block(0), replace(MODEL.block(0), moe=None)
+    held, own, size = [(small, 2), (large, 1)], [(small, 2), (large, 1)], {small: 1.0, large: 10.0}
+    assert fullest(own, held, size, most=4, ahead=0) == 30  # three blocks: three micro-batches of the large one
+    assert fullest(own, held, size, most=4, ahead=1) == 42
+    assert fullest(own, held, size, most=1, ahead=1) == 12  # no more than there are

@@ -108,6 +108,8 @@ def test_workers_of_their_own_are_measured_and_drawn(ray_session, recipe: Path, 
         (["bench", "--schedule", "one_a_one_m:4@0"], "has a 0; degrees, lags and parts are at least 1"),
         (["bench", "--schedule", "stream:4:0"], "schedule=stream:4:0: has a 0; degrees, lags and parts are at least 1"),
         (["bench", "--schedule", "stream:4:x"], "schedule=stream:4:x: must read KIND:DEGREE:LAG:BACKWARD_LAG"),
+        (["bench", "--schedule", "stream-ahead=1:4"], "must have a number behind ahead=, which only found kinds have"),
+        (["bench", "--schedule", "list-ahead=inf:2"], "must have a number behind ahead=, which only found kinds have"),
         (["bench", "--schedule", "stream:99"], "schedule.degree=99: a sequence of 64 tokens has at most 64 slices; legal: 1…64"),
         (["timeline", "--picture", "step.jpg"], "picture=step.jpg: is written as PNG"),
         (["timeline", "--trace", "nowhere/step.json"], "trace=nowhere/step.json: cannot be written"),
@@ -120,6 +122,11 @@ def test_mistakes_are_one_line(recipe: Path, capsys, arguments: list[str], words
     assert words in err
     assert len(err.strip().split("\n")) == 1
     assert [path.name for path in recipe.parent.iterdir()] == ["recipe.yaml"]
+
+
+def test_a_name_says_how_much_a_list_may_keep() -> None:
+    recipe = Recipe.parse({"model": {"preset": "tiny"}})
+    assert [recipe.named_ordering(name).ahead for name in ("list:2", "list-ahead=0.5:2", "list-ahead=0")] == [1, 0.5, 0]
 
 
 def test_the_default_schedules_fit_a_plain_recipe() -> None:
