@@ -19,7 +19,7 @@ from foldray.planner.whole import whole_seconds
 from foldray.schedule import LIST, Sequences, SliceCost, make_ordering
 
 DEGREES = (1, 2)
-AHEADS = (1.0, 0.75, 0.5, 0.25, 0.0)
+AHEADS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0)
 """Memory beyond that of the pipeline's own order, in micro-batches (`schedule.ahead`). The largest one that fits is taken."""
 _ROUNDS = 3, 5  # micro-batches per pipeline position that are simulated; every further one takes as long as others
 _FEWER_ROUNDS = 2, 4  # the same for the many candidates of a table
