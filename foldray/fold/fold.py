@@ -172,6 +172,11 @@ class Fold:
         legal = [name for families in FAMILIES.values() for name in families]
         raise UserError("family", family, "is not a group family", dict.fromkeys(legal))
 
+    def group_size(self, family: str) -> int:
+        """Return the number of ranks in a group of a family."""
+        _, axes = self.axes(family)
+        return math.prod(getattr(self, axis) for axis in axes)
+
     def coordinate(self, rank: int) -> dict[str, dict[str, int]]:
         """Return a rank's seat: its place in each grid that it belongs to."""
         return {view: grid.coordinate(rank) for view, grid in self.views.items() if rank in grid.ranks}

@@ -90,7 +90,11 @@ class ApartWork(OpWork):
     def behind(self) -> list[float]:
         """Return, for every position, the seconds of its optimizer and of its gather of weights."""
         return [
-            sum(each.gather + each.optimizer for each in stage_updates(rank, content, WHOLE) if each.family == family)
+            sum(
+                each.gather + each.optimizer
+                for each in stage_updates(rank, content, WHOLE)
+                if (each.family == "edp") == (family == "edp")
+            )
             for rank, content, family in self._contents()
         ]
 
@@ -122,7 +126,9 @@ class ApartWork(OpWork):
 
     def _memory(self, place: int, rank: RankCosts, content: Content, family: str) -> Memory:
         candidate, graph = self.candidate, self.candidate.graph
-        elements = {name: count if name == family else 0.0 for name, count in rank.elements(content).items()}
+        elements = {
+            name: count if (name == "edp") == (family == "edp") else 0.0 for name, count in rank.elements(content).items()
+        }
         held = parameters(candidate.fold, rank.zero, rank.device.bytes, elements)
         ordering, found = candidate.ordering, candidate.ordering.forward.row.found
         counts = most_kept(position_list(graph, place, ordering), ATTENTION if family == "dp_cp" else EXPERT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -192,6 +191,5 @@ class Candidate:
     def _chunks(self, rank: int) -> Iterator[Chunk]:
         """Yield the chunks of a rank's float32 gradients. Gradients that only one rank holds are not reduced."""
         for name, parts in self.ownership.gradient_parts(rank).items():
-            _, axes = self.fold.axes(FAMILY[name])
-            if math.prod(getattr(self.fold, axis) for axis in axes) > 1:
+            if self.fold.group_size(FAMILY[name]) > 1:
                 yield from cut_buffer(name, parts, 4, self.ordering.reduction.most)

@@ -9,7 +9,7 @@ keys causally.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
@@ -187,25 +187,32 @@ class RankCosts:
     @cached_property
     def weights(self) -> dict[tuple[str, BlockSpec | None], float]:
         """Number of parameters that a rank computes with, by (kind of op, block)."""
+        return {key: cut + whole for key, (cut, whole) in self._weights.items()}
+
+    @cached_property
+    def _weights(self) -> dict[tuple[str, BlockSpec | None], tuple[float, float]]:
+        """The same as (those that TP or EP and ETP cut, those that every rank has whole)."""
         self.memo.counts = self.memo.counts or count_by_op(self.model)
         parts = defaultdict(lambda: self.fold.tp, {EXPERT: self.fold.ep * self.fold.etp})
-        return {key: cut / parts[key[0]] + whole for key, (cut, whole) in self.memo.counts.items()}
+        return {key: (cut / parts[key[0]], whole) for key, (cut, whole) in self.memo.counts.items()}
 
     def elements(self, content: Content) -> dict[str, float]:
         """Return the number of parameters of stages, by the group family over which their gradients are summed.
 
         A tied embedding counts with the embedding, and again with the head if `content` has only the head.
         """
-        weights, found = self.weights, {"dp_cp": 0.0, "edp": 0.0}
-        for block, count in content.blocks:
-            found["dp_cp"] += count * (weights[ATTENTION, block] + weights[ROUTE if block.moe else FFN, block])
-            found["edp"] += count * weights[EXPERT, block] if block.moe else 0.0
-        if content.embedding:
-            found["dp_cp"] += weights[EMBED, None]
-        if content.head:
-            found["dp_cp"] += weights[HEAD, None]
-            if self.model.tied_embeddings and not content.embedding:
-                found["dp_cp"] += self.model.vocab * self.model.hidden / self.fold.tp
+        keys = Counter[tuple[str, BlockSpec | None]]()
+        for own, count in content.blocks:
+            for kind in (ATTENTION, ROUTE, EXPERT) if own.moe else (ATTENTION, FFN):
+                keys[kind, own] += count
+        keys.update([(EMBED, None)] * content.embedding + [(HEAD, None)] * bool(content.head))
+        found = dict.fromkeys(FAMILY.values(), 0.0)
+        for (kind, block), count in keys.items():
+            cut, whole = self._weights[kind, block]
+            found["edp" if kind == EXPERT else "dp_cp"] += count * cut
+            found["edp" if kind == EXPERT else "tp_dp_cp"] += count * whole
+        if content.head and self.model.tied_embeddings and not content.embedding:
+            found["dp_cp"] += self.model.vocab * self.model.hidden / self.fold.tp
         return found
 
     # The kinds of ops.

@@ -191,8 +191,9 @@ def parameters(fold: Fold, zero: int, itemsize: int, count: Mapping[str, float])
         count: number of parameters that the rank computes with, by group family of their gradients.
     """
     weights = gradients = optimizer = 0.0
-    for family, ranks in (("dp_cp", fold.dp * fold.cp), ("edp", fold.edp)):
-        whole, shared = count[family], zero > 0 and ranks > 1
+    for family, whole in count.items():
+        ranks = fold.group_size(family)
+        shared = zero > 0 and ranks > 1
         own = whole / ranks if shared else whole
         weights += (own if zero == 3 else whole) * itemsize + (own * 4 if itemsize < 4 else 0)
         gradients += 4 * ((own if shared else 0) + (whole if zero < 2 or not shared else 0))

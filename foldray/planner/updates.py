@@ -29,16 +29,23 @@ def stage_updates(rank: RankCosts, content: Content, reduction: Reduction) -> tu
 
 
 def _update(rank: RankCosts, family: str, count: float, reduction: Reduction) -> Update:
-    """Return the update of `count` parameters."""
+    """Return the update of `count` parameters. Those that are whole on all TP ranks count as dense ones in what is told."""
     fold, network, zero, device = rank.fold, rank.network, rank.zero, rank.device
-    owners = {"dp_cp": fold.dp * fold.cp, "edp": fold.edp}[family] if zero else 1
+    owners = fold.group_size(family) if zero else 1
     chunks = max(1.0, 4 * count / size) if (size := reduction.most) else 1.0
     lane, seconds = network.gather(family, 4 * count)
     travel = seconds + (chunks - 1) * network.gather(family, 0).seconds
     reduce = 0.0 if zero == 3 else travel * (1 if zero else 2)
     gather = network.gather(family, device.bytes * count).seconds if zero in (1, 2) else 0.0
     bandwidth = device.hardware.memory_gb_s * 1e9 * device.share["optimizer"]
-    return Update(family, lane, chunks, reduce, gather, count / owners * (6 * 4 + 4 + device.bytes) / bandwidth)
+    return Update(
+        "edp" if family == "edp" else "dp_cp",
+        lane,
+        chunks,
+        reduce,
+        gather,
+        count / owners * (6 * 4 + 4 + device.bytes) / bandwidth,
+    )
 
 
 class LastBackward(NamedTuple):

@@ -52,17 +52,17 @@ def test_mixtral_by_hand() -> None:
     """TP2 EP8 PP8 on 128 GPUs: a GPU has 7 blocks, with one expert and half of the attention of each block."""
     rank = rank_of(MIXTRAL, Fold(128, tp=2, pp=8, ep=8), 4096)
     attention = 2 * 6144 * 6144 + 2 * 6144 * 1024
-    block = attention // 2 + 2 * 6144 + 6144 * 8
+    whole = 2 * 6144 + 6144 * 8  # norms and the router
     expert = 3 * 6144 * 16384
     count = rank.elements(Content(((MIXTRAL.block(0), 7),), True, None))
-    assert count == {"dp_cp": 7 * block + 32000 * 6144 // 2, "edp": 7 * expert}
-    # dp = 8, and edp = 128 / (8 · 8) = 2. A rank has all bf16 weights and float32 gradients of its boxes. Data-parallel
-    # ranks share the float32 weights, the summed gradients, and the two moments.
-    dense, experts = count["dp_cp"], count["edp"]
+    assert count == {"dp_cp": 7 * attention // 2 + 32000 * 6144 // 2, "tp_dp_cp": 7 * whole, "edp": 7 * expert}
+    # dp = 8, and edp = 128 / (8 · 8) = 2. A rank has all bf16 weights and float32 gradients of its boxes. The ranks of a group
+    # share the float32 weights, the summed gradients, and the two moments.
+    every, shared = sum(count.values()), count["dp_cp"] / 8 + count["tp_dp_cp"] / 16 + count["edp"] / 2
     held = parameters(rank.fold, rank.zero, rank.device.bytes, count)
-    assert held.weights == 2 * (dense + experts) + 4 * (dense / 8 + experts / 2)
-    assert held.gradients == 4 * (dense + experts) + 4 * (dense / 8 + experts / 2)
-    assert held.optimizer == 8 * (dense / 8 + experts / 2)
+    assert held.weights == pytest.approx(2 * every + 4 * shared)
+    assert held.gradients == pytest.approx(4 * every + 4 * shared)
+    assert held.optimizer == pytest.approx(8 * shared)
 
 
 def test_qwen_by_hand() -> None:
@@ -70,10 +70,11 @@ def test_qwen_by_hand() -> None:
     rank = rank_of(QWEN, Fold(64, tp=2, pp=4, ep=4, etp=2), 4096)
     attention = (2 * 3584 * 3584 + 2 * 3584 * 512) // 2
     shared = 3 * 3584 * 20480 // 2
-    block = attention + shared + 2 * 3584 + 3584 * 64
+    whole = 2 * 3584 + 3584 * 64
     expert = 3 * 3584 * 2560 * 64 // 8
     count = rank.elements(Content(((QWEN.block(0), 7),), False, QWEN.block(0)))
-    assert count == {"dp_cp": 7 * block + 151936 * 3584 // 2 + 3584, "edp": 7 * expert}
+    dense = 7 * (attention + shared) + 151936 * 3584 // 2
+    assert count == {"dp_cp": dense, "tp_dp_cp": 7 * whole + 3584, "edp": 7 * expert}
 
 
 def test_a_small_model_by_hand() -> None:
@@ -85,7 +86,8 @@ def test_a_small_model_by_hand() -> None:
     route = 8 * 4 + 2 * 8
     ends = 10 * 8 + 2 * 8 + (SMALL.max_positions * 8 if SMALL.positions == "learned" else 0)
     count = rank.elements(Content(((SMALL.block(0), 2), (SMALL.block(1), 2)), True, SMALL.block(1)))
-    assert count == {"dp_cp": 4 * attention + 2 * (dense + route) + ends, "edp": 2 * 4 * 2 * 8 * 8}
+    assert count["dp_cp"] + count["tp_dp_cp"] == 4 * attention + 2 * (dense + route) + ends
+    assert count["edp"] == 2 * 4 * 2 * 8 * 8
     own = sum(count.values()) / 2
     assert parameters(rank.fold, rank.zero, rank.device.bytes, count) == (own * 4, own * 4, own * 8)
 
