@@ -16,7 +16,7 @@ from foldray.planner.candidate import Candidate, Job
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware, constants, counts, known_hardware, load_hardware
-from foldray.planner.prediction import Step, predict
+from foldray.planner.prediction import Step, predict, straggling
 from foldray.planner.whole import simulate_step, whole_seconds
 from foldray.schedule import Ordering, Overlap, Reduction, SliceCost, slice_sequence, step_schedule
 from foldray.timeline import simulate
@@ -97,6 +97,16 @@ def test_it_does_not_matter_which_nodes_a_fold_has(fold: dict[str, int]) -> None
     here = candidate("sequential", 1, fold)
     elsewhere = replace(here, fold=replace(here.fold, offset=16))
     assert predict(elsewhere, machines()) == predict(here, machines())
+
+
+def test_weights_that_tp_ranks_hold_whole_are_reduced_over_all_of_them() -> None:
+    """Learned positions are most of what this model reduces. Over TP and DP, every rank sends an eighth of them between nodes."""
+    model = ModelSpec.model_validate({"preset": "gpt-moe-s", "vocab": 50304})
+    each = Candidate(Job(model, 4096, 2), Fold(16, tp=8, ep=16))
+    device = Device.of(each.job, load_hardware("a10g-g5.48xlarge"))
+    work = OpWork(each, device)
+    whole = whole_seconds(each, work) * (1 + straggling(16, device))
+    assert Step(each, work).prediction().seconds == pytest.approx(whole, rel=1e-9)
 
 
 def test_a_long_pipeline_is_as_long_as_when_it_is_simulated_whole() -> None:
