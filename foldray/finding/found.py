@@ -29,7 +29,7 @@ from foldray.schedule import (
 _WORK = 1_500_000  # ops that the search runs at most, over all its steps, where its rules leave that much: some seconds
 _MOST_RUNS = 8000
 _LAGS = (1, 2, 3)
-_MOST_SIMULATED = 4
+_MOST_SIMULATED = 4  # steps of list scheduling among which the simulator chooses, where positions share links
 
 
 class Found(NamedTuple):
@@ -56,8 +56,8 @@ class Found(NamedTuple):
 def find(graph: StepGraph, cost: Cost, ahead: float = 1, moves: bool = True, before: Schedule | None = None) -> Found:
     """Return the fastest schedule that is found at given costs. The same arguments give the same schedule.
 
-    First, the named lists are simulated. Then list scheduling runs the step by several rules, some follow those lists. At last,
-    local moves improve the fastest step. The fastest named list within the memory is returned if nothing is faster.
+    First, the named lists are simulated. Then list scheduling runs the step by several rules. Some of them follow named lists. At
+    last, local moves improve the fastest step. The fastest named list within the memory is returned if nothing is faster.
 
     Args:
         graph: the graph of the step.

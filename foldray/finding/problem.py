@@ -29,7 +29,7 @@ class Problem:
         seconds: for every op, how long it takes.
         lanes: for every op that travels, (lane, seconds) one after another. Each position has each lane once.
         group: for every op, the number of its micro-batch; parts that go through the stages together count as one.
-        block: for every op, its micro-batch and its block.
+        block: for every op, (its micro-batch as in `group`, its block).
         blocks: for every position, the number of blocks that compute there.
     """
 

@@ -90,11 +90,7 @@ class ApartWork(OpWork):
     def behind(self) -> list[float]:
         """Return, for every position, the seconds of its optimizer and of its gather of weights."""
         return [
-            sum(
-                each.gather + each.optimizer
-                for each in stage_updates(rank, content, WHOLE)
-                if (each.family == "edp") == (family == "edp")
-            )
+            sum(each.gather + each.optimizer for each in stage_updates(rank, content, WHOLE) if each.family == family)
             for rank, content, family in self._contents()
         ]
 
