@@ -1,8 +1,10 @@
 """Schedules that are found when the times of ops are known: lags of named lists, whole lists, and a bound that no list beats."""
 
 from foldray.finding.bound import lower_bound, recorded_bound
-from foldray.finding.found import Found, find, first_list
+from foldray.finding.found import Found, blocks_left, find, first_list
 from foldray.finding.lags import best_overlaps, settle
 from foldray.finding.problem import Problem
 
-__all__ = ["Found", "Problem", "best_overlaps", "find", "first_list", "lower_bound", "recorded_bound", "settle"]
+__all__ = [
+    "Found", "Problem", "best_overlaps", "blocks_left", "find", "first_list", "lower_bound", "recorded_bound", "settle",
+]  # fmt: skip

@@ -71,15 +71,15 @@ def find(graph: StepGraph, cost: Cost, ahead: float = 1, moves: bool = True, bef
         UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
     """
     problem = Problem(graph, cost)
-    own, some, most = _memory(problem, ahead)
+    (own, some, most), left = _memory(problem, ahead), _most_left(problem, ahead)
     named = {name: _Timed.of(problem, lists, cost) for name, lists in _named(graph).items()}
-    within = {name: each for name, each in named.items() if _fits(problem, each.schedule, most)}
+    within = {name: each for name, each in named.items() if _fits(problem, each.schedule, most, left)}
     name = min(within, key=lambda name: within[name].seconds)
     given = [within[name], *([_Timed.of(problem, before, cost)] if before else [])]
     # The order of `weave` leads to good lists even where it needs too much memory itself.
     followed = [*given, *(named[kind] for kind in (WEAVE.name,) if kind in named and kind != name)]
     priorities = [*(ranked(problem) for ranked in _RULES.values()), *(each.starts(problem) for each in followed)]
-    rules = [*_rules(problem, (own, some, most), priorities), *(each.rule(problem, most) for each in given)]
+    rules = [*_rules(problem, (own, some, most), left, priorities), *(each.rule(problem, most, left) for each in given)]
     bound = lower_bound(problem, most)
     quickest = _quickest(problem, rules, cost)
     runs = min(_MOST_RUNS, max(0, _WORK // len(problem.ops) - len(rules))) if moves else 0
@@ -102,7 +102,8 @@ def first_list(graph: StepGraph, cost: Cost, ahead: float = 1) -> Schedule:
     """
     problem = Problem(graph, cost)
     *_, most = _memory(problem, ahead)
-    step, _ = _quickest(problem, _rules(problem, (most,), [ranked(problem) for ranked in _RULES.values()]), cost)
+    left = _most_left(problem, ahead)
+    step, _ = _quickest(problem, _rules(problem, (most,), left, [ranked(problem) for ranked in _RULES.values()]), cost)
     return step.schedule(problem)
 
 
@@ -123,12 +124,12 @@ class _Timed(NamedTuple):
     def starts(self, problem: Problem) -> list[float]:
         return [self.spans[op].start for op in problem.ops]
 
-    def rule(self, problem: Problem, most: Sequence[int]) -> Rule:
+    def rule(self, problem: Problem, most: Sequence[int], left: Sequence[int]) -> Rule:
         """Return the rule by which list scheduling computes in the order of the schedule."""
         held = list[tuple[int, int]]()
         for ops in self.schedule:
             held += pairwise(i for i in map(problem.number.__getitem__, ops) if problem.channel[i] < 0)
-        return Rule(self.starts(problem), most, _anything(problem), tuple(held))
+        return Rule(self.starts(problem), most, _anything(problem), left, tuple(held))
 
 
 def _memory(problem: Problem, ahead: float) -> list[tuple[int, ...]]:
@@ -138,8 +139,29 @@ def _memory(problem: Problem, ahead: float) -> list[tuple[int, ...]]:
     return [tuple(kept + int(each * blocks) for kept, blocks in zip(own, problem.blocks, strict=True)) for each in more]
 
 
-def _fits(problem: Problem, schedule: Schedule, most: Sequence[int]) -> bool:
-    return all(kept <= limit for kept, limit in zip(problem.kept(schedule), most, strict=True))
+def _most_left(problem: Problem, ahead: float) -> list[int]:
+    """Return, for every position, the most blocks whose gradients of weights may be left for later.
+
+    What these are computed from is about as much as what the block keeps otherwise. If ops run again, a block keeps less, so the
+    number of such blocks has a limit of its own (`blocks_left`).
+    """
+    if not problem.graph.recompute:
+        return [problem.graph.micro_batches * blocks for blocks in problem.blocks]
+    own = problem.left(step_schedule(problem.graph, Overlap(SEQUENTIAL.name)))
+    return [max(count, blocks_left(blocks, ahead)) for count, blocks in zip(own, problem.blocks, strict=True)]
+
+
+def blocks_left(blocks: int, ahead: float) -> int:
+    """Return how many blocks may have gradients of weights left at a position with this number of blocks, if ops run again.
+
+    Named lists have up to two.
+    """
+    return 2 + int(ahead * blocks)
+
+
+def _fits(problem: Problem, schedule: Schedule, most: Sequence[int], left: Sequence[int]) -> bool:
+    pairs = zip((*problem.kept(schedule), *problem.left(schedule)), (*most, *left), strict=True)
+    return all(count <= limit for count, limit in pairs)
 
 
 def _anything(problem: Problem) -> list[int]:
@@ -147,7 +169,9 @@ def _anything(problem: Problem) -> list[int]:
     return [problem.graph.micro_batches] * problem.positions
 
 
-def _rules(problem: Problem, keeps: Iterable[Sequence[int]], priorities: Sequence[Sequence[float]]) -> Iterator[Rule]:
+def _rules(
+    problem: Problem, keeps: Iterable[Sequence[int]], left: Sequence[int], priorities: Sequence[Sequence[float]]
+) -> Iterator[Rule]:
     """Yield rules of list scheduling: for every limit of memory, every priority, and several limits of micro-batches.
 
     If fewer micro-batches are alive, each of them goes ahead faster. Nothing but trying tells which limit is best.
@@ -155,7 +179,7 @@ def _rules(problem: Problem, keeps: Iterable[Sequence[int]], priorities: Sequenc
     for keep, priority in product(dict.fromkeys(map(tuple, keeps)), priorities):
         fewest = [-(-most // blocks) for most, blocks in zip(keep, problem.blocks, strict=True)]
         for alive in fewest, [each + 1 for each in fewest], _anything(problem):
-            yield Rule(priority, keep, alive)
+            yield Rule(priority, keep, alive, left)
 
 
 def _quickest(problem: Problem, rules: Iterable[Rule], cost: Cost) -> tuple[Walk, Rule]:

@@ -24,6 +24,7 @@ class Rule(NamedTuple):
         priority: for every op, a number. The op with the smallest one goes first.
         keep: for every position, the most blocks that it may keep at once (`Problem.kept`), at least those of one micro-batch.
         alive: for every position, the most micro-batches that may have begun there and not ended.
+        left: for every position, the most blocks at once whose backward has left gradients of weights (`Problem.left`).
         held: pairs of ops of one lane, (first, second). The second one waits until the first one has started, even if the lane
             idles meanwhile.
     """
@@ -31,6 +32,7 @@ class Rule(NamedTuple):
     priority: Sequence[float]
     keep: Sequence[int]
     alive: Sequence[int]
+    left: Sequence[int]
     held: tuple[tuple[int, int], ...] = ()
 
 
@@ -71,7 +73,8 @@ class _Position:
         free: when the computation that it has started ends; `running` is the place of this computation in the list.
         ready: ops that compute and can start, as a heap of (priority, op).
         waiting: ops that travel and can be posted.
-        left: micro-batch and block → number of ops that compute here and have not ended.
+        ops: micro-batch and block → number of its ops that compute here and have not ended.
+        left: blocks whose backward has left gradients of weights.
         kept: micro-batch that has begun → its blocks that are kept; `done` counts those that have ended.
         oldest: the first micro-batch that has not ended.
         last: lane → (its last op, when it is free again).
@@ -82,7 +85,8 @@ class _Position:
         self.free, self.running = 0.0, 0
         self.ready: list[tuple[float, int]] = []
         self.waiting: list[int] = []
-        self.left: dict[tuple[int, int], int] = {}
+        self.ops: dict[tuple[int, int], int] = {}
+        self.left: set[tuple[int, int]] = set()
         self.kept: dict[int, set[tuple[int, int]]] = {}
         self.done: dict[int, int] = {}
         self.oldest = 0
@@ -109,8 +113,8 @@ class _Run:
         self.events: list[tuple[float, int, int]] = []  # heap of (time, op that ends or -1, position that may go on)
         for i in range(count):
             if problem.channel[i] < 0:
-                left, block = self.positions[problem.places[i][0]].left, problem.block[i]
-                left[block] = left.get(block, 0) + 1
+                ops, block = self.positions[problem.places[i][0]].ops, problem.block[i]
+                ops[block] = ops.get(block, 0) + 1
 
     def run(self) -> None:
         problem = self.problem
@@ -145,8 +149,9 @@ class _Run:
                 touched.add(problem.places[user][0])
         if computes:
             position, group, block = self.positions[problem.places[i][0]], problem.group[i], problem.block[i]
-            position.left[block] -= 1
-            if not position.left[block]:
+            position.ops[block] -= 1
+            if not position.ops[block]:
+                position.left.discard(block)
                 position.kept[group].remove(block)
                 position.done[group] += 1
                 while position.done.get(position.oldest) == problem.blocks[problem.places[i][0]]:
@@ -173,13 +178,26 @@ class _Run:
         position, aside, found = self.positions[number], [], -1
         while position.ready and found < 0:
             entry = heapq.heappop(position.ready)
-            if self._may_keep(number, entry[1]):
+            if self._may_leave(number, entry[1]) and self._may_keep(number, entry[1]):
                 found = entry[1]
             else:
                 aside.append(entry)
         for entry in aside:
             heapq.heappush(position.ready, entry)
         return found
+
+    def _may_leave(self, number: int, i: int) -> bool:
+        """Return whether a position may leave gradients of weights of an op's block for later, and note that it does.
+
+        Backwards of the same block go in the order of micro-batches. So all gradients that are left can be computed, and nothing
+        waits without end.
+        """
+        position, block = self.positions[number], self.problem.block[i]
+        if self.problem.leaves[i] and block not in position.left:
+            if len(position.left) >= self.rule.left[number]:
+                return False
+            position.left.add(block)
+        return True
 
     def _may_keep(self, number: int, i: int) -> bool:
         """Return whether a position may keep the block of an op, and note that it does.

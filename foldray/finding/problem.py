@@ -31,6 +31,7 @@ class Problem:
         group: for every op, the number of its micro-batch; parts that go through the stages together count as one.
         block: for every op, (its micro-batch as in `group`, its block).
         blocks: for every position, the number of blocks that compute there.
+        leaves: for every op, whether it is a backward that leaves gradients of weights of a block (not of the head).
     """
 
     def __init__(self, graph: StepGraph, cost: Cost):
@@ -64,6 +65,8 @@ class Problem:
         }
         self.blocks = [sum(place == position for place, _ in at) for position in range(self.positions)]
 
+        self.leaves = [op.direction == "B" and op.kind in graph.later and op.kind != HEAD for op in self.ops]
+
     @cached_property
     def tails(self) -> list[float]:
         """For every op, the longest path from its start to the end of the step, in seconds."""
@@ -90,17 +93,23 @@ class Problem:
 
         A position keeps a block of a micro-batch from the first of its ops there to the last one, gradients of weights included.
         """
-        return tuple(self._kept([self.number[op] for op in ops]) for ops in schedule)
+        computing = [channel < 0 for channel in self.channel]
+        return tuple(self._most([self.number[op] for op in ops], computing) for ops in schedule)
 
-    def _kept(self, order: Sequence[int]) -> int:
+    def left(self, schedule: Schedule) -> tuple[int, ...]:
+        """Return, for every position, the most blocks at once whose backward has left gradients of weights that are not done."""
+        return tuple(self._most([self.number[op] for op in ops], self.leaves) for ops in schedule)
+
+    def _most(self, order: Sequence[int], begins: Sequence[bool]) -> int:
+        """Return the most blocks at once, each from its first op that begins it to the last of all its ops that compute."""
         last = {self.block[i]: place for place, i in enumerate(order) if self.channel[i] < 0}
-        kept, most = set[tuple[int, int]](), 0
+        now, most = set[tuple[int, int]](), 0
         for place, i in enumerate(order):
-            if self.channel[i] < 0:
-                kept.add(self.block[i])
-                most = max(most, len(kept))
-                if last[self.block[i]] == place:
-                    kept.remove(self.block[i])
+            if begins[i]:
+                now.add(self.block[i])
+                most = max(most, len(now))
+            if self.channel[i] < 0 and last[self.block[i]] == place:
+                now.discard(self.block[i])
         return most
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec, ModelSpec, Stage
+from foldray.finding import blocks_left
 from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork, RankCosts
@@ -130,10 +131,9 @@ class ApartWork(OpWork):
         counts = most_kept(position_list(graph, place, ordering), ATTENTION if family == "dp_cp" else EXPERT)
         kept = logits = 0.0
         for layer, count in counts.items():
-            kept += count / graph.slicing.degree * self._kept(rank, graph.blocks[layer], family, found)
-        largest = max(self._kept(rank, block, family, found) for block, _ in content.blocks)
+            kept += count / graph.slicing.degree * self._kept(rank, graph.blocks[layer], family)
         if found:
-            kept += int(ordering.ahead * sum(count for _, count in content.blocks)) * largest
+            kept += self._found(rank, content, family, counts.total() / graph.slicing.degree)
         rows = 4 * max(graph.slicing.moe) * rank.sequences * rank.model.topk * rank.model.hidden * rank.device.bytes
         if content.head:
             logits = max(graph.slicing.moe) * rank.sequences * rank.model.vocab * (2 * 4 + rank.device.bytes)
@@ -141,12 +141,19 @@ class ApartWork(OpWork):
             rows += max(self._operands(rank, block, family) for block, _ in content.blocks)
         return Memory(*held, kept, rows, logits, rank.device.share["workspace"] * GIB)
 
-    def _kept(self, rank: RankCosts, block: BlockSpec, family: str, found: bool) -> float:
-        """Return the bytes that a half of a block keeps; with a found list, perhaps until its gradients of weights."""
+    def _found(self, rank: RankCosts, content: Content, family: str, own: float) -> float:
+        """Return the bytes that a found list may keep beyond those of the `own` blocks of AF-Pipe's order."""
+        ordering, held = self.candidate.ordering, sum(count for _, count in content.blocks)
+        size = {block: self._kept(rank, block, family) for block, _ in content.blocks}
+        more = max(max(0.0, self._operands(rank, block, family) - each) for block, each in size.items())
+        ahead = int(ordering.ahead * held)
+        return ahead * max(size.values()) + more * (blocks_left(held, ordering.ahead) if ordering.recompute else own + ahead)
+
+    def _kept(self, rank: RankCosts, block: BlockSpec, family: str) -> float:
+        """Return the bytes that a half of a block keeps from forward to backward."""
         again, sliced = self.candidate.ordering.recompute, self.candidate.graph.slicing.degree > 1
         experts = expert_activations(rank, block, again) if block.moe else 0.0
-        own = block_activations(rank, block, again, sliced) - experts if family == "dp_cp" else experts
-        return max(own, self._operands(rank, block, family)) if found else own
+        return block_activations(rank, block, again, sliced) - experts if family == "dp_cp" else experts
 
     def _operands(self, rank: RankCosts, block: BlockSpec, family: str) -> float:
         experts = expert_operands(rank, block) if block.moe else 0.0

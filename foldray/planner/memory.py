@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from foldray.blueprint import AttentionSpec, BlockSpec, FeedForwardSpec
+from foldray.finding import blocks_left
 from foldray.fold import Fold
 from foldray.kinds import ATTENTION, EXPERT, FFN, ROUTE
 from foldray.planner.candidate import Candidate, Pieces
@@ -117,8 +118,12 @@ def _position(
     flying = blocks_in_flight(layout, pipeline, place)
     size = {block: block_activations(rank, block, pieces.recompute, sliced, imbalance) for block, _ in content.blocks}
     if keeping.ahead is not None:
-        size = {block: max(each, operands(rank, block, imbalance)) for block, each in size.items()}
-        kept = fullest(flying, content.blocks, size, pipeline.micro_batches, keeping.ahead)
+        held_blocks = sum(count for _, count in content.blocks)
+        most = sum(count for _, count in flying) + int(keeping.ahead * held_blocks)
+        # What a block keeps grows while its gradients of weights are left.
+        more = {block: max(0.0, operands(rank, block, imbalance) - each) for block, each in size.items()}
+        left = blocks_left(held_blocks, keeping.ahead) if pieces.recompute else most
+        kept = sum(fullest(content.blocks, *each, pipeline.micro_batches) for each in ((size, most), (more, min(left, most))))
     else:
         kept = sum(count * size[block] for block, count in flying) + keeping.woven * max(size.values())
     logits = 0.0
@@ -129,26 +134,18 @@ def _position(
     return Memory(*held, kept * pieces.batch_degree, buffers(rank, pieces.slicing, imbalance), logits, workspace)
 
 
-def fullest(
-    own: Iterable[tuple[BlockSpec, int]],
-    held: Iterable[tuple[BlockSpec, int]],
-    size: Mapping[BlockSpec, float],
-    most: int,
-    ahead: float,
-) -> float:
-    """Return the most bytes of the blocks that a position may keep with a found list.
+def fullest(held: Iterable[tuple[BlockSpec, int]], size: Mapping[BlockSpec, float], most: int, micro_batches: int) -> float:
+    """Return the most bytes of some of a position's blocks.
 
     Args:
-        own: blocks and how many of them the position keeps in the pipeline's own order, over all micro-batches.
         held: blocks and how many of them the position has.
         size: bytes of a block of one micro-batch.
-        most: number of micro-batches.
-        ahead: how much more than `own` it may keep, in micro-batches.
+        most: how many blocks of all micro-batches these are.
+        micro_batches: number of micro-batches.
     """
-    held = tuple(held)
-    left, total = sum(count for _, count in own) + int(ahead * sum(count for _, count in held)), 0.0
+    left, total = most, 0.0
     for block, count in sorted(held, key=lambda each: -size[each[0]]):
-        number = min(left, count * most)
+        number = min(left, count * micro_batches)
         total += number * size[block]
         left -= number
     return total

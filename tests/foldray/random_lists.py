@@ -28,6 +28,7 @@ def find_at_random(seed: int, graph: StepGraph, cost: Cost, ahead: int, before: 
     problem = Problem(graph, random_cost(graph, seed, shared=draw.random() < 0.5, zeros=draw.random() < 0.5))
     own = problem.kept(step_schedule(graph, Overlap(SEQUENTIAL.name)))
     most = [kept + int(ahead * blocks) for kept, blocks in zip(own, problem.blocks, strict=True)]
-    step = walk(problem, Rule([draw.random() for _ in problem.ops], most, [draw.randint(1, 4) for _ in own]))
+    alive, left = ([draw.randint(1, 4) for _ in own] for _ in range(2))
+    step = walk(problem, Rule([draw.random() for _ in problem.ops], most, alive, left))
     assert step is not None
     return Found(step.schedule(problem), step.seconds, 0.0, "", step.seconds, own, own)

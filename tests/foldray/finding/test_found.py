@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foldray.finding import Problem, find, first_list, lower_bound
+from foldray.finding import Problem, blocks_left, find, first_list, lower_bound
 from foldray.finding.greedy import Rule, walk
 from foldray.finding.moves import improve
 from foldray.kinds import ATTENTION, EXPERT, FFN, HANDOVER, WITH_WEIGHTS
@@ -81,11 +81,14 @@ def test_any_costs_and_any_memory_give_a_legal_list(graph: StepGraph, seed: int,
     most = [kept + int(ahead * blocks) for kept, blocks in zip(own, problem.blocks, strict=True)]
     assert (found.kept, found.own) == (problem.kept(found.schedule), own)
     assert all(kept <= limit for kept, limit in zip(found.kept, most, strict=True))
+    left = [blocks_left(blocks, ahead) if graph.recompute else 1000 for blocks in problem.blocks]
+    assert all(count <= limit for count, limit in zip(problem.left(found.schedule), left, strict=True))
     assert seconds_of(graph, found.schedule, cost) == pytest.approx(found.seconds)
     assert found.bound <= found.seconds * (1 + 1e-9)
     for kind, reduction in itertools.product(OVERLAPS, ("end", "buckets")):
         lists = step_schedule(graph, Overlap(kind, 1), reduction=Reduction(reduction))
-        if all(kept <= limit for kept, limit in zip(problem.kept(lists), most, strict=True)):
+        counts = zip((*problem.kept(lists), *problem.left(lists)), (*most, *left), strict=True)
+        if all(count <= limit for count, limit in counts):
             named = seconds_of(graph, lists, cost)
             assert found.seconds <= named * (1 + 1e-9), kind
             assert lower_bound(problem) <= named * (1 + 1e-9), kind
@@ -99,8 +102,10 @@ def test_list_scheduling_has_the_clock_of_the_simulator(graph: StepGraph, seed: 
     draw = random.Random(seed)
     priority = [draw.random() for _ in problem.ops]
     most = [blocks + draw.randint(0, 2 * blocks) for blocks in problem.blocks]
-    step = walk(problem, Rule(priority, most, [draw.randint(1, 3) for _ in problem.blocks]))
+    alive, left = ([draw.randint(1, 3) for _ in problem.blocks] for _ in range(2))
+    step = walk(problem, Rule(priority, most, alive, left))
     assert step is not None
+    assert all(count <= limit for count, limit in zip(problem.left(step.schedule(problem)), left, strict=True))
     assert all(kept <= limit for kept, limit in zip(problem.kept(step.schedule(problem)), most, strict=True))
     assert step is not None
     check(graph, step.schedule(problem))
@@ -224,7 +229,7 @@ def test_local_moves_make_a_bad_order_better() -> None:
     graph = small(blocks=1, micro_batches=1, degree=2)
     cost = random_cost(graph, 3, shared=False)
     problem = Problem(graph, cost)
-    rule = Rule([float(-i) for i in range(len(problem.ops))], [1], [1])
+    rule = Rule([float(-i) for i in range(len(problem.ops))], [1], [1], [1])
     step = walk(problem, rule)
     assert step is not None
     better = improve(problem, step, rule, 800)

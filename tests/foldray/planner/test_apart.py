@@ -16,7 +16,7 @@ from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.hardware import load_hardware
 from foldray.planner.whole import simulate_step, whole_seconds
-from foldray.schedule import Op, position_list
+from foldray.schedule import Op, Ordering, Overlap, position_list
 
 MODEL = ModelSpec(preset="deepseek-moe", layers=5)  # four MoE blocks, after a dense one
 JOB = Job(MODEL, 4096, 64)
@@ -89,3 +89,15 @@ def test_what_is_kept_is_counted_at_its_peak() -> None:
     graph = work(Fold(16, ep=8, expert_ranks=8)).candidate.graph
     kept = most_kept(position_list(graph, 1, Candidate(JOB, Fold(16, ep=8, expert_ranks=8)).ordering), EXPERT)
     assert 0 < kept.total() <= 4 * graph.micro_batches
+
+
+def test_lists_need_more_memory_by_what_they_may_keep() -> None:
+    """With `ahead: 1`, both sides may keep the halves of one more micro-batch."""
+    ways = {"forward": Overlap("list"), "backward": Overlap("list")}
+    named, none, one = (
+        work(Fold(16, ep=8, expert_ranks=8), ordering=Ordering(**more, weights_apart=True)).memory()
+        for more in ({}, {**ways, "ahead": 0}, {**ways, "ahead": 1})
+    )
+    for side in range(2):
+        assert named[side].activations <= none[side].activations < one[side].activations
+        assert named[side].buffers == none[side].buffers == one[side].buffers

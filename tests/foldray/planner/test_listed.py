@@ -60,7 +60,7 @@ def test_a_list_keeps_as_much_as_there_is_memory_for() -> None:
 
 def test_blocks_that_need_most_are_counted_first() -> None:
     small, large = MODEL.block(0), replace(MODEL.block(0), moe=None)
-    held, own, size = [(small, 2), (large, 1)], [(small, 2), (large, 1)], {small: 1.0, large: 10.0}
-    assert fullest(own, held, size, most=4, ahead=0) == 30  # three blocks: three micro-batches of the large one
-    assert fullest(own, held, size, most=4, ahead=1) == 42
-    assert fullest(own, held, size, most=1, ahead=1) == 12  # no more than there are
+    held, size = [(small, 2), (large, 1)], {small: 1.0, large: 10.0}
+    assert fullest(held, size, most=3, micro_batches=4) == 30  # those of three micro-batches
+    assert fullest(held, size, most=6, micro_batches=4) == 42
+    assert fullest(held, size, most=6, micro_batches=1) == 12  # no more than there are
