@@ -71,22 +71,22 @@ def find(graph: StepGraph, cost: Cost, ahead: float = 1, moves: bool = True, bef
         UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
     """
     problem = Problem(graph, cost)
-    (own, some, most), left = _memory(problem, ahead), _most_left(problem, ahead)
+    limits = _Limits.of(problem, ahead)
     named = {name: _Timed.of(problem, lists, cost) for name, lists in _named(graph).items()}
-    within = {name: each for name, each in named.items() if _fits(problem, each.schedule, most, left)}
+    within = {name: each for name, each in named.items() if limits.allow(problem, each.schedule)}
     name = min(within, key=lambda name: within[name].seconds)
     given = [within[name], *([_Timed.of(problem, before, cost)] if before else [])]
     # The order of `weave` leads to good lists even where it needs too much memory itself.
     followed = [*given, *(named[kind] for kind in (WEAVE.name,) if kind in named and kind != name)]
     priorities = [*(ranked(problem) for ranked in _RULES.values()), *(each.starts(problem) for each in followed)]
-    rules = [*_rules(problem, (own, some, most), left, priorities), *(each.rule(problem, most, left) for each in given)]
-    bound = lower_bound(problem, most)
+    rules = [*_rules(problem, limits.keeps, limits.left, priorities), *(each.rule(problem, limits) for each in given)]
+    bound = lower_bound(problem, limits.most)
     quickest = _quickest(problem, rules, cost)
     runs = min(_MOST_RUNS, max(0, _WORK // len(problem.ops) - len(rules))) if moves else 0
     moved = improve(problem, *quickest, runs, bound)
     steps = (_Timed.of(problem, step.schedule(problem), cost) for step in (quickest[0], moved))
     best = min(*given, *steps, key=lambda each: each.seconds)
-    return Found(best.schedule, best.seconds, bound, name, within[name].seconds, problem.kept(best.schedule), own)
+    return Found(best.schedule, best.seconds, bound, name, within[name].seconds, problem.kept(best.schedule), limits.own)
 
 
 def first_list(graph: StepGraph, cost: Cost, ahead: float = 1) -> Schedule:
@@ -101,9 +101,8 @@ def first_list(graph: StepGraph, cost: Cost, ahead: float = 1) -> Schedule:
         UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
     """
     problem = Problem(graph, cost)
-    *_, most = _memory(problem, ahead)
-    left = _most_left(problem, ahead)
-    step, _ = _quickest(problem, _rules(problem, (most,), left, [ranked(problem) for ranked in _RULES.values()]), cost)
+    limits, priorities = _Limits.of(problem, ahead), [ranked(problem) for ranked in _RULES.values()]
+    step, _ = _quickest(problem, _rules(problem, (limits.most,), limits.left, priorities), cost)
     return step.schedule(problem)
 
 
@@ -124,31 +123,48 @@ class _Timed(NamedTuple):
     def starts(self, problem: Problem) -> list[float]:
         return [self.spans[op].start for op in problem.ops]
 
-    def rule(self, problem: Problem, most: Sequence[int], left: Sequence[int]) -> Rule:
+    def rule(self, problem: Problem, limits: _Limits) -> Rule:
         """Return the rule by which list scheduling computes in the order of the schedule."""
         held = list[tuple[int, int]]()
         for ops in self.schedule:
             held += pairwise(i for i in map(problem.number.__getitem__, ops) if problem.channel[i] < 0)
-        return Rule(self.starts(problem), most, _anything(problem), left, tuple(held))
+        return Rule(self.starts(problem), limits.most, _anything(problem), limits.left, tuple(held))
 
 
-def _memory(problem: Problem, ahead: float) -> list[tuple[int, ...]]:
-    """Return three limits of the blocks that positions keep: those of the pipeline's own order, some more, and the most."""
-    own = problem.kept(step_schedule(problem.graph, Overlap(SEQUENTIAL.name)))
-    more = (0, ahead / 2, ahead)
-    return [tuple(kept + int(each * blocks) for kept, blocks in zip(own, problem.blocks, strict=True)) for each in more]
+class _Limits(NamedTuple):
+    """Limits of the memory of every position.
 
-
-def _most_left(problem: Problem, ahead: float) -> list[int]:
-    """Return, for every position, the most blocks whose gradients of weights may be left for later.
-
-    What these are computed from is about as much as what the block keeps otherwise. If ops run again, a block keeps less, so the
-    number of such blocks has a limit of its own (`blocks_left`).
+    Args:
+        own: the blocks that it keeps in the pipeline's own order.
+        some, most: the most blocks that it may keep, and a number between that and `own`.
+        left: the most blocks whose gradients of weights may be left for later. What these are computed from is about as much as
+            what a block keeps otherwise. If ops run again, a block keeps less, so there is a limit (`blocks_left`).
     """
-    if not problem.graph.recompute:
-        return [problem.graph.micro_batches * blocks for blocks in problem.blocks]
-    own = problem.left(step_schedule(problem.graph, Overlap(SEQUENTIAL.name)))
-    return [max(count, blocks_left(blocks, ahead)) for count, blocks in zip(own, problem.blocks, strict=True)]
+
+    own: tuple[int, ...]
+    some: tuple[int, ...]
+    most: tuple[int, ...]
+    left: tuple[int, ...]
+
+    @classmethod
+    def of(cls, problem: Problem, ahead: float) -> _Limits:
+        plain, blocks = step_schedule(problem.graph, Overlap(SEQUENTIAL.name)), problem.blocks
+        kept = problem.kept(plain)
+        some, most = (
+            tuple(map(sum, zip(kept, (int(each * count) for count in blocks), strict=True))) for each in (ahead / 2, ahead)
+        )
+        left = tuple(problem.graph.micro_batches * count for count in blocks)
+        if problem.graph.recompute:
+            left = tuple(map(max, problem.left(plain), (blocks_left(count, ahead) for count in blocks)))
+        return cls(kept, some, most, left)
+
+    @property
+    def keeps(self) -> tuple[tuple[int, ...], ...]:
+        return self.own, self.some, self.most
+
+    def allow(self, problem: Problem, schedule: Schedule) -> bool:
+        pairs = zip((*problem.kept(schedule), *problem.left(schedule)), (*self.most, *self.left), strict=True)
+        return all(count <= limit for count, limit in pairs)
 
 
 def blocks_left(blocks: int, ahead: float) -> int:
@@ -159,24 +175,19 @@ def blocks_left(blocks: int, ahead: float) -> int:
     return 2 + int(ahead * blocks)
 
 
-def _fits(problem: Problem, schedule: Schedule, most: Sequence[int], left: Sequence[int]) -> bool:
-    pairs = zip((*problem.kept(schedule), *problem.left(schedule)), (*most, *left), strict=True)
-    return all(count <= limit for count, limit in pairs)
-
-
 def _anything(problem: Problem) -> list[int]:
     """Return no limit of micro-batches."""
     return [problem.graph.micro_batches] * problem.positions
 
 
 def _rules(
-    problem: Problem, keeps: Iterable[Sequence[int]], left: Sequence[int], priorities: Sequence[Sequence[float]]
+    problem: Problem, keeps: Iterable[tuple[int, ...]], left: Sequence[int], priorities: Sequence[Sequence[float]]
 ) -> Iterator[Rule]:
     """Yield rules of list scheduling: for every limit of memory, every priority, and several limits of micro-batches.
 
     If fewer micro-batches are alive, each of them goes ahead faster. Nothing but trying tells which limit is best.
     """
-    for keep, priority in product(dict.fromkeys(map(tuple, keeps)), priorities):
+    for keep, priority in product(dict.fromkeys(keeps), priorities):
         fewest = [-(-most // blocks) for most, blocks in zip(keep, problem.blocks, strict=True)]
         for alive in fewest, [each + 1 for each in fewest], _anything(problem):
             yield Rule(priority, keep, alive, left)

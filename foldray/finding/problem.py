@@ -64,7 +64,6 @@ class Problem:
             (places[0], op.layer) for op, places, channel in zip(self.ops, self.places, self.channel, strict=True) if channel < 0
         }
         self.blocks = [sum(place == position for place, _ in at) for position in range(self.positions)]
-
         self.leaves = [op.direction == "B" and op.kind in graph.later and op.kind != HEAD for op in self.ops]
 
     @cached_property

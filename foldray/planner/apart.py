@@ -16,14 +16,22 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec, ModelSpec, Stage
-from foldray.finding import blocks_left
 from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork, RankCosts
 from foldray.planner.device import Device
 from foldray.planner.layout import Content, StageForm
 from foldray.planner.memo import Memo
-from foldray.planner.memory import GIB, Memory, block_activations, expert_activations, expert_operands, operands, parameters
+from foldray.planner.memory import (
+    GIB,
+    Memory,
+    block_activations,
+    expert_activations,
+    expert_operands,
+    kept_by_list,
+    operands,
+    parameters,
+)
 from foldray.planner.shares import Price, Work
 from foldray.planner.updates import WHOLE, stage_updates
 from foldray.schedule import Op, position_list
@@ -127,27 +135,20 @@ class ApartWork(OpWork):
             name: count if (name == "edp") == (family == "edp") else 0.0 for name, count in rank.elements(content).items()
         }
         held = parameters(candidate.fold, rank.zero, rank.device.bytes, elements)
-        ordering, found = candidate.ordering, candidate.ordering.forward.row.found
+        ordering = candidate.ordering
         counts = most_kept(position_list(graph, place, ordering), ATTENTION if family == "dp_cp" else EXPERT)
-        kept = logits = 0.0
-        for layer, count in counts.items():
-            kept += count / graph.slicing.degree * self._kept(rank, graph.blocks[layer], family)
-        if found:
-            kept += self._found(rank, content, family, counts.total() / graph.slicing.degree)
+        size = {block: self._kept(rank, block, family) for block, _ in content.blocks}
+        left = {block: self._operands(rank, block, family) for block in size}
+        kept, logits = sum(count * size[graph.blocks[layer]] for layer, count in counts.items()) / graph.slicing.degree, 0.0
+        if ordering.forward.row.found:
+            own, again = math.ceil(counts.total() / graph.slicing.degree), bool(ordering.recompute)
+            kept = kept_by_list(content.blocks, size, left, own, candidate.micro_batches, ordering.ahead, again)
         rows = 4 * max(graph.slicing.moe) * rank.sequences * rank.model.topk * rank.model.hidden * rank.device.bytes
         if content.head:
             logits = max(graph.slicing.moe) * rank.sequences * rank.model.vocab * (2 * 4 + rank.device.bytes)
         if graph.later:
-            rows += max(self._operands(rank, block, family) for block, _ in content.blocks)
+            rows += max(left.values())
         return Memory(*held, kept, rows, logits, rank.device.share["workspace"] * GIB)
-
-    def _found(self, rank: RankCosts, content: Content, family: str, own: float) -> float:
-        """Return the bytes that a found list may keep beyond those of the `own` blocks of AF-Pipe's order."""
-        ordering, held = self.candidate.ordering, sum(count for _, count in content.blocks)
-        size = {block: self._kept(rank, block, family) for block, _ in content.blocks}
-        more = max(max(0.0, self._operands(rank, block, family) - each) for block, each in size.items())
-        ahead = int(ordering.ahead * held)
-        return ahead * max(size.values()) + more * (blocks_left(held, ordering.ahead) if ordering.recompute else own + ahead)
 
     def _kept(self, rank: RankCosts, block: BlockSpec, family: str) -> float:
         """Return the bytes that a half of a block keeps from forward to backward."""
@@ -156,6 +157,7 @@ class ApartWork(OpWork):
         return block_activations(rank, block, again, sliced) - experts if family == "dp_cp" else experts
 
     def _operands(self, rank: RankCosts, block: BlockSpec, family: str) -> float:
+        """Return the bytes that the gradients of a half's weights are computed from."""
         experts = expert_operands(rank, block) if block.moe else 0.0
         return operands(rank, block) - experts if family == "dp_cp" else experts
 

@@ -119,10 +119,10 @@ class ActivationKey(NamedTuple):
 
 
 class Update(NamedTuple):
-    """The update of a stage's parameters of one group family.
+    """The update of those parameters of a stage whose gradients are summed over one group family.
 
     Args:
-        family: the group family over which their gradients are summed.
+        family: the name under which its seconds are told: `edp` for experts, `dp_cp` for all others.
         lane: the lane on which these travel.
         chunks: number of their chunks.
         reduce, gather, optimizer: seconds of the reduction, of the gather of weights, and of the optimizer.

@@ -7,7 +7,7 @@ from forward to backward, times the largest number of micro-batches that the pos
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -118,12 +118,9 @@ def _position(
     flying = blocks_in_flight(layout, pipeline, place)
     size = {block: block_activations(rank, block, pieces.recompute, sliced, imbalance) for block, _ in content.blocks}
     if keeping.ahead is not None:
-        held_blocks = sum(count for _, count in content.blocks)
-        most = sum(count for _, count in flying) + int(keeping.ahead * held_blocks)
-        # What a block keeps grows while its gradients of weights are left.
-        more = {block: max(0.0, operands(rank, block, imbalance) - each) for block, each in size.items()}
-        left = blocks_left(held_blocks, keeping.ahead) if pieces.recompute else most
-        kept = sum(fullest(content.blocks, *each, pipeline.micro_batches) for each in ((size, most), (more, min(left, most))))
+        left = {block: operands(rank, block, imbalance) for block in size}
+        own = sum(count for _, count in flying)
+        kept = kept_by_list(content.blocks, size, left, own, pipeline.micro_batches, keeping.ahead, bool(pieces.recompute))
     else:
         kept = sum(count * size[block] for block, count in flying) + keeping.woven * max(size.values())
     logits = 0.0
@@ -132,6 +129,33 @@ def _position(
         logits = tokens * rank.model.vocab * (2 * 4 + rank.device.bytes)
     held, workspace = content_parameters(rank, content), rank.device.share["workspace"] * GIB
     return Memory(*held, kept * pieces.batch_degree, buffers(rank, pieces.slicing, imbalance), logits, workspace)
+
+
+def kept_by_list(
+    held: Sequence[tuple[BlockSpec, int]],
+    size: Mapping[BlockSpec, float],
+    left: Mapping[BlockSpec, float],
+    own: int,
+    micro_batches: int,
+    ahead: float,
+    again: bool,
+) -> float:
+    """Return the most bytes that a position may keep with a found list (`finding.find`).
+
+    Args:
+        held: blocks and how many of them the position has.
+        size: bytes that a block of one micro-batch keeps from forward to backward.
+        left: bytes that it keeps instead while its gradients of weights are left, if these are more.
+        own: number of blocks, over all micro-batches, that the position keeps in the pipeline's own order.
+        micro_batches: number of micro-batches.
+        ahead: how much more it may keep, in micro-batches.
+        again: whether ops run again.
+    """
+    count = sum(number for _, number in held)
+    most = own + int(ahead * count)
+    more = {block: max(0.0, left[block] - each) for block, each in size.items()}
+    growing = min(most, blocks_left(count, ahead)) if again else most
+    return fullest(held, size, most, micro_batches) + fullest(held, more, growing, micro_batches)
 
 
 def fullest(held: Iterable[tuple[BlockSpec, int]], size: Mapping[BlockSpec, float], most: int, micro_batches: int) -> float:

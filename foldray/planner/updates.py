@@ -29,7 +29,7 @@ def stage_updates(rank: RankCosts, content: Content, reduction: Reduction) -> tu
 
 
 def _update(rank: RankCosts, family: str, count: float, reduction: Reduction) -> Update:
-    """Return the update of `count` parameters. Those that are whole on all TP ranks count as dense ones in what is told."""
+    """Return the update of `count` parameters of a group family."""
     fold, network, zero, device = rank.fold, rank.network, rank.zero, rank.device
     owners = fold.group_size(family) if zero else 1
     chunks = max(1.0, 4 * count / size) if (size := reduction.most) else 1.0
