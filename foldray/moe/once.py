@@ -61,6 +61,12 @@ def run_experts(experts: Experts, rows_NH: torch.Tensor, weight_NK: torch.Tensor
 
 
 def decode(y_NH: torch.Tensor, goes_TR: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each token's rows: [N, H] → [T, H]."""
+    """Return the sum of each token's rows: [N, H] → [T, H]. Its backward is `copy_to_ranks`."""
     position_TR = torch.where(goes_TR, goes_TR.T.flatten().cumsum(0).view(goes_TR.shape[1], -1).T - 1, -1)
     return combine(y_NH, position_TR, y_NH.new_ones(goes_TR.shape))
+
+
+def copy_to_ranks(x_TH: torch.Tensor, goes_TR: torch.Tensor) -> torch.Tensor:
+    """Copy tokens to their rows: [T, H] → [N, H]."""
+    _, token_N = goes_TR.T.nonzero(as_tuple=True)
+    return x_TH[token_N]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec, ModelSpec, Stage
@@ -24,6 +25,7 @@ from foldray.planner.layout import Content, StageForm
 from foldray.planner.memo import Memo
 from foldray.planner.memory import (
     GIB,
+    Held,
     Memory,
     block_activations,
     expert_activations,
@@ -129,14 +131,23 @@ class ApartWork(OpWork):
         attention, experts = (max(own, key=lambda each: each.total) for own in (every[:pp], every[pp:]))
         return attention, experts
 
-    def _memory(self, place: int, rank: RankCosts, content: Content, family: str) -> Memory:
-        candidate, graph = self.candidate, self.candidate.graph
+    def held(self) -> float:
+        """Return the bytes of parameters, gradients and optimizer's state of the fullest rank. No schedule needs less memory."""
+        return max(sum(self._parameters(*each)) for each in self._contents())
+
+    def _parameters(self, rank: RankCosts, content: Content, family: str) -> Held:
         elements = {
             name: count if (name == "edp") == (family == "edp") else 0.0 for name, count in rank.elements(content).items()
         }
-        held = parameters(candidate.fold, rank.zero, rank.device.bytes, elements)
+        return parameters(self.candidate.fold, rank.zero, rank.device.bytes, elements)
+
+    def _memory(self, place: int, rank: RankCosts, content: Content, family: str) -> Memory:
+        candidate, graph = self.candidate, self.candidate.graph
+        held = self._parameters(rank, content, family)
         ordering = candidate.ordering
-        counts = most_kept(position_list(graph, place, ordering), ATTENTION if family == "dp_cp" else EXPERT)
+        # The order of halves is the same whatever runs again, so candidates that differ in it share one list.
+        order = position_list(replace(graph, recompute=()), place, ordering)
+        counts = most_kept(order, ATTENTION if family == "dp_cp" else EXPERT)
         size = {block: self._kept(rank, block, family) for block, _ in content.blocks}
         left = {block: self._operands(rank, block, family) for block in size}
         kept, logits = sum(count * size[graph.blocks[layer]] for layer, count in counts.items()) / graph.slicing.degree, 0.0

@@ -91,10 +91,13 @@ def search_placements(space: Space, top: int = 5, most: int = 64) -> list[Placed
         UserError: there is no legal placement.
     """
     numbers = itertools.count()
-    queue = [(_least(work, space), next(numbers), work) for work in _works(space)]
-    if not queue:
+    works, room = list(_works(space)), space.hardware.memory_gib * GIB
+    if not works:
         rule = "has no legal placement of attention and experts on workers of their own for this model and batch"
         raise UserError("gpus", space.gpus, rule)
+    # A schedule has many ops, so no list is made for those that could not even hold their parameters.
+    holding = [work for work in works if work.held() <= room] or works[:top]
+    queue = [(_least(work, space), next(numbers), work) for work in holding]
     heapq.heapify(queue)
     found: list[Placed] = []
     unfit: list[ApartWork] = []
@@ -103,7 +106,7 @@ def search_placements(space: Space, top: int = 5, most: int = 64) -> list[Placed
         fastest = sorted(each.seconds for each in found)[:top]
         if len(fastest) == top and fastest[-1] <= least:
             break
-        if max(each.total for each in _short(work).memory()) <= space.hardware.memory_gib * GIB:
+        if max(each.total for each in _short(work).memory()) <= room:
             found.append(_placed(work, space, True))
             continue
         unfit.append(work)

@@ -1,7 +1,8 @@
 """The ops of a micro-batch on ranks that own only tokens, or only experts.
 
 What goes from the router past the experts to the sums of results (`_Past`) travels with the handover if the sums are at the
-next stage. In backward, the gradient of the residual stream comes back the same way. The weights travel with the rows.
+next stage. In backward, the gradient of the residual stream comes back the same way. The weights travel with the rows, so a sum of
+results has no weights of its own: its backward copies the gradients of tokens to rows, and needs none of the results.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from threading import Lock
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from foldray.comm import Groups, Pending
 from foldray.kinds import COMBINE, COUNTS, DISPATCH
 from foldray.moe import Routing
 from foldray.moe.apart import ExpertHalf, TokenExchange, TokenHalf
-from foldray.moe.once import decode
+from foldray.moe.once import copy_to_ranks, decode
 from foldray.runtime.micro_batch import Computed, MicroBatch, Part
 from foldray.schedule import Op
 
@@ -62,7 +64,8 @@ class TokenMicroBatch(MicroBatch):
         super().__init__(*args)
         self._goes: dict[Part, torch.Tensor] = {}  # goes_TR of pieces whose rows have not left
         self._left: dict[Part, list[int]] = {}  # number of rows that have left by rank of experts, until their gradients come
-        self._pasts: dict[Part, _Past] = {}  # at the stage of the sums
+        self._pasts: dict[Part, _Past] = {}  # at the stage of the sums, until they are made
+        self._summed: dict[Part, tuple[torch.Tensor, list[int]]] = {}  # goes_TR of sums, and the number of rows by rank of experts
         self._past_gradients: dict[Part, Pending] = {}  # of the residual stream, at the router's stage
 
     def _half(self, op: Op) -> TokenHalf:
@@ -140,23 +143,27 @@ class TokenMicroBatch(MicroBatch):
         )
 
     def merge_forward(self, op: Op) -> None:
-        goes_TR, residual_BsH = self._pasts[op.layer, op.part].both
-        (y_TH,), _ = self._compute(op, lambda y_NH: Computed([decode(y_NH, goes_TR.bool())]), self._arrived(op, COMBINE))
+        y_NH, past = self._arrived(op, COMBINE), self._pasts.pop((op.layer, op.part))
+        goes_TR, residual_BsH = past.both
+        self.began = perf_counter()
+        y_TH = decode(y_NH, goes_TR.bool())
         self.inputs[op.layer + 1].put(self._tokens(op), residual_BsH + y_TH.to(residual_BsH.dtype).view_as(residual_BsH))
-        if not self.training:
-            del self._pasts[op.layer, op.part]
+        if self.training:
+            self._summed[op.layer, op.part] = goes_TR, past.count_R
 
     # Backward.
 
     def merge_backward(self, op: Op) -> None:
         residual_BsH = self.input_gradients[op.layer + 1].take(self._tokens(op))
-        (rows_NH,) = self._differentiate(op, [residual_BsH.flatten(0, 1)])
+        goes_TR, _ = self._summed[op.layer, op.part]
+        self.began = perf_counter()
+        rows_NH = copy_to_ranks(residual_BsH.flatten(0, 1), goes_TR.bool()).to(next(self.model.parameters()).dtype)
         self._past_gradients[op.layer, op.part] = Pending([], (residual_BsH,))
         self.flight[op._replace(kind=COMBINE)] = Pending([], (rows_NH,))
 
     def combine_backward(self, op: Op) -> None:
         (rows_NH,) = self.flight.pop(op).wait()
-        self.flight[op] = self._exchange(op).start_out([rows_NH], self._pasts.pop((op.layer, op.part)).count_R)
+        self.flight[op] = self._exchange(op).start_out([rows_NH], self._summed.pop((op.layer, op.part))[1])
 
     def dispatch_backward(self, op: Op) -> None:
         count_R, half = self._left.pop((op.layer, op.part)), self._half(op)
