@@ -53,6 +53,7 @@ class Line:
     def _serve(self) -> None:
         while (queued := self._queue.get()) is not None:
             queued.begin()
+            del queued  # the thread must not keep what has arrived while it waits for the next operation
             with self._lock:
                 self._waiting -= 1
 

@@ -28,6 +28,7 @@ from foldray.planner.memory import (
     Held,
     Memory,
     block_activations,
+    combined_rows,
     expert_activations,
     expert_operands,
     kept_by_list,
@@ -164,8 +165,22 @@ class ApartWork(OpWork):
     def _kept(self, rank: RankCosts, block: BlockSpec, family: str) -> float:
         """Return the bytes that a half of a block keeps from forward to backward."""
         again, sliced = self.candidate.ordering.recompute, self.candidate.graph.slicing.degree > 1
-        experts = expert_activations(rank, block, again) if block.moe else 0.0
-        return block_activations(rank, block, again, sliced) - experts if family == "dp_cp" else experts
+        moe, model, fold = block.moe, rank.model, self.candidate.fold
+        if not moe:
+            return block_activations(rank, block, again, sliced) if family == "dp_cp" else 0.0
+        tokens = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
+        rows = tokens * ranks_of_a_token(model, fold.ep)
+        if family == "dp_cp":
+            # A sum without weights keeps only which ranks have a row, and a router the token and the experts of each row,
+            # instead of 20 bytes for an assignment.
+            own = tokens * (fold.ep - 20 * model.topk) + rows * (16 + model.topk)
+            shared = expert_activations(rank, block, again) + combined_rows(rank, block)
+            return block_activations(rank, block, again, sliced) - shared + own
+        if EXPERT in again:
+            return rows * (model.hidden * rank.device.bytes + model.topk * (4 + 8))  # with their weights and experts
+        # The gradients of weights need the results. Weights and numbers belong to rows, and other numbers to assignments.
+        results, numbers = model.hidden * rank.device.bytes, rows * (8 + model.topk * (4 + 8 + 1))
+        return expert_activations(rank, block) + fold.etp * (tokens * model.topk * (results + 16) + numbers)
 
     def _operands(self, rank: RankCosts, block: BlockSpec, family: str) -> float:
         """Return the bytes that the gradients of a half's weights are computed from."""

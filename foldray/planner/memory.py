@@ -282,7 +282,14 @@ def _block_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...]
         if block.moe.shared:
             # Without TP, the shared expert and the router have the same input tensor.
             total += _feed_forward(rank, n, block.moe.shared) - n * model.hidden * b * (fold.tp == 1)
-    return total + expert_activations(rank, block, again, imbalance) + n * topk * (model.hidden * b + 16)  # combined rows
+    return total + expert_activations(rank, block, again, imbalance) + combined_rows(rank, block)
+
+
+def combined_rows(rank: RankCosts, block: BlockSpec) -> float:
+    """Return those bytes of `block_activations` that the weighted sum of rows keeps: the rows, their weights and places."""
+    assert block.moe
+    n = rank.job.seq_len / (rank.fold.cp * rank.fold.tp) * rank.sequences
+    return n * block.moe.topk * (rank.model.hidden * rank.device.bytes + 16)
 
 
 def expert_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...] = (), imbalance: float = 1.0) -> float:
@@ -290,11 +297,9 @@ def expert_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...]
     assert block.moe
     model, fold, b = rank.model, rank.fold, rank.device.bytes
     rows = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences * block.moe.topk * imbalance
-    total = rows * model.hidden * b  # dispatched rows
-    if EXPERT not in again:
-        regrouped = fold.etp > 1 or (fold.ep > 1 and block.moe.experts > fold.ep)
-        total += rows * fold.etp * (model.hidden * regrouped + block.moe.expert.width / fold.etp) * b
-    return total
+    if EXPERT in again:
+        return rows * model.hidden * b  # dispatched rows
+    return rows * (fold.etp * model.hidden + block.moe.expert.width) * b  # as the products take them: gathered, by expert
 
 
 def operands(rank: RankCosts, block: BlockSpec, imbalance: float = 1.0) -> float:

@@ -1,8 +1,10 @@
 """The ops of a micro-batch on ranks that own only tokens, or only experts.
 
 What goes from the router past the experts to the sums of results (`_Past`) travels with the handover if the sums are at the
-next stage. In backward, the gradient of the residual stream comes back the same way. The weights travel with the rows, so a sum of
-results has no weights of its own: its backward copies the gradients of tokens to rows, and needs none of the results.
+next stage. In backward, the gradient of the residual stream comes back the same way.
+
+The weights travel with the rows, so a sum of results has no weights of its own. Its backward copies the gradients of tokens to
+rows, and needs none of the results.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class TokenMicroBatch(MicroBatch):
         self._goes: dict[Part, torch.Tensor] = {}  # goes_TR of pieces whose rows have not left
         self._left: dict[Part, list[int]] = {}  # number of rows that have left by rank of experts, until their gradients come
         self._pasts: dict[Part, _Past] = {}  # at the stage of the sums, until they are made
-        self._summed: dict[Part, tuple[torch.Tensor, list[int]]] = {}  # goes_TR of sums, and the number of rows by rank of experts
+        self._summed: dict[Part, tuple[torch.Tensor, list[int]]] = {}  # goes_TR, and rows by rank of experts
         self._past_gradients: dict[Part, Pending] = {}  # of the residual stream, at the router's stage
 
     def _half(self, op: Op) -> TokenHalf:

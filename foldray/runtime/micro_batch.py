@@ -48,17 +48,40 @@ Part = tuple[int, int]
 """Number of a block, and number of a piece of it (`Op.part`)."""
 
 
+class _Input(NamedTuple):
+    """An input of an op: the end of its graph, and what a gradient of zeros would be like."""
+
+    edge: GradientEdge
+    like: tuple[torch.Size, torch.dtype, torch.device]
+
+    def zeros(self) -> torch.Tensor:
+        shape, dtype, device = self.like
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+
+class _Source(torch.autograd.Function):
+    """Begins the graph of an op at an input. The graph of a leaf would keep the input, even if no backward needs it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+
 class _Graph(NamedTuple):
     """The autograd graph of an op, which its backward needs.
 
     Args:
         ends: edges of the results; None for a result without a gradient. An edge does not keep the result in memory.
-        leaves: inputs of the op.
+        inputs: the inputs, and the edges at which their gradients are taken. These keep an input only if it is a leaf.
         left: gradients of weights that backward leaves for later.
     """
 
     ends: list[GradientEdge | None]
-    leaves: list[torch.Tensor]
+    inputs: list[_Input]
     left: list[Task]
 
 
@@ -391,10 +414,12 @@ class MicroBatch:
     def _build(self, op: Op, compute: Compute, inputs: Sequence[torch.Tensor]) -> Computed:
         """Compute the detached results of an op, and keep its graph for its backward."""
         with torch.enable_grad(), self.model.later.collect(bool(self.graph.weights(op))) as left:
-            leaves = [x if x.is_leaf and x.requires_grad else x.detach().requires_grad_() for x in inputs]
-            results, aside = compute(*leaves)
+            anchor = torch.empty(0, requires_grad=True)
+            sources = [_Source.apply(anchor, x.detach()) for x in inputs]
+            results, aside = compute(*sources)
         edges = [get_gradient_edge(result) if result.requires_grad else None for result in results]
-        self._graphs[op] = _Graph(edges, leaves, left)
+        starts = [_Input(get_gradient_edge(x), (x.shape, x.dtype, x.device)) for x in sources]
+        self._graphs[op] = _Graph(edges, starts, left)
         return Computed([result.detach() for result in results], aside)
 
     def _differentiate(self, op: Op, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -407,13 +432,16 @@ class MicroBatch:
         parameters = self.model.parameters_of(ATTENTION if op.kind == PROJECT else op.kind, op.layer)
         ends = [(edge, gradient) for edge, gradient in zip(graph.ends, gradients, strict=False) if edge is not None]
         found = torch.autograd.grad(
-            [edge for edge, _ in ends], [*graph.leaves, *parameters], [gradient for _, gradient in ends], allow_unused=True
+            [edge for edge, _ in ends],
+            [*(each.edge for each in graph.inputs), *parameters],
+            [gradient for _, gradient in ends],
+            allow_unused=True,
         )
-        for parameter, part in zip(parameters, found[len(graph.leaves) :], strict=True):
+        for parameter, part in zip(parameters, found[len(graph.inputs) :], strict=True):
             if part is not None:
                 self.add(parameter, part)
         self._later.update((each, graph.left) for each in self.graph.weights(op))
-        return [torch.zeros_like(leaf) if part is None else part for leaf, part in zip(graph.leaves, found, strict=False)]
+        return [each.zeros() if part is None else part for each, part in zip(graph.inputs, found, strict=False)]
 
     def _add_left(self, op: Op) -> None:
         """Compute the gradients of weights that the backward of an op has left, and add them."""

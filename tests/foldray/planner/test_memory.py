@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups
 from foldray.finding import find
 from foldray.fold import Fold
+from foldray.kinds import HEAD
 from foldray.model import Batch, Transformer
+from foldray.planner.apart import ApartWork, Sides
 from foldray.planner.candidate import Candidate, Job
 from foldray.planner.costs import RankCosts
 from foldray.planner.device import Device
@@ -26,10 +29,11 @@ from foldray.planner.layout import Content, StageForm
 from foldray.planner.memory import Memory, block_activations, in_flight, ledger, parameters
 from foldray.recipe import Recipe
 from foldray.runtime import Execution, Gradients
+from foldray.runtime.halves import micro_batch_type
 from foldray.runtime.micro_batch import MicroBatch
 from foldray.runtime.weights import Weights
 from foldray.schedule import COMPUTE, Ordering, PipelineGraph, SliceCost, named_ordering
-from tests.foldray.parity import engine_of, go_on, make_recipe, model_of, sample
+from tests.foldray.parity import MODEL, engine_of, go_on, make_recipe, model_of, sample
 from tests.rotation import rotated
 
 EOS = load_hardware("eos-h100")
@@ -164,7 +168,10 @@ def test_activations_are_those_of_a_run(change: str, dtype: str, name: str, agai
     """Activations agree within 2 %."""
     length, sequences = 256, 2
     model = model_of(dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype], **WIDE | CHANGES[change])
-    real = _kept(model, name, tuple(again), sequences, length)
+    cost = SliceCost.of_model(model.spec.hidden, model.spec.heads)
+    text = sample(0, sequences, length + 1, model.spec.vocab)
+    ordering = named_ordering(name, length, cost)._replace(recompute=tuple(again))
+    real = _kept(model, Groups.create(Fold(1)), ordering, Batch(text[:, :-1], text[:, 1:]))
     job = Job(model.spec, length, sequences, dtype)
     rank = RankCosts(job, Fold(1), Device.of(job, EOS), sequences)
     blocks = map(model.spec.block, range(model.spec.layers))
@@ -172,13 +179,39 @@ def test_activations_are_those_of_a_run(change: str, dtype: str, name: str, agai
     assert counted == pytest.approx(real, rel=0.02)
 
 
-def _kept(model: Transformer, name: str, again: tuple[str, ...], sequences: int, length: int) -> int:
+SHARED, APART = Fold(2, ep=2), Fold(3, ep=2, expert_ranks=2)
+
+
+@pytest.mark.parametrize("again", [(), ("attention", "ffn", "expert")], ids=str)
+@pytest.mark.parametrize("fold", [SHARED, APART], ids=["shared", "apart"])
+def test_activations_of_ranks_with_several_experts_are_those_of_a_run(ranks, fold: Fold, again: tuple[str, ...]) -> None:
+    """Two ranks have two of the four experts each, and every token has all four, so that no rank has more rows by chance."""
+    length, sequences = 256, 2
+    model = ModelSpec(**MODEL | WIDE | {"topk": 4})
+    job = Job(model, length, sequences * fold.dp, "fp32")
+    candidate, device = Candidate(job, fold, Ordering(recompute=again), sequences), Device.of(job, EOS)
+    if fold.disjoint:
+        attention, experts = ApartWork(candidate, Sides(device, device)).memory()
+        counted = [attention.activations, *[experts.activations] * 2]
+    else:
+        counted = [ledger(candidate, RankCosts(job, fold, device, sequences)).activations] * 2
+    real = ranks(fold.world_size).run(_kept_by_rank, fold, model, again, sequences, length)
+    assert real == pytest.approx(counted, rel=0.02)
+
+
+def _kept_by_rank(rank: int, fold: Fold, spec: ModelSpec, again: tuple[str, ...], sequences: int, length: int) -> int:
+    """Return the bytes that a rank of a fold holds between forward and backward of a micro-batch."""
+    groups = Groups.create(fold, rank)
+    text = sample(rank, sequences, length + 1, spec.vocab)
+    batch = Batch(text[:, :-1], text[:, 1:]) if groups.owns_tokens else Batch.empty(length)
+    found = _kept(Transformer(Ownership(spec, fold), groups), groups, Ordering(recompute=again), batch)
+    groups.close()
+    return found
+
+
+def _kept(model: Transformer, groups: Groups, ordering: Ordering, batch: Batch) -> int:
     """Return the bytes that a micro-batch holds between forward and backward, without the head and its input."""
-    ordering = named_ordering(name, length, SliceCost.of_model(model.spec.hidden, model.spec.heads))._replace(recompute=again)
-    groups = Groups.create(Fold(1))
     execution = Execution(model, groups, gradients := Gradients(model, groups), ordering)
-    text = sample(0, sequences, length + 1, model.spec.vocab)
-    batch = Batch(text[:, :-1], text[:, 1:])
     graph, order = execution.step([batch])
     held: dict[int, int] = {}
 
@@ -187,13 +220,15 @@ def _kept(model: Transformer, name: str, again: tuple[str, ...], sequences: int,
         return tensor
 
     before = _alive()
-    micro_batch = MicroBatch(model, graph, batch, gradients.add, Weights([batch], groups, torch.float32))
+    weights = Weights([batch], groups, torch.float32)
+    micro_batch = micro_batch_type(groups)(model, graph, batch, gradients.add, weights)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        for op in order:
-            if op.direction == "F" and op.kind != "head":
+        for op in takewhile(lambda op: op.direction == "F", order):
+            if op.kind != HEAD:
                 micro_batch.run(op)
+    micro_batch.finish()
     after = held | _alive()
-    ending = sequences * length * model.spec.hidden * next(model.parameters()).element_size()
+    ending = batch.token_BL.numel() * model.spec.hidden * next(model.parameters()).element_size()
     return sum(size for place, size in after.items() if place not in before) - ending
 
 
