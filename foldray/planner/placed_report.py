@@ -45,6 +45,7 @@ def placement(placed: Placed) -> dict[str, Any]:
         "schedule": {
             "virtual_stages": placed.candidate.virtual_stages,
             "recompute": list(placed.candidate.ordering.recompute),
+            "alive": placed.candidate.ordering.alive,
         },
         "training": {"micro_batch": placed.candidate.micro_batch, "global_batch": placed.candidate.job.global_batch},
     }
@@ -99,8 +100,9 @@ def placements_table(found: Comparison, hardware: Hardware) -> str:
 
 
 def _schedule(placed: Placed) -> str:
-    candidate, again = placed.candidate, placed.candidate.ordering.recompute
+    candidate, again, alive = placed.candidate, placed.candidate.ordering.recompute, placed.candidate.ordering.alive
     text = f"b={candidate.micro_batch}" + (f" v={candidate.virtual_stages}" if candidate.virtual_stages > 1 else "")
+    text += f" alive={alive}" if alive else ""
     return text + (f" again {'+'.join(again)}" if again else "")
 
 

@@ -37,6 +37,7 @@ _TP = _CP = (1, 2, 4, 8)
 _POSITIONS = (1, 2, 4, 8)  # of each side
 _SPLITS = 32  # most splits of the GPUs that are tried for a fold
 _OTHER_BATCH = 0.02  # any number of data-parallel places is tried, with the nearest batch that it divides, if that is as near
+_ALIVE = (4, 3, 2)  # micro-batches alive, in quarters of the number of positions, where more do not fit into memory
 _ROUNDS, _FURTHER = 5, 4  # rounds of as many micro-batches as positions that are simulated; the last ones stand for all others
 
 
@@ -110,20 +111,24 @@ def search_placements(space: Space, top: int = 5, most: int = 64) -> list[Placed
             found.append(_placed(work, space, True))
             continue
         unfit.append(work)
-        if (leaner := _leaner(work, space)) is not None:
+        for leaner in _leaner(work, space):
             heapq.heappush(queue, (_least(leaner, space), next(numbers), leaner))
     found = found or [_placed(work, space, False) for work in unfit[:top]]
     return sorted(found, key=lambda each: each.seconds)[:top]
 
 
-def _leaner(work: ApartWork, space: Space) -> ApartWork | None:
-    """Return the same candidate with the next set of ops that run again; None if there is none."""
+def _leaner(work: ApartWork, space: Space) -> Iterator[ApartWork]:
+    """Yield the same candidate with the next set of ops that run again, and with fewer micro-batches alive."""
     candidate = work.candidate
-    after = list(space.recompute).index(candidate.ordering.recompute) + 1
-    if after == len(space.recompute):
-        return None
-    ordering = candidate.ordering._replace(recompute=space.recompute[after])
-    return ApartWork(replace(candidate, ordering=ordering), work.sides, work.memos)
+    ordering, positions = candidate.ordering, candidate.graph.positions
+    fewer, sets = [positions * quarters // 4 for quarters in _ALIVE], list(space.recompute)
+    others = [ordering._replace(alive=alive) for alive in fewer if alive and (ordering.alive is None or alive < ordering.alive)][
+        :1
+    ]
+    if ordering.alive is None:
+        others += [ordering._replace(recompute=again) for again in sets[sets.index(ordering.recompute) + 1 :][:1]]
+    for each in others:
+        yield ApartWork(replace(candidate, ordering=each), work.sides, work.memos)
 
 
 def _placed(work: ApartWork, space: Space, fits: bool) -> Placed:

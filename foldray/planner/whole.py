@@ -49,13 +49,22 @@ def whole_seconds(candidate: Candidate, work: OpWork, quick: bool = False) -> fl
 def pass_seconds(candidate: Candidate, work: OpWork, quick: bool = False) -> float:
     """Return the seconds of a step as `whole_seconds` does, without the optimizer and the gather of weights."""
     simulated, graph = simulate_step(candidate, work, quick), candidate.reducing
-    beside = max(_hidden(graph, simulated.spans, place) for place in range(graph.positions))
+    beside = max(_hidden(graph, own) for own in _by_place(graph, simulated.spans))
     return simulated.seconds + work.rank.device.share["crowding"] * beside
 
 
-def _hidden(graph: StepGraph, spans: Mapping[Op, Span], place: int) -> float:
+def _by_place(graph: StepGraph, spans: Mapping[Op, Span]) -> list[dict[Op, Span]]:
+    """Return the spans of the ops of every position."""
+    found: list[dict[Op, Span]] = [{} for _ in range(graph.positions)]
+    for op, span in spans.items():
+        for place in graph.where(op):
+            found[place][op] = span
+    return found
+
+
+def _hidden(graph: StepGraph, spans: Mapping[Op, Span]) -> float:
     """Return the seconds of one position in which communication overlaps with computation."""
-    used = usage(graph, {op: span for op, span in spans.items() if place in graph.where(op)})
+    used = usage(graph, spans)
     return used.communication - used.exposed
 
 

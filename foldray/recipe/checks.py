@@ -109,6 +109,9 @@ def _check_schedule(recipe: Description) -> None:
         raise UserError("schedule.backward", schedule.backward, rule, ["null"])
     if schedule.ahead is not None and not own.found:
         raise UserError("schedule.ahead", schedule.ahead, f"has no meaning with kind={schedule.kind}, only with list", ["null"])
+    if schedule.alive is not None and schedule.kind != AF_PIPE.name:
+        rule = f"has no meaning with kind={schedule.kind}, only with {AF_PIPE.name}"
+        raise UserError("schedule.alive", schedule.alive, rule, ["null"])
     if recipe.training.micro_batch % schedule.batch_degree:
         rule = f"must divide training.micro_batch={recipe.training.micro_batch}, which it cuts"
         raise UserError("schedule.batch_degree", schedule.batch_degree, rule, divisors(recipe.training.micro_batch))

@@ -125,6 +125,7 @@ class Description(Strict):
             self._sequences, schedule.kind, schedule.degree, lag, schedule.backward, backward_lag,
             schedule.slicing, schedule.slices, schedule.batch_degree, reduction, schedule.recompute,
             schedule.weight_gradients == "apart", 1 if schedule.ahead is None else schedule.ahead,
+            schedule.alive,
         )  # fmt: skip
 
     @property

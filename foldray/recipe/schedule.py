@@ -85,6 +85,14 @@ class ScheduleSpec(Strict):
         description="How much more a worker may keep than in the pipeline's own order, in micro-batches: 0.5 is half of the "
         "activations of one. More memory hides more communication. Only `kind: list` has this choice. Null is 1.",
     )
+    alive: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_SEQUENCES,
+        description="With the section `placement`: most micro-batches that have started and not ended. Fewer need less memory, "
+        "and let workers wait longer. Only `kind: af_pipe` has this choice. Null is as few as make the step nearly as fast as "
+        "more of them would.",
+    )
     reduction: Literal["end", "buckets", "chunks"] = Field(
         "end",
         description="When gradients are summed over workers. `end` waits for the whole backward, `buckets` leave once they are "

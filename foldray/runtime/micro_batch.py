@@ -431,12 +431,8 @@ class MicroBatch:
         graph = self._graphs.pop(op._replace(direction="F"))
         parameters = self.model.parameters_of(ATTENTION if op.kind == PROJECT else op.kind, op.layer)
         ends = [(edge, gradient) for edge, gradient in zip(graph.ends, gradients, strict=False) if edge is not None]
-        found = torch.autograd.grad(
-            [edge for edge, _ in ends],
-            [*(each.edge for each in graph.inputs), *parameters],
-            [gradient for _, gradient in ends],
-            allow_unused=True,
-        )
+        wanted: list[Any] = [*(each.edge for each in graph.inputs), *parameters]
+        found = torch.autograd.grad([edge for edge, _ in ends], wanted, [gradient for _, gradient in ends], allow_unused=True)
         for parameter, part in zip(parameters, found[len(graph.inputs) :], strict=True):
             if part is not None:
                 self.add(parameter, part)

@@ -53,7 +53,7 @@ def position_list(graph: StepGraph, position: int, ordering: Ordering) -> tuple[
     if ordering.found is not None and ordering.found.graph == graph:
         return ordering.found.order
     if graph.apart:
-        order = _with_weights(graph, [_head_at_once(graph, af_pipe(graph)[position])])
+        order = _with_weights(graph, [_head_at_once(graph, af_pipe(graph, ordering.alive)[position])])
     else:
         weaves = ordering.forward.row.weaves
         stages = pipeline(graph.pipeline, weaves)[position]

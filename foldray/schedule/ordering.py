@@ -41,6 +41,8 @@ class Ordering(NamedTuple):
         reduction: when gradients are reduced.
         weights_apart: whether gradients of weights are ops of their own, while others travel (`StepGraph.later`).
         ahead: how much more a position may keep than in the pipeline's own order, in micro-batches, for a kind that is found.
+        alive: most micro-batches that have started and not ended, if the experts have ranks of their own (`af_pipe`). None is as
+            many as make the step fast.
         costs: the times of the ops. `chunks` uses them to let all-to-alls go first. With None, chunks leave as soon as they
             are ready.
         found: the list that was found, for a kind that is found.
@@ -54,6 +56,7 @@ class Ordering(NamedTuple):
     reduction: Reduction = Reduction()
     weights_apart: bool = False
     ahead: float = 1
+    alive: int | None = None
     costs: OpCosts | None = None
     found: FoundList | None = None
 
@@ -119,6 +122,7 @@ def make_ordering(
     recompute: tuple[str, ...] = (),
     weights_apart: bool = False,
     ahead: float = 1,
+    alive: int | None = None,
 ) -> Ordering:
     """Return the ordering for the settings of a recipe.
 
@@ -135,6 +139,7 @@ def make_ordering(
         recompute: kinds of ops whose forward runs again.
         weights_apart: whether gradients of weights are ops of their own.
         ahead: how much more a position may keep than in the pipeline's own order, in micro-batches.
+        alive: most micro-batches that have started and not ended, if the experts have ranks of their own.
 
     Raises:
         UserError: no kind has this name, or sequences cannot be cut in this way.
@@ -144,7 +149,7 @@ def make_ordering(
         whole = not overlap_kind(kind).cuts_attention
         cut = cut._replace(attention=(sequences.length,) if whole else slices or cut.attention)
     ways = Overlap(kind, lag), Overlap(backward or kind, backward_lag)
-    return Ordering(*ways, cut, recompute, batch_degree, reduction or Reduction(), weights_apart, ahead)
+    return Ordering(*ways, cut, recompute, batch_degree, reduction or Reduction(), weights_apart, ahead, alive)
 
 
 def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1) -> Ordering:

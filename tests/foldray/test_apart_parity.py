@@ -34,6 +34,7 @@ class Case(NamedTuple):
     recompute: tuple[str, ...] = ()
     zero: int = 0
     reduction: str = "end"
+    alive: int | None = None
 
 
 def train_apart(rank: int, case: Case, steps: int) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def train_apart(rank: int, case: Case, steps: int) -> dict[str, Any]:
     model = Transformer(Ownership(spec, fold, case.virtual_stages), groups, dtype=torch.float64)
     optimizer = OptimizerSpec(kind="sgd", lr=1.0, decay="constant", weight_decay=0.0, clip=None)
     ordering = make_ordering(Sequences(LENGTH, SliceCost.of_model(16, 8), 1), "aaam", case.degree, recompute=case.recompute)
-    ordering = ordering._replace(reduction=ordering.reduction._replace(kind=case.reduction))
+    ordering = ordering._replace(reduction=ordering.reduction._replace(kind=case.reduction), alive=case.alive)
     engine = TorchEngine(model, groups, optimizer, ordering, case.zero)
     model.slice(None if case.degree == 1 else ordering.slicing.attention if ordering.slicing else None)
     losses, norms = [], []
@@ -72,6 +73,7 @@ def _batches(groups: Groups, case: Case, step: int, vocab: int) -> list[Batch]:
 CASES = {
     "1:1": Case(Fold(2, expert_ranks=1)),
     "1:1, two positions each": Case(Fold(4, pp=2, expert_ranks=2, expert_pp=2)),
+    "1:1, one micro-batch alive": Case(Fold(4, pp=2, expert_ranks=2, expert_pp=2), passes=4, alive=1),
     "2:1": Case(Fold(3, expert_ranks=1), passes=1),
     "1:2": Case(Fold(3, ep=2, expert_ranks=2)),
     "1:2, edp 2": Case(Fold(3, expert_ranks=2)),

@@ -9,6 +9,8 @@ import pytest
 from foldray import Recipe, UserError
 from foldray.blueprint import ModelSpec, Ownership
 from foldray.fold import Fold
+from foldray.planner.apart import most_kept
+from foldray.schedule import Place, Slicing, StepGraph, position_list
 
 
 def placed(placement: dict[str, Any] | None, **sections: Any) -> Recipe:
@@ -28,6 +30,17 @@ def test_a_placement_is_a_fold_over_disjoint_workers() -> None:
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
 
 
+def test_a_recipe_says_how_many_micro_batches_are_alive() -> None:
+    kept = []
+    for alive in (1, 2, None):
+        recipe = placed(BOTH, schedule={"alive": alive}, training={"global_batch": 16})
+        assert recipe.ordering.alive == alive
+        blocks = tuple(map(recipe.model.block, range(2)))
+        graph = StepGraph((blocks,), Slicing((16,), (16,)), micro_batches=4, places=(Place(0, 1), Place(0, 1)))
+        kept.append(most_kept(position_list(graph, 1, recipe.ordering), "expert").total())
+    assert kept == [2, 4, 7]
+
+
 def test_labels_go_by_half() -> None:
     labelled = {**BOTH, "attention_nodes": "gpu=h100", "expert_nodes": "gpu=a100"}
     assert placed(labelled).labels == ("gpu=h100", "gpu=h100", "gpu=a100", "gpu=a100")
@@ -44,6 +57,9 @@ BAD: list[tuple[dict[str, Any] | None, dict[str, Any], str]] = [
     (BOTH, {"schedule": {"kind": "stream", "degree": 2}}, "schedule.kind=stream: orders workers that have both"),
     (BOTH, {"schedule": {"backward": "aaam", "degree": 2}}, "schedule.backward=aaam: orders workers that have both"),
     (None, {"schedule": {"kind": "af_pipe"}}, "schedule.kind=af_pipe: is for experts with workers of their own"),
+    (BOTH, {"schedule": {"kind": "list", "alive": 2}}, "schedule.alive=2: has no meaning with kind=list, only with af_pipe"),
+    (None, {"schedule": {"alive": 2}}, "schedule.alive=2: has no meaning with kind=sequential, only with af_pipe"),
+    (BOTH, {"schedule": {"alive": 0}}, "schedule.alive=0: must be greater than or equal to 1"),
     (BOTH, {"moe": {"backend": "tutel"}}, "moe.backend=tutel: Tutel's kernels"),
     (BOTH, {"model": {"preset": "tiny", "router": {"capacity_factor": 1.0, "pad": True}}}, "model.router.pad=true"),
     ({**BOTH, "expert_pp": 2}, {"fold": {"ep": 1}, "model": {"preset": "tiny", "layers": 1}}, "placement.expert_pp=2: makes 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from foldray.cli import main
 from foldray.errors import UserError
 from foldray.planner.candidate import Job
 from foldray.planner.hardware import load_hardware
+from foldray.planner.memory import GIB
 from foldray.planner.placing import _works, adapters, apart_seconds, least_seconds, roofline, search_placements
 from foldray.planner.prediction import straggling
 from foldray.planner.space import Space
@@ -43,6 +45,19 @@ def test_ops_run_again_where_memory_needs_it() -> None:
     best = search_placements(small, 1)[0]
     assert best.fits
     assert best.candidate.ordering.recompute
+
+
+def test_fewer_micro_batches_are_alive_where_memory_needs_it() -> None:
+    pins = {"tp": 1, "pp": 2, "ep": 4}
+    space = Space(SPACE.job, SPACE.hardware, 16, pins, micro_batches=(1,), recompute=((),))
+    best = search_placements(space, 1)[0]
+    assert best.candidate.ordering.alive is None
+    tight = max(each.total for each in best.memory) / GIB - 0.05
+    machines = SPACE.hardware.model_copy(update={"memory_gib": tight})
+    leaner = search_placements(replace(space, hardware=machines), 1)[0]
+    assert leaner.fits
+    assert leaner.candidate.ordering.alive
+    assert leaner.seconds >= best.seconds
 
 
 def test_the_roofline_gives_more_gpus_to_longer_sequences() -> None:
