@@ -1,6 +1,6 @@
 """Predict DisagMoE's experiments at the paper's scale with the planner: section 6.2, figures 10, 12, 13 and 14.
 
-    python recipes/papers/disagmoe.py [speed|woven|topk|stages] [--models MODEL …] [--lengths TOKENS …] [--gpus N] [--json FILE]
+    python recipes/papers/disagmoe.py [speed|woven|topk|stages] [--models MODEL …] [--lengths TOKENS …] [--gpus N] [--most N]
 
 The cluster has nodes of eight H800 (`--cluster`). The models are those of the paper's table 2. Every GPU has equally many
 tokens (the paper does not give its batches). `speed` (figures 10 and 12) compares four ways to train, each with the fold, the
@@ -27,6 +27,7 @@ import contextlib
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,11 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="*", type=int, default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--gpus", type=int, default=128)
     parser.add_argument("--cluster", default="h800")
+    parser.add_argument("--most", type=int, default=64, metavar="N", help="placements of workers of their own that are simulated")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    run = {"speed": compared, "woven": woven, "topk": by_topk, "stages": by_stages}[args.experiment]
+    compare = partial(compared, most=args.most)
+    run = {"speed": compare, "woven": woven, "topk": by_topk, "stages": by_stages}[args.experiment]
     machines = load_hardware(args.cluster)
     found = []
     for model, length in itertools.product(args.models, args.lengths):
@@ -75,14 +78,14 @@ def main() -> None:
             args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def compared(space: Space) -> dict[str, Any]:
+def compared(space: Space, most: int) -> dict[str, Any]:
     """Predict and print all ways to train."""
     result: dict[str, Any] = {}
     for name in WAYS:
         if (best := baseline(space, name, 16)) is not None:
             result[name] = shown(name, best)
     result["shared"] = shown("shared", search(space, 1).best[0])
-    placed = search_placements(space, 5)
+    placed = search_placements(space, 5, most)
     result["own"] = [own(each) for each in placed]
     for name in (*WAYS, "shared"):
         if name in result:
