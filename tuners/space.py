@@ -116,7 +116,7 @@ def apply_setting(recipe: Recipe, setting: Setting) -> Recipe:
         given["schedule"]["slices"] = None
     if setting.kind != recipe.schedule.kind:
         was, row = overlap_kind(recipe.schedule.kind), overlap_kind(setting.kind)
-        given["schedule"] |= {"backward": None, "ahead": None}
+        given["schedule"] |= {"backward": None, "ahead": None, "alive": None}
         if row.weights_apart != was.weights_apart:
             given["schedule"]["weight_gradients"] = "apart" if row.weights_apart else "together"
     return Recipe.parse(given)

@@ -40,7 +40,7 @@ class Recipe(Description):
 
     def named_ordering(self, name: str) -> Ordering:
         """Return the ordering of a short name such as `stream:4:2` (`schedule.named_ordering`), with this recipe's
-        recomputation.
+        recomputation and micro-batches alive.
 
         Raises:
             UserError: the name is illegal, or the ordering does not fit this recipe.
@@ -56,7 +56,7 @@ class Recipe(Description):
         if self.engine.kind == "deepspeed" and self.schedule.reduction == "end" != ordering.reduction.kind:
             rule = "reduces gradients within the step; with DeepSpeed this needs schedule.reduction=chunks or buckets"
             raise UserError("schedule", name, rule)
-        return ordering._replace(recompute=self.schedule.recompute)
+        return ordering._replace(recompute=self.schedule.recompute, alive=self.schedule.alive)
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:

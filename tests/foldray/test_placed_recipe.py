@@ -34,7 +34,7 @@ def test_a_recipe_says_how_many_micro_batches_are_alive() -> None:
     kept = []
     for alive in (1, 2, None):
         recipe = placed(BOTH, schedule={"alive": alive}, training={"global_batch": 16})
-        assert recipe.ordering.alive == alive
+        assert recipe.ordering.alive == recipe.named_ordering("af_pipe").alive == alive
         blocks = tuple(map(recipe.model.block, range(2)))
         graph = StepGraph((blocks,), Slicing((16,), (16,)), micro_batches=4, places=(Place(0, 1), Place(0, 1)))
         kept.append(most_kept(position_list(graph, 1, recipe.ordering), "expert").total())

@@ -110,6 +110,15 @@ def test_workers_of_their_own_are_split_in_every_way_that_is_asked_for() -> None
     assert min(predictions.peak_bytes) > 0
 
 
+def test_a_found_list_needs_no_bound_of_micro_batches() -> None:
+    bounded = placed(attention=[2]).model_dump()
+    bounded["schedule"]["alive"] = 2
+    given = Recipe.parse(bounded)
+    told = {kind: apply_setting(given, Setting.of(given)._replace(kind=kind)) for kind in ("af_pipe", "list")}
+    assert told["af_pipe"].schedule.alive == 2
+    assert told["list"].schedule.alive is None
+
+
 def test_splits_need_a_placement_and_a_worker_for_each_half() -> None:
     with pytest.raises(UserError, match=r"tune\.space\.attention=\[1\]: is for experts with workers of their own"):
         recipe(attention=[1])
