@@ -22,7 +22,7 @@ DEGREES = (1, 2)
 AHEADS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0)
 """Memory beyond that of the pipeline's own order, in micro-batches (`schedule.ahead`). The largest one that fits is taken."""
 _ROUNDS = 3, 5  # micro-batches per pipeline position that are simulated; every further one takes as long as others
-_FEWER_ROUNDS = 2, 4  # the same for the many candidates of a table
+FEWER_ROUNDS = 2, 4  # the same for the many candidates of a table
 
 
 class Listed(NamedTuple):
@@ -101,7 +101,7 @@ def list_seconds(candidate: Candidate, device: Device, memo: Memo | None = None)
         device: its devices.
         memo: tables of known results.
     """
-    return _simulated(candidate, device, _FEWER_ROUNDS, memo, quick=True).seconds
+    return _simulated(candidate, device, FEWER_ROUNDS, memo, quick=True).seconds
 
 
 class _Simulated(NamedTuple):

@@ -38,14 +38,17 @@ class Comparison(NamedTuple):
 
 def placement(placed: Placed) -> dict[str, Any]:
     """Return the keys of a recipe for a placement."""
-    fold = placed.candidate.fold
+    fold, ordering = placed.candidate.fold, placed.candidate.ordering
     return {
         "fold": {"tp": fold.tp, "pp": fold.pp, "ep": fold.ep},
         "placement": {"attention": fold.attention_ranks, "experts": fold.moe_ranks, "expert_pp": fold.moe_pp},
         "schedule": {
             "virtual_stages": placed.candidate.virtual_stages,
-            "recompute": list(placed.candidate.ordering.recompute),
-            "alive": placed.candidate.ordering.alive,
+            "recompute": list(ordering.recompute),
+            "alive": ordering.alive,
+            "kind": ordering.forward.kind,
+            "weight_gradients": "apart" if ordering.weights_apart else "together",
+            "ahead": ordering.ahead if ordering.forward.row.found else None,
         },
         "training": {"micro_batch": placed.candidate.micro_batch, "global_batch": placed.candidate.job.global_batch},
     }
@@ -77,13 +80,13 @@ def placements_document(found: Comparison) -> dict[str, Any]:
 
 def placements_table(found: Comparison, hardware: Hardware) -> str:
     """Return a text with one line per placement, the best plan with shared workers, and which of both is faster."""
-    width, most = max(len(str(each.candidate.fold)) for each in found.placed) + 2, max(map(len, map(_schedule, found.placed))) + 2
+    width, most = max(len(str(each.candidate.fold)) for each in found.placed) + 2, max(map(len, map(order, found.placed))) + 2
     lines = [f"attention and experts on workers of their own, on {hardware.name}", ""]
     lines.append(f"{'':>4}{'A:F':<9}{'fold':<{width}}{'schedule':<{most}}{'step':>9}{'MFU':>8}{'memory of A, F':>18}")
     for number, each in enumerate(found.placed, 1):
         fold, held = each.candidate.fold, [side.total / GIB for side in each.memory]
         line = f"{number:>3} {f'{fold.attention_ranks}:{fold.moe_ranks}':<9}{fold!s:<{width}}"
-        line += f"{_schedule(each):<{most}}{each.seconds:>7.2f} s{each.mfu:>8.1%}"
+        line += f"{order(each):<{most}}{each.seconds:>7.2f} s{each.mfu:>8.1%}"
         line += f"{held[0]:>8.0f}, {held[1]:.0f} GiB"
         lines.append(line if each.fits else f"{line}, more than the {hardware.memory_gib:.0f} GiB there are")
     shared, allocation = found.shared, found.allocation
@@ -99,10 +102,13 @@ def placements_table(found: Comparison, hardware: Hardware) -> str:
     return "\n".join(lines)
 
 
-def _schedule(placed: Placed) -> str:
-    candidate, again, alive = placed.candidate, placed.candidate.ordering.recompute, placed.candidate.ordering.alive
-    text = f"b={candidate.micro_batch}" + (f" v={candidate.virtual_stages}" if candidate.virtual_stages > 1 else "")
-    text += f" alive={alive}" if alive else ""
+def order(placed: Placed) -> str:
+    """Return a placement's schedule in short: its kind, micro-batch, stages, micro-batches alive, and what runs again."""
+    candidate, ordering = placed.candidate, placed.candidate.ordering
+    found, again = ordering.forward.row.found, ordering.recompute
+    text = f"list ahead={ordering.ahead:g}" if found else ordering.forward.kind + ("-apart" if ordering.weights_apart else "")
+    text += f" b={candidate.micro_batch}" + (f" v={candidate.virtual_stages}" if candidate.virtual_stages > 1 else "")
+    text += f" alive={ordering.alive}" if ordering.alive else ""
     return text + (f" again {'+'.join(again)}" if again else "")
 
 

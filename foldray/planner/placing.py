@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
 from foldray.blueprint import half_flops
@@ -26,19 +27,20 @@ from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
+from foldray.planner.listed import AHEADS, FEWER_ROUNDS
 from foldray.planner.memo import Memo
 from foldray.planner.memory import GIB, Memory
 from foldray.planner.prediction import predict, straggling
 from foldray.planner.space import Space
 from foldray.planner.whole import whole_seconds
-from foldray.schedule import AF_PIPE, Ordering, Overlap
+from foldray.schedule import AF_PIPE, LIST, Ordering, Overlap
 
 _TP = _CP = (1, 2, 4, 8)
 _POSITIONS = (1, 2, 4, 8)  # of each side
 _SPLITS = 32  # most splits of the GPUs that are tried for a fold
 _OTHER_BATCH = 0.02  # any number of data-parallel places is tried, with the nearest batch that it divides, if that is as near
 _ALIVE = (4, 3, 2)  # micro-batches alive, in quarters of the number of positions, where more do not fit into memory
-_ROUNDS, _FURTHER = 5, 4  # rounds of as many micro-batches as positions that are simulated; the last ones stand for all others
+_ROUNDS = 5, 9  # rounds of as many micro-batches as positions that are simulated; the last ones stand for all others
 
 
 class Placed(NamedTuple):
@@ -86,7 +88,8 @@ def search_placements(space: Space, top: int = 5, most: int = 64) -> list[Placed
     Args:
         space: the job, the cluster, and its pins for tp, cp, pp (the positions of each side) and ep.
         top: number of placements to return.
-        most: most placements whose steps are simulated.
+        most: most placements whose steps are simulated with AF-Pipe. The fastest ones are then also simulated with gradients of
+            weights apart, and with found lists.
 
     Raises:
         UserError: there is no legal placement.
@@ -113,8 +116,24 @@ def search_placements(space: Space, top: int = 5, most: int = 64) -> list[Placed
         unfit.append(work)
         for leaner in _leaner(work, space):
             heapq.heappush(queue, (_least(leaner, space), next(numbers), leaner))
-    found = found or [_placed(work, space, False) for work in unfit[:top]]
-    return sorted(found, key=lambda each: each.seconds)[:top]
+    if not found:
+        return sorted((_placed(work, space, False) for work in unfit[:top]), key=lambda each: each.seconds)
+    best = sorted(found, key=lambda each: each.seconds)[:top]
+    return sorted((_best_order(each, space) for each in best), key=lambda each: each.seconds)
+
+
+def _best_order(placed: Placed, space: Space) -> Placed:
+    """Return the same placement with the fastest schedule that fits, of AF-Pipe, AF-Pipe with gradients of weights apart, and a
+    found list that keeps as much as there is memory for."""
+    candidate, room = placed.candidate, space.hardware.memory_gib * GIB
+    named, found = candidate.ordering._replace(weights_apart=True), Overlap(LIST.name)
+    lists = [named._replace(forward=found, backward=found, ahead=ahead, alive=None) for ahead in AHEADS]
+    best = [placed]
+    for orderings in ([named], lists):
+        works = (ApartWork(replace(candidate, ordering=each), sides(space)) for each in orderings)
+        fitting = (work for work in works if max(each.total for each in _short(work).memory()) <= room)
+        best += [_placed(work, space, True) for work in islice(fitting, 1)]
+    return min(best, key=lambda each: each.seconds)
 
 
 def _leaner(work: ApartWork, space: Space) -> Iterator[ApartWork]:
@@ -147,10 +166,10 @@ def apart_seconds(work: ApartWork) -> float:
     A step of many micro-batches is simulated with fewer of them. In steady state, each further one takes as long as another.
     """
     candidate = work.candidate
-    positions, passes = candidate.graph.positions, candidate.micro_batches
-    fewer, more = _ROUNDS * positions, (_ROUNDS + _FURTHER) * positions
+    positions, passes, quick = candidate.graph.positions, candidate.micro_batches, candidate.ordering.forward.row.found
+    fewer, more = (rounds * positions for rounds in (FEWER_ROUNDS if quick else _ROUNDS))
     counts = [passes] if passes <= more else [fewer, more]
-    seconds = [whole_seconds(each.candidate, each) for each in (_with_passes(work, count) for count in counts)]
+    seconds = [whole_seconds(each.candidate, each, quick=quick) for each in (_with_passes(work, count) for count in counts)]
     found = seconds[-1] + (passes - counts[-1]) * (seconds[-1] - seconds[0]) / (more - fewer)
     return found * (1 + straggling(candidate.fold.world_size, work.rank.device))
 
@@ -178,7 +197,7 @@ def least_seconds(work: ApartWork) -> float:
 
 def _short(work: ApartWork) -> ApartWork:
     """Return the costs of a step that has as many micro-batches in flight, but not many more."""
-    return _with_passes(work, min(work.candidate.micro_batches, _ROUNDS * work.candidate.graph.positions))
+    return _with_passes(work, min(work.candidate.micro_batches, _ROUNDS[0] * work.candidate.graph.positions))
 
 
 def _with_passes(work: ApartWork, passes: int) -> ApartWork:

@@ -9,7 +9,8 @@ schedule and the micro-batch that the planner finds best for it:
 - *interleaved*: attention and experts on the same workers, EP16 and a pipeline, nothing overlaps (the paper's Megatron-LM);
 - *within MoE layers*: the same, with all-to-alls behind the experts (the paper's Tutel and Comet);
 - *shared*: the best of all of foldray's folds and schedules for workers that have both;
-- *own*: workers of their own for the experts, in the order of AF-Pipe, and the split of the GPUs that is best.
+- *own*: workers of their own for the experts, with the best split of the GPUs, in the order of AF-Pipe, with gradients of weights
+  apart, or in the order of a found list.
 
 `topk` (figure 13) does so for several numbers of experts per token and sizes of EP. `stages` (figure 14) takes the best fold
 of workers of their own, and changes its number of virtual stages.
@@ -39,6 +40,7 @@ from foldray.planner.hardware import load_hardware
 from foldray.planner.listed import with_kind
 from foldray.planner.memory import GIB
 from foldray.planner.nodes import Planned
+from foldray.planner.placed_report import order
 from foldray.planner.placing import Placed, apart_seconds, search_placements, sides
 from foldray.planner.report import schedule
 from foldray.planner.search import search
@@ -178,11 +180,8 @@ def own(placed: Placed) -> dict[str, Any]:
     candidate = placed.candidate
     fold, fits = candidate.fold, "" if placed.fits else ", too little memory"
     split = f"{fold.attention_ranks}:{fold.moe_ranks}"
-    print(
-        f"  {'own, ' + split:<18}{placed.seconds:>8.2f} s  {fold}, b={candidate.micro_batch} v={candidate.virtual_stages}{fits}"
-    )
-    about: dict[str, Any] = {"recompute": candidate.ordering.recompute}
-    about |= {"virtual_stages": candidate.virtual_stages, "micro_batch": candidate.micro_batch}
+    print(f"  {'own, ' + split:<18}{placed.seconds:>8.2f} s  {fold}, {order(placed)}{fits}", flush=True)
+    about = {"schedule": order(placed), "virtual_stages": candidate.virtual_stages, "micro_batch": candidate.micro_batch}
     return {"seconds": placed.seconds, "split": split, "fold": str(fold), "fits": placed.fits, **about}
 
 

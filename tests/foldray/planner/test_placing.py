@@ -15,7 +15,17 @@ from foldray.errors import UserError
 from foldray.planner.candidate import Job
 from foldray.planner.hardware import load_hardware
 from foldray.planner.memory import GIB
-from foldray.planner.placing import _works, adapters, apart_seconds, least_seconds, roofline, search_placements
+from foldray.planner.placing import (
+    _best_order,
+    _leaner,
+    _placed,
+    _works,
+    adapters,
+    apart_seconds,
+    least_seconds,
+    roofline,
+    search_placements,
+)
 from foldray.planner.prediction import straggling
 from foldray.planner.space import Space
 from foldray.planner.whole import whole_seconds
@@ -26,9 +36,9 @@ SPACE = Space(Job(MODEL, 4096, 256), load_hardware("h800"), 16, micro_batches=(1
 
 def test_what_the_search_leaves_out_is_slower() -> None:
     best = search_placements(SPACE, 1)[0]
-    fastest = min(apart_seconds(work) * 256 / work.candidate.job.global_batch for work in _works(SPACE))
+    fastest = min((_placed(work, SPACE, True) for work in _works(SPACE)), key=lambda each: each.seconds)
     assert best.fits
-    assert best.seconds == pytest.approx(fastest)
+    assert best.seconds == pytest.approx(_best_order(fastest, SPACE).seconds)
 
 
 def test_bounds_hold_and_short_steps_stand_for_long_ones() -> None:
@@ -48,16 +58,30 @@ def test_ops_run_again_where_memory_needs_it() -> None:
 
 
 def test_fewer_micro_batches_are_alive_where_memory_needs_it() -> None:
-    pins = {"tp": 1, "pp": 2, "ep": 4}
-    space = Space(SPACE.job, SPACE.hardware, 16, pins, micro_batches=(1,), recompute=((),))
-    best = search_placements(space, 1)[0]
-    assert best.candidate.ordering.alive is None
-    tight = max(each.total for each in best.memory) / GIB - 0.05
+    """With two positions of each side, four, three and two micro-batches are tried, and each needs less memory than before."""
+    pinned = replace(SPACE, pins={"tp": 1, "pp": 2, "ep": 4}, recompute=((), ("expert",)))
+    work = next(iter(_works(pinned)))
+    fewer, again = _leaner(work, pinned)
+    assert again.candidate.ordering.recompute == ("expert",)
+    tried = [work, fewer]
+    while further := list(_leaner(tried[-1], pinned)):
+        tried += further
+    assert [each.candidate.ordering.alive for each in tried] == [None, 4, 3, 2]
+    needed = [max(held.activations for held in each.memory()) for each in tried]
+    assert needed == sorted(needed, reverse=True)
+    assert needed[0] > 1.5 * needed[-1]
+    tight = (max(each.total for each in tried[-1].memory()) + 2**20) / GIB
     machines = SPACE.hardware.model_copy(update={"memory_gib": tight})
-    leaner = search_placements(replace(space, hardware=machines), 1)[0]
-    assert leaner.fits
-    assert leaner.candidate.ordering.alive
-    assert leaner.seconds >= best.seconds
+    assert search_placements(replace(pinned, hardware=machines), 1)[0].fits
+
+
+def test_found_lists_are_at_least_as_fast() -> None:
+    placed = _placed(next(iter(_works(SPACE))), SPACE, True)
+    best = _best_order(placed, SPACE)
+    assert best.candidate.ordering.weights_apart
+    assert best.seconds < placed.seconds
+    machines = SPACE.hardware.model_copy(update={"memory_gib": max(each.total for each in placed.memory) / GIB})
+    assert _best_order(placed, replace(SPACE, hardware=machines)).fits
 
 
 def test_the_roofline_gives_more_gpus_to_longer_sequences() -> None:
