@@ -10,7 +10,7 @@ from foldray.planner.apart import ApartWork
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork
 from foldray.planner.prediction import Step
-from foldray.schedule import Op, OpCosts, Span, StepGraph, step_schedule
+from foldray.schedule import Op, OpCosts, Span, StepGraph, ordered_schedule
 from foldray.timeline import usage
 from foldray.timeline.simulator import Simulation, simulate
 
@@ -31,7 +31,7 @@ def simulate_step(candidate: Candidate, work: OpWork, quick: bool = False) -> Si
         given = graph, work.cost, ordering.ahead
         return simulate(graph, first_list(*given) if quick else find(*given, moves=False).schedule, work.cost)
     costs = _op_costs(graph, work) if ordering.goes_by_costs else None
-    return simulate(graph, step_schedule(graph, ordering.forward, ordering.backward, ordering.reduction, costs), work.cost)
+    return simulate(graph, ordered_schedule(graph, ordering._replace(costs=costs)), work.cost)
 
 
 def whole_seconds(candidate: Candidate, work: OpWork, quick: bool = False) -> float:

@@ -7,7 +7,7 @@ from foldray.schedule.compiled import COMPUTE, CompiledSchedule, LaneSeconds, Sc
 from foldray.schedule.generators import Run
 from foldray.schedule.graph import Channel, Graph, PipelineGraph
 from foldray.schedule.handovers import place_handovers, with_handovers
-from foldray.schedule.lists import expand, position_list, stage_order, step_schedule
+from foldray.schedule.lists import expand, ordered_schedule, position_list, stage_order, step_schedule
 from foldray.schedule.op import Direction, Op, Schedule, handover, stage
 from foldray.schedule.ordering import FoundList, Ordering, Sequences, make_ordering, named_ordering
 from foldray.schedule.overlaps import (
@@ -83,6 +83,7 @@ __all__ = [
     "make_ordering",
     "named_ordering",
     "one_f_one_b",
+    "ordered_schedule",
     "overlap_kind",
     "peak",
     "pipeline",

@@ -40,7 +40,11 @@ def step_schedule(
     Raises:
         UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
     """
-    ordering = Ordering(forward, backward or forward, reduction=reduction or Reduction(), costs=costs)
+    return ordered_schedule(graph, Ordering(forward, backward or forward, reduction=reduction or Reduction(), costs=costs))
+
+
+def ordered_schedule(graph: StepGraph, ordering: Ordering) -> Schedule:
+    """Return the lists of all positions (`position_list`)."""
     return tuple(position_list(graph, position, ordering) for position in range(graph.positions))
 
 
