@@ -66,6 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_measuring(commands)
     _add_tuning(commands)
     _add_planning(commands)
+    _add_export(commands)
     _add_slice(commands)
     _add_explain(commands)
     return parser
@@ -166,6 +167,19 @@ def _add_planning(commands: Any) -> None:
     command = _add(commands, "calibrate", "Measure a recipe's workers, and write a hardware file for the planner.")
     _add_recipe(command, joins=True)
     command.add_argument("--out", type=Path, required=True, metavar="FILE.yaml", help="file to write")
+
+
+def _add_export(commands: Any) -> None:
+    command = _add(commands, "export-hf", "Write a trained model as a folder that Hugging Face's transformers loads.")
+    command.add_argument(
+        "run", metavar="RUN", help="folder of a run, for its newest checkpoint, or of a checkpoint: …/step_XXXXXXXX"
+    )
+    command.add_argument("folder", type=Path, metavar="DIR", help="folder to write; it must not exist")
+    command.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16", "float64"),
+        help="type of the weights (default: that of the training)",
+    )
 
 
 def _add_slice(commands: Any) -> None:

@@ -237,6 +237,12 @@ def _plan_picture(found: Any, machines: Any, path: Path) -> None:
     draw_plan(found, machines, path)
 
 
+def export_hf(given: argparse.Namespace) -> int:
+    from trainers.hugging_face.export import export
+
+    return export(given.run, given.folder, given.dtype, as_json=given.json)
+
+
 def slice_(given: argparse.Namespace) -> int:
     _check_range(given, seq_len=2**24, degree=2**8, multiple_of=2**24, hidden=2**20, heads=2**14)
     cost = SliceCost.of_model(given.hidden, given.heads)
@@ -330,7 +336,7 @@ def _say(text: str) -> None:
 
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "train": train, "submit": submit, "verify": verify, "bench": bench, "timeline": timeline, "tune": tune,
-    "dashboard": dashboard, "plan": plan, "calibrate": calibrate, "slice": slice_, "explain": explain,
+    "dashboard": dashboard, "plan": plan, "calibrate": calibrate, "export-hf": export_hf, "slice": slice_, "explain": explain,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from foldray.errors import MissingPackage, UserError
 # Characters per piece. Tokenizers need about 250 bytes of memory per character, and a text file is one document.
 _PIECE = 1 << 20
 # A tokenizer's folder may also hold a model's weights. Only files with these endings define the tokens.
-_DEFINING = {".json", ".txt", ".model", ".tiktoken", ".jinja"}
+DEFINING = {".json", ".txt", ".model", ".tiktoken", ".jinja"}
 _SIGNS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")  # every tokenizer's folder has at least one of these files
 
 
@@ -158,7 +158,7 @@ def _from_folder(name: str, folder: Path) -> Any:
 
 def _content_hash(folder: Path) -> str:
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.suffix in _DEFINING and path.is_file()):
+    for path in sorted(path for path in folder.iterdir() if path.suffix in DEFINING and path.is_file()):
         content = path.read_bytes()
         digest.update(f"{path.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()

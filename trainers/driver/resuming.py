@@ -56,7 +56,7 @@ class Beginning:
     """The checkpoint that a training starts from.
 
     Args:
-        field: the command-line option that names the checkpoint: resume or from.
+        field: the command-line option or argument that names the checkpoint: resume names its run, all others the checkpoint.
         value: the value of this option.
         folder: the folder of the checkpoint.
     """
@@ -105,10 +105,10 @@ class Beginning:
         """
         try:
             names = self.folder.names()
-            if self.field == "from" and not any(name.startswith(_OURS) for name in names or ()):
+            if self.field != "resume" and not any(name.startswith(_OURS) for name in names or ()):
                 steps = [(self.folder / name).name for name in names or () if _STEP.fullmatch(name)]
                 rule = "holds no checkpoint" if names is not None else "is not a checkpoint's folder, or does not exist"
-                raise UserError("from", self.value, rule, steps or None)
+                raise UserError(self.field, self.value, rule, steps or None)
             stored, _ = _check(self.folder)
         except DamagedFile as error:
             raise self.refused(error.name, error.what) from None
@@ -120,7 +120,7 @@ class Beginning:
 
     def refused(self, file: str, what: str) -> UserError:
         """Return an error that names the damage of this checkpoint, and an earlier undamaged checkpoint of the run."""
-        subject = "" if self.field == "from" else f"its checkpoint {self.folder.last} "
+        subject = f"its checkpoint {self.folder.last} " if self.field == "resume" else ""
         rule = f"{subject}is damaged: {file} {what}; {offer(self.folder.parent, self.folder.last)}"
         return UserError(self.field, self.value, rule)
 

@@ -1,0 +1,1 @@
+"""Models that leave foldray for Hugging Face's transformers."""

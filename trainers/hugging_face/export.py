@@ -1,0 +1,221 @@
+"""`foldray export-hf`: a checkpoint becomes a folder that Hugging Face's transformers loads as it is.
+
+Tensors go through memory one file at a time. The folder appears when all of it is written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from foldray.errors import MissingPackage, UserError
+from foldray.recipe import Recipe
+from trainers.checkpoints.stored import Stored
+from trainers.checkpoints.tensors import DamagedCheckpoint, load, opened
+from trainers.driver.resuming import Beginning
+from trainers.folders import DamagedFile, Folder
+from trainers.hugging_face.families import Family, Tensor, family_of, tensors_of
+from trainers.hugging_face.tokens import write_tokenizer
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+_RECIPE, _MOST_RECIPE = "recipe.yaml", 1 << 20
+_FILE = 1 << 30  # bytes of a file, if no tensor is larger
+
+
+class Exported(NamedTuple):
+    """What was written.
+
+    Args:
+        folder: the folder.
+        architecture: the class in transformers.
+        step: finished steps of the training.
+        parameters: number of elements.
+        dtype: their type.
+        files: number of files of tensors.
+        bytes: bytes of all tensors.
+    """
+
+    folder: str
+    architecture: str
+    step: int
+    parameters: int
+    dtype: str
+    files: int
+    bytes: int
+
+
+def export(run: str, folder: Path, dtype: str | None = None, as_json: bool = False) -> int:
+    """Write the model of a run, or of one of its checkpoints, for transformers. Say what was written, and return 0.
+
+    Args:
+        run: folder or URI of a run, or of a checkpoint in it.
+        folder: the folder to write; it must not exist.
+        dtype: type of the weights; None is that of the training.
+
+    Raises:
+        UserError: there is no undamaged checkpoint or no recipe, the model is in no known family, or the folder exists or
+            cannot be written. Nothing is left of the folder.
+        MissingPackage: safetensors is not installed.
+    """
+    try:
+        import safetensors.torch  # noqa: F401
+    except ImportError:
+        raise MissingPackage("export-hf", run, "safetensors", "pip install safetensors") from None
+    if os.path.lexists(folder):
+        raise UserError("DIR", str(folder), "exists already; give the name of a new folder")
+    begin = _checkpoint(run)
+    begin.look()
+    recipe = _recipe_of(run, begin.folder.parent)
+    family, console = family_of(recipe.model), Console(stderr=True)
+    wanted = getattr(torch, dtype or recipe.precision)
+    try:
+        with _new_folder(folder) as written, opened(begin.folder.checkpoint, None) as stored:
+            found = _write(_HashedOnce.of(stored), recipe, family, wanted, written, console)
+    except DamagedCheckpoint as error:
+        raise begin.refused(error.file, error.what) from None
+    except OSError as error:
+        raise UserError("DIR", str(folder), f"cannot be written ({error.strerror or error})") from None
+    found = found._replace(folder=str(folder))
+    print(json.dumps(found._asdict()) if as_json else _told(found, run))
+    return 0
+
+
+def _told(found: Exported, run: str) -> str:
+    files = f"{found.files} file{'s' if found.files > 1 else ''}"
+    return "\n".join([
+        f"{run}, after {found.step} steps, is now a model for transformers in {found.folder}",
+        "",
+        f"  class       {found.architecture}",
+        f"  parameters  {found.parameters:,} in {found.dtype}, {found.bytes / 2**20:,.1f} MiB in {files}",
+        f'  load it     transformers.AutoModelForCausalLM.from_pretrained("{found.folder}")',
+    ])  # fmt: skip
+
+
+def _checkpoint(run: str) -> Beginning:
+    """Return the newest checkpoint of a run, or the checkpoint in this folder."""
+    begin = replace(Beginning.at(run), field="RUN")
+    if newest := Beginning.newest(begin.folder):
+        return replace(newest, field="RUN", value=run)
+    return begin
+
+
+def _recipe_of(run: str, folder: Folder) -> Recipe:
+    """Return the recipe in the folder of a run."""
+    try:
+        text = folder.read(_RECIPE, _MOST_RECIPE)
+    except DamagedFile as error:
+        raise UserError("RUN", run, f"its {error}; it says how the model is made") from None
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place, _RECIPE)
+        path.write_bytes(text)
+        return Recipe.load(path)
+
+
+class _new_folder:
+    """A folder that gets its name once all of it is written. If that fails, nothing is left of it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder.absolute()
+
+    def __enter__(self) -> Path:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        self.written = Path(tempfile.mkdtemp(dir=self.folder.parent, prefix=f".{self.folder.name}-"))
+        return self.written
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self.written.chmod(0o777 & ~_umask())
+                self.written.rename(self.folder)
+        finally:
+            shutil.rmtree(self.written, ignore_errors=True)
+
+
+def _umask() -> int:
+    now = os.umask(0)
+    os.umask(now)
+    return now
+
+
+@dataclass(frozen=True)
+class _HashedOnce(Stored):
+    """A checkpoint whose files are hashed once, although tensors are read one by one."""
+
+    known: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, stored: Stored) -> _HashedOnce:
+        return cls(**{each.name: getattr(stored, each.name) for each in fields(stored)})
+
+    def check(self, name: str) -> None:
+        if name not in self.known:
+            super().check(name)
+            self.known.add(name)
+
+
+def _write(stored: Stored, recipe: Recipe, family: Family, dtype: torch.dtype, folder: Path, console: Console) -> Exported:
+    from safetensors.torch import save_file
+
+    tensors = tensors_of(family, recipe.model)
+    sizes = {each.name: math.prod(_shape(stored, each)) * dtype.itemsize for each in tensors}
+    files, placed = list(_files(tensors, sizes)), dict[str, str]()
+    for number, content in enumerate(track(files, "writing", console=console, disable=not sys.stderr.isatty()), 1):
+        name = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+        save_file({each.name: _read(stored, each, dtype) for each in content}, folder / name, {"format": "pt"})
+        placed |= {each.name: name for each in content}
+    if len(files) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": placed}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    separator, kind = write_tokenizer(recipe.data.tokenizer, folder), str(dtype).removeprefix("torch.")
+    config = {
+        "architectures": [family.architecture], "model_type": family.model_type, **family.config(recipe.model),
+        "max_position_embeddings": recipe.data.seq_len, "bos_token_id": separator, "eos_token_id": separator, "dtype": kind,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    size = sum(sizes.values())
+    return Exported("", family.architecture, stored.progress.step, size // dtype.itemsize, kind, len(files), size)
+
+
+def _files(tensors: Sequence[Tensor], sizes: dict[str, int]) -> Iterator[list[Tensor]]:
+    """Yield the tensors of every file, in order. Only a single tensor makes a file larger than `_FILE`."""
+    content, total = list[Tensor](), 0
+    for each in tensors:
+        if content and total + sizes[each.name] > _FILE:
+            yield content
+            content, total = [], 0
+        content.append(each)
+        total += sizes[each.name]
+    yield content
+
+
+def _shape(stored: Stored, tensor: Tensor) -> Sequence[int]:
+    key = f"model/{tensor.ours}"
+    if key not in stored.contents.tensors:
+        raise DamagedFile(".metadata", f"has no tensor {key}")
+    return stored.contents.tensors[key].size
+
+
+def _read(stored: Stored, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
+    key = f"model/{tensor.ours}"
+    whole = torch.empty(_shape(stored, tensor), dtype=stored.contents.tensors[key].properties.dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch says that one process loads, which is meant here
+        load(stored, {key: whole}, {}, None)
+    found = (whole.T if tensor.turned else whole).to(dtype).contiguous()
+    if not bool(found.isfinite().all()):
+        where = f"{tensor.ours} has a number that {str(dtype).removeprefix('torch.')} cannot hold, or none at all"
+        raise UserError("dtype", str(dtype).removeprefix("torch."), where, DTYPES)
+    return found

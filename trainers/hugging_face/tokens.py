@@ -1,0 +1,94 @@
+"""The tokenizer's files of an exported model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from foldray.errors import UserError
+from trainers.data.tokenizers import DEFINING, ByteTokenizer, load_tokenizer
+
+_SEPARATOR = "<|document|>"
+_OF_MODELS = ("config.json", "generation_config.json")  # files beside a tokenizer that describe its model
+
+
+def write_tokenizer(name: str, folder: Path) -> int:
+    """Write the files of a recipe's tokenizer (`data.tokenizer`), and return the id in front of each document.
+
+    Raises:
+        UserError: the tokenizer's folder is gone, or cannot be read.
+    """
+    tokenizer = load_tokenizer(name)
+    if isinstance(tokenizer, ByteTokenizer):
+        (folder / "tokenizer.json").write_text(json.dumps(_bytes(tokenizer.separator)))
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": _SEPARATOR,
+                "eos_token": _SEPARATOR,
+                "clean_up_tokenization_spaces": False,
+            })
+        )  # fmt: skip
+        return tokenizer.separator
+    try:
+        for path in sorted(Path(os.path.expanduser(name)).iterdir()):
+            told = path.name in _OF_MODELS or path.name.endswith(".index.json")
+            if path.suffix in DEFINING and path.is_file() and not told:
+                shutil.copyfile(path, folder / path.name)
+    except OSError as error:
+        raise UserError("data.tokenizer", name, f"cannot be copied ({error.strerror or error})") from None
+    return tokenizer.separator
+
+
+def _bytes(separator: int) -> dict[str, Any]:
+    """Return the document of a tokenizer without merges: every byte of UTF-8 is a token with its own value."""
+    special = {"id": _SEPARATOR, "ids": [separator], "tokens": [_SEPARATOR]}
+    first, text = {"SpecialToken": {"id": _SEPARATOR, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    second = {"Sequence": {"id": "B", "type_id": 0}}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": separator,
+                "content": _SEPARATOR,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [first, text],
+            "pair": [first, text, first, second],
+            "special_tokens": {_SEPARATOR: special},
+        },
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {character: byte for byte, character in enumerate(_characters())},
+            "merges": [],
+        },
+    }
+
+
+def _characters() -> list[str]:
+    """Return the character that stands for each byte in byte-level tokenizers (GPT-2): itself, or one behind 255."""
+    own = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in own else next(others)) for byte in range(256)]
