@@ -138,7 +138,10 @@ class _new_folder:
     def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is None:
-                self.written.chmod(0o777 & ~_umask())
+                mask = _umask()
+                for path in self.written.iterdir():
+                    path.chmod(0o666 & ~mask)  # safetensors lets only the owner read its files
+                self.written.chmod(0o777 & ~mask)
                 self.written.rename(self.folder)
         finally:
             shutil.rmtree(self.written, ignore_errors=True)

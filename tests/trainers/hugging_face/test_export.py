@@ -102,6 +102,7 @@ def test_every_weight_is_there_once_and_in_the_type_that_was_asked_for(
         assert torch.equal(found.pop(each.name), expected.to(torch.bfloat16))
     assert not found
     assert not list(place.parent.glob(".*"))
+    assert len({path.stat().st_mode for path in place.iterdir()}) == 1
     assert transformers.AutoModelForCausalLM.from_pretrained(place).dtype == torch.bfloat16
 
 
