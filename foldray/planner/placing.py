@@ -20,7 +20,7 @@ from typing import NamedTuple
 from foldray.blueprint import half_flops
 from foldray.errors import UserError
 from foldray.fold import Fold, divisors
-from foldray.kinds import REDUCE
+from foldray.kinds import HANDOVER, REDUCE
 from foldray.planner.allocator import Allocation, Demand, Machines, allocate
 from foldray.planner.apart import ApartWork, Sides, ranks_of_a_token
 from foldray.planner.candidate import Candidate
@@ -185,14 +185,17 @@ def predicted_seconds(candidate: Candidate, hardware: Hardware) -> float:
 
 
 def least_seconds(work: ApartWork) -> float:
-    """Return a lower bound of a step: the micro-batches of the position, or of the adapters, that have most to do."""
-    one, most = _with_passes(work, 1), defaultdict[tuple[int, str], float](float)
-    graph = one.candidate.graph
+    """Return a lower bound of a step: the micro-batches of the position, or of the adapters, that have most to do; or the way of
+    a micro-batch, if few of them may be on it at once."""
+    one, most, way = _with_passes(work, 1), defaultdict[tuple[int, str], float](float), 0.0
+    graph, alive = one.candidate.graph, work.candidate.ordering.alive
     for op in graph.ops():
         for lane, seconds in one.cost(op) if op.kind != REDUCE else ():
+            if op.kind != HANDOVER and op.direction != "W":  # the residual stream travels beside the rows
+                way += seconds
             for place in graph.where(op):
                 most[place, lane] += seconds
-    return work.candidate.micro_batches * max(most.values())
+    return work.candidate.micro_batches * max(*most.values(), way / alive if alive and graph.slicing.degree == 1 else 0.0)
 
 
 def _short(work: ApartWork) -> ApartWork:

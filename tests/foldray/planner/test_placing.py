@@ -68,6 +68,8 @@ def test_fewer_micro_batches_are_alive_where_memory_needs_it() -> None:
         tried += further
     assert [each.candidate.ordering.alive for each in tried] == [None, 4, 3, 2]
     assert apart_seconds(tried[-1]) > 1.05 * apart_seconds(work)
+    assert all(least_seconds(each) <= whole_seconds(each.candidate, each) for each in tried)
+    assert least_seconds(tried[-1]) > least_seconds(work)
     needed = [max(held.activations for held in each.memory()) for each in tried]
     assert needed == sorted(needed, reverse=True)
     assert needed[0] > 1.5 * needed[-1]
