@@ -20,10 +20,11 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 from rich.progress import track
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from foldray.errors import MissingPackage, UserError
 from foldray.recipe import Recipe
-from trainers.checkpoints.stored import Stored
+from trainers.checkpoints.stored import METADATA, Stored
 from trainers.checkpoints.tensors import DamagedCheckpoint, load, opened
 from trainers.driver.resuming import Beginning
 from trainers.folders import DamagedFile, Folder
@@ -173,7 +174,7 @@ def _write(stored: Stored, recipe: Recipe, family: Family, dtype: torch.dtype, f
     from safetensors.torch import save_file
 
     tensors = tensors_of(family, recipe.model)
-    sizes = {each.name: math.prod(_shape(stored, each)) * dtype.itemsize for each in tensors}
+    sizes = {each.name: math.prod(_stored(stored, each).size) * _dtype(stored, each, dtype).itemsize for each in tensors}
     files, placed = list(_files(tensors, sizes)), dict[str, str]()
     for number, content in enumerate(track(files, "writing", console=console, disable=not sys.stderr.isatty()), 1):
         name = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
@@ -188,8 +189,8 @@ def _write(stored: Stored, recipe: Recipe, family: Family, dtype: torch.dtype, f
         "max_position_embeddings": recipe.data.seq_len, "bos_token_id": separator, "eos_token_id": separator, "dtype": kind,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    size = sum(sizes.values())
-    return Exported("", family.architecture, stored.progress.step, size // dtype.itemsize, kind, len(files), size)
+    count = sum(math.prod(_stored(stored, each).size) for each in tensors if not each.keeps)
+    return Exported("", family.architecture, stored.progress.step, count, kind, len(files), sum(sizes.values()))
 
 
 def _files(tensors: Sequence[Tensor], sizes: dict[str, int]) -> Iterator[list[Tensor]]:
@@ -204,16 +205,19 @@ def _files(tensors: Sequence[Tensor], sizes: dict[str, int]) -> Iterator[list[Te
     yield content
 
 
-def _shape(stored: Stored, tensor: Tensor) -> Sequence[int]:
-    key = f"model/{tensor.ours}"
-    if key not in stored.contents.tensors:
-        raise DamagedFile(".metadata", f"has no tensor {key}")
-    return stored.contents.tensors[key].size
+def _stored(stored: Stored, tensor: Tensor) -> TensorStorageMetadata:
+    if (key := f"model/{tensor.ours}") not in stored.contents.tensors:
+        raise DamagedFile(METADATA, f"has no tensor {key}")
+    return stored.contents.tensors[key]
 
 
-def _read(stored: Stored, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
-    key = f"model/{tensor.ours}"
-    whole = torch.empty(_shape(stored, tensor), dtype=stored.contents.tensors[key].properties.dtype)
+def _dtype(stored: Stored, tensor: Tensor, wanted: torch.dtype) -> torch.dtype:
+    return _stored(stored, tensor).properties.dtype if tensor.keeps else wanted
+
+
+def _read(stored: Stored, tensor: Tensor, wanted: torch.dtype) -> torch.Tensor:
+    key, dtype = f"model/{tensor.ours}", _dtype(stored, tensor, wanted)
+    whole = torch.empty(_stored(stored, tensor).size, dtype=_stored(stored, tensor).properties.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch says that one process loads, which is meant here
         load(stored, {key: whole}, {}, None)

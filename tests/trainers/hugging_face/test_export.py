@@ -42,7 +42,10 @@ def make_run(folder: Path, steps: tuple[int, ...] = (3,), precision: str = "floa
     folder.mkdir()
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     made = Transformer(Ownership(recipe.model, Fold(1)), Groups.create(Fold(1)), dtype=torch.float64)
-    state = {f"model/{name}": tensor.detach().contiguous() for name, tensor in by_name(made).items()}
+    for bias in made.biases().values() if recipe.model.router.score == "sigmoid" else ():
+        bias.copy_(torch.linspace(-1, 1, len(bias)))  # this changes which experts are chosen
+    weights = {**by_name(made), **made.biases()}
+    state = {f"model/{name}": tensor.detach().contiguous() for name, tensor in weights.items()}
     for step in steps:
         progress = {"step": step, "data": "d", "fold": {}, "validation": {"loss": 1.0}, "seed": 0, "global_batch": 8}
         at = folder / f"step_{step:08d}"
@@ -51,22 +54,26 @@ def make_run(folder: Path, steps: tuple[int, ...] = (3,), precision: str = "floa
     return made
 
 
-VARIANTS: list[dict[str, Any]] = [
-    {},
-    {"tied_embeddings": True, "kv_heads": 4, "head_dim": 10},
-    {"windows": ["sliding:5"], "rope_theta": 500.0, "norm_eps": 1e-3},
-    {"router": {"softmax": "before_topk", "normalize": True}, "topk": 3},
+GLM: dict[str, Any] = {"router": {"score": "sigmoid", "bias_rate": 0.01}, "shared_hidden": 112, "dense_first": 1, "layers": 3}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("Mixtral", {}),
+    ("Mixtral", {"tied_embeddings": True, "kv_heads": 4, "head_dim": 10}),
+    ("Mixtral", {"windows": ["sliding:5"], "rope_theta": 500.0, "norm_eps": 1e-3}),
+    ("Mixtral", {"router": {"softmax": "before_topk", "normalize": True}, "topk": 3}),
+    ("Glm4Moe", GLM),
+    ("Glm4Moe", GLM | {"dense_first": 0, "rope_theta": 500.0, "tied_embeddings": True, "shared_hidden": 56}),
+    ("Glm4Moe", GLM | {"router": {"score": "sigmoid", "normalize": True, "scale": 2.5}, "topk": 3}),
 ]
 
 
-@pytest.mark.parametrize("model", VARIANTS, ids=lambda model: ", ".join(model) or "plain")
-def test_transformers_computes_the_same_logits_and_gradients(tmp_path: Path, model: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("family", "model"), VARIANTS, ids=lambda value: value if isinstance(value, str) else ", ".join(value))
+def test_transformers_computes_the_same_logits_and_gradients(tmp_path: Path, family: str, model: dict[str, Any]) -> None:
     ours = make_run(tmp_path / "run", **model)
     assert main(["export-hf", str(tmp_path / "run" / "step_00000003"), str(tmp_path / "out")]) == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", attn_implementation="eager", experts_implementation="eager"
     )
-    assert type(theirs).__name__ == "MixtralForCausalLM"
+    assert type(theirs).__name__ == f"{family}ForCausalLM"
     assert theirs.dtype == torch.float64
     text = torch.randint(0, 257, (2, 13), generator=torch.Generator().manual_seed(1))
     logits, expected = ours.logits(text), theirs(text).logits
@@ -136,10 +143,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dense_first": 1}, "model.dense_first=1"),
     ({"moe_every": 2}, "model.moe_every=2"),
     ({"shared_hidden": 8}, "model.shared_hidden=8"),
+    (GLM | {"shared_hidden": 50}, "model.shared_hidden=50"),
+    (GLM | {"windows": ["sliding:4"]}, "model.windows="),
     ({"value_dim": 8}, "model.value_dim=8"),
     ({"windows": ["full", "sliding:4"]}, "model.windows="),
     ({"windows": ["chunked:4"]}, "model.windows="),
-    ({"router": {"score": "sigmoid"}}, "model.router.score=sigmoid"),
+    ({"router": {"score": "sigmoid"}, "dense_first": 1}, "model.shared_hidden=0"),
     ({"router": {"softmax": "before_topk"}}, "model.router.normalize=False"),
     ({"router": {"scale": 2.0}}, "model.router.scale=2.0"),
 ]
