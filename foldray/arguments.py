@@ -54,13 +54,18 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line. Its argument `command` is the name of the command."""
+def make_parser(version: str = "") -> argparse.ArgumentParser:
+    """Return the parser of the whole command line. Its argument `command` is the name of the command.
+
+    Args:
+        version: the version that `--version` tells.
+    """
     parser = Parser(
         prog="foldray",
         description="Trains Mixture-of-Experts language models on Ray clusters and hides their communication. "
         "`foldray COMMAND --help` explains a command.",
     )
+    parser.add_argument("--version", action="version", version=f"foldray {version}", help="show the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     _add_training(commands)
     _add_measuring(commands)

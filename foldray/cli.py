@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foldray import __version__
 from foldray.arguments import AXES, ORDERS, make_parser
 from foldray.drawing import explanation
 from foldray.errors import MissingPackage, UserError
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The code is 0 on success, 1 on a failure, 2 on a user's mistake (reported in one line on stderr) and 130 on Ctrl-C.
     """
     try:
-        given = make_parser().parse_args(sys.argv[1:] if arguments is None else arguments)
+        given = make_parser(__version__).parse_args(sys.argv[1:] if arguments is None else arguments)
         return _COMMANDS[given.command](given)
     except UserError as error:
         print(f"foldray: {error}", file=sys.stderr)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+import foldray
 from foldray import Fold
 from foldray.cli import main
 from foldray.recipe import Recipe, describe
@@ -546,3 +547,10 @@ def test_from_the_shell(tmp_path: Path) -> None:
     rule = "cannot be read (No such file or directory)"
     assert (process.returncode, process.stdout, process.stderr) == (2, "", f"foldray: recipe=absent.yaml: {rule}\n")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"foldray {foldray.__version__}\n"
