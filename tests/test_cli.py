@@ -105,7 +105,7 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
         (
             "command=trian",
             "did you mean 'train'?",
-            "legal: train, submit, verify, bench, timeline, tune, dashboard, plan, calibrate, slice",
+            "legal: train, submit, verify, bench, timeline, tune, dashboard, plan, calibrate, export-hf, slice",
         ),
     ),
     (
@@ -113,10 +113,10 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
         (
             "command=help",
             "is not known",
-            "legal: train, submit, verify, bench, timeline, tune, dashboard, plan, calibrate, slice, explain",
+            "legal: train, submit, verify, bench, timeline, tune, dashboard, plan, calibrate, export-hf, slice, explain",
         ),
     ),
-    (["--version"], ("arguments=--version", "required: COMMAND")),
+    (["--verbose"], ("arguments=--verbose", "required: COMMAND")),
     (["--verbose", "train", "good.yaml"], ("argument=--verbose", "is not known to foldray", "legal: --help")),
     (["train"], ("arguments=nothing", "required: RECIPE;", "foldray train --help")),
     (["train", "good.yaml", "--stpes", "3"], ("argument=--stpes", "is not known to foldray train", "legal: --help, --json")),
