@@ -6,8 +6,8 @@
 The script uses four hosts (network namespaces on this machine, which needs root). Each host has a link of the given rate, and a
 share of a core (control groups). `--speeds 1 1 0.5 0.5` halves the cores of the last two hosts.
 
-A variant is A+F/KIND[-apart][:DEGREE], with A workers for attention and F for the experts, or ep4/KIND[-apart][:DEGREE], with both
-on all four. `-apart` gives the gradients of weights ops of their own; those of `list` always are.
+A variant is A+F/KIND[-apart][:DEGREE], with A workers for attention and F for the experts, or ep4/KIND[-apart][:DEGREE], with
+both on all four. `-apart` gives the gradients of weights ops of their own; those of `list` always are.
 All variants train the same number of sequences in a step: forward, backward and the sums of gradients. They take turns within
 a round. A step takes as long as on the slowest host.
 """
