@@ -86,16 +86,23 @@ def _cost(graph: StepGraph, leaders: dict[int, dict[str, Any]], groups: Groups) 
         else:
             key = op.kind, op.direction, op.part
             seconds = (messages if len(graph.where(op)) > 1 else tables[place]).get(key, 0.0)
-        return ((COMPUTE if channel is None else _lane(groups, op), seconds),)
+        return ((COMPUTE if channel is None else lane_of(graph, groups, op), seconds),)
 
     return cost
 
 
-def _lane(groups: Groups, op: Op) -> str:
-    """Return the link that an op uses. Row counts are so small that they use none, and only take time."""
+def lane_of(graph: StepGraph, groups: Groups, op: Op) -> str:
+    """Return the link that an op uses. Row counts are so small that they use none, and only take time.
+
+    Rows between attention and experts with ranks of their own use one direction of a link, which is duplex (DisagMoE, section
+    4.2). In an all-to-all, every rank sends and receives.
+    """
     travels = OP_KINDS[op.kind].travels
     if travels == "counts":
         return "counts"
+    if travels == "tokens" and graph.apart:
+        sender, receiver = graph.where(op)
+        return "rows up" if sender < receiver else "rows down"
     if travels == "tokens":
         of: tuple[Communicator, ...] = (groups.tokens, groups.rows_up)
     elif travels == "keys":
