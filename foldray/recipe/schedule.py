@@ -76,7 +76,7 @@ class ScheduleSpec(Strict):
         "together",
         description="When backward computes the gradients of weights. `together` computes them with those of activations. "
         "`apart` computes them while the next rows or activations travel, and keeps what they need until then. The gradients "
-        "have the same bits. `kind: list` sets it to `apart`.",
+        "have the same bits. `kind: list` and `kind: af_pipe` set it to `apart`.",
     )
     ahead: float | None = Field(
         None,

@@ -96,7 +96,9 @@ OVERLAPS: Mapping[str, OverlapKind] = {
     row.name: row for row in (SEQUENTIAL, MOE_ONLY, AAAM, ONE_A_ONE_M, STREAM, WEAVE, LIST, FLOW)
 }
 """Kinds for attention and experts on the same ranks."""
-AF_PIPE = OverlapKind("af_pipe", "DisagMoE, section 4.2", "rows between attention's ranks and the experts'", None)
+AF_PIPE = OverlapKind(
+    "af_pipe", "DisagMoE, section 4.2", "rows between attention's ranks and the experts'", None, weights_apart=True
+)
 KINDS: Mapping[str, OverlapKind] = {**OVERLAPS, AF_PIPE.name: AF_PIPE}
 
 USUAL_LAG = 2
