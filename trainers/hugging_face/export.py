@@ -1,6 +1,6 @@
 """`foldray export-hf`: a checkpoint becomes a folder that Hugging Face's transformers loads as it is.
 
-Tensors go through memory one file at a time. The folder appears when all of it is written.
+Tensors go through memory one at a time. The folder appears when all of it is written.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from rich.console import Console
 from rich.progress import track
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from foldray.errors import MissingPackage, UserError
+from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers.checkpoints.stored import METADATA, Stored
 from trainers.checkpoints.tensors import DamagedCheckpoint, load, opened
 from trainers.driver.resuming import Beginning
 from trainers.folders import DamagedFile, Folder
 from trainers.hugging_face.families import Family, Tensor, family_of, tensors_of
+from trainers.hugging_face.files import Form, write_file
 from trainers.hugging_face.tokens import write_tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _RECIPE, _MOST_RECIPE = "recipe.yaml", 1 << 20
-_FILE = 1 << 30  # bytes of a file, if no tensor is larger
+_FILE = 4 << 30  # bytes of a file, if no tensor is larger
 
 
 class Exported(NamedTuple):
@@ -69,12 +70,7 @@ def export(run: str, folder: Path, dtype: str | None = None, as_json: bool = Fal
     Raises:
         UserError: there is no undamaged checkpoint or no recipe, the model is in no known family, or the folder exists or
             cannot be written. Nothing is left of the folder.
-        MissingPackage: safetensors is not installed.
     """
-    try:
-        import safetensors.torch  # noqa: F401
-    except ImportError:
-        raise MissingPackage("export-hf", run, "safetensors", "pip install safetensors") from None
     if os.path.lexists(folder):
         raise UserError("DIR", str(folder), "exists already; give the name of a new folder")
     begin = _checkpoint(run)
@@ -171,17 +167,16 @@ class _HashedOnce(Stored):
 
 
 def _write(stored: Stored, recipe: Recipe, family: Family, dtype: torch.dtype, folder: Path, console: Console) -> Exported:
-    from safetensors.torch import save_file
-
-    tensors = tensors_of(family, recipe.model)
-    sizes = {each.name: math.prod(_stored(stored, each).size) * _dtype(stored, each, dtype).itemsize for each in tensors}
-    files, placed = list(_files(tensors, sizes)), dict[str, str]()
+    tensors = {each.name: each for each in tensors_of(family, recipe.model)}
+    forms = [_form(stored, each, dtype) for each in tensors.values()]
+    files, placed = list(_files(forms)), dict[str, str]()
     for number, content in enumerate(track(files, "writing", console=console, disable=not sys.stderr.isatty()), 1):
         name = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-        save_file({each.name: _read(stored, each, dtype) for each in content}, folder / name, {"format": "pt"})
+        write_file(folder / name, content, (_read(stored, tensors[each.name], each.dtype) for each in content))
         placed |= {each.name: name for each in content}
+    size = sum(each.bytes for each in forms)
     if len(files) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": placed}
+        index = {"metadata": {"total_size": size}, "weight_map": placed}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     separator, kind = write_tokenizer(recipe.data.tokenizer, folder), str(dtype).removeprefix("torch.")
     config = {
@@ -189,19 +184,19 @@ def _write(stored: Stored, recipe: Recipe, family: Family, dtype: torch.dtype, f
         "max_position_embeddings": recipe.data.seq_len, "bos_token_id": separator, "eos_token_id": separator, "dtype": kind,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    count = sum(math.prod(_stored(stored, each).size) for each in tensors if not each.keeps)
-    return Exported("", family.architecture, stored.progress.step, count, kind, len(files), sum(sizes.values()))
+    count = sum(math.prod(each.shape) for each in forms if not tensors[each.name].keeps)
+    return Exported("", family.architecture, stored.progress.step, count, kind, len(files), size)
 
 
-def _files(tensors: Sequence[Tensor], sizes: dict[str, int]) -> Iterator[list[Tensor]]:
+def _files(forms: Sequence[Form]) -> Iterator[list[Form]]:
     """Yield the tensors of every file, in order. Only a single tensor makes a file larger than `_FILE`."""
-    content, total = list[Tensor](), 0
-    for each in tensors:
-        if content and total + sizes[each.name] > _FILE:
+    content, total = list[Form](), 0
+    for each in forms:
+        if content and total + each.bytes > _FILE:
             yield content
             content, total = [], 0
         content.append(each)
-        total += sizes[each.name]
+        total += each.bytes
     yield content
 
 
@@ -211,12 +206,14 @@ def _stored(stored: Stored, tensor: Tensor) -> TensorStorageMetadata:
     return stored.contents.tensors[key]
 
 
-def _dtype(stored: Stored, tensor: Tensor, wanted: torch.dtype) -> torch.dtype:
-    return _stored(stored, tensor).properties.dtype if tensor.keeps else wanted
+def _form(stored: Stored, tensor: Tensor, wanted: torch.dtype) -> Form:
+    known = _stored(stored, tensor)
+    shape = known.size[::-1] if tensor.turned else known.size
+    return Form(tensor.name, shape, known.properties.dtype if tensor.keeps else wanted)
 
 
-def _read(stored: Stored, tensor: Tensor, wanted: torch.dtype) -> torch.Tensor:
-    key, dtype = f"model/{tensor.ours}", _dtype(stored, tensor, wanted)
+def _read(stored: Stored, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
+    key = f"model/{tensor.ours}"
     whole = torch.empty(_stored(stored, tensor).size, dtype=_stored(stored, tensor).properties.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch says that one process loads, which is meant here
