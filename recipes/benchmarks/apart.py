@@ -6,8 +6,8 @@
 The script uses four hosts (network namespaces on this machine, which needs root). Each host has a link of the given rate, and a
 share of a core (control groups). `--speeds 1 1 0.5 0.5` halves the cores of the last two hosts.
 
-A variant is A+F/KIND[-apart][:DEGREE], with A workers for attention and F for the experts, or ep4/KIND[-apart][:DEGREE], with
-both on all four. `-apart` gives the gradients of weights ops of their own; those of `list` always are.
+A variant is A+F/KIND[-GRADIENTS][:DEGREE], with A workers for attention and F for the experts, or ep4/KIND[-GRADIENTS][:DEGREE],
+with both on all four. GRADIENTS is `schedule.weight_gradients`, together or apart; without it, the kind's default.
 All variants train the same number of sequences in a step: forward, backward and the sums of gradients. They take turns within
 a round. A step takes as long as on the slowest host.
 """
@@ -58,8 +58,7 @@ def arguments() -> argparse.Namespace:
 def recipe_of(args: argparse.Namespace, variant: str) -> Recipe:
     where, _, how = variant.partition("/")
     kind, _, degree = how.partition(":")
-    kind, apart, _ = kind.partition("-apart")
-    gradients = "apart" if apart or kind == "list" else "together"
+    kind, _, gradients = kind.partition("-")
     attention, plus, experts = where.partition("+")
     placement = {"placement": {"attention": int(attention), "experts": int(experts)}} if plus else {}
     model = {"layers": args.blocks, "hidden": args.hidden, "heads": 8, "kv_heads": 8, "head_dim": args.hidden // 8,
@@ -69,7 +68,7 @@ def recipe_of(args: argparse.Namespace, variant: str) -> Recipe:
         "model": model, "fold": {"ep": int(experts) if plus else HOSTS}, **placement, "cluster": {"workers": HOSTS},
         "data": {"seq_len": args.length}, "training": {"global_batch": args.sequences, "micro_batch": 1},
         "engine": {"kind": "torch"}, "precision": "float32",
-        "schedule": {"kind": kind, "degree": int(degree or 1), "weight_gradients": gradients},
+        "schedule": {"kind": kind, "degree": int(degree or 1), **({"weight_gradients": gradients} if gradients else {})},
     })  # fmt: skip
 
 

@@ -113,11 +113,14 @@ def test_every_weight_is_there_once_and_in_the_type_that_was_asked_for(
     assert transformers.AutoModelForCausalLM.from_pretrained(place).dtype == torch.bfloat16
 
 
-def test_the_newest_checkpoint_of_a_run_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_checkpoint_of_a_run_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_run(tmp_path / "run", steps=(1, 2))
     newest = module.Beginning.at(str(tmp_path / "run" / "step_00000001"))
     monkeypatch.setattr(module.Beginning, "newest", lambda folder: newest)  # Ray writes the list of a run's checkpoints
     assert module.export(str(tmp_path / "run"), tmp_path / "out", as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 1
 
 
 def test_the_byte_tokenizer_makes_the_same_tokens(tmp_path: Path) -> None:
