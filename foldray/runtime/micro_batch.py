@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from foldray.comm import Pending
 from foldray.kernels.later import Task
@@ -25,63 +24,21 @@ from foldray.model import Batch, KeysAndValues, Transformer, add_losses
 from foldray.moe import Balance, Layer, Received, Routing, Sent, Tally
 from foldray.moe.apart import TokenHalf
 from foldray.runtime.buffer import TokenBuffer
+from foldray.runtime.op_graph import Compute, Computed, OpGraph, build
 from foldray.runtime.weights import Weights
 from foldray.schedule import Op, StepGraph
 
 AddGradient = Callable[[nn.Parameter, torch.Tensor], None]
 
 
-class Computed(NamedTuple):
-    """The results of an op.
-
-    Args:
-        ends: tensors that may have a gradient.
-        aside: other results.
-    """
-
-    ends: Sequence[torch.Tensor]
-    aside: Any = None
-
-
-Compute = Callable[..., Computed]
 Part = tuple[int, int]
 """Number of a block, and number of a piece of it (`Op.part`)."""
 
 
-class _Input(NamedTuple):
-    """An input of an op: the end of its graph, and what a gradient of zeros would be like."""
+class _Built(NamedTuple):
+    """The graph of an op, and the gradients of weights that its backward leaves for later."""
 
-    edge: GradientEdge
-    like: tuple[torch.Size, torch.dtype, torch.device]
-
-    def zeros(self) -> torch.Tensor:
-        shape, dtype, device = self.like
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-
-class _Source(torch.autograd.Function):
-    """Begins the graph of an op at an input. The graph of a leaf would keep the input, even if no backward needs it."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
-        return None, None
-
-
-class _Graph(NamedTuple):
-    """The autograd graph of an op, which its backward needs.
-
-    Args:
-        ends: edges of the results; None for a result without a gradient. An edge does not keep the result in memory.
-        inputs: the inputs, and the edges at which their gradients are taken. These keep an input only if it is a leaf.
-        left: gradients of weights that backward leaves for later.
-    """
-
-    ends: list[GradientEdge | None]
-    inputs: list[_Input]
+    graph: OpGraph
     left: list[Task]
 
 
@@ -132,7 +89,7 @@ class MicroBatch:
         self.input_gradients: dict[int, TokenBuffer] = defaultdict(TokenBuffer)
         self.middle_gradients: dict[int, TokenBuffer] = defaultdict(TokenBuffer)
         self.flight: dict[Op, Pending] = {}
-        self._graphs: dict[Op, _Graph] = {}  # by forward op
+        self._graphs: dict[Op, _Built] = {}  # by forward op
         self._later: dict[Op, list[Task]] = {}  # by the op that computes these gradients of weights
         self._again: dict[Op, tuple[Compute, Sequence[torch.Tensor]]] = {}  # by forward op that will run again
         self._sent: dict[Part, Sent] = {}
@@ -413,14 +370,10 @@ class MicroBatch:
 
     def _build(self, op: Op, compute: Compute, inputs: Sequence[torch.Tensor]) -> Computed:
         """Compute the detached results of an op, and keep its graph for its backward."""
-        with torch.enable_grad(), self.model.later.collect(bool(self.graph.weights(op))) as left:
-            anchor = torch.empty(0, requires_grad=True)
-            sources = [_Source.apply(anchor, x.detach()) for x in inputs]
-            results, aside = compute(*sources)
-        edges = [get_gradient_edge(result) if result.requires_grad else None for result in results]
-        starts = [_Input(get_gradient_edge(x), (x.shape, x.dtype, x.device)) for x in sources]
-        self._graphs[op] = _Graph(edges, starts, left)
-        return Computed([result.detach() for result in results], aside)
+        with self.model.later.collect(bool(self.graph.weights(op))) as left:
+            computed, graph = build(compute, inputs)
+        self._graphs[op] = _Built(graph, left)
+        return computed
 
     def _differentiate(self, op: Op, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients of an op's inputs, given those of its results, and add the gradients of its parameters.
@@ -428,16 +381,14 @@ class MicroBatch:
         The gradients of weights may be left to an op of their own (W).
         """
         self.began = perf_counter()
-        graph = self._graphs.pop(op._replace(direction="F"))
+        graph, left = self._graphs.pop(op._replace(direction="F"))
         parameters = self.model.parameters_of(ATTENTION if op.kind == PROJECT else op.kind, op.layer)
-        ends = [(edge, gradient) for edge, gradient in zip(graph.ends, gradients, strict=False) if edge is not None]
-        wanted: list[Any] = [*(each.edge for each in graph.inputs), *parameters]
-        found = torch.autograd.grad([edge for edge, _ in ends], wanted, [gradient for _, gradient in ends], allow_unused=True)
-        for parameter, part in zip(parameters, found[len(graph.inputs) :], strict=True):
+        found, parts = graph.differentiate(gradients, parameters)
+        for parameter, part in zip(parameters, parts, strict=True):
             if part is not None:
                 self.add(parameter, part)
-        self._later.update((each, graph.left) for each in self.graph.weights(op))
-        return [each.zeros() if part is None else part for each, part in zip(graph.inputs, found, strict=False)]
+        self._later.update((each, left) for each in self.graph.weights(op))
+        return found
 
     def _add_left(self, op: Op) -> None:
         """Compute the gradients of weights that the backward of an op has left, and add them."""
