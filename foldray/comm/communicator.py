@@ -84,14 +84,24 @@ class Pending:
         """Whether `wait` has something to wait for. It may be over already."""
         return bool(self._works)
 
-    def when_done(self, call: Callable[[], None]) -> Sequence[Future]:
+    def when_done(self, call: Callable[[], None], stream: torch.cuda.Stream | None = None) -> Sequence[Future]:
         """Call a function whenever a part of the tensors has arrived, the last time when all have.
 
         Any thread may make the call. If no operation is running, the function is called once, at once.
 
+        Args:
+            stream: a stream of a GPU. The function is then called at once, but what it puts on the stream runs when all
+                tensors have arrived. On a GPU, works tell the host only that they are in a queue.
+
         Returns:
-            Futures that are done when the calls have returned; an empty list if no operation is running.
+            Futures that are done when the calls have returned; an empty list if there is no need to wait for them.
         """
+        if stream is not None:
+            with torch.cuda.stream(stream):
+                for work in self._works:
+                    work.wait()
+                call()
+            return []
         if not self._works:
             call()
         try:

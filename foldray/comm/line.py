@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
 
+import torch
 from torch import Tensor
 from torch.futures import Future, collect_all
 
@@ -67,7 +68,7 @@ class _Queued(Pending):
         self._started, self._lock = Event(), Lock()
         self._pending: Pending | None = None
         self._error: BaseException | None = None
-        self._calls: list[tuple[Callable[[], None], Future]] = []  # calls of `when_done` before the start
+        self._asked: list[tuple[Callable[[Pending], Sequence[Future]], Future]] = []  # of `when_done`, before the start
 
     @property
     def is_running(self) -> bool:
@@ -88,20 +89,20 @@ class _Queued(Pending):
         with self._lock:
             if self._error is None:
                 self._pending = pending
-            for call, done in self._calls:
+            for ask, done in self._asked:
                 if self._error is None:
-                    _call_when_done(pending, call, done)
+                    _ask_when_done(pending, ask, done)
                 else:
                     done.set_exception(self._error)  # type: ignore[arg-type]
             self._begin = None
         self._started.set()
 
-    def when_done(self, call: Callable[[], None]) -> Sequence[Future]:
+    def when_done(self, call: Callable[[], None], stream: torch.cuda.Stream | None = None) -> Sequence[Future]:
         with self._lock:
             if self._pending is not None:
-                return self._pending.when_done(call)
+                return self._pending.when_done(call, stream)
             done: Future = Future()
-            self._calls.append((call, done))
+            self._asked.append((lambda pending: pending.when_done(call, stream), done))
             return [done]
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -112,9 +113,9 @@ class _Queued(Pending):
         return self._pending.wait()
 
 
-def _call_when_done(pending: Pending, call: Callable[[], None], done: Future) -> None:
+def _ask_when_done(pending: Pending, ask: Callable[[Pending], Sequence[Future]], done: Future) -> None:
     """Hand over a call that was asked for before the operation started."""
-    parts = pending.when_done(call)
+    parts = ask(pending)
     if parts:
         collect_all(list(parts)).then(lambda _: done.set_result(None))
     else:

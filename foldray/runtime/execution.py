@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from time import perf_counter
 
 import torch
 
@@ -194,7 +195,8 @@ class _Run:
         dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         self.weights = Weights(batches, self.groups, dtype) if training else None
         half = micro_batch_type(self.groups)
-        self.micro_batches = [half(model, self.graph, batch, self.gradients.add, self.weights) for batch in batches]
+        now = perf_counter if self.trace is None else self.trace.clock.now
+        self.micro_batches = [half(model, self.graph, batch, self.gradients.add, self.weights, now) for batch in batches]
         # By direction and receiver: the last handover (its stage and micro-batch), and its pieces.
         self.sending: dict[tuple[str, int], tuple[tuple[int, int], list[Pending]]] = {}
 

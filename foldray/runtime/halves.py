@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from threading import Lock
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -148,7 +147,7 @@ class TokenMicroBatch(MicroBatch):
     def merge_forward(self, op: Op) -> None:
         y_NH, past = self._arrived(op, COMBINE), self._pasts.pop((op.layer, op.part))
         goes_TR, residual_BsH = past.both
-        self.began = perf_counter()
+        self.began = self.now()
         y_TH = decode(y_NH, goes_TR.bool())
         self.inputs[op.layer + 1].put(self._tokens(op), residual_BsH + y_TH.to(residual_BsH.dtype).view_as(residual_BsH))
         if self.training:
@@ -159,7 +158,7 @@ class TokenMicroBatch(MicroBatch):
     def merge_backward(self, op: Op) -> None:
         residual_BsH = self.input_gradients[op.layer + 1].take(self._tokens(op))
         goes_TR, _ = self._summed[op.layer, op.part]
-        self.began = perf_counter()
+        self.began = self.now()
         rows_NH = copy_to_ranks(residual_BsH.flatten(0, 1), goes_TR.bool()).to(next(self.model.parameters()).dtype)
         self._past_gradients[op.layer, op.part] = Pending([], (residual_BsH,))
         self.flight[op._replace(kind=COMBINE)] = Pending([], (rows_NH,))

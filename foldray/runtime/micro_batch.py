@@ -74,16 +74,25 @@ class MicroBatch:
         batch: its whole sequences.
         add: adds a gradient of a parameter to the parameter's sum.
         weights: weights of tokens and sequences in the step's objective; None if no op goes backward.
+        now: returns the moment that `began` has.
 
     Attributes:
         losses: this rank's contributions so far.
         flight: rows and counts that travel, or wait to travel, by the op that sends them.
-        began: time at which the last op that computes began to compute, after all waiting (`perf_counter`).
+        began: the moment at which the last op that computes began to compute, after all waiting.
     """
 
-    def __init__(self, model: Transformer, graph: StepGraph, batch: Batch, add: AddGradient, weights: Weights | None):
-        self.model, self.graph, self.batch, self.add, self.weights = model, graph, batch, add, weights
-        self.losses, self.began = model.start_losses(batch), perf_counter()
+    def __init__(
+        self,
+        model: Transformer,
+        graph: StepGraph,
+        batch: Batch,
+        add: AddGradient,
+        weights: Weights | None,
+        now: Callable[[], Any] = perf_counter,
+    ):
+        self.model, self.graph, self.batch, self.add, self.weights, self.now = model, graph, batch, add, weights, now
+        self.losses, self.began = model.start_losses(batch), now()
         self.inputs: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block; those of block i + 1 are block i's output
         self.middles: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block: output of attention
         self.input_gradients: dict[int, TokenBuffer] = defaultdict(TokenBuffer)
@@ -349,7 +358,7 @@ class MicroBatch:
 
     def _run_again(self, op: Op) -> None:
         """Compute the results of a forward op again, and keep its graph for its backward."""
-        self.began = perf_counter()
+        self.began = self.now()
         compute, inputs = self._again.pop(op)
         if op.kind == ATTENTION and self.graph.gathers:
             inputs = (self._asides.pop(_part(op)).q_BNSD,)
@@ -359,7 +368,7 @@ class MicroBatch:
 
     def _compute(self, op: Op, compute: Compute, *inputs: torch.Tensor) -> Computed:
         """Compute the results of an op, detached from its graph."""
-        self.began = perf_counter()
+        self.began = self.now()
         if not self.training or op.kind in self.graph.again:
             if self.training:
                 # Attention that runs again takes its queries from projections that run again.
@@ -380,7 +389,7 @@ class MicroBatch:
 
         The gradients of weights may be left to an op of their own (W).
         """
-        self.began = perf_counter()
+        self.began = self.now()
         graph, left = self._graphs.pop(op._replace(direction="F"))
         parameters = self.model.parameters_of(ATTENTION if op.kind == PROJECT else op.kind, op.layer)
         found, parts = graph.differentiate(gradients, parameters)
@@ -392,7 +401,7 @@ class MicroBatch:
 
     def _add_left(self, op: Op) -> None:
         """Compute the gradients of weights that the backward of an op has left, and add them."""
-        self.began = perf_counter()
+        self.began = self.now()
         tasks = self._later.pop(op)
         while tasks:  # the list must not keep what a task is computed from; nodes of the graph may hold the list
             task = tasks.pop(0)
