@@ -7,7 +7,7 @@ arXiv:2401.10241; Lancet, arXiv:2404.19429, puts it under all-to-alls).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-Compute = Callable[[], Sequence[Tensor]]
-"""Computes the gradients of some weights. Each has the elements of its weight, in any shape."""
+Add = Callable[[Tensor], None]
+"""Computes the gradient of a weight and adds it to a sum: a contiguous tensor of the weight's shape, at least float32."""
 
-Leave = Callable[[Compute], None]
-"""Leaves the gradients of some weights for later."""
+Leave = Callable[..., None]
+"""Leaves the gradients of some weights for later. It takes an `Add` for each of them."""
 
 
 class Task(NamedTuple):
-    """The gradients of some weights, not computed yet. The task keeps what they are computed from in memory."""
+    """The gradient of a weight, not computed yet. The task keeps what it is computed from in memory."""
 
-    weights: Sequence[nn.Parameter]
-    compute: Compute
+    weight: nn.Parameter
+    add: Add
 
 
 class Later:
@@ -53,7 +53,15 @@ class Later:
         """Return what leaves the gradients of these weights for later; None outside of `collect`."""
         if (tasks := self._tasks) is None:
             return None
-        return lambda compute: tasks.append(Task(weights, torch.no_grad()(compute)))
+        return lambda *adds: tasks.extend(map(Task, weights, map(torch.no_grad(), adds)))
+
+
+def add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
+    """Add a @ b to a sum. On a GPU the product itself adds, and rounds nothing to the type of a and b."""
+    if a_MK.is_cuda and a_MK.dtype != sum_MN.dtype:
+        torch.ops.aten.addmm.dtype_out(sum_MN, a_MK, b_KN, sum_MN.dtype, out=sum_MN)
+    else:
+        sum_MN += a_MK @ b_KN
 
 
 def product(x: Tensor, weight: nn.Parameter, later: Later, transposed: bool = False) -> Tensor:
@@ -79,9 +87,9 @@ class _Product(torch.autograd.Function):
         (x, weight), transposed = ctx.saved_tensors, ctx.transposed
         x = x.detach()  # with its history, it would keep the whole graph of the op
 
-        def gradient() -> tuple[Tensor]:
+        def add(total: Tensor) -> None:
             x_TI, dy_TO = x.flatten(0, -2), dy.flatten(0, -2)
-            return (dy_TO.t() @ x_TI if transposed else x_TI.t() @ dy_TO,)
+            add_product(total, *((dy_TO.t(), x_TI) if transposed else (x_TI.t(), dy_TO)))
 
-        ctx.leave(gradient)
+        ctx.leave(add)
         return dy @ (weight if transposed else weight.t()), None, None, None

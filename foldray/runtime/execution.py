@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from time import perf_counter
 
 import torch
+from torch.profiler import record_function
 
 from foldray.comm import Groups, Pending
 from foldray.errors import UserError
@@ -196,7 +198,7 @@ class _Run:
         self.weights = Weights(batches, self.groups, dtype) if training else None
         half = micro_batch_type(self.groups)
         now = perf_counter if self.trace is None else self.trace.clock.now
-        self.micro_batches = [half(model, self.graph, batch, self.gradients.add, self.weights, now) for batch in batches]
+        self.micro_batches = [half(model, self.graph, batch, self.gradients.sum_of, self.weights, now) for batch in batches]
         # By direction and receiver: the last handover (its stage and micro-batch), and its pieces.
         self.sending: dict[tuple[str, int], tuple[tuple[int, int], list[Pending]]] = {}
 
@@ -204,11 +206,10 @@ class _Run:
         trace = self.trace
         if trace is not None:
             trace.start()
+        named = torch.autograd._profiler_enabled()
         for op in self.order:
-            if op.kind == REDUCE:
-                pending: Pending | None = self.gradients.start(self.graph.chunk(op))
-            else:
-                pending = self._hand_over(op) if op.kind == HANDOVER else self.micro_batches[op.micro_batch].run(op)
+            with record_function(str(op)) if named else nullcontext():
+                pending = self._start(op)
             if trace is not None:
                 trace.ran(op, self.micro_batches[op.micro_batch].began, pending)
         for _, pieces in self.sending.values():
@@ -221,6 +222,12 @@ class _Run:
         if trace is not None:
             trace.finish()
         return [micro_batch.losses for micro_batch in self.micro_batches]
+
+    def _start(self, op: Op) -> Pending | None:
+        """Run an op. Return the data that it has put in flight."""
+        if op.kind == REDUCE:
+            return self.gradients.start(self.graph.chunk(op))
+        return self._hand_over(op) if op.kind == HANDOVER else self.micro_batches[op.micro_batch].run(op)
 
     def _hand_over(self, op: Op) -> Pending:
         """Start to send or to receive a piece of a handover: activations of a micro-batch, or their gradient."""

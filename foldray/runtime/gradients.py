@@ -92,14 +92,14 @@ class GradientBuffer:
         self._held: dict[nn.Parameter, torch.Tensor] = {}  # without a flat buffer: gradients that have not left
         self._leaving: dict[range, torch.Tensor] = {}  # without a flat buffer: sections of which some columns have left
 
-    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    def sum_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return this rank's sum of a parameter's gradients, in its shape, to add more. It must not have left yet."""
         if self.flat is not None:
             place = self.places[parameter]
-            self.flat[place.start : place.stop].view_as(parameter).add_(gradient)
-        elif parameter in self._held:
-            self._held[parameter].add_(gradient)
-        else:
-            self._held[parameter] = gradient.to(self.dtype, copy=True)
+            return self.flat[place.start : place.stop].view_as(parameter)
+        if parameter not in self._held:
+            self._held[parameter] = torch.zeros_like(parameter, dtype=self.dtype)
+        return self._held[parameter]
 
     def own(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return this rank's sums of a parameter, in its shape; if sharded, a flat tensor of those that it owns."""
@@ -215,8 +215,9 @@ class Gradients:
         """This rank's sums by parameter (`GradientBuffer.own`)."""
         return {parameter: buffer.own(parameter) for parameter, buffer in self.buffer_of.items()}
 
-    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        self.buffer_of[parameter].add(parameter, gradient)
+    def sum_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return this rank's sum of a parameter's gradients (`GradientBuffer.sum_of`)."""
+        return self.buffer_of[parameter].sum_of(parameter)
 
     def zero(self) -> None:
         for buffer in self.buffers:

@@ -28,7 +28,8 @@ from foldray.runtime.op_graph import Compute, Computed, OpGraph, build
 from foldray.runtime.weights import Weights
 from foldray.schedule import Op, StepGraph
 
-AddGradient = Callable[[nn.Parameter, torch.Tensor], None]
+SumOf = Callable[[nn.Parameter], torch.Tensor]
+"""Returns the sum of a parameter's gradients, to which ops add."""
 
 
 Part = tuple[int, int]
@@ -72,7 +73,7 @@ class MicroBatch:
     Args:
         graph: the graph of the step.
         batch: its whole sequences.
-        add: adds a gradient of a parameter to the parameter's sum.
+        sum_of: returns the sum of a parameter's gradients.
         weights: weights of tokens and sequences in the step's objective; None if no op goes backward.
         now: returns the moment that `began` has.
 
@@ -87,11 +88,11 @@ class MicroBatch:
         model: Transformer,
         graph: StepGraph,
         batch: Batch,
-        add: AddGradient,
+        sum_of: SumOf,
         weights: Weights | None,
         now: Callable[[], Any] = perf_counter,
     ):
-        self.model, self.graph, self.batch, self.add, self.weights, self.now = model, graph, batch, add, weights, now
+        self.model, self.graph, self.batch, self.sum_of, self.weights, self.now = model, graph, batch, sum_of, weights, now
         self.losses, self.began = model.start_losses(batch), now()
         self.inputs: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block; those of block i + 1 are block i's output
         self.middles: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block: output of attention
@@ -379,7 +380,8 @@ class MicroBatch:
 
     def _build(self, op: Op, compute: Compute, inputs: Sequence[torch.Tensor]) -> Computed:
         """Compute the detached results of an op, and keep its graph for its backward."""
-        with self.model.later.collect(bool(self.graph.weights(op))) as left:
+        # On a GPU, products of weights' gradients add to the sums themselves, after the rest of the op's backward.
+        with self.model.later.collect(bool(self.graph.weights(op)) or next(self.model.parameters()).is_cuda) as left:
             computed, graph = build(compute, inputs)
         self._graphs[op] = _Built(graph, left)
         return computed
@@ -395,18 +397,22 @@ class MicroBatch:
         found, parts = graph.differentiate(gradients, parameters)
         for parameter, part in zip(parameters, parts, strict=True):
             if part is not None:
-                self.add(parameter, part)
-        self._later.update((each, left) for each in self.graph.weights(op))
+                self.sum_of(parameter).add_(part)
+        if ops := self.graph.weights(op):
+            self._later.update((each, left) for each in ops)
+        else:
+            self._add_all(left)
         return found
 
     def _add_left(self, op: Op) -> None:
         """Compute the gradients of weights that the backward of an op has left, and add them."""
         self.began = self.now()
-        tasks = self._later.pop(op)
+        self._add_all(self._later.pop(op))
+
+    def _add_all(self, tasks: list[Task]) -> None:
         while tasks:  # the list must not keep what a task is computed from; nodes of the graph may hold the list
             task = tasks.pop(0)
-            for weight, gradient in zip(task.weights, task.compute(), strict=True):
-                self.add(weight, gradient.view_as(weight))
+            task.add(self.sum_of(task.weight))
 
 
 def _part(op: Op) -> Part:

@@ -221,7 +221,7 @@ def _kept(model: Transformer, groups: Groups, ordering: Ordering, batch: Batch) 
 
     before = _alive()
     weights = Weights([batch], groups, torch.float32)
-    micro_batch = micro_batch_type(groups)(model, graph, batch, gradients.add, weights)
+    micro_batch = micro_batch_type(groups)(model, graph, batch, gradients.sum_of, weights)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         for op in takewhile(lambda op: op.direction == "F", order):
             if op.kind != HEAD:
@@ -302,7 +302,7 @@ def _peak(model: Transformer, ordering: Ordering, sequences: int, length: int, c
     if ordering.forward.row.found:
         (order,) = find(graph, lambda op: (("link", 0.6) if graph.channel(op) else (COMPUTE, 1.0),), ordering.ahead).schedule
     weights, before, most = Weights(batches, groups, torch.float32), _alive(), 0
-    passes = [MicroBatch(model, graph, batch, gradients.add, weights) for batch in batches]
+    passes = [MicroBatch(model, graph, batch, gradients.sum_of, weights) for batch in batches]
     with _Watch() as watch:
         for op in order:
             passes[op.micro_batch].run(op)

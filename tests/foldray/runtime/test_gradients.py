@@ -82,7 +82,7 @@ def measure(rank: int) -> list[Found]:
 def _sums(model: Transformer, groups: Groups) -> dict[str, float]:
     gradients = Gradients(model, groups)
     for parameter in model.parameters():
-        gradients.add(parameter, torch.full_like(parameter, 2.0**groups.rank))
+        gradients.sum_of(parameter).add_(2.0**groups.rank)
     gradients.reduce()
     parameters, sums = dict(model.named_parameters()), {}
     for local, parts in model.global_parts.items():
@@ -212,7 +212,7 @@ def test_gradients_of_micro_batches_add_up() -> None:
     model = model_of()
     gradients, parameter = Gradients(model, Groups.create(Fold(1))), model.final_norm.weight
     for value in (1.0, 2.0):
-        gradients.add(parameter, torch.full_like(parameter, value))
+        gradients.sum_of(parameter).add_(value)
     assert gradients.views[parameter].unique().tolist() == [3.0]
     assert parameter.grad is None
     gradients.zero()
