@@ -16,7 +16,7 @@ from torch import nn
 from foldray.blueprint import ModelSpec, RouterSpec
 from foldray.comm import Groups
 from foldray.kernels.capacity import capacity, keep_within
-from foldray.kernels.lean import keeping_inputs
+from foldray.kernels.wide import wide_product
 from foldray.moe.balance import Balance, Tally
 from foldray.moe.sequence import Sequences
 
@@ -76,8 +76,7 @@ class Router(nn.Module):
             length: tokens of each sequence that this rank has in all pieces; None if it has only this piece.
             before: sum of the tallies of earlier pieces; None for the first piece.
         """
-        dtype, experts = _at_least_float32(x_TH.dtype), self.model.experts
-        logits_TE = keeping_inputs(lambda x_TH, weight_HE: x_TH.to(dtype) @ weight_HE.to(dtype), x_TH, self.weight)
+        experts, logits_TE = self.model.experts, wide_product(x_TH, self.weight)
         expert_TK, weight_TK = self.gate(logits_TE, self.bias)
         length = x_TH.shape[0] // sequences if length is None else length
         keep_TK, limit, competed_BE = self._keep(expert_TK, weight_TK.detach(), sequences, length, before)
