@@ -1,0 +1,158 @@
+"""Measures a training step of one block at real sizes, beside Hugging Face's Mixtral: time, MFU, host, kernels and memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from foldray.blueprint.flops import step_flops
+from foldray.comm import Groups
+from foldray.model import Batch, Transformer
+from foldray.recipe import Recipe
+from foldray.runtime.peak import matmul_peak
+from tests.gpu.report import Report
+from trainers.worker.engines import make_engine
+
+ROUNDS = 7
+BLOCKS: dict[str, dict[str, Any]] = {
+    "4096/14336, 8 experts, top 2": {"hidden": 4096, "heads": 32, "kv_heads": 8, "expert_hidden": 14336, "experts": 8, "topk": 2},
+    "6144/16384, 8 experts, top 2": {"hidden": 6144, "heads": 48, "kv_heads": 8, "expert_hidden": 16384, "experts": 8, "topk": 2},
+    "2048/768, 128 experts, top 8": {"hidden": 2048, "heads": 32, "kv_heads": 4, "expert_hidden": 768, "experts": 128, "topk": 8},
+}
+DEGREES = (1, 2, 4, 8)
+LENGTHS = (8192, 32768)
+
+
+def run(report: Report, lengths: tuple[int, ...] = LENGTHS) -> None:
+    device = torch.device("cuda")
+    peak = report.check("block", "peak, TFLOP/s", lambda: matmul_peak(device, torch.bfloat16) / 1e12)
+    for name, sizes in BLOCKS.items():
+        for length in lengths:
+            report.check("block", f"{name}, {length} tokens", lambda s=sizes, n=length: measure(report, s, n, peak))
+            torch.cuda.empty_cache()
+
+
+def measure(report: Report, sizes: dict[str, Any], length: int, peak: float) -> dict[str, Any]:
+    """Measure the degrees and Hugging Face's block in turns. Each row has its median, minimum and maximum in milliseconds."""
+    model = {**sizes, "layers": 1, "head_dim": 128, "ffn_hidden": sizes["expert_hidden"], "vocab": 1024, "moe_every": 1}
+    device, text = torch.device("cuda"), torch.randint(0, 1024, (1, length + 1), device="cuda")
+    given = [Batch(text[:, :-1], text[:, 1:])]
+    with mock.patch.object(Transformer, "_initialise", _draw):  # on the GPU, because the CPU would take minutes
+        recipe = _recipe(model, length, 1)
+        groups = Groups.create(recipe.placed_fold)
+        engine: Any = make_engine(recipe, groups, device)
+    orderings = {f"{d} pieces": _recipe(model, length, d).ordering for d in DEGREES}
+    flops = step_flops(recipe.model, length, 1)
+
+    def prepare(name: str) -> None:
+        if name in orderings:
+            engine.execution.reorder(orderings[name])
+            engine.execution.step(given)  # builds the list before the clock starts
+
+    steps: dict[str, Any] = {name: lambda: engine.train(given) for name in orderings}
+    if (peer := _mixtral(model, text)) is not None:
+        steps["Hugging Face"] = peer
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for number in range(2 + ROUNDS):
+        for name, step in steps.items():
+            prepare(name)
+            took[name].append(_timed(step))
+            if number < 2:
+                took[name].clear()
+    rows = {}
+    for name, step in steps.items():
+        prepare(name)
+        device_ms, host_ms = zip(*took[name], strict=True)
+        rows[name] = row = {
+            "ms": statistics.median(device_ms), "min": min(device_ms), "max": max(device_ms),
+            "host_ms": statistics.median(host_ms), "mfu_of_peak": flops / statistics.median(device_ms) / peak / 1e9,
+            **_profiled(step), "peak_gib": _peak(step),
+        }  # fmt: skip
+        report.say(f"  {name:12} " + " ".join(f"{key} {value:.3g}" for key, value in row.items() if key != "top"))
+        for kernel in row["top"] if name in ("1 pieces", "4 pieces", "Hugging Face") else ():
+            report.say(f"      {kernel}")
+    return rows
+
+
+def _recipe(model: dict[str, Any], length: int, degree: int) -> Recipe:
+    schedule = {"kind": "stream", "degree": degree} if degree > 1 else {}
+    return Recipe.parse(
+        {
+            "model": model,
+            "data": {"seq_len": length},
+            "precision": "bfloat16",
+            "engine": {"kind": "torch"},
+            "training": {"global_batch": 1},
+            "optimizer": {"kind": "sgd"},
+            "schedule": schedule,
+        }
+    )
+
+
+@torch.no_grad()
+def _draw(model: Transformer, seed: int) -> None:
+    for parameter in model.parameters():
+        parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, 0.02)
+
+
+def _mixtral(model: dict[str, Any], text: torch.Tensor) -> Any:
+    """Return a step of transformers' Mixtral with one block of these sizes; None without transformers."""
+    try:
+        from transformers import MixtralConfig, MixtralForCausalLM
+    except ModuleNotFoundError:
+        return None
+    config = MixtralConfig(
+        vocab_size=1024, hidden_size=model["hidden"], intermediate_size=model["expert_hidden"], num_hidden_layers=1,
+        num_attention_heads=model["heads"], num_key_value_heads=model["kv_heads"], head_dim=128,
+        num_local_experts=model["experts"], num_experts_per_tok=model["topk"], max_position_embeddings=32768,
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            peer = MixtralForCausalLM(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    peer.set_experts_implementation("grouped_mm")
+    return lambda: peer.train()(input_ids=text[:, :-1], labels=text[:, :-1], use_cache=False).loss.backward()
+
+
+def _timed(step: Any) -> tuple[float, float]:
+    """Return the milliseconds of a step on the GPU, and until the host came back."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    begin.record()
+    step()
+    end.record()
+    host = time.perf_counter() - started
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end), host * 1e3
+
+
+def _profiled(step: Any) -> dict[str, Any]:
+    """Return number of kernels, the milliseconds of all of them, and the kernels that take longest."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        step()
+        torch.cuda.synchronize()
+    took, times = Counter[str](), Counter[str]()
+    for event in profiled.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            took[event.name[:90]] += event.device_time / 1e3
+            times[event.name[:90]] += 1
+    top = [f"{ms:.2f} ms, {times[name]} × {name}" for name, ms in took.most_common(12)]
+    return {"kernels": times.total(), "busy_ms": sum(took.values()), "top": top}
+
+
+def _peak(step: Any) -> float:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
