@@ -30,9 +30,9 @@ from foldray.runtime import Trace
 from foldray.runtime.peak import processor
 from foldray.schedule import Op, Span, StepGraph
 from trainers.measure.bench import shifted, shown
-from trainers.measure.calibrate import measured
 from trainers.measure.comparison import random_batches
 from trainers.measure.meter import Meter
+from trainers.measure.speeds import measured
 from trainers.pictures.timeline import draw_timelines
 from trainers.worker.engines import make_engine
 from tuners.space import as_candidate

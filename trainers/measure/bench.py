@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from foldray.schedule import SLICINGS, Op, Ordering, SliceCost, Span, StepGraph
 from foldray.timeline import Recording, draw_text, perfetto, replay, slice_timings
 from trainers.cluster import workers
 from trainers.measure.comparison import random_batches
+from trainers.measure.meter import wait_for
 from trainers.records import as_json as to_json
 from trainers.worker.engines import make_engine
 
@@ -128,7 +130,6 @@ def _bench_loop(config: dict[str, Any]) -> dict[str, Any] | None:
     recipe, groups, device = workers.worker(config)
     engine = make_engine(recipe, groups, device)
     execution, trace = engine.execution, Trace(device)
-    execution.trace = trace
     measured: list[list[dict[str, float]]] = [[] for _ in config["orderings"]]
     slices: list[tuple[int, int, float]] = []
     bounds: list[float] = []
@@ -136,11 +137,15 @@ def _bench_loop(config: dict[str, Any]) -> dict[str, Any] | None:
     for number in range(_WARM_UP + config["rounds"]):
         for ordering, rounds in zip(config["orderings"], measured, strict=True):
             execution.reorder(learnt.get(ordering, ordering))
-            graph = _step(recipe, engine, groups, device)
+            execution.trace = trace
+            graph, _ = _step(recipe, engine, groups, device)
+            times = trace.times(graph)
             if execution.lacks_costs:
                 execution.learn_costs()
                 learnt[ordering] = execution.ordering
-            slowest = _slowest(groups, trace.times(graph), device)
+            execution.trace = None
+            _, seconds = _step(recipe, engine, groups, device)  # recording takes time, so another step is timed
+            slowest = _slowest(groups, times | {"step_ms": seconds * 1e3}, device)
             if number >= _WARM_UP:
                 rounds.append(slowest)
                 slices += slice_timings(graph, trace.spans, groups.fold.cp * groups.fold.tp)
@@ -154,7 +159,7 @@ def _timeline_loop(config: dict[str, Any]) -> dict[str, Any] | None:
     engine = make_engine(recipe, groups, device)
     trace = engine.execution.trace = Trace(device)
     for _ in range(_WARM_UP + 1):
-        graph = _step(recipe, engine, groups, device)
+        graph, _ = _step(recipe, engine, groups, device)
         if engine.execution.lacks_costs:
             engine.execution.learn_costs()
     recordings = _recordings(engine, trace, groups, graph)
@@ -173,15 +178,19 @@ def _recordings(engine: Engine, trace: Trace, groups: Groups, graph: StepGraph) 
     return recordings
 
 
-def _step(recipe: Recipe, engine: Engine, groups: Groups, device: Any) -> StepGraph:
-    """Run one step on random text with learning rate 0, which changes no weight."""
+def _step(recipe: Recipe, engine: Engine, groups: Groups, device: torch.device) -> tuple[StepGraph, float]:
+    """Run one step on random text with learning rate 0, which changes no weight. Return its graph, and seconds without update."""
     batches = random_batches(recipe, groups, device)
     execution = engine.execution
     graph, _ = execution.step(batches)  # builds the graph before the clock starts
     groups.control.all_reduce(torch.zeros(1, device=device))  # makes all ranks start together
+    wait_for(device)
+    begin = time.perf_counter()
     engine.train(batches)
+    wait_for(device)
+    seconds = time.perf_counter() - begin
     engine.update(0.0)
-    return graph
+    return graph, seconds
 
 
 def _slowest(groups: Groups, times: dict[str, float], device: torch.device) -> dict[str, float]:

@@ -13,7 +13,7 @@ from foldray.comm import Communicator
 
 ROUNDS = 7
 _AT_LEAST = 0.02  # seconds of one measurement
-_STANDARD = 1024  # side of the standard matrix product
+_STANDARD = {"cpu": 1024, "cuda": 8192}  # side of the standard matrix product
 
 
 class Meter:
@@ -28,8 +28,8 @@ class Meter:
     """
 
     def __init__(self, device: torch.device, control: Communicator, dtype: torch.dtype):
-        self.device, self.control = device, control
-        self._a, self._b = (torch.randn(_STANDARD, _STANDARD, device=device, dtype=dtype) for _ in range(2))
+        self.device, self.control, side = device, control, _STANDARD[device.type]
+        self._a, self._b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
         self.standard = statistics.quantiles((self.took(self.product, 1) for _ in range(8 * ROUNDS)), n=4)[0]
 
     def __call__(self, run: Callable[[], Any]) -> float:
@@ -61,13 +61,15 @@ class Meter:
 
     def took(self, run: Callable[[], Any], calls: int) -> float:
         """Return the seconds of some calls on this worker."""
-        self._wait()
+        wait_for(self.device)
         begin = time.perf_counter()
         for _ in range(calls):
             run()
-        self._wait()
+        wait_for(self.device)
         return time.perf_counter() - begin
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done all that it has been given. A CPU has done it already."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

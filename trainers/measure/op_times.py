@@ -30,6 +30,8 @@ _TINY: dict[str, Any] = {"preset": None, "hidden": 32, "heads": 2, "kv_heads": 2
                          "topk": 2, "expert_hidden": 32, "shared_hidden": 0, "vocab": 64, "layers": 2}  # fmt: skip
 _THIN: dict[str, Any] = {"preset": None, "heads": 1, "kv_heads": 1, "head_dim": 16, "ffn_hidden": 16, "expert_hidden": 16,
                          "shared_hidden": 0, "vocab": 64, "layers": 2}  # fmt: skip
+_LARGE: dict[str, Any] = {"heads": 32, "kv_heads": 32, "head_dim": 128, "hidden": 4096, "expert_hidden": 4096}
+"""Sizes of the wide model on a GPU, where those of a CPU would show only the start of kernels."""
 _WIDE: dict[str, Any] = {"preset": None, "hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn_hidden": 1024,
                          "experts": 8, "topk": 2, "expert_hidden": 1024, "shared_hidden": 0, "vocab": 1024,
                          "layers": 1}  # fmt: skip
@@ -53,7 +55,7 @@ def of_ops(meter: Meter, recipe: Recipe, hardware: Hardware) -> dict[str, float]
 
 def _optimizer(recipe: Recipe, meter: Meter, hardware: Hardware) -> float:
     """Measure the bandwidth of weight updates, as a share of memory bandwidth. The planner counts the bytes of an update."""
-    wide = _small(recipe, _WIDE, 64, {})
+    wide = _small(recipe, _wide(meter), 64, {})
     engine = make_engine(wide, Groups.create(wide.placed_fold), meter.device)
     engine.train([random_batch(wide, 0, 1, 0, meter.device)])
     took = meter(lambda: engine.update(0.0))
@@ -80,7 +82,7 @@ def of_slices(meter: Meter, recipe: Recipe, hardware: Hardware) -> list[tuple[in
     shares, length = [], attention_length(recipe)
     for degree in _DEGREES:
         cut = {"kind": "one_a_one_m", "degree": degree, "slicing": "token_uniform"} if degree > 1 else {}
-        sliced = _small(recipe, _WIDE, length, cut)
+        sliced = _small(recipe, _wide(meter), length, cut)
         took, core = _recorded(sliced, meter), _priced(sliced, hardware, "attention", {})
         others = [_priced(sliced, hardware, what, {}) for what in ("gemm", "memory", "launch")]
         ops = [op for op in took if op.kind == ATTENTION]
@@ -88,6 +90,10 @@ def of_slices(meter: Meter, recipe: Recipe, hardware: Hardware) -> list[tuple[in
         predicted = sum(core[op] for op in ops)
         shares.append((length // degree, predicted / max(left, predicted / 10)))
     return shares[::-1]
+
+
+def _wide(meter: Meter) -> dict[str, Any]:
+    return _WIDE | (_LARGE if meter.device.type == "cuda" else {})
 
 
 def _small(recipe: Recipe, sizes: dict[str, Any], length: int, schedule: dict[str, Any]) -> Recipe:

@@ -22,6 +22,7 @@ from foldray.runtime import Engine, Trace
 from foldray.schedule import StepGraph
 from foldray.timeline import Recording
 from trainers.measure.comparison import random_batches
+from trainers.measure.meter import wait_for
 from trainers.worker.engines import make_engine
 
 
@@ -112,17 +113,12 @@ def _prepared(state: dict[str, Any], given: dict[str, Any], keep: int) -> _Ready
 def _step(ready: _Ready, device: torch.device) -> float:
     """Run a step and return its seconds. The clock starts when all ranks are ready."""
     ready.groups.control.all_reduce(torch.zeros(1, device=device))
-    _wait(device)
+    wait_for(device)
     begin = time.perf_counter()
     ready.engine.train(ready.batches)
     ready.engine.update(0.0)
-    _wait(device)
+    wait_for(device)
     return time.perf_counter() - begin
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # On a GPU, memory is the memory of torch's allocator. On a CPU, it is the memory of the process, whose peak Linux can reset.

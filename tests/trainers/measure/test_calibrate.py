@@ -9,7 +9,7 @@ import pytest
 
 from foldray.cli import main
 from foldray.planner.hardware import load_hardware
-from trainers.measure.calibrate import _line
+from trainers.measure.speeds import _line
 
 RECIPE = """
 model: {preset: tiny, layers: 2}
