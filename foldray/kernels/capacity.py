@@ -44,8 +44,8 @@ def keep_within(
         before_BE: number of assignments to each expert in earlier pieces of each sequence, kept or dropped.
     """
     T, K = expert_TK.shape
-    sequence_T1 = torch.arange(sequences, device=expert_TK.device).repeat_interleave(T // sequences).unsqueeze(1)
-    bucket_N = (sequence_T1 * experts + expert_TK).flatten()
+    sequence_B11 = torch.arange(sequences, device=expert_TK.device).view(-1, 1, 1)
+    bucket_N = (sequence_B11 * experts + expert_TK.view(sequences, T // sequences, K)).flatten()
     if drop == "probability":
         by_score_N = torch.argsort(score_TK.detach().flatten(), descending=True, stable=True)
         order_N = by_score_N[torch.argsort(bucket_N[by_score_N], stable=True)]

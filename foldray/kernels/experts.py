@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from foldray.kernels.activations import kernel_of
 from foldray.kernels.later import Leave, add_product
+from foldray.kernels.transfer import to_device
 
 Kind = Literal["loop", "grouped"]
 
@@ -96,7 +98,7 @@ class _Grouped(torch.autograd.Function):
     def forward(
         ctx: Any, x_NH: Tensor, up_EHW: Tensor, down_EFH: Tensor, counts: list[int], ffn: str, leave: Leave | None
     ) -> Tensor:
-        ends_E = torch.tensor(counts).cumsum(0).to(x_NH.device, torch.int32)
+        ends_E = to_device(list(accumulate(counts)), x_NH.device, torch.int32)
         up_NW = F.grouped_mm(x_NH, up_EHW, offs=ends_E)
         ctx.counts, ctx.ffn, ctx.leave = counts, ffn, leave
         ctx.save_for_backward(x_NH, up_EHW, down_EFH, up_NW, ends_E)

@@ -1,6 +1,7 @@
 """Moves rows within a rank: from tokens to rows sorted by expert, and back as a weighted sum.
 
-Legend: T tokens, K experts per token, N rows (kept assignments), M assignments listed token by token, H hidden, E experts.
+Legend: T tokens, K experts per token, N rows (kept assignments, and padding), M assignments listed token by
+token, H hidden, E experts.
 
 Every function is deterministic: the rows of a token are summed in the order of its choices, without atomic additions. The
 sums use `embedding_bag`, which makes one pass over memory with fused weights. On one CPU core it is 20 times as fast as
@@ -9,12 +10,24 @@ gather, multiply and sum.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+
+class Padded(NamedTuple):
+    """Assignments in rows of which every expert has equally many (`pad_by_expert`).
+
+    Args:
+        token_N: the token of each row; T for an empty row.
+        position_TK: the row of each assignment, -1 if dropped.
+    """
+
+    token_N: Tensor
+    position_TK: Tensor
 
 
 def sort_by_expert(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,18 +42,51 @@ def sort_by_expert(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) 
         token_N, the token of each row; position_TK, the row of each assignment or -1 if dropped; counts_E, rows per expert.
     """
     num_tokens, topk = expert_TK.shape
-    # Dropped assignments get the number of an expert that does not exist, so they are sorted behind all others.
-    key_M = expert_TK.reshape(-1) if keep_TK is None else expert_TK.masked_fill(~keep_TK, num_experts).reshape(-1)
-    order_M = torch.sort(key_M, stable=True).indices
-    counts_E = torch.bincount(key_M, minlength=num_experts + 1)[:num_experts]
+    order_M, _, start_E = _sorted(expert_TK, keep_TK, num_experts)
     # Without drops the host knows the number of rows. With drops it has to wait for the device.
-    order_N = order_M if keep_TK is None else order_M[: int(counts_E.sum())]
+    order_N = order_M if keep_TK is None else order_M[: int(start_E[-1])]
     rows_N = torch.arange(order_N.numel(), device=order_N.device)
     position_M = torch.full_like(order_M, -1).scatter_(0, order_N, rows_N)
-    return order_N // topk, position_M.view(num_tokens, topk), counts_E
+    return order_N // topk, position_M.view(num_tokens, topk), start_E.diff()
 
 
-def permute(x_TH: Tensor, token_N: Tensor, position_TK: Tensor | None = None) -> Tensor:
+def pad_by_expert(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int, capacity: int) -> Padded:
+    """Sort the kept assignments by expert, and pad every expert to `capacity` rows. The host does not wait for the device.
+
+    Args:
+        expert_TK: the chosen experts, int64.
+        keep_TK: false for a dropped assignment; None keeps all. No expert may keep more than `capacity`.
+        num_experts: number of experts.
+        capacity: rows of each expert.
+    """
+    num_tokens, topk = expert_TK.shape
+    order_M, key_M, start_E = _sorted(expert_TK, keep_TK, num_experts)
+    rows = num_experts * capacity
+    place_M = key_M * capacity + torch.arange(key_M.numel(), device=key_M.device) - start_E[key_M]
+    place_M = place_M.clamp_max(rows)  # dropped assignments, behind all others, share a row that is cut off
+    token_N = torch.full((rows + 1,), num_tokens, device=key_M.device).scatter_(0, place_M, order_M // topk)[:rows]
+    position_M = torch.empty_like(order_M).scatter_(0, order_M, torch.where(place_M < rows, place_M, -1))
+    return Padded(token_N, position_M.view(num_tokens, topk))
+
+
+def _sorted(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the assignments sorted by expert, their experts, and the first of each expert (E + 1 numbers).
+
+    Dropped assignments get the number of an expert that does not exist, so they are sorted behind all others.
+    """
+    key_M = expert_TK.reshape(-1) if keep_TK is None else expert_TK.masked_fill(~keep_TK, num_experts).reshape(-1)
+    key_M, order_M = torch.sort(key_M, stable=True)
+    return order_M, key_M, _starts(key_M, num_experts)
+
+
+def _starts(sorted_M: Tensor, count: int) -> Tensor:
+    """Return the index of the first number ≥ i, for i from 0 to `count`. (On a GPU, the host would wait for `bincount`.)"""
+    return torch.searchsorted(sorted_M, torch.arange(count + 1, device=sorted_M.device))
+
+
+def permute(
+    x_TH: Tensor, token_N: Tensor, position_TK: Tensor | None = None, *, drops: bool = True, gaps: bool = False
+) -> Tensor:
     """Copy tokens to their rows: x_NH[n] = x_TH[token_N[n]].
 
     Args:
@@ -48,106 +94,127 @@ def permute(x_TH: Tensor, token_N: Tensor, position_TK: Tensor | None = None) ->
         token_N: the token of each row, int64.
         position_TK: the row of each assignment, -1 if dropped. It is the inverse of `token_N`; with None, backward sorts
             `token_N` instead.
+        drops: whether any position may be -1. Without drops, backward has less to do.
+        gaps: whether a token may be T, for a row of zeros. This needs `position_TK`.
 
     Returns:
         x_NH.
     """
-    return _Permute.apply(x_TH, token_N, position_TK)
+    assert position_TK is not None or not gaps, "rows without a token need position_TK"
+    return _Permute.apply(x_TH, token_N, position_TK, drops, gaps)
 
 
-def combine(y_NH: Tensor, position_TK: Tensor, weight_TK: Tensor) -> Tensor:
+def combine(y_NH: Tensor, position_TK: Tensor, weight_TK: Tensor, *, drops: bool = True) -> Tensor:
     """Sum the rows of each token: out_TH[t] = Σ_k weight_TK[t, k] · y_NH[position_TK[t, k]].
 
     Args:
-        y_NH: the rows; each belongs to at most one assignment.
+        y_NH: the rows; each belongs to at most one assignment. If there are drops, all numbers must be finite.
         position_TK: the row of each assignment; -1 means dropped and adds nothing, whatever the weight is.
         weight_TK: the weights, in any floating type; products and sums have at least float32.
+        drops: whether any position may be -1. Without drops, there is less to do.
 
     Returns:
         out_TH in the type of `y_NH`.
     """
-    return _Combine.apply(y_NH, position_TK, weight_TK)
+    return _Combine.apply(y_NH, position_TK, weight_TK, drops)
 
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, token_N: Tensor, position_TK: Tensor | None) -> Tensor:
-        ctx.num_tokens = x_TH.shape[0]
+    def forward(ctx: Any, x_TH: Tensor, token_N: Tensor, position_TK: Tensor | None, drops: bool, gaps: bool) -> Tensor:
+        ctx.num_tokens, ctx.drops = x_TH.shape[0], drops
         ctx.save_for_backward(token_N, position_TK)
+        if gaps:
+            x_TH = torch.cat([x_TH, x_TH.new_zeros(1, x_TH.shape[1])])
         return x_TH.index_select(0, token_N)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dx_NH: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dx_NH: Tensor) -> tuple[Tensor | None, ...]:
         token_N, position_TK = ctx.saved_tensors
         if position_TK is not None:
-            row_M, offset, _ = _bags(position_TK)
+            bags = _bags(position_TK, ctx.drops, dx_NH.shape[0])
+            weight_M = None if bags.kept_TK is None else bags.kept_TK.reshape(-1)
         else:
-            row_M = torch.sort(token_N, stable=True).indices
-            offset = _offsets(torch.bincount(token_N, minlength=ctx.num_tokens))
-        return _sum_rows(dx_NH, row_M, offset, None), None, None
+            sorted_N, row_N = torch.sort(token_N, stable=True)
+            bags, weight_M = _Bags(row_N, _starts(sorted_N, ctx.num_tokens), None), None
+        return _sum_rows(dx_NH, bags, weight_M), None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_NH: Tensor, position_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        row_M, offset, kept_TK = _bags(position_TK)
-        ctx.save_for_backward(y_NH, weight_TK, row_M, offset, kept_TK)
-        return _sum_rows(y_NH, row_M, offset, _select(weight_TK, kept_TK))
+    def forward(ctx: Any, y_NH: Tensor, position_TK: Tensor, weight_TK: Tensor, drops: bool) -> Tensor:
+        bags = _bags(position_TK, drops, y_NH.shape[0])
+        weight_M = _kept(weight_TK, bags).reshape(-1)
+        ctx.save_for_backward(y_NH, weight_TK, *bags)
+        return _sum_rows(y_NH, bags, weight_M)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout_TH: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-        y_NH, weight_TK, row_M, offset, kept_TK = ctx.saved_tensors
-        token_TK = torch.arange(weight_TK.shape[0], device=y_NH.device)[:, None].expand_as(weight_TK)
-        token_M = _select(token_TK, kept_TK).contiguous()  # for a single token, `_select` returns a view of one number
+    def backward(ctx: Any, dout_TH: Tensor) -> tuple[Tensor | None, ...]:
+        y_NH, weight_TK, *rest = ctx.saved_tensors
+        bags, (rows, (tokens, topk)) = _Bags(*rest), (y_NH.shape[0], weight_TK.shape)
+        token_M = torch.arange(tokens, device=y_NH.device)[:, None].expand(tokens, topk).reshape(-1).contiguous()
         dy_NH = dweight_TK = None
         if ctx.needs_input_grad[0]:
             # The gradient of a row is the gradient of its token times its weight. Rows without an assignment get weight 0.
-            token_N = token_M.new_zeros(y_NH.shape[0]).scatter_(0, row_M, token_M)
-            weight_N = weight_TK.new_zeros(y_NH.shape[0]).scatter_(0, row_M, _select(weight_TK, kept_TK))
-            ones = torch.arange(token_N.numel() + 1, device=token_N.device)
-            dy_NH = _sum_rows(dout_TH, token_N, ones, weight_N).to(y_NH.dtype)
+            # Dropped assignments share a row that is cut off.
+            row_M = bags.row_M if bags.kept_TK is None else bags.row_M.masked_fill(~bags.kept_TK.reshape(-1), rows)
+            token_N = token_M.new_zeros(rows + 1).scatter_(0, row_M, token_M)[:rows]
+            weight_N = weight_TK.new_zeros(rows + 1).scatter_(0, row_M, weight_TK.reshape(-1))[:rows]
+            each = torch.arange(rows + 1, device=token_N.device)
+            dy_NH = _sum_rows(dout_TH, _Bags(token_N, each, None), weight_N).to(y_NH.dtype)
         if ctx.needs_input_grad[2]:
-            dweight_M = _dot_rows(dout_TH, y_NH, row_M, offset, token_M).to(weight_TK.dtype)
-            dweight_TK = dweight_M.view_as(weight_TK) if kept_TK is None else weight_TK.new_zeros(weight_TK.shape)
-            if kept_TK is not None:
-                dweight_TK[kept_TK] = dweight_M
-        return dy_NH, None, dweight_TK
+            dweight_TK = _kept(_dot_rows(dout_TH, y_NH, bags, token_M).to(weight_TK.dtype).view_as(weight_TK), bags)
+        return dy_NH, None, dweight_TK, None
 
 
-def _bags(position_TK: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return one bag of rows per token: row_M, offset (T + 1), and which assignments are kept (None for all)."""
-    kept_TK = position_TK >= 0
-    if bool(kept_TK.all()):
-        offset = torch.arange(0, position_TK.numel() + 1, position_TK.shape[1], device=position_TK.device)
-        return position_TK.reshape(-1), offset, None
-    return position_TK[kept_TK], _offsets(kept_TK.sum(1)), kept_TK
+class _Bags(NamedTuple):
+    """One bag of rows per token.
+
+    Args:
+        row_M: rows, bag by bag.
+        offset: where each bag begins, and M.
+        kept_TK: which of them count; None if all do. Rows that do not count are numbers of any existing row.
+    """
+
+    row_M: Tensor
+    offset: Tensor
+    kept_TK: Tensor | None
 
 
-def _offsets(counts: Tensor) -> Tensor:
-    return F.pad(counts.cumsum(0), (1, 0))
+def _bags(position_TK: Tensor, drops: bool, rows: int) -> _Bags:
+    """Return bags of K rows. So their sizes are known without waiting for the device, whatever was dropped."""
+    row_M = position_TK.reshape(-1)
+    offset = torch.arange(0, row_M.numel() + 1, position_TK.shape[1], device=row_M.device)
+    return _Bags(row_M.clamp_min(0), offset, position_TK >= 0) if drops else _Bags(row_M, offset, None)
 
 
-def _select(value_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
-    return value_TK.reshape(-1) if kept_TK is None else value_TK[kept_TK]
+def _kept(value_TK: Tensor, bags: _Bags) -> Tensor:
+    """Replace the values of dropped assignments by zero."""
+    return value_TK if bags.kept_TK is None else value_TK.masked_fill(~bags.kept_TK, 0)
 
 
-def _sum_rows(rows_NH: Tensor, row_M: Tensor, offset: Tensor, weight_M: Tensor | None) -> Tensor:
+def _sum_rows(rows_NH: Tensor, bags: _Bags, weight_M: Tensor | None) -> Tensor:
     """Sum weight · row over each bag. The sum has at least float32, the result has the type of the rows."""
     wide = _wider(rows_NH, weight_M)
     weight_M = None if weight_M is None else weight_M.to(wide)
-    table_NH = rows_NH.contiguous().to(wide)
-    sum_TH = F.embedding_bag(row_M, table_NH, offset, mode="sum", per_sample_weights=weight_M, include_last_offset=True)
+    table_NH = _some(rows_NH).contiguous().to(wide)
+    sum_TH = F.embedding_bag(bags.row_M, table_NH, bags.offset, mode="sum", per_sample_weights=weight_M, include_last_offset=True)
     return sum_TH.to(rows_NH.dtype)
 
 
-def _dot_rows(dout_TH: Tensor, y_NH: Tensor, row_M: Tensor, offset: Tensor, token_M: Tensor) -> Tensor:
+def _dot_rows(dout_TH: Tensor, y_NH: Tensor, bags: _Bags, token_M: Tensor) -> Tensor:
     """Return the dot product of dout of the token and y of the row for each assignment, in at least float32."""
     wide = _wider(y_NH, None)
     # embedding_bag computes the gradient of its weights with this kernel. It reads both operands once; mode 0 is "sum".
     dot = torch.ops.aten._embedding_bag_per_sample_weights_backward
-    return dot(dout_TH.contiguous().to(wide), y_NH.contiguous().to(wide), row_M, offset, token_M, 0)
+    return dot(dout_TH.contiguous().to(wide), _some(y_NH).contiguous().to(wide), bags.row_M, bags.offset, token_M, 0)
+
+
+def _some(rows_NH: Tensor) -> Tensor:
+    """Return the rows, or one row of zeros if there are none, so that the row of a dropped assignment exists."""
+    return rows_NH if rows_NH.shape[0] else rows_NH.new_zeros(1, rows_NH.shape[1])
 
 
 def _wider(rows_NH: Tensor, weight_M: Tensor | None) -> torch.dtype:

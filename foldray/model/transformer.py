@@ -18,6 +18,7 @@ from foldray.blueprint import Layout, Maker, Ownership, ParameterSpec
 from foldray.blueprint.parameters import GradientClass
 from foldray.comm import Groups
 from foldray.kernels.later import Later
+from foldray.kernels.transfer import to_device
 from foldray.model.attention import Attention, ContextMode, Place
 from foldray.model.batch import IGNORED, Batch, Losses, add_losses
 from foldray.model.layers import FeedForward, Norm, Vocabulary
@@ -303,7 +304,7 @@ class Transformer(nn.Module):
         if length not in self._positions:
             layouts = (replace(self.layout, tp_rank=rank) for rank in range(self.layout.tp))
             device = next(self.parameters()).device
-            self._positions[length] = torch.tensor([layout.piece(length) for layout in layouts], device=device)
+            self._positions[length] = to_device([layout.piece(length) for layout in layouts], device, torch.int64)
         return self._positions[length]
 
     def _routers(self) -> Iterator[tuple[int, Router]]:

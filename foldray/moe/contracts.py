@@ -20,11 +20,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from foldray.comm import Pending, mirrored
+from foldray.kernels.transfer import read
 from foldray.moe.balance import Balance, Tally
 from foldray.moe.router import Router, Routing
 
@@ -36,59 +37,77 @@ class Sent:
     """The state that a sender keeps of a dispatch.
 
     Args:
-        rows_E: number of rows for every global expert, int64.
+        rows_E: number of rows for every global expert, int64, on the rows' device.
         memory: state that the permutation needs to sum rows back into tokens.
+        known_E: the same numbers, if the host knows them without waiting for the device; else None.
     """
 
     rows_E: torch.Tensor
     memory: Any
+    known_E: list[int] | None = None
 
-    @cached_property
-    def _host_E(self) -> torch.Tensor:
-        return self.rows_E.cpu()  # the host waits for the device
 
-    def rows_by_rank(self, ranks: int) -> list[int]:
-        """Return the number of rows for each of `ranks` EP ranks."""
-        return self._host_E.view(ranks, -1).sum(1).tolist()
+class RowCounts(NamedTuple):
+    """The row counts of a dispatch.
+
+    Args:
+        rows_XRE: number of rows for each ETP rank of this rank's group, from each EP rank, for each local expert.
+        leaving_R: number of rows that this rank sends to each EP rank.
+    """
+
+    rows_XRE: list[list[list[int]]]
+    leaving_R: list[int]
 
 
 class Received:
-    """The row counts that a receiver knows of a dispatch. They may still be on their way; the first reader waits for them.
+    """The row counts of a dispatch, on the host. They may still be on their way; the first reader waits for them.
 
     Args:
         coming: brings one tensor, the counts in any order.
-        arrange: sorts the counts; see `rows_XRE`.
+        arrange: puts the counts in order.
         index: the receiver's index among the ETP ranks.
     """
 
-    def __init__(self, coming: Pending, arrange: Callable[[torch.Tensor], torch.Tensor], index: int = 0):
+    def __init__(self, coming: Pending, arrange: Callable[[list[int]], RowCounts], index: int = 0):
         self.coming, self._arrange, self.index = coming, arrange, index
 
     @classmethod
-    def of(cls, rows_XRE: torch.Tensor, index: int = 0) -> Received:
+    def of(cls, counts: RowCounts, index: int = 0) -> Received:
         """Make a record of counts that are known."""
-        return cls(Pending([], (rows_XRE,)), lambda rows: rows, index)
+        received = cls(Pending([], ()), lambda _: counts, index)
+        received.counts = counts
+        return received
 
     @cached_property
-    def rows_XRE(self) -> torch.Tensor:
-        """Number of rows for each ETP rank of the receiver's group, from each EP rank, for each local expert; int64, host."""
+    def counts(self) -> RowCounts:
+        """All counts. One copy brings them to the host; the host waits for it."""
         (rows,) = self.coming.wait()
-        return self._arrange(rows.cpu())
+        return self._arrange(read(rows))
+
+    @property
+    def rows_by_runs(self) -> list[list[int]]:
+        """Number of rows of each run that arrives: for each ETP rank and EP rank in order, for each local expert."""
+        return [rows_E for rows_RE in self.counts.rows_XRE for rows_E in rows_RE]
+
+    @property
+    def leaving_by_rank(self) -> list[int]:
+        """Number of rows that this rank sends to each EP rank."""
+        return self.counts.leaving_R
 
     @cached_property
     def rows_by_rank(self) -> list[int]:
         """Number of rows that each EP rank sends to this receiver."""
-        return self.rows_XRE[self.index].sum(1).tolist()
+        return [sum(rows_E) for rows_E in self.counts.rows_XRE[self.index]]
 
     @cached_property
     def rows_by_slice(self) -> list[int]:
         """Number of rows that each ETP rank receives."""
-        return self.rows_XRE.sum((1, 2)).tolist()
+        return [sum(sum(rows_E) for rows_E in rows_RE) for rows_RE in self.counts.rows_XRE]
 
     @cached_property
     def rows_by_expert(self) -> list[int]:
         """Number of rows of each local expert after the gather over ETP."""
-        return self.rows_XRE.sum((0, 1)).tolist()
+        return [sum(rows) for rows in zip(*self.rows_by_runs, strict=True)]
 
 
 class Permutation(Protocol):
@@ -110,7 +129,7 @@ class Exchange(Protocol):
     def equal_counts(self, sent: Sent) -> Received:
         """Return the counts of the rows that will come if every rank sends the same counts, as with padding.
 
-        Nothing travels.
+        Nothing travels, and the host does not wait. `sent.known_E` must not be None.
         """
 
     def start_out(self, rows_NH: torch.Tensor, sent: Sent, received: Received) -> Pending:
@@ -185,7 +204,8 @@ class PlainExchange:
     """The exchange of a single rank, where nothing travels."""
 
     def start_counts(self, sent: Sent) -> Received:
-        return Received.of(sent.rows_E.cpu().view(1, 1, -1))
+        rows_E = read(sent.rows_E)
+        return Received.of(RowCounts([[rows_E]], [sum(rows_E)]))
 
     equal_counts = start_counts
 

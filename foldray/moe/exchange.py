@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from foldray.comm import Groups, Pending
-from foldray.moe.contracts import Received, Sent
+from foldray.moe.contracts import Received, RowCounts, Sent
 
 
 class AllToAll:
@@ -18,29 +18,37 @@ class AllToAll:
         self.tokens, self.counts = groups.tokens, groups.counts
         self._slices, self._line = groups.expert_slices, groups.tokens_line
         places = [groups.fold.moe.coordinate(rank) for rank in self.counts.ranks]
-        order = sorted(range(len(places)), key=lambda member: (places[member]["etp"], places[member]["ep"]))
-        self._etp_then_ep = torch.tensor(order)
+        self._etp_then_ep = sorted(range(len(places)), key=lambda member: (places[member]["etp"], places[member]["ep"]))
 
     def start_counts(self, sent: Sent) -> Received:
         return Received(self.counts.start_all_gather(sent.rows_E), self._arrange, self._slices.index)
 
     def equal_counts(self, sent: Sent) -> Received:
-        return Received.of(self._arrange(sent.rows_E.cpu().repeat(self.counts.size)), self._slices.index)
+        assert sent.known_E is not None, "the host does not know how many rows leave"
+        return Received.of(self._arrange(sent.known_E * self.counts.size), self._slices.index)
 
-    def _arrange(self, rows_NE: torch.Tensor) -> torch.Tensor:
-        shape = (self._slices.size, self.tokens.size, self.tokens.size, -1)
-        rows_XRRE = rows_NE.view(self.counts.size, -1)[self._etp_then_ep].view(shape)
-        return rows_XRRE[:, :, self.tokens.index]
+    def _arrange(self, rows: list[int]) -> RowCounts:
+        """Put the counts of all members in order: for each member, its rows for every global expert."""
+        ranks, experts = self.tokens.size, len(rows) // self.counts.size
+        local = experts // ranks
+
+        def between(member: int, rank: int) -> list[int]:
+            """Return the rows that a member sends to each expert of an EP rank."""
+            return rows[(first := member * experts + rank * local) : first + local]
+
+        here = [between(member, self.tokens.index) for member in self._etp_then_ep]
+        leaving_R = [sum(between(self.counts.index, rank)) for rank in range(ranks)]
+        return RowCounts([here[x * ranks :][:ranks] for x in range(self._slices.size)], leaving_R)
 
     def start_out(self, rows_NH: torch.Tensor, sent: Sent, received: Received) -> Pending:
         def begin() -> Pending:
-            return self.tokens.start_all_to_all(rows_NH, received.rows_by_rank, sent.rows_by_rank(self.tokens.size))
+            return self.tokens.start_all_to_all(rows_NH, received.rows_by_rank, received.leaving_by_rank)
 
         # On a GPU, an operation that another thread starts would wait for all kernels that are in the queue by then.
         return self._line.start(begin, ready=rows_NH.is_cuda or not received.coming.is_running)
 
     def start_back(self, rows_NH: torch.Tensor, sent: Sent, received: Received) -> Pending:
         def begin() -> Pending:
-            return self.tokens.start_all_to_all(rows_NH, sent.rows_by_rank(self.tokens.size), received.rows_by_rank)
+            return self.tokens.start_all_to_all(rows_NH, received.leaving_by_rank, received.rows_by_rank)
 
         return self._line.start(begin, ready=True)

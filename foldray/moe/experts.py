@@ -5,6 +5,7 @@ Legend: N rows, H hidden, F inner width of this rank's share of an expert, W wid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -73,18 +74,18 @@ class Experts(nn.Module):
 
 def dispatch_postprocess(rows_NH: torch.Tensor, received: Received) -> torch.Tensor:
     """Reorder rows from (ETP rank, source rank, local expert) to (local expert, ETP rank, source rank)."""
-    return _regroup(rows_NH, received.rows_XRE.flatten(0, 1))
+    return _regroup(rows_NH, received.rows_by_runs)
 
 
 def combine_preprocess(y_NH: torch.Tensor, received: Received) -> torch.Tensor:
     """Undo `dispatch_postprocess`."""
-    return _regroup(y_NH, received.rows_XRE.flatten(0, 1).T)
+    return _regroup(y_NH, list(zip(*received.rows_by_runs, strict=True)))
 
 
-def _regroup(rows_NH: torch.Tensor, counts_AB: torch.Tensor) -> torch.Tensor:
-    """Reorder runs of `counts_AB[a, b]` rows from (a, b) order to (b, a) order."""
-    A, B = counts_AB.shape
+def _regroup(rows_NH: torch.Tensor, counts_AB: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Reorder runs of `counts_AB[a][b]` rows from (a, b) order to (b, a) order."""
+    A, B = len(counts_AB), len(counts_AB[0])
     if A == 1 or B == 1:
         return rows_NH
-    blocks = rows_NH.split(counts_AB.flatten().tolist())
+    blocks = rows_NH.split([count for counts_B in counts_AB for count in counts_B])
     return torch.cat([blocks[a * B + b] for b in range(B) for a in range(A)])

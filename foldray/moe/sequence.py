@@ -5,10 +5,25 @@ Legend: B sequences, s positions of this rank's piece, L positions of the whole 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from foldray.blueprint import Layout
 from foldray.comm import Groups
+from foldray.kernels.transfer import to_device
+
+
+class _Positions(NamedTuple):
+    """The positions of whole sequences of one length.
+
+    Args:
+        own_s: positions that this rank holds.
+        order_L: for each position, its index among those of all ranks, one rank after another.
+    """
+
+    own_s: torch.Tensor
+    order_L: torch.Tensor
 
 
 class Sequences:
@@ -19,6 +34,7 @@ class Sequences:
         self.communicator, self.tp = groups.sequence, fold.tp
         places = (fold.attention.coordinate(rank) for rank in self.communicator.ranks)
         self._layouts = [Layout(fold.cp, fold.tp, place["cp"], place["tp"]) for place in places]
+        self._made: dict[tuple[int, torch.device], _Positions] = {}  # by length of the whole sequences
 
     @property
     def ranks(self) -> int:
@@ -34,13 +50,16 @@ class Sequences:
             return x_BsK
         pieces_RBsK = self.communicator.all_gather(x_BsK).view(self.ranks, *x_BsK.shape)
         held_BLK = pieces_RBsK.movedim(0, 1).flatten(1, 2)
-        return held_BLK[:, torch.argsort(self._positions(held_BLK).flatten())]
+        return held_BLK[:, self._positions(held_BLK).order_L]
 
     def own(self, x_BLK: torch.Tensor) -> torch.Tensor:
         """Return this rank's piece of whole sequences: [B, L, K] → [B, s, K]."""
-        return x_BLK if self.ranks == 1 else x_BLK[:, self._positions(x_BLK)[self.communicator.index]]
+        return x_BLK if self.ranks == 1 else x_BLK[:, self._positions(x_BLK).own_s]
 
-    def _positions(self, x_BLK: torch.Tensor) -> torch.Tensor:
-        """Return the positions that each rank holds, int64 [R, s]."""
-        length = x_BLK.shape[1]
-        return torch.tensor([layout.piece(length) for layout in self._layouts], device=x_BLK.device)
+    def _positions(self, x_BLK: torch.Tensor) -> _Positions:
+        """Return the positions that the ranks hold. They are made once for each length."""
+        length, device = x_BLK.shape[1], x_BLK.device
+        if (length, device) not in self._made:
+            held_RL = to_device([layout.piece(length) for layout in self._layouts], device, torch.int64)
+            self._made[length, device] = _Positions(held_RL[self.communicator.index], torch.argsort(held_RL.flatten()))
+        return self._made[length, device]

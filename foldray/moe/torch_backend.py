@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from foldray.kernels.permutation import combine, permute, sort_by_expert
+from foldray.kernels.permutation import combine, pad_by_expert, permute, sort_by_expert
 from foldray.moe.contracts import Sent
 from foldray.moe.router import Routing
 
@@ -12,21 +12,20 @@ from foldray.moe.router import Routing
 class TorchPermutation:
     """Rows sorted by expert. With `Routing.capacity`, every expert gets that many rows, and the empty ones are zero.
 
-    `Sent.memory` is position_TK: the row of each assignment, int64 [T, K], −1 if the assignment was dropped.
+    `Sent.memory` is position_TK, the row of each assignment, int64 [T, K], −1 if the assignment was dropped; and whether
+    assignments may be dropped.
     """
 
     def encode(self, x_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Sent]:
-        experts = routing.tally.count_BE.shape[1]
-        token_N, position_TK, count_E = sort_by_expert(routing.expert_TK, routing.keep_TK, experts)
+        experts, drops = routing.tally.count_BE.shape[1], routing.keep_TK is not None
         if routing.capacity is None:
-            return permute(x_TH, token_N, position_TK), Sent(count_E, position_TK)
-        first_E = count_E.cumsum(0) - count_E
-        shift_E = torch.arange(experts, device=x_TH.device) * routing.capacity - first_E
-        padded_TK = torch.where(position_TK < 0, position_TK, position_TK + shift_E[routing.expert_TK])
-        place_N = torch.arange(token_N.numel(), device=x_TH.device) + shift_E.repeat_interleave(count_E)
-        rows_NH = x_TH.new_zeros(experts * routing.capacity, x_TH.shape[1])
-        rows_NH = rows_NH.index_copy(0, place_N, permute(x_TH, token_N, position_TK))
-        return rows_NH, Sent(torch.full_like(count_E, routing.capacity), padded_TK)
+            token_N, position_TK, count_E = sort_by_expert(routing.expert_TK, routing.keep_TK, experts)
+            return permute(x_TH, token_N, position_TK, drops=drops), Sent(count_E, (position_TK, drops))
+        token_N, position_TK = pad_by_expert(routing.expert_TK, routing.keep_TK, experts, routing.capacity)
+        rows_NH = permute(x_TH, token_N, position_TK, drops=drops, gaps=True)
+        rows_E = torch.full((experts,), routing.capacity, device=x_TH.device)
+        return rows_NH, Sent(rows_E, (position_TK, drops), [routing.capacity] * experts)
 
     def decode(self, y_NH: torch.Tensor, sent: Sent, weight_TK: torch.Tensor) -> torch.Tensor:
-        return combine(y_NH, sent.memory, weight_TK)
+        position_TK, drops = sent.memory
+        return combine(y_NH, position_TK, weight_TK, drops=drops)

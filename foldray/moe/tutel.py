@@ -44,7 +44,8 @@ class TutelPermutation:
         dispatcher = self._fast_dispatcher(experts, rows, x_TH.shape[1], x_TH.dtype)
         slots = _columns(routing.expert_TK), _columns(place_TK)
         dispatcher.update(*slots, _columns(routing.weight_TK.detach()), capacity=rows)
-        return dispatcher.encode(x_TH.contiguous()), Sent(torch.full_like(count_E, rows), (dispatcher, slots, rows))
+        sent = Sent(torch.full_like(count_E, rows), (dispatcher, slots, rows), [rows] * experts)
+        return dispatcher.encode(x_TH.contiguous()), sent
 
     def decode(self, y_NH: torch.Tensor, sent: Sent, weight_TK: torch.Tensor) -> torch.Tensor:
         dispatcher, slots, rows = sent.memory

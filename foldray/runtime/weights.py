@@ -29,7 +29,7 @@ class Weights:
         fold = groups.fold
         self._copies, self._dtype = fold.tp * fold.cp * fold.pp, dtype  # ranks that count the same tokens
         tokens = torch.stack([(batch.target_BL != IGNORED).sum() for batch in batches]).sum()
-        sequences = tokens.new_tensor(sum(len(batch.target_BL) for batch in batches))
+        sequences = torch.full_like(tokens, sum(len(batch.target_BL) for batch in batches))
         self._counts = groups.control.start_all_reduce(torch.stack([tokens, sequences]).double())
 
     @property

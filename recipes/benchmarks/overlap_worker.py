@@ -57,14 +57,14 @@ class Silent:
     because weights do not change.
     """
 
-    def __init__(self, exchange: Exchange, ranks: int):
-        self.real, self._ranks = exchange, ranks
+    def __init__(self, exchange: Exchange):
+        self.real = exchange
         self.recorded: tuple[Sent, Received] | None = None
         self.silent = False
 
     def start_counts(self, sent: Sent) -> Received:
         if self.recorded is None:
-            self.recorded = sent, Received.of(self.real.start_counts(sent).rows_XRE)
+            self.recorded = sent, Received.of(self.real.start_counts(sent).counts)
         return self.recorded[1]
 
     def equal_counts(self, sent: Sent) -> Received:
@@ -79,13 +79,13 @@ class Silent:
     def start_back(self, rows_NH: Tensor, sent: Sent, received: Received) -> Pending:
         if not self.silent:
             return self.real.start_back(rows_NH, sent, received)
-        return _instead(rows_NH, sum(sent.rows_by_rank(self._ranks)))
+        return _instead(rows_NH, sum(received.leaving_by_rank))
 
     def rows(self) -> tuple[list[int], list[int]]:
         """Return the numbers of rows that come from every rank, and that go to every rank."""
         assert self.recorded is not None, "there was no step"
-        sent, received = self.recorded
-        return received.rows_by_rank, sent.rows_by_rank(self._ranks)
+        _, received = self.recorded
+        return received.rows_by_rank, received.leaving_by_rank
 
 
 def _instead(rows_NH: Tensor, count: int) -> Pending:
@@ -122,7 +122,7 @@ class Worker:
         names = [args.sweep] if args.sweep else [*(args.variants or [""]), *(["deepspeed"] if args.peers else [])]
         self.stacks = {padded: self._stack(fold, padded) for padded in {_is_padded(name) for name in names}}
         self.padded = min(self.stacks)
-        self.silent = {name: [Silent(layer.exchange, args.hosts) for layer in each.layers] for name, each in self.stacks.items()}
+        self.silent = {name: [Silent(layer.exchange) for layer in each.layers] for name, each in self.stacks.items()}
         text = torch.randint(
             0, self.spec.vocab, (args.batch, args.length + 1), generator=torch.Generator().manual_seed(self.groups.dp_rank)
         )

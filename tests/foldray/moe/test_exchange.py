@@ -15,7 +15,7 @@ from torch import Tensor
 from foldray.comm import Groups, gather_rows, scatter_rows
 from foldray.fold import Fold
 from foldray.kernels.capacity import keep_within
-from foldray.moe import AllToAll, Received, Routing, Sent, Tally, combine, dispatch
+from foldray.moe import AllToAll, Received, Routing, RowCounts, Tally, combine, dispatch
 from foldray.moe.experts import combine_preprocess, dispatch_postprocess
 from foldray.moe.torch_backend import TorchPermutation
 from tests.pool import RankPool
@@ -233,7 +233,7 @@ def _volumes(rank: int, fold: Fold) -> list[tuple[int, int, int]]:
     y_NH = gather_rows(dispatch(exchange, rows_NH, sides, arrived), slices, arrived.rows_by_slice)
     combine(exchange, scatter_rows(y_NH, slices, arrived.rows_by_slice), sides, arrived)
     received = list(arrived.rows_by_slice)
-    from_self = int(arrived.rows_XRE[slices.index, groups.tokens.index].sum())
+    from_self = sum(arrived.counts.rows_XRE[slices.index][groups.tokens.index])
     own = received.pop(slices.index)
     leaving_R = sides.rows_E.view(fold.ep, -1).sum(1)
     leaving = int(leaving_R.sum() - leaving_R[groups.tokens.index])
@@ -255,13 +255,12 @@ def test_volumes_follow_from_the_counts(ranks) -> None:
 def test_equal_counts_are_those_that_padding_makes() -> None:
     _, sides = TorchPermutation().encode(tokens(1, "pad").x_TH, tokens(1, "pad").routing)
     exchange = AllToAll(Groups.create(Fold(1)))
-    assert torch.equal(exchange.equal_counts(sides).rows_XRE, exchange.start_counts(sides).rows_XRE)
+    assert exchange.equal_counts(sides).counts == exchange.start_counts(sides).counts
 
 
 def test_the_two_sides_hold_what_their_names_say() -> None:
-    sent = Sent(torch.tensor([3, 0, 2, 5]), None)
-    assert sent.rows_by_rank(2) == [3, 7]
-    received = Received.of(torch.arange(12).view(2, 3, 2), index=1)
+    received = Received.of(RowCounts(torch.arange(12).view(2, 3, 2).tolist(), [3, 7]), index=1)
+    assert received.leaving_by_rank == [3, 7]
     assert received.rows_by_rank == [13, 17, 21]
     assert received.rows_by_slice == [15, 51]
     assert received.rows_by_expert == [30, 36]
