@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foldray.activations import find_activation
+from foldray.kernels import fused
 from foldray.tables import imported
 
 
@@ -56,11 +57,15 @@ def _gated_silu(up_NW: Tensor) -> Tensor:
 
 
 def _gated_silu_forward(up_NW: Tensor) -> Tensor:
+    if fused.fits(up_NW):
+        return fused.gated_silu(up_NW)
     gate_NF, value_NF = up_NW.chunk(2, -1)
     return F.silu(gate_NF).mul_(value_NF)
 
 
 def _gated_silu_backward(dh_NF: Tensor, up_NW: Tensor) -> tuple[Tensor, Tensor]:
+    if fused.fits(dh_NF, up_NW):
+        return fused.gated_silu_backward(dh_NF, up_NW)
     gate_NF, value_NF = up_NW.chunk(2, -1)
     dup_NW = torch.empty_like(up_NW)
     dgate_NF, dvalue_NF = dup_NW.chunk(2, -1)

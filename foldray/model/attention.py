@@ -7,6 +7,7 @@ heads and G key/value heads of this rank, D width of a head's queries and keys, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from foldray.blueprint import AttentionSpec
 from foldray.blueprint.parts import Parts, columns
 from foldray.comm import Groups, Pending, gather_sequence, scatter_sequence
+from foldray.kernels import fused
 from foldray.kernels.later import Later, product
 from foldray.model.context import context_attention
 from foldray.model.shards import by_member, in_order
@@ -25,7 +27,15 @@ from foldray.model.slices import KeysAndValues, slice_attention
 ContextMode = Literal["ring", "all_gather"]
 
 
-class Place(NamedTuple):
+class Rotation(NamedTuple):
+    """Cosines and sines [S, D/2] of the angles by which rotary positions turn heads."""
+
+    cos_SD: torch.Tensor
+    sin_SD: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
     """The positions of a slice that this rank holds, and the keys that its queries see.
 
     Args:
@@ -35,6 +45,14 @@ class Place(NamedTuple):
 
     position_S: torch.Tensor
     sights: Mapping[str, Sight]
+    _rotations: dict[tuple[int, float, torch.dtype], Rotation] = field(default_factory=dict, repr=False)
+
+    def rotation(self, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
+        """Return `rotation` of the positions. It is computed once for all layers."""
+        key = head_dim, theta, dtype
+        if key not in self._rotations:
+            self._rotations[key] = rotation(self.position_S, head_dim, theta, dtype)
+        return self._rotations[key]
 
 
 class Attention(nn.Module):
@@ -127,9 +145,9 @@ class Attention(nn.Module):
             )
         )
         if self.theta is not None:
-            angle_SD = rotary_angles(place.position_S, share.key_dim, self.theta)
+            turn = place.rotation(share.key_dim, self.theta, product_BSW.dtype)
             # The values are copied. As a view, they would keep the whole product alive until backward.
-            q_BSND, k_BSGD, v_BSGV = rotate(q_BSND, angle_SD), rotate(k_BSGD, angle_SD), v_BSGV.contiguous()
+            q_BSND, k_BSGD, v_BSGV = rotate(q_BSND, turn), rotate(k_BSGD, turn), v_BSGV.contiguous()
         return q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGV.transpose(1, 2)
 
     def _merged(self, y_BNSV: torch.Tensor) -> torch.Tensor:
@@ -163,18 +181,20 @@ def whole_attention(q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Te
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
-def rotary_angles(position_S: torch.Tensor, head_dim: int, theta: float) -> torch.Tensor:
-    """Return the angles [S, D/2] of rotary position embedding (RoFormer, section 3.2.2), in radians.
+def rotation(position_S: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
+    """Return the rotations of rotary position embedding (RoFormer, section 3.2.2) for heads of a type.
 
-    They are float64, because large positions lose digits in float32.
+    Angles are float64, because large positions lose digits in float32. Cosines and sines have at least float32.
     """
     rate_D = theta ** (-torch.arange(0, head_dim, 2, device=position_S.device, dtype=torch.float64) / head_dim)
-    return position_S.to(torch.float64).unsqueeze(1) * rate_D
+    angle_SD, wide = position_S.to(torch.float64).unsqueeze(1) * rate_D, torch.promote_types(dtype, torch.float32)
+    return Rotation(angle_SD.cos().to(wide), angle_SD.sin().to(wide))
 
 
-def rotate(x_BSND: torch.Tensor, angle_SD: torch.Tensor) -> torch.Tensor:
+def rotate(x_BSND: torch.Tensor, turn: Rotation) -> torch.Tensor:
     """Rotate the pairs (i, i + D/2) of every head by the angles of its position, in at least float32: [B, S, N, D]."""
-    dtype = torch.promote_types(x_BSND.dtype, torch.float32)
-    cos_S1D, sin_S1D = (f(angle_SD).to(dtype).unsqueeze(1) for f in (torch.cos, torch.sin))
-    a, b = x_BSND.to(dtype).chunk(2, dim=-1)
+    if fused.fits(x_BSND):
+        return fused.rotate(x_BSND, *turn)
+    cos_S1D, sin_S1D = (table.unsqueeze(1) for table in turn)
+    a, b = x_BSND.to(cos_S1D.dtype).chunk(2, dim=-1)
     return torch.cat((a * cos_S1D - b * sin_S1D, b * cos_S1D + a * sin_S1D), dim=-1).to(x_BSND.dtype)

@@ -12,7 +12,7 @@ from foldray.blueprint import PRESETS, ModelSpec, Ownership, parameter_table
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.model import Batch, Transformer
-from foldray.model.attention import rotary_angles, rotate
+from foldray.model.attention import Place, rotate, rotation
 from foldray.model.sight import Sight
 from tests.foldray.parity import MODEL, model_of
 
@@ -157,11 +157,20 @@ def test_rotary_positions_are_relative() -> None:
     q, k = torch.randn(2, 1, 1, 1, 6, dtype=torch.float64)
 
     def score(i: int, j: int) -> torch.Tensor:
-        angles = [rotary_angles(torch.tensor([p]), 6, 10000.0) for p in (i, j)]
-        return (rotate(q, angles[0]) * rotate(k, angles[1])).sum()
+        turns = [rotation(torch.tensor([p]), 6, 10000.0, torch.float64) for p in (i, j)]
+        return (rotate(q, turns[0]) * rotate(k, turns[1])).sum()
 
     torch.testing.assert_close(score(9, 4), score(105, 100))
     assert not torch.allclose(score(9, 4), score(9, 5))
+
+
+def test_layers_share_the_rotations_of_a_place() -> None:
+    place = Place(torch.arange(5), {})
+    turn = place.rotation(8, 100.0, torch.bfloat16)
+    assert place.rotation(8, 100.0, torch.bfloat16) is turn
+    assert turn.cos_SD.dtype == torch.float32
+    assert place.rotation(8, 100.0, torch.float64).cos_SD.dtype == torch.float64
+    torch.testing.assert_close(place.rotation(8, 16.0, torch.float32).sin_SD[:, 3], (torch.arange(5) / 8).sin())
 
 
 def test_weights_depend_on_seed_and_name_alone() -> None:
