@@ -75,6 +75,11 @@ class Pending:
         self._began = perf_counter()
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors, whose data may not have arrived."""
+        return self._tensors
+
+    @property
     def began(self) -> float:
         """When the operation started, in seconds of `time.perf_counter`."""
         return self._began
@@ -97,9 +102,8 @@ class Pending:
             Futures that are done when the calls have returned; an empty list if there is no need to wait for them.
         """
         if stream is not None:
+            self.use_on(stream)
             with torch.cuda.stream(stream):
-                for work in self._works:
-                    work.wait()
                 call()
             return []
         if not self._works:
@@ -109,6 +113,13 @@ class Pending:
         except RuntimeError:  # gloo's sends and receives have no futures, and can be waited for only once
             self._works = [_watched(self._works, call)]
             return list(self._works)
+
+    def use_on(self, stream: torch.cuda.Stream) -> tuple[Tensor, ...]:
+        """Return the tensors for use on a stream of a GPU, which waits for them. The host does not, nor do other streams."""
+        with torch.cuda.stream(stream):
+            for work in self._works:
+                work.wait()
+        return self._tensors
 
     @classmethod
     def of(cls, parts: Iterable[Pending]) -> Pending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
@@ -19,20 +20,28 @@ class Line:
     An operation may need something that is still on its way, such as the sizes of its messages. Then a thread waits for it
     and starts the operation. Operations that come later line up behind it, because the members of a communicator must start
     their operations in the same order.
+
+    On a GPU there is no thread. The caller goes on with what it can give the GPU, and then calls `advance`. An operation waits
+    only for what the GPU had to do when it came into the line, on a stream of its own.
     """
 
     def __init__(self) -> None:
+        self._later: deque[_Queued] = deque()  # on a GPU
+        self._stream: torch.cuda.Stream | None = None
         self._queue: SimpleQueue[_Queued | None] = SimpleQueue()
         self._lock, self._waiting = Lock(), 0
         self._thread: Thread | None = None
 
-    def start(self, begin: Callable[[], Pending], ready: bool) -> Pending:
+    def start(self, begin: Callable[[], Pending], ready: bool, device: torch.device | None = None) -> Pending:
         """Start an operation at once, or put it at the end of the line.
 
         Args:
             begin: starts the operation. It waits for what the operation needs.
             ready: whether `begin` would not wait.
+            device: where the operation's tensors are; None is the CPU.
         """
+        if device is not None and device.type == "cuda":
+            return begin() if ready and not self._later else self._put_off(begin, device)
         with self._lock:
             alone = ready and not self._waiting
             self._waiting += not alone
@@ -43,6 +52,26 @@ class Line:
             self._thread.start()
         queued = _Queued(begin)
         self._queue.put(queued)
+        return queued
+
+    def advance(self) -> None:
+        """On a GPU, start all operations that are in line. The host waits for what they need."""
+        while self._later:
+            self._later.popleft().begin()
+
+    def _put_off(self, begin: Callable[[], Pending], device: torch.device) -> Pending:
+        self._stream = stream = self._stream or torch.cuda.Stream(device)
+        now = torch.cuda.current_stream(device).record_event()
+
+        def begin_beside() -> Pending:
+            stream.wait_event(now)
+            with torch.cuda.stream(stream):
+                pending = begin()
+            for tensor in pending.tensors:  # they are of the other stream's memory
+                tensor.record_stream(torch.cuda.current_stream(device))
+            return pending
+
+        self._later.append(queued := _Queued(begin_beside, self.advance))
         return queued
 
     def close(self) -> None:
@@ -60,10 +89,16 @@ class Line:
 
 
 class _Queued(Pending):
-    """An operation in line. `wait` waits until it has started, and then for its end."""
+    """An operation in line. `wait` waits until it has started, and then for its end.
 
-    def __init__(self, begin: Callable[[], Pending]):
+    Args:
+        begin: starts the operation.
+        advance: starts all operations in line; None if a thread does.
+    """
+
+    def __init__(self, begin: Callable[[], Pending], advance: Callable[[], None] | None = None):
         super().__init__([], ())
+        self._advance = advance
         self._begin: Callable[[], Pending] | None = begin
         self._started, self._lock = Event(), Lock()
         self._pending: Pending | None = None
@@ -80,7 +115,7 @@ class _Queued(Pending):
         return self._pending.began
 
     def begin(self) -> None:
-        """Start the operation. The line's thread calls this."""
+        """Start the operation."""
         assert self._begin is not None
         try:
             pending = self._begin()
@@ -106,6 +141,8 @@ class _Queued(Pending):
             return [done]
 
     def wait(self) -> tuple[Tensor, ...]:
+        if self._advance is not None:
+            self._advance()
         self._started.wait()
         if self._error is not None:
             raise self._error

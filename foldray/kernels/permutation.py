@@ -162,8 +162,8 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, dout_TH: Tensor) -> tuple[Tensor | None, ...]:
         y_NH, weight_TK, *rest = ctx.saved_tensors
         if ctx.fused:
-            dy_NH, dweight_TK = fused.combine_backward(dout_TH, y_NH, rest[0], weight_TK, ctx.drops)
-            return dy_NH, None, dweight_TK, None
+            gradients = fused.combine_backward(dout_TH, y_NH, rest[0], weight_TK, ctx.drops)
+            return gradients[0], None, gradients[1], None
         bags, (rows, (tokens, topk)) = _Bags(*rest), (y_NH.shape[0], weight_TK.shape)
         token_M = torch.arange(tokens, device=y_NH.device)[:, None].expand(tokens, topk).reshape(-1).contiguous()
         dy_NH = dweight_TK = None

@@ -1,4 +1,4 @@
-"""Copies between host and device. Only `read` makes the host wait for the device.
+"""Copies between host and device. Only the end of a reading makes the host wait for the device.
 
 A copy from ordinary memory of the host holds the host up until the device has done everything before it. A copy from pinned
 memory does not.
@@ -6,7 +6,7 @@ memory does not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,12 +25,19 @@ def move(tensor: Tensor, device: torch.device | None) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def read(tensor: Tensor) -> list[int]:
-    """Return the numbers of a tensor of integers, in a flat list. On a GPU, the host waits until the device has made them."""
-    if tensor.is_cuda:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        tensor = host.copy_(tensor, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
+def start_reading(tensor: Tensor) -> Callable[[], list[int]]:
+    """Start to copy a tensor of integers to the host, on the current stream of its device.
+
+    Returns:
+        A function that waits for the copy, and returns the numbers in a flat list.
+    """
+    if not tensor.is_cuda:
+        return lambda: tensor.flatten().tolist()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    copied = torch.cuda.current_stream(tensor.device).record_event()
+
+    def finish() -> list[int]:
         copied.synchronize()
-    return tensor.flatten().tolist()
+        return host.flatten().tolist()
+
+    return finish

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from foldray.comm import Pending, mirrored
-from foldray.kernels.transfer import read
+from foldray.kernels.transfer import start_reading
 from foldray.moe.balance import Balance, Tally
 from foldray.moe.router import Router, Routing
 
@@ -66,10 +66,22 @@ class Received:
         coming: brings one tensor, the counts in any order.
         arrange: puts the counts in order.
         index: the receiver's index among the ETP ranks.
+        stream: on a GPU, the stream on which the counts go on to the host, beside what is computed; else None.
     """
 
-    def __init__(self, coming: Pending, arrange: Callable[[list[int]], RowCounts], index: int = 0):
+    def __init__(
+        self,
+        coming: Pending,
+        arrange: Callable[[list[int]], RowCounts],
+        index: int = 0,
+        stream: torch.cuda.Stream | None = None,
+    ):
         self.coming, self._arrange, self.index = coming, arrange, index
+        self._reading: Callable[[], list[int]] | None = None
+        if stream is not None:
+            (rows,) = coming.use_on(stream)
+            with torch.cuda.stream(stream):
+                self._reading = start_reading(rows)
 
     @classmethod
     def of(cls, counts: RowCounts, index: int = 0) -> Received:
@@ -81,8 +93,12 @@ class Received:
     @cached_property
     def counts(self) -> RowCounts:
         """All counts. One copy brings them to the host; the host waits for it."""
-        (rows,) = self.coming.wait()
-        return self._arrange(read(rows))
+        return self._arrange(start_reading(*self.coming.wait())() if self._reading is None else self._reading())
+
+    @property
+    def are_here(self) -> bool:
+        """Whether `counts` would not wait."""
+        return "counts" in self.__dict__ or not (self.coming.is_running or self._reading)
 
     @property
     def rows_by_runs(self) -> list[list[int]]:
@@ -204,7 +220,7 @@ class PlainExchange:
     """The exchange of a single rank, where nothing travels."""
 
     def start_counts(self, sent: Sent) -> Received:
-        rows_E = read(sent.rows_E)
+        rows_E = start_reading(sent.rows_E)()
         return Received.of(RowCounts([[rows_E]], [sum(rows_E)]))
 
     equal_counts = start_counts

@@ -17,11 +17,19 @@ class AllToAll:
     def __init__(self, groups: Groups):
         self.tokens, self.counts = groups.tokens, groups.counts
         self._slices, self._line = groups.expert_slices, groups.tokens_line
+        self._stream: torch.cuda.Stream | None = None
         places = [groups.fold.moe.coordinate(rank) for rank in self.counts.ranks]
         self._etp_then_ep = sorted(range(len(places)), key=lambda member: (places[member]["etp"], places[member]["ep"]))
 
     def start_counts(self, sent: Sent) -> Received:
-        return Received(self.counts.start_all_gather(sent.rows_E), self._arrange, self._slices.index)
+        stream = self._stream_after(sent.rows_E) if sent.rows_E.is_cuda else None
+        return Received(self.counts.start_all_gather(sent.rows_E), self._arrange, self._slices.index, stream)
+
+    def _stream_after(self, rows_E: torch.Tensor) -> torch.cuda.Stream:
+        """Return a stream of a GPU beside the current one, which waits until the counts are known."""
+        self._stream = self._stream or torch.cuda.Stream(rows_E.device)
+        self._stream.wait_stream(torch.cuda.current_stream(rows_E.device))
+        return self._stream
 
     def equal_counts(self, sent: Sent) -> Received:
         assert sent.known_E is not None, "the host does not know how many rows leave"
@@ -44,11 +52,10 @@ class AllToAll:
         def begin() -> Pending:
             return self.tokens.start_all_to_all(rows_NH, received.rows_by_rank, received.leaving_by_rank)
 
-        # On a GPU, an operation that another thread starts would wait for all kernels that are in the queue by then.
-        return self._line.start(begin, ready=rows_NH.is_cuda or not received.coming.is_running)
+        return self._line.start(begin, ready=received.are_here, device=rows_NH.device)
 
     def start_back(self, rows_NH: torch.Tensor, sent: Sent, received: Received) -> Pending:
         def begin() -> Pending:
             return self.tokens.start_all_to_all(rows_NH, received.leaving_by_rank, received.rows_by_rank)
 
-        return self._line.start(begin, ready=True)
+        return self._line.start(begin, ready=True, device=rows_NH.device)

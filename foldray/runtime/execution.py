@@ -212,6 +212,8 @@ class _Run:
                 pending = self._start(op)
             if trace is not None:
                 trace.ran(op, self.micro_batches[op.micro_batch].began, pending)
+            if pending is None:
+                self.groups.tokens_line.advance()  # the GPU has something to do while the host waits for row counts
         for _, pieces in self.sending.values():
             for each in pieces:
                 each.wait()
@@ -227,7 +229,10 @@ class _Run:
         """Run an op. Return the data that it has put in flight."""
         if op.kind == REDUCE:
             return self.gradients.start(self.graph.chunk(op))
-        return self._hand_over(op) if op.kind == HANDOVER else self.micro_batches[op.micro_batch].run(op)
+        if op.kind == HANDOVER:
+            self.groups.tokens_line.advance()  # other stages count on the order of the list
+            return self._hand_over(op)
+        return self.micro_batches[op.micro_batch].run(op)
 
     def _hand_over(self, op: Op) -> Pending:
         """Start to send or to receive a piece of a handover: activations of a micro-batch, or their gradient."""
