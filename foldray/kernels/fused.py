@@ -11,9 +11,13 @@ S positions, D width of a head.
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -202,7 +206,10 @@ def _rotate_kernel(
 
 @cache
 def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    """Whether Triton is there, and what it compiles the starters of its kernels with: a C compiler and Python's headers."""
+    compiler = any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "clang"))
+    headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").exists()
+    return compiler and headers and find_spec("triton") is not None
 
 
 @cache
