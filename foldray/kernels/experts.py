@@ -195,9 +195,10 @@ def _add_products(total_EIO: Tensor, factors: list[_Factors]) -> None:
 
 def _zero_idle(counts: list[int], *grads: Tensor) -> None:
     """Set the gradients of experts without rows to zero."""
-    for e in (e for e, n in enumerate(counts) if n == 0):
+    if idle := [e for e, n in enumerate(counts) if n == 0]:
+        idle_I = to_device(idle, grads[0].device, torch.int64)
         for grad in grads:
-            grad[e].zero_()
+            grad.index_fill_(0, idle_I, 0.0)
 
 
 def _spans(x_NH: Tensor, counts: list[int]) -> Iterator[tuple[int, slice, int]]:

@@ -90,6 +90,7 @@ class DeviceClock:
         if key not in self._streams:
             self._streams[key] = torch.cuda.Stream(self.device)
         left = self.now()
+        self._streams[key].wait_event(left)  # data of a single rank do not travel, and have no work to wait for
         self._news += pending.when_done(lambda: call(left, self.now()), self._streams[key])
 
     def finish(self) -> None:

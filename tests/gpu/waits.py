@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -55,7 +56,9 @@ def waits(report: Report, schedule: dict[str, Any], router: dict[str, Any], most
         ours = [frame for frame in traceback.extract_stack() if "/foldray/" in frame.filename]
         places[" < ".join(f"{Path(f.filename).relative_to(_ROOT)}:{f.lineno}" for f in ours[:-3:-1])] += 1
 
-    with warnings.catch_warnings():
+    # torch's mode does not see waits for events.
+    wait = torch.cuda.Event.synchronize
+    with warnings.catch_warnings(), mock.patch.object(torch.cuda.Event, "synchronize", lambda self: (note(), wait(self))):
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         warnings.showwarning = note
