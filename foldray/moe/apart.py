@@ -166,7 +166,7 @@ class ExpertHalf(nn.Module):
         """
         if self.slices.size == 1:
             return once.run_experts(self.experts, rows_NH, weight_NK, expert_NK)
-        count = torch.tensor([len(rows_NH)], device=rows_NH.device)
+        count = torch.full((1,), len(rows_NH), device=rows_NH.device)
         rows = self.slices.all_gather(count).tolist()
         parts = [gather_rows(each, self.slices, rows) for each in (rows_NH, weight_NK, expert_NK)]
         return scatter_rows(once.run_experts(self.experts, *parts), self.slices, rows)

@@ -77,7 +77,7 @@ def go_on(engine: Engine, groups: Groups, recipe: Recipe, steps: range, **option
     """Train some steps. Return the weights after the last one, all losses and norms, and the counts of the last one."""
     losses, norms, counts = [], [], torch.empty(0)
     for step in steps:
-        passes = engine.train(_own_batches(recipe, groups, step, **options))
+        passes = engine.train(own_batches(recipe, groups, step, **options))
         norms.append(engine.update(recipe.optimizer.lr).total)
         total = all_losses(passes, groups.control)
         losses.append(total.means().tolist())
@@ -97,7 +97,7 @@ def go_by_times(engine: Engine, groups: Groups, recipe: Recipe, steps: int, **op
     return {**first, **then, **{key: first[key] + then[key] for key in ("losses", "norms")}}
 
 
-def _own_batches(recipe: Recipe, groups: Groups, step: int, **options: bool) -> list[Batch]:
+def own_batches(recipe: Recipe, groups: Groups, step: int, **options: bool) -> list[Batch]:
     """Return a rank's micro-batches of a step. A rank that owns only experts has no sequences."""
     if not groups.owns_tokens:
         return [Batch.empty(recipe.data.seq_len)] * recipe.accumulation

@@ -17,6 +17,7 @@ import torch
 
 from foldray.blueprint import step_flops
 from foldray.comm import APART, TRAFFIC, Count, Groups, probe
+from foldray.kernels.transfer import move
 from foldray.model import IGNORED, Batch, Losses, all_losses
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, learning_rate, state_pieces
@@ -235,8 +236,8 @@ class Worker:
         Without indices, the batch is one sequence whose targets are all ignored.
         """
         sequences = indices if len(indices) else [0]
-        tokens = split.tokens(sequences).to(self.device)
-        segments = split.segments(sequences).to(self.device) if self.recipe.data.mask_documents else None
+        tokens = move(split.tokens(sequences), self.device)
+        segments = move(split.segments(sequences), self.device) if self.recipe.data.mask_documents else None
         targets = tokens[:, 1:] if len(indices) else torch.full_like(tokens[:, 1:], IGNORED)
         return Batch(tokens[:, :-1], targets, segments)
 
