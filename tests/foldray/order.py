@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from foldray.schedule import Schedule
+from foldray.schedule.graph import Graph
+
 
 class Meeting(NamedTuple):
     """A collective, or a message between two ranks.
@@ -88,3 +91,14 @@ def check_order(logs: Mapping[int, Sequence[Started]]) -> None:
     cycle = way[way.index(way[-1]) : -1]
     waits = [f"rank {rank} runs {_running(rank)}, and waits for rank {missing(rank)[0]}" for rank in cycle]  # type: ignore[index]
     raise Unordered("a cycle of operations: " + "; ".join(waits))
+
+
+def check_lists(graph: Graph, schedule: Schedule) -> None:
+    """Check that the lists of all positions have what travels between positions in one total order."""
+    logs: dict[int, list[Started]] = {}
+    for position, ops in enumerate(schedule):
+        travelling = [op for op in ops if len(graph.where(op)) > 1]
+        logs[position] = [
+            Started((Meeting(str(graph.channel(op)), str(op), graph.where(op), 0),), "its list") for op in travelling
+        ]
+    check_order(logs)
