@@ -234,7 +234,8 @@ def strict(groups: Groups, ledger: Ledger) -> Groups:
             if isinstance(each, Communicator)
         },
     )
-    object.__setattr__(found, "tokens_line", _AtOnce())
+    for line in ("tokens_line", "rows_line"):
+        object.__setattr__(found, line, _AtOnce())
     return found
 
 
