@@ -48,7 +48,8 @@ class TokenExchange:
         Args:
             tensors: number of all rows → tensors for them.
             counts: returns the number of rows from each receiver; it may wait.
-            ready: whether `counts` would not wait.
+            ready: whether to start at once: `counts` would not wait, or the rows go to a GPU. There, a receive that another
+                thread starts would come out of order, and communicators that share a device need one order on all ranks.
         """
 
         return _receive(self._line, self._down, self._receivers, tensors, counts, ready)

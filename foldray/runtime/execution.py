@@ -221,6 +221,8 @@ class _Run:
                 each.wait()
         for micro_batch in self.micro_batches:
             micro_batch.finish()
+        if self.weights is not None:
+            self.weights.finish()
         if self.graph.chunks:
             self.gradients.finish()
         if trace is not None:

@@ -141,7 +141,7 @@ class TokenMicroBatch(MicroBatch):
         past = self._pasts[op.layer, op.part]
         like, hidden = next(self.model.parameters()), self.model.spec.hidden
         self.flight[op] = self._exchange(op).start_back(
-            lambda rows: [like.new_empty((rows, hidden))], lambda: past.count_R, past.is_here
+            lambda rows: [like.new_empty((rows, hidden))], lambda: past.count_R, like.is_cuda or past.is_here
         )
 
     def merge_forward(self, op: Op) -> None:
@@ -214,7 +214,7 @@ class ExpertMicroBatch(MicroBatch):
 
         self.flight[op] = half.exchange.start_rows(
             lambda rows: [like.new_empty((rows, half.hidden)), like.new_empty((rows, 2 * half.topk), dtype=wide)],
-            counts, not coming.is_running,
+            counts, like.is_cuda or not coming.is_running,
         )  # fmt: skip
 
     def expert_forward(self, op: Op) -> None:

@@ -42,6 +42,10 @@ class Weights:
         """1 / (number of sequences), scalar."""
         return self._shares[1]
 
+    def finish(self) -> None:
+        """Wait for the numbers, which a rank without tokens does not read."""
+        self._counts.wait()
+
     @cached_property
     def _shares(self) -> torch.Tensor:
         (counts,) = self._counts.wait()

@@ -17,9 +17,10 @@ def with_handovers(graph: Graph, orders: Schedule) -> Schedule:
     All ops that compute get one common order: the order in which they end on a clock of unit times (`clock.UNITS`). Ties go
     to the lower position. The list of a position is its share of the common order. In the sender's list, a handover follows
     the last op that it needs. In the receiver's list, it comes before the first op that ends later than the sender's op begins,
-    because its first piece may leave long before the sender's op ends. So on this clock no transfer waits for its receiver.
-    The ops of a sender begin in the order in which they end, so both ends of every channel have the same order. A position
-    waits only before an op that computes, so the positions cannot wait for each other in a circle.
+    because its first piece may leave long before the sender's op ends; but it comes after the handovers whose sender's op ends
+    earlier. So every position has its handovers in the common order of the senders' ops. GPUs need that: kernels of several
+    communicators, each of which waits for another rank, can block each other. On this clock no transfer waits for its receiver.
+    A position waits only before an op that computes, so the positions cannot wait for each other in a circle.
 
     Args:
         graph: the graph of the schedule.
@@ -45,20 +46,22 @@ def place_handovers(graph: Graph, orders: Schedule, spans: Mapping[Op, tuple[flo
     spans = unit_spans(graph, [[(op,) for op in ops] for ops in orders]) if spans is None else spans
     computed = sorted(spans, key=lambda op: (spans[op][1], position_of[op]))
     rank = {op: place for place, op in enumerate(computed)}
-    # Entries: time, whether the op is a handover that the position receives, number, op.
-    lists: list[list[tuple[float, bool, int, Op]]] = [[(spans[op][1], False, rank[op], op) for op in ops] for ops in orders]
-    for op in graph.ops():
-        if graph.channel(op) is not None:
-            needs, (sender, *others) = computing.needs(op), graph.where(op)
-            source = max(needs, key=rank.__getitem__)
-            begin, end = spans[source]
-            lists[sender].append((end, False, rank[source], op))
-            for receiver in others:
-                if any(position_of[need] == receiver for need in needs):  # it sends, too
-                    lists[receiver].append((end, False, rank[source], op))
-                else:
-                    lists[receiver].append((begin, True, rank[source], op))
-    return tuple(tuple(each[-1] for each in sorted(own, key=lambda each: each[:-1])) for own in lists)
+    # Entries: when they are in the list (time, whether the op is a handover that the position receives, number), and the op.
+    lists: list[list[tuple[tuple[float, bool, int], Op]]] = [
+        [((spans[op][1], False, rank[op]), op) for op in ops] for ops in orders
+    ]
+    last = [(0.0, False, 0)] * len(orders)
+    sources = {op: max(computing.needs(op), key=rank.__getitem__) for op in graph.ops() if graph.channel(op) is not None}
+    for op, source in sorted(sources.items(), key=lambda pair: rank[pair[1]]):
+        sender, *others = graph.where(op)
+        begin, end = spans[source]
+        for position in (sender, *others):
+            sends = position == sender or any(position_of[need] == position for need in computing.needs(op))
+            own = (end, False, rank[source]) if sends else (begin, True, rank[source])
+            # Sorting is stable, so a receive that comes too early for the common order goes right behind the one before.
+            last[position] = max(last[position], own)
+            lists[position].append((last[position], op))
+    return tuple(tuple(op for _, op in sorted(own, key=lambda each: each[0])) for own in lists)
 
 
 def unit_spans(graph: Graph, orders: Sequence[Sequence[tuple[Op, ...]]]) -> dict[Op, tuple[int, int]]:

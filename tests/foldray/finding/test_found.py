@@ -33,6 +33,7 @@ from foldray.schedule import (
     times,
 )
 from tests.foldray.blocks import DENSE, MOE
+from tests.foldray.order import check_lists
 from tests.foldray.random_lists import find_at_random, random_cost
 
 FLAT = SliceCost(0, 1)
@@ -76,6 +77,7 @@ def test_any_costs_and_any_memory_give_a_legal_list(graph: StepGraph, seed: int,
     cost = random_cost(graph, seed, shared, zeros)
     found = find(graph, cost, ahead)
     check(graph, found.schedule)
+    check_lists(graph, found.schedule)
     problem = Problem(graph, cost)
     own = problem.kept(step_schedule(graph, Overlap("sequential")))
     most = [kept + int(ahead * blocks) for kept, blocks in zip(own, problem.blocks, strict=True)]
@@ -109,6 +111,7 @@ def test_list_scheduling_has_the_clock_of_the_simulator(graph: StepGraph, seed: 
     assert all(kept <= limit for kept, limit in zip(problem.kept(step.schedule(problem)), most, strict=True))
     assert step is not None
     check(graph, step.schedule(problem))
+    check_lists(graph, step.schedule(problem))
     if not shared or graph.positions == 1:  # a link of several positions may be free earlier than a receiver's list says
         assert seconds_of(graph, step.schedule(problem), cost) == pytest.approx(step.seconds)
 
@@ -132,6 +135,7 @@ def test_experts_with_positions_of_their_own() -> None:
     cost = random_cost(graph, 3, shared=False)
     found = find(graph, cost)
     check(graph, found.schedule)
+    check_lists(graph, found.schedule)
     assert found.bound <= found.seconds <= found.named_seconds
 
 
@@ -151,6 +155,7 @@ def test_a_quick_list_is_legal(graph: StepGraph, seed: int, ahead: int) -> None:
     cost = random_cost(graph, seed, True)
     schedule = first_list(graph, cost, ahead)
     check(graph, schedule)
+    check_lists(graph, schedule)
     assert seconds_of(graph, schedule, cost) >= lower_bound(Problem(graph, cost)) * (1 - 1e-9)
 
 
@@ -234,6 +239,7 @@ def test_local_moves_make_a_bad_order_better() -> None:
     assert step is not None
     better = improve(problem, step, rule, 800)
     check(graph, better.schedule(problem))
+    check_lists(graph, better.schedule(problem))
     assert better.seconds < 0.98 * step.seconds
     assert improve(problem, step, rule, 0) == step
 

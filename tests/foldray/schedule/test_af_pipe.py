@@ -12,6 +12,7 @@ from foldray.kinds import WITH_WEIGHTS
 from foldray.schedule import COMPUTE, Op, Overlap, Place, Slicing, StepGraph, check, peak, step_schedule, times
 from foldray.schedule.af_pipe import af_pipe, chain
 from tests.foldray.blocks import DENSE, MOE
+from tests.foldray.order import check_lists
 
 WHOLE = Slicing((8,), (8,))
 
@@ -55,6 +56,7 @@ def test_any_placement_passes_the_checker_and_ends(
     without = replace(graph, later=())
     for step, lists in (without, af_pipe(without, alive)), (graph, step_schedule(graph, Overlap("sequential"))):
         check(step, lists)
+        check_lists(step, lists)
         # With one lane for every position and channel, the run ends at some time.
         times(step, lists, lambda op: ((str(graph.channel(op) or COMPUTE), 1.0),))
 

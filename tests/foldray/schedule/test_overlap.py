@@ -33,6 +33,7 @@ from foldray.schedule import (
     times,
 )
 from tests.foldray.blocks import DENSE, MOE
+from tests.foldray.order import check_lists
 
 COST = SliceCost.of_model(64, 4)
 LETTERS = {
@@ -154,6 +155,7 @@ def test_whatever_is_generated_passes_the_checker(
     )
     schedule = step_schedule(graph, Overlap(forward, lag), Overlap(backward, other))
     check(graph, schedule)
+    check_lists(graph, schedule)
     for ops in schedule:
         check_ranks(graph, [ops, ops])
 
@@ -176,7 +178,9 @@ def test_woven_pipelines_keep_one_more_block(pp: int, stages: int, micro_batches
     woven, plain = (
         Problem(graph, lambda op: ((COMPUTE, 1.0),)).kept(step_schedule(graph, Overlap(kind))) for kind in ("weave", "stream")
     )
-    check(graph, step_schedule(graph, Overlap("weave")))
+    lists = step_schedule(graph, Overlap("weave"))
+    check(graph, lists)
+    check_lists(graph, lists)
     if stages == pp:
         assert woven == tuple(min(kept + 1, micro_batches) for kept in plain)
 
@@ -231,6 +235,7 @@ def test_a_stage_begins_with_the_first_piece_of_the_stage_before(kind: str) -> N
     graph = StepGraph(((MOE,), (MOE,)), slicing, 2)
     schedule = step_schedule(graph, Overlap(kind, 1))
     check(graph, schedule)
+    check_lists(graph, schedule)
     assert [str(op) for op in schedule[0] if op.kind == "handover" and op.direction == "F"] == [
         "handover F0.0", "handover F0.0/1", "handover F0.0/2", "handover F0.0/3",
     ]  # fmt: skip

@@ -23,6 +23,8 @@ from foldray.schedule import (
     show,
     unit_times,
 )
+from foldray.schedule.pipeline import woven_pairs
+from tests.foldray.order import check_lists
 
 Order = list[tuple[str, int, int]]  # direction, virtual stage, micro-batch
 
@@ -174,7 +176,19 @@ def test_a_send_follows_its_stage_and_a_receive_is_never_late(graph):
         place = schedule[receiver].index(op)
         ahead, behind = schedule[receiver][:place], schedule[receiver][place:]
         assert all(times[later].end >= wanted for later in behind), f"{op} is asked for too early"
+        # It comes after what the receiver itself sends earlier, so that all positions have one order.
+        wanted = max(
+            [wanted, *(times[each].end for each in ahead if each.kind == "handover" and graph.where(each)[0] == receiver)]
+        )
         assert all(times[each].end <= wanted for each in ahead if graph.channel(each) is None), f"{op} is asked for too late"
+
+
+@settings(deadline=None)
+@given(graphs())
+def test_all_positions_have_one_order_of_handovers(graph):
+    check_lists(graph, pipeline(graph))
+    if graph.backward:
+        check_lists(graph, woven_pairs(graph))
 
 
 @settings(deadline=None)

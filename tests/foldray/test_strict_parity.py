@@ -1,0 +1,142 @@
+"""Folds and schedules over the strict communicator (`strict.py`) give the results of one process, in float64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from foldray.comm import Groups
+from foldray.fold import Fold
+from foldray.model import all_losses
+from foldray.recipe import Recipe
+from foldray.schedule import LIST, WEAVE
+from tests.foldray import test_found_parity as found_parity
+from tests.foldray.folds import name
+from tests.foldray.parity import BATCH, batches, drifted, engine_of, make_recipe, one_process, train, worst
+from tests.foldray.strict import StrictPools
+from tests.rotation import rotated
+
+_STEPS = 2
+AGAIN = {"recompute": ["attention", "ffn", "expert"]}
+FOLDS: list[tuple[int, dict[str, int]]] = [
+    (2, {"ep": 2}), (2, {"pp": 2}), (2, {"tp": 2, "etp": 2}), (2, {"cp": 2, "ep": 2}), (4, {"ep": 2}), (4, {"tp": 2, "ep": 4}),
+    (4, {"pp": 2, "ep": 2}), (4, {"pp": 4}), (4, {"pp": 2, "cp": 2, "etp": 2}), (8, {"tp": 2, "cp": 2, "pp": 2, "ep": 4}),
+]  # fmt: skip
+MORE_FOLDS: list[tuple[int, dict[str, int]]] = [  # nightly
+    (2, {}), (4, {"ep": 2, "etp": 2}), (8, {"tp": 2, "cp": 2, "ep": 2, "etp": 2}), (8, {"pp": 4, "ep": 2}),
+]  # fmt: skip
+SCHEDULES: list[dict[str, Any]] = [
+    {"kind": "sequential"},
+    {"kind": "sequential", **AGAIN},
+    {"kind": "stream", "degree": 2},
+    {"kind": "stream", "degree": 4, **AGAIN},
+    {"kind": "stream", "degree": 2, "batch_degree": 2},
+    {"kind": "one_a_one_m", "degree": 4, "virtual_stages": 2},
+    {"kind": WEAVE.name},
+    {"kind": WEAVE.name, "degree": 2, "virtual_stages": 2, "weight_gradients": "apart"},
+    {"kind": LIST.name},
+    {"kind": LIST.name, "degree": 2, "virtual_stages": 2},
+    {"kind": LIST.name, "degree": 4, **AGAIN},
+]
+REDUCTIONS: list[tuple[int, dict[str, Any]]] = [  # ZeRO, and keys of the schedule
+    (0, {"reduction": "end"}),
+    (1, {"reduction": "buckets", "sp_bytes": 4096}),
+    (2, {"reduction": "chunks", "sp_bytes": 4096}),
+    (0, {"reduction": "chunks", "sp_bytes": 2000}),
+    (1, {"reduction": "end"}),
+    (2, {"reduction": "buckets", "sp_bytes": 3000}),
+]
+
+
+@cache
+def _reference(sections: str, masked: bool) -> dict[str, Any]:
+    return one_process(make_recipe(1, **json.loads(sections)), steps=_STEPS, masked=masked)
+
+
+def check(ranks: Any, recipe: Recipe, masked: bool = False) -> None:
+    found = StrictPools(ranks)(recipe.cluster.workers).run(train, recipe, _STEPS, False, masked)
+    reference = _reference(recipe.model_dump_json(include={"model", "optimizer"}), masked)
+    difference, where = worst(found, reference, relative=False)
+    assert difference <= 1e-10, where
+    assert drifted(found) == [], "copies of the same weights part"
+    for part in found:
+        assert np.array(part["losses"]) == pytest.approx(np.array(reference["losses"]), abs=1e-10)
+        assert part["norms"] == pytest.approx(reference["norms"], abs=1e-10)
+
+
+def nightly(*columns: Sequence[Any]) -> list[Any]:
+    """All combinations of the values of two parameters, for nightly runs. The first value is a tuple of several parameters."""
+    return [pytest.param(*first, second, marks=pytest.mark.nightly) for first, second in product(*columns)]
+
+
+@pytest.mark.parametrize(("world", "fold", "schedule"), rotated(11, FOLDS, SCHEDULES) + nightly(MORE_FOLDS, SCHEDULES), ids=str)
+def test_every_schedule(ranks: Any, world: int, fold: dict[str, int], schedule: dict[str, Any]) -> None:
+    """Folds and schedules take turns with the ways of gradients. A fold without pipeline has no virtual stages."""
+    zero, reduction = REDUCTIONS[([*FOLDS, *MORE_FOLDS].index((world, fold)) + SCHEDULES.index(schedule)) % len(REDUCTIONS)]
+    schedule = {key: value for key, value in schedule.items() if key != "virtual_stages" or fold.get("pp", 1) > 1}
+    micro_batch = max(schedule.get("batch_degree", 1), BATCH // (Fold(world, **fold).dp * 4))
+    sections = {"engine": {"zero": zero}, "training": {"micro_batch": micro_batch}}
+    check(ranks, make_recipe(world, fold, schedule={**schedule, **reduction}, **sections), masked=bool(zero))
+
+
+PLACED: list[tuple[int, dict[str, int], dict[str, int]]] = [
+    (2, {}, {"attention": 1, "experts": 1}),
+    (3, {}, {"attention": 2, "experts": 1}),
+    (4, {"tp": 2, "ep": 2}, {"attention": 2, "experts": 2}),
+    (4, {"pp": 2}, {"attention": 2, "experts": 2, "expert_pp": 2}),
+]
+MORE_PLACED: list[tuple[int, dict[str, int], dict[str, int]]] = [  # nightly
+    (4, {"cp": 2, "etp": 2}, {"attention": 2, "experts": 2}),
+    (8, {"tp": 2, "pp": 2, "ep": 2}, {"attention": 4, "experts": 4, "expert_pp": 2}),
+]
+PLACED_SCHEDULES: list[dict[str, Any]] = [
+    {},
+    {"degree": 2, "batch_degree": 2},
+    {"reduction": "chunks", "sp_bytes": 4096, **AGAIN},
+    {"kind": LIST.name, "degree": 2},
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "fold", "placement", "schedule"),
+    rotated(4, PLACED, PLACED_SCHEDULES) + nightly(MORE_PLACED, PLACED_SCHEDULES),
+    ids=str,
+)
+def test_experts_apart(ranks: Any, world: int, fold: dict, placement: dict, schedule: dict[str, Any]) -> None:
+    """AF-Pipe, and found lists."""
+    dp = placement["attention"] // (fold.get("tp", 1) * fold.get("cp", 1) * fold.get("pp", 1))
+    training = {"micro_batch": max(schedule.get("batch_degree", 1), BATCH // (dp * 4))}
+    check(ranks, make_recipe(world, fold, placement=placement, schedule=schedule, training=training))
+
+
+def evaluated(rank: int, recipe: Recipe) -> list[float]:
+    groups = Groups.create(recipe.placed_fold, rank)
+    engine = engine_of(recipe, groups)
+    losses = all_losses(engine.execution.evaluate(batches(recipe, groups.dp_rank, 0)), groups.control).means().tolist()
+    groups.close()
+    return losses
+
+
+@pytest.mark.parametrize("fold", [{"tp": 2, "ep": 4}, {"pp": 2, "cp": 2, "ep": 2}, {"pp": 4}], ids=name)
+def test_evaluation(ranks: Any, fold: dict[str, int]) -> None:
+    recipe = make_recipe(4, fold, schedule={"kind": "stream", "degree": 2})
+    wanted = _reference(recipe.model_dump_json(include={"model", "optimizer"}), False)["losses"][0]
+    for losses in StrictPools(ranks)(4).run(evaluated, recipe):
+        assert losses == pytest.approx(wanted, abs=1e-10)
+
+
+# DeepSpeed has collectives of its own, past the communicators.
+_LISTS = {name: case for name, case in {**found_parity.CASES, **found_parity.APART}.items() if "DeepSpeed" not in name}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", _LISTS)
+def test_random_lists(ranks: Any, name: str) -> None:
+    """Lists that no measured times lead to, but that may run, against one micro-batch after the other."""
+    found_parity.compare(StrictPools(ranks), _LISTS[name], LIST.name)
