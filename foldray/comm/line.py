@@ -41,7 +41,7 @@ class Line:
             device: where the operation's tensors are; None is the CPU.
         """
         if device is not None and device.type == "cuda":
-            return begin() if ready and not self._later else self._put_off(begin, device)
+            return begin() if ready and not self._later else self._line_up(self._beside(begin, device))
         with self._lock:
             alone = ready and not self._waiting
             self._waiting += not alone
@@ -59,7 +59,12 @@ class Line:
         while self._later:
             self._later.popleft().begin()
 
-    def _put_off(self, begin: Callable[[], Pending], device: torch.device) -> Pending:
+    def _line_up(self, begin: Callable[[], Pending]) -> Pending:
+        self._later.append(queued := _Queued(begin, self.advance))
+        return queued
+
+    def _beside(self, begin: Callable[[], Pending], device: torch.device) -> Callable[[], Pending]:
+        """Return what starts the operation on another stream, which waits for what the current stream has to do by now."""
         self._stream = stream = self._stream or torch.cuda.Stream(device)
         now = torch.cuda.current_stream(device).record_event()
 
@@ -71,8 +76,7 @@ class Line:
                 tensor.record_stream(torch.cuda.current_stream(device))
             return pending
 
-        self._later.append(queued := _Queued(begin_beside, self.advance))
-        return queued
+        return begin_beside
 
     def close(self) -> None:
         """End the thread, after the operations that are in line."""

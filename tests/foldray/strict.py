@@ -216,11 +216,11 @@ class StrictCommunicator(Communicator):
         return Pending([work], results)  # type: ignore[list-item]
 
 
-class _AtOnce(Line):
-    """A line as on a GPU: the host waits for what an operation needs, and starts it itself."""
+class _AsOnGpu(Line):
+    """A line as on a GPU: the caller starts operations itself, all-to-alls of tokens behind what it computes next."""
 
-    def start(self, begin: Callable[[], Pending], ready: bool) -> Pending:
-        return begin()
+    def start(self, begin: Callable[[], Pending], ready: bool, device: torch.device | None = None) -> Pending:
+        return begin() if device is None or (ready and not self._later) else self._line_up(begin)
 
 
 def strict(groups: Groups, ledger: Ledger) -> Groups:
@@ -235,7 +235,7 @@ def strict(groups: Groups, ledger: Ledger) -> Groups:
         },
     )
     for line in ("tokens_line", "rows_line"):
-        object.__setattr__(found, line, _AtOnce())
+        object.__setattr__(found, line, _AsOnGpu())
     return found
 
 

@@ -122,7 +122,7 @@ def recorded(immediate: bool) -> Iterator[Recorder]:
 
         return call
 
-    def at_once(line: Line, begin: Callable[[], Pending], ready: bool) -> Pending:
+    def at_once(line: Line, begin: Callable[[], Pending], ready: bool, device: torch.device | None = None) -> Pending:
         return begin()
 
     with ExitStack() as stack:
