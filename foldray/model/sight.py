@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from foldray.kernels.attention import Mask
+from foldray.kernels.transfer import to_device
 from foldray.windows import FULL, Window
 
 _SHORTEST_RUN = 128  # queries; starting a kernel takes as long as computing this many
@@ -143,7 +144,7 @@ class Sight:
     def _positions(self, queries: range, runs: Sequence[range]) -> Tensor:
         """Return which keys are within the window and not later than the query: bool [1, 1, S, T]."""
         key_T = torch.cat([torch.arange(keys.start, keys.stop, device=self.device) for keys in runs])
-        first_S = torch.tensor([self.window.begin(query) for query in queries], device=self.device)
+        first_S = to_device([self.window.begin(query) for query in queries], self.device, torch.int64)
         query_S = torch.arange(queries.start, queries.stop, device=self.device)
         return ((key_T >= first_S.unsqueeze(1)) & (key_T <= query_S.unsqueeze(1)))[None, None]
 
