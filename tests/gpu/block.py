@@ -43,11 +43,11 @@ def measure(report: Report, sizes: dict[str, Any], length: int, peak: float) -> 
     model = {**sizes, "layers": 1, "head_dim": 128, "ffn_hidden": sizes["expert_hidden"], "vocab": 1024, "moe_every": 1}
     device, text = torch.device("cuda"), torch.randint(0, 1024, (1, length + 1), device="cuda")
     given = [Batch(text[:, :-1], text[:, 1:])]
-    with mock.patch.object(Transformer, "_initialise", _draw):  # on the GPU, because the CPU would take minutes
-        recipe = _recipe(model, length, 1)
+    with drawn_on_gpu():
+        recipe = block_recipe(model, length, 1)
         groups = Groups.create(recipe.placed_fold)
         engine: Any = make_engine(recipe, groups, device)
-    orderings = {f"{d} pieces": _recipe(model, length, d).ordering for d in DEGREES}
+    orderings = {f"{d} pieces": block_recipe(model, length, d).ordering for d in DEGREES}
     flops = step_flops(recipe.model, length, 1)
 
     def prepare(name: str) -> None:
@@ -62,7 +62,7 @@ def measure(report: Report, sizes: dict[str, Any], length: int, peak: float) -> 
     for number in range(2 + ROUNDS):
         for name, step in steps.items():
             prepare(name)
-            took[name].append(_timed(step))
+            took[name].append(timed(step))
             if number < 2:
                 took[name].clear()
     rows = {}
@@ -80,7 +80,7 @@ def measure(report: Report, sizes: dict[str, Any], length: int, peak: float) -> 
     return rows
 
 
-def _recipe(model: dict[str, Any], length: int, degree: int) -> Recipe:
+def block_recipe(model: dict[str, Any], length: int, degree: int) -> Recipe:
     schedule = {"kind": "stream", "degree": degree} if degree > 1 else {}
     return Recipe.parse(
         {
@@ -93,6 +93,11 @@ def _recipe(model: dict[str, Any], length: int, degree: int) -> Recipe:
             "schedule": schedule,
         }
     )
+
+
+def drawn_on_gpu() -> Any:
+    """Draw initial weights on the GPU. The CPU would take minutes, and time does not depend on them."""
+    return mock.patch.object(Transformer, "_initialise", _draw)
 
 
 @torch.no_grad()
@@ -122,7 +127,7 @@ def _mixtral(model: dict[str, Any], text: torch.Tensor) -> Any:
     return lambda: peer.train()(input_ids=text[:, :-1], labels=text[:, :-1], use_cache=False).loss.backward()
 
 
-def _timed(step: Any) -> tuple[float, float]:
+def timed(step: Any) -> tuple[float, float]:
     """Return the milliseconds of a step on the GPU, and until the host came back."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()

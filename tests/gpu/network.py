@@ -19,11 +19,10 @@ import torch.distributed as dist
 
 from foldray.comm import Groups, Pending
 from foldray.comm.communicator import Communicator
-from foldray.model import Transformer
 from foldray.recipe import Recipe
 from foldray.runtime import Trace
 from foldray.timeline import Recording, replay
-from tests.gpu.block import _draw, _timed
+from tests.gpu.block import drawn_on_gpu, timed
 from tests.gpu.report import Report
 from trainers.measure.comparison import random_batch
 from trainers.worker.engines import make_engine
@@ -99,7 +98,7 @@ def measure(report: Report, length: int) -> dict[str, Any]:
     tokens = Copies.of(groups.tokens, 2 * length * MODEL["topk"] * MODEL["hidden"] * 2)
     counts = Same(**{name: getattr(groups.counts, name) for name in groups.counts.__dataclass_fields__})
     groups = replace(groups, tokens=tokens, counts=counts)
-    with mock.patch.object(Transformer, "_initialise", _draw):
+    with drawn_on_gpu():
         engine: Any = make_engine(first, groups, device)
     given = [random_batch(first, 0, 1, 0, device)]
     execution, took, rows = engine.execution, {name: list[float]() for name in recipes}, {}
@@ -117,7 +116,7 @@ def measure(report: Report, length: int) -> dict[str, Any]:
         for name in recipes:
             execution.reorder(engines[name])
             execution.step(given)
-            milliseconds, _ = _timed(lambda: engine.train(given))
+            milliseconds, _ = timed(lambda: engine.train(given))
             took[name] += [milliseconds] if number >= 2 else []
     for name in recipes:
         execution.reorder(engines[name])
