@@ -41,18 +41,19 @@ class Place:
     Args:
         position_S: positions of the context-parallel shard of the slice, int64.
         sights: the keys that queries see, by the name of the window.
+        rotations: what `rotation` has computed for these positions. Slices with the same positions may share it.
     """
 
     position_S: torch.Tensor
     sights: Mapping[str, Sight]
-    _rotations: dict[tuple[int, float, torch.dtype], Rotation] = field(default_factory=dict, repr=False)
+    rotations: dict[tuple[int, float, torch.dtype], Rotation] = field(default_factory=dict, repr=False)
 
     def rotation(self, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
-        """Return `rotation` of the positions. It is computed once for all layers."""
+        """Return `rotation` of the positions. It is computed once for all layers and micro-batches."""
         key = head_dim, theta, dtype
-        if key not in self._rotations:
-            self._rotations[key] = rotation(self.position_S, head_dim, theta, dtype)
-        return self._rotations[key]
+        if key not in self.rotations:
+            self.rotations[key] = rotation(self.position_S, head_dim, theta, dtype)
+        return self.rotations[key]
 
 
 class Attention(nn.Module):

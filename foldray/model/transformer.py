@@ -7,6 +7,7 @@ whole sequence, H hidden, V rows of the vocabulary that this rank holds, E exper
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
@@ -144,6 +145,7 @@ class Transformer(nn.Module):
         if "head.weight" in self.pieces:
             self.head = Vocabulary(ownership.vocabulary(groups.rank), model.hidden, groups.tensor, self.later, device, dtype)
         self._positions: dict[int, torch.Tensor] = {}  # by length of a sequence
+        self._rotations: dict[tuple[int, torch.device], defaultdict[range, dict]] = {}  # by length and device, then by slice
         self._exchanges: dict[int, TokenExchange] = {}  # by position of experts
         self.global_parts = parts_below(self.named_modules())
         self._makers = {p: ownership.makers(self._spec(name), groups.rank) for name, p in self.named_parameters()}
@@ -157,6 +159,7 @@ class Transformer(nn.Module):
         """Cut later batches into slices of these lengths, in tokens. None leaves sequences whole, of any length."""
         self.layout = replace(self.layout, slices=lengths)
         self._positions.clear()
+        self._rotations.clear()
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, Losses]:
         """Return objective and losses, from one autograd graph. Every schedule must give the same result.
@@ -248,6 +251,8 @@ class Transformer(nn.Module):
         """Return this rank's positions of the sequences, and the keys that they see, slice by slice."""
         length, layout, segment_BL = batch.token_BL.shape[1], self.layout, batch.segment_BL
         slices, found, device = layout.cut(length), [], batch.token_BL.device
+        if (length, device) not in self._rotations:
+            self._rotations = {(length, device): defaultdict(dict)}  # those of many lengths would fill the memory
         for part in slices:
             chunks = layout.chunks(part)
             position_S = torch.cat([torch.arange(c.start, c.stop, device=device) for c in chunks])
@@ -256,7 +261,7 @@ class Transformer(nn.Module):
                 name: Sight(part, length, shards, layout.cp_rank, segment_BL, window, device)
                 for name, window in self._windows.items()
             }
-            found.append(Place(position_S, sights))
+            found.append(Place(position_S, sights, self._rotations[length, device][part]))
         return found
 
     def embed(self, batch: Batch, place: Place) -> torch.Tensor:

@@ -335,7 +335,8 @@ def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, slic
     if again:
         return memory
     rope = model.positions == "rope"
-    turned = 8 * tokens / rank.sequences * spec.key_dim if rope else 0.0  # sines and cosines of rope
+    # Sines and cosines of rope. All blocks and micro-batches share them, so this counts a little too much.
+    turned = 4 * tokens / rank.sequences * spec.key_dim if rope else 0.0
     # With slices, `memory` already has keys and values. But without rope, queries, keys and values stay one tensor.
     made = queries if sliced and rope else queries + keys_and_values
     return memory + tokens * ((model.hidden + made + outputs) * b + spec.heads / fold.tp * 4) + turned

@@ -173,6 +173,19 @@ def test_layers_share_the_rotations_of_a_place() -> None:
     torch.testing.assert_close(place.rotation(8, 16.0, torch.float32).sin_SD[:, 3], (torch.arange(5) / 8).sin())
 
 
+def test_micro_batches_share_the_rotations_of_a_slice() -> None:
+    """Only those of the last length are kept."""
+    model = Transformer(Ownership(ModelSpec(**MODEL), Fold(1)), Groups.create(Fold(1)))
+    model.slice((3, 5))
+    first, again = (model.places(Batch(text, text)) for text in (tokens(2, 8), tokens(1, 8)))
+    turns = [[place.rotation(8, 100.0, torch.float32) for place in places] for places in (first, again)]
+    assert all(turn is same for turn, same in zip(*turns, strict=True))
+    assert [len(turn.cos_SD) for turn in turns[0]] == [3, 5]
+    model.slice(None)
+    (place,) = model.places(Batch(tokens(1, 6), tokens(1, 6)))
+    assert len(place.rotation(8, 100.0, torch.float32).cos_SD) == 6
+
+
 def test_weights_depend_on_seed_and_name_alone() -> None:
     ownership = Ownership(ModelSpec(**MODEL), Fold(1))
     one, same, other = (by_name(Transformer(ownership, Groups.create(Fold(1)), seed=seed)) for seed in (3, 3, 4))
