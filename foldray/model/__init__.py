@@ -1,8 +1,8 @@
 """The Transformer around the MoE layer."""
 
 from foldray.model.attention import Place
-from foldray.model.batch import IGNORED, Batch, Losses, add_losses, all_losses
+from foldray.model.batch import IGNORED, Batch, Losses, all_losses
 from foldray.model.slices import KeysAndValues
 from foldray.model.transformer import Transformer
 
-__all__ = ["IGNORED", "Batch", "KeysAndValues", "Losses", "Place", "Transformer", "add_losses", "all_losses"]
+__all__ = ["IGNORED", "Batch", "KeysAndValues", "Losses", "Place", "Transformer", "all_losses"]

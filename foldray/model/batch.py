@@ -68,14 +68,14 @@ class Losses(NamedTuple):
     count_ME: torch.Tensor
     dropped: torch.Tensor
 
+    def plus(self, **more: torch.Tensor) -> Losses:
+        """Return these losses with more in some fields."""
+        return self._replace(**{name: getattr(self, name) + value for name, value in more.items()})
+
     def means(self) -> torch.Tensor:
         """Return language per token, balance per sequence and z per sequence: float64 [3]."""
         sums = torch.stack([self.language, self.balance, self.z])
         return sums / torch.stack([self.tokens, self.sequences, self.sequences]).clamp_min(1)
-
-
-def add_losses(total: Losses, more: Losses | None) -> Losses:
-    return total if more is None else Losses(*(a + b for a, b in zip(total, more, strict=True)))
 
 
 def all_losses(losses: Sequence[Losses], control: Communicator) -> Losses:

@@ -21,7 +21,7 @@ from foldray.comm import Groups
 from foldray.kernels.later import Later
 from foldray.kernels.transfer import to_device
 from foldray.model.attention import Attention, ContextMode, Place
-from foldray.model.batch import IGNORED, Batch, Losses, add_losses
+from foldray.model.batch import IGNORED, Batch, Losses
 from foldray.model.layers import FeedForward, Norm, Vocabulary
 from foldray.model.parts import parts_below
 from foldray.model.sight import Sight
@@ -172,9 +172,9 @@ class Transformer(nn.Module):
             x_BsH, balance = block(x_BsH, place)
             if balance is not None:
                 routers = routers + balance.objective(self.spec.router)
-                losses = add_losses(losses, self.router_losses(int(layer), balance))
+                losses = self.with_router(losses, int(layer), balance)
         language, reported = self.head_loss(x_BsH, batch, range(x_BsH.shape[1]))
-        return language / losses.tokens + routers / losses.sequences, add_losses(losses, reported)
+        return language / losses.tokens + routers / losses.sequences, losses.plus(language=reported)
 
     def logits(self, token_BL: torch.Tensor, segment_BL: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits of this rank's shard and vocabulary: [B, S, V]. The rank must hold all stages."""
@@ -272,8 +272,8 @@ class Transformer(nn.Module):
             x_BsH = x_BsH + self.positions.weight[place.position_S[self.layout.tp_rank * s :][:s]]
         return x_BsH
 
-    def head_loss(self, x_BsH: torch.Tensor, batch: Batch, tokens: range) -> tuple[torch.Tensor, Losses]:
-        """Return the language loss of some tokens, summed: a scalar to differentiate, and the losses to report.
+    def head_loss(self, x_BsH: torch.Tensor, batch: Batch, tokens: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the language loss of some tokens, summed: a scalar to differentiate, and one to report, in float64.
 
         Args:
             x_BsH: output of the last block for these tokens.
@@ -285,16 +285,15 @@ class Transformer(nn.Module):
         target_BS = batch.target_BL[:, self._pieces(length)[:, tokens.start : tokens.stop].flatten()]
         language = self._head.loss(self.final_norm(x_BsH), target_BS)
         # All tensor-parallel ranks have the same loss. Each differentiates it, and one reports it.
-        reported = language.detach().double() * (self.layout.tp_rank == 0)
-        return language, self.no_losses()._replace(language=reported)
+        return language, language.detach().double() * (self.layout.tp_rank == 0)
 
-    def router_losses(self, layer: int, balance: Balance) -> Losses:
-        """Return the contribution of a MoE block's router to the reported losses."""
-        blocks, nothing = self.spec.moe_layers, self.no_losses()
-        count_ME = nothing.count_ME.clone()
-        count_ME[blocks.index(layer)] = balance.tally.count_BE.sum(0)
-        losses = [value.detach().double() / len(blocks) for value in balance.losses()]
-        return nothing._replace(balance=losses[0], z=losses[1], count_ME=count_ME, dropped=balance.tally.dropped)
+    def with_router(self, losses: Losses, layer: int, balance: Balance) -> Losses:
+        """Return these losses with the contribution of a MoE block's router."""
+        blocks, (balance_loss, z) = self.spec.moe_layers, (value.detach().double() for value in balance.losses())
+        count_ME = losses.count_ME.clone()
+        count_ME[blocks.index(layer)] += balance.tally.count_BE.sum(0)
+        found = losses.plus(balance=balance_loss / len(blocks), z=z / len(blocks), dropped=balance.tally.dropped)
+        return found._replace(count_ME=count_ME)
 
     def parameters_of(self, kind: str, layer: int) -> list[nn.Parameter]:
         """Return this rank's parameters that get a gradient from the backward of ops of this kind and block."""

@@ -20,7 +20,7 @@ from torch import nn
 from foldray.comm import Pending
 from foldray.kernels.later import Task
 from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, EMBED, EXPERT, FFN, GATHER, HEAD, MERGE, PROJECT, ROUTE
-from foldray.model import Batch, KeysAndValues, Transformer, add_losses
+from foldray.model import Batch, KeysAndValues, Transformer
 from foldray.moe import Balance, Layer, Received, Routing, Sent, Tally
 from foldray.moe.apart import TokenHalf
 from foldray.runtime.buffer import TokenBuffer
@@ -227,11 +227,11 @@ class MicroBatch:
 
     def head_forward(self, op: Op) -> None:
         def head(x_BsH: torch.Tensor) -> Computed:
-            language, losses = self.model.head_loss(x_BsH, self.batch, self._tokens(op))
-            return Computed([language], losses)
+            language, reported = self.model.head_loss(x_BsH, self.batch, self._tokens(op))
+            return Computed([language], reported)
 
-        _, losses = self._compute(op, head, self.inputs[op.layer + 1].take(self._tokens(op)))
-        self.losses = add_losses(self.losses, losses)
+        _, reported = self._compute(op, head, self.inputs[op.layer + 1].take(self._tokens(op)))
+        self.losses = self.losses.plus(language=reported)
 
     # Backward.
 
@@ -320,7 +320,7 @@ class MicroBatch:
         self._tallies[op.layer] = tally if before is None else before + tally
         if op.part == self.graph.slicing.degree - 1:
             self._balances[op.layer] = self._tallies.pop(op.layer).balance(layer.router.sequences, length)
-            self.losses = add_losses(self.losses, self.model.router_losses(op.layer, self._balances[op.layer]))
+            self.losses = self.model.with_router(self.losses, op.layer, self._balances[op.layer])
         return [rows, weight], kept, z_BsH.detach() + shared[0] if shared else z_BsH.detach()
 
     def _route_back(self, op: Op, rows: torch.Tensor, weight: torch.Tensor, residual_BsH: torch.Tensor) -> None:
