@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch.distributed as dist
 
+from foldray.comm import nccl
 from foldray.comm.communicator import Communicator, Traffic
 from foldray.comm.line import Line
 from foldray.fold import Fold
@@ -101,7 +102,7 @@ class Groups:
         traffic = Traffic()
         for name, family in {**TRAFFIC, **APART}.items():
             used = name in TRAFFIC or fold.disjoint
-            group, ranks = _process_group(fold, rank, family, timeout, singles=False) if used else (None, (rank,))
+            group, ranks = _process_group(fold, rank, family, timeout, traffic=name) if used else (None, (rank,))
             nodes = tuple(map(node, ranks)) if node else ()
             communicators[name] = Communicator(name, ranks, ranks.index(rank), group, nodes, traffic)
         process_groups = [communicator.group for communicator in communicators.values() if communicator.group]
@@ -112,7 +113,7 @@ class Groups:
 
         A rank without a place in the family's grid gets a group of its own. Every rank of the fold must call this.
         """
-        group, ranks = _process_group(self.fold, self.rank, family, None, singles=True)
+        group, ranks = _process_group(self.fold, self.rank, family, None)
         assert group is not None
         self._process_groups.append(group)
         return group, ranks
@@ -160,17 +161,25 @@ def host_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
 
 
 def _process_group(
-    fold: Fold, rank: int, family: str, timeout: timedelta | None, singles: bool
+    fold: Fold, rank: int, family: str, timeout: timedelta | None, traffic: str | None = None
 ) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
+    """Make the process groups of a family, and return this rank's with its members.
+
+    Args:
+        traffic: the class of traffic, which needs no group for a single member; None makes such groups, too.
+    """
     # A family may leave out ranks: a middle stage has no part in a tied embedding.
     mine: tuple[dist.ProcessGroup | None, tuple[int, ...]] = (None, (rank,))
     tables = fold.groups(family)
-    if singles:
+    if traffic is None:
         covered = {each for ranks in tables for each in ranks}
         tables += tuple((each,) for each in range(fold.offset, fold.offset + fold.world_size) if each not in covered)
     for ranks in tables:
         # torch.distributed requires every rank to make all groups in the same order, also the groups of other ranks.
-        group = dist.new_group(list(ranks), timeout=timeout, group_desc=family) if singles or len(ranks) > 1 else None
+        group = None
+        if traffic is None or len(ranks) > 1:
+            options = nccl.options(traffic, timeout) if traffic else None
+            group = dist.new_group(list(ranks), timeout=timeout, pg_options=options, group_desc=family)
         if rank in ranks:
             mine = group, ranks
     return mine

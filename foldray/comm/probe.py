@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -35,8 +36,8 @@ def probe(groups: Groups, device: torch.device, dtype: torch.dtype) -> None:
         (groups.context, dtype, {"send and receive": _shift, "all-gather": Communicator.all_gather}),
         (groups.context, wide, {"send and receive": _shift, "reduce-scatter": _reduce_scatter}),
         (groups.sequence, torch.int64, {"all-reduce": Communicator.all_reduce, "all-gather": Communicator.all_gather}),
-        (groups.handovers_up, dtype, {"send and receive": _shift}),
-        (groups.handovers_down, dtype, {"send and receive": _shift}),
+        (groups.handovers_up, dtype, {"send and receive": partial(_messages, up=True)}),
+        (groups.handovers_down, dtype, {"send and receive": partial(_messages, up=False)}),
         (groups.dense_gradients, wide, {"all-reduce": Communicator.all_reduce, "reduce-scatter": _reduce_scatter}),
         (groups.replicated_gradients, wide, {"all-reduce": Communicator.all_reduce, "reduce-scatter": _reduce_scatter}),
         (groups.expert_gradients, wide, {"all-reduce": Communicator.all_reduce, "reduce-scatter": _reduce_scatter}),
@@ -74,3 +75,18 @@ def _maximum(communicator: Communicator, x: torch.Tensor) -> torch.Tensor:
 
 def _shift(communicator: Communicator, x: torch.Tensor) -> object:
     return communicator.shift([x]).wait()
+
+
+def _messages(communicator: Communicator, x: torch.Tensor, up: bool) -> None:
+    """Send from each member to the next one of a ring. NCCL makes a connection for each pair at its first message.
+
+    Args:
+        up: whether messages go from lower to higher members, as handovers of this communicator do.
+    """
+    members = communicator.size
+    for low, high in sorted({tuple(sorted((i, (i + 1) % members))) for i in range(members)}):
+        sender, receiver = (low, high) if up else (high, low)
+        if communicator.index == sender:
+            communicator.send(x, receiver).wait()
+        elif communicator.index == receiver:
+            communicator.receive(torch.empty_like(x), sender).wait()

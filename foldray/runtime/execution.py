@@ -195,7 +195,7 @@ class _Run:
         model = execution.model
         self.groups, self.graph, self.trace = execution.groups, execution.graph(batches, training), execution.trace
         self.gradients = execution.gradients
-        self.order = execution.order(self.graph)
+        self.order, self.on_gpu = execution.order(self.graph), next(model.parameters()).is_cuda
         dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         self.weights = Weights(batches, self.groups, dtype) if training else None
         half = micro_batch_type(self.groups)
@@ -254,11 +254,14 @@ class _Run:
     def _keep(self, op: Op, receiver: int, pending: Pending) -> None:
         """Keep a piece that is being sent, and free the pieces of the handover before it on the same channel.
 
-        They are received before this one, so the wait for them ends.
+        They are received before this one, so the wait for them ends. On a GPU it would hold up what is computed next, so only
+        those that have left are freed.
         """
         channel, number = (op.direction, receiver), (op.layer, op.micro_batch // self.graph.batch_degree)
         last, pieces = self.sending.get(channel, (number, []))
-        if last != number:
+        if last != number and self.on_gpu:
+            pieces = [each for each in pieces if not each.is_over]
+        elif last != number:
             for each in pieces:
                 each.wait()
             pieces = []

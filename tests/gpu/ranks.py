@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from foldray.comm import Groups, probe
+from foldray.comm import Groups, nccl, probe
 from tests.foldray.parity import make_recipe, one_process, worst
 from tests.gpu.report import Report
 
@@ -112,6 +112,7 @@ def _rank(rank: int, world: int, port: int, cases: list[Case], folder: Path) -> 
     from tests.gpu.correct import two_steps
 
     faulthandler.dump_traceback_later(_SECONDS - 10, file=sys.stderr)
+    os.environ |= nccl.ENVIRONMENT
     os.environ |= {
         "NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MAX_NCHANNELS": "2",
         "NCCL_BUFFSIZE": str(1 << 20),

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from trainers.cluster.workers import ALLOCATOR
+from trainers.cluster.workers import environment
 
 MEMORY = "memory"
 _PLACED_S, _JOINED_S = 60.0, 60.0  # seconds for actors to be placed, and to find each other
@@ -74,7 +74,7 @@ class Ranks:
         for bundle in range(recipe.cluster.workers):
             strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
             options: dict[str, Any] = {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0), "max_restarts": 0}
-            options["scheduling_strategy"], options["runtime_env"] = strategy, {"env_vars": ALLOCATOR}
+            options["scheduling_strategy"], options["runtime_env"] = strategy, {"env_vars": environment(recipe)}
             started.append(make(**options).remote(recipe.cluster.cpus_per_worker))
         self._actors = started
         places = self._wait([actor.where.remote() for actor in started], _JOINED_S)

@@ -13,13 +13,19 @@ import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from foldray.comm import Groups
+from foldray.comm import Groups, nccl
 from foldray.recipe import Recipe
 from trainers.cluster.joining import check_room, connect
 from trainers.cluster.run_storage import storage_folder
 
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
-"""Environment of workers. By default, glibc returns large blocks to the kernel, and every step gets new pages for them."""
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
+"""Environment of workers on CPUs. By default, glibc returns large blocks to the kernel, and steps get new pages for them."""
+
+
+def environment(recipe: Recipe) -> dict[str, str]:
+    """Return the environment of a recipe's workers."""
+    # With GPUs, large blocks of the host are copies for checkpoints, which should go back to the kernel.
+    return dict(nccl.ENVIRONMENT if recipe.cluster.gpu else _ALLOCATOR)
 
 
 def scaling(recipe: Recipe) -> ScalingConfig:
@@ -64,7 +70,7 @@ def on_workers(recipe: Recipe, loop: Callable[[dict[str, Any]], Any], name: str,
             name=folder,
             storage_path=storage,
             failure_config=FailureConfig(max_failures=0, controller_failure_limit=2),
-            worker_runtime_env={"env_vars": ALLOCATOR},
+            worker_runtime_env={"env_vars": environment(recipe)},
         ),
     )
     try:

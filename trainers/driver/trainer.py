@@ -250,5 +250,5 @@ def _run_config(recipe: Recipe, base: RunConfig | None, resume: str | None) -> R
         checkpoint_config=CheckpointConfig(num_to_keep=recipe.checkpoint.keep),
     )
     environment = dict(config.worker_runtime_env or {})
-    environment["env_vars"] = {**workers.ALLOCATOR, **environment.get("env_vars", {})}
+    environment["env_vars"] = {**workers.environment(recipe), **environment.get("env_vars", {})}
     return dataclasses.replace(config, name=name, storage_path=storage, worker_runtime_env=environment)
