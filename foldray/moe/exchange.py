@@ -22,8 +22,9 @@ class AllToAll:
         self._etp_then_ep = sorted(range(len(places)), key=lambda member: (places[member]["etp"], places[member]["ep"]))
 
     def start_counts(self, sent: Sent) -> Received:
+        coming = self.counts.start_all_gather(sent.rows_E)
         stream = self._stream_after(sent.rows_E) if sent.rows_E.is_cuda else None
-        return Received(self.counts.start_all_gather(sent.rows_E), self._arrange, self._slices.index, stream)
+        return Received(coming, self._arrange, self._slices.index, stream)
 
     def _stream_after(self, rows_E: torch.Tensor) -> torch.cuda.Stream:
         """Return a stream of a GPU beside the current one, which waits until the counts are known."""

@@ -112,9 +112,7 @@ class Execution:
         together = self.ordering.batch_degree
         run = _Run(self, [part for batch in batches for part in batch.cut(together)], training=True)
         self.last, self.weights = run.graph, run.weights
-        # An op is a small graph. On a GPU, autograd would hand each of them over to a thread of its own.
-        with torch.autograd.set_multithreading_enabled(False):
-            return run.run()
+        return run.run()
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[Losses]:

@@ -26,6 +26,8 @@ from trainers.worker.engines import make_engine
 
 def run(report: Report) -> None:
     found = report.check("planner", "hardware", lambda: hardware(report.folder))
+    if not isinstance(found, dict):  # it failed
+        return
     report.say(yaml.safe_dump(found, sort_keys=False))
     torch.cuda.empty_cache()
     report.check("planner", "predicted over measured", lambda: ops(report, found))
@@ -35,7 +37,7 @@ def hardware(folder: Path | None) -> dict[str, Any]:
     """Return the content of a hardware file of one GPU, and write it."""
     recipe = Recipe.parse(
         {
-            "model": {"preset": "mixtral-8x7b"},
+            "model": {"preset": "mixtral-8x22b"},
             "data": {"seq_len": 8192},
             "precision": "bfloat16",
             "engine": {"kind": "torch"},
