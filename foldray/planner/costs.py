@@ -126,8 +126,15 @@ class RankCosts:
         key = back, tokens.start if kind == ATTENTION else 0, len(tokens)
         found = prices.get(key)
         if found is None:
-            found = prices[key] = Price.of(PRICES[kind](self, block, tokens, back))
+            found = prices[key] = Price.of(self._issued(list(PRICES[kind](self, block, tokens, back))))
         return found
+
+    def _issued(self, works: list[Work]) -> list[Work]:
+        """Make an op last at least as long as the host takes to issue its kernels, which the GPU runs meanwhile."""
+        issue, launch = self.device.share["issue"], [work for work in works if work.what == "launch"]
+        kernels = sum(work.seconds for work in launch) / self.device.share["launch"]
+        lacking = kernels * issue - sum(work.seconds for work in works if work.lane == COMPUTE)
+        return works if lacking <= 0 else [*works, launch[0]._replace(seconds=lacking)]
 
     def totals(self, kind: str, cut: tuple[int, ...], block: BlockSpec | None) -> tuple[Totals, Totals]:
         """Return the seconds of all pieces of a kind of op in the forward and in the backward of a block.

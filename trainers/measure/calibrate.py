@@ -58,6 +58,7 @@ def _table(hardware: Hardware, path: Path) -> str:
         ]
     lines += [
         f"  {name:<22}{hardware.constants[name]:>10.3g}"
-        for name in ("attention", "grouped", "permute", "exchange", "crowding", "launch")
+        for name in ("attention", "grouped", "permute", "exchange", "crowding", "launch", "issue")
+        if name in hardware.constants
     ]
     return "\n".join([*lines, "", f"written: {path}; plan with --cluster {path}"])

@@ -38,19 +38,21 @@ _WIDE: dict[str, Any] = {"preset": None, "hidden": 512, "heads": 8, "kv_heads": 
 
 
 def of_ops(meter: Meter, recipe: Recipe, hardware: Hardware) -> dict[str, float]:
-    """Measure the constants `launch` (s), `permute` and `optimizer` (shares), with the recipe's router and optimizer."""
+    """Measure `launch` or `issue` (s), `permute` and `optimizer` (shares), with the recipe's router and optimizer."""
     tiny = _small(recipe, _TINY, 64, {"kind": "one_a_one_m", "degree": 4})
     took, kernels = _recorded(tiny, meter), _priced(tiny, hardware, "launch", {"launch": 1.0})
     kinds = [op for op in took if kernels[op]]
     launch = meter.slowest(sum(took[op] for op in kinds) / sum(kernels[op] for op in kinds))
+    # On a GPU, these ops take as long as the host needs to issue them. It does so while the GPU runs larger ones.
+    started = {"issue": launch} if meter.device.type == "cuda" else {"launch": launch}
 
     thin = _small(recipe, _THIN, max(512, recipe.data.seq_len), {})
     took, moved = _recorded(thin, meter), _priced(thin, hardware, "memory", {"permute": 1.0})
-    starts = _priced(thin, hardware, "launch", {"launch": launch})
+    starts = _priced(thin, hardware, "launch", started)
     kinds = [op for op in took if op.kind == ROUTE]
     slower = sum(took[op] - starts[op] for op in kinds) / sum(moved[op] for op in kinds)
     permute = min(1.0, 1 / max(1e-3, meter.slowest(slower)))
-    return {"launch": launch, "permute": permute, "optimizer": _optimizer(recipe, meter, hardware)}
+    return {**started, "permute": permute, "optimizer": _optimizer(recipe, meter, hardware)}
 
 
 def _optimizer(recipe: Recipe, meter: Meter, hardware: Hardware) -> float:
