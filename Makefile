@@ -46,8 +46,8 @@ bench: setup ## measure the MoE layer, and schedules over a slow link between tw
 	$(BIN)/python recipes/benchmarks/moe_layer.py
 	$(BIN)/python recipes/benchmarks/overlap.py
 
-gpu-check: ## check the engine on a GPU, with the current Python (needs torch, numpy, scipy, pydantic, PyYAML)
-	$(PYTHON) tests/gpu/check.py
+gpu-check: ## check and measure the engine on a GPU, with the current Python; PARTS="correct block", OUT=FOLDER
+	$(PYTHON) tests/gpu/check.py $(PARTS) $(if $(OUT),--out $(OUT))
 
 clean: ## remove caches and build leftovers, but not the environment or runs/
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,8 +15,6 @@ import importlib
 import sys
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 PARTS = ("correct", "waits", "ranks", "kernels", "block", "network", "planner")
@@ -29,6 +27,11 @@ def main() -> int:
     given = parser.parse_args()
     if unknown := set(given.parts) - set(PARTS):
         parser.error(f"unknown parts {sorted(unknown)}; legal are {', '.join(PARTS)}")
+    try:
+        import torch
+    except ModuleNotFoundError:
+        print(f"{sys.executable} has no torch: pip install torch numpy scipy pydantic PyYAML, or name another PYTHON=…")
+        return 2
     if not torch.cuda.is_available():
         print("no GPU here: nothing checked")
         return 0
