@@ -78,7 +78,9 @@ class TorchEngine:
             master = parameter if itself else nn.Parameter(self._own(parameter, parameter.detach()).to(gradient.dtype))
             master.grad = gradient
             self.masters[parameter] = master
-        self.optimizer = make_optimizer(optimizer, decay_groups(optimizer, ((m, p) for p, m in self.masters.items())))
+        self._fused = next(model.parameters()).is_cuda
+        masters = ((master, parameter) for parameter, master in self.masters.items())
+        self.optimizer = make_optimizer(optimizer, decay_groups(optimizer, masters), self._fused)
 
     def train(self, batches: Sequence[Batch]) -> list[Losses]:
         return self.execution.train(batches)
@@ -122,7 +124,7 @@ class TorchEngine:
         master = self.masters[parameter]
         memory = self.optimizer.state[master]
         if key == "step":
-            return memory.setdefault("step", torch.zeros((), dtype=torch.float32))
+            return memory.setdefault("step", torch.zeros((), dtype=torch.float32, device=master.device if self._fused else None))
         return memory.setdefault(key, torch.zeros_like(master))
 
     def _own(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:

@@ -10,18 +10,21 @@ import torch
 from foldray.recipe import OptimizerSpec
 
 
-def make_optimizer(spec: OptimizerSpec, groups: Iterable[dict]) -> torch.optim.Optimizer:
+def make_optimizer(spec: OptimizerSpec, groups: Iterable[dict], fused: bool = False) -> torch.optim.Optimizer:
     """Return a torch optimizer.
 
-    It loops over tensors instead of using kernels for many tensors, because its results then do not depend on how tensors
-    are grouped.
+    Its results do not depend on how tensors are grouped. So it loops over tensors, instead of using kernels for many tensors
+    that compute in several passes.
 
     Args:
         groups: parameter groups with their weight decay (`decay_groups`).
+        fused: whether AdamW computes in one pass over memory, with one kernel for many tensors. The numbers of steps must
+            then be where the parameters are.
     """
     if spec.kind == "sgd":
         return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, foreach=False)
-    return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, foreach=False)
+    ways = {"fused": True} if fused else {"foreach": False}
+    return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, **ways)
 
 
 def decay_groups(spec: OptimizerSpec, parameters: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[dict]:

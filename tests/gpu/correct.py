@@ -28,6 +28,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "a found list, 2 pieces": {"schedule": {"kind": "list", "degree": 2}},
     "recomputation": {"schedule": {"kind": "stream", "degree": 2, "recompute": ["attention", "expert"]}},
     "weights apart": {"schedule": {"kind": "stream", "degree": 2, "weight_gradients": "apart"}},
+    "AdamW": {"optimizer": {"kind": "adamw", "lr": 0.01, "clip": 1.0}},
     "capacity": {"model": {"router": {"capacity_factor": 0.8, "balance_loss": 0.1}}},
     "capacity and padding": {"model": {"router": {"capacity_factor": 0.8, "pad": True, "balance_loss": 0.1}}},
 }
