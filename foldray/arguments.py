@@ -72,6 +72,7 @@ def make_parser(version: str = "") -> argparse.ArgumentParser:
     _add_tuning(commands)
     _add_planning(commands)
     _add_export(commands)
+    _add_import(commands)
     _add_slice(commands)
     _add_explain(commands)
     return parser
@@ -185,6 +186,12 @@ def _add_export(commands: Any) -> None:
         choices=("float32", "bfloat16", "float16", "float64"),
         help="type of the weights (default: that of the training)",
     )
+
+
+def _add_import(commands: Any) -> None:
+    command = _add(commands, "import-hf", "Write a recipe that trains a model of Hugging Face's transformers further.")
+    command.add_argument("folder", metavar="DIR", help="folder of the model: config.json, weights in safetensors, tokenizer")
+    command.add_argument("path", type=Path, metavar="RECIPE", help="file to write (.yaml); it must not exist")
 
 
 def _add_slice(commands: Any) -> None:

@@ -244,6 +244,12 @@ def export_hf(given: argparse.Namespace) -> int:
     return export(given.run, given.folder, given.dtype, as_json=given.json)
 
 
+def import_hf(given: argparse.Namespace) -> int:
+    from trainers.hugging_face.importing import import_hf as run
+
+    return run(given.folder, given.path, as_json=given.json)
+
+
 def slice_(given: argparse.Namespace) -> int:
     _check_range(given, seq_len=2**24, degree=2**8, multiple_of=2**24, hidden=2**20, heads=2**14)
     cost = SliceCost.of_model(given.hidden, given.heads)
@@ -337,7 +343,8 @@ def _say(text: str) -> None:
 
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "train": train, "submit": submit, "verify": verify, "bench": bench, "timeline": timeline, "tune": tune,
-    "dashboard": dashboard, "plan": plan, "calibrate": calibrate, "export-hf": export_hf, "slice": slice_, "explain": explain,
+    "dashboard": dashboard, "plan": plan, "calibrate": calibrate, "export-hf": export_hf,
+    "import-hf": import_hf, "slice": slice_, "explain": explain,
 }  # fmt: skip
 
 if __name__ == "__main__":

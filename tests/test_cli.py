@@ -105,7 +105,7 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
         (
             "command=trian",
             "did you mean 'train'?",
-            "legal: train, submit, verify, bench, timeline, tune, dashboard, plan, calibrate, export-hf, slice",
+            "legal: train, submit, verify, bench, timeline, tune, dashboard, plan, calibrate, export-hf, import-hf, slice",
         ),
     ),
     (
@@ -113,7 +113,8 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
         (
             "command=help",
             "is not known",
-            "legal: train, submit, verify, bench, timeline, tune, dashboard, plan, calibrate, export-hf, slice, explain",
+            "legal: train, submit, verify, bench, timeline, tune, dashboard, plan, calibrate, export-hf, import-hf, slice, "
+            "explain",
         ),
     ),
     (["--verbose"], ("arguments=--verbose", "required: COMMAND")),

@@ -227,6 +227,11 @@ class TrainingSpec(Strict):
         lt=2**32,
         description="Seed of the initial weights and of the order of the sequences. Every fold starts from the same weights.",
     )
+    weights: str | None = Field(
+        None,
+        description="Folder of a model of Hugging Face's transformers, which every node must see. Training starts from its "
+        "weights instead of drawn ones. `foldray import-hf` writes such a recipe.",
+    )
 
 
 class EngineSpec(Strict):

@@ -27,6 +27,7 @@ from trainers.driver.report import Console
 from trainers.driver.resuming import Beginning, check_resumable, offer
 from trainers.driver.run import Run
 from trainers.folders import Folder
+from trainers.hugging_face.weights import Weights
 from trainers.worker.engines import make_backend
 from trainers.worker.loop import train_loop
 from trainers.worker.online import MakeSearch
@@ -105,6 +106,8 @@ class FoldTrainer(TorchTrainer):
         _check_packages(self.recipe)
         begin = self._begin()
         stored = begin and begin.look()
+        if begin is None and self.recipe.training.weights is not None:
+            Weights.at(self.recipe.training.weights, "training.weights").check(self.recipe.model)
         check_reachable(self.recipe)  # before the data are prepared, which may take hours
         joining.connect(self.recipe)
         joining.check_room(self.recipe)

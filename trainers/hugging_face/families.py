@@ -41,6 +41,7 @@ class Family(NamedTuple):
         architecture: the class in transformers.
         needs: what a model of the family has.
         config: the model's own part of `config.json`.
+        model: the keys of `model` for a `config.json`, with all defaults of transformers in it.
         tensors: all tensors.
     """
 
@@ -48,6 +49,7 @@ class Family(NamedTuple):
     architecture: str
     needs: Callable[[ModelSpec], Iterator[Need]]
     config: Callable[[ModelSpec], dict[str, Any]]
+    model: Callable[[dict[str, Any]], dict[str, Any]]
     tensors: Callable[[ModelSpec], Iterator[Tensor]]
 
 
@@ -103,6 +105,29 @@ def _common_config(model: ModelSpec) -> dict[str, Any]:
     }
 
 
+def _common_model(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "vocab": config["vocab_size"],
+        "hidden": config["hidden_size"],
+        "layers": config["num_hidden_layers"],
+        "heads": config["num_attention_heads"],
+        "kv_heads": config["num_key_value_heads"],
+        "head_dim": head_dim(config),
+        "topk": config["num_experts_per_tok"],
+        "norm_eps": config["rms_norm_eps"],
+        "tied_embeddings": config["tie_word_embeddings"],
+        "init_std": config["initializer_range"],
+        "rope_theta": config["rope_parameters"]["rope_theta"],
+        "ffn_hidden": config["intermediate_size"],
+        "moe_every": 1,
+    }
+
+
+def head_dim(config: dict[str, Any]) -> int:
+    """Return the width of a head. transformers derives it from the model's width, if `config.json` does not say it."""
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
 def _tensors(model: ModelSpec, block: Callable[[ModelSpec, int], Iterator[Tensor]]) -> Iterator[Tensor]:
     """Yield the tensors that all families call alike, and those of every block's feed-forward part."""
     yield Tensor("model.embed_tokens.weight", "embedding.weight")
@@ -145,6 +170,16 @@ def _mixtral_config(model: ModelSpec) -> dict[str, Any]:
     }
 
 
+def _mixtral_model(config: dict[str, Any]) -> dict[str, Any]:
+    window = config["sliding_window"]
+    return _common_model(config) | {
+        "expert_hidden": config["intermediate_size"],
+        "experts": config["num_local_experts"],
+        "windows": [f"sliding:{window}" if window else "full"],
+        "router": {"balance_loss": config["router_aux_loss_coef"]},
+    }
+
+
 def _mixtral_block(model: ModelSpec, layer: int) -> Iterator[Tensor]:
     theirs, ours = f"model.layers.{layer}.block_sparse_moe", f"blocks.{layer}.moe"
     yield Tensor(f"{theirs}.gate.weight", f"{ours}.router.weight", True)
@@ -184,6 +219,16 @@ def _glm_config(model: ModelSpec) -> dict[str, Any]:
     }
 
 
+def _glm_model(config: dict[str, Any]) -> dict[str, Any]:
+    return _common_model(config) | {
+        "expert_hidden": config["moe_intermediate_size"],
+        "experts": config["n_routed_experts"],
+        "shared_hidden": config["n_shared_experts"] * config["moe_intermediate_size"],
+        "dense_first": config["first_k_dense_replace"],
+        "router": {"score": "sigmoid", "normalize": config["norm_topk_prob"], "scale": config["routed_scaling_factor"]},
+    }
+
+
 def _glm_block(model: ModelSpec, layer: int) -> Iterator[Tensor]:
     theirs, ours, parts = f"model.layers.{layer}.mlp", f"blocks.{layer}", ("gate", "up", "down")
     if not model.is_moe(layer):
@@ -198,6 +243,11 @@ def _glm_block(model: ModelSpec, layer: int) -> Iterator[Tensor]:
 
 
 FAMILIES = (
-    Family("mixtral", "MixtralForCausalLM", _mixtral_needs, _mixtral_config, lambda model: _tensors(model, _mixtral_block)),
-    Family("glm4_moe", "Glm4MoeForCausalLM", _glm_needs, _glm_config, lambda model: _tensors(model, _glm_block)),
-)
+    Family(
+        "mixtral", "MixtralForCausalLM", _mixtral_needs, _mixtral_config, _mixtral_model,
+        lambda model: _tensors(model, _mixtral_block),
+    ),
+    Family(
+        "glm4_moe", "Glm4MoeForCausalLM", _glm_needs, _glm_config, _glm_model, lambda model: _tensors(model, _glm_block)
+    ),
+)  # fmt: skip

@@ -20,12 +20,13 @@ from foldray.comm import APART, TRAFFIC, Count, Groups, probe
 from foldray.kernels.transfer import move
 from foldray.model import IGNORED, Batch, Losses, all_losses
 from foldray.recipe import Recipe
-from foldray.runtime import Engine, learning_rate, state_pieces
+from foldray.runtime import Engine, State, learning_rate, state_pieces
 from foldray.runtime.peak import matmul_peak
 from trainers.checkpoints import tensors
 from trainers.checkpoints.stored import Found
 from trainers.cluster.mailbox import Outbox
 from trainers.data.packed import Batches, PackedData, Split
+from trainers.hugging_face.weights import Weights
 from trainers.records import Place, Step, Validation
 from trainers.worker import ground
 from trainers.worker.engines import DTYPES, make_engine
@@ -208,9 +209,11 @@ class Worker:
         """Load the checkpoint, if there is one, and return the number of finished steps."""
         checkpoint = ray.train.get_checkpoint() or self.start
         if checkpoint is None:
+            if self.recipe.training.weights is not None:
+                self._begin_with(self.recipe.training.weights)
             return 0
         with tensors.opened(checkpoint, self.saver.group) as stored:
-            state = {key: tensor.detach().to("cpu", copy=True) for key, tensor in self.engine.state().items()}
+            state = self._own_state()
             tensors.load(stored, state, state_pieces(self.engine.model, state), self.saver.group)
             self.engine.load_state(state)
         step = stored.progress.step
@@ -219,6 +222,16 @@ class Worker:
         if self.rank == 0:
             self.outbox.send({"kind": "resumed", "step": step})
         return step
+
+    def _begin_with(self, folder: str) -> None:
+        """Load the weights of a folder of transformers."""
+        state = self._own_state()
+        Weights.at(folder, "training.weights").fill(self.recipe.model, state, state_pieces(self.engine.model, state))
+        self.engine.load_state(state)
+
+    def _own_state(self) -> State:
+        """Return a copy of the engine's state, on the CPU."""
+        return {key: tensor.detach().to("cpu", copy=True) for key, tensor in self.engine.state().items()}
 
     def _recall(self, known: Found | None) -> None:
         """Take over the choice of an earlier search, if it holds for these settings and machines."""

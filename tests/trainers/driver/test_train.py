@@ -138,6 +138,19 @@ def test_the_run_record_agrees_with_the_fold_that_explain_shows(whole: FoldTrain
     assert all(worker["node"] and worker["pid"] for worker in workers)
 
 
+def test_a_run_begins_with_weights_of_transformers(engine: dict, whole: FoldTrainer, storage: Path, tmp_path: Path) -> None:
+    """The weights of a run leave for transformers, and another fold begins with them."""
+    pytest.importorskip("transformers")
+    assert whole.run is not None
+    assert main(["export-hf", str(whole.run.folder.path), str(tmp_path / "hub")]) == 0
+    training = {"steps": 1, "weights": str(tmp_path / "hub")}
+    begun = fit(recipe(storage, **engine, training=training, optimizer={"lr": 1e-6}, fold={"ep": 1, "tp": 2}))
+    assert begun.run is not None
+    assert begun.run.summary.val_bpb == pytest.approx(whole.run.summary.val_bpb, rel=1e-3)
+    with pytest.raises(UserError, match=r"training\.weights=.*lacks the tensor|has no tensor model\.layers\.2"):
+        fit(recipe(storage, **engine, training=training, model={"layers": 3}))
+
+
 @pytest.mark.nightly
 def test_the_same_seed_gives_identical_losses(whole: FoldTrainer, stopped: FoldTrainer) -> None:
     assert losses(stopped) == losses(whole)[:STOP]

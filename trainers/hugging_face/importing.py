@@ -1,0 +1,70 @@
+"""`foldray import-hf`: a recipe that goes on training a model of transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from foldray.blueprint import count_parameters
+from foldray.errors import UserError
+from foldray.recipe import Recipe
+from trainers.data.tokenizers import load_tokenizer
+from trainers.hugging_face.weights import Weights
+
+_LENGTH = 2048  # tokens of a sequence, if the model takes so many
+
+
+def import_hf(folder: str, path: Path, as_json: bool = False) -> int:
+    """Write a recipe whose training starts from the weights of a folder, and return 0. The weights stay where they are.
+
+    Raises:
+        UserError: the folder is missing, damaged or holds a model that foldray does not have, or the file exists or cannot be
+            written.
+        MissingPackage: a package is missing.
+    """
+    if os.path.lexists(path):
+        raise UserError("RECIPE", str(path), "exists already; give the name of a new file")
+    if path.suffix not in (".yaml", ".yml"):
+        raise UserError("RECIPE", str(path), "must end in .yaml")
+    weights = Weights.at(folder, "DIR")
+    longest = int(weights.config().get("max_position_embeddings") or _LENGTH)
+    given: dict[str, Any] = {
+        "model": weights.model(),
+        "data": {"tokenizer": _tokenizer(weights.folder), "seq_len": min(_LENGTH, longest)},
+        "training": {"weights": str(weights.folder)},
+        "optimizer": {"lr": 1e-5},
+    }
+    recipe = Recipe.parse(given)
+    weights.check(recipe.model)
+    try:
+        path.write_text(yaml.safe_dump(given, sort_keys=False))
+    except OSError as error:
+        raise UserError("RECIPE", str(path), f"cannot be written ({error.strerror or error})") from None
+    count = count_parameters(recipe.model)
+    found = {"recipe": str(path), "folder": str(weights.folder), "parameters": count}
+    print(json.dumps(found) if as_json else _told(recipe, weights, path, count))
+    return 0
+
+
+def _tokenizer(folder: Path) -> str:
+    """Return the value of `data.tokenizer`: the folder, if it has a tokenizer that can prepare data."""
+    try:
+        load_tokenizer(str(folder))
+    except UserError:
+        return "byte"
+    return str(folder)
+
+
+def _told(recipe: Recipe, weights: Weights, path: Path, count: int) -> str:
+    own = recipe.data.tokenizer == str(weights.folder)
+    return "\n".join([
+        f"{path} trains the model in {weights.folder} further",
+        "",
+        f"  parameters  {count:,} in {len(set(weights.files.values()))} files",
+        f"  tokenizer   {'that of the folder' if own else 'byte, because the folder has none that can prepare data'}",
+        f"  next        set data.source, data.path and optimizer.lr in it, then: foldray train {path}",
+    ])  # fmt: skip

@@ -1,0 +1,188 @@
+"""The weights of a folder that transformers has written, or that a hub holds: names, shapes, and parts of tensors.
+
+A rank reads only its own boxes of the tensors, so every fold can start from the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foldray.blueprint import ModelSpec, Piece, parameter_table
+from foldray.errors import MissingPackage, UserError
+from trainers.hugging_face.families import FAMILIES, Family, Tensor, family_of, head_dim, tensors_of
+
+_INDEX, _CONFIG = "model.safetensors.index.json", "config.json"
+# These say how transformers trains a model, and not what it computes.
+_OF_TRAINING = {"initializer_range", "output_router_logits", "router_aux_loss_coef"}
+_NOT_LEARNT = ".rotary_emb.inv_freq"
+_INSTALL = "pip install 'foldray[hf]'"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of a folder.
+
+    Args:
+        folder: the folder.
+        field: what a user calls the folder.
+        files: by the name of a tensor, the file that holds it.
+    """
+
+    folder: Path
+    field: str
+    files: Mapping[str, Path]
+
+    @classmethod
+    def at(cls, folder: str, field: str) -> Weights:
+        """Find the tensors of a folder.
+
+        Raises:
+            UserError: the folder is missing, or holds no file in the format of safetensors.
+            MissingPackage: the package safetensors is missing.
+        """
+        path = Path(os.path.expanduser(folder)).absolute()
+        if not os.path.isdir(path):
+            raise UserError(field, folder, "must be a folder with a model of transformers; it does not exist on this node")
+        found = cls(path, field, {})
+        if (index := path / _INDEX).exists():
+            placed = found._json(_INDEX).get("weight_map")
+            if not isinstance(placed, dict):
+                raise found.refused(f"its {index.name} has no weight_map")
+            return cls(path, field, {name: path / str(file) for name, file in placed.items()})
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise found.refused("must hold the weights in files in the format of safetensors, and has none")
+        return cls(path, field, {name: file for file in files for name in found._names(file)})
+
+    def config(self) -> dict[str, Any]:
+        """Return `config.json`, with all defaults of transformers.
+
+        Raises:
+            UserError: the file is missing or damaged, or the model is in no family that foldray reads.
+            MissingPackage: transformers is missing.
+        """
+        known, kind = [family.model_type for family in FAMILIES], self._json(_CONFIG).get("model_type")
+        if kind not in known:
+            raise self.refused(f"has a model of type {kind!r}, which foldray does not read", known)
+        try:
+            from transformers import AutoConfig
+        except ModuleNotFoundError:
+            raise MissingPackage(self.field, self.folder, "transformers", _INSTALL) from None
+        try:
+            return AutoConfig.from_pretrained(str(self.folder), local_files_only=True).to_dict()
+        except Exception as error:  # transformers raises exceptions of many types
+            raise self.refused(f"its {_CONFIG} cannot be read ({' '.join(str(error).split())[:160]})") from None
+
+    def model(self) -> dict[str, Any]:
+        """Return the keys of a recipe's `model`."""
+        config = self.config()
+        return self._family(config).model(config)
+
+    def check(self, model: ModelSpec) -> None:
+        """Check that the folder has this model: what `config.json` says, and the name and shape of every tensor.
+
+        Raises:
+            UserError: it has another model.
+        """
+        family, config = family_of(model), self.config()
+        if self._family(config) is not family:
+            raise self.refused(f"has a {self._family(config).architecture}, and the recipe's model is a {family.architecture}")
+        config["head_dim"] = head_dim(config)
+        for key, ours in family.config(model).items():
+            theirs = config.get(key, config["rope_parameters"].get(key))  # newer versions keep all of rotary positions there
+            if isinstance(ours, dict):
+                theirs = {each: (theirs or {}).get(each) for each in ours}
+            if theirs != ours and key not in _OF_TRAINING:
+                raise self.refused(f"its {_CONFIG} says {key}={theirs}, and the recipe's model {ours}")
+        self._check_tensors(family, model)
+
+    def fill(self, model: ModelSpec, state: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]) -> None:
+        """Copy the weights into the tensors of an engine's state, each of which is a rank's box of a parameter.
+
+        Args:
+            state: the tensors by name (`Engine.state`).
+            pieces: the boxes (`state_pieces`).
+        """
+        wanted = {each.ours: each for each in tensors_of(family_of(model), model)}
+        by_file: dict[Path, list[tuple[Tensor, str]]] = {}
+        for key in state:
+            tensor = wanted.get(key.removeprefix("model/"))
+            if key.startswith("model/") and tensor is not None:  # routers of some families have no bias, which stays at zero
+                by_file.setdefault(self._file(tensor), []).append((tensor, key))
+        for path, tensors in by_file.items():
+            with self._opened(path) as file:
+                for tensor, key in tensors:
+                    box = pieces[key].box if key in pieces else ()
+                    part = file.get_slice(tensor.name)[box[::-1] if tensor.turned else (box or ...)]
+                    state[key].copy_(part.T if tensor.turned else part)
+
+    def refused(self, rule: str, legal: Any = None) -> UserError:
+        return UserError(self.field, str(self.folder), rule, legal)
+
+    def _family(self, config: dict[str, Any]) -> Family:
+        return next(family for family in FAMILIES if family.model_type == config["model_type"])
+
+    def _check_tensors(self, family: Family, model: ModelSpec) -> None:
+        shapes = {row.name: tuple(row.shape) for row in parameter_table(model)}
+        tensors = {each.name: each for each in tensors_of(family, model)}
+        if unknown := sorted(name for name in self.files if name not in tensors and not name.endswith(_NOT_LEARNT)):
+            raise self.refused(f"has the tensor {unknown[0]}, which the recipe's model has not")
+        by_file: dict[Path, list[Tensor]] = {}
+        for tensor in tensors.values():
+            by_file.setdefault(self._file(tensor), []).append(tensor)
+        for path, held in by_file.items():
+            with self._opened(path) as file:
+                names = set(file.keys())
+                for tensor in held:
+                    if tensor.name not in names:
+                        raise self.refused(f"its {path.name} lacks the tensor {tensor.name}")
+                    shape = shapes.get(tensor.ours, (model.experts,))
+                    wanted, found = list(shape[::-1] if tensor.turned else shape), list(file.get_slice(tensor.name).get_shape())
+                    if found != wanted:
+                        raise self.refused(f"{tensor.name} has shape {found}; the recipe's model needs {wanted}")
+
+    def _file(self, tensor: Tensor) -> Path:
+        if tensor.name not in self.files:
+            raise self.refused(f"has no tensor {tensor.name}, which the recipe's model needs")
+        return self.files[tensor.name]
+
+    def _names(self, path: Path) -> list[str]:
+        with self._opened(path) as file:
+            return list(file.keys())
+
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[Any]:
+        """Open a file of tensors.
+
+        Raises:
+            UserError: it is missing or damaged.
+            MissingPackage: the package safetensors is missing.
+        """
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ModuleNotFoundError:
+            raise MissingPackage(self.field, self.folder, "safetensors", _INSTALL) from None
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield file
+        except (SafetensorError, OSError) as error:
+            raise self.refused(f"its {path.name} cannot be read ({' '.join(str(error).split())[:160]})") from None
+
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            found = json.loads((self.folder / name).read_text())
+        except FileNotFoundError:
+            raise self.refused(f"has no {name}") from None
+        except (OSError, ValueError) as error:
+            raise self.refused(f"its {name} cannot be read ({error})") from None
+        if not isinstance(found, dict):
+            raise self.refused(f"its {name} is no JSON object")
+        return found
