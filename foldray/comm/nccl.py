@@ -24,7 +24,7 @@ _URGENT = {"tokens", "counts", "handovers_up", "handovers_down", "rows_up", "row
 
 def options(traffic: str, timeout: timedelta | None) -> Any:
     """Return the options of a communicator for a class of traffic; None for the defaults, or another backend."""
-    if traffic not in _URGENT or dist.get_backend() != "nccl":
+    if traffic not in _URGENT or not dist.is_initialized() or dist.get_backend() != "nccl":
         return None
     found = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if timeout is not None:

@@ -110,7 +110,7 @@ def _sums(rank: int, model: dict[str, Any], size: int, zero: int) -> tuple[dict[
         for _ in range(2):
             for number, parameter in enumerate(transformer.parameters()):
                 generator = torch.Generator().manual_seed(1000 * rank + number)
-                gradients.add(parameter, torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+                gradients.sum_of(parameter).add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
         for chunk in gradients.chunks(most):
             gradients.start(chunk)
         gradients.finish()

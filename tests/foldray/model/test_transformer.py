@@ -27,7 +27,8 @@ FOLDS = [
 
 def alone(fold: Fold, rank: int) -> Groups:
     """Return the groups of a rank without the other ranks' processes, for code that does not communicate."""
-    with mock.patch.multiple("torch.distributed", is_initialized=lambda: True, get_world_size=lambda: 8, new_group=mock.Mock()):
+    made = {"is_initialized": lambda: True, "get_world_size": lambda: 8, "get_backend": lambda: "gloo", "new_group": mock.Mock()}
+    with mock.patch.multiple("torch.distributed", **made):
         return Groups.create(fold, rank)
 
 

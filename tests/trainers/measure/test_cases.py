@@ -20,6 +20,7 @@ from foldray.moe.sequence import Sequences
 from foldray.recipe import Recipe
 from foldray.runtime import Gradients
 from foldray.runtime.micro_batch import MicroBatch
+from foldray.runtime.op_graph import OpGraph
 from foldray.runtime.weights import Weights
 from foldray.windows import FULL
 from tests.foldray.parity import make_recipe
@@ -104,11 +105,15 @@ def _over_all_experts(call: Any) -> Any:
     return wrong
 
 
-def _left_from_before(add: Any) -> Any:
-    def wrong(self: Gradients, parameter: Any, gradient: torch.Tensor) -> None:
-        if gradient.dim() == 3:
-            gradient = gradient + (gradient.flatten(1).abs().sum(1) == 0)[:, None, None]
-        add(self, parameter, gradient)
+def _left_from_before(differentiate: Any) -> Any:
+    def of_idle(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None or gradient.dim() != 3:
+            return gradient
+        return gradient + (gradient.flatten(1).abs().sum(1) == 0)[:, None, None]
+
+    def wrong(*arguments: Any) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        inputs, parameters = differentiate(*arguments)
+        return inputs, [of_idle(gradient) for gradient in parameters]
 
     return wrong
 
@@ -146,7 +151,7 @@ FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
     "balance loss": ("tp2-cp2-ep4", Balance, "slopes", _slopes(2.0, 1.0)),
     "z-loss": ("tp2-cp2-ep4", Balance, "slopes", _slopes(1.0, 2.0)),
     "sigmoid scores": ("tp2-cp2-ep4", TopKGate, "__call__", _over_all_experts),
-    "idle experts": ("tp2-cp2-ep4", Gradients, "add", _left_from_before),
+    "idle experts": ("tp2-cp2-ep4", OpGraph, "differentiate", _left_from_before),
     "shared expert": ("tp2-ep2-etp2", FeedForward, "forward", _once_per_rank),
     "tied embedding": ("pp2-cp2-ep2", Transformer, "tied", _apart),
     "dropped tokens": ("tp2-cp2-ep4", Sequences, "whole", _by_rank),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from foldray.comm import Groups
 from foldray.recipe import Recipe
@@ -59,13 +60,14 @@ def _lose_gradients(engine: Any) -> None:
 
 
 def _forget_experts(engine: TorchEngine) -> None:
-    add, experts = engine.gradients.add, set(engine.model.by_class("expert"))
-    engine.execution.gradients.add = lambda p, gradient: None if p in experts else add(p, gradient)  # type: ignore[method-assign]
+    sum_of, experts = engine.gradients.sum_of, set(engine.model.by_class("expert"))
+    lost = lambda p: torch.zeros_like(p) if p in experts else sum_of(p)  # noqa: E731
+    engine.execution.gradients.sum_of = lost  # type: ignore[method-assign]
 
 
 def _become_nan(engine: TorchEngine) -> None:
-    add = engine.gradients.add
-    engine.execution.gradients.add = lambda p, gradient: add(p, gradient * float("nan"))  # type: ignore[method-assign]
+    sum_of = engine.gradients.sum_of
+    engine.execution.gradients.sum_of = lambda p: sum_of(p).fill_(float("nan"))  # type: ignore[method-assign]
 
 
 def _stand_still(engine: TorchEngine) -> None:
