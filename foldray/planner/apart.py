@@ -37,6 +37,7 @@ from foldray.planner.memory import (
 )
 from foldray.planner.shares import Price, Work
 from foldray.planner.updates import WHOLE, stage_updates
+from foldray.planner.working import head_logits
 from foldray.schedule import Op, position_list
 
 ROWS_UP, ROWS_DOWN = "rows up", "rows down"
@@ -157,10 +158,10 @@ class ApartWork(OpWork):
             kept = kept_by_list(content.blocks, size, left, own, candidate.micro_batches, ordering.ahead, again)
         rows = 4 * max(graph.slicing.moe) * rank.sequences * rank.model.topk * rank.model.hidden * rank.device.bytes
         if content.head:
-            logits = max(graph.slicing.moe) * rank.sequences * rank.model.vocab * (2 * 4 + rank.device.bytes)
+            logits = head_logits(rank, max(graph.slicing.moe))
         if graph.later:
             rows += max(left.values())
-        return Memory(*held, kept, rows, logits, rank.device.share["workspace"] * GIB)
+        return Memory(*held, kept, rows, logits, 0.0, rank.device.share["workspace"] * GIB)
 
     def _kept(self, rank: RankCosts, block: BlockSpec, family: str) -> float:
         """Return the bytes that a half of a block keeps from forward to backward."""

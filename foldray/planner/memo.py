@@ -144,6 +144,14 @@ class Held(NamedTuple):
     optimizer: float
 
 
+class Shared(NamedTuple):
+    """Number of parameters whose optimizer several ranks share: all, those of the largest class, and a rank's own of these."""
+
+    whole: float
+    largest: float
+    own: float
+
+
 @dataclass(slots=True)
 class OpTables:
     """The tables of one kind of op (`OpKey`).
@@ -190,12 +198,14 @@ class FoldTables:
         traits: for every kind of op, the properties of the fold that its price depends on.
         updates: seconds after backward, by reduction and content.
         parameters: bytes for parameters, by content.
+        shared: parameters that ZeRO shares, by content.
     """
 
     network: Network
     traits: Mapping[str, tuple]
     updates: dict[Reduction, dict[Content, tuple[Update, ...]]] = field(default_factory=dict)
     parameters: dict[Content, Held] = field(default_factory=dict)
+    shared: dict[Content, Shared] = field(default_factory=dict)
 
 
 @dataclass

@@ -20,7 +20,8 @@ from foldray.planner.candidate import Candidate, Pieces
 from foldray.planner.costs import RankCosts
 from foldray.planner.layout import Content, PipelineLayout
 from foldray.planner.memo import ActivationKey, Held
-from foldray.schedule import PipelineGraph, Slicing, computed
+from foldray.planner.working import after_backward, buffers, head_logits, networks, unreduced
+from foldray.schedule import PipelineGraph, computed
 
 GIB = 2**30
 
@@ -30,12 +31,13 @@ class Memory(NamedTuple):
 
     Args:
         weights: weights in the dtype of computation, and float32 copies (`parameters`).
-        gradients: float32 sums of gradients.
+        gradients: float32 sums of gradients. Several micro-batches add to whole sums, which ZeRO-2 frees only after the last.
         optimizer: two moments.
         activations: activations that are kept from forward to backward, of all micro-batches in flight.
         buffers: rows that travel between ranks, float32 gradients of keys and values of sliced sequences, weights that
             ZeRO-3 has gathered.
-        logits: logits of one piece, with their gradient and float32 copy.
+        logits: logits of one piece, with their gradient, log-softmax and float32 copy.
+        working: what the fullest op needs beyond all that while it runs.
         workspace: device context, communicators, fragmentation.
     """
 
@@ -45,6 +47,7 @@ class Memory(NamedTuple):
     activations: float
     buffers: float
     logits: float
+    working: float
     workspace: float
 
     @property
@@ -123,12 +126,14 @@ def _position(
         kept = kept_by_list(content.blocks, size, left, own, pipeline.micro_batches, keeping.ahead, bool(pieces.recompute))
     else:
         kept = sum(count * size[block] for block, count in flying) + keeping.woven * max(size.values())
-    logits = 0.0
-    if content.head:
-        tokens = max(pieces.slicing.moe) * rank.sequences
-        logits = tokens * rank.model.vocab * (2 * 4 + rank.device.bytes)
     held, workspace = content_parameters(rank, content), rank.device.share["workspace"] * GIB
-    return Memory(*held, kept * pieces.batch_degree, buffers(rank, pieces.slicing, imbalance), logits, workspace)
+    several = pipeline.micro_batches * pieces.batch_degree > 1
+    held = held._replace(gradients=held.gradients + several * unreduced(rank, content))
+    kept, rows = kept * pieces.batch_degree, buffers(rank, pieces.slicing, imbalance)
+    logits = head_logits(rank, max(pieces.slicing.moe)) if content.head else 0.0
+    work = max(networks(rank, block, pieces.slicing, imbalance) for block in size) - logits
+    behind = after_backward(rank, content, several) - kept - rows - logits
+    return Memory(*held, kept, rows, logits, max(0.0, work, behind), workspace)
 
 
 def kept_by_list(
@@ -339,34 +344,11 @@ def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, slic
     turned = 4 * tokens / rank.sequences * spec.key_dim if rope else 0.0
     # With slices, `memory` already has keys and values. But without rope, queries, keys and values stay one tensor.
     made = queries if sliced and rope else queries + keys_and_values
-    return memory + tokens * ((model.hidden + made + outputs) * b + spec.heads / fold.tp * 4) + turned
+    # With CP, attention keeps its outputs by head, and their product with a weight keeps them by token.
+    given = outputs * (2 if fold.cp > 1 else 1)
+    return memory + tokens * ((model.hidden + made + given) * b + spec.heads / fold.tp * 4) + turned
 
 
 def _feed_forward(rank: RankCosts, n: float, spec: FeedForwardSpec) -> float:
     """Return the bytes of a feed-forward network's input and first product (both halves if it is gated)."""
     return n * (rank.fold.tp * rank.model.hidden + spec.width) * rank.device.bytes
-
-
-def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
-    """Return the bytes of buffers.
-
-    They hold the rows that two pieces send and receive, a handover that arrives and one that leaves, float32 gradients of one
-    layer's keys and values if the sequence is sliced, and the weights of the largest attention and of the largest experts
-    under ZeRO-3.
-
-    Args:
-        rank: the costs of a rank.
-        slicing: how a rank's share of a sequence is cut.
-        imbalance: rows of the fullest rank over the mean.
-    """
-    model, fold, b = rank.model, rank.fold, rank.device.bytes
-    rows = max(slicing.moe) * rank.sequences * model.topk * model.hidden * b
-    found = 2 * rows * (1 + imbalance) * (fold.ep > 1)
-    found += 2 * slicing.length * rank.sequences * model.hidden * b * (fold.pp > 1)
-    if slicing.degree > 1:
-        attention = rank.job.blocks[0].attention
-        found += 4 * slicing.length * rank.sequences * fold.cp * (attention.keys + attention.values)
-    if rank.zero == 3:
-        largest = [[count for (own, _), count in rank.weights.items() if own == kind] for kind in (ATTENTION, EXPERT)]
-        found += b * sum(max(counts, default=0.0) for counts in largest)
-    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterable
 from itertools import takewhile
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups
@@ -33,6 +30,7 @@ from foldray.runtime.halves import micro_batch_type
 from foldray.runtime.micro_batch import MicroBatch
 from foldray.runtime.weights import Weights
 from foldray.schedule import COMPUTE, Ordering, PipelineGraph, SliceCost, named_ordering
+from tests.foldray.live import Live, storage
 from tests.foldray.parity import MODEL, engine_of, go_on, make_recipe, model_of, sample
 from tests.rotation import rotated
 
@@ -142,7 +140,7 @@ def _held(rank: int, recipe: Recipe) -> list[int]:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+    return sum(dict(map(storage, tensors)).values())
 
 
 WIDE: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 8, "kv_heads": 4, "head_dim": 8, "ffn_hidden": 128,
@@ -216,7 +214,7 @@ def _kept(model: Transformer, groups: Groups, ordering: Ordering, batch: Batch) 
     held: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        number, held[number] = storage(tensor)
         return tensor
 
     before = _alive()
@@ -273,25 +271,6 @@ def _compare(kind: str, ahead: float, again: tuple[str, ...] = (), **changes: An
     return _peak(model, ordering, sequences, length, count), held
 
 
-class _Watch(TorchDispatchMode):
-    """Remembers all tensors that are made, as long as somebody holds them, autograd included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[weakref.ref[torch.Tensor]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        self.made += [weakref.ref(each) for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
-        return result
-
-    def alive(self) -> dict[int, int]:
-        """Return the address and size of the storages of these tensors."""
-        self.made = [each for each in self.made if each() is not None]
-        storages = [tensor.untyped_storage() for each in self.made if (tensor := each()) is not None]
-        return {each.data_ptr(): each.nbytes() for each in storages}
-
-
 def _peak(model: Transformer, ordering: Ordering, sequences: int, length: int, count: int) -> int:
     """Return the most bytes that are alive after an op of a step, beyond those before the step."""
     groups = Groups.create(Fold(1))
@@ -303,15 +282,15 @@ def _peak(model: Transformer, ordering: Ordering, sequences: int, length: int, c
         (order,) = find(graph, lambda op: (("link", 0.6) if graph.channel(op) else (COMPUTE, 1.0),), ordering.ahead).schedule
     weights, before, most = Weights(batches, groups, torch.float32), _alive(), 0
     passes = [MicroBatch(model, graph, batch, gradients.sum_of, weights) for batch in batches]
-    with _Watch() as watch:
+    with Live(before) as live:
         for op in order:
             passes[op.micro_batch].run(op)
-            most = max(most, sum(size for place, size in watch.alive().items() if place not in before))
+            most = max(most, live.now)
     return most
 
 
 def _alive() -> dict[int, int]:
-    """Return the address and size of the storages of all tensors that Python's garbage collector tracks."""
+    """Return the number and size of the storages of all tensors that Python's garbage collector tracks."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return dict(map(storage, tensors))

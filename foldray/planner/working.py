@@ -1,0 +1,126 @@
+"""The memory that a rank needs while its ops run, in bytes, beyond parameters and what is kept from forward to backward.
+
+Of what comes one after another, the fullest counts. The bytes of a network's backward are those of the runtime's kernels
+(`kernels/experts.py`), and those after backward are those of its gradient buffers.
+"""
+
+from __future__ import annotations
+
+from foldray.blueprint import BlockSpec, FeedForwardSpec
+from foldray.kinds import ATTENTION, EXPERT, FFN
+from foldray.planner.costs import RankCosts
+from foldray.planner.layout import Content
+from foldray.planner.memo import Shared
+from foldray.schedule import Slicing
+
+_SUM = 4  # bytes of an element of a sum of gradients, and of the head's float32 numbers
+
+
+def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
+    """Return the bytes of buffers.
+
+    They hold the rows that two pieces send and receive, a handover that arrives and one that leaves, float32 gradients of one
+    layer's keys and values if the sequence is sliced, and the weights of the largest attention and of the largest experts
+    under ZeRO-3.
+
+    Args:
+        rank: the costs of a rank.
+        slicing: how a rank's share of a sequence is cut.
+        imbalance: rows of the fullest rank over the mean.
+    """
+    model, fold, b = rank.model, rank.fold, rank.device.bytes
+    rows = max(slicing.moe) * rank.sequences * model.topk * model.hidden * b
+    found = 2 * rows * (1 + imbalance) * (fold.ep > 1)
+    found += 2 * slicing.length * rank.sequences * model.hidden * b * (fold.pp > 1)
+    if slicing.degree > 1:
+        attention = rank.job.blocks[0].attention
+        found += 4 * slicing.length * rank.sequences * fold.cp * (attention.keys + attention.values)
+    if rank.zero == 3:
+        largest = [[count for (own, _), count in rank.weights.items() if own == kind] for kind in (ATTENTION, EXPERT)]
+        found += b * sum(max(counts, default=0.0) for counts in largest)
+    return found
+
+
+def head_logits(rank: RankCosts, tokens: int) -> float:
+    """Return the bytes of the logits of a piece at the head's fullest moment.
+
+    Args:
+        rank: the costs of a rank.
+        tokens: tokens of the piece, in the rank's share of a sequence.
+    """
+    # Without TP, backward has the log-softmax, its gradient and that of the logits, all in float32. TP's own cross-entropy has
+    # fewer at once. Its fullest moment is in forward: logits, their float32 copy, and its softmax.
+    wide = max(_SUM, rank.device.bytes)
+    return tokens * rank.sequences * rank.model.vocab * (3 * wide if rank.fold.tp == 1 else 2 * wide + rank.device.bytes)
+
+
+def networks(rank: RankCosts, block: BlockSpec, slicing: Slicing, imbalance: float = 1.0) -> float:
+    """Return the bytes that a block's feed-forward network or its experts need while they run, beyond `buffers`.
+
+    Args:
+        rank: the costs of a rank.
+        block: the block.
+        slicing: how a rank's share of a sequence is cut.
+        imbalance: rows of the fullest rank over the mean.
+    """
+    tokens, fold, row = max(slicing.moe) * rank.sequences, rank.fold, rank.model.hidden * rank.device.bytes
+    found = 0.0
+    if block.dense:
+        wide = tokens * fold.tp
+        found = 2 * wide * row + _backward(rank, FFN, block, wide / fold.tp, block.dense)
+    if block.moe:
+        rows = tokens * block.moe.topk * imbalance
+        sorts = fold.etp > 1 or (fold.ep > 1 and block.moe.experts > fold.ep)
+        # Rows as they have arrived; rows of all ETP ranks, also sorted by expert if there are several; their gradients.
+        back = rows * row * (1 + fold.etp * (1 + sorts)) + _backward(rank, EXPERT, block, rows, block.moe.expert)
+        # Before results leave for other ETP ranks, there are the gathered rows, results in the order of their arrival, and
+        # those that have come with their float32 sum. The rows that have arrived and those that will leave are there, too.
+        gathered = rows * (row * (2 + 3 * fold.etp) + rank.model.hidden * _SUM) * (fold.etp > 1)
+        # `buffers` has the rows of the piece, and the rows that the weighted sum keeps are not there, or not any more.
+        beside = rows * row * (1 + 2 * (fold.ep > 1))
+        found = max(found, max(back, gathered) - beside)
+    return found
+
+
+def _backward(rank: RankCosts, kind: str, block: BlockSpec, rows: float, spec: FeedForwardSpec) -> float:
+    """Return the bytes of a network's backward between its two products, and of the gradients of its weights.
+
+    There are the gradients of both sides of the activation, and the activation's result again.
+
+    Args:
+        rows: the rows that a rank would have if it had the whole width of the network.
+    """
+    return (rows * (spec.width + 2 * spec.inner) + rank.weights[kind, block]) * rank.device.bytes
+
+
+def unreduced(rank: RankCosts, content: Content) -> float:
+    """Return the bytes of whole sums that micro-batches add to under ZeRO-2, until the last one's gradients are reduced."""
+    return _SUM * _shared(rank, content).whole if rank.zero == 2 else 0.0
+
+
+def after_backward(rank: RankCosts, content: Content, several: bool) -> float:
+    """Return the bytes that a position needs beyond its parameters while its gradients leave and its weights come.
+
+    Gradients leave from copies, which stay until all have left. ZeRO-2 frees a buffer's gradients with the copy. Then weights
+    are gathered buffer by buffer, and are put in order twice.
+
+    Args:
+        rank: the costs of a rank.
+        content: the position's stages.
+        several: whether the whole sums of ZeRO-2 already count with the parameters.
+    """
+    if rank.zero not in (1, 2):
+        return 0.0
+    shared = _shared(rank, content)
+    leaving = shared.largest + (not several) * shared.whole if rank.zero == 2 else shared.whole
+    return max(_SUM * leaving, rank.device.bytes * (shared.own + 3 * shared.largest) - several * unreduced(rank, content))
+
+
+def _shared(rank: RankCosts, content: Content) -> Shared:
+    """Return the parameters of a position whose optimizer several ranks share."""
+    known = rank.tables.shared
+    if content not in known:
+        sizes = {family: (count, rank.fold.group_size(family)) for family, count in rank.elements(content).items()}
+        shared = [(count, count / ranks) for count, ranks in sizes.values() if ranks > 1]
+        known[content] = Shared(sum(count for count, _ in shared), *max(shared, default=(0.0, 0.0)))
+    return known[content]
