@@ -40,11 +40,13 @@ class Counts(Strict):
 
     Args:
         tile: rows and columns of the tile of a matrix product that a multiprocessor computes at a time.
+        summing: weights of a matrix from which on a GPU's product adds their gradients to the sums itself.
         sums: bytes per element to read and write the sum of a gradient.
         kernels: number of kernels that torch starts for a forward op, by kind of op, and for one "part" of attention.
     """
 
     tile: int
+    summing: int
     sums: int
     kernels: Mapping[str, int]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from foldray.blueprint import BlockSpec, FeedForwardSpec
 from foldray.kinds import ATTENTION, EXPERT, FFN
 from foldray.planner.costs import RankCosts
+from foldray.planner.hardware import counts
 from foldray.planner.layout import Content
 from foldray.planner.memo import Shared
 from foldray.schedule import Slicing
@@ -90,7 +91,19 @@ def _backward(rank: RankCosts, kind: str, block: BlockSpec, rows: float, spec: F
     Args:
         rows: the rows that a rank would have if it had the whole width of the network.
     """
-    return (rows * (spec.width + 2 * spec.inner) + rank.weights[kind, block]) * rank.device.bytes
+    return (rows * (spec.width + 2 * spec.inner) + _weight_gradients(rank, kind, block, spec)) * rank.device.bytes
+
+
+def _weight_gradients(rank: RankCosts, kind: str, block: BlockSpec, spec: FeedForwardSpec) -> float:
+    """Return the number of a network's gradients of weights that are there before they are added to the sums.
+
+    On a CPU, all are. On a GPU, a product adds those of large matrices itself, and the others come one after the other.
+    """
+    count, parts = rank.weights[kind, block], rank.fold.etp if kind == EXPERT else rank.fold.tp
+    if rank.device.hardware.processors == 1:
+        return count
+    small = [width for width in (spec.width, spec.inner) if width * rank.model.hidden / parts < counts().summing]
+    return count * max(small, default=0) / (spec.width + spec.inner)
 
 
 def unreduced(rank: RankCosts, content: Content) -> float:

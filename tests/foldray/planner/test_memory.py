@@ -15,13 +15,14 @@ from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups
 from foldray.finding import find
 from foldray.fold import Fold
+from foldray.kernels import experts
 from foldray.kinds import HEAD
 from foldray.model import Batch, Transformer
 from foldray.planner.apart import ApartWork, Sides
 from foldray.planner.candidate import Candidate, Job
 from foldray.planner.costs import RankCosts
 from foldray.planner.device import Device
-from foldray.planner.hardware import load_hardware
+from foldray.planner.hardware import counts, load_hardware
 from foldray.planner.layout import Content, StageForm
 from foldray.planner.memory import Memory, block_activations, in_flight, ledger, parameters
 from foldray.recipe import Recipe
@@ -34,7 +35,7 @@ from tests.foldray.live import Live, storage
 from tests.foldray.parity import MODEL, engine_of, go_on, make_recipe, model_of, sample
 from tests.rotation import rotated
 
-EOS = load_hardware("eos-h100")
+EOS = load_hardware("eos-h100").model_copy(update={"processors": 1})  # runs are those of a CPU
 
 
 def rank_of(model: ModelSpec, fold: Fold, length: int, dtype: str = "bf16", zero: int = 1) -> RankCosts:
@@ -294,3 +295,16 @@ def _alive() -> dict[int, int]:
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     return dict(map(storage, tensors))
+
+
+def test_gradients_of_large_matrices_are_nowhere_but_in_their_sums_on_a_gpu() -> None:
+    """The peaks of a block on an H200 beside weights and sums (docs/measurements/gpus.md), in GiB: at most 15 % less."""
+    assert counts().summing == experts.SUMMING_PRODUCT
+    machines, sizes = load_hardware("h200"), {"layers": 1, "head_dim": 128, "vocab": 1024, "moe_every": 1}
+    large = {"hidden": 4096, "heads": 32, "kv_heads": 8, "expert_hidden": 14336, "experts": 8, "topk": 2, "ffn_hidden": 14336}
+    fine = {"hidden": 2048, "heads": 32, "kv_heads": 4, "expert_hidden": 768, "experts": 128, "topk": 8, "ffn_hidden": 768}
+    for model, length, measured in ((large, 8192, 3.03), (large, 32768, 12.1), (fine, 8192, 2.09), (fine, 32768, 6.11)):
+        job = Job(ModelSpec(**sizes, **model), length, 1)
+        held = ledger(Candidate(job, Fold(1), zero=0), RankCosts(job, Fold(1), Device.of(job, machines), 1))
+        beside = held.total - held.workspace - held.weights - held.gradients - held.optimizer
+        assert 0.85 <= measured * 2**30 / beside <= 1.0

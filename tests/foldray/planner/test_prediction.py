@@ -199,7 +199,7 @@ def test_every_op_that_computes_starts_kernels() -> None:
 
 
 def test_known_hardware_loads() -> None:
-    assert set(known_hardware()) == {"eos-h100", "h800", "a10g-g5.48xlarge", "rtx3090"}
+    assert set(known_hardware()) == {"eos-h100", "h200", "h800", "a10g-g5.48xlarge", "rtx3090"}
     assert all(load_hardware(name).name == name for name in known_hardware())
 
 

@@ -94,7 +94,8 @@ def _step(name: str) -> Compared:
 
 
 def _rank(candidate: Candidate) -> RankCosts:
-    device = Device.of(candidate.job, load_hardware("eos-h100"))
+    machines = load_hardware("eos-h100").model_copy(update={"processors": 1})  # the step runs as on a CPU
+    device = Device.of(candidate.job, machines)
     return RankCosts(candidate.job, candidate.fold, device, candidate.micro_batch, candidate.zero)
 
 
