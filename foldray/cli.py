@@ -239,7 +239,7 @@ def _plan_picture(found: Any, machines: Any, path: Path) -> None:
 
 
 def export_hf(given: argparse.Namespace) -> int:
-    from trainers.hugging_face.export import export
+    from trainers.driver.export import export
 
     return export(given.run, given.folder, given.dtype, as_json=given.json)
 

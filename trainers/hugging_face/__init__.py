@@ -1,1 +1,1 @@
-"""Models that leave foldray for Hugging Face's transformers."""
+"""Models of Hugging Face's transformers: what they are called there, and their weights as they come in."""

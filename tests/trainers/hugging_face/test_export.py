@@ -22,7 +22,7 @@ from tests.foldray.model.test_transformer import by_name
 from tests.trainers.checkpoints.damage import FILE, flipped
 from trainers.checkpoints import tensors
 from trainers.data.tokenizers import ByteTokenizer, load_tokenizer
-from trainers.hugging_face import export as module
+from trainers.driver import export as module
 from trainers.hugging_face.families import family_of, tensors_of
 from trainers.hugging_face.tokens import write_tokenizer
 
