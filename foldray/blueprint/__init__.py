@@ -1,6 +1,6 @@
 """Models as data: sizes and choices, presets, the parameter table, the owners of parameters, FLOPs. No torch."""
 
-from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec, MixtureSpec
+from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec, MixtureSpec, RopeSpec
 from foldray.blueprint.flops import forward_flops_per_token, half_flops, step_flops
 from foldray.blueprint.layout import Layout, check_length, smallest_slice
 from foldray.blueprint.model import ModelSpec, RouterSpec, Strict
@@ -22,6 +22,7 @@ __all__ = [
     "Ownership",
     "ParameterSpec",
     "Piece",
+    "RopeSpec",
     "RouterSpec",
     "Stage",
     "Strict",

@@ -7,10 +7,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from foldray.activations import Activation, find_activation
 from foldray.windows import Window, find_window
+
+QkNorm = Literal["none", "head", "all"]
+AttentionBias = Literal["none", "inputs", "all"]
+
+
+class RopeSpec(NamedTuple):
+    """Rotary positions (RoFormer, section 3.2.2).
+
+    Args:
+        dim: number of a head's columns that turn, from the first one; the others stay as they are.
+        theta: base of the angles.
+        interleaved: whether columns 2i and 2i + 1 are a pair. Otherwise columns i and i + dim/2 are.
+    """
+
+    dim: int
+    theta: float
+    interleaved: bool
 
 
 class AttentionSpec(NamedTuple):
@@ -20,6 +37,9 @@ class AttentionSpec(NamedTuple):
         heads, kv_heads: number of query heads, and of key/value heads. Several query heads may share a key/value head.
         key_dim, value_dim: width of a head's queries and keys, and of its values.
         window: name of the window, as in recipes.
+        rope: rotary positions; None leaves them out.
+        norm: what an RMSNorm of queries and keys covers: nothing, each head by itself, or all heads of a token together.
+        bias: which products have a bias: none, those that make queries, keys and values, or also the one behind the heads.
     """
 
     heads: int
@@ -27,6 +47,9 @@ class AttentionSpec(NamedTuple):
     key_dim: int
     value_dim: int
     window: str
+    rope: RopeSpec | None = None
+    norm: QkNorm = "none"
+    bias: AttentionBias = "none"
 
     @property
     def queries(self) -> int:
@@ -85,12 +108,14 @@ class MixtureSpec(NamedTuple):
         experts, topk: number of experts, and number of experts per token.
         expert: sizes of every expert.
         shared: sizes of the shared expert; None without one.
+        shared_gate: whether each token weighs the shared expert's output, with the sigmoid of a product.
     """
 
     experts: int
     topk: int
     expert: FeedForwardSpec
     shared: FeedForwardSpec | None
+    shared_gate: bool = False
 
     def cut(self, tp: int, ep: int, etp: int) -> MixtureSpec:
         shared = self.shared and self.shared.cut(tp)

@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from foldray.activations import ACTIVATIONS, Activation, find_activation
-from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec, MixtureSpec, make_block
+from foldray.blueprint.block import (
+    AttentionBias,
+    AttentionSpec,
+    BlockSpec,
+    FeedForwardSpec,
+    MixtureSpec,
+    QkNorm,
+    RopeSpec,
+    make_block,
+)
 from foldray.blueprint.presets import PRESETS
 from foldray.errors import UserError, nearest
 from foldray.fold import divisors
@@ -50,11 +59,16 @@ class RouterSpec(Strict):
         "which makes the busiest worker faster. 0 turns it off.",
     )
     z_loss: float = Field(0.0, ge=0, description="Weight of the router's z-loss, which keeps its logits small. 0 turns it off.")
+    selection_bias: bool = Field(
+        False,
+        description="A bias on the scores takes part in the choice of experts, but not in their weights. With `score: sigmoid` "
+        "it always does; with a softmax it needs `softmax: before_topk`.",
+    )
     bias_rate: float = Field(
         0.0,
         ge=0,
-        description="Change per optimizer step of the bias that balances experts without a loss. It needs `score: sigmoid`. 0 "
-        "turns it off.",
+        description="Change per optimizer step of the bias that balances experts without a loss. It needs `score: sigmoid` or "
+        "`selection_bias`. 0 turns it off.",
     )
     capacity_factor: float | None = Field(
         None,
@@ -118,6 +132,16 @@ class ModelSpec(Strict):
         le=2**14,
         description="Width of a head's values, where it differs from its queries and keys. Null is head_dim.",
     )
+    qk_norm: QkNorm = Field(
+        "none",
+        description="RMSNorm of queries and keys before they turn. `head` normalizes each head by itself, with one weight for "
+        "all heads; `all` normalizes all heads of a token together. It keeps attention's scores from growing.",
+    )
+    attention_bias: AttentionBias = Field(
+        "none",
+        description="Biases of attention's products. `inputs` has them for queries, keys and values; `all` also has one behind "
+        "the heads.",
+    )
     windows: Windows = Field(
         (FULL.name,),
         description="How far back queries see, one entry for each block; behind the last entry, the first one follows again. "
@@ -146,6 +170,11 @@ class ModelSpec(Strict):
         le=_WIDEST,
         description="Inner width of the shared expert, which computes every token and needs no all-to-all. 0 leaves it out.",
     )
+    shared_gate: bool = Field(
+        False,
+        description="Every token weighs the shared expert's output with the sigmoid of a product, as in Qwen2-MoE. It needs "
+        "`shared_hidden`.",
+    )
     vocab: int = Field(
         ge=1,
         le=_LARGEST,
@@ -173,6 +202,17 @@ class ModelSpec(Strict):
         10000.0,
         gt=0,
         description="Base of the rotation angles; longer sequences take a larger base. `learned` positions do not use it.",
+    )
+    rope_dim: int | None = Field(
+        None,
+        ge=2,
+        le=2**14,
+        description="Number of a head's columns that `rope` rotates, from the first one. Null rotates all of head_dim.",
+    )
+    rope_pairs: Literal["halves", "interleaved"] = Field(
+        "halves",
+        description="Which columns `rope` rotates together: i and i + rope_dim / 2 (`halves`, as GPT-NeoX and Llama in "
+        "transformers), or 2i and 2i + 1 (`interleaved`, as GPT-J and ERNIE).",
     )
     max_positions: int = Field(
         2048, ge=1, le=_LARGEST, description="Longest sequence with `learned` positions, in tokens. `rope` does not use it."
@@ -209,8 +249,12 @@ class ModelSpec(Strict):
     def _check(self) -> ModelSpec:
         if self.heads % self.kv_heads:
             raise UserError("model.kv_heads", self.kv_heads, f"must divide heads={self.heads}", divisors(self.heads))
-        if self.positions == "rope" and self.head_dim % 2:
+        if self.positions == "rope" and self.rope_dim is None and self.head_dim % 2:
             raise UserError("model.head_dim", self.head_dim, "must be even with rotary positions")
+        if self.rope_dim is not None and (self.rope_dim % 2 or self.rope_dim > self.head_dim):
+            raise UserError("model.rope_dim", self.rope_dim, f"must be even, and at most head_dim={self.head_dim}")
+        if self.shared_gate and not self.shared_hidden:
+            raise UserError("model.shared_gate", True, "needs a shared expert (shared_hidden)", [False])
         if self.topk > self.experts:
             raise UserError("model.topk", self.topk, f"must be at most experts={self.experts}")
         if self.dense_first > self.layers:
@@ -218,8 +262,10 @@ class ModelSpec(Strict):
         router = self.router
         if router.score == "sigmoid" and router.softmax != "after_topk":
             raise UserError("model.router.softmax", router.softmax, "has no meaning with score=sigmoid", ["after_topk"])
-        if router.bias_rate and router.score != "sigmoid":
-            raise UserError("model.router.bias_rate", router.bias_rate, "needs score=sigmoid", [0])
+        if router.selection_bias and router.score == "softmax" and router.softmax == "after_topk":
+            raise UserError("model.router.selection_bias", True, "needs score=sigmoid or softmax=before_topk", [False])
+        if router.bias_rate and router.score != "sigmoid" and not router.selection_bias:
+            raise UserError("model.router.bias_rate", router.bias_rate, "needs score=sigmoid or selection_bias=true", [0])
         if router.normalize and router.score == "softmax" and router.softmax == "after_topk":
             raise UserError("model.router.normalize", True, "a softmax after top-k sums to one already", [False])
         if router.drop_scope == "sequence" and router.capacity_factor is None:
@@ -239,12 +285,22 @@ class ModelSpec(Strict):
     def block(self, layer: int) -> BlockSpec:
         """Return the sizes and choices of a block."""
         window = self.windows[layer % len(self.windows)]
-        attention = AttentionSpec(self.heads, self.kv_heads, self.head_dim, self.value_dim or self.head_dim, window)
+        rope = RopeSpec(self.rope_dim or self.head_dim, self.rope_theta, self.rope_pairs == "interleaved")
+        attention = AttentionSpec(
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            self.value_dim or self.head_dim,
+            window,
+            rope if self.positions == "rope" else None,
+            self.qk_norm,
+            self.attention_bias,
+        )
         if not self.is_moe(layer):
             return make_block(attention, FeedForwardSpec(self.ffn_hidden, self.ffn), None)
         shared = FeedForwardSpec(self.shared_hidden, self.ffn) if self.shared_hidden else None
         expert = FeedForwardSpec(self.expert_hidden, self.ffn)
-        return make_block(attention, None, MixtureSpec(self.experts, self.topk, expert, shared))
+        return make_block(attention, None, MixtureSpec(self.experts, self.topk, expert, shared, self.shared_gate))
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from foldray.blueprint.block import BlockSpec, FeedForwardSpec
+from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec
 from foldray.blueprint.model import ModelSpec
 from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, ROUTE
 
@@ -81,11 +81,12 @@ def count_by_cut(model: ModelSpec) -> tuple[int, int]:
     attention = model.block(0).attention
     width = attention.queries + attention.keys + attention.values + attention.outputs
     norm = hidden * (2 if model.norm == "layernorm" else 1)
+    vectors = _norm_widths(attention)[0] + _norm_widths(attention)[1] + sum(_bias_widths(attention, hidden).values())
     sparse = (model.layers - model.dense_first) // model.moe_every
     edges = (1 if model.tied_embeddings else 2) * model.vocab + (model.max_positions if model.positions == "learned" else 0)
-    blocks = model.layers * (width * hidden + 2 * norm)
+    blocks = model.layers * (width * hidden + 2 * norm + vectors)
     dense = (model.layers - sparse) * matrices * hidden * model.ffn_hidden
-    routed = sparse * hidden * (model.experts + matrices * model.shared_hidden)
+    routed = sparse * hidden * (model.experts + matrices * model.shared_hidden + model.shared_gate)
     return edges * hidden + norm + blocks + dense + routed, sparse * model.experts * matrices * hidden * model.expert_hidden
 
 
@@ -113,6 +114,7 @@ def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
     for part, width in (("query", attention.queries), ("key", attention.keys), ("value", attention.values)):
         rows.append(ParameterSpec(f"{name}.attention.{part}", (hidden, width), layer, ATTENTION, cut=1, init=std))
     rows.append(ParameterSpec(f"{name}.attention.out", (attention.outputs, hidden), layer, ATTENTION, cut=0, init=out_std))
+    rows += _attention_vectors(attention, hidden, f"{name}.attention", layer)
     rows += _norm(model, f"{name}.ffn_norm", layer, FFN if block.dense else ROUTE)
     if block.dense:
         rows += _ffn(model, f"{name}.ffn", block.dense, layer, out_std, FFN)
@@ -122,7 +124,34 @@ def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
             rows += _ffn(model, f"{name}.moe.experts.{expert}", moe.expert, layer, out_std, EXPERT, "expert")
         if moe.shared:
             rows += _ffn(model, f"{name}.moe.shared", moe.shared, layer, out_std, ROUTE)
+        if moe.shared_gate:
+            gate = (hidden, 1)
+            rows.append(ParameterSpec(f"{name}.moe.shared.output_gate", gate, layer, ROUTE, "replicated", init=std))
     return rows
+
+
+def _attention_vectors(spec: AttentionSpec, hidden: int, name: str, layer: int) -> list[ParameterSpec]:
+    """Return biases and norms of heads. TP cuts those with a number for each column of the heads."""
+    rows = []
+    for part, width in _bias_widths(spec, hidden).items():
+        kind: tuple[GradientClass, int | None] = ("replicated", None) if part == "out" else ("dense", 0)
+        rows.append(ParameterSpec(f"{name}.{part}_bias", (width,), layer, ATTENTION, *kind, init=0.0))
+    for part, width in zip(("query", "key"), _norm_widths(spec), strict=True):
+        kind = ("replicated", None) if spec.norm == "head" else ("dense", 0)
+        if width:
+            rows.append(ParameterSpec(f"{name}.norm.{part}", (width,), layer, ATTENTION, *kind))
+    return rows
+
+
+def _bias_widths(spec: AttentionSpec, hidden: int) -> dict[str, int]:
+    """Return the widths of attention's biases by the product that they belong to."""
+    inputs = {"query": spec.queries, "key": spec.keys, "value": spec.values}
+    return {"none": {}, "inputs": inputs, "all": inputs | {"out": hidden}}[spec.bias]
+
+
+def _norm_widths(spec: AttentionSpec) -> tuple[int, int]:
+    """Return the widths of the norms of queries and keys; 0 without one."""
+    return {"none": (0, 0), "head": (spec.key_dim, spec.key_dim), "all": (spec.queries, spec.keys)}[spec.norm]
 
 
 def _ffn(

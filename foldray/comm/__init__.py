@@ -1,7 +1,7 @@
 """Communication between ranks. No other package in foldray/ makes process groups or calls collectives."""
 
 from foldray.comm.communicator import Communicator, Count, Pending, Traffic
-from foldray.comm.exchange import gather_rows, gather_sequence, mirrored, scatter_rows, scatter_sequence
+from foldray.comm.exchange import gather_rows, gather_sequence, mirrored, scatter_rows, scatter_sequence, sum_over_members
 from foldray.comm.groups import APART, TRAFFIC, Groups, host_group
 from foldray.comm.line import Line
 from foldray.comm.probe import UnsupportedBackend, probe
@@ -23,4 +23,5 @@ __all__ = [
     "probe",
     "scatter_rows",
     "scatter_sequence",
+    "sum_over_members",
 ]

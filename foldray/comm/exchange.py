@@ -7,6 +7,7 @@
 | `scatter_rows` | reduce-scatter-v | all-gather-v |
 | `gather_sequence` | all-gather along the sequence | reduce-scatter |
 | `scatter_sequence` | reduce-scatter along the sequence | all-gather |
+| `sum_over_members` | all-reduce | all-reduce |
 """
 
 from __future__ import annotations
@@ -51,6 +52,13 @@ def scatter_sequence(x_BSH: Tensor, communicator: Communicator) -> Tensor:
     if communicator.size == 1:
         return x_BSH
     return _Mirrored.apply(x_BSH, lambda x: _scatter_s(x, communicator), lambda grad: _gather_s(grad, communicator))
+
+
+def sum_over_members(x: Tensor, communicator: Communicator) -> Tensor:
+    """Sum a tensor over the members. Each member may use the sum for something else, so its gradient is a sum, too."""
+    if communicator.size == 1:
+        return x
+    return _Mirrored.apply(x, *[lambda part: communicator.all_reduce(part.clone(memory_format=torch.contiguous_format))] * 2)
 
 
 class _Mirrored(torch.autograd.Function):

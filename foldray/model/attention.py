@@ -8,30 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foldray.blueprint import AttentionSpec
+from foldray.blueprint import AttentionSpec, ModelSpec, RopeSpec
 from foldray.blueprint.parts import Parts, columns
 from foldray.comm import Groups, Pending, gather_sequence, scatter_sequence
-from foldray.kernels import fused
 from foldray.kernels.later import Later, product
 from foldray.model.context import context_attention
+from foldray.model.norms import HeadNorms
+from foldray.model.rotary import Rotation, rotate, rotation
 from foldray.model.shards import by_member, in_order
 from foldray.model.sight import Sight
 from foldray.model.slices import KeysAndValues, slice_attention
 
 ContextMode = Literal["ring", "all_gather"]
-
-
-class Rotation(NamedTuple):
-    """Cosines and sines [S, D/2] of the angles by which rotary positions turn heads."""
-
-    cos_SD: torch.Tensor
-    sin_SD: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,14 +40,13 @@ class Place:
 
     position_S: torch.Tensor
     sights: Mapping[str, Sight]
-    rotations: dict[tuple[int, float, torch.dtype], Rotation] = field(default_factory=dict, repr=False)
+    rotations: dict[tuple[RopeSpec, torch.dtype], Rotation] = field(default_factory=dict, repr=False)
 
-    def rotation(self, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
+    def rotation(self, rope: RopeSpec, dtype: torch.dtype) -> Rotation:
         """Return `rotation` of the positions. It is computed once for all layers and micro-batches."""
-        key = head_dim, theta, dtype
-        if key not in self.rotations:
-            self.rotations[key] = rotation(self.position_S, head_dim, theta, dtype)
-        return self.rotations[key]
+        if (rope, dtype) not in self.rotations:
+            self.rotations[rope, dtype] = rotation(self.position_S, rope, dtype)
+        return self.rotations[rope, dtype]
 
 
 class Attention(nn.Module):
@@ -63,20 +56,19 @@ class Attention(nn.Module):
     `project` and `start_gather`, then `store` and `attend`. In backward, `start_scatter` and `summed` bring the gradient of
     keys and values back.
 
-    One product with `qkv` [H, N·D + G·(D + V)] gives queries, keys and values. `out` is [N·V, H].
+    One product with `qkv` [H, N·D + G·(D + V)] gives queries, keys and values. `out` is [N·V, H]. `qkv_bias` and `out_bias`
+    are None without biases.
 
     Args:
         share: this rank's heads.
-        hidden: H.
-        theta: base of rotary positions; None leaves them out.
+        model: the model.
         context: how keys and values reach the other context-parallel ranks: around a ring, or in one all-gather.
     """
 
     def __init__(
         self,
         share: AttentionSpec,
-        hidden: int,
-        theta: float | None,
+        model: ModelSpec,
         groups: Groups,
         context: ContextMode = "ring",
         later: Later | None = None,
@@ -84,11 +76,14 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.share, self.theta, self.tensor, self.ring, self.context = share, theta, groups.tensor, groups.context, context
+        self.share, self.tensor, self.ring, self.context = share, groups.tensor, groups.context, context
         self.later = later or Later()
-        width = share.queries + share.keys + share.values
+        hidden, width = model.hidden, share.queries + share.keys + share.values
         self.qkv = nn.Parameter(torch.empty(hidden, width, device=device, dtype=dtype))
         self.out = nn.Parameter(torch.empty(share.outputs, hidden, device=device, dtype=dtype))
+        self.qkv_bias = nn.Parameter(self.qkv.new_empty(width)) if share.bias != "none" else None
+        self.out_bias = nn.Parameter(self.out.new_empty(hidden)) if share.bias == "all" else None
+        self.norm = HeadNorms(share, model.norm_eps, groups.tensor, device, dtype) if share.norm != "none" else None
 
     def forward(self, x_BsH: torch.Tensor, place: Place, memory: KeysAndValues | None = None) -> torch.Tensor:
         """Compute attention of whole sequences, or of one slice to everything up to it: [B, s, H] → [B, s, H].
@@ -137,6 +132,8 @@ class Attention(nn.Module):
         """Return queries, keys and values, each as [B, heads, S, width]."""
         x_BSH, share = gather_sequence(x_BsH, self.tensor), self.share
         product_BSW = product(x_BSH, self.qkv, self.later)
+        if self.qkv_bias is not None:
+            product_BSW = product_BSW + self.qkv_bias
         q_BSND, k_BSGD, v_BSGV = (
             part.unflatten(-1, (-1, width))
             for part, width in zip(
@@ -145,19 +142,24 @@ class Attention(nn.Module):
                 strict=True,
             )
         )
-        if self.theta is not None:
-            turn = place.rotation(share.key_dim, self.theta, product_BSW.dtype)
-            # The values are copied. As a view, they would keep the whole product alive until backward.
-            q_BSND, k_BSGD, v_BSGV = rotate(q_BSND, turn), rotate(k_BSGD, turn), v_BSGV.contiguous()
+        if self.norm is not None:
+            q_BSND, k_BSGD = self.norm(q_BSND, k_BSGD)  # which keeps the whole product for backward
+        if share.rope is not None:
+            turn = place.rotation(share.rope, product_BSW.dtype)
+            q_BSND, k_BSGD = rotate(q_BSND, turn), rotate(k_BSGD, turn)
+            if self.norm is None:  # as a view, the values would keep the whole product alive until backward
+                v_BSGV = v_BSGV.contiguous()
         return q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGV.transpose(1, 2)
 
     def _merged(self, y_BNSV: torch.Tensor) -> torch.Tensor:
         """Return the sum over all heads: [B, N, S, V] → [B, s, H]."""
-        return scatter_sequence(product(y_BNSV.transpose(1, 2).flatten(2), self.out, self.later), self.tensor)
+        y_BsH = scatter_sequence(product(y_BNSV.transpose(1, 2).flatten(2), self.out, self.later), self.tensor)
+        return y_BsH if self.out_bias is None else y_BsH + self.out_bias
 
     def parts(self) -> Parts:
-        share = self.share
-        return {"qkv": columns({"query": share.queries, "key": share.keys, "value": share.values}), "out": [("out", ())]}
+        widths = {"query": self.share.queries, "key": self.share.keys, "value": self.share.values}
+        biases = columns({f"{part}_bias": width for part, width in widths.items()}, before=())
+        return {"qkv": columns(widths), "out": [("out", ())], "qkv_bias": biases, "out_bias": [("out_bias", ())]}
 
     def _attend(
         self, q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Tensor, sight: Sight, memory: KeysAndValues | None
@@ -180,22 +182,3 @@ def whole_attention(q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Te
         q, k, v = (x[:, :, run.start : run.stop] for x, run in ((q_BNSD, queries), (k_BGSD, keys), (v_BGSV, keys)))
         outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=given, is_causal=causal, enable_gqa=grouped))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
-
-
-def rotation(position_S: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
-    """Return the rotations of rotary position embedding (RoFormer, section 3.2.2) for heads of a type.
-
-    Angles are float64, because large positions lose digits in float32. Cosines and sines have at least float32.
-    """
-    rate_D = theta ** (-torch.arange(0, head_dim, 2, device=position_S.device, dtype=torch.float64) / head_dim)
-    angle_SD, wide = position_S.to(torch.float64).unsqueeze(1) * rate_D, torch.promote_types(dtype, torch.float32)
-    return Rotation(angle_SD.cos().to(wide), angle_SD.sin().to(wide))
-
-
-def rotate(x_BSND: torch.Tensor, turn: Rotation) -> torch.Tensor:
-    """Rotate the pairs (i, i + D/2) of every head by the angles of its position, in at least float32: [B, S, N, D]."""
-    if fused.fits(x_BSND):
-        return fused.rotate(x_BSND, *turn)
-    cos_S1D, sin_S1D = (table.unsqueeze(1) for table in turn)
-    a, b = x_BSND.to(cos_S1D.dtype).chunk(2, dim=-1)
-    return torch.cat((a * cos_S1D - b * sin_S1D, b * cos_S1D + a * sin_S1D), dim=-1).to(x_BSND.dtype)

@@ -1,4 +1,4 @@
-"""Norms, dense feed-forward networks, the embedding, and the head with its loss.
+"""Dense feed-forward networks, the embedding, and the head with its loss.
 
 Legend: B sequences, s positions of this rank's piece, S positions of its context-parallel shard (s · tp), T = B·S tokens, H
 hidden, V rows of the vocabulary that this rank holds.
@@ -6,43 +6,18 @@ hidden, V rows of the vocabulary that this rank holds.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foldray.blueprint import FeedForwardSpec, ModelSpec
+from foldray.blueprint import FeedForwardSpec
 from foldray.blueprint.parts import Parts, ffn_columns
 from foldray.comm import Communicator, gather_sequence, scatter_sequence
 from foldray.kernels.experts import expert_ffn
 from foldray.kernels.later import Later, product
-from foldray.kernels.lean import keeping_inputs
 from foldray.model.batch import IGNORED
-
-
-class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last axis, in at least float32. It keeps only its input for backward."""
-
-    def __init__(self, model: ModelSpec, device: torch.device | None = None, dtype: torch.dtype | None = None):
-        super().__init__()
-        self.eps = model.norm_eps
-        self.weight = nn.Parameter(torch.empty(model.hidden, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty_like(self.weight)) if model.norm == "layernorm" else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:  # one kernel, which computes in float32 and keeps only its input and a number per row
-            norm = F.rms_norm if self.bias is None else partial(F.layer_norm, bias=self.bias)
-            return norm(x, self.weight.shape, weight=self.weight, eps=self.eps)
-        return keeping_inputs(self._normed, x, *self.parameters())
-
-    def _normed(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        shape, weight = self.weight.shape, weight.to(dtype)
-        if bias is None:
-            return F.rms_norm(x.to(dtype), shape, weight, self.eps).to(x.dtype)
-        return F.layer_norm(x.to(dtype), shape, weight, bias.to(dtype), self.eps).to(x.dtype)
 
 
 class FeedForward(nn.Module):
@@ -72,6 +47,20 @@ class FeedForward(nn.Module):
 
     def parts(self) -> Parts:
         return {"up": ffn_columns(self.share.activation.inwards, self.share.inner), "down": [("down", ())]}
+
+
+class WeighedFeedForward(FeedForward):
+    """A feed-forward network whose output each token weighs with the sigmoid of a product (Qwen2-MoE's shared expert)."""
+
+    def __init__(self, share: FeedForwardSpec, hidden: int, *others: Any):
+        super().__init__(share, hidden, *others)
+        self.output_gate = nn.Parameter(self.up.new_empty(hidden, 1))
+
+    def forward(self, x_BsH: Tensor) -> Tensor:
+        return super().forward(x_BsH) * torch.sigmoid(x_BsH @ self.output_gate)
+
+    def parts(self) -> Parts:
+        return super().parts() | {"output_gate": [("output_gate", ())]}
 
 
 class Vocabulary(nn.Module):

@@ -22,7 +22,8 @@ from foldray.kernels.later import Later
 from foldray.kernels.transfer import to_device
 from foldray.model.attention import Attention, ContextMode, Place
 from foldray.model.batch import IGNORED, Batch, Losses
-from foldray.model.layers import FeedForward, Norm, Vocabulary
+from foldray.model.layers import FeedForward, Vocabulary, WeighedFeedForward
+from foldray.model.norms import Norm
 from foldray.model.parts import parts_below
 from foldray.model.sight import Sight
 from foldray.model.slices import KeysAndValues
@@ -55,15 +56,14 @@ class Block(nn.Module):
         if not groups.owns_tokens:
             self.moe = ExpertHalf(ownership, layer, groups, backend.experts, later, device, dtype)
             return
-        theta = model.rope_theta if model.positions == "rope" else None
         self.attention_norm = Norm(model, device, dtype)
-        self.attention = Attention(share.attention, model.hidden, theta, groups, context, later, device, dtype)
+        self.attention = Attention(share.attention, model, groups, context, later, device, dtype)
         self.ffn_norm = Norm(model, device, dtype)
         if share.dense:
             self.ffn = FeedForward(share.dense, model.hidden, groups.tensor, later, device, dtype)
         if share.moe:
-            inner = share.moe.shared
-            shared = FeedForward(inner, model.hidden, groups.tensor, later, device, dtype) if inner else None
+            inner, network = share.moe.shared, WeighedFeedForward if share.moe.shared_gate else FeedForward
+            shared = network(inner, model.hidden, groups.tensor, later, device, dtype) if inner else None
             if ownership.fold.disjoint:
                 self.moe = TokenHalf(ownership, layer, groups, backend.gate, shared, device, dtype)
             else:

@@ -264,7 +264,15 @@ class RankCosts:
         n, own = self._rows(tokens), block.attention.cut(self.fold.tp)
         wide = n * self.fold.tp
         yield from self._zero3(ATTENTION, block, back)
-        yield self._memory((2 if back else 1) * (5 * n * self._width + 2 * wide * (own.queries + own.keys) * self.device.bytes))
+        heads = wide * (own.queries + own.keys) * self.device.bytes  # bytes of the queries and keys, which turn
+        yield self._memory((2 if back else 1) * (5 * n * self._width + 2 * heads))
+        if own.norm != "none":
+            yield self._memory((2 if back else 1) * 2 * heads)
+            yield Work(COMPUTE, "launch", self.device.launches(counts().kernels["head_norm"] * (2 if back else 1)))
+        if own.norm == "all":  # the sums of squares, or their gradients
+            yield self._travel("tp", self.network.reduce("tp", 8 * wide))
+        if own.bias != "none":
+            yield self._memory((2 if back else 1) * wide * (own.queries + own.keys + own.values) * self.device.bytes)
         yield from self._tensor(wide, back, ways=1)
         yield from self._products("gemm", wide, self.model.hidden, own.queries + own.keys + own.values, back)
 

@@ -287,6 +287,7 @@ def _block_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...]
         if block.moe.shared:
             # Without TP, the shared expert and the router have the same input tensor.
             total += _feed_forward(rank, n, block.moe.shared) - n * model.hidden * b * (fold.tp == 1)
+            total += n * model.hidden * b * block.moe.shared_gate  # its output
     return total + expert_activations(rank, block, again, imbalance) + combined_rows(rank, block)
 
 
@@ -339,11 +340,14 @@ def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, slic
     memory = tokens * fold.cp * keys_and_values * b if sliced else 0.0
     if again:
         return memory
-    rope = model.positions == "rope"
     # Sines and cosines of rope. All blocks and micro-batches share them, so this counts a little too much.
-    turned = 4 * tokens / rank.sequences * spec.key_dim if rope else 0.0
-    # With slices, `memory` already has keys and values. But without rope, queries, keys and values stay one tensor.
-    made = queries if sliced and rope else queries + keys_and_values
+    turned = 4 * tokens / rank.sequences * spec.rope.dim if spec.rope else 0.0
+    # With slices, `memory` already has keys and values. But if nothing changes queries and keys, they stay one tensor with the
+    # values. A norm keeps this tensor, and makes other queries and keys.
+    normed = spec.norm != "none"
+    made = queries if sliced and (spec.rope or normed) else queries + keys_and_values
+    if normed:
+        made += queries + (keys_and_values if sliced else spec.keys / fold.tp)
     # With CP, attention keeps its outputs by head, and their product with a weight keeps them by token.
     given = outputs * (2 if fold.cp > 1 else 1)
     return memory + tokens * ((model.hidden + made + given) * b + spec.heads / fold.tp * 4) + turned

@@ -98,8 +98,7 @@ class Plain:
         model, length = self.model, len(x_LH)
         group, outs = model.heads // model.kv_heads, []
         key_dim, value_dim = model.head_dim, model.value_dim or model.head_dim
-        products = (x_LH @ self.weights[f"{name}.attention.{part}"] for part in ("query", "key", "value"))
-        query_LN, key_LN, value_LN = products
+        query_LN, key_LN, value_LN = (self._headed(name, part, x_LH) for part in ("query", "key", "value"))
         seen_LL = self._seen(length, layer, segment_L)
         for head in range(model.heads):
             shared = head // group
@@ -108,7 +107,19 @@ class Plain:
             v = value_LN[:, shared * value_dim : (shared + 1) * value_dim]
             score_LL = (q @ k.T / math.sqrt(key_dim)).masked_fill(~seen_LL, -math.inf)
             outs.append(score_LL.softmax(-1) @ v)
-        return torch.cat(outs, dim=1) @ self.weights[f"{name}.attention.out"]
+        y_LH = torch.cat(outs, dim=1) @ self.weights[f"{name}.attention.out"]
+        return y_LH + self.weights[f"{name}.attention.out_bias"] if model.attention_bias == "all" else y_LH
+
+    def _headed(self, name: str, part: str, x_LH: Tensor) -> Tensor:
+        """Return queries, keys or values of all heads, side by side, with their bias and norm."""
+        y_LN = x_LH @ self.weights[f"{name}.attention.{part}"]
+        if self.model.attention_bias != "none":
+            y_LN = y_LN + self.weights[f"{name}.attention.{part}_bias"]
+        if self.model.qk_norm == "none" or part == "value":
+            return y_LN
+        weight, width = self.weights[f"{name}.attention.norm.{part}"], self.model.head_dim
+        pieces = y_LN.split(y_LN.shape[1] if self.model.qk_norm == "all" else width, dim=1)
+        return torch.cat([x / torch.sqrt(x.square().mean(-1, keepdim=True) + self.model.norm_eps) * weight for x in pieces], 1)
 
     def _seen(self, length: int, layer: int, segment_L: Tensor | None) -> Tensor:
         kind, _, size = self.model.windows[layer % len(self.model.windows)].partition(":")
@@ -120,14 +131,16 @@ class Plain:
         return torch.tensor(rows)
 
     def _turned(self, x_LD: Tensor) -> Tensor:
-        """Apply rotary positions: rotate the pairs (i, i + D/2) as complex numbers."""
+        """Apply rotary positions: rotate pairs of columns as complex numbers."""
         if self.model.positions != "rope":
             return x_LD
-        half = x_LD.shape[1] // 2
-        rate = self.model.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
-        angle = torch.arange(len(x_LD), dtype=torch.float64)[:, None] * rate
-        a, b = x_LD[:, :half], x_LD[:, half:]
-        return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), dim=1)
+        half, columns = (self.model.rope_dim or x_LD.shape[1]) // 2, list(x_LD.unbind(1))
+        for i in range(half):
+            a, b = (2 * i, 2 * i + 1) if self.model.rope_pairs == "interleaved" else (i, i + half)
+            angle = torch.arange(len(x_LD), dtype=torch.float64) * self.model.rope_theta ** (-i / half)
+            turned = torch.complex(x_LD[:, a], x_LD[:, b]) * torch.polar(torch.ones_like(angle), angle)
+            columns[a], columns[b] = turned.real, turned.imag
+        return torch.stack(columns, dim=1)
 
     def _feed_forward(self, name: str, x: Tensor) -> Tensor:
         if self.model.ffn == "gelu":
@@ -156,6 +169,8 @@ class Plain:
                 for expert, weight in zip(chosen, weight_K, strict=True) if kept is None or (token, int(expert)) in kept
             ]  # fmt: skip
             shared = [self._feed_forward(f"{name}.moe.shared", h_LH[token])] if self.model.shared_hidden else []
+            if self.model.shared_gate:
+                shared[0] = shared[0] * torch.sigmoid(h_LH[token] @ self.weights[f"{name}.moe.shared.output_gate"])
             rows.append(sum([*parts, *shared], start=torch.zeros_like(h_LH[token])))
         probability_LE = score_LE / score_LE.sum(-1, keepdim=True)
         balance = experts * (count_E / count_E.sum() * probability_LE.mean(0)).sum()

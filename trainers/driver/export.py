@@ -28,7 +28,8 @@ from trainers.checkpoints.stored import METADATA, Stored
 from trainers.checkpoints.tensors import DamagedCheckpoint, load, opened
 from trainers.driver.resuming import Beginning
 from trainers.folders import DamagedFile, Folder
-from trainers.hugging_face.families import Family, Tensor, family_of, tensors_of
+from trainers.hugging_face.families import family_of, tensors_of
+from trainers.hugging_face.family import Family, Tensor
 from trainers.hugging_face.files import Form, write_file
 from trainers.hugging_face.tokens import write_tokenizer
 
@@ -209,7 +210,7 @@ def _stored(stored: Stored, tensor: Tensor) -> TensorStorageMetadata:
 def _form(stored: Stored, tensor: Tensor, wanted: torch.dtype) -> Form:
     known = _stored(stored, tensor)
     shape = known.size[::-1] if tensor.turned else known.size
-    return Form(tensor.name, shape, known.properties.dtype if tensor.keeps else wanted)
+    return Form(tensor.name, (*[1] * tensor.axes, *shape), known.properties.dtype if tensor.keeps else wanted)
 
 
 def _read(stored: Stored, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -218,7 +219,7 @@ def _read(stored: Stored, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch says that one process loads, which is meant here
         load(stored, {key: whole}, {}, None)
-    found = (whole.T if tensor.turned else whole).to(dtype).contiguous()
+    found = (whole.T if tensor.turned else whole).to(dtype).contiguous()[(None,) * tensor.axes]
     if not bool(found.isfinite().all()):
         where = f"{tensor.ours} has a number that {str(dtype).removeprefix('torch.')} cannot hold, or none at all"
         raise UserError("dtype", str(dtype).removeprefix("torch."), where, DTYPES)

@@ -1,56 +1,36 @@
-"""The families of models in Hugging Face's transformers that foldray's models can be told as.
-
-A family says which models belong to it, what their `config.json` holds, and how their tensors are called. transformers keeps
-matrices as [out, in], foldray as [in, out].
-"""
+"""The table of the families of models in Hugging Face's transformers that foldray's models can be told as."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 from foldray.blueprint import ModelSpec, parameter_table
 from foldray.errors import UserError
+from trainers.hugging_face.family import (
+    Family,
+    Need,
+    Tensor,
+    Values,
+    dense_blocks,
+    dense_layers,
+    layer_types,
+    layer_windows,
+    mlp,
+    nothing,
+    one_sliding_width,
+    one_window,
+    sees_everything,
+    sparse_moe,
+    turns_whole_heads,
+    value_at,
+    weighs_to_one,
+)
 
-
-class Tensor(NamedTuple):
-    """A tensor of a family.
-
-    Args:
-        name: its name in the files of transformers.
-        ours: the global name of the same parameter (`foldray.blueprint.parameters`).
-        turned: whether rows and columns change places.
-        keeps: whether it stays in the type that training has it in.
-    """
-
-    name: str
-    ours: str
-    turned: bool = False
-    keeps: bool = False
-
-
-Need = tuple[str, bool, list[Any]]
-"""A key of `model`, whether the model has what a family has, and the values that the family has."""
-
-
-class Family(NamedTuple):
-    """A family of models.
-
-    Args:
-        model_type: its name in `config.json`.
-        architecture: the class in transformers.
-        needs: what a model of the family has.
-        config: the model's own part of `config.json`.
-        model: the keys of `model` for a `config.json`, with all defaults of transformers in it.
-        tensors: all tensors.
-    """
-
-    model_type: str
-    architecture: str
-    needs: Callable[[ModelSpec], Iterator[Need]]
-    config: Callable[[ModelSpec], dict[str, Any]]
-    model: Callable[[dict[str, Any]], dict[str, Any]]
-    tensors: Callable[[ModelSpec], Iterator[Tensor]]
+_TOPK = {"topk": "num_experts_per_tok", "experts": "num_experts", "expert_hidden": "moe_intermediate_size"}
+_BALANCE = {"router.balance_loss": "router_aux_loss_coef"}
+_SOFTMAX, _SIGMOID = {"router.score": ["softmax"]}, {"router.score": ["sigmoid"]}
+_NO_DENSE = {"dense_first": [0], "moe_every": [1]}
+_BIAS = Tensor("gate.e_score_correction_bias", "")
 
 
 def family_of(model: ModelSpec) -> Family:
@@ -59,16 +39,12 @@ def family_of(model: ModelSpec) -> Family:
     Raises:
         UserError: it belongs to none. The message names the key of the model in which it differs from the nearest family.
     """
-    found = [[(key, legal) for key, holds, legal in family.needs(model) if not holds] for family in FAMILIES]
-    missing, family = min(zip(found, FAMILIES, strict=True), key=lambda each: len(each[0]))
+    missing, family = min(((family.misses(model), family) for family in FAMILIES), key=lambda each: len(each[0]))
     if missing:
         key, legal = missing[0]
-        value: Any = model
-        for part in key.split("."):
-            value = getattr(value, part)
         known = ", ".join(each.architecture for each in FAMILIES)
         rule = f"is in no model that transformers knows and foldray exports ({known})"
-        raise UserError(f"model.{key}", value, rule, legal)
+        raise UserError(f"model.{key}", value_at(model, key), rule, list(legal))
     return family
 
 
@@ -80,174 +56,217 @@ def tensors_of(family: Family, model: ModelSpec) -> list[Tensor]:
     return found
 
 
-def _common_needs(model: ModelSpec) -> Iterator[Need]:
-    yield "norm", model.norm == "rmsnorm", ["rmsnorm"]
-    yield "positions", model.positions == "rope", ["rope"]
-    yield "ffn", model.ffn == "gated_silu", ["gated_silu"]
-    yield "moe_every", model.moe_every == 1, [1]
-    yield "value_dim", model.value_dim in (None, model.head_dim), ["null"]
+def _normalized(model: ModelSpec) -> Values:
+    return {"norm_topk_prob": weighs_to_one(model)}
 
 
-def _common_config(model: ModelSpec) -> dict[str, Any]:
-    return {
-        "vocab_size": model.vocab,
-        "hidden_size": model.hidden,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "num_experts_per_tok": model.topk,
-        "hidden_act": "silu",
-        "rms_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.tied_embeddings,
-        "initializer_range": model.init_std,
-        "output_router_logits": False,
-    }
-
-
-def _common_model(config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "vocab": config["vocab_size"],
-        "hidden": config["hidden_size"],
-        "layers": config["num_hidden_layers"],
-        "heads": config["num_attention_heads"],
-        "kv_heads": config["num_key_value_heads"],
-        "head_dim": head_dim(config),
-        "topk": config["num_experts_per_tok"],
-        "norm_eps": config["rms_norm_eps"],
-        "tied_embeddings": config["tie_word_embeddings"],
-        "init_std": config["initializer_range"],
-        "rope_theta": config["rope_parameters"]["rope_theta"],
-        "ffn_hidden": config["intermediate_size"],
-        "moe_every": 1,
-    }
-
-
-def head_dim(config: dict[str, Any]) -> int:
-    """Return the width of a head. transformers derives it from the model's width, if `config.json` does not say it."""
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-
-
-def _tensors(model: ModelSpec, block: Callable[[ModelSpec, int], Iterator[Tensor]]) -> Iterator[Tensor]:
-    """Yield the tensors that all families call alike, and those of every block's feed-forward part."""
-    yield Tensor("model.embed_tokens.weight", "embedding.weight")
-    for layer in range(model.layers):
-        theirs, ours = f"model.layers.{layer}", f"blocks.{layer}"
-        yield Tensor(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.weight")
-        for letter, part in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "out")):
-            yield Tensor(f"{theirs}.self_attn.{letter}_proj.weight", f"{ours}.attention.{part}", True)
-        yield Tensor(f"{theirs}.post_attention_layernorm.weight", f"{ours}.ffn_norm.weight")
-        yield from block(model, layer)
-    yield Tensor("model.norm.weight", "final_norm.weight")
-    if not model.tied_embeddings:
-        yield Tensor("lm_head.weight", "head.weight")
+def _before(config: Values) -> Values:
+    """Return the router of families whose softmax runs over all experts."""
+    return {"router.softmax": "before_topk", "router.normalize": config["norm_topk_prob"]}
 
 
 # Mixtral: every block has experts, and the weights of a token's experts are the softmax of their logits.
 
 
 def _mixtral_needs(model: ModelSpec) -> Iterator[Need]:
-    router = model.router
-    yield from _common_needs(model)
-    yield "router.score", router.score == "softmax", ["softmax"]
-    # The softmax of the chosen logits is the softmax of all of them, rescaled to a sum of 1.
-    yield "router.normalize", router.softmax == "after_topk" or router.normalize, [True]
-    yield "router.scale", router.scale == 1, [1.0]
-    yield "dense_first", model.dense_first == 0, [0]
-    yield "shared_hidden", model.shared_hidden == 0, [0]
-    window, *others = set(model.windows)
-    yield "windows", not others and window.split(":")[0] in ("full", "sliding"), ["full", "sliding:TOKENS"]
+    yield turns_whole_heads(model)
+    yield one_window(model)
+    yield "router.normalize", weighs_to_one(model), [True]
 
 
-def _mixtral_config(model: ModelSpec) -> dict[str, Any]:
+def _whole_window(model: ModelSpec) -> Values:
     kind, _, tokens = model.windows[0].partition(":")
-    return _common_config(model) | {
-        "intermediate_size": model.expert_hidden,
-        "num_local_experts": model.experts,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "sliding_window": int(tokens) if kind == "sliding" else None,
-        "router_aux_loss_coef": model.router.balance_loss,
-    }
+    return {"sliding_window": int(tokens) if kind == "sliding" else None}
 
 
-def _mixtral_model(config: dict[str, Any]) -> dict[str, Any]:
+def _mixtral_model(config: Values) -> Values:
     window = config["sliding_window"]
-    return _common_model(config) | {
-        "expert_hidden": config["intermediate_size"],
-        "experts": config["num_local_experts"],
-        "windows": [f"sliding:{window}" if window else "full"],
-        "router": {"balance_loss": config["router_aux_loss_coef"]},
-    }
+    return {"windows": [f"sliding:{window}" if window else "full"], "ffn_hidden": config["intermediate_size"]}
 
 
-def _mixtral_block(model: ModelSpec, layer: int) -> Iterator[Tensor]:
-    theirs, ours = f"model.layers.{layer}.block_sparse_moe", f"blocks.{layer}.moe"
-    yield Tensor(f"{theirs}.gate.weight", f"{ours}.router.weight", True)
-    for expert in range(model.experts):
-        for number, part in (("w1", "gate"), ("w3", "up"), ("w2", "down")):
-            yield Tensor(f"{theirs}.experts.{expert}.{number}.weight", f"{ours}.experts.{expert}.{part}", True)
+# Qwen2-MoE: biases of queries, keys and values, and a shared expert that tokens weigh.
 
 
-# GLM-4.5 without its norm of queries and keys, as in GLM-4.5-Air: sigmoid scores with a bias, a shared expert, and dense blocks
-# at the start.
+def _qwen2_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield one_sliding_width(model)
+
+
+def _qwen2_config(model: ModelSpec) -> Values:
+    windows = layer_types(model)
+    return {
+        "qkv_bias": model.attention_bias == "inputs", "decoder_sparse_step": 1, "mlp_only_layers": dense_layers(model),
+        "use_sliding_window": "sliding_window" in windows, **windows, **_normalized(model),
+    }  # fmt: skip
+
+
+def _qwen2_model(config: Values) -> Values:
+    return {
+        "attention_bias": "inputs" if config["qkv_bias"] else "none", "shared_gate": True,
+        **layer_windows(config), **_qwen_blocks(config), **_before(config),
+    }  # fmt: skip
+
+
+def _qwen_blocks(config: Values) -> Values:
+    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"]
+    return dense_blocks(config, lambda layer: layer not in dense and (layer + 1) % step == 0)
+
+
+# Qwen3-MoE: a norm of each head's queries and keys.
+
+
+def _qwen3_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield one_window(model)
+
+
+def _qwen3_config(model: ModelSpec) -> Values:
+    window = _whole_window(model)
+    return {
+        "attention_bias": model.attention_bias == "all", "decoder_sparse_step": 1, "mlp_only_layers": dense_layers(model),
+        "use_sliding_window": window["sliding_window"] is not None, **window, **_normalized(model),
+    }  # fmt: skip
+
+
+def _qwen3_model(config: Values) -> Values:
+    window = config["sliding_window"]
+    return {
+        "attention_bias": "all" if config["attention_bias"] else "none", "qk_norm": "head",
+        "windows": [f"sliding:{window}" if window else "full"], **_qwen_blocks(config), **_before(config),
+    }  # fmt: skip
+
+
+# OLMoE: a norm of all heads' queries, and one of all heads' keys.
+
+
+def _olmoe_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield sees_everything(model)
+    yield "head_dim", model.head_dim * model.heads == model.hidden, [f"hidden / heads = {model.hidden / model.heads:g}"]
+
+
+def _olmoe_config(model: ModelSpec) -> Values:
+    return {"attention_bias": model.attention_bias == "all", **_normalized(model)}
+
+
+def _olmoe_model(config: Values) -> Values:
+    bias = "all" if config["attention_bias"] else "none"
+    return {"attention_bias": bias, "qk_norm": "all", "ffn_hidden": config["intermediate_size"], **_before(config)}
+
+
+# GLM-4.5: sigmoid scores with a bias, a shared expert, dense blocks at the start, and heads that may turn in part.
 
 
 def _glm_needs(model: ModelSpec) -> Iterator[Need]:
-    yield from _common_needs(model)
-    yield "router.score", model.router.score == "sigmoid", ["sigmoid"]
+    yield sees_everything(model)
     several = model.shared_hidden > 0 and model.shared_hidden % model.expert_hidden == 0
     yield "shared_hidden", several, [f"a multiple of expert_hidden={model.expert_hidden}"]
-    yield "windows", set(model.windows) == {"full"}, ["full"]
 
 
-def _glm_config(model: ModelSpec) -> dict[str, Any]:
-    return _common_config(model) | {
-        "intermediate_size": model.ffn_hidden,
-        "moe_intermediate_size": model.expert_hidden,
-        "n_routed_experts": model.experts,
-        "n_shared_experts": model.shared_hidden // model.expert_hidden,
-        "first_k_dense_replace": model.dense_first,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": model.router.normalize,
-        "routed_scaling_factor": model.router.scale,
-        "attention_bias": False,
-        "use_qk_norm": False,
-        "partial_rotary_factor": 1.0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta, "partial_rotary_factor": 1.0},
-        "num_nextn_predict_layers": 0,
-    }
+def _glm_config(model: ModelSpec) -> Values:
+    share = (model.rope_dim or model.head_dim) / model.head_dim
+    rope = {"rope_type": "default", "rope_theta": model.rope_theta, "partial_rotary_factor": share}
+    return {
+        "n_shared_experts": model.shared_hidden // model.expert_hidden, "attention_bias": model.attention_bias == "inputs",
+        "use_qk_norm": model.qk_norm == "head", "partial_rotary_factor": share, "rope_parameters": rope,
+    }  # fmt: skip
 
 
-def _glm_model(config: dict[str, Any]) -> dict[str, Any]:
-    return _common_model(config) | {
-        "expert_hidden": config["moe_intermediate_size"],
-        "experts": config["n_routed_experts"],
-        "shared_hidden": config["n_shared_experts"] * config["moe_intermediate_size"],
-        "dense_first": config["first_k_dense_replace"],
-        "router": {"score": "sigmoid", "normalize": config["norm_topk_prob"], "scale": config["routed_scaling_factor"]},
-    }
+def _glm_model(config: Values) -> Values:
+    return {
+        "shared_hidden": config["n_shared_experts"] * config["moe_intermediate_size"], "router.score": "sigmoid",
+        "attention_bias": "inputs" if config["attention_bias"] else "none",
+        "qk_norm": "head" if config["use_qk_norm"] else "none", "moe_every": 1,
+    }  # fmt: skip
 
 
-def _glm_block(model: ModelSpec, layer: int) -> Iterator[Tensor]:
-    theirs, ours, parts = f"model.layers.{layer}.mlp", f"blocks.{layer}", ("gate", "up", "down")
-    if not model.is_moe(layer):
-        yield from (Tensor(f"{theirs}.{part}_proj.weight", f"{ours}.ffn.{part}", True) for part in parts)
-        return
-    yield Tensor(f"{theirs}.gate.weight", f"{ours}.moe.router.weight", True)
-    yield Tensor(f"{theirs}.gate.e_score_correction_bias", f"{ours}.moe.router.bias", keeps=True)
-    for part in parts:
-        yield Tensor(f"{theirs}.shared_experts.{part}_proj.weight", f"{ours}.moe.shared.{part}", True)
-        for expert in range(model.experts):
-            yield Tensor(f"{theirs}.experts.{expert}.{part}_proj.weight", f"{ours}.moe.experts.{expert}.{part}", True)
+# MiniMax-M2: sigmoid scores with a bias, a norm of all heads' queries and of all heads' keys, and heads that turn in part.
+
+
+def _minimax_needs(model: ModelSpec) -> Iterator[Need]:
+    yield sees_everything(model)
+    yield "router.normalize", model.router.normalize, [True]
+
+
+def _minimax_model(config: Values) -> Values:
+    router = {"router.score": "sigmoid", "router.normalize": True}
+    return {"qk_norm": "all", "ffn_hidden": config["intermediate_size"], **router}
+
+
+# ERNIE-4.5: a softmax with a selection bias, and neighbouring columns that turn together.
+
+
+def _ernie_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield sees_everything(model)
+    yield "router.normalize", weighs_to_one(model), [True]
+    yield "shared_hidden", model.shared_hidden % model.expert_hidden == 0, [f"a multiple of expert_hidden={model.expert_hidden}"]
+    dense = dense_layers(model)
+    yield "moe_every", dense == list(range(len(dense))), [1]
+
+
+def _ernie_config(model: ModelSpec) -> Values:
+    blocks = {"moe_layer_start_index": len(dense_layers(model)), "moe_layer_end_index": model.layers - 1, "moe_layer_interval": 1}
+    return {"moe_num_shared_experts": model.shared_hidden // model.expert_hidden, **blocks}
+
+
+def _ernie_model(config: Values) -> Values:
+    start, end, step = (config[f"moe_layer_{each}"] for each in ("start_index", "end_index", "interval"))
+    return {
+        "rope_pairs": "interleaved", "shared_hidden": config["moe_num_shared_experts"] * config["moe_intermediate_size"],
+        "router.softmax": "before_topk", "router.normalize": True, "router.selection_bias": True,
+        **dense_blocks(config, lambda layer: start <= layer <= end and (layer + 1) % step == 0),
+    }  # fmt: skip
 
 
 FAMILIES = (
     Family(
-        "mixtral", "MixtralForCausalLM", _mixtral_needs, _mixtral_config, _mixtral_model,
-        lambda model: _tensors(model, _mixtral_block),
+        "mixtral", "MixtralForCausalLM",
+        _BALANCE | {"topk": "num_experts_per_tok", "experts": "num_local_experts", "expert_hidden": "intermediate_size"},
+        {}, _SOFTMAX | _NO_DENSE | {"shared_hidden": [0]}, sparse_moe(), _mixtral_needs, _whole_window, _mixtral_model,
     ),
     Family(
-        "glm4_moe", "Glm4MoeForCausalLM", _glm_needs, _glm_config, _glm_model, lambda model: _tensors(model, _glm_block)
+        "qwen2_moe", "Qwen2MoeForCausalLM",
+        _BALANCE | _TOPK | {"ffn_hidden": "intermediate_size", "shared_hidden": "shared_expert_intermediate_size"},
+        {}, _SOFTMAX | {"shared_gate": [True], "attention_bias": ["none", "inputs"]}, mlp("shared_expert"),
+        _qwen2_needs, _qwen2_config, _qwen2_model,
+    ),
+    Family(
+        "qwen3_moe", "Qwen3MoeForCausalLM", _BALANCE | _TOPK | {"ffn_hidden": "intermediate_size"},
+        {}, _SOFTMAX | {"shared_hidden": [0], "qk_norm": ["head"], "attention_bias": ["none", "all"]}, mlp(),
+        _qwen3_needs, _qwen3_config, _qwen3_model,
+    ),
+    Family(
+        "olmoe", "OlmoeForCausalLM", _BALANCE | _TOPK | {"expert_hidden": "intermediate_size"},
+        {"clip_qkv": None},
+        _SOFTMAX | _NO_DENSE | {"shared_hidden": [0], "qk_norm": ["all"], "attention_bias": ["none", "all"]},
+        mlp(), _olmoe_needs, _olmoe_config, _olmoe_model,
+    ),
+    Family(
+        "glm4_moe", "Glm4MoeForCausalLM",
+        {"topk": "num_experts_per_tok", "experts": "n_routed_experts", "expert_hidden": "moe_intermediate_size",
+         "ffn_hidden": "intermediate_size", "dense_first": "first_k_dense_replace", "router.normalize": "norm_topk_prob",
+         "router.scale": "routed_scaling_factor"},
+        {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+        _SIGMOID | {"moe_every": [1], "qk_norm": ["none", "head"], "attention_bias": ["none", "inputs"],
+                    "router.selection_bias": [False, True], "router.scale": None},
+        mlp("shared_experts", _BIAS), _glm_needs, _glm_config, _glm_model,
+    ),
+    Family(
+        "minimax_m2", "MiniMaxM2ForCausalLM",
+        _BALANCE | {"topk": "num_experts_per_tok", "experts": "num_local_experts", "expert_hidden": "intermediate_size"},
+        {"router_jitter_noise": 0.0},
+        _SIGMOID | _NO_DENSE | {"shared_hidden": [0], "qk_norm": ["all"],
+                                "router.selection_bias": [False, True]},
+        sparse_moe(Tensor("e_score_correction_bias", "")), _minimax_needs, nothing, _minimax_model,
+    ),
+    Family(
+        "ernie4_5_moe", "Ernie4_5_MoeForCausalLM",
+        _BALANCE | {"topk": "moe_k", "experts": "moe_num_experts", "expert_hidden": "moe_intermediate_size",
+                    "ffn_hidden": "intermediate_size"},
+        {"use_bias": False, "moe_norm_min": 1e-12},
+        _SOFTMAX | {"router.selection_bias": [True], "rope_pairs": ["interleaved"]},
+        mlp("shared_experts", _BIAS._replace(name="moe_statics.e_score_correction_bias", axes=1)),
+        _ernie_needs, _ernie_config, _ernie_model,
     ),
 )  # fmt: skip

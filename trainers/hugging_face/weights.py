@@ -17,11 +17,10 @@ import torch
 
 from foldray.blueprint import ModelSpec, Piece, parameter_table
 from foldray.errors import MissingPackage, UserError
-from trainers.hugging_face.families import FAMILIES, Family, Tensor, family_of, head_dim, tensors_of
+from trainers.hugging_face.families import FAMILIES, family_of, tensors_of
+from trainers.hugging_face.family import Family, Tensor, computed
 
 _INDEX, _CONFIG = "model.safetensors.index.json", "config.json"
-# These say how transformers trains a model, and not what it computes.
-_OF_TRAINING = {"initializer_range", "output_router_logits", "router_aux_loss_coef"}
 _NOT_LEARNT = ".rotary_emb.inv_freq"
 _INSTALL = "pip install 'foldray[hf]'"
 
@@ -77,14 +76,19 @@ class Weights:
         except ModuleNotFoundError:
             raise MissingPackage(self.field, self.folder, "transformers", _INSTALL) from None
         try:
-            return AutoConfig.from_pretrained(str(self.folder), local_files_only=True).to_dict()
+            config = AutoConfig.from_pretrained(str(self.folder), local_files_only=True)
         except Exception as error:  # transformers raises exceptions of many types
             raise self.refused(f"its {_CONFIG} cannot be read ({' '.join(str(error).split())[:160]})") from None
+        found = config.to_dict()
+        return found | {other: found[name] for other, name in config.attribute_map.items() if name in found}
 
     def model(self) -> dict[str, Any]:
-        """Return the keys of a recipe's `model`."""
-        config = self.config()
-        return self._family(config).model(config)
+        """Return the keys of a recipe's `model`.
+
+        Raises:
+            UserError: the model has something that foldray has not.
+        """
+        return self._read(self.config())
 
     def check(self, model: ModelSpec) -> None:
         """Check that the folder has this model: what `config.json` says, and the name and shape of every tensor.
@@ -95,13 +99,10 @@ class Weights:
         family, config = family_of(model), self.config()
         if self._family(config) is not family:
             raise self.refused(f"has a {self._family(config).architecture}, and the recipe's model is a {family.architecture}")
-        config["head_dim"] = head_dim(config)
-        for key, ours in family.config(model).items():
-            theirs = config.get(key, config["rope_parameters"].get(key))  # newer versions keep all of rotary positions there
-            if isinstance(ours, dict):
-                theirs = {each: (theirs or {}).get(each) for each in ours}
-            if theirs != ours and key not in _OF_TRAINING:
-                raise self.refused(f"its {_CONFIG} says {key}={theirs}, and the recipe's model {ours}")
+        ours, theirs = computed(model), computed(ModelSpec.model_validate(self._read(config)))
+        for key, value in theirs.items():
+            if ours.get(key) != value:
+                raise self.refused(f"its {_CONFIG} means model.{key}={value}, and the recipe's model has {ours.get(key)}")
         self._check_tensors(family, model)
 
     def fill(self, model: ModelSpec, state: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]) -> None:
@@ -122,10 +123,16 @@ class Weights:
                 for tensor, key in tensors:
                     box = pieces[key].box if key in pieces else ()
                     part = file.get_slice(tensor.name)[box[::-1] if tensor.turned else (box or ...)]
-                    state[key].copy_(part.T if tensor.turned else part)
+                    state[key].copy_(part.T if tensor.turned else part.reshape(state[key].shape))
 
     def refused(self, rule: str, legal: Any = None) -> UserError:
         return UserError(self.field, str(self.folder), rule, legal)
+
+    def _read(self, config: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self._family(config).model(config)
+        except ValueError as error:
+            raise self.refused(f"its {_CONFIG} {error}") from None
 
     def _family(self, config: dict[str, Any]) -> Family:
         return next(family for family in FAMILIES if family.model_type == config["model_type"])
@@ -145,7 +152,8 @@ class Weights:
                     if tensor.name not in names:
                         raise self.refused(f"its {path.name} lacks the tensor {tensor.name}")
                     shape = shapes.get(tensor.ours, (model.experts,))
-                    wanted, found = list(shape[::-1] if tensor.turned else shape), list(file.get_slice(tensor.name).get_shape())
+                    wanted = [1] * tensor.axes + list(shape[::-1] if tensor.turned else shape)
+                    found = list(file.get_slice(tensor.name).get_shape())
                     if found != wanted:
                         raise self.refused(f"{tensor.name} has shape {found}; the recipe's model needs {wanted}")
 

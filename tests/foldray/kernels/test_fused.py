@@ -12,10 +12,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from foldray.blueprint import RopeSpec
 from foldray.kernels import fused
 from foldray.kernels.activations import GATED_SILU
 from foldray.kernels.permutation import combine, permute
-from foldray.model.attention import rotate, rotation
+from foldray.model.rotary import rotate, rotation
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
@@ -176,7 +177,7 @@ def test_rotate(through_kernels, dtype, shape):
     for source in (product_BSW, product_BSW.double()):
         source.requires_grad_()
         x_BSND = source[..., 3:-4].unflatten(-1, (heads, width))
-        out_BSND = rotate(x_BSND, rotation(position_S, width, 10000.0, source.dtype))
+        out_BSND = rotate(x_BSND, rotation(position_S, RopeSpec(width, 10000.0, False), source.dtype))
         found.append((out_BSND, *torch.autograd.grad(out_BSND, source, dout_BSND.to(source.dtype))))
     for got, want in zip(*found, strict=True):
         check(got, want)
@@ -184,7 +185,7 @@ def test_rotate(through_kernels, dtype, shape):
 
 @needs_kernels
 def test_rotation_keeps_only_the_tables(through_kernels):
-    turn = rotation(torch.arange(5, device=DEVICE), 8, 10000.0, torch.bfloat16)
+    turn = rotation(torch.arange(5, device=DEVICE), RopeSpec(8, 10000.0, False), torch.bfloat16)
     out_BSND = rotate(values(1, 5, 2, 8, dtype=torch.bfloat16).requires_grad_(), turn)
     kept = [tensor.data_ptr() for tensor in out_BSND.grad_fn.saved_tensors]
     assert kept == [table.data_ptr() for table in turn]

@@ -8,11 +8,12 @@ from unittest import mock
 import pytest
 import torch
 
-from foldray.blueprint import PRESETS, ModelSpec, Ownership, parameter_table
+from foldray.blueprint import PRESETS, ModelSpec, Ownership, RopeSpec, parameter_table
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.model import Batch, Transformer
-from foldray.model.attention import Place, rotate, rotation
+from foldray.model.attention import Place
+from foldray.model.rotary import rotate, rotation
 from foldray.model.sight import Sight
 from tests.foldray.parity import MODEL, model_of
 
@@ -158,7 +159,7 @@ def test_rotary_positions_are_relative() -> None:
     q, k = torch.randn(2, 1, 1, 1, 6, dtype=torch.float64)
 
     def score(i: int, j: int) -> torch.Tensor:
-        turns = [rotation(torch.tensor([p]), 6, 10000.0, torch.float64) for p in (i, j)]
+        turns = [rotation(torch.tensor([p]), RopeSpec(6, 10000.0, False), torch.float64) for p in (i, j)]
         return (rotate(q, turns[0]) * rotate(k, turns[1])).sum()
 
     torch.testing.assert_close(score(9, 4), score(105, 100))
@@ -167,11 +168,11 @@ def test_rotary_positions_are_relative() -> None:
 
 def test_layers_share_the_rotations_of_a_place() -> None:
     place = Place(torch.arange(5), {})
-    turn = place.rotation(8, 100.0, torch.bfloat16)
-    assert place.rotation(8, 100.0, torch.bfloat16) is turn
-    assert turn.cos_SD.dtype == torch.float32
-    assert place.rotation(8, 100.0, torch.float64).cos_SD.dtype == torch.float64
-    torch.testing.assert_close(place.rotation(8, 16.0, torch.float32).sin_SD[:, 3], (torch.arange(5) / 8).sin())
+    turn = place.rotation(RopeSpec(8, 100.0, False), torch.bfloat16)
+    assert place.rotation(RopeSpec(8, 100.0, False), torch.bfloat16) is turn
+    assert turn.cos_SR.dtype == torch.float32
+    assert place.rotation(RopeSpec(8, 100.0, False), torch.float64).cos_SR.dtype == torch.float64
+    torch.testing.assert_close(place.rotation(RopeSpec(8, 16.0, False), torch.float32).sin_SR[:, 3], (torch.arange(5) / 8).sin())
 
 
 def test_micro_batches_share_the_rotations_of_a_slice() -> None:
@@ -179,12 +180,12 @@ def test_micro_batches_share_the_rotations_of_a_slice() -> None:
     model = Transformer(Ownership(ModelSpec(**MODEL), Fold(1)), Groups.create(Fold(1)))
     model.slice((3, 5))
     first, again = (model.places(Batch(text, text)) for text in (tokens(2, 8), tokens(1, 8)))
-    turns = [[place.rotation(8, 100.0, torch.float32) for place in places] for places in (first, again)]
+    turns = [[place.rotation(RopeSpec(8, 100.0, False), torch.float32) for place in places] for places in (first, again)]
     assert all(turn is same for turn, same in zip(*turns, strict=True))
-    assert [len(turn.cos_SD) for turn in turns[0]] == [3, 5]
+    assert [len(turn.cos_SR) for turn in turns[0]] == [3, 5]
     model.slice(None)
     (place,) = model.places(Batch(tokens(1, 6), tokens(1, 6)))
-    assert len(place.rotation(8, 100.0, torch.float32).cos_SD) == 6
+    assert len(place.rotation(RopeSpec(8, 100.0, False), torch.float32).cos_SR) == 6
 
 
 def test_weights_depend_on_seed_and_name_alone() -> None:

@@ -1,0 +1,141 @@
+"""Untrained models of transformers, computing in float64, and their gradients by foldray's names.
+
+transformers computes norms, routers and rotary tables in float32 even if the model has float64. `widened` lets it use float64
+there, so that results can be compared to the last digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foldray.blueprint import ModelSpec
+from foldray.comm import Groups
+from foldray.recipe import Recipe
+from foldray.runtime import Engine, state_pieces
+from tests.foldray.parity import engine_of
+from trainers.hugging_face.families import family_of, tensors_of
+from trainers.hugging_face.weights import Weights
+
+transformers = pytest.importorskip("transformers")
+SIZES: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_experts_per_tok": 2, "max_position_embeddings": 64, "initializer_range": 0.3,
+}  # fmt: skip
+MIXTRAL: dict[str, Any] = SIZES | {"intermediate_size": 56, "num_local_experts": 4}
+GLM: dict[str, Any] = SIZES | {
+    "intermediate_size": 40, "moe_intermediate_size": 56, "n_routed_experts": 4, "n_shared_experts": 2, "head_dim": 12,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
+}  # fmt: skip
+QWEN: dict[str, Any] = SIZES | {
+    "intermediate_size": 40, "moe_intermediate_size": 56, "num_experts": 4, "mlp_only_layers": [0], "num_hidden_layers": 3,
+    "norm_topk_prob": True,
+}  # fmt: skip
+QWEN2 = QWEN | {"shared_expert_intermediate_size": 24}
+OLMOE = SIZES | {"intermediate_size": 56, "num_experts": 4}
+PART = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+MINIMAX = MIXTRAL | {"head_dim": 16, "rope_parameters": PART}
+ERNIE: dict[str, Any] = {key: value for key, value in SIZES.items() if key != "num_experts_per_tok"} | {
+    "moe_k": 3, "moe_num_experts": 4, "moe_intermediate_size": 56, "intermediate_size": 40,
+}  # fmt: skip
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("Mixtral", MIXTRAL), ("Glm4Moe", GLM | {"use_qk_norm": True, "attention_bias": True, "rope_parameters": PART}),
+    ("Qwen2Moe", QWEN2), ("Qwen3Moe", QWEN | {"head_dim": 20}), ("Olmoe", OLMOE), ("MiniMaxM2", MINIMAX),
+    ("Ernie4_5_Moe", ERNIE),
+]  # fmt: skip
+"""One model of each family, with all that the family has."""
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("Mixtral", MIXTRAL | {"head_dim": 10, "tie_word_embeddings": True, "sliding_window": 5, "rms_norm_eps": 1e-3}),
+    ("Glm4Moe", GLM),
+    ("Glm4Moe", GLM | {"norm_topk_prob": False, "first_k_dense_replace": 0, "tie_word_embeddings": True}),
+    ("Qwen2Moe", QWEN2 | {
+        "norm_topk_prob": False, "mlp_only_layers": [], "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5,
+        "max_window_layers": 3, "qkv_bias": False,
+    }),
+    ("Qwen3Moe", QWEN | {"attention_bias": True, "use_sliding_window": True, "sliding_window": 4, "norm_topk_prob": False}),
+    ("Olmoe", OLMOE | {"attention_bias": True, "norm_topk_prob": True, "num_key_value_heads": 4}),
+    ("Ernie4_5_Moe", ERNIE | {"moe_num_shared_experts": 0, "tie_word_embeddings": False, "moe_layer_start_index": 0}),
+]  # fmt: skip
+ALL = [pytest.param(*case, id=f"{case[0]}-{number}") for number, case in enumerate((*FAMILIES, *VARIANTS))]
+
+
+def saved(folder: Path, family: str, sizes: dict[str, Any], **options: Any) -> Any:
+    """Write an untrained model of transformers, and return it as transformers loads it."""
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    made = getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
+    for name, tensor in (*made.named_buffers(), *made.named_parameters()):
+        if name.endswith("e_score_correction_bias"):
+            tensor.data.copy_(torch.linspace(-1, 1, tensor.numel()))  # this changes which experts are chosen
+        elif tensor.dim() == 1 and name.endswith(("norm.weight", "bias")):  # they begin as ones and zeros
+            tensor.data += torch.randn_like(tensor) / 4
+    made.save_pretrained(folder, **options)
+    return loaded(folder)
+
+
+def loaded(folder: Path) -> Any:
+    """Load a model of transformers, with plain attention, experts one by one, and rotary tables that `widened` takes."""
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    made = transformers.AutoModelForCausalLM.from_pretrained(folder, **plain).eval()
+    made.double()  # ERNIE keeps its routers in float32
+    for module in made.modules():
+        if hasattr(module, "inv_freq"):
+            with widened():
+                module.inv_freq = module.compute_default_rope_parameters(made.config)[0]
+    return made
+
+
+@contextmanager
+def widened() -> Iterator[None]:
+    """Let code of transformers that asks for float32 get float64."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(Tensor, "float", Tensor.double)
+        yield
+
+
+def mean_loss(made: Any, text_BL: Tensor) -> Tensor:
+    """Return the cross-entropy of the next token, a mean over all of them."""
+    with widened():
+        logits_BLV = made(text_BL[:, :-1]).logits
+    return torch.nn.functional.cross_entropy(logits_BLV.flatten(0, 1), text_BL[:, 1:].flatten())
+
+
+def by_our_names(made: Any, model: ModelSpec, folder: Path, gradients: bool = False) -> dict[str, Tensor]:
+    """Return the weights of a model of transformers, or their gradients, by foldray's names.
+
+    Args:
+        folder: a folder to write; it must not exist.
+    """
+    from safetensors.torch import load_file
+
+    if gradients:
+        kept = [parameter.data for parameter in made.parameters()]
+        for parameter in made.parameters():
+            parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    made.save_pretrained(folder)
+    if gradients:
+        for parameter, value in zip(made.parameters(), kept, strict=True):
+            parameter.data = value
+    found = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    tensors = [each for each in tensors_of(family_of(model), model) if not (gradients and each.keeps)]
+    return {each.ours: found[each.name].T if each.turned else found[each.name].flatten() if each.axes else found[each.name]
+            for each in tensors}  # fmt: skip
+
+
+def filled(recipe: Recipe, groups: Groups) -> Engine:
+    """Make the engine of a rank, and fill it from the recipe's folder."""
+    engine = engine_of(recipe, groups)
+    state = engine.state()
+    assert recipe.training.weights is not None
+    Weights.at(recipe.training.weights, "training.weights").fill(recipe.model, state, state_pieces(engine.model, state))
+    engine.load_state(state)
+    return engine

@@ -1,0 +1,122 @@
+"""Every family of models: logits, gradients and training steps are those of transformers, in float64, under every fold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from foldray import Recipe
+from foldray.cli import main
+from foldray.comm import Groups
+from foldray.runtime import state_pieces
+from tests.foldray.parity import go_on, sample, weights
+from tests.rotation import rotated
+from tests.trainers.hugging_face.oracle import ALL, FAMILIES, by_our_names, filled, loaded, mean_loss, saved, widened
+from trainers.checkpoints import tensors
+
+BATCH, LENGTH = 8, 16
+FOLDS: list[tuple[str, int, dict[str, Any]]] = [
+    ("EP2", 2, {"fold": {"ep": 2}}),
+    ("TP2, EP4", 4, {"fold": {"tp": 2, "ep": 4}}),
+    ("PP2", 2, {"fold": {"pp": 2}}),
+    ("CP2", 2, {"fold": {"cp": 2}}),
+    ("stream", 2, {"fold": {"ep": 2}, "schedule": {"kind": "stream", "degree": 2}}),
+    ("TP2, CP2 in slices", 4, {"fold": {"tp": 2, "cp": 2, "ep": 2}, "schedule": {"kind": "moe_only", "degree": 2}}),
+]
+
+
+def imported(folder: Path, path: Path, **sections: Any) -> Recipe:
+    """Import a folder, and return the recipe with further sections."""
+    assert main(["import-hf", str(folder), str(path)]) == 0
+    given = yaml.safe_load(path.read_text())
+    given["model"].setdefault("router", {})["balance_loss"] = 0.0
+    base = {
+        "engine": {"kind": "torch"}, "precision": "float64", "moe": {"experts": "loop"},
+        "optimizer": {"kind": "sgd", "lr": 1.0, "decay": "constant", "weight_decay": 0.0, "clip": None},
+    }  # fmt: skip
+    given["data"]["seq_len"], given["training"] = LENGTH, given["training"] | {"global_batch": BATCH, "micro_batch": 2}
+    return Recipe.parse({**given, **base, **sections})
+
+
+@pytest.mark.parametrize(("family", "sizes"), ALL)
+def test_logits_and_gradients(tmp_path: Path, family: str, sizes: dict[str, Any]) -> None:
+    theirs = saved(tmp_path / "hub", family, sizes)
+    recipe = imported(tmp_path / "hub", tmp_path / "recipe.yaml")
+    engine, text_BL = filled(recipe, groups := Groups.create(recipe.placed_fold)), sample(3, 3, 14, 320)
+    with widened():
+        expected = theirs(text_BL[:, :-1]).logits
+    torch.testing.assert_close(engine.model.logits(text_BL[:, :-1]), expected, atol=1e-9, rtol=1e-9)
+    mean_loss(theirs, text_BL).backward()
+    logits_BLV = engine.model.logits(text_BL[:, :-1])
+    torch.nn.functional.cross_entropy(logits_BLV.flatten(0, 1), text_BL[:, 1:].flatten()).backward()
+    slopes = by_our_names(theirs, recipe.model, tmp_path / "slopes", gradients=True)
+    for local, parameter in engine.model.named_parameters():
+        assert parameter.grad is not None
+        for name, index in engine.model.global_parts[local]:
+            torch.testing.assert_close(parameter.grad[index], slopes.pop(name), atol=1e-9, rtol=1e-9, msg=name)
+    assert not slopes
+    groups.close()
+
+
+def trained(rank: int, recipe: Recipe) -> dict[str, Any]:
+    groups = Groups.create(recipe.placed_fold, rank)
+    engine = filled(recipe, groups)
+    go_on(engine, groups, recipe, range(1))
+    found = weights(engine)
+    engine.close()
+    groups.close()
+    return found
+
+
+@pytest.mark.parametrize(("family", "sizes", "name", "workers", "sections"), rotated(14, FAMILIES, FOLDS))
+def test_a_step_under_every_fold(
+    tmp_path: Path, ranks: Any, family: str, sizes: dict[str, Any], name: str, workers: int, sections: dict[str, Any]
+) -> None:
+    theirs = saved(tmp_path / "hub", family, sizes)
+    recipe = imported(tmp_path / "hub", tmp_path / "recipe.yaml", cluster={"workers": workers}, **sections)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=1.0)
+    mean_loss(theirs, sample(0, BATCH, LENGTH + 1, recipe.model.vocab)).backward()
+    optimizer.step()
+    expected = by_our_names(theirs, recipe.model, tmp_path / "after")
+    held = ranks(workers).run(trained, recipe)
+    assert {key.removeprefix("model/") for each in held for key in each} >= expected.keys()
+    for each in held:
+        for key, (tensor, box) in each.items():
+            if (parameter := key.removeprefix("model/")) in expected:
+                torch.testing.assert_close(tensor, expected[parameter][box], atol=1e-9, rtol=1e-9, msg=f"{parameter} on {name}")
+
+
+@pytest.mark.parametrize(("family", "sizes"), ALL)
+def test_import_and_export_change_no_bit(tmp_path: Path, family: str, sizes: dict[str, Any]) -> None:
+    from safetensors.torch import load_file
+
+    theirs = saved(tmp_path / "hub", family, sizes)
+    recipe = imported(tmp_path / "hub", tmp_path / "recipe.yaml")
+    engine = filled(recipe, groups := Groups.create(recipe.placed_fold))
+    state = {key: tensor.detach().contiguous() for key, tensor in engine.state().items() if key.startswith("model/")}
+    run, step = tmp_path / "run", tmp_path / "run" / "step_00000001"
+    step.mkdir(parents=True)
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    progress = {"step": 1, "data": "d", "fold": {}, "validation": {"loss": 1.0}, "seed": 0, "global_batch": 8}
+    tensors.write(step, state, {}, progress, None)
+    assert main(["export-hf", str(step), str(tmp_path / "again")]) == 0
+    first, second = ({name: tensor for path in sorted((tmp_path / place).glob("*.safetensors"))
+                      for name, tensor in load_file(path).items()} for place in ("hub", "again"))  # fmt: skip
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) and first[name].dtype == second[name].dtype for name in first)
+    text = sample(3, 2, 13, 320)
+    with widened():
+        assert torch.equal(loaded(tmp_path / "again")(text).logits, theirs(text).logits)
+    once_more = imported(tmp_path / "again", tmp_path / "again.yaml")
+    assert once_more.model == recipe.model
+    again = filled(once_more, groups)
+    pieces = state_pieces(again.model, again.state())
+    assert pieces.keys() == state_pieces(engine.model, engine.state()).keys()
+    assert all(torch.equal(tensor, again.state()[key]) for key, tensor in state.items())
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["architectures"] == [f"{family}ForCausalLM"]
+    groups.close()
