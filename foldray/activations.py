@@ -34,6 +34,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     row.name: row
     for row in (
         Activation("gated_silu", True, "foldray.kernels.activations:GATED_SILU"),
+        Activation("gated_clamped", True, "foldray.kernels.activations:GATED_CLAMPED"),
         Activation("gelu", False, "foldray.kernels.activations:GELU"),
     )
 }

@@ -1,9 +1,9 @@
 """Models as data: sizes and choices, presets, the parameter table, the owners of parameters, FLOPs. No torch."""
 
-from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec, MixtureSpec, RopeSpec
+from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec, MixtureSpec, RopeSpec, YarnSpec
 from foldray.blueprint.flops import forward_flops_per_token, half_flops, step_flops
 from foldray.blueprint.layout import Layout, check_length, smallest_slice
-from foldray.blueprint.model import ModelSpec, RouterSpec, Strict
+from foldray.blueprint.model import ModelSpec, RopeScaling, RouterSpec, Strict
 from foldray.blueprint.parameters import ParameterSpec, count_by_cut, count_by_op, count_parameters, parameter_table
 from foldray.blueprint.placement import GradientPart, Maker, Ownership, Piece, made_at
 from foldray.blueprint.presets import PRESETS
@@ -22,10 +22,12 @@ __all__ = [
     "Ownership",
     "ParameterSpec",
     "Piece",
+    "RopeScaling",
     "RopeSpec",
     "RouterSpec",
     "Stage",
     "Strict",
+    "YarnSpec",
     "check_length",
     "count_by_cut",
     "count_by_op",

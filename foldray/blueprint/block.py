@@ -16,18 +16,52 @@ QkNorm = Literal["none", "head", "all"]
 AttentionBias = Literal["none", "inputs", "all"]
 
 
+class YarnSpec(NamedTuple):
+    """Rotary positions for sequences that are longer than those of an earlier training (YaRN, arXiv:2309.00071, section 3).
+
+    Args:
+        factor: how many times as long sequences may be.
+        original: tokens of a sequence in the earlier training.
+        fast, slow: turns within `original` tokens. Pairs of columns that turn more often than `fast` stay as they are, those
+            that turn less often than `slow` turn `factor` times as slowly, and in between it changes linearly.
+        truncate: whether these bounds are rounded to whole pairs.
+        magnitude: factor on cosines and sines.
+    """
+
+    factor: float
+    original: int
+    fast: float
+    slow: float
+    truncate: bool
+    magnitude: float
+
+
 class RopeSpec(NamedTuple):
     """Rotary positions (RoFormer, section 3.2.2).
 
     Args:
-        dim: number of a head's columns that turn, from the first one; the others stay as they are.
+        dim: number of a head's columns that turn: the first ones, or with latent attention the last ones.
         theta: base of the angles.
         interleaved: whether columns 2i and 2i + 1 are a pair. Otherwise columns i and i + dim/2 are.
+        yarn: a change for longer sequences; None without one.
     """
 
     dim: int
     theta: float
     interleaved: bool
+    yarn: YarnSpec | None = None
+
+
+class LatentSpec(NamedTuple):
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): narrow vectors from which all heads make keys and values.
+
+    Args:
+        query_rank: width of the vector from which heads make queries; 0 makes them from the block's input.
+        rank: width of the vector from which heads make keys and values, without the columns that turn.
+    """
+
+    query_rank: int
+    rank: int
 
 
 class AttentionSpec(NamedTuple):
@@ -40,6 +74,9 @@ class AttentionSpec(NamedTuple):
         rope: rotary positions; None leaves them out.
         norm: what an RMSNorm of queries and keys covers: nothing, each head by itself, or all heads of a token together.
         bias: which products have a bias: none, those that make queries, keys and values, or also the one behind the heads.
+        latent: latent attention; None without it. Then heads have keys of their own, but share the columns that turn.
+        scale: factor on scores, beside one over the root of `key_dim`.
+        sinks: whether every head has a score that takes a share of the softmax and adds nothing.
     """
 
     heads: int
@@ -50,6 +87,9 @@ class AttentionSpec(NamedTuple):
     rope: RopeSpec | None = None
     norm: QkNorm = "none"
     bias: AttentionBias = "none"
+    latent: LatentSpec | None = None
+    scale: float = 1.0
+    sinks: bool = False
 
     @property
     def queries(self) -> int:
@@ -70,6 +110,29 @@ class AttentionSpec(NamedTuple):
         return self.heads * self.value_dim
 
     @property
+    def still(self) -> int:
+        """Number of a head's columns that do not turn."""
+        return self.key_dim - (self.rope.dim if self.rope else 0)
+
+    @property
+    def inputs(self) -> dict[str, tuple[int, int]]:
+        """The products that make queries, keys and values that TP cuts: rows and columns, by name. Rows of 0 are the block's
+        width.
+        """
+        if self.latent is None:
+            return {"query": (0, self.queries), "key": (0, self.keys), "value": (0, self.values)}
+        made = self.heads * (self.still + self.value_dim)
+        return {"query": (self.latent.query_rank, self.queries), "key_value": (self.latent.rank, made)}
+
+    @property
+    def downs(self) -> dict[str, int]:
+        """The widths of latent attention's narrow vectors, by the product that makes them. Every TP rank has them whole."""
+        if self.latent is None or self.rope is None:
+            return {}
+        query = {"query_down": self.latent.query_rank} if self.latent.query_rank else {}
+        return query | {"key_value_down": self.latent.rank + self.rope.dim}
+
+    @property
     def sees(self) -> Window:
         return find_window(self.window)
 
@@ -83,10 +146,12 @@ class FeedForwardSpec(NamedTuple):
     Args:
         inner: width of the inner layer.
         ffn: name of the activation.
+        bias: whether both products have a bias.
     """
 
     inner: int
     ffn: str
+    bias: bool = False
 
     @property
     def activation(self) -> Activation:

@@ -37,8 +37,9 @@ def _halves(model: ModelSpec, block: BlockSpec, seq_len: int, causal: bool) -> t
     """Return the FLOPs of a token in a block: attention with everything dense, and the experts."""
     attention, moe = block.attention, block.moe
     keys = attention.sees.pairs(range(seq_len)) / seq_len if causal else seq_len
-    products = attention.queries + attention.keys + attention.values + attention.outputs
-    flops = 2 * model.hidden * products + 2 * (attention.queries + attention.outputs) * keys
+    products = sum(width * (inside or model.hidden) for inside, width in attention.inputs.values())
+    products += model.hidden * (attention.outputs + sum(attention.downs.values()))
+    flops = 2 * products + 2 * (attention.queries + attention.outputs) * keys
     if block.dense:
         flops += _feed_forward(model.hidden, block.dense)
     if not moe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -12,9 +13,11 @@ from foldray.blueprint.block import (
     AttentionSpec,
     BlockSpec,
     FeedForwardSpec,
+    LatentSpec,
     MixtureSpec,
     QkNorm,
     RopeSpec,
+    YarnSpec,
     make_block,
 )
 from foldray.blueprint.presets import PRESETS
@@ -36,6 +39,62 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, str_max_length=4096)
 
 
+class RopeScaling(Strict):
+    """YaRN: rotary positions for sequences that are longer than those of an earlier training (arXiv:2309.00071, section 3)."""
+
+    factor: float = Field(gt=1, description="How many times as long sequences may be.")
+    original_positions: int = Field(ge=1, le=_LARGEST, description="Tokens of a sequence in the earlier training.")
+    beta_fast: float = Field(
+        32.0, gt=0, description="Pairs of columns that turn more often than this within `original_positions` stay as they are."
+    )
+    beta_slow: float = Field(
+        1.0, gt=0, description="Pairs that turn less often than this turn `factor` times as slowly; between both, it is linear."
+    )
+    truncate: bool = Field(True, description="Round both bounds to whole pairs of columns.")
+    attention_factor: float | None = Field(
+        None, gt=0, description="Factor on cosines and sines. Null is 0.1 · ln(factor) + 1, or follows from `mscale`."
+    )
+    mscale: float | None = Field(
+        None, gt=0, description="DeepSeek's weight m of the logarithm, in 0.1 · m · ln(factor) + 1. It needs `mscale_all_dim`."
+    )
+    mscale_all_dim: float | None = Field(
+        None,
+        gt=0,
+        description="The same weight for whole heads. Scores get the square of this factor, and cosines and sines are "
+        "divided by it.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> RopeScaling:
+        if self.mscale is not None and self.mscale_all_dim is None:
+            raise UserError("model.rope_scaling.mscale", self.mscale, "needs mscale_all_dim", ["null"])
+        if self.beta_fast <= self.beta_slow:
+            raise UserError("model.rope_scaling.beta_fast", self.beta_fast, f"must be more than beta_slow={self.beta_slow:g}")
+        return self
+
+    def _logarithm(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1
+
+    @property
+    def magnitude(self) -> float:
+        """Factor on cosines and sines."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is not None and self.mscale_all_dim is not None:
+            return self._logarithm(self.mscale) / self._logarithm(self.mscale_all_dim)
+        return self._logarithm(1.0)
+
+    @property
+    def scale(self) -> float:
+        """Factor on scores."""
+        return 1.0 if self.mscale_all_dim is None else self._logarithm(self.mscale_all_dim) ** 2
+
+    @property
+    def yarn(self) -> YarnSpec:
+        bounds = self.beta_fast, self.beta_slow
+        return YarnSpec(self.factor, self.original_positions, *bounds, self.truncate, self.magnitude)
+
+
 class RouterSpec(Strict):
     """How the router chooses experts for a token, and what keeps the experts evenly used."""
 
@@ -52,6 +111,14 @@ class RouterSpec(Strict):
         "sigmoid`.",
     )
     scale: float = Field(1.0, gt=0, description="Factor on the weights of the chosen experts.")
+    groups: int = Field(
+        1,
+        ge=1,
+        le=_MOST_EXPERTS,
+        description="Groups of neighbouring experts. A token chooses among the experts of `topk_groups` of them (DeepSeek-V3). "
+        "With `score: sigmoid`, the two best experts of a group decide, otherwise the best one.",
+    )
+    topk_groups: int = Field(1, ge=1, le=_MOST_EXPERTS, description="Groups that a token chooses its experts from.")
     balance_loss: float = Field(
         0.01,
         ge=0,
@@ -59,6 +126,7 @@ class RouterSpec(Strict):
         "which makes the busiest worker faster. 0 turns it off.",
     )
     z_loss: float = Field(0.0, ge=0, description="Weight of the router's z-loss, which keeps its logits small. 0 turns it off.")
+    logit_bias: bool = Field(False, description="A learnt bias on the router's logits, as in GPT-OSS.")
     selection_bias: bool = Field(
         False,
         description="A bias on the scores takes part in the choice of experts, but not in their weights. With `score: sigmoid` "
@@ -142,6 +210,24 @@ class ModelSpec(Strict):
         description="Biases of attention's products. `inputs` has them for queries, keys and values; `all` also has one behind "
         "the heads.",
     )
+    attention_sinks: bool = Field(
+        False,
+        description="Every head has a learnt score that takes a share of the softmax and adds nothing to the output (GPT-OSS).",
+    )
+    latent_rank: int = Field(
+        0,
+        ge=0,
+        le=_WIDEST,
+        description="Width of the vector from which all heads make keys and values (multi-head latent attention, DeepSeek-V2). "
+        "The last `rope_dim` columns of a head turn, and heads share those of keys. 0 leaves it out.",
+    )
+    latent_query_rank: int = Field(
+        0,
+        ge=0,
+        le=_WIDEST,
+        description="Width of the vector from which heads make queries with latent attention. 0 makes them from the block's "
+        "input.",
+    )
     windows: Windows = Field(
         (FULL.name,),
         description="How far back queries see, one entry for each block; behind the last entry, the first one follows again. "
@@ -170,6 +256,7 @@ class ModelSpec(Strict):
         le=_WIDEST,
         description="Inner width of the shared expert, which computes every token and needs no all-to-all. 0 leaves it out.",
     )
+    expert_bias: bool = Field(False, description="Biases of the experts' products, as in GPT-OSS. ETP cannot cut such experts.")
     shared_gate: bool = Field(
         False,
         description="Every token weighs the shared expert's output with the sigmoid of a product, as in Qwen2-MoE. It needs "
@@ -209,6 +296,9 @@ class ModelSpec(Strict):
         le=2**14,
         description="Number of a head's columns that `rope` rotates, from the first one. Null rotates all of head_dim.",
     )
+    rope_scaling: RopeScaling | None = Field(
+        None, description="YaRN, for sequences that are longer than those of an earlier training. Null leaves it out."
+    )
     rope_pairs: Literal["halves", "interleaved"] = Field(
         "halves",
         description="Which columns `rope` rotates together: i and i + rope_dim / 2 (`halves`, as GPT-NeoX and Llama in "
@@ -220,6 +310,7 @@ class ModelSpec(Strict):
     ffn: Annotated[str, among((*ACTIVATIONS, OWN), find_activation)] = Field(
         "gated_silu",
         description="Activation of dense blocks and experts. `gated_silu` needs three matrices per network, `gelu` two. "
+        "`gated_clamped` is GPT-OSS's: (up + 1) · gate · sigmoid(1.702 · gate), with up and gate within 7. "
         "`module:NAME` names an activation of your own.",
     )
     tied_embeddings: bool = Field(
@@ -253,6 +344,7 @@ class ModelSpec(Strict):
             raise UserError("model.head_dim", self.head_dim, "must be even with rotary positions")
         if self.rope_dim is not None and (self.rope_dim % 2 or self.rope_dim > self.head_dim):
             raise UserError("model.rope_dim", self.rope_dim, f"must be even, and at most head_dim={self.head_dim}")
+        self._check_latent()
         if self.shared_gate and not self.shared_hidden:
             raise UserError("model.shared_gate", True, "needs a shared expert (shared_hidden)", [False])
         if self.topk > self.experts:
@@ -260,6 +352,13 @@ class ModelSpec(Strict):
         if self.dense_first > self.layers:
             raise UserError("model.dense_first", self.dense_first, f"must be at most layers={self.layers}")
         router = self.router
+        if self.experts % router.groups:
+            raise UserError("model.router.groups", router.groups, f"must divide experts={self.experts}", divisors(self.experts))
+        if router.topk_groups > router.groups or self.topk > router.topk_groups * (self.experts // router.groups):
+            rule = f"must be at most groups={router.groups}, and have at least topk={self.topk} experts together"
+            raise UserError("model.router.topk_groups", router.topk_groups, rule)
+        if router.groups > 1 and router.score == "softmax" and router.softmax == "after_topk":
+            raise UserError("model.router.groups", router.groups, "needs score=sigmoid or softmax=before_topk", [1])
         if router.score == "sigmoid" and router.softmax != "after_topk":
             raise UserError("model.router.softmax", router.softmax, "has no meaning with score=sigmoid", ["after_topk"])
         if router.selection_bias and router.score == "softmax" and router.softmax == "after_topk":
@@ -274,6 +373,22 @@ class ModelSpec(Strict):
             raise UserError("model.router.pad", True, "needs a capacity_factor to pad to", [False])
         return self
 
+    def _check_latent(self) -> None:
+        if self.rope_scaling is not None and self.positions != "rope":
+            raise UserError("model.rope_scaling", "given", f"has no meaning with positions={self.positions}", ["null"])
+        if not self.latent_rank:
+            if self.latent_query_rank:
+                raise UserError("model.latent_query_rank", self.latent_query_rank, "needs latent_rank", [0])
+            return
+        if self.positions != "rope" or self.rope_dim in (None, self.head_dim):
+            raise UserError("model.rope_dim", self.rope_dim, f"must be less than head_dim={self.head_dim} with latent_rank")
+        for field, value, legal in (
+            ("kv_heads", self.kv_heads, self.heads), ("qk_norm", self.qk_norm, "none"),
+            ("attention_bias", self.attention_bias, "none"),
+        ):  # fmt: skip
+            if value != legal:
+                raise UserError(f"model.{field}", value, "does not go with latent_rank", [legal])
+
     @property
     def activation(self) -> Activation:
         """The activation between the two matrix products of a feed-forward network."""
@@ -285,21 +400,27 @@ class ModelSpec(Strict):
     def block(self, layer: int) -> BlockSpec:
         """Return the sizes and choices of a block."""
         window = self.windows[layer % len(self.windows)]
-        rope = RopeSpec(self.rope_dim or self.head_dim, self.rope_theta, self.rope_pairs == "interleaved")
+        rope, scaling = None, self.rope_scaling
+        if self.positions == "rope":
+            pairs, yarn = self.rope_pairs == "interleaved", scaling.yarn if scaling else None
+            rope = RopeSpec(self.rope_dim or self.head_dim, self.rope_theta, pairs, yarn)
         attention = AttentionSpec(
             self.heads,
             self.kv_heads,
             self.head_dim,
             self.value_dim or self.head_dim,
             window,
-            rope if self.positions == "rope" else None,
+            rope,
             self.qk_norm,
             self.attention_bias,
+            LatentSpec(self.latent_query_rank, self.latent_rank) if self.latent_rank else None,
+            scaling.scale if scaling else 1.0,
+            self.attention_sinks,
         )
         if not self.is_moe(layer):
             return make_block(attention, FeedForwardSpec(self.ffn_hidden, self.ffn), None)
         shared = FeedForwardSpec(self.shared_hidden, self.ffn) if self.shared_hidden else None
-        expert = FeedForwardSpec(self.expert_hidden, self.ffn)
+        expert = FeedForwardSpec(self.expert_hidden, self.ffn, self.expert_bias)
         return make_block(attention, None, MixtureSpec(self.experts, self.topk, expert, shared, self.shared_gate))
 
     @property

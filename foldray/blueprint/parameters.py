@@ -79,15 +79,20 @@ def count_by_cut(model: ModelSpec) -> tuple[int, int]:
     """
     hidden, matrices = model.hidden, 1 + len(model.activation.inwards)
     attention = model.block(0).attention
-    width = attention.queries + attention.keys + attention.values + attention.outputs
+    width = sum(columns * (rows or hidden) for rows, columns in attention.inputs.values()) + hidden * attention.outputs
+    width += hidden * sum(attention.downs.values())
     norm = hidden * (2 if model.norm == "layernorm" else 1)
-    vectors = _norm_widths(attention)[0] + _norm_widths(attention)[1] + sum(_bias_widths(attention, hidden).values())
+    vectors = (
+        attention.heads * attention.sinks + sum(_norm_widths(attention).values()) + sum(_bias_widths(attention, hidden).values())
+    )
     sparse = (model.layers - model.dense_first) // model.moe_every
     edges = (1 if model.tied_embeddings else 2) * model.vocab + (model.max_positions if model.positions == "learned" else 0)
-    blocks = model.layers * (width * hidden + 2 * norm + vectors)
+    blocks = model.layers * (width + 2 * norm + vectors)
     dense = (model.layers - sparse) * matrices * hidden * model.ffn_hidden
     routed = sparse * hidden * (model.experts + matrices * model.shared_hidden + model.shared_gate)
-    return edges * hidden + norm + blocks + dense + routed, sparse * model.experts * matrices * hidden * model.expert_hidden
+    routed += sparse * model.experts * model.router.logit_bias
+    expert = matrices * hidden * model.expert_hidden + model.expert_bias * ((matrices - 1) * model.expert_hidden + hidden)
+    return edges * hidden + norm + blocks + dense + routed, sparse * model.experts * expert
 
 
 def count_by_op(model: ModelSpec) -> dict[tuple[str, BlockSpec | None], tuple[int, int]]:
@@ -111,15 +116,22 @@ def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
     out_std = std / math.sqrt(2 * model.layers)  # residual branches add up (GPT-2's scaled initialisation)
     attention, moe = block.attention, block.moe
     rows = _norm(model, f"{name}.attention_norm", layer, ATTENTION)
-    for part, width in (("query", attention.queries), ("key", attention.keys), ("value", attention.values)):
-        rows.append(ParameterSpec(f"{name}.attention.{part}", (hidden, width), layer, ATTENTION, cut=1, init=std))
+    for part, width in attention.downs.items():
+        rows.append(ParameterSpec(f"{name}.attention.{part}", (hidden, width), layer, ATTENTION, "replicated", init=std))
+    for part, (inside, width) in attention.inputs.items():
+        rows.append(ParameterSpec(f"{name}.attention.{part}", (inside or hidden, width), layer, ATTENTION, cut=1, init=std))
     rows.append(ParameterSpec(f"{name}.attention.out", (attention.outputs, hidden), layer, ATTENTION, cut=0, init=out_std))
     rows += _attention_vectors(attention, hidden, f"{name}.attention", layer)
+    if attention.sinks:
+        rows.append(ParameterSpec(f"{name}.attention.sinks", (attention.heads,), layer, ATTENTION, cut=0, init=std))
     rows += _norm(model, f"{name}.ffn_norm", layer, FFN if block.dense else ROUTE)
     if block.dense:
         rows += _ffn(model, f"{name}.ffn", block.dense, layer, out_std, FFN)
     if moe:
         rows.append(ParameterSpec(f"{name}.moe.router.weight", (hidden, moe.experts), layer, ROUTE, "replicated", init=std))
+        if model.router.logit_bias:
+            bias = (moe.experts,)
+            rows.append(ParameterSpec(f"{name}.moe.router.logit_bias", bias, layer, ROUTE, "replicated", init=0.0))
         for expert in range(moe.experts):
             rows += _ffn(model, f"{name}.moe.experts.{expert}", moe.expert, layer, out_std, EXPERT, "expert")
         if moe.shared:
@@ -136,10 +148,9 @@ def _attention_vectors(spec: AttentionSpec, hidden: int, name: str, layer: int) 
     for part, width in _bias_widths(spec, hidden).items():
         kind: tuple[GradientClass, int | None] = ("replicated", None) if part == "out" else ("dense", 0)
         rows.append(ParameterSpec(f"{name}.{part}_bias", (width,), layer, ATTENTION, *kind, init=0.0))
-    for part, width in zip(("query", "key"), _norm_widths(spec), strict=True):
-        kind = ("replicated", None) if spec.norm == "head" else ("dense", 0)
-        if width:
-            rows.append(ParameterSpec(f"{name}.norm.{part}", (width,), layer, ATTENTION, *kind))
+    for part, width in _norm_widths(spec).items():
+        kind = ("dense", 0) if spec.norm == "all" else ("replicated", None)
+        rows.append(ParameterSpec(f"{name}.norm.{part}", (width,), layer, ATTENTION, *kind))
     return rows
 
 
@@ -149,21 +160,25 @@ def _bias_widths(spec: AttentionSpec, hidden: int) -> dict[str, int]:
     return {"none": {}, "inputs": inputs, "all": inputs | {"out": hidden}}[spec.bias]
 
 
-def _norm_widths(spec: AttentionSpec) -> tuple[int, int]:
-    """Return the widths of the norms of queries and keys; 0 without one."""
-    return {"none": (0, 0), "head": (spec.key_dim, spec.key_dim), "all": (spec.queries, spec.keys)}[spec.norm]
+def _norm_widths(spec: AttentionSpec) -> dict[str, int]:
+    """Return the widths of attention's norms by what they normalize."""
+    if spec.latent:
+        query = {"query": spec.latent.query_rank} if spec.latent.query_rank else {}
+        return query | {"key_value": spec.latent.rank}
+    widths = {"head": (spec.key_dim, spec.key_dim), "all": (spec.queries, spec.keys)}
+    return {} if spec.norm == "none" else dict(zip(("query", "key"), widths[spec.norm], strict=True))
 
 
 def _ffn(
     model: ModelSpec, name: str, spec: FeedForwardSpec, layer: int, out_std: float, op: str, kind: GradientClass = "dense"
 ) -> list[ParameterSpec]:
-    return [
-        *(
-            ParameterSpec(f"{name}.{part}", (model.hidden, spec.inner), layer, op, kind, 1, model.init_std)
-            for part in spec.activation.inwards
-        ),
-        ParameterSpec(f"{name}.down", (spec.inner, model.hidden), layer, op, kind, 0, out_std),
-    ]
+    parts = spec.activation.inwards
+    rows = [ParameterSpec(f"{name}.{part}", (model.hidden, spec.inner), layer, op, kind, 1, model.init_std) for part in parts]
+    rows.append(ParameterSpec(f"{name}.down", (spec.inner, model.hidden), layer, op, kind, 0, out_std))
+    if spec.bias:
+        rows += [ParameterSpec(f"{name}.{part}_bias", (spec.inner,), layer, op, kind, init=0.0) for part in parts]
+        rows.append(ParameterSpec(f"{name}.down_bias", (model.hidden,), layer, op, kind, init=0.0))
+    return rows
 
 
 def _norm(model: ModelSpec, name: str, layer: int, op: str) -> list[ParameterSpec]:

@@ -249,6 +249,8 @@ def _check_divides(model: ModelSpec, fold: Fold) -> None:
         if applies and whole % size:
             legal = [d for d in divisors(fold.world_size) if whole % d == 0]
             raise UserError(f"fold.{axis}", size, f"must divide model.{field}={whole}", legal)
+    if model.expert_bias and fold.etp > 1:
+        raise UserError("fold.etp", fold.etp, "cannot cut experts that have biases (model.expert_bias)", [1])
     if model.vocab % fold.tp:
         rule = f"must be a multiple of fold.tp={fold.tp}; rows beyond the tokenizer's are padding"
         raise UserError("model.vocab", model.vocab, rule, [model.vocab + -model.vocab % fold.tp])

@@ -75,9 +75,29 @@ def _gated_silu_backward(dh_NF: Tensor, up_NW: Tensor) -> tuple[Tensor, Tensor]:
     return silu_NF.mul_(value_NF), dup_NW
 
 
+_SLOPE, _LIMIT = 1.702, 7.0  # of GPT-OSS's activation
+
+
+def _gated_clamped(up_NW: Tensor) -> Tensor:
+    gate_NF, value_NF = up_NW.chunk(2, -1)
+    gate_NF, value_NF = gate_NF.clamp(max=_LIMIT), value_NF.clamp(-_LIMIT, _LIMIT)
+    return gate_NF * torch.sigmoid(_SLOPE * gate_NF) * (value_NF + 1)
+
+
+def _gated_clamped_backward(dh_NF: Tensor, up_NW: Tensor) -> tuple[Tensor, Tensor]:
+    gate_NF, value_NF = up_NW.chunk(2, -1)
+    near_gate_NF, near_value_NF = gate_NF <= _LIMIT, value_NF.abs() <= _LIMIT
+    gate_NF, more_NF = gate_NF.clamp(max=_LIMIT), value_NF.clamp(-_LIMIT, _LIMIT) + 1
+    sigmoid_NF = torch.sigmoid(_SLOPE * gate_NF)
+    glu_NF = gate_NF * sigmoid_NF
+    slope_NF = sigmoid_NF * (1 + _SLOPE * gate_NF * (1 - sigmoid_NF))
+    return glu_NF * more_NF, torch.cat((dh_NF * more_NF * slope_NF * near_gate_NF, dh_NF * glu_NF * near_value_NF), dim=-1)
+
+
 def _gelu_backward(dh_NF: Tensor, up_NW: Tensor) -> tuple[Tensor, Tensor]:
     return F.gelu(up_NW), torch.ops.aten.gelu_backward(dh_NF, up_NW)
 
 
 GATED_SILU = Kernel(_gated_silu, _gated_silu_forward, _gated_silu_backward)
+GATED_CLAMPED = Kernel(_gated_clamped, _gated_clamped, _gated_clamped_backward)
 GELU = Kernel(F.gelu, F.gelu, _gelu_backward)

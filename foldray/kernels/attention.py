@@ -88,6 +88,22 @@ def merge(out_a_BNSD: Tensor, lse_a_BNS: Tensor, out_b_BNSD: Tensor, lse_b_BNS: 
     return out_a_BNSD.to(dtype) * weight_a_BNS1 + out_b_BNSD.to(dtype) * weight_b_BNS1, lse_BNS
 
 
+def with_sinks(out_BNSD: Tensor, lse_BNS: Tensor, sink_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Give every head a score that takes a share of the softmax and adds nothing (GPT-OSS).
+
+    `attend_backward` is right for the output and the log-sum-exp that this returns.
+    """
+    total_BNS = torch.logaddexp(lse_BNS, sink_N.to(lse_BNS.dtype).unsqueeze(-1))
+    return out_BNSD * (lse_BNS - total_BNS).exp().unsqueeze(-1).to(out_BNSD.dtype), total_BNS
+
+
+def sinks_backward(dout_BNSD: Tensor, out_BNSD: Tensor, lse_BNS: Tensor, sink_N: Tensor) -> Tensor:
+    """Return the gradient of the scores of `with_sinks`: [N]. The output and the log-sum-exp are those that it returned."""
+    share_BNS = (sink_N.to(lse_BNS.dtype).unsqueeze(-1) - lse_BNS).exp()
+    delta_BNS = (_wide(dout_BNSD) * _wide(out_BNSD)).sum(-1)
+    return -(share_BNS * delta_BNS).sum((0, 2)).to(sink_N.dtype)
+
+
 def _attend_cpu(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
     out_BNSD, lse_BNS = _aten._scaled_dot_product_flash_attention_for_cpu(
         q_BNSD, k_BGTD, v_BGTD, 0.0, mask == "causal", attn_mask=_bias(mask, q_BNSD.dtype), scale=scale

@@ -1,6 +1,6 @@
 """The feed-forward networks of experts, forward and backward: up-projection, activation, down-projection.
 
-The input rows are sorted by expert. Weights are [in, out], so y = x @ W. The networks have no biases.
+The input rows are sorted by expert. Weights are [in, out], so y = x @ W. Biases are None, or one row for each expert.
 
 Legend: N rows, n rows of one expert, H hidden, F inner, W width of up (2F with a gate, gate columns first), E experts.
 
@@ -11,7 +11,7 @@ the last two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any, Literal
@@ -27,7 +27,10 @@ from foldray.kernels.transfer import to_device
 
 Kind = Literal["loop", "grouped"]
 
-Gradients = tuple[Tensor, Tensor | None, Tensor | None, None, None, None]
+Biases = tuple[Tensor, Tensor] | tuple[None, None]
+"""The biases of both products, [E, W] and [E, H]."""
+
+Gradients = tuple[Tensor, Tensor | None, Tensor | None, None, None, None, Tensor | None, Tensor | None]
 
 # Up to this many multiply-adds per expert, starting a product takes longer than the product itself.
 SMALL_PRODUCT = 1 << 21
@@ -38,13 +41,24 @@ SMALL_PRODUCT = 1 << 21
 SUMMING_PRODUCT = 1 << 23
 
 
-def reference_ffn(x_NH: Tensor, up_HW: Tensor, down_FH: Tensor, ffn: str) -> Tensor:
-    """Compute one expert in ordinary autograd: y_NH."""
-    return kernel_of(ffn).plain(x_NH @ up_HW) @ down_FH
+def reference_ffn(
+    x_NH: Tensor, up_HW: Tensor, down_FH: Tensor, ffn: str, up_W: Tensor | None = None, down_H: Tensor | None = None
+) -> Tensor:
+    """Compute one expert in ordinary autograd: y_NH. The last two tensors are its biases."""
+    up_NW = x_NH @ up_HW if up_W is None else x_NH @ up_HW + up_W
+    y_NH = kernel_of(ffn).plain(up_NW) @ down_FH
+    return y_NH if down_H is None else y_NH + down_H
 
 
 def expert_ffn(
-    x_NH: Tensor, counts: list[int], up_EHW: Tensor, down_EFH: Tensor, ffn: str, kind: Kind, leave: Leave | None = None
+    x_NH: Tensor,
+    counts: list[int],
+    up_EHW: Tensor,
+    down_EFH: Tensor,
+    ffn: str,
+    kind: Kind,
+    leave: Leave | None = None,
+    biases: Biases = (None, None),
 ) -> Tensor:
     """Compute every expert on its rows.
 
@@ -56,7 +70,8 @@ def expert_ffn(
         ffn: name of the activation.
         kind: "loop" is the plain reference, "grouped" is fast. The results differ by rounding only.
         leave: leaves the gradients of both weights for later (`Later.leaver`). None, or the kind "loop", computes them with
-            those of the rows.
+            those of the rows. Biases get their gradients at once.
+        biases: biases of both products.
 
     Returns:
         y_NH in the order of `x_NH`. Weights of experts without rows get a gradient of zero.
@@ -68,10 +83,11 @@ def expert_ffn(
         raise ValueError(f"counts {counts} must be {up_EHW.shape[0]} numbers, one per expert, and sum to {x_NH.shape[0]} rows")
     if kind == "grouped":
         function = _implementation(x_NH, up_EHW.shape[0], down_EFH.shape[1])
-        return function.apply(x_NH.contiguous(), up_EHW, down_EFH, counts, ffn, leave)
+        return function.apply(x_NH.contiguous(), up_EHW, down_EFH, counts, ffn, leave, *biases)
     # unbind instead of [e], because the gradient of E selections would be E tensors of the size of all experts.
-    experts = zip(x_NH.split(counts), up_EHW.unbind(), down_EFH.unbind(), strict=True)
-    return torch.cat([reference_ffn(x_nH, up_HW, down_FH, ffn) for x_nH, up_HW, down_FH in experts])
+    rows = ([None] * len(counts) if bias is None else bias.unbind() for bias in biases)
+    experts = zip(x_NH.split(counts), up_EHW.unbind(), down_EFH.unbind(), *rows, strict=True)
+    return torch.cat([reference_ffn(x_nH, up_HW, down_FH, ffn, *own) for x_nH, up_HW, down_FH, *own in experts])
 
 
 def _implementation(x_NH: Tensor, experts: int, inner: int) -> type[torch.autograd.Function]:
@@ -96,23 +112,25 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_NH: Tensor, up_EHW: Tensor, down_EFH: Tensor, counts: list[int], ffn: str, leave: Leave | None
-    ) -> Tensor:
+        ctx: Any, x_NH: Tensor, up_EHW: Tensor, down_EFH: Tensor, counts: list[int], ffn: str, leave: Leave | None,
+        up_EW: Tensor | None, down_EH: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         ends_E = to_device(list(accumulate(counts)), x_NH.device, torch.int32)
-        up_NW = F.grouped_mm(x_NH, up_EHW, offs=ends_E)
+        up_NW = _with_bias(F.grouped_mm(x_NH, up_EHW, offs=ends_E), up_EW, counts)
         ctx.counts, ctx.ffn, ctx.leave = counts, ffn, leave
-        ctx.save_for_backward(x_NH, up_EHW, down_EFH, up_NW, ends_E)
-        return F.grouped_mm(kernel_of(ffn).forward(up_NW), down_EFH, offs=ends_E)
+        ctx.save_for_backward(x_NH, up_EHW, down_EFH, up_NW, ends_E, up_EW, down_EH)
+        return _with_bias(F.grouped_mm(kernel_of(ffn).forward(up_NW), down_EFH, offs=ends_E), down_EH, counts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_NH: Tensor) -> Gradients:
-        x_NH, up_EHW, down_EFH, up_NW, ends_E = ctx.saved_tensors
+        x_NH, up_EHW, down_EFH, up_NW, ends_E, *biases = ctx.saved_tensors
         x_NH = x_NH.detach()  # what is left for later must not keep the graph behind it
         dy_NH = dy_NH.contiguous()  # grouped_mm refuses expanded gradients
         dh_NF = F.grouped_mm(dy_NH, down_EFH.transpose(1, 2), offs=ends_E)
         h_NF, dup_NW = kernel_of(ctx.ffn).backward(dh_NF, up_NW)
         dx_NH, counts = F.grouped_mm(dup_NW, up_EHW.transpose(1, 2), offs=ends_E), ctx.counts
+        slopes = _bias_gradients((dup_NW, dy_NH), biases, counts)
 
         def product(a_NI: Tensor, b_NO: Tensor) -> Tensor:
             gradient_EIO = F.grouped_mm(a_NI.t(), b_NO, offs=ends_E)
@@ -128,9 +146,9 @@ class _Grouped(torch.autograd.Function):
                 total_EIO += product(a_NI, b_NO)
 
         if ctx.leave is None:
-            return dx_NH, product(x_NH, dup_NW), product(h_NF, dy_NH), None, None, None
+            return dx_NH, product(x_NH, dup_NW), product(h_NF, dy_NH), None, None, None, *slopes
         ctx.leave(lambda up: add(up.view_as(up_EHW), x_NH, dup_NW), lambda down: add(down.view_as(down_EFH), h_NF, dy_NH))
-        return dx_NH, None, None, None, None, None
+        return dx_NH, None, None, None, None, None, *slopes
 
 
 class _PerExpert(torch.autograd.Function):
@@ -142,26 +160,30 @@ class _PerExpert(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_NH: Tensor, up_EHW: Tensor, down_EFH: Tensor, counts: list[int], ffn: str, leave: Leave | None
-    ) -> Tensor:
+        ctx: Any, x_NH: Tensor, up_EHW: Tensor, down_EFH: Tensor, counts: list[int], ffn: str, leave: Leave | None,
+        up_EW: Tensor | None, down_EH: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         y_NH, saved, activate = torch.empty_like(x_NH), [], kernel_of(ffn).forward
         for e, rows, padded in _spans(x_NH, counts):
             up_nW = _mm(_pad(x_NH[rows], padded), up_EHW[e])
+            if up_EW is not None:
+                up_nW += up_EW[e]
             _mm(activate(up_nW), down_EFH[e], out=y_NH[rows])
             saved.append(up_nW)
         ctx.counts, ctx.ffn, ctx.leave = counts, ffn, leave
-        ctx.save_for_backward(x_NH, up_EHW, down_EFH, *saved)
-        return y_NH
+        ctx.save_for_backward(x_NH, up_EHW, down_EFH, up_EW, down_EH, *saved)
+        return _with_bias(y_NH, down_EH, counts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_NH: Tensor) -> Gradients:
-        x_NH, up_EHW, down_EFH, *saved = ctx.saved_tensors
+        x_NH, up_EHW, down_EFH, up_EW, down_EH, *saved = ctx.saved_tensors
         x_NH = x_NH.detach()  # what is left for later must not keep the graph behind it
         dx_NH, counts, leave = torch.empty_like(x_NH), ctx.counts, ctx.leave
         dy_NH, backward = dy_NH.contiguous(), kernel_of(ctx.ffn).backward
         ups, downs = list[_Factors](), list[_Factors]()  # of the gradients of weights
         now = None if leave else (torch.empty_like(up_EHW), torch.empty_like(down_EFH))
+        dups = list[Tensor]()  # of the biases
         for (e, rows, padded), up_nW in zip(_spans(x_NH, counts), saved, strict=True):
             dy_nH = _pad(dy_NH[rows], padded)
             h_nF, dup_nW = backward(_mm(dy_nH, down_EFH[e].t()), up_nW)
@@ -170,15 +192,40 @@ class _PerExpert(torch.autograd.Function):
                 _mm(h_nF.t(), dy_nH, out=now[1][e])
                 _mm(x_nH.t(), dup_nW, out=now[0][e])
             _mm(dup_nW, up_EHW[e].t(), out=dx_NH[rows])
+            if up_EW is not None:
+                dups.append(dup_nW[: rows.stop - rows.start])
             if now is None:
                 downs.append((e, h_nF, dy_nH))
                 ups.append((e, x_nH, dup_nW))
+        slopes = _bias_gradients(
+            (torch.cat(dups) if dups else up_EHW.new_zeros(0, up_EHW.shape[2]), dy_NH), (up_EW, down_EH), counts
+        )
         if leave is None:
             assert now is not None
             _zero_idle(counts, *now)
-            return dx_NH, *now, None, None, None
+            return dx_NH, *now, None, None, None, *slopes
         leave(lambda up: _add_products(up.view_as(up_EHW), ups), lambda down: _add_products(down.view_as(down_EFH), downs))
-        return dx_NH, None, None, None, None, None
+        return dx_NH, None, None, None, None, None, *slopes
+
+
+def _with_bias(rows_NO: Tensor, bias_EO: Tensor | None, counts: list[int]) -> Tensor:
+    """Add to each row the bias of its expert, in place."""
+    if bias_EO is None:
+        return rows_NO
+    count_E = to_device(counts, rows_NO.device, torch.int64)
+    return rows_NO.add_(bias_EO.repeat_interleave(count_E, dim=0, output_size=len(rows_NO)))
+
+
+def _bias_gradients(
+    slopes: tuple[Tensor, Tensor], biases: Sequence[Tensor | None], counts: list[int]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of both biases: the sum of each expert's rows, in at least float32."""
+    if biases[0] is None:
+        return None, None
+    count_E = to_device(counts, slopes[0].device, torch.int64)
+    wide = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in slopes)
+    up_EW, down_EH = (torch.segment_reduce(each, "sum", lengths=count_E, initial=0.0).to(each.dtype) for each in wide)
+    return up_EW.to(slopes[0].dtype), down_EH.to(slopes[1].dtype)
 
 
 _Factors = tuple[int, Tensor, Tensor]

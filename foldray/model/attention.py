@@ -15,12 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from foldray.blueprint import AttentionSpec, ModelSpec, RopeSpec
-from foldray.blueprint.parts import Parts, columns
-from foldray.comm import Groups, Pending, gather_sequence, scatter_sequence
+from foldray.comm import Groups, Pending, scatter_sequence
 from foldray.kernels.later import Later, product
 from foldray.model.context import context_attention
-from foldray.model.norms import HeadNorms
-from foldray.model.rotary import Rotation, rotate, rotation
+from foldray.model.rotary import Rotation, rotation
 from foldray.model.shards import by_member, in_order
 from foldray.model.sight import Sight
 from foldray.model.slices import KeysAndValues, slice_attention
@@ -56,8 +54,8 @@ class Attention(nn.Module):
     `project` and `start_gather`, then `store` and `attend`. In backward, `start_scatter` and `summed` bring the gradient of
     keys and values back.
 
-    One product with `qkv` [H, N·D + G·(D + V)] gives queries, keys and values. `out` is [N·V, H]. `qkv_bias` and `out_bias`
-    are None without biases.
+    Subclasses say how queries, keys and values are made (`HeadAttention`, `LatentAttention`). `out` is [N·V, H], `out_bias` [H]
+    or None, and `sinks` [N] or None.
 
     Args:
         share: this rank's heads.
@@ -78,12 +76,9 @@ class Attention(nn.Module):
         super().__init__()
         self.share, self.tensor, self.ring, self.context = share, groups.tensor, groups.context, context
         self.later = later or Later()
-        hidden, width = model.hidden, share.queries + share.keys + share.values
-        self.qkv = nn.Parameter(torch.empty(hidden, width, device=device, dtype=dtype))
-        self.out = nn.Parameter(torch.empty(share.outputs, hidden, device=device, dtype=dtype))
-        self.qkv_bias = nn.Parameter(self.qkv.new_empty(width)) if share.bias != "none" else None
-        self.out_bias = nn.Parameter(self.out.new_empty(hidden)) if share.bias == "all" else None
-        self.norm = HeadNorms(share, model.norm_eps, groups.tensor, device, dtype) if share.norm != "none" else None
+        self.out = nn.Parameter(torch.empty(share.outputs, model.hidden, device=device, dtype=dtype))
+        self.out_bias = nn.Parameter(self.out.new_empty(model.hidden)) if share.bias == "all" else None
+        self.sinks = nn.Parameter(self.out.new_empty(share.heads)) if share.sinks else None
 
     def forward(self, x_BsH: torch.Tensor, place: Place, memory: KeysAndValues | None = None) -> torch.Tensor:
         """Compute attention of whole sequences, or of one slice to everything up to it: [B, s, H] → [B, s, H].
@@ -111,7 +106,7 @@ class Attention(nn.Module):
 
     def attend(self, q_BNSD: torch.Tensor, place: Place, memory: KeysAndValues) -> torch.Tensor:
         """Compute attention of a slice whose keys and values are stored: [B, N, S, D] → [B, s, H]."""
-        return self._merged(slice_attention(q_BNSD, memory, place.sights[self.share.window]))
+        return self._merged(slice_attention(q_BNSD, memory, place.sights[self.share.window], sink_N=self.sinks))
 
     def start_scatter(self, place: Place, memory: KeysAndValues) -> Pending:
         """Start to send the gradient of a slice's keys and values to the ranks that hold them.
@@ -130,44 +125,20 @@ class Attention(nn.Module):
 
     def _projected(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values, each as [B, heads, S, width]."""
-        x_BSH, share = gather_sequence(x_BsH, self.tensor), self.share
-        product_BSW = product(x_BSH, self.qkv, self.later)
-        if self.qkv_bias is not None:
-            product_BSW = product_BSW + self.qkv_bias
-        q_BSND, k_BSGD, v_BSGV = (
-            part.unflatten(-1, (-1, width))
-            for part, width in zip(
-                product_BSW.split((share.queries, share.keys, share.values), dim=-1),
-                (share.key_dim, share.key_dim, share.value_dim),
-                strict=True,
-            )
-        )
-        if self.norm is not None:
-            q_BSND, k_BSGD = self.norm(q_BSND, k_BSGD)  # which keeps the whole product for backward
-        if share.rope is not None:
-            turn = place.rotation(share.rope, product_BSW.dtype)
-            q_BSND, k_BSGD = rotate(q_BSND, turn), rotate(k_BSGD, turn)
-            if self.norm is None:  # as a view, the values would keep the whole product alive until backward
-                v_BSGV = v_BSGV.contiguous()
-        return q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGV.transpose(1, 2)
+        raise NotImplementedError
 
     def _merged(self, y_BNSV: torch.Tensor) -> torch.Tensor:
         """Return the sum over all heads: [B, N, S, V] → [B, s, H]."""
         y_BsH = scatter_sequence(product(y_BNSV.transpose(1, 2).flatten(2), self.out, self.later), self.tensor)
         return y_BsH if self.out_bias is None else y_BsH + self.out_bias
 
-    def parts(self) -> Parts:
-        widths = {"query": self.share.queries, "key": self.share.keys, "value": self.share.values}
-        biases = columns({f"{part}_bias": width for part, width in widths.items()}, before=())
-        return {"qkv": columns(widths), "out": [("out", ())], "qkv_bias": biases, "out_bias": [("out_bias", ())]}
-
     def _attend(
         self, q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Tensor, sight: Sight, memory: KeysAndValues | None
     ) -> torch.Tensor:
         if memory is not None and not sight.whole:
-            return slice_attention(q_BNSD, memory, sight, k_BGSD, v_BGSV)
-        if self.ring.size > 1:
-            return context_attention(q_BNSD, k_BGSD, v_BGSV, self.ring, self.context, sight)
+            return slice_attention(q_BNSD, memory, sight, k_BGSD, v_BGSV, self.sinks)
+        if self.ring.size > 1 or self.sinks is not None:  # torch's attention has no sinks
+            return context_attention(q_BNSD, k_BGSD, v_BGSV, self.ring, self.context, sight, self.sinks)
         return whole_attention(q_BNSD, k_BGSD, v_BGSV, sight)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from foldray.comm import Communicator, Pending
-from foldray.kernels.attention import attend, attend_backward, merge
+from foldray.kernels.attention import attend, attend_backward, merge, sinks_backward, with_sinks
 from foldray.model.shards import gather_chunks, scatter_chunks
 from foldray.model.sight import Part, Sight
 
@@ -42,6 +42,7 @@ def context_attention(
     communicator: Communicator,
     mode: Mode,
     sight: Sight,
+    sink_N: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention of this rank's queries to the whole sequence: [B, N, S, Dv]. Every member must call this.
 
@@ -52,6 +53,7 @@ def context_attention(
         communicator: the ranks that share the sequences, in the order of their shards.
         mode: how keys and values travel.
         sight: the sight of whole sequences. Members differ in its `index` only.
+        sink_N: scores of heads that take a share of the softmax (`with_sinks`); None without them.
 
     Raises:
         ValueError: the mode is unknown, or the shape of the document numbers is not that of the whole sequences.
@@ -61,7 +63,7 @@ def context_attention(
     shape, segment_BL = (q_BNSD.shape[0], q_BNSD.shape[2] * communicator.size), sight.segment_BL
     if segment_BL is not None and segment_BL.shape != shape:
         raise ValueError(f"segment_BL has shape {tuple(segment_BL.shape)}; whole sequences have {shape}")
-    return _ContextAttention.apply(q_BNSD, k_BGSD, v_BGSD, communicator, mode, sight)
+    return _ContextAttention.apply(q_BNSD, k_BGSD, v_BGSD, communicator, mode, sight, sink_N)
 
 
 class _ContextAttention(torch.autograd.Function):
@@ -69,7 +71,14 @@ class _ContextAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, communicator: Communicator, mode: Mode, sight: Sight
+        ctx: Any,
+        q_BNSD: Tensor,
+        k_BGSD: Tensor,
+        v_BGSD: Tensor,
+        communicator: Communicator,
+        mode: Mode,
+        sight: Sight,
+        sink_N: Tensor | None,
     ) -> Tensor:
         queries, widths = q_BNSD.chunk(len(sight.own), dim=2), (k_BGSD.shape[-1], v_BGSD.shape[-1])
         merged: dict[int, tuple[Tensor, Tensor]] = {}
@@ -78,22 +87,26 @@ class _ContextAttention(torch.autograd.Function):
                 k, v = block[..., part.keys, :].split(widths, dim=-1)
                 result = attend(queries[place], k, v, part.mask)
                 merged[place] = merge(*merged[place], *result) if place in merged else result
-        out_BNSD, lse_BNS = (torch.cat([merged[place][i] for place in sorted(merged)], dim=2) for i in range(2))
+        outs, lses = zip(*(merged[place] for place in sorted(merged)), strict=True)
+        out_BNSD, lse_BNS = (each[0] if len(each) == 1 else torch.cat(each, dim=2) for each in (outs, lses))
+        if sink_N is not None:
+            out_BNSD, lse_BNS = with_sinks(out_BNSD, lse_BNS, sink_N)
         out_BNSD = out_BNSD.to(q_BNSD.dtype)
-        ctx.save_for_backward(q_BNSD, k_BGSD, v_BGSD, out_BNSD, lse_BNS)
+        ctx.save_for_backward(q_BNSD, k_BGSD, v_BGSD, out_BNSD, lse_BNS, sink_N)
         ctx.communicator, ctx.mode, ctx.sight = communicator, mode, sight
         return out_BNSD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_BNSD, k_BGSD, v_BGSD, out_BNSD, lse_BNS = ctx.saved_tensors
+        q_BNSD, k_BGSD, v_BGSD, out_BNSD, lse_BNS, sink_N = ctx.saved_tensors
+        dsink_N = None if sink_N is None else sinks_backward(grads[0], out_BNSD, lse_BNS, sink_N)
         widths = (k_BGSD.shape[-1], v_BGSD.shape[-1])
         whole = _Whole(ctx.sight, widths, q_BNSD, out_BNSD, lse_BNS, grads[0])
         backward = _ring_backward if ctx.mode == "ring" else _all_gather_backward
         gradient = backward((k_BGSD, v_BGSD), ctx.communicator, whole).to(k_BGSD.dtype)
         dk_BGSD, dv_BGSD = gradient.split(widths, dim=-1)
-        return whole.dq_BNSD.to(q_BNSD.dtype), dk_BGSD, dv_BGSD, None, None, None
+        return whole.dq_BNSD.to(q_BNSD.dtype), dk_BGSD, dv_BGSD, None, None, None, dsink_N
 
 
 class _Whole:

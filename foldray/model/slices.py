@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from foldray.kernels.attention import attend, attend_backward, merge
+from foldray.kernels.attention import attend, attend_backward, merge, sinks_backward, with_sinks
 from foldray.model.sight import Part, Sight
 
 
@@ -91,7 +91,12 @@ class KeysAndValues:
 
 
 def slice_attention(
-    q_BNSD: Tensor, memory: KeysAndValues, sight: Sight, k_BGSD: Tensor | None = None, v_BGSD: Tensor | None = None
+    q_BNSD: Tensor,
+    memory: KeysAndValues,
+    sight: Sight,
+    k_BGSD: Tensor | None = None,
+    v_BGSD: Tensor | None = None,
+    sink_N: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention of this rank's queries of a slice, slice after slice: [B, N, S, Dv].
 
@@ -99,8 +104,9 @@ def slice_attention(
         memory: keys and values of earlier slices.
         k_BGSD, v_BGSD: keys and values of this slice, if this rank has all of them. They go to `memory`, and the backward
             of the first slice frees `memory`. None if `memory` has them already; the caller then takes their gradient.
+        sink_N: scores of heads that take a share of the softmax (`with_sinks`); None without them.
     """
-    return _SliceAttention.apply(q_BNSD, memory, sight, k_BGSD, v_BGSD)
+    return _SliceAttention.apply(q_BNSD, memory, sight, k_BGSD, v_BGSD, sink_N)
 
 
 class _SliceAttention(torch.autograd.Function):
@@ -112,6 +118,7 @@ class _SliceAttention(torch.autograd.Function):
         sight: Sight,
         k_BGSD: Tensor | None,
         v_BGSD: Tensor | None,
+        sink_N: Tensor | None,
     ) -> Tensor:
         if k_BGSD is not None and v_BGSD is not None and not memory.has(sight):
             memory.put(k_BGSD, v_BGSD, sight)
@@ -125,8 +132,11 @@ class _SliceAttention(torch.autograd.Function):
                 out, lse = merge(out, lse, *other)
             outs.append(out)
             lses.append(lse)
-        out_BNSD = (outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)).to(q_BNSD.dtype)
-        ctx.save_for_backward(q_BNSD, out_BNSD, lses[0] if len(lses) == 1 else torch.cat(lses, dim=2))
+        out_BNSD, lse_BNS = (each[0] if len(each) == 1 else torch.cat(each, dim=2) for each in (outs, lses))
+        if sink_N is not None:
+            out_BNSD, lse_BNS = with_sinks(out_BNSD, lse_BNS, sink_N)
+        out_BNSD = out_BNSD.to(q_BNSD.dtype)
+        ctx.save_for_backward(q_BNSD, out_BNSD, lse_BNS, sink_N)
         ctx.memory, ctx.sight, ctx.owns = memory, sight, k_BGSD is not None
         return out_BNSD
 
@@ -135,7 +145,9 @@ class _SliceAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         memory, sight = ctx.memory, ctx.sight
         gradient, made, dqs = memory.collect(sight), memory.made, []
-        each = zip(*(_chunked(x, sight) for x in (grads[0], *ctx.saved_tensors)), sight.parts, strict=True)
+        q_BNSD, out_BNSD, lse_BNS, sink_N = ctx.saved_tensors
+        dsink_N = None if sink_N is None else sinks_backward(grads[0], out_BNSD, lse_BNS, sink_N)
+        each = zip(*(_chunked(x, sight) for x in (grads[0], q_BNSD, out_BNSD, lse_BNS)), sight.parts, strict=True)
         for dout, q, out, lse, parts in each:
             shares = []  # of one part or two
             for part in reversed(parts):  # later keys first, so that the written gradient has no gaps
@@ -147,9 +159,9 @@ class _SliceAttention(torch.autograd.Function):
             dqs.append(shares[0] if len(shares) == 1 else shares[0].add_(shares[1]))
         dq_BNSD = (dqs[0] if len(dqs) == 1 else torch.cat(dqs, dim=2)).to(made.dtype)
         if not ctx.owns:
-            return dq_BNSD, None, None, None, None
+            return dq_BNSD, None, None, None, None, dsink_N
         dk_BGSD, dv_BGSD = memory.take_gradient(sight).to(made.dtype).split(memory.widths, dim=-1)
-        return dq_BNSD, None, None, dk_BGSD, dv_BGSD
+        return dq_BNSD, None, None, dk_BGSD, dv_BGSD, dsink_N
 
 
 def _chunked(x: Tensor, sight: Sight) -> Sequence[Tensor]:

@@ -20,8 +20,9 @@ from foldray.blueprint.parameters import GradientClass
 from foldray.comm import Groups
 from foldray.kernels.later import Later
 from foldray.kernels.transfer import to_device
-from foldray.model.attention import Attention, ContextMode, Place
+from foldray.model.attention import ContextMode, Place
 from foldray.model.batch import IGNORED, Batch, Losses
+from foldray.model.heads import HeadAttention, LatentAttention
 from foldray.model.layers import FeedForward, Vocabulary, WeighedFeedForward
 from foldray.model.norms import Norm
 from foldray.model.parts import parts_below
@@ -57,7 +58,8 @@ class Block(nn.Module):
             self.moe = ExpertHalf(ownership, layer, groups, backend.experts, later, device, dtype)
             return
         self.attention_norm = Norm(model, device, dtype)
-        self.attention = Attention(share.attention, model, groups, context, later, device, dtype)
+        attention = LatentAttention if share.attention.latent else HeadAttention
+        self.attention = attention(share.attention, model, groups, context, later, device, dtype)
         self.ffn_norm = Norm(model, device, dtype)
         if share.dense:
             self.ffn = FeedForward(share.dense, model.hidden, groups.tensor, later, device, dtype)

@@ -7,6 +7,7 @@ Legend: T = B·s tokens (s positions of each of B sequences), H hidden, E expert
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -62,6 +63,7 @@ class Router(nn.Module):
         self.model, self.spec, self.sequences = model, model.router, Sequences(groups)
         self.gate: Gate = gate or TopKGate(model)
         self.weight = nn.Parameter(torch.empty(model.hidden, model.experts, device=device, dtype=dtype))
+        self.logit_bias = nn.Parameter(self.weight.new_empty(model.experts)) if model.router.logit_bias else None
         self.bias: torch.Tensor
         self.register_buffer("bias", torch.zeros(model.experts, device=device, dtype=_at_least_float32(dtype or torch.float32)))
 
@@ -77,6 +79,8 @@ class Router(nn.Module):
             before: sum of the tallies of earlier pieces; None for the first piece.
         """
         experts, logits_TE = self.model.experts, wide_product(x_TH, self.weight)
+        if self.logit_bias is not None:
+            logits_TE = logits_TE + self.logit_bias
         expert_TK, weight_TK = self.gate(logits_TE, self.bias)
         length = x_TH.shape[0] // sequences if length is None else length
         keep_TK, limit, competed_BE = self._keep(expert_TK, weight_TK.detach(), sequences, length, before)
@@ -142,11 +146,22 @@ class TopKGate:
             top_TK, expert_TK = logits_TE.topk(self.topk, dim=-1)
             return expert_TK, top_TK.softmax(-1) * spec.scale
         score_TE = logits_TE.softmax(-1) if spec.score == "softmax" else logits_TE.sigmoid()
-        expert_TK = (score_TE.detach() + bias_E).topk(self.topk, dim=-1).indices
+        expert_TK = self._of_best_groups(score_TE.detach() + bias_E).topk(self.topk, dim=-1).indices
         weight_TK = score_TE.gather(-1, expert_TK)
         if spec.normalize:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True).clamp_min(1e-20)
         return expert_TK, weight_TK * spec.scale
+
+    def _of_best_groups(self, score_TE: torch.Tensor) -> torch.Tensor:
+        """Return scores of −inf for the experts of all but a token's best groups (DeepSeek-V3, section 2.1.2)."""
+        spec = self.spec
+        if spec.groups == 1:
+            return score_TE
+        grouped_TGE = score_TE.unflatten(-1, (spec.groups, -1))
+        deciding = min(2 if spec.score == "sigmoid" else 1, grouped_TGE.shape[-1])
+        best_TG = grouped_TGE.topk(deciding, dim=-1).values.sum(-1).topk(spec.topk_groups, dim=-1).indices
+        out_TG = torch.ones_like(grouped_TGE[..., 0], dtype=torch.bool).scatter_(-1, best_TG, False)
+        return grouped_TGE.masked_fill(out_TG.unsqueeze(-1), -math.inf).flatten(-2)
 
 
 def scores(logits_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:

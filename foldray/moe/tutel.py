@@ -64,7 +64,7 @@ def tutel_gate(model: ModelSpec) -> Gate | None:
     """
     spec, rescaled = model.router, model.router.normalize or model.router.softmax == "after_topk"
     extract_critical = _import_tutel().extract_critical
-    if spec.score != "softmax" or spec.selection_bias or (rescaled and model.topk == 1):
+    if spec.score != "softmax" or spec.selection_bias or spec.groups > 1 or (rescaled and model.topk == 1):
         return None
 
     def gate(logits_TE: torch.Tensor, bias_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

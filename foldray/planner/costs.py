@@ -242,6 +242,8 @@ class RankCosts:
         queries = len(tokens) * fold.tp / (1 if fold.cp == 1 else 2)  # per kernel: a slice, or one of CP's 2 chunks
         core = self.device.attention((2.5 if back else 1) * 2 * wide * seen * (own.queries + own.outputs), queries)
         yield Work(COMPUTE, "attention", core)
+        if own.sinks:
+            yield self._memory(2 * wide * own.outputs * self.device.bytes)
         if fold.cp > 1 and whole:
             # A ring passes keys and values on while it attends to those that have arrived. In backward it passes them on
             # again, with their float32 gradients.
@@ -273,8 +275,22 @@ class RankCosts:
             yield self._travel("tp", self.network.reduce("tp", 8 * wide))
         if own.bias != "none":
             yield self._memory((2 if back else 1) * wide * (own.queries + own.keys + own.values) * self.device.bytes)
+        if own.latent:
+            yield from self._latent(own, n, back)
+            return
         yield from self._tensor(wide, back, ways=1)
         yield from self._products("gemm", wide, self.model.hidden, own.queries + own.keys + own.values, back)
+
+    def _latent(self, own: AttentionSpec, n: float, back: bool) -> Iterator[Work]:
+        """Yield the work of latent attention for queries, keys and values."""
+        hidden, wide, narrow = self.model.hidden, n * self.fold.tp, sum(own.downs.values())
+        yield from self._products("gemm", n, hidden, narrow, back)
+        yield self._memory((2 if back else 1) * 4 * n * narrow * self.device.bytes)
+        yield self._travel("tp", self.network.gather("tp", wide * narrow * self.device.bytes))
+        if own.latent and not own.latent.query_rank:
+            yield from self._tensor(wide, back, ways=1)
+        for inside, width in own.inputs.values():
+            yield from self._products("gemm", wide, inside or hidden, width, back)
 
     def _gather(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         """Yield the travel of a slice's keys and values; in backward, of their float32 gradients."""
@@ -339,7 +355,7 @@ class RankCosts:
         # Rows are sorted by expert and back. The activation is between the two products.
         if local > 1:
             yield self._permuted(times * 4 * rows * self._width)
-        yield self._memory(times * rows * (width + inner) * device.bytes)
+        yield self._memory(times * rows * (width + inner + moe.expert.bias * (width + hidden)) * device.bytes)
         for inside, outside in ((hidden, width), (inner, hidden)):
             yield Work(COMPUTE, "memory", device.casts(rows * (outside if back else inside)))
             for weights, (m, k, n) in enumerate(self._three(rows / local, inside, outside, back)):

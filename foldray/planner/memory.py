@@ -315,7 +315,8 @@ def operands(rank: RankCosts, block: BlockSpec, imbalance: float = 1.0) -> float
     """
     fold, hidden, own = rank.fold, rank.model.hidden, block.attention.cut(rank.fold.tp)
     wide = rank.job.seq_len / fold.cp * rank.sequences
-    numbers = wide * (2 * hidden + own.queries + own.keys + own.values + own.outputs)
+    made = sum(width + (inside or 0) for inside, width in own.inputs.values()) + sum(own.downs.values())
+    numbers = wide * (2 * hidden + made + own.outputs)
     for dense in (block.dense, block.moe and block.moe.shared):
         numbers += wide * (2 * hidden + (dense.width + dense.inner) / fold.tp) if dense else 0.0
     return numbers * rank.device.bytes + (expert_operands(rank, block, imbalance) if block.moe else 0.0)
@@ -340,6 +341,8 @@ def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, slic
     memory = tokens * fold.cp * keys_and_values * b if sliced else 0.0
     if again:
         return memory
+    if spec.latent:
+        return memory + _latent(rank, spec, n, sliced)
     # Sines and cosines of rope. All blocks and micro-batches share them, so this counts a little too much.
     turned = 4 * tokens / rank.sequences * spec.rope.dim if spec.rope else 0.0
     # With slices, `memory` already has keys and values. But if nothing changes queries and keys, they stay one tensor with the
@@ -351,6 +354,18 @@ def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, slic
     # With CP, attention keeps its outputs by head, and their product with a weight keeps them by token.
     given = outputs * (2 if fold.cp > 1 else 1)
     return memory + tokens * ((model.hidden + made + given) * b + spec.heads / fold.tp * 4) + turned
+
+
+def _latent(rank: RankCosts, spec: AttentionSpec, n: float, sliced: bool) -> float:
+    """Return what `_attention` keeps of latent attention, beyond the keys and values of slices."""
+    assert spec.latent
+    assert spec.rope
+    fold, hidden, b, latent = rank.fold, rank.model.hidden, rank.device.bytes, spec.latent
+    tokens, own = n * fold.tp, spec.cut(fold.tp)
+    narrow = n * sum(spec.downs.values()) + tokens * (latent.query_rank + latent.rank)  # before and after their norms
+    whole = tokens * hidden if fold.tp > 1 and not latent.query_rank else 0.0
+    made = own.queries + (0 if sliced else own.keys + own.values) + own.outputs * (2 if fold.cp > 1 else 1)
+    return (n * hidden + narrow + whole + tokens * made) * b + tokens * (own.heads + spec.rope.dim / rank.sequences) * 4
 
 
 def _feed_forward(rank: RankCosts, n: float, spec: FeedForwardSpec) -> float:

@@ -62,7 +62,9 @@ class Space:
             moe = [
                 (ep, etp)
                 for ep in self._sizes("ep", place, lambda n: model.experts % n == 0)
-                for etp in self._sizes("etp", place // ep, lambda n: model.expert_hidden % n == 0)
+                for etp in self._sizes(
+                    "etp", place // ep, lambda n: model.expert_hidden % n == 0 and not (model.expert_bias and n > 1)
+                )
             ]
             for tp in self._sizes("tp", place, self._cuts_heads):
                 for cp in self._sizes("cp", place // tp, lambda n, tp=tp: job.seq_len % smallest_slice(n, tp) == 0):  # type: ignore[misc]

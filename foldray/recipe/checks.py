@@ -213,7 +213,7 @@ def _check_backend(recipe: Description) -> None:
     if backend == "tutel" and recipe.precision == "float64":
         raise UserError("moe.backend", backend, "Tutel's kernels compute in float32 and would round float64", ["torch"])
     if backend == "deepspeed":
-        plain = router.score == "softmax" and not router.selection_bias
+        plain = router.score == "softmax" and not router.selection_bias and router.groups == 1
         same = plain and (router.normalize or router.softmax == "after_topk") == (recipe.model.topk > 1)
         if not same or router.scale != 1:
             rule = "DeepSpeed's gates are a softmax over all experts, rescaled to a sum of 1 for topk > 1, with scale 1"

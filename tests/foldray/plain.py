@@ -98,15 +98,23 @@ class Plain:
         model, length = self.model, len(x_LH)
         group, outs = model.heads // model.kv_heads, []
         key_dim, value_dim = model.head_dim, model.value_dim or model.head_dim
-        query_LN, key_LN, value_LN = (self._headed(name, part, x_LH) for part in ("query", "key", "value"))
+        if model.latent_rank:
+            query_LN, key_LN, value_LN = self._latent(name, x_LH)
+            group = 1
+        else:
+            query_LN, key_LN, value_LN = (self._headed(name, part, x_LH) for part in ("query", "key", "value"))
         seen_LL = self._seen(length, layer, segment_L)
         for head in range(model.heads):
             shared = head // group
             q = self._turned(query_LN[:, head * key_dim : (head + 1) * key_dim])
             k = self._turned(key_LN[:, shared * key_dim : (shared + 1) * key_dim])
             v = value_LN[:, shared * value_dim : (shared + 1) * value_dim]
-            score_LL = (q @ k.T / math.sqrt(key_dim)).masked_fill(~seen_LL, -math.inf)
-            outs.append(score_LL.softmax(-1) @ v)
+            score_LL = (q @ k.T / math.sqrt(key_dim) * self._scale()).masked_fill(~seen_LL, -math.inf)
+            if model.attention_sinks:
+                sink = self.weights[f"{name}.attention.sinks"][head].expand(length, 1)
+                outs.append(torch.cat((score_LL, sink), dim=1).softmax(-1)[:, :-1] @ v)
+            else:
+                outs.append(score_LL.softmax(-1) @ v)
         y_LH = torch.cat(outs, dim=1) @ self.weights[f"{name}.attention.out"]
         return y_LH + self.weights[f"{name}.attention.out_bias"] if model.attention_bias == "all" else y_LH
 
@@ -119,7 +127,7 @@ class Plain:
             return y_LN
         weight, width = self.weights[f"{name}.attention.norm.{part}"], self.model.head_dim
         pieces = y_LN.split(y_LN.shape[1] if self.model.qk_norm == "all" else width, dim=1)
-        return torch.cat([x / torch.sqrt(x.square().mean(-1, keepdim=True) + self.model.norm_eps) * weight for x in pieces], 1)
+        return torch.cat([self._unit(x) * weight for x in pieces], dim=1)
 
     def _seen(self, length: int, layer: int, segment_L: Tensor | None) -> Tensor:
         kind, _, size = self.model.windows[layer % len(self.model.windows)].partition(":")
@@ -135,25 +143,85 @@ class Plain:
         if self.model.positions != "rope":
             return x_LD
         half, columns = (self.model.rope_dim or x_LD.shape[1]) // 2, list(x_LD.unbind(1))
+        first, scaling = x_LD.shape[1] - 2 * half if self.model.latent_rank else 0, self.model.rope_scaling
+        place = torch.arange(len(x_LD), dtype=torch.float64)
+        length = torch.ones_like(place)
         for i in range(half):
             a, b = (2 * i, 2 * i + 1) if self.model.rope_pairs == "interleaved" else (i, i + half)
-            angle = torch.arange(len(x_LD), dtype=torch.float64) * self.model.rope_theta ** (-i / half)
-            turned = torch.complex(x_LD[:, a], x_LD[:, b]) * torch.polar(torch.ones_like(angle), angle)
-            columns[a], columns[b] = turned.real, turned.imag
+            rate = self.model.rope_theta ** (-i / half)
+            if scaling:
+                rate = rate / scaling.factor + (rate - rate / scaling.factor) * self._unstretched(i, half)
+                length = torch.full_like(length, 0.1 * math.log(scaling.factor) + 1)
+                if scaling.mscale_all_dim:
+                    length = torch.ones_like(length)
+            turned = torch.complex(x_LD[:, first + a], x_LD[:, first + b]) * torch.polar(length, place * rate)
+            columns[first + a], columns[first + b] = turned.real, turned.imag
         return torch.stack(columns, dim=1)
+
+    def _unstretched(self, pair: int, pairs: int) -> float:
+        """Return how much of its own rate a pair keeps (YaRN): 1 if it turns often, 0 if it turns seldom."""
+        scaling, log = self.model.rope_scaling, math.log(self.model.rope_theta)
+        assert scaling is not None
+        often, seldom = (pairs * math.log(scaling.original_positions / (turns * 2 * math.pi)) / log for turns in (
+            scaling.beta_fast, scaling.beta_slow))  # fmt: skip
+        often, seldom = max(math.floor(often), 0), min(math.ceil(seldom), 2 * pairs - 1)
+        return 1 - min(1.0, max(0.0, (pair - often) / (seldom - often or 1e-3)))
+
+    def _scale(self) -> float:
+        """Return DeepSeek's factor on scores."""
+        scaling = self.model.rope_scaling
+        return (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2 if scaling and scaling.mscale_all_dim else 1.0
+
+    def _latent(self, name: str, x_LH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of all heads, side by side, of latent attention."""
+        model, own = self.model, {part: self.weights.get(f"{name}.attention.{part}") for part in (
+            "query", "query_down", "key_value", "key_value_down", "norm.query", "norm.key_value")}  # fmt: skip
+        rank, turning, value = model.latent_rank, model.rope_dim or 0, model.value_dim or model.head_dim
+        narrow_LR = x_LH
+        if model.latent_query_rank:
+            narrow_LR = self._unit(x_LH @ own["query_down"]) * own["norm.query"]
+        query_LN = narrow_LR @ own["query"]
+        down_LR = x_LH @ own["key_value_down"]
+        made_LN = (self._unit(down_LR[:, :rank]) * own["norm.key_value"]) @ own["key_value"]
+        keys, values = [], []
+        for head_LW in made_LN.chunk(model.heads, dim=1):
+            keys += [head_LW[:, : model.head_dim - turning], down_LR[:, rank:]]
+            values.append(head_LW[:, model.head_dim - turning :])
+        assert values[0].shape[1] == value
+        return query_LN, torch.cat(keys, dim=1), torch.cat(values, dim=1)
+
+    def _unit(self, x: Tensor) -> Tensor:
+        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + self.model.norm_eps)
 
     def _feed_forward(self, name: str, x: Tensor) -> Tensor:
         if self.model.ffn == "gelu":
-            inner = x @ self.weights[f"{name}.up"]
-            return (inner * 0.5 * (1 + torch.erf(inner / math.sqrt(2)))) @ self.weights[f"{name}.down"]
+            inner = x @ self.weights[f"{name}.up"] + self.weights.get(f"{name}.up_bias", torch.zeros(()))
+            inner = inner * 0.5 * (1 + torch.erf(inner / math.sqrt(2)))
+            return inner @ self.weights[f"{name}.down"] + self.weights.get(f"{name}.down_bias", torch.zeros(()))
         gate = x @ self.weights[f"{name}.gate"]
+        if self.model.ffn == "gated_clamped" or f"{name}.gate_bias" in self.weights:
+            return self._biased_feed_forward(name, x)
         return (gate * torch.sigmoid(gate) * (x @ self.weights[f"{name}.up"])) @ self.weights[f"{name}.down"]
+
+    def _biased_feed_forward(self, name: str, x: Tensor) -> Tensor:
+        """Compute a gated network that may have biases, and GPT-OSS's activation."""
+        gate, up = (x @ self.weights[f"{name}.{part}"] for part in ("gate", "up"))
+        if f"{name}.gate_bias" in self.weights:
+            gate, up = gate + self.weights[f"{name}.gate_bias"], up + self.weights[f"{name}.up_bias"]
+        if self.model.ffn == "gated_clamped":
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+        else:
+            inner = gate * torch.sigmoid(gate) * up
+        return inner @ self.weights[f"{name}.down"] + self.weights.get(f"{name}.down_bias", torch.zeros(()))
 
     def _mixture(self, name: str, layer: int, h_LH: Tensor) -> tuple[Tensor, Router]:
         spec, (length, _), topk, experts = self.model.router, h_LH.shape, self.model.topk, self.model.experts
         logits_LE = h_LH @ self.weights[f"{name}.moe.router.weight"]
+        if spec.logit_bias:
+            logits_LE = logits_LE + self.weights[f"{name}.moe.router.logit_bias"]
         score_LE = torch.sigmoid(logits_LE) if spec.score == "sigmoid" else logits_LE.softmax(-1)
-        biased_LE = score_LE.detach() + self.biases[layer]
+        biased_LE = self._in_best_groups(score_LE.detach() + self.biases[layer])
         kept = self._kept(biased_LE, score_LE.detach(), logits_LE.detach())
         rows, count_E = [], torch.zeros(experts, dtype=torch.float64)
         for token in range(length):
@@ -176,6 +244,17 @@ class Plain:
         balance = experts * (count_E / count_E.sum() * probability_LE.mean(0)).sum()
         z = logits_LE.logsumexp(-1).square().mean()
         return torch.stack(rows), Router(balance, z, count_E)
+
+    def _in_best_groups(self, score_LE: Tensor) -> Tensor:
+        spec, found = self.model.router, score_LE.clone()
+        if spec.groups == 1:
+            return found
+        for token, score_E in enumerate(score_LE):
+            best = [sum(sorted(group.tolist())[-2 if spec.score == "sigmoid" else -1 :]) for group in score_E.chunk(spec.groups)]
+            for group in sorted(range(spec.groups), key=lambda number: best[number])[: -spec.topk_groups]:
+                size = len(score_E) // spec.groups
+                found[token, group * size : (group + 1) * size] = -math.inf
+        return found
 
     def _kept(self, biased_LE: Tensor, score_LE: Tensor, logits_LE: Tensor) -> set[tuple[int, int]] | None:
         """Return the (token, expert) pairs within the capacity of a whole sequence; None if nothing is dropped."""

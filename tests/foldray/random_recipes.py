@@ -147,26 +147,39 @@ def _model(chance: random.Random, layers: int) -> dict[str, Any]:
     router: dict[str, Any] = {
         "score": score, "softmax": softmax, "balance_loss": chance.choice([0.0, 0.1]), "z_loss": chance.choice([0.0, 0.01]),
         "normalize": softmax == "before_topk" and chance.random() < 0.5, "scale": chance.choice([1.0, 2.5]),
-        "selection_bias": softmax == "before_topk" and chance.random() < 0.3, "capacity_factor": capacity,
+        "selection_bias": softmax == "before_topk" and chance.random() < 0.3, "logit_bias": chance.random() < 0.3,
+        "capacity_factor": capacity,
     }  # fmt: skip
     router["bias_rate"] = chance.choice([0.0, 0.05]) if score == "sigmoid" or router["selection_bias"] else 0.0
     if capacity is not None:
         router |= {"drop": chance.choice(["probability", "position"]), "drop_scope": "sequence", "pad": chance.random() < 0.5}
-    shared = chance.choice([0, 8])
+    shared, latent = chance.choice([0, 8]), chance.random() < 0.25
+    if experts > 2 and softmax == "before_topk" or score == "sigmoid":
+        router["groups"] = chance.choice([1, 1, 2])
+        router["topk_groups"] = chance.randint(1, router["groups"])
+    stretched = {"factor": 4.0, "original_positions": 8, "beta_fast": 2.0, "beta_slow": 0.5}
+    scaled = stretched | {"mscale": 1.0, "mscale_all_dim": 1.0}
+    more: dict[str, Any] = {"rope_scaling": chance.choice([None, None, stretched, scaled])}
+    if latent:
+        more |= {"latent_rank": 10, "latent_query_rank": chance.choice([0, 6]), "kv_heads": heads, "rope_dim": 2}
+        more |= {"qk_norm": "none", "attention_bias": "none", "positions": "rope"}
     return {
         "shared_gate": shared > 0 and chance.random() < 0.5,
+        "attention_sinks": chance.random() < 0.3, "expert_bias": chance.random() < 0.3,
         "qk_norm": chance.choice(["none", "none", "head", "all"]),
         "attention_bias": chance.choice(["none", "none", "inputs", "all"]), "rope_dim": chance.choice([None, None, 2]),
         "rope_pairs": chance.choice(["halves", "interleaved"]), "layers": layers,
-        "hidden": chance.choice([8, 12, 16]), "heads": heads, "kv_heads": chance.choice([heads, heads // 2, 1]), "head_dim": chance.choice([4, 6]),
+        "hidden": chance.choice([8, 12, 16]), "heads": heads,
+        "kv_heads": chance.choice([heads, heads // 2, 1]), "head_dim": chance.choice([4, 6]),
         "value_dim": chance.choice([None, None, 2, 8]),
         "windows": chance.choice([["full"], ["full"], ["sliding:5", "full"], ["chunked:6"]]),
         "ffn_hidden": chance.choice([8, 24]), "experts": experts, "topk": chance.randint(1, min(3, experts)),
         "expert_hidden": chance.choice([4, 16]), "shared_hidden": shared, "vocab": chance.choice([16, 32]),
         "moe_every": chance.choice([1, 1, 2]), "dense_first": chance.choice([0, 0, 1]) if layers > 1 else 0,
-        "norm": chance.choice(["rmsnorm", "layernorm"]), "positions": chance.choice(["rope", "rope", "learned"]),
-        "max_positions": 32, "ffn": chance.choice(["gated_silu", "gelu"]), "tied_embeddings": chance.random() < 0.3,
-        "init_std": 0.3, "router": router,
+        "norm": chance.choice(["rmsnorm", "layernorm"]),
+        "positions": chance.choice(["rope", "rope", "learned"]), "max_positions": 32,
+        "ffn": chance.choice(["gated_silu", "gelu", "gated_clamped"]), "tied_embeddings": chance.random() < 0.3,
+        "init_std": 0.3, "router": router, **more,
     }  # fmt: skip
 
 

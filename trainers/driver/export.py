@@ -168,12 +168,14 @@ class _HashedOnce(Stored):
 
 
 def _write(stored: Stored, recipe: Recipe, family: Family, dtype: torch.dtype, folder: Path, console: Console) -> Exported:
-    tensors = {each.name: each for each in tensors_of(family, recipe.model)}
-    forms = [_form(stored, each, dtype) for each in tensors.values()]
+    tensors: dict[str, list[Tensor]] = {}
+    for part in tensors_of(family, recipe.model):
+        tensors.setdefault(part.name, []).append(part)
+    forms = [_form(stored, parts[0], dtype) for parts in tensors.values()]
     files, placed = list(_files(forms)), dict[str, str]()
     for number, content in enumerate(track(files, "writing", console=console, disable=not sys.stderr.isatty()), 1):
         name = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-        write_file(folder / name, content, (_read(stored, tensors[each.name], each.dtype) for each in content))
+        write_file(folder / name, content, (_read(stored, tensors[each.name], each) for each in content))
         placed |= {each.name: name for each in content}
     size = sum(each.bytes for each in forms)
     if len(files) > 1:
@@ -185,7 +187,7 @@ def _write(stored: Stored, recipe: Recipe, family: Family, dtype: torch.dtype, f
         "max_position_embeddings": recipe.data.seq_len, "bos_token_id": separator, "eos_token_id": separator, "dtype": kind,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    count = sum(math.prod(each.shape) for each in forms if not tensors[each.name].keeps)
+    count = sum(math.prod(each.shape) for each in forms if not tensors[each.name][0].keeps)
     return Exported("", family.architecture, stored.progress.step, count, kind, len(files), size)
 
 
@@ -209,18 +211,20 @@ def _stored(stored: Stored, tensor: Tensor) -> TensorStorageMetadata:
 
 def _form(stored: Stored, tensor: Tensor, wanted: torch.dtype) -> Form:
     known = _stored(stored, tensor)
-    shape = known.size[::-1] if tensor.turned else known.size
-    return Form(tensor.name, (*[1] * tensor.axes, *shape), known.properties.dtype if tensor.keeps else wanted)
+    return Form(tensor.name, tensor.shape_for(known.size), known.properties.dtype if tensor.keeps else wanted)
 
 
-def _read(stored: Stored, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
-    key = f"model/{tensor.ours}"
-    whole = torch.empty(_stored(stored, tensor).size, dtype=_stored(stored, tensor).properties.dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch says that one process loads, which is meant here
-        load(stored, {key: whole}, {}, None)
-    found = (whole.T if tensor.turned else whole).to(dtype).contiguous()[(None,) * tensor.axes]
-    if not bool(found.isfinite().all()):
-        where = f"{tensor.ours} has a number that {str(dtype).removeprefix('torch.')} cannot hold, or none at all"
-        raise UserError("dtype", str(dtype).removeprefix("torch."), where, DTYPES)
+def _read(stored: Stored, parts: Sequence[Tensor], form: Form) -> torch.Tensor:
+    found = torch.empty(tuple(form.shape), dtype=form.dtype)
+    for tensor in parts:
+        known = _stored(stored, tensor)
+        whole = torch.empty(known.size, dtype=known.properties.dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch says that one process loads, which is meant here
+            load(stored, {f"model/{tensor.ours}": whole}, {}, None)
+        narrow, kind = whole.to(form.dtype), str(form.dtype).removeprefix("torch.")
+        if not bool(narrow.isfinite().all()):
+            where = f"{tensor.ours} has a number that {kind} cannot hold, or none at all"
+            raise UserError("dtype", kind, where, DTYPES)
+        tensor.put(found, narrow)
     return found

@@ -19,8 +19,10 @@ from trainers.hugging_face.family import (
     nothing,
     one_sliding_width,
     one_window,
+    rope_config,
     sees_everything,
     sparse_moe,
+    stacked,
     turns_whole_heads,
     value_at,
     weighs_to_one,
@@ -165,10 +167,11 @@ def _glm_needs(model: ModelSpec) -> Iterator[Need]:
 
 def _glm_config(model: ModelSpec) -> Values:
     share = (model.rope_dim or model.head_dim) / model.head_dim
-    rope = {"rope_type": "default", "rope_theta": model.rope_theta, "partial_rotary_factor": share}
+    rope = {**rope_config(model)["rope_parameters"], "partial_rotary_factor": share}
     return {
         "n_shared_experts": model.shared_hidden // model.expert_hidden, "attention_bias": model.attention_bias == "inputs",
         "use_qk_norm": model.qk_norm == "head", "partial_rotary_factor": share, "rope_parameters": rope,
+        "num_nextn_predict_layers": 0,
     }  # fmt: skip
 
 
@@ -219,6 +222,90 @@ def _ernie_model(config: Values) -> Values:
     }  # fmt: skip
 
 
+# GPT-OSS: scores that take a share of every softmax, biases everywhere, and an activation of its own.
+
+
+def _gpt_oss_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield one_sliding_width(model)
+    yield "router.softmax", model.router.softmax == "after_topk", ["after_topk"]
+
+
+def _gpt_oss_config(model: ModelSpec) -> Values:
+    return {"attention_bias": model.attention_bias == "all", **layer_types(model)}
+
+
+def _gpt_oss_model(config: Values) -> Values:
+    return {
+        "attention_bias": "all" if config["attention_bias"] else "none", "attention_sinks": True, "expert_bias": True,
+        "ffn": "gated_clamped", "ffn_hidden": config["intermediate_size"], "router.logit_bias": True, **layer_windows(config),
+    }  # fmt: skip
+
+
+# DeepSeek: latent attention, shared experts, and groups of experts. The norms of narrow vectors add a number of their own.
+
+
+def _deepseek_needs(model: ModelSpec) -> Iterator[Need]:
+    several = model.shared_hidden > 0 and model.shared_hidden % model.expert_hidden == 0
+    yield "latent_rank", model.latent_rank > 0, ["at least 1"]
+    yield "shared_hidden", several, [f"a multiple of expert_hidden={model.expert_hidden}"]
+    yield sees_everything(model)
+    yield "norm_eps", model.norm_eps == 1e-6, [1e-6]
+
+
+def _deepseek2_needs(model: ModelSpec) -> Iterator[Need]:
+    yield from _deepseek_needs(model)
+    yield "router.normalize", not weighs_to_one(model), [False]
+    yield "heads", model.hidden % model.heads == 0, [f"a divisor of hidden={model.hidden}"]
+
+
+def _deepseek_config(model: ModelSpec) -> Values:
+    return {
+        "q_lora_rank": model.latent_query_rank or None, "qk_nope_head_dim": model.head_dim - (model.rope_dim or 0),
+        "n_shared_experts": model.shared_hidden // model.expert_hidden,
+    }  # fmt: skip
+
+
+def _deepseek2_config(model: ModelSpec) -> Values:
+    groups, given = model.router.groups, _deepseek_config(model)
+    limited = {"n_group": groups, "topk_group": model.router.topk_groups, "topk_method": "group_limited_greedy"}
+    return given | (limited if groups > 1 else {"topk_method": "greedy"})
+
+
+def _deepseek3_config(model: ModelSpec) -> Values:
+    router = {"n_group": model.router.groups, "topk_group": model.router.topk_groups, "norm_topk_prob": model.router.normalize}
+    turning = {"rope_interleave": model.rope_pairs == "interleaved", "num_nextn_predict_layers": 0}
+    return _deepseek_config(model) | router | turning
+
+
+def _deepseek_model(config: Values) -> Values:
+    return {
+        "latent_query_rank": config["q_lora_rank"] or 0, "head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+        "rope_dim": config["qk_rope_head_dim"], "shared_hidden": config["n_shared_experts"] * config["moe_intermediate_size"],
+    }  # fmt: skip
+
+
+def _deepseek2_model(config: Values) -> Values:
+    limited = config["topk_method"] == "group_limited_greedy"
+    groups = {"router.groups": config["n_group"], "router.topk_groups": config["topk_group"]} if limited else {}
+    return {**_deepseek_model(config), "rope_pairs": "interleaved", "router.softmax": "before_topk", **groups}
+
+
+def _deepseek3_model(config: Values) -> Values:
+    return {
+        **_deepseek_model(config), "rope_pairs": "interleaved" if config["rope_interleave"] else "halves",
+        "router.score": "sigmoid", "router.normalize": config["norm_topk_prob"], "router.groups": config["n_group"],
+        "router.topk_groups": config["topk_group"],
+    }  # fmt: skip
+
+
+_DEEPSEEK: dict[str, str | None] = {
+    "topk": "num_experts_per_tok", "experts": "n_routed_experts", "expert_hidden": "moe_intermediate_size",
+    "ffn_hidden": "intermediate_size", "dense_first": "first_k_dense_replace", "router.scale": "routed_scaling_factor",
+    "latent_rank": "kv_lora_rank", "value_dim": "v_head_dim", "rope_dim": "qk_rope_head_dim", "head_dim": None,
+}  # fmt: skip
+_ANY: dict[str, None] = {"router.scale": None, "router.groups": None}
+
 FAMILIES = (
     Family(
         "mixtral", "MixtralForCausalLM",
@@ -247,7 +334,7 @@ FAMILIES = (
         {"topk": "num_experts_per_tok", "experts": "n_routed_experts", "expert_hidden": "moe_intermediate_size",
          "ffn_hidden": "intermediate_size", "dense_first": "first_k_dense_replace", "router.normalize": "norm_topk_prob",
          "router.scale": "routed_scaling_factor"},
-        {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+        {"n_group": 1, "topk_group": 1},
         _SIGMOID | {"moe_every": [1], "qk_norm": ["none", "head"], "attention_bias": ["none", "inputs"],
                     "router.selection_bias": [False, True], "router.scale": None},
         mlp("shared_experts", _BIAS), _glm_needs, _glm_config, _glm_model,
@@ -268,5 +355,23 @@ FAMILIES = (
         _SOFTMAX | {"router.selection_bias": [True], "rope_pairs": ["interleaved"]},
         mlp("shared_experts", _BIAS._replace(name="moe_statics.e_score_correction_bias", axes=1)),
         _ernie_needs, _ernie_config, _ernie_model,
+    ),
+    Family(
+        "gpt_oss", "GptOssForCausalLM",
+        _BALANCE | {"topk": "num_experts_per_tok", "experts": "num_local_experts", "expert_hidden": "intermediate_size"},
+        {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        _SOFTMAX | _NO_DENSE | {"shared_hidden": [0], "attention_bias": ["none", "all"], "attention_sinks": [True],
+                                "expert_bias": [True], "ffn": ["gated_clamped"], "router.logit_bias": [True]},
+        stacked, _gpt_oss_needs, _gpt_oss_config, _gpt_oss_model,
+    ),
+    Family(
+        "deepseek_v2", "DeepseekV2ForCausalLM", _DEEPSEEK, {"attention_bias": False, "mlp_bias": False},
+        _SOFTMAX | _ANY | {"moe_every": [1], "rope_pairs": ["interleaved"]}, mlp("shared_experts"),
+        _deepseek2_needs, _deepseek2_config, _deepseek2_model,
+    ),
+    Family(
+        "deepseek_v3", "DeepseekV3ForCausalLM", _DEEPSEEK, {"attention_bias": False},
+        _SIGMOID | _ANY | {"moe_every": [1], "rope_pairs": ["halves", "interleaved"], "router.selection_bias": [False, True]},
+        mlp("shared_experts", _BIAS), _deepseek_needs, _deepseek3_config, _deepseek3_model, ("kimi_k2",),
     ),
 )  # fmt: skip

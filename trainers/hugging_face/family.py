@@ -8,18 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from foldray.blueprint import ModelSpec
+import torch
+
+from foldray.blueprint import ModelSpec, RopeScaling
 
 
 class Tensor(NamedTuple):
-    """A tensor of a family.
+    """A parameter of foldray in a tensor of a family.
 
     Args:
-        name: its name in the files of transformers.
-        ours: the global name of the same parameter (`foldray.blueprint.parameters`).
+        name: the tensor's name in the files of transformers.
+        ours: the global name of the parameter (`foldray.blueprint.parameters`).
         turned: whether rows and columns change places.
         keeps: whether it stays in the type that training has it in.
         axes: number of axes of size 1 before those of the parameter.
+        place: where the parameter is in the tensor, if the tensor has several; empty if it is all of it.
+        shape: shape of the tensor, if it has several parameters.
     """
 
     name: str
@@ -27,6 +31,29 @@ class Tensor(NamedTuple):
     turned: bool = False
     keeps: bool = False
     axes: int = 0
+    place: tuple[int | slice, ...] = ()
+    shape: tuple[int, ...] = ()
+
+    def shape_for(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the tensor for a parameter of this shape."""
+        return self.shape or (*[1] * self.axes, *(shape[::-1] if self.turned else shape))
+
+    def taken(self, tensor: Any, box: tuple[slice, ...] = ()) -> torch.Tensor:
+        """Return the parameter, or a box of it.
+
+        Args:
+            tensor: the tensor, or a part of a file that can be sliced like one.
+            box: the box; empty is all of the parameter.
+        """
+        if self.place:
+            found = tensor[self.place]
+            return found[box] if box else found
+        found = tensor[(*[0] * self.axes, *box[::-1]) if self.turned else (*[0] * self.axes, *(box or (...,)))]
+        return found.T if self.turned else found
+
+    def put(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
+        """Write the parameter into the tensor."""
+        tensor[self.place or (0,) * self.axes or ...] = parameter.T if self.turned else parameter
 
 
 Need = tuple[str, bool, Iterable[Any]]
@@ -42,35 +69,38 @@ class Family(NamedTuple):
     Args:
         model_type: its name in `config.json`.
         architecture: the class in transformers.
-        keys: keys of `config.json` by keys of `model` with the same value, beside those that all families have.
+        keys: keys of `config.json` by keys of `model` with the same value, beside those that all families have; None is none.
         fixed: keys of `config.json` with the only value that foldray reads.
         only: keys of `model` with the values that the family has; None is any.
         block: the tensors of a block's feed-forward part.
         needs: further needs.
         config_more: further keys of `config.json` for a model.
         model_more: further keys of `model` for a `config.json`, with all defaults of transformers in it.
+        others: further names in `config.json` for the same models.
     """
 
     model_type: str
     architecture: str
-    keys: Mapping[str, str]
+    keys: Mapping[str, str | None]
     fixed: Values
     only: Mapping[str, Sequence[Any] | None]
     block: Block
     needs: Callable[[ModelSpec], Iterable[Need]]
     config_more: Callable[[ModelSpec], Values]
     model_more: Callable[[Values], Values]
+    others: tuple[str, ...] = ()
 
     def misses(self, model: ModelSpec) -> list[tuple[str, Iterable[Any]]]:
         """Return the keys in which a model differs from the family, with the values that the family has."""
         only = {key: legal for key, legal in {**_ONLY, **self.only}.items() if legal is not None}
         checks: list[Need] = [(key, value_at(model, key) in legal, legal) for key, legal in only.items()]
-        return [(key, legal) for key, holds, legal in (*checks, *_common_needs(model), *self.needs(model)) if not holds]
+        common = () if "latent_rank" in self.keys else _heads_of_one_width(model)
+        return [(key, legal) for key, holds, legal in (*checks, *common, *self.needs(model)) if not holds]
 
     def config(self, model: ModelSpec) -> Values:
         """Return the model's own part of `config.json`."""
-        equal = {theirs: value_at(model, ours) for ours, theirs in {**_KEYS, **self.keys}.items()}
-        return {**equal, **_FIXED, **self.fixed, **_rope_config(model), **self.config_more(model)}
+        equal = {theirs: value_at(model, ours) for ours, theirs in {**_KEYS, **self.keys}.items() if theirs}
+        return {**equal, **_FIXED, **self.fixed, **rope_config(model), **self.config_more(model)}
 
     def model(self, config: Values) -> Values:
         """Return the keys of `model` for a `config.json` with all defaults of transformers in it.
@@ -83,7 +113,10 @@ class Family(NamedTuple):
                 raise ValueError(f"says {key}={config[key]}, and foldray reads {value} only")
         equal = {ours: config[theirs] for ours, theirs in {**_KEYS, **self.keys}.items() if theirs in config}
         width = {"head_dim": head_dim(config)}
-        return _nested({**equal, **width, **_rope_model({**config, **width}), **self.model_more(config)})
+        found = {**equal, **width, **_rope_model({**config, **width}), **self.model_more(config)}
+        if "latent_rank" not in self.keys:
+            _drop_scale(found["rope_scaling"])
+        return _nested(found)
 
     def tensors(self, model: ModelSpec) -> Iterator[Tensor]:
         """Yield all tensors of a model."""
@@ -104,11 +137,17 @@ _KEYS = {
     "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "norm_eps": "rms_norm_eps",
     "tied_embeddings": "tie_word_embeddings", "init_std": "initializer_range",
 }  # fmt: skip
+_YARN = {
+    "factor": "factor", "original_positions": "original_max_position_embeddings", "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow", "truncate": "truncate", "attention_factor": "attention_factor", "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+}  # fmt: skip
 _FIXED: Values = {"hidden_act": "silu", "output_router_logits": False}
 # These say how transformers trains a model, and not what it computes.
 _OF_TRAINING = {"output_router_logits", "attention_dropout", "router_jitter_noise"}
 _ONLY: dict[str, Sequence[Any]] = {
-    "norm": ["rmsnorm"], "positions": ["rope"], "ffn": ["gated_silu"], "router.scale": [1.0], "router.selection_bias": [False],
+    "norm": ["rmsnorm"], "positions": ["rope"], "ffn": ["gated_silu"], "router.scale": [1.0], "router.groups": [1],
+    "router.selection_bias": [False], "router.logit_bias": [False], "expert_bias": [False], "attention_sinks": [False],
     "shared_gate": [False], "qk_norm": ["none"], "attention_bias": ["none"], "rope_pairs": ["halves"],
 }  # fmt: skip
 
@@ -131,11 +170,15 @@ def nothing(given: Any) -> Any:
     return {}
 
 
-# Rotary positions.
+# Heads and rotary positions.
 
 
-def _common_needs(model: ModelSpec) -> Iterator[Need]:
+def _heads_of_one_width(model: ModelSpec) -> Iterator[Need]:
+    """Yield the needs of families without latent attention."""
+    yield "latent_rank", model.latent_rank == 0, [0]
     yield "value_dim", model.value_dim in (None, model.head_dim), ["null"]
+    scaling = model.rope_scaling
+    yield "rope_scaling", scaling is None or scaling.mscale_all_dim is None, ["null", "one without mscale_all_dim"]
 
 
 def turns_whole_heads(model: ModelSpec) -> Need:
@@ -143,19 +186,38 @@ def turns_whole_heads(model: ModelSpec) -> Need:
     return "rope_dim", model.rope_dim in (None, model.head_dim), ["null"]
 
 
-def _rope_config(model: ModelSpec) -> Values:
+def rope_config(model: ModelSpec) -> Values:
+    """Return the key of `config.json` for rotary positions."""
     found: Values = {"rope_type": "default", "rope_theta": model.rope_theta}
-    if model.rope_dim not in (None, model.head_dim):
+    if scaling := model.rope_scaling:
+        values = {theirs: getattr(scaling, ours) for ours, theirs in _YARN.items()}
+        found |= {"rope_type": "yarn", **{key: value for key, value in values.items() if value is not None}}
+    if model.rope_dim not in (None, model.head_dim) and not model.latent_rank:
         found["partial_rotary_factor"] = (model.rope_dim or 0) / model.head_dim
     return {"rope_parameters": found}
 
 
 def _rope_model(config: Values) -> Values:
-    rope, width = config["rope_parameters"], config["head_dim"]
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(f"says rope_parameters={rope}, and foldray reads the rope_type 'default' only")
+    rope, width, scaling = config["rope_parameters"], config["head_dim"], None
+    if (kind := rope.get("rope_type", "default")) not in ("default", "yarn"):
+        raise ValueError(f"says rope_parameters={rope}, and foldray reads the rope_types default and yarn only")
+    if kind == "yarn":
+        longer = config["max_position_embeddings"] / rope["original_max_position_embeddings"]
+        given = {**rope, "factor": rope.get("factor") or longer}
+        scaling = {ours: given[theirs] for ours, theirs in _YARN.items() if given.get(theirs)} | {
+            "truncate": rope.get("truncate", True)
+        }
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
-    return {"rope_theta": rope["rope_theta"], "rope_dim": None if share == 1 else int(width * share)}
+    turning = None if share == 1 else int(width * share)
+    return {"rope_theta": rope["rope_theta"], "rope_dim": turning, "rope_scaling": scaling}
+
+
+def _drop_scale(scaling: Values | None) -> None:
+    """Replace DeepSeek's two weights by the factor that the code of other families makes of them."""
+    if scaling and scaling.get("mscale_all_dim"):
+        scaling["attention_factor"] = RopeScaling.model_validate(scaling).magnitude
+        scaling.pop("mscale", None)
+        del scaling["mscale_all_dim"]
 
 
 # Dense blocks, windows and routers.
@@ -231,7 +293,8 @@ def computed(model: ModelSpec) -> Values:
         *(("ffn_hidden",) if not dense_layers(model) else ()),
     }
     return model.model_dump(exclude=of_training) | {
-        "router.score": model.router.score, "router.scale": model.router.scale,
+        "router.score": model.router.score, "router.scale": model.router.scale, "router.groups": model.router.groups,
+        "router.topk_groups": model.router.topk_groups,
         "value_dim": model.value_dim or model.head_dim, "rope_dim": model.rope_dim or model.head_dim,
         "windows": windows_of(model), "dense_first": dense_layers(model), "router.normalize": weighs_to_one(model),
         "router.selection_bias": model.router.score == "sigmoid" or model.router.selection_bias,
@@ -246,7 +309,21 @@ def weighs_to_one(model: ModelSpec) -> bool:
 # Tensors.
 
 
+def _latent_attention(model: ModelSpec, theirs: str, ours: str) -> Iterator[Tensor]:
+    if model.latent_query_rank:
+        yield Tensor(f"{theirs}.q_a_proj.weight", f"{ours}.query_down", True)
+        yield Tensor(f"{theirs}.q_a_layernorm.weight", f"{ours}.norm.query")
+    yield Tensor(f"{theirs}.{'q_b_proj' if model.latent_query_rank else 'q_proj'}.weight", f"{ours}.query", True)
+    yield Tensor(f"{theirs}.kv_a_proj_with_mqa.weight", f"{ours}.key_value_down", True)
+    yield Tensor(f"{theirs}.kv_a_layernorm.weight", f"{ours}.norm.key_value")
+    yield Tensor(f"{theirs}.kv_b_proj.weight", f"{ours}.key_value", True)
+    yield Tensor(f"{theirs}.o_proj.weight", f"{ours}.out", True)
+
+
 def _attention(model: ModelSpec, theirs: str, ours: str) -> Iterator[Tensor]:
+    if model.latent_rank:
+        yield from _latent_attention(model, theirs, ours)
+        return
     biased = {"none": "", "inputs": "qkv", "all": "qkvo"}[model.attention_bias]
     for letter, part in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "out")):
         yield Tensor(f"{theirs}.{letter}_proj.weight", f"{ours}.{part}", True)
@@ -254,6 +331,8 @@ def _attention(model: ModelSpec, theirs: str, ours: str) -> Iterator[Tensor]:
             yield Tensor(f"{theirs}.{letter}_proj.bias", f"{ours}.{part}_bias")
         if letter in "qk" and model.qk_norm != "none":
             yield Tensor(f"{theirs}.{letter}_norm.weight", f"{ours}.norm.{part}")
+    if model.attention_sinks:
+        yield Tensor(f"{theirs}.sinks", f"{ours}.sinks")
 
 
 def network(theirs: str, ours: str, names: Iterable[str] = ("gate_proj", "up_proj", "down_proj")) -> Iterator[Tensor]:
@@ -305,6 +384,23 @@ def sparse_moe(bias: Tensor | None = None) -> Block:
             yield from network(f"{theirs}.experts.{expert}", f"{ours}.experts.{expert}", ("w1", "w3", "w2"))
 
     return tensors
+
+
+def stacked(model: ModelSpec, layer: int) -> Iterator[Tensor]:
+    """Yield the tensors of a block as GPT-OSS has them: those of all experts are one, with columns of gate and up in turns."""
+    theirs, ours, count = f"model.layers.{layer}.mlp", f"blocks.{layer}.moe", model.experts
+    hidden, inner = model.hidden, model.expert_hidden
+    yield Tensor(f"{theirs}.router.weight", f"{ours}.router.weight", True)
+    yield Tensor(f"{theirs}.router.bias", f"{ours}.router.logit_bias")
+    for expert in range(count):
+        own = f"{ours}.experts.{expert}"
+        for first, part in enumerate(("gate", "up")):
+            columns, both = slice(first, None, 2), f"{theirs}.experts.gate_up_proj"
+            yield Tensor(both, f"{own}.{part}", place=(expert, slice(None), columns), shape=(count, hidden, 2 * inner))
+            yield Tensor(f"{both}_bias", f"{own}.{part}_bias", place=(expert, columns), shape=(count, 2 * inner))
+        down = f"{theirs}.experts.down_proj"
+        yield Tensor(down, f"{own}.down", place=(expert,), shape=(count, inner, hidden))
+        yield Tensor(f"{down}_bias", f"{own}.down_bias", place=(expert,), shape=(count, hidden))
 
 
 def _nested(values: Values) -> Values:

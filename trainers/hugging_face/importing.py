@@ -46,7 +46,8 @@ def import_hf(folder: str, path: Path, as_json: bool = False) -> int:
         raise UserError("RECIPE", str(path), f"cannot be written ({error.strerror or error})") from None
     count = count_parameters(recipe.model)
     found = {"recipe": str(path), "folder": str(weights.folder), "parameters": count}
-    print(json.dumps(found) if as_json else _told(recipe, weights, path, count))
+    found["left_out"] = left_out = len(weights.left_out(recipe.model))
+    print(json.dumps(found) if as_json else _told(recipe, weights, path, count, left_out))
     return 0
 
 
@@ -59,12 +60,14 @@ def _tokenizer(folder: Path) -> str:
     return str(folder)
 
 
-def _told(recipe: Recipe, weights: Weights, path: Path, count: int) -> str:
+def _told(recipe: Recipe, weights: Weights, path: Path, count: int, left_out: int) -> str:
     own = recipe.data.tokenizer == str(weights.folder)
+    further = [f"  left out    {left_out} tensors of blocks that predict further tokens"] if left_out else []
     return "\n".join([
         f"{path} trains the model in {weights.folder} further",
         "",
         f"  parameters  {count:,} in {len(set(weights.files.values()))} files",
+        *further,
         f"  tokenizer   {'that of the folder' if own else 'byte, because the folder has none that can prepare data'}",
         f"  next        set data.source, data.path and optimizer.lr in it, then: foldray train {path}",
     ])  # fmt: skip

@@ -68,15 +68,16 @@ class Weights:
             UserError: the file is missing or damaged, or the model is in no family that foldray reads.
             MissingPackage: transformers is missing.
         """
-        known, kind = [family.model_type for family in FAMILIES], self._json(_CONFIG).get("model_type")
-        if kind not in known:
+        kind = self._json(_CONFIG).get("model_type")
+        if (family := _family(kind)) is None:
+            known = [name for family in FAMILIES for name in (family.model_type, *family.others)]
             raise self.refused(f"has a model of type {kind!r}, which foldray does not read", known)
         try:
             from transformers import AutoConfig
         except ModuleNotFoundError:
             raise MissingPackage(self.field, self.folder, "transformers", _INSTALL) from None
         try:
-            config = AutoConfig.from_pretrained(str(self.folder), local_files_only=True)
+            config = type(AutoConfig.for_model(family.model_type)).from_pretrained(str(self.folder), local_files_only=True)
         except Exception as error:  # transformers raises exceptions of many types
             raise self.refused(f"its {_CONFIG} cannot be read ({' '.join(str(error).split())[:160]})") from None
         found = config.to_dict()
@@ -97,8 +98,8 @@ class Weights:
             UserError: it has another model.
         """
         family, config = family_of(model), self.config()
-        if self._family(config) is not family:
-            raise self.refused(f"has a {self._family(config).architecture}, and the recipe's model is a {family.architecture}")
+        if (own := _family(config["model_type"])) is not family:
+            raise self.refused(f"has a {own and own.architecture}, and the recipe's model is a {family.architecture}")
         ours, theirs = computed(model), computed(ModelSpec.model_validate(self._read(config)))
         for key, value in theirs.items():
             if ours.get(key) != value:
@@ -122,25 +123,30 @@ class Weights:
             with self._opened(path) as file:
                 for tensor, key in tensors:
                     box = pieces[key].box if key in pieces else ()
-                    part = file.get_slice(tensor.name)[box[::-1] if tensor.turned else (box or ...)]
-                    state[key].copy_(part.T if tensor.turned else part.reshape(state[key].shape))
+                    state[key].copy_(tensor.taken(file.get_slice(tensor.name), box))
+
+    def left_out(self, model: ModelSpec) -> list[str]:
+        """Return the tensors of blocks that predict further tokens (DeepSeek-V3, section 2.2). foldray does not train them."""
+        further = self.config().get("num_nextn_predict_layers") or 0
+        blocks = tuple(f"model.layers.{model.layers + number}." for number in range(further))
+        return [name for name in self.files if name.startswith(blocks)] if blocks else []
 
     def refused(self, rule: str, legal: Any = None) -> UserError:
         return UserError(self.field, str(self.folder), rule, legal)
 
     def _read(self, config: dict[str, Any]) -> dict[str, Any]:
+        family = _family(config["model_type"])
+        assert family
         try:
-            return self._family(config).model(config)
+            return family.model(config)
         except ValueError as error:
             raise self.refused(f"its {_CONFIG} {error}") from None
 
-    def _family(self, config: dict[str, Any]) -> Family:
-        return next(family for family in FAMILIES if family.model_type == config["model_type"])
-
     def _check_tensors(self, family: Family, model: ModelSpec) -> None:
         shapes = {row.name: tuple(row.shape) for row in parameter_table(model)}
-        tensors = {each.name: each for each in tensors_of(family, model)}
-        if unknown := sorted(name for name in self.files if name not in tensors and not name.endswith(_NOT_LEARNT)):
+        tensors = {each.name: each for each in tensors_of(family, model)}  # one for each tensor in the files
+        known = {*tensors, *self.left_out(model)}
+        if unknown := sorted(name for name in self.files if name not in known and not name.endswith(_NOT_LEARNT)):
             raise self.refused(f"has the tensor {unknown[0]}, which the recipe's model has not")
         by_file: dict[Path, list[Tensor]] = {}
         for tensor in tensors.values():
@@ -152,7 +158,7 @@ class Weights:
                     if tensor.name not in names:
                         raise self.refused(f"its {path.name} lacks the tensor {tensor.name}")
                     shape = shapes.get(tensor.ours, (model.experts,))
-                    wanted = [1] * tensor.axes + list(shape[::-1] if tensor.turned else shape)
+                    wanted = list(tensor.shape_for(shape))
                     found = list(file.get_slice(tensor.name).get_shape())
                     if found != wanted:
                         raise self.refused(f"{tensor.name} has shape {found}; the recipe's model needs {wanted}")
@@ -194,3 +200,8 @@ class Weights:
         if not isinstance(found, dict):
             raise self.refused(f"its {name} is no JSON object")
         return found
+
+
+def _family(kind: Any) -> Family | None:
+    """Return the family with this name in `config.json`."""
+    return next((family for family in FAMILIES if kind in (family.model_type, *family.others)), None)

@@ -26,6 +26,8 @@ from trainers.worker.engines import make_engine
 _STEPS = 5  # recorded steps; the median of each op counts
 _SHORTEST, _LONGEST = 2048, 8192  # tokens of the sequences whose attention is measured
 _DEGREES = (1, 2, 4, 8, 16)  # of sequences that are cut
+_PLAIN: dict[str, Any] = {"value_dim": None, "rope_dim": None, "latent_rank": 0, "latent_query_rank": 0, "shared_gate": False}
+"""What goes only with some sizes of heads or of the shared expert."""
 _TINY: dict[str, Any] = {"preset": None, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn_hidden": 32, "experts": 4,
                          "topk": 2, "expert_hidden": 32, "shared_hidden": 0, "vocab": 64, "layers": 2}  # fmt: skip
 _THIN: dict[str, Any] = {"preset": None, "heads": 1, "kv_heads": 1, "head_dim": 16, "ffn_hidden": 16, "expert_hidden": 16,
@@ -100,9 +102,10 @@ def _wide(meter: Meter) -> dict[str, Any]:
 
 def _small(recipe: Recipe, sizes: dict[str, Any], length: int, schedule: dict[str, Any]) -> Recipe:
     """Return a recipe for one rank, with the model of a recipe except for some sizes."""
+    router = {**recipe.model.router.model_dump(), "groups": 1, "topk_groups": 1}  # as few experts as these have no groups
     return Recipe.parse(
         {
-            "model": {**recipe.model.model_dump(), **sizes},
+            "model": {**recipe.model.model_dump(), **_PLAIN, **sizes, "router": router},
             "data": {"seq_len": length},
             "precision": recipe.precision,
             "engine": {"kind": "torch"},

@@ -221,8 +221,14 @@ def small(recipe: Recipe) -> Recipe:
         heads=fold.tp * min(model.heads // model.kv_heads, 2), kv_heads=fold.tp, head_dim=8, topk=topk,
         experts=fold.ep * max(math.ceil(topk / fold.ep), min(model.experts // fold.ep, 4)),
         expert_hidden=fold.etp * 16, ffn_hidden=fold.tp * 32, shared_hidden=fold.tp * 16 if model.shared_hidden else 0,
-        vocab=fold.tp * 64, max_positions=length, init_std=0.1,
+        vocab=fold.tp * 64, max_positions=length, init_std=0.1, rope_dim=model.rope_dim and 4,
     )  # fmt: skip
+    if model.latent_rank:
+        narrow = {"latent_rank": 16, "latent_query_rank": 12 if model.latent_query_rank else 0}
+        values["model"].update(kv_heads=values["model"]["heads"], **narrow)
+    groups = model.router.groups if values["model"]["experts"] % model.router.groups == 0 else 1
+    fewest = math.ceil(topk * groups / values["model"]["experts"])  # groups that have enough experts
+    values["model"]["router"].update(groups=groups, topk_groups=max(fewest, min(model.router.topk_groups, groups)))
     return Recipe.parse(values)
 
 

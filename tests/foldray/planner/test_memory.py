@@ -152,8 +152,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "every other block": {"moe_every": 2},
     "gelu, layernorm, learned positions": {"ffn": "gelu", "norm": "layernorm", "positions": "learned", "max_positions": 512},
     "one expert for each token": {"topk": 1},
-    "norms of heads": {"qk_norm": "head", "rope_dim": 8},
+    "norms of heads": {"qk_norm": "head", "rope_dim": 4},
     "norms of all heads, learned positions": {"qk_norm": "all", "positions": "learned", "max_positions": 512},
+    "latent": {"latent_rank": 48, "latent_query_rank": 32, "rope_dim": 4, "kv_heads": 8},
+    "latent without queries, sinks": {"latent_rank": 48, "rope_dim": 4, "kv_heads": 8, "attention_sinks": True},
+    "sinks, biases of experts": {"attention_sinks": True, "expert_bias": True, "ffn": "gated_clamped"},
     "biases, a gate": {"attention_bias": "all", "shared_hidden": 128, "shared_gate": True, "rope_pairs": "interleaved"},
 }
 
@@ -163,7 +166,7 @@ AGAIN = [[], ["expert"], ["attention", "ffn", "expert"]]
 
 @pytest.mark.parametrize(
     ("again", "name", "dtype", "change"),
-    rotated(9, AGAIN, ["sequential", "one_a_one_m-even:4"], ["fp32", "bf16"], [*CHANGES]),
+    rotated(12, AGAIN, ["sequential", "one_a_one_m-even:4"], ["fp32", "bf16"], [*CHANGES]),
     ids=str,
 )
 def test_activations_are_those_of_a_run(change: str, dtype: str, name: str, again: list[str]) -> None:

@@ -24,6 +24,7 @@ from trainers.hugging_face.families import family_of, tensors_of
 from trainers.hugging_face.weights import Weights
 
 transformers = pytest.importorskip("transformers")
+ROPE_INIT_FUNCTIONS = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS
 SIZES: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "num_experts_per_tok": 2, "max_position_embeddings": 64, "initializer_range": 0.3,
@@ -45,10 +46,20 @@ MINIMAX = MIXTRAL | {"head_dim": 16, "rope_parameters": PART}
 ERNIE: dict[str, Any] = {key: value for key, value in SIZES.items() if key != "num_experts_per_tok"} | {
     "moe_k": 3, "moe_num_experts": 4, "moe_intermediate_size": 56, "intermediate_size": 40,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0}
+DEEPSEEK: dict[str, Any] = SIZES | {
+    "intermediate_size": 40, "moe_intermediate_size": 56, "n_routed_experts": 8, "n_shared_experts": 2, "kv_lora_rank": 20,
+    "q_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 10, "v_head_dim": 6, "n_group": 4, "topk_group": 2,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "num_key_value_heads": 4, "num_hidden_layers": 3,
+}  # fmt: skip
+DEEPSEEK2 = DEEPSEEK | {"topk_method": "group_limited_greedy", "rope_parameters": YARN}
+DEEPSEEK3 = DEEPSEEK | {"num_mtp_layers": 0, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}}
+GPT_OSS = MIXTRAL | {"head_dim": 12, "sliding_window": 5, "rope_parameters": YARN | {"truncate": False}}
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Mixtral", MIXTRAL), ("Glm4Moe", GLM | {"use_qk_norm": True, "attention_bias": True, "rope_parameters": PART}),
     ("Qwen2Moe", QWEN2), ("Qwen3Moe", QWEN | {"head_dim": 20}), ("Olmoe", OLMOE), ("MiniMaxM2", MINIMAX),
-    ("Ernie4_5_Moe", ERNIE),
+    ("Ernie4_5_Moe", ERNIE), ("DeepseekV2", DEEPSEEK2), ("DeepseekV3", DEEPSEEK3),
+    ("GptOss", GPT_OSS),
 ]  # fmt: skip
 """One model of each family, with all that the family has."""
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -61,6 +72,13 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     }),
     ("Qwen3Moe", QWEN | {"attention_bias": True, "use_sliding_window": True, "sliding_window": 4, "norm_topk_prob": False}),
     ("Olmoe", OLMOE | {"attention_bias": True, "norm_topk_prob": True, "num_key_value_heads": 4}),
+    ("Qwen3Moe", QWEN | {"rope_parameters": YARN | {"truncate": False, "mscale": 0.7, "mscale_all_dim": 1.2}}),
+    ("Mixtral", MIXTRAL | {"head_dim": 12, "rope_parameters": YARN | {"attention_factor": 1.5}}),
+    ("DeepseekV2", DEEPSEEK | {"topk_method": "greedy", "q_lora_rank": None, "rope_parameters": YARN}),
+    ("DeepseekV3", DEEPSEEK3 | {
+        "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "n_group": 1, "topk_group": 1,
+    }),
+    ("GptOss", GPT_OSS | {"attention_bias": False, "layer_types": ["full_attention"] * 2, "num_experts_per_tok": 1}),
     ("Ernie4_5_Moe", ERNIE | {"moe_num_shared_experts": 0, "tie_word_embeddings": False, "moe_layer_start_index": 0}),
 ]  # fmt: skip
 ALL = [pytest.param(*case, id=f"{case[0]}-{number}") for number, case in enumerate((*FAMILIES, *VARIANTS))]
@@ -74,7 +92,9 @@ def saved(folder: Path, family: str, sizes: dict[str, Any], **options: Any) -> A
     for name, tensor in (*made.named_buffers(), *made.named_parameters()):
         if name.endswith("e_score_correction_bias"):
             tensor.data.copy_(torch.linspace(-1, 1, tensor.numel()))  # this changes which experts are chosen
-        elif tensor.dim() == 1 and name.endswith(("norm.weight", "bias")):  # they begin as ones and zeros
+        elif (
+            tensor.dim() == 1 and name.endswith(("norm.weight", "bias")) or name.endswith("proj_bias")
+        ):  # they begin as ones and zeros
             tensor.data += torch.randn_like(tensor) / 4
     made.save_pretrained(folder, **options)
     return loaded(folder)
@@ -88,7 +108,9 @@ def loaded(folder: Path) -> Any:
     for module in made.modules():
         if hasattr(module, "inv_freq"):
             with widened():
-                module.inv_freq = module.compute_default_rope_parameters(made.config)[0]
+                kind = made.config.rope_parameters["rope_type"]
+                own = {"default": getattr(module, "compute_default_rope_parameters", None), **ROPE_INIT_FUNCTIONS}
+                module.inv_freq = own[kind](made.config)[0]
     return made
 
 
@@ -127,8 +149,7 @@ def by_our_names(made: Any, model: ModelSpec, folder: Path, gradients: bool = Fa
             parameter.data = value
     found = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
     tensors = [each for each in tensors_of(family_of(model), model) if not (gradients and each.keeps)]
-    return {each.ours: found[each.name].T if each.turned else found[each.name].flatten() if each.axes else found[each.name]
-            for each in tensors}  # fmt: skip
+    return {each.ours: each.taken(found[each.name]) for each in tensors}
 
 
 def filled(recipe: Recipe, groups: Groups) -> Engine:
