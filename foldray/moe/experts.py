@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from foldray.blueprint import FeedForwardSpec
-from foldray.blueprint.parts import Parts, ffn_columns
+from foldray.blueprint.parts import Parts, columns, ffn_columns
 from foldray.comm import Communicator, gather_rows, scatter_rows
-from foldray.kernels.experts import expert_ffn
+from foldray.kernels.experts import Biases, expert_ffn
 from foldray.kernels.later import Later
 from foldray.moe.contracts import Received
 
@@ -22,7 +22,8 @@ from foldray.moe.contracts import Received
 class Experts(nn.Module):
     """This rank's shares of its experts, stacked: `up` [E_local, H, W] and `down` [E_local, F, H].
 
-    ETP cuts the inner width of every expert. `up_bias` [E_local, W] and `down_bias` [E_local, H] are None without biases.
+    ETP cuts the inner width of every expert. `up_bias` [E_local · W] and `down_bias` [E_local · H] are None without
+    biases. They are vectors, which do not decay.
 
     Args:
         ids: global ids of the experts.
@@ -48,8 +49,8 @@ class Experts(nn.Module):
         self.ids, self.share, self.slices, self.kind, self.later = ids, share, slices, kind, later or Later()
         self.up = nn.Parameter(torch.empty(len(ids), hidden, share.width, device=device, dtype=dtype))
         self.down = nn.Parameter(torch.empty(len(ids), share.inner, hidden, device=device, dtype=dtype))
-        self.up_bias = nn.Parameter(self.up.new_empty(len(ids), share.width)) if share.bias else None
-        self.down_bias = nn.Parameter(self.up.new_empty(len(ids), hidden)) if share.bias else None
+        self.up_bias = nn.Parameter(self.up.new_empty(len(ids) * share.width)) if share.bias else None
+        self.down_bias = nn.Parameter(self.up.new_empty(len(ids) * hidden)) if share.bias else None
 
     def forward(self, rows_NH: torch.Tensor, received: Received) -> torch.Tensor:
         """Compute the rows in the order of their arrival; the results are in the order of their return: [N, H] → [N, H].
@@ -63,18 +64,20 @@ class Experts(nn.Module):
     def compute(self, rows_NH: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Compute each local expert on its rows, which are sorted by expert."""
         leave = self.later.leaver(self.up, self.down)
-        biases = (None, None) if self.up_bias is None or self.down_bias is None else (self.up_bias, self.down_bias)
+        biases: Biases = (None, None)
+        if self.up_bias is not None and self.down_bias is not None:
+            biases = (self.up_bias.view(len(self.ids), -1), self.down_bias.view(len(self.ids), -1))
         return expert_ffn(rows_NH, counts, self.up, self.down, self.share.ffn, self.kind, leave, biases)
 
     def parts(self) -> Parts:
-        names, inner = self.share.activation.inwards, self.share.inner
-        found: Parts = {"up": [], "down": [], "up_bias": [], "down_bias": []}
+        names, inner, hidden = self.share.activation.inwards, self.share.inner, self.down.shape[-1]
+        found: Parts = {"up": [], "down": [], "down_bias": []}
         for i, expert in enumerate(self.ids):
             found["up"] += [(f"{expert}.{part}", index) for part, index in ffn_columns(names, inner, (i, slice(None)))]
             found["down"].append((f"{expert}.down", (i,)))
-            found["up_bias"] += [(f"{expert}.{part}_bias", index) for part, index in ffn_columns(names, inner, (i,))]
-            found["down_bias"].append((f"{expert}.down_bias", (i,)))
-        return found
+            found["down_bias"].append((f"{expert}.down_bias", (slice(i * hidden, (i + 1) * hidden),)))
+        biases = [f"{expert}.{part}_bias" for expert in self.ids for part in names]
+        return found | {"up_bias": columns(dict.fromkeys(biases, inner), before=())}
 
 
 def dispatch_postprocess(rows_NH: torch.Tensor, received: Received) -> torch.Tensor:

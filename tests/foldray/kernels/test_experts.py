@@ -12,45 +12,58 @@ from foldray.kernels import experts
 from foldray.kernels.activations import kernel_of
 from foldray.kernels.experts import Kind, expert_ffn, reference_ffn
 
-FFNS = ("gated_silu", "gelu")
+FFNS = ("gated_silu", "gelu", "gated_clamped")
 # Rows per expert: even, ragged, one busy expert between idle ones, all rows at the last expert, no rows.
 COUNTS = [[8, 8, 8, 8], [1, 30, 0, 17], [0, 5, 0, 0], [0, 0, 0, 33], [0, 0, 0, 0]]
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Inputs = tuple[torch.Tensor, ...]
 
 
-def make(counts: list[int], ffn: str, hidden: int = 16, inner: int = 32, dtype: torch.dtype = torch.float32) -> Inputs:
-    """Make x_NH, up_EHW and down_EFH, which require gradients. All intermediate values are of order one."""
+def make(
+    counts: list[int], ffn: str, hidden: int = 16, inner: int = 32, dtype: torch.dtype = torch.float32, biased: bool = False
+) -> Inputs:
+    """Make x_NH, up_EHW and down_EFH, and perhaps two biases, which require gradients. All values are of order one."""
     generator = torch.Generator().manual_seed(sum(counts) + len(counts))
-    width = 2 * inner if ffn == "gated_silu" else inner
-    shapes = ((sum(counts), hidden), (len(counts), hidden, width), (len(counts), inner, hidden))
-    scales = (1.0, hidden**-0.5, inner**-0.5)
-    drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) * s for shape, s in zip(shapes, scales, strict=True))
-    x, up, down = (values.to(dtype).requires_grad_() for values in drawn)
-    return x, up, down
+    width = inner if ffn == "gelu" else 2 * inner
+    shapes = [(sum(counts), hidden), (len(counts), hidden, width), (len(counts), inner, hidden)]
+    shapes += [(len(counts), width), (len(counts), hidden)] if biased else []
+    scales = (1.0, hidden**-0.5, inner**-0.5, 1.0, 1.0)
+    drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) * s for shape, s in zip(shapes, scales, strict=False))
+    return tuple(values.to(dtype).requires_grad_() for values in drawn)
+
+
+def computed(inputs: Inputs, counts: list[int], ffn: str, kind: Kind) -> torch.Tensor:
+    x, up, down, *biases = inputs
+    return expert_ffn(x, counts, up, down, ffn, kind, biases=(biases[0], biases[1]) if biases else (None, None))
 
 
 def run(inputs: Inputs, counts: list[int], ffn: str, kind: Kind) -> list[torch.Tensor]:
     """Return the output and the gradients of all inputs, for an output gradient that differs from row to row."""
     leaves = [value.detach().requires_grad_() for value in inputs]
-    y_NH = expert_ffn(leaves[0], counts, leaves[1], leaves[2], ffn, kind)
+    y_NH = computed(tuple(leaves), counts, ffn, kind)
     dy_NH = torch.linspace(-1, 2, max(y_NH.numel(), 1), dtype=torch.float64)[: y_NH.numel()].view_as(y_NH)
     return [y_NH.detach(), *torch.autograd.grad(y_NH, leaves, dy_NH.to(y_NH.dtype))]
 
 
 def dense(inputs: Inputs, counts: list[int], ffn: str) -> torch.Tensor:
     """Compute the output row by row from the definition."""
-    x_NH, up_EHW, down_EFH = inputs
+    x_NH, up_EHW, down_EFH, *biases = inputs
     rows = []
     for n, e in enumerate(e for e, count in enumerate(counts) for _ in range(count)):
-        up_W = torch.einsum("h,hw->w", x_NH[n], up_EHW[e])
-        inner = down_EFH.shape[1]
-        h_F = F.gelu(up_W) if ffn == "gelu" else up_W[:inner] * torch.sigmoid(up_W[:inner]) * up_W[inner:]
-        rows.append(torch.einsum("f,fh->h", h_F, down_EFH[e]))
+        up_W = torch.einsum("h,hw->w", x_NH[n], up_EHW[e]) + (biases[0][e] if biases else 0)
+        gate_F, value_F = up_W[: down_EFH.shape[1]], up_W[down_EFH.shape[1] :]
+        if ffn == "gelu":
+            h_F = F.gelu(up_W)
+        elif ffn == "gated_silu":
+            h_F = gate_F * torch.sigmoid(gate_F) * value_F
+        else:
+            gate_F, value_F = gate_F.clamp(max=7), value_F.clamp(-7, 7)
+            h_F = (value_F + 1) * gate_F * torch.sigmoid(1.702 * gate_F)
+        rows.append(torch.einsum("f,fh->h", h_F, down_EFH[e]) + (biases[1][e] if biases else 0))
     return torch.stack(rows) if rows else x_NH
 
 
 def assert_near(got: list[torch.Tensor], want: list[torch.Tensor], tolerance: float) -> None:
-    for name, a, b in zip(("y", "dx", "dup", "ddown"), got, want, strict=True):
+    for name, a, b in zip(("y", "dx", "dup", "ddown", "dup_bias", "ddown_bias"), got, want, strict=False):
         assert a.shape == b.shape, name
         assert a.dtype == b.dtype, name
         error = (a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)
@@ -70,18 +83,21 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("ffn", FFNS)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_loop_is_the_definition(counts: list[int], ffn: str) -> None:
-    inputs = make(counts, ffn, dtype=torch.float64)
-    torch.testing.assert_close(expert_ffn(inputs[0], counts, inputs[1], inputs[2], ffn, "loop"), dense(inputs, counts, ffn))
+@pytest.mark.parametrize("biased", [False, True])
+def test_loop_is_the_definition(counts: list[int], ffn: str, biased: bool) -> None:
+    inputs = make(counts, ffn, dtype=torch.float64, biased=biased)
+    torch.testing.assert_close(computed(inputs, counts, ffn, "loop"), dense(inputs, counts, ffn))
 
 
 @pytest.mark.parametrize("ffn", FFNS)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["float32", "bfloat16"])
-def test_fast_equals_loop(implementation: str, counts: list[int], ffn: str, dtype: torch.dtype, tolerance: float) -> None:
-    inputs = make(counts, ffn, dtype=dtype)
-    x, up, down = (value.detach().double() for value in inputs)
-    want = [value.to(dtype) for value in run((x, up, down), counts, ffn, "loop")]
+@pytest.mark.parametrize("biased", [False, True])
+def test_fast_equals_loop(
+    implementation: str, counts: list[int], ffn: str, dtype: torch.dtype, tolerance: float, biased: bool
+) -> None:
+    inputs = make(counts, ffn, dtype=dtype, biased=biased)
+    want = [value.to(dtype) for value in run(tuple(value.detach().double() for value in inputs), counts, ffn, "loop")]
     assert_near(run(inputs, counts, ffn, "grouped"), want, tolerance)
 
 
@@ -99,17 +115,23 @@ def test_fast_equals_loop_at_padded_sizes(ffn: str, rows: int) -> None:
 @pytest.mark.parametrize("kind", ["loop", "grouped"])
 def test_gradients_by_differences(ffn: str, kind: Kind) -> None:
     counts = [2, 0, 3]
-    inputs = make(counts, ffn, hidden=3, inner=4, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda x, up, down: expert_ffn(x, counts, up, down, ffn, kind), inputs)
+    inputs = make(counts, ffn, hidden=3, inner=4, dtype=torch.float64, biased=True)
+    assert torch.autograd.gradcheck(lambda *given: computed(given, counts, ffn, kind), inputs)
 
 
 def test_activation_backward_by_differences() -> None:
     """Test the formulas that all fast implementations share, without the matrix products."""
     for ffn in FFNS:
-        up_NW = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        scale = 9.0 if ffn == "gated_clamped" else 1.0  # so that its bounds are reached
+        drawn = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * scale
+        up_NW = drawn.requires_grad_()
         h_NF = kernel_of(ffn).forward(up_NW)
         dh_NF = torch.linspace(-1, 1, h_NF.numel(), dtype=torch.float64).view_as(h_NF)
-        plain = F.gelu(up_NW) if ffn == "gelu" else F.silu(up_NW[:, :4]) * up_NW[:, 4:]
+        gate_NF, value_NF = up_NW[:, :4], up_NW[:, 4:]
+        plain = F.gelu(up_NW) if ffn == "gelu" else F.silu(gate_NF) * value_NF
+        if ffn == "gated_clamped":
+            gate_NF = gate_NF.clamp(max=7)
+            plain = (value_NF.clamp(-7, 7) + 1) * gate_NF * torch.sigmoid(1.702 * gate_NF)
         (want,) = torch.autograd.grad(plain, up_NW, dh_NF)
         again_NF, got = kernel_of(ffn).backward(dh_NF.clone(), up_NW.detach())
         torch.testing.assert_close(got, want)
