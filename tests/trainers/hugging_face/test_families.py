@@ -14,7 +14,7 @@ from foldray import Recipe
 from foldray.cli import main
 from foldray.comm import Groups
 from foldray.runtime import state_pieces
-from tests.foldray.parity import go_on, sample, weights
+from tests.foldray.parity import IGNORED, batches, go_on, sample, weights
 from tests.rotation import rotated
 from tests.trainers.hugging_face.oracle import ALL, FAMILIES, by_our_names, filled, loaded, mean_loss, saved, widened
 from trainers.checkpoints import tensors
@@ -120,3 +120,74 @@ def test_import_and_export_change_no_bit(tmp_path: Path, family: str, sizes: dic
     assert all(torch.equal(tensor, again.state()[key]) for key, tensor in state.items())
     assert json.loads((tmp_path / "again" / "config.json").read_text())["architectures"] == [f"{family}ForCausalLM"]
     groups.close()
+
+
+@pytest.mark.parametrize(("family", "sizes"), FAMILIES)
+def test_routers_choose_the_same_experts(tmp_path: Path, family: str, sizes: dict[str, Any]) -> None:
+    """10,000 random tokens, and two experts that always have equal scores."""
+    theirs = saved(tmp_path / "hub", family, sizes)
+    recipe = imported(tmp_path / "hub", tmp_path / "recipe.yaml")
+    engine, layer = filled(recipe, groups := Groups.create(recipe.placed_fold)), recipe.model.layers - 1
+    network, router = theirs.model.layers[layer].mlp, engine.model.block(layer).moe.router
+    gate = getattr(network, "gate", None) or network.router
+    with torch.no_grad():
+        gate.weight[-1] = gate.weight[-2]
+        router.weight[:, -1] = router.weight[:, -2]
+        bias = getattr(network, "e_score_correction_bias", getattr(gate, "e_score_correction_bias", getattr(gate, "bias", None)))
+        if family == "Ernie4_5_Moe":
+            bias = gate.moe_statics.e_score_correction_bias[0]
+        for each in (bias, router.bias, router.logit_bias):
+            if each is not None:
+                each[-1] = each[-2]
+    x_TH = torch.randn(10_000, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    with widened(), torch.no_grad():
+        _, weight_TK, expert_TK = gate(x_TH, bias) if family == "MiniMaxM2" else gate(x_TH)
+    ours = router(x_TH, 1)
+    order, own = expert_TK.argsort(-1), ours.expert_TK.argsort(-1)
+    assert torch.equal(ours.expert_TK.gather(-1, own), expert_TK.gather(-1, order))
+    torch.testing.assert_close(ours.weight_TK.gather(-1, own), weight_TK.gather(-1, order), atol=1e-12, rtol=1e-12)
+    assert (ours.expert_TK >= recipe.model.experts - 2).any()
+    groups.close()
+
+
+def curve(rank: int, recipe: Recipe, steps: int, masked: bool) -> list[float]:
+    groups = Groups.create(recipe.placed_fold, rank)
+    engine = filled(recipe, groups)
+    losses = [loss for loss, *_ in go_on(engine, groups, recipe, range(steps), masked=masked)["losses"]]
+    engine.close()
+    groups.close()
+    return losses
+
+
+_LONG = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(("family", "masked", "steps"), [
+    ("Qwen3Moe", False, 20), ("Mixtral", True, 20), pytest.param("Mixtral", False, 100, marks=_LONG),
+    pytest.param("Qwen3Moe", False, 100, marks=_LONG), pytest.param("Qwen3Moe", True, 100, marks=_LONG),
+])  # fmt: skip
+def test_a_training_is_that_of_plain_pytorch(tmp_path: Path, ranks: Any, family: str, masked: bool, steps: int) -> None:
+    """AdamW on two ranks with EP. If targets are masked, the ranks have different numbers of them."""
+    theirs = saved(tmp_path / "hub", family, dict(FAMILIES)[family])
+    optimizer = {"kind": "adamw", "lr": 1e-3, "weight_decay": 0.1, "decay": "constant", "clip": 1.0}
+    fold = {"fold": {"ep": 2}, "cluster": {"workers": 2}}
+    recipe = imported(tmp_path / "hub", tmp_path / "recipe.yaml", optimizer=optimizer, **fold)
+    matrices, vectors = ([each for each in theirs.parameters() if (each.dim() > 1) is several] for several in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=1e-3, betas=recipe.optimizer.betas, eps=recipe.optimizer.eps)
+    expected = []
+    for step in range(steps):
+        parts = [batch for place in range(2) for batch in batches(recipe, place, step, masked=masked)]
+        assert not masked or len({int((part.target_BL >= 0).sum()) for part in parts}) > 1
+        tokens, targets = (torch.cat([part[i] for part in parts]) for i in range(2))
+        with widened():
+            logits_BLV = theirs(tokens).logits
+        loss = torch.nn.functional.cross_entropy(logits_BLV.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        adam.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        adam.step()
+        expected.append(float(loss))
+    assert expected[-1] < expected[0]
+    for losses in ranks(2).run(curve, recipe, steps, masked, timeout=600):
+        assert losses == pytest.approx(expected, abs=1e-5)
