@@ -66,9 +66,7 @@ class Model:
         self.recipe, self.transformer, self.name, self.step = recipe, transformer.requires_grad_(False), name, step
 
     @classmethod
-    def load(
-        cls, run: str | Path | Checkpoint, recipe: Recipe | None = None, device: torch.device | str | None = None
-    ) -> Model:
+    def load(cls, run: str | Path | Checkpoint, recipe: Recipe | None = None, device: torch.device | str | None = None) -> Model:
         """Load a model in the precision of its training. Ray need not run.
 
         Args:
@@ -173,13 +171,13 @@ class Model:
         return Generated("".join(pieces), made, "length" if len(made) == tokens else "separator", sampler.seed)
 
     @torch.no_grad()
-    def evaluate(self, text: str, seq_len: int | None = None, told: Callable[[int], None] | None = None) -> Score:
+    def evaluate(self, text: str, seq_len: int | None = None, told: Callable[[int, int], None] | None = None) -> Score:
         """Score a text in windows that do not overlap (`scoring.py` says which tokens have which context).
 
         Args:
             text: the text, one document.
             seq_len: tokens of a window; None is that of the training.
-            told: called after every pass, with the number of tokens that it scored.
+            told: called after every pass, with the number of tokens so far and the number of all tokens.
 
         Raises:
             UserError: the text has no tokens or is not UTF-8, or a window is longer than the learned positions.
@@ -190,11 +188,12 @@ class Model:
         ids = self.tokenizer.encode(_utf8("text", text))
         if not len(ids):
             raise UserError("text", text, "has no tokens, so there is nothing to predict")
-        length, nats = min(length, len(ids)), 0.0
+        length, nats, done = min(length, len(ids)), 0.0, 0
         for batch in windows(ids, self.tokenizer.separator, length, max(1, _TOGETHER // length)):
-            nats += self._nats(Batch(*(each.to(self.device) for each in batch[:2])))
+            nats += self._nats(Batch(batch.token_BL.to(self.device), batch.target_BL.to(self.device)))
+            done = min(done + batch.target_BL.numel(), len(ids))
             if told:
-                told(int((batch.target_BL >= 0).sum()))
+                told(done, len(ids))
         return Score(len(ids), len(text.encode()), nats)
 
     def check_positions(self, field: str, positions: int) -> None:
@@ -257,7 +256,7 @@ class Model:
         spec = self.recipe.model
         if spec.positions == "learned" and given + tokens - 1 > spec.max_positions:
             room = spec.max_positions - given + 1
-            rule = f"with the {given} tokens of the prompt, is more than the {spec.max_positions} positions that the model has learned"
+            rule = f"is too many behind a prompt of {given}: the model has learned {spec.max_positions} positions"
             raise UserError("tokens", tokens, rule, [f"1…{room}"] if room > 0 else None)
 
     def _ids(self, tokens: torch.Tensor | Sequence[int] | Sequence[Sequence[int]], field: str = "tokens") -> torch.Tensor:
