@@ -65,9 +65,9 @@ class Cache:
         return x_BSH
 
     def _make_room(self, tokens: int) -> None:
-        """Make room for more than this many tokens. Attention would take a full cache for whole sequences, and keep nothing."""
+        """Make room for this many tokens, and more: attention keeps nothing of a slice that is as long as the sequences."""
         room = self._token_BL.shape[1]
-        if tokens >= room:
+        if tokens > room:
             more = max(2 * tokens, _LEAST) - room
             self._token_BL = F.pad(self._token_BL, (0, more))
             for memory in self._memories.values():
