@@ -64,7 +64,7 @@ def test_a_terminal_gets_no_control_characters(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_reader_that_goes_ends_it(step: str) -> None:
-    command = [sys.executable, "-m", "foldray", "generate", step, "--prompt", "x", "--tokens", "16000000", "--top-k", "1"]
+    command = [sys.executable, "-m", "foldray", "generate", step, "--prompt", "hello", "--tokens", "16000000", "--top-k", "1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
@@ -109,6 +109,10 @@ def test_mistakes_are_one_line(step: str, tmp_path: Path, capsys: pytest.Capture
         (["generate", run, *prompt], f"holds no checkpoint; legal: {step}"),
         (["generate", damaged, *prompt], "is damaged: __0_0.distcp has other bytes"),
         (["generate", step, *prompt, "--tokens", "0"], "tokens=0: must be at least 1"),
+        (["generate", "none", *prompt, "--tokens", "0"], "tokens=0: must be at least 1"),  # before the checkpoint is looked for
+        (["generate", "none", *prompt, "--top-k", "0"], "top_k=0: must be at least 1"),
+        (["eval", "none", str(empty)], "is empty"),
+        (["eval", "none", str(good), "--seq-len", "0"], "seq_len=0: must be at least 1"),
         (["generate", step, *prompt, "--temperature", "-1"], "temperature=-1.0: must be at least 0"),
         (["generate", step, *prompt, "--temperature", "nan"], "temperature=nan: must be at least 0"),
         (["generate", step, *prompt, "--top-p", "1.5"], "top_p=1.5: must be greater than 0"),

@@ -41,8 +41,10 @@ def test_the_temperature_divides_logits(temperature: float) -> None:
     assert float((found[1] / found[2]).log()) == pytest.approx(2 / temperature)
 
 
-def test_equal_logits_keep_top_k_tokens() -> None:
-    assert int((probabilities(torch.zeros(5, dtype=torch.float64), Sampling(top_k=2)) > 0).sum()) == 2
+def test_equal_logits() -> None:
+    even = torch.zeros(4, dtype=torch.float64)
+    assert int((probabilities(even, Sampling(top_k=2)) > 0).sum()) == 2
+    assert probabilities(even, Sampling(top_p=0.5)).tolist() == [0.5, 0.5, 0, 0]  # two of them make up the half
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-310])
