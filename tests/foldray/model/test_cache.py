@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "sigmoid router": {"router": {"score": "sigmoid", "normalize": True, "scale": 2.5, "bias_rate": 0.1}, "topk": 3},
     "softmax before top-k": {"router": {"softmax": "before_topk", "normalize": True}, "shared_hidden": 0},
     "narrow values": {"value_dim": 10, "kv_heads": 1},
+    "norms, biases, partly rotated heads": {"qk_norm": "head", "attention_bias": "all", "rope_dim": 2, "shared_gate": True},
 }
 SLICES: list[list[int]] = [[1] * LENGTH, [9] + [1] * 14, [4, 1, 12, 1, 1, 4], [LENGTH]]
 

@@ -25,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "windows": {"windows": ["sliding:5", "chunked:8"]},
     "learned positions": {**LEARNED, "norm": "layernorm", "ffn": "gelu", "tied_embeddings": True},
     "sigmoid, shared, dense": GLM,
+    "norms, biases": {"qk_norm": "all", "attention_bias": "inputs", "rope_dim": 4, "shared_hidden": 8, "shared_gate": True},
 }
 
 
