@@ -40,7 +40,8 @@ class Parser(argparse.ArgumentParser):
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError:
-            raise UserError(action.option_strings[0], arg_string, "must be a whole number") from None
+            kind = "a whole number" if action.type is int else "a number"
+            raise UserError(action.option_strings[0], arg_string, f"must be {kind}") from None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -71,6 +72,7 @@ def make_parser(version: str = "") -> argparse.ArgumentParser:
     _add_measuring(commands)
     _add_tuning(commands)
     _add_planning(commands)
+    _add_inference(commands)
     _add_export(commands)
     _add_import(commands)
     _add_slice(commands)
@@ -175,11 +177,43 @@ def _add_planning(commands: Any) -> None:
     command.add_argument("--out", type=Path, required=True, metavar="FILE.yaml", help="file to write")
 
 
+_WINDOWS = """\
+A file is one document: a separator, then its tokens. The tokens are predicted in windows of N that do not overlap, as in
+training. Within a window, token i is predicted from the i tokens before it. The first token of a window is predicted from the
+last token of the window before, and the first token of a file from the separator. Larger windows give tokens more context.
+
+Bits per byte are the nats of all tokens, divided by ln 2 and by the bytes of the file, so they compare models with different
+tokenizers. Experts drop no tokens."""
+
+
+def _add_inference(commands: Any) -> None:
+    command = _add(
+        commands, "generate", "Continue a text with a trained model, in one process.",
+        epilog="It stops at the end of a document (the tokenizer's separator), or after N tokens. Experts drop no tokens.",
+    )  # fmt: skip
+    _add_run(command)
+    command.add_argument("--prompt", required=True, metavar="TEXT", help='text to continue; "" begins a new document')
+    command.add_argument("--tokens", type=int, default=128, metavar="N", help="most tokens to add (default %(default)s)")
+    command.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T",
+        help="divides the logits: lower is more probable text, and 0 takes the most probable token (default %(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P",
+        help="draw only the most probable tokens, which make up the probability P together (default %(default)s: all)",
+    )  # fmt: skip
+    command.add_argument("--top-k", type=int, metavar="K", help="draw only the K most probable tokens (default: all)")
+    command.add_argument("--seed", type=int, metavar="S", help="seed of the draws, for the same text again (default: random)")
+
+    command = _add(commands, "eval", "Measure how well a trained model predicts text files, in one process.", epilog=_WINDOWS)
+    _add_run(command)
+    command.add_argument("files", nargs="+", metavar="FILE", help="UTF-8 text")
+    command.add_argument("--seq-len", type=int, metavar="N", help="tokens of a window (default: data.seq_len of the training)")
+
+
 def _add_export(commands: Any) -> None:
     command = _add(commands, "export-hf", "Write a trained model as a folder that Hugging Face's transformers loads.")
-    command.add_argument(
-        "run", metavar="RUN", help="folder of a run, for its newest checkpoint, or of a checkpoint: …/step_XXXXXXXX"
-    )
+    _add_run(command)
     command.add_argument("folder", type=Path, metavar="DIR", help="folder to write; it must not exist")
     command.add_argument(
         "--dtype",
@@ -230,6 +264,12 @@ def _add(commands: Any, name: str, meaning: str, epilog: str | None = None) -> a
     command = commands.add_parser(name, help=meaning, description=meaning, epilog=epilog, formatter_class=_Help)
     command.add_argument("--json", action="store_true", help="print one JSON document on stdout, and everything else on stderr")
     return command
+
+
+def _add_run(command: argparse.ArgumentParser) -> None:
+    """Add the argument for a trained model."""
+    meaning = "folder or URI of a run, for its newest checkpoint, or of a checkpoint: …/step_XXXXXXXX"
+    command.add_argument("run", metavar="RUN", help=meaning)
 
 
 def _add_recipe(command: argparse.ArgumentParser, joins: bool = False) -> None:

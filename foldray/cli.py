@@ -238,6 +238,23 @@ def _plan_picture(found: Any, machines: Any, path: Path) -> None:
     draw_plan(found, machines, path)
 
 
+def generate(given: argparse.Namespace) -> int:
+    from trainers.inference.entry import generate as run
+
+    sampling = {name: getattr(given, name) for name in ("temperature", "top_p", "top_k", "seed")}
+    try:
+        return run(given.run, given.prompt, given.tokens, sampling, as_json=given.json)
+    except BrokenPipeError:
+        _say_nothing_more()
+        return 0
+
+
+def eval_(given: argparse.Namespace) -> int:
+    from trainers.inference.entry import evaluate
+
+    return evaluate(given.run, given.files, given.seq_len, as_json=given.json)
+
+
 def export_hf(given: argparse.Namespace) -> int:
     from trainers.driver.export import export
 
@@ -337,14 +354,19 @@ def _print(document: Any) -> None:
 def _say(text: str) -> None:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # the reader stopped, as `| head` does; without dup2, Python reports the error again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        _say_nothing_more()
+
+
+def _say_nothing_more() -> None:
+    """Turn off standard output, because its reader stopped, as `| head` does. Otherwise Python reports the error at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "train": train, "submit": submit, "verify": verify, "bench": bench, "timeline": timeline, "tune": tune,
-    "dashboard": dashboard, "plan": plan, "calibrate": calibrate, "export-hf": export_hf,
-    "import-hf": import_hf, "slice": slice_, "explain": explain,
+    "dashboard": dashboard, "plan": plan, "calibrate": calibrate, "generate": generate,
+    "eval": eval_, "export-hf": export_hf, "import-hf": import_hf, "slice": slice_, "explain": explain,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -18,8 +18,12 @@ _MOST_NODES = 10_000  # values, keys, lists and mappings, counted again for ever
 _DEEPEST = 40  # levels of nesting
 
 
-def read_text(field: str, path: str | Path) -> str:
+def read_text(field: str, path: str | Path, most: int = _MOST_BYTES) -> str:
     """Return the text of a file.
+
+    Args:
+        field: what the user calls the file.
+        most: the largest size, in bytes.
 
     Raises:
         UserError: the file cannot be read, is too large, is not UTF-8 text, or is not a regular file (reading a device or a
@@ -29,9 +33,9 @@ def read_text(field: str, path: str | Path) -> str:
         with open(Path(path), "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UserError(field, str(path), "cannot be read (it is not a regular file)")
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise UserError(field, str(path), f"cannot be read (it is larger than {_MOST_BYTES >> 10} KiB)")
+            content = file.read(most + 1)
+        if len(content) > most:
+            raise UserError(field, str(path), f"cannot be read (it is larger than {most >> 10} KiB)")
         return content.decode()
     except UnicodeDecodeError as error:
         raise UserError(field, str(path), f"is not UTF-8 text ({error})") from None

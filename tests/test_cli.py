@@ -105,7 +105,7 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
         (
             "command=trian",
             "did you mean 'train'?",
-            "legal: train, submit, verify, bench, timeline, tune, dashboard, plan, calibrate, export-hf, import-hf, slice",
+            "legal: train, submit, verify, bench, timeline, tune, dashboard, plan, calibrate, generate, eval, export-hf",
         ),
     ),
     (
@@ -113,8 +113,8 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
         (
             "command=help",
             "is not known",
-            "legal: train, submit, verify, bench, timeline, tune, dashboard, plan, calibrate, export-hf, import-hf, slice, "
-            "explain",
+            "legal: train, submit, verify, bench, timeline, tune, dashboard, plan, calibrate, generate, eval, export-hf, "
+            "import-hf, slice, explain",
         ),
     ),
     (["--verbose"], ("arguments=--verbose", "required: COMMAND")),
@@ -137,6 +137,10 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
     (["submit", "good.yaml", "--address", "http://[::1"], ("address=http://[::1", "such as http://HOST")),
     (["submit", "good.yaml", "--address", ""], ("address=''", "such as http://HOST")),
     (["submit", "absent.yaml", "--address", "http://127.0.0.1:9"], ("recipe=absent.yaml", "No such file")),
+    (["generate", "absent"], ("arguments=absent", "required: --prompt")),
+    (["generate", "absent", "--prompt", "x", "--temperature", "hot"], ("--temperature=hot", "must be a number")),
+    (["generate", "absent", "--prompt", "x", "--tokens", "1.5"], ("--tokens=1.5", "must be a whole number")),
+    (["eval", "absent"], ("arguments=absent", "required: FILE")),
 ]
 
 
@@ -521,6 +525,8 @@ def test_explain_needs_no_torch_and_survives_a_reader_that_goes(tmp_path: Path) 
         ("tune --help", ["RECIPE", "--json", *(key for key, *_ in describe(Recipe) if key.startswith("tune."))]),
         ("dashboard --help", ["RECIPE", "--host", "--port"]),
         ("submit --help", ["--address", "http://HOST:8265"]),
+        ("generate --help", ["RUN", "--prompt TEXT", "--tokens", "--temperature", "--top-p", "--top-k", "--seed", "separator"]),
+        ("eval --help", ["RUN", "FILE", "--seq-len", "the first token of a file from the separator", "Bits per byte"]),
         (
             "explain --help",
             ["--world-size", "--moe-order", "etp-ep-edp-pp", "--ranks-per-node", "--best-order", "--picture FILE.png"],

@@ -1,19 +1,21 @@
-"""Training on Ray: the trainer, the worker's loop, engines, data, checkpoints, tracking."""
+"""Training on Ray: the trainer, the worker's loop, engines, data, checkpoints, tracking; and a trained model in one process."""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainers.driver.trainer import DisagTrainer, FoldTrainer
+    from trainers.inference.model import Model
 
-__all__ = ["DisagTrainer", "FoldTrainer"]
+__all__ = ["DisagTrainer", "FoldTrainer", "Model"]
 
 
 def __getattr__(name: str) -> Any:
     # Importing Ray takes seconds. A program that uses another part of this package does not wait for it.
     if name in __all__:
-        from trainers.driver import trainer
-
-        return getattr(trainer, name)
+        return getattr(
+            importlib.import_module("trainers.inference.model" if name == "Model" else "trainers.driver.trainer"), name
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

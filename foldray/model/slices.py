@@ -57,6 +57,13 @@ class KeysAndValues:
     def has(self, sight: Sight) -> bool:
         return self._seen >= sight.tokens.stop
 
+    def lengthen(self, length: int) -> None:
+        """Make room for sequences of `length` tokens. Later slices must name this length (`Sight.length`)."""
+        if self.made is not None:
+            made = self.made.new_empty((*self.made.shape[:2], length, sum(self.widths)))
+            made[..., : self._seen, :] = self.made[..., : self._seen, :]
+            self.made = made
+
     def collect(self, sight: Sight) -> Tensor:
         """Return the gradient so far. The first call makes it."""
         assert self.made is not None

@@ -71,12 +71,17 @@ class Block(nn.Module):
             else:
                 self.moe = MoELayer(ownership, layer, groups, backend, shared, later, device, dtype)
 
-    def forward(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, Balance | None]:
+    def forward(
+        self, x_BsH: torch.Tensor, place: Place, memory: KeysAndValues | None = None
+    ) -> tuple[torch.Tensor, Balance | None]:
         """Run the whole block in one autograd graph: [B, s, H] → [B, s, H], and the balance of a MoE block.
 
         Every schedule must give the same result.
+
+        Args:
+            memory: keys and values of earlier slices (`Attention.forward`).
         """
-        x_BsH = self.attend(x_BsH, place)
+        x_BsH = self.attend(x_BsH, place, memory)
         if not self.is_moe:
             return self.feed(x_BsH), None
         y_BsH, balance = self.moe(self.ffn_norm(x_BsH))
@@ -106,7 +111,7 @@ class Transformer(nn.Module):
         backend: kernels of the MoE layers.
         context: how keys and values travel under context parallelism.
         seed: seed of the initial weights. Seed and global name of a parameter determine its weights, so all folds start
-            equal.
+            equal. None leaves the weights undefined, for a caller that fills all of them.
         device: device of the parameters; None is the CPU.
         dtype: type of the parameters.
     """
@@ -117,7 +122,7 @@ class Transformer(nn.Module):
         groups: Groups,
         backend: MoeBackend | None = None,
         context: ContextMode = "ring",
-        seed: int = 0,
+        seed: int | None = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ):
@@ -155,7 +160,8 @@ class Transformer(nn.Module):
         for parameter, makers in self._makers.items():
             for maker in makers:
                 self._made_by.setdefault(maker, []).append(parameter)
-        self._initialise(seed)
+        if seed is not None:
+            self._initialise(seed)
 
     def slice(self, lengths: tuple[int, ...] | None) -> None:
         """Cut later batches into slices of these lengths, in tokens. None leaves sequences whole, of any length."""
@@ -180,11 +186,18 @@ class Transformer(nn.Module):
 
     def logits(self, token_BL: torch.Tensor, segment_BL: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits of this rank's shard and vocabulary: [B, S, V]. The rank must hold all stages."""
-        batch = Batch(token_BL, token_BL, segment_BL)
+        return self.head_logits(self.hidden(Batch(token_BL, token_BL, segment_BL)))
+
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        """Return the output of the last block: [B, s, H]. The rank must hold all stages, and sequences must be whole."""
         (place,) = self.places(batch)
         x_BsH = self.embed(batch, place)
         for block in self.blocks.values():
             x_BsH, _ = block(x_BsH, place)
+        return x_BsH
+
+    def head_logits(self, x_BsH: torch.Tensor) -> torch.Tensor:
+        """Return logits of this rank's vocabulary from outputs of the last block: [B, s, H] → [B, S, V]."""
         return self._head.logits(self.final_norm(x_BsH))
 
     def no_losses(self) -> Losses:
@@ -251,20 +264,27 @@ class Transformer(nn.Module):
 
     def places(self, batch: Batch) -> list[Place]:
         """Return this rank's positions of the sequences, and the keys that they see, slice by slice."""
-        length, layout, segment_BL = batch.token_BL.shape[1], self.layout, batch.segment_BL
-        slices, found, device = layout.cut(length), [], batch.token_BL.device
+        length, device = batch.token_BL.shape[1], batch.token_BL.device
         if (length, device) not in self._rotations:
             self._rotations = {(length, device): defaultdict(dict)}  # those of many lengths would fill the memory
-        for part in slices:
-            chunks = layout.chunks(part)
-            position_S = torch.cat([torch.arange(c.start, c.stop, device=device) for c in chunks])
-            shards = [replace(layout, cp_rank=member).chunks(part) for member in range(layout.cp)]
-            sights = {
-                name: Sight(part, length, shards, layout.cp_rank, segment_BL, window, device)
-                for name, window in self._windows.items()
-            }
-            found.append(Place(position_S, sights, self._rotations[length, device][part]))
-        return found
+        rotations, slices = self._rotations[length, device], self.layout.cut(length)
+        return [replace(self.place(batch, part), rotations=rotations[part]) for part in slices]
+
+    def place(self, batch: Batch, part: range) -> Place:
+        """Return this rank's positions of one slice of the sequences, and the keys that they see.
+
+        Args:
+            batch: the whole sequences.
+            part: positions of the slice.
+        """
+        length, layout, device = batch.token_BL.shape[1], self.layout, batch.token_BL.device
+        position_S = torch.cat([torch.arange(c.start, c.stop, device=device) for c in layout.chunks(part)])
+        shards = [replace(layout, cp_rank=member).chunks(part) for member in range(layout.cp)]
+        sights = {
+            name: Sight(part, length, shards, layout.cp_rank, batch.segment_BL, window, device)
+            for name, window in self._windows.items()
+        }
+        return Place(position_S, sights)
 
     def embed(self, batch: Batch, place: Place) -> torch.Tensor:
         """Return embeddings of this rank's piece of a slice: [B, s, H]."""

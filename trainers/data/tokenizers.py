@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,6 +40,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids. A separator has none. Bytes that are not UTF-8, such as half a character, become U+FFFD."""
+        ...
+
 
 def load_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer "byte", or the Hugging Face tokenizer in a local folder.
@@ -71,6 +75,9 @@ class ByteTokenizer:
         ids = self.encode(text)
         return ids, np.ones(len(ids), np.uint32)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(index for index in ids if index < self.separator).decode(errors="replace")
+
 
 class FolderTokenizer:
     """A Hugging Face tokenizer. It treats special tokens in a text as ordinary text, and takes long text in pieces.
@@ -100,6 +107,9 @@ class FolderTokenizer:
         if len(sizes):
             sizes[-1] += len(text.encode()) - sizes.sum()  # text after the last token, and text that became no token
         return ids, sizes
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _measure_piece(self, piece: str) -> tuple[np.ndarray, np.ndarray]:
         out = self._call(piece, return_offsets_mapping=True)

@@ -11,9 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,16 +23,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers.checkpoints.stored import METADATA, Stored
-from trainers.checkpoints.tensors import DamagedCheckpoint, load, opened
-from trainers.driver.resuming import Beginning
-from trainers.folders import DamagedFile, Folder
+from trainers.driver.trained import Trained, fill
+from trainers.folders import DamagedFile
 from trainers.hugging_face.families import family_of, tensors_of
 from trainers.hugging_face.family import Family, Tensor
 from trainers.hugging_face.files import Form, write_file
 from trainers.hugging_face.tokens import write_tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-_RECIPE, _MOST_RECIPE = "recipe.yaml", 1 << 20
 _FILE = 4 << 30  # bytes of a file, if no tensor is larger
 
 
@@ -74,16 +70,12 @@ def export(run: str, folder: Path, dtype: str | None = None, as_json: bool = Fal
     """
     if os.path.lexists(folder):
         raise UserError("DIR", str(folder), "exists already; give the name of a new folder")
-    begin = _checkpoint(run)
-    begin.look()
-    recipe = _recipe_of(run, begin.folder.parent)
-    family, console = family_of(recipe.model), Console(stderr=True)
-    wanted = getattr(torch, dtype or recipe.precision)
+    trained = Trained.at(run)
+    family, console = family_of(trained.recipe.model), Console(stderr=True)
+    wanted = getattr(torch, dtype or trained.recipe.precision)
     try:
-        with _new_folder(folder) as written, opened(begin.folder.checkpoint, None) as stored:
-            found = _write(_HashedOnce.of(stored), recipe, family, wanted, written, console)
-    except DamagedCheckpoint as error:
-        raise begin.refused(error.file, error.what) from None
+        with _new_folder(folder) as written, trained.opened() as stored:
+            found = _write(stored, trained.recipe, family, wanted, written, console)
     except OSError as error:
         raise UserError("DIR", str(folder), f"cannot be written ({error.strerror or error})") from None
     found = found._replace(folder=str(folder))
@@ -100,26 +92,6 @@ def _told(found: Exported, run: str) -> str:
         f"  parameters  {found.parameters:,} in {found.dtype}, {found.bytes / 2**20:,.1f} MiB in {files}",
         f'  load it     transformers.AutoModelForCausalLM.from_pretrained("{found.folder}")',
     ])  # fmt: skip
-
-
-def _checkpoint(run: str) -> Beginning:
-    """Return the newest checkpoint of a run, or the checkpoint in this folder."""
-    begin = replace(Beginning.at(run), field="RUN")
-    if newest := Beginning.newest(begin.folder):
-        return replace(newest, field="RUN", value=run)
-    return begin
-
-
-def _recipe_of(run: str, folder: Folder) -> Recipe:
-    """Return the recipe in the folder of a run."""
-    try:
-        text = folder.read(_RECIPE, _MOST_RECIPE)
-    except DamagedFile as error:
-        raise UserError("RUN", run, f"its {error}; it says how the model is made") from None
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place, _RECIPE)
-        path.write_bytes(text)
-        return Recipe.load(path)
 
 
 class _new_folder:
@@ -149,22 +121,6 @@ def _umask() -> int:
     now = os.umask(0)
     os.umask(now)
     return now
-
-
-@dataclass(frozen=True)
-class _HashedOnce(Stored):
-    """A checkpoint whose files are hashed once, although tensors are read one by one."""
-
-    known: set[str] = field(default_factory=set)
-
-    @classmethod
-    def of(cls, stored: Stored) -> _HashedOnce:
-        return cls(**{each.name: getattr(stored, each.name) for each in fields(stored)})
-
-    def check(self, name: str) -> None:
-        if name not in self.known:
-            super().check(name)
-            self.known.add(name)
 
 
 def _write(stored: Stored, recipe: Recipe, family: Family, dtype: torch.dtype, folder: Path, console: Console) -> Exported:
@@ -219,9 +175,7 @@ def _read(stored: Stored, parts: Sequence[Tensor], form: Form) -> torch.Tensor:
     for tensor in parts:
         known = _stored(stored, tensor)
         whole = torch.empty(known.size, dtype=known.properties.dtype)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch says that one process loads, which is meant here
-            load(stored, {f"model/{tensor.ours}": whole}, {}, None)
+        fill(stored, {f"model/{tensor.ours}": whole})
         narrow, kind = whole.to(form.dtype), str(form.dtype).removeprefix("torch.")
         if not bool(narrow.isfinite().all()):
             where = f"{tensor.ours} has a number that {kind} cannot hold, or none at all"

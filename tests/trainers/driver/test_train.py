@@ -19,9 +19,10 @@ from ray.train import RunConfig, ScalingConfig
 from foldray.cli import main
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from trainers import FoldTrainer
+from trainers import FoldTrainer, Model
 from trainers.checkpoints import tensors
 from trainers.checkpoints.stored import look
+from trainers.data.packed import PackedData
 from trainers.driver.recorder import RunFolder, read_run
 from trainers.folders import Folder
 
@@ -122,6 +123,17 @@ def test_a_run_leaves_what_people_look_at(whole: FoldTrainer) -> None:
     logged = MlflowClient(run.tracker.uri).get_metric_history(run.tracker.run_id, "loss")
     assert [metric.value for metric in sorted(logged, key=lambda metric: metric.step)] == losses(whole)
     assert len(sorted(folder.glob("step_*"))) == whole.recipe.checkpoint.keep
+
+
+def test_a_trained_model_has_the_loss_of_the_last_validation(whole: FoldTrainer, storage: Path) -> None:
+    assert whole.run is not None
+    model, count = Model.load(whole.run.folder.path, device="cpu"), whole.recipe.training.eval_sequences
+    stored = look(Folder(str(whole.run.folder.path / f"step_{STEPS:08d}")))
+    assert model.step == stored.progress.step
+    token_BL = PackedData.open(storage / "data" / stored.progress.data).validation.tokens(range(count))
+    loss = torch.nn.functional.cross_entropy(model.logits(token_BL[:, :-1]).flatten(0, 1), token_BL[:, 1:].flatten())
+    assert float(loss) == pytest.approx(whole.run.folder.history.validations[STEPS]["loss"], rel=1e-5)
+    assert Model.load(stored.folder.checkpoint, device="cpu").generate("1 times 2 is ", 9, seed=1).tokens
 
 
 def test_the_run_record_agrees_with_the_fold_that_explain_shows(whole: FoldTrainer, capsys: pytest.CaptureFixture[str]) -> None:

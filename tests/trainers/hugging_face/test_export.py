@@ -23,6 +23,7 @@ from tests.trainers.checkpoints.damage import FILE, flipped
 from trainers.checkpoints import tensors
 from trainers.data.tokenizers import ByteTokenizer, load_tokenizer
 from trainers.driver import export as module
+from trainers.driver.resuming import Beginning
 from trainers.hugging_face.families import family_of, tensors_of
 from trainers.hugging_face.tokens import write_tokenizer
 
@@ -117,8 +118,8 @@ def test_the_newest_checkpoint_of_a_run_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path / "run", steps=(1, 2))
-    newest = module.Beginning.at(str(tmp_path / "run" / "step_00000001"))
-    monkeypatch.setattr(module.Beginning, "newest", lambda folder: newest)  # Ray writes the list of a run's checkpoints
+    newest = Beginning.at(str(tmp_path / "run" / "step_00000001"))
+    monkeypatch.setattr(Beginning, "newest", lambda folder: newest)  # Ray writes the list of a run's checkpoints
     assert module.export(str(tmp_path / "run"), tmp_path / "out", as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 1
 

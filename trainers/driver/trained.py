@@ -1,0 +1,119 @@
+"""A trained model in its storage: the newest checkpoint of a run, or one of them, and the recipe of the run."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from ray.train import Checkpoint
+
+from foldray.errors import UserError
+from foldray.recipe import Recipe
+from foldray.runtime import State
+from trainers.checkpoints.stored import Stored
+from trainers.checkpoints.tensors import DamagedCheckpoint, load, opened
+from trainers.driver.resuming import Beginning
+from trainers.folders import DamagedFile, Folder
+
+_FIELD = "RUN"
+_RECIPE, _MOST_RECIPE = "recipe.yaml", 1 << 20
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint that has passed all checks of `Beginning.look`, and its recipe.
+
+    Args:
+        name: the run or checkpoint, as the user named it.
+        begin: the checkpoint.
+        step: number of finished steps.
+        recipe: how the model was made.
+    """
+
+    name: str
+    begin: Beginning
+    step: int
+    recipe: Recipe
+
+    @classmethod
+    def at(cls, run: str | Path | Checkpoint, recipe: Recipe | None = None) -> Trained:
+        """Find a trained model.
+
+        Args:
+            run: path or URI of a run, for its newest checkpoint, or of a checkpoint; or Ray's handle of a checkpoint.
+            recipe: the recipe of the training; None reads `recipe.yaml` beside the checkpoint.
+
+        Raises:
+            UserError: there is no undamaged checkpoint, or no recipe.
+        """
+        begin = _beginning(run)
+        step = begin.look().progress.step
+        return cls(begin.value, begin, step, recipe or _recipe_of(begin))
+
+    @contextmanager
+    def opened(self) -> Iterator[Stored]:
+        """Open the checkpoint, for `fill`. The hash of a file is checked when the first tensor is read from it.
+
+        Raises:
+            UserError: the checkpoint is damaged; the message names an earlier one.
+        """
+        try:
+            with opened(self.begin.folder.checkpoint, None) as stored:
+                yield _HashedOnce.of(stored)
+        except DamagedCheckpoint as error:
+            raise self.begin.refused(error.file, error.what) from None
+
+
+def fill(stored: Stored, state: State) -> None:
+    """Fill whole tensors by their global names, in this process alone.
+
+    Raises:
+        DamagedFile: as `checkpoints.tensors.load`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch says that one process loads, which is meant here
+        load(stored, state, {}, None)
+
+
+def _beginning(run: str | Path | Checkpoint) -> Beginning:
+    """Return the newest checkpoint of a run, or the checkpoint in this folder."""
+    if isinstance(run, Checkpoint):
+        return Beginning(_FIELD, run.path, Folder(run.path, run.filesystem))
+    begin = replace(Beginning.at(str(run)), field=_FIELD)
+    if newest := Beginning.newest(begin.folder):
+        return replace(newest, field=_FIELD, value=begin.value)
+    return begin
+
+
+def _recipe_of(begin: Beginning) -> Recipe:
+    """Return the recipe in the folder of the run."""
+    try:
+        text = begin.folder.parent.read(_RECIPE, _MOST_RECIPE)
+    except DamagedFile as error:
+        raise UserError(_FIELD, begin.value, f"its {error}; it says how the model is made") from None
+    except OSError as error:
+        raise UserError(_FIELD, begin.value, f"its {_RECIPE} cannot be read ({error.strerror or error})") from None
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place, _RECIPE)
+        path.write_bytes(text)
+        return Recipe.load(path)
+
+
+@dataclass(frozen=True)
+class _HashedOnce(Stored):
+    """A checkpoint whose files are hashed once, although tensors may be read one by one."""
+
+    known: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, stored: Stored) -> _HashedOnce:
+        return cls(**{each.name: getattr(stored, each.name) for each in fields(stored)})
+
+    def check(self, name: str) -> None:
+        if name not in self.known:
+            super().check(name)
+            self.known.add(name)

@@ -1,0 +1,298 @@
+"""A trained model in one process: its logits, texts that it continues, and its losses on texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from ray.train import Checkpoint
+
+from foldray.blueprint import ModelSpec, Ownership
+from foldray.comm import Groups
+from foldray.errors import UserError
+from foldray.fold import Fold
+from foldray.model import Batch, Cache, Transformer
+from foldray.moe import MoeBackend
+from foldray.recipe import Recipe
+from foldray.recipe.bounds import LONGEST
+from foldray.runtime import State
+from trainers.data.tokenizers import Tokenizer, load_tokenizer
+from trainers.driver.trained import Trained, fill
+from trainers.inference.sampling import Sampler, Sampling
+from trainers.inference.scoring import Score, windows
+from trainers.inference.stream import TextStream
+from trainers.worker.engines import DTYPES
+
+_TOGETHER = 4096  # tokens of a pass, if a window is not longer
+_LOGITS = 1 << 25  # elements of the logits that exist at a time
+
+
+class Generated(NamedTuple):
+    """What a model wrote.
+
+    Args:
+        text: the continuation, without the prompt.
+        tokens: its ids, without a separator at the end.
+        stopped: whether a separator ended it, or its length.
+        seed: seed of the draws. The same call with this seed gives the same text.
+    """
+
+    text: str
+    tokens: list[int]
+    stopped: Literal["separator", "length"]
+    seed: int
+
+
+class Model:
+    """A trained model, whole in this process.
+
+        model = Model.load(result.checkpoint)
+        print(model.generate("class Parser:").text)
+
+    Experts drop no tokens here, even if they did while training, because the capacity of an expert would depend on the length of
+    the text and on tokens that are not there yet. foldray's own gate and kernels compute, whatever `moe.backend` trained.
+
+    Args:
+        recipe: the recipe of the training.
+        transformer: the weights. It holds all of `dropless(recipe.model)`.
+        name: the run or checkpoint, for messages.
+        step: number of finished steps of the training.
+    """
+
+    def __init__(self, recipe: Recipe, transformer: Transformer, name: str = "", step: int = 0):
+        self.recipe, self.transformer, self.name, self.step = recipe, transformer.requires_grad_(False), name, step
+
+    @classmethod
+    def load(cls, run: str | Path | Checkpoint, recipe: Recipe | None = None, device: torch.device | str | None = None) -> Model:
+        """Load a model in the precision of its training. Ray need not run.
+
+        Args:
+            run: path or URI of a run, for its newest checkpoint, or of a checkpoint; or Ray's handle of a checkpoint
+                (`result.checkpoint`).
+            recipe: the recipe of the training. None reads `recipe.yaml` in the folder of the run. If the storage is not on this
+                machine, `recipe.yaml` lies in `runs/` on the machine of the driver instead.
+            device: where the model computes. None is the GPU, or the CPU without one.
+
+        Raises:
+            UserError: there is no undamaged checkpoint, or no recipe.
+        """
+        return cls.of(Trained.at(run, recipe), device)
+
+    @classmethod
+    def of(cls, trained: Trained, device: torch.device | str | None = None) -> Model:
+        """Load a model that `Trained.at` has found.
+
+        Raises:
+            UserError: the checkpoint is damaged.
+        """
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        recipe, fold = trained.recipe, Fold(1)
+        made = Transformer(
+            Ownership(dropless(recipe.model), fold), Groups.create(fold), MoeBackend(experts=recipe.moe.experts), seed=None,
+            device=device, dtype=DTYPES[recipe.precision],
+        )  # fmt: skip
+        with trained.opened() as stored:
+            fill(stored, _state(made))
+        return cls(recipe, made, trained.name, trained.step)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the recipe.
+
+        Raises:
+            UserError: it is not on this machine, or has more ids than the model.
+            MissingPackage: it needs `transformers`, which is not installed.
+        """
+        name, vocab = self.recipe.data.tokenizer, self.recipe.model.vocab
+        found = load_tokenizer(name)
+        if found.vocab_size > vocab:
+            raise UserError("data.tokenizer", name, f"has {found.vocab_size} ids, and the model only {vocab}")
+        return found
+
+    @torch.no_grad()
+    def logits(self, tokens: torch.Tensor | Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return the logits of the next token at every position: [B, L] → [B, L, V], or [L] → [L, V].
+
+        Args:
+            tokens: ids. Sequences begin with a separator, as in training (`Model.tokenizer.separator`).
+
+        Raises:
+            UserError: there is no token, an id is not in the vocabulary, or sequences are longer than the learned positions.
+        """
+        found = self._ids(tokens)
+        if found.dim() not in (1, 2):
+            raise UserError("tokens", list(found.shape), "must be one sequence [L] or several of the same length [B, L]")
+        self.check_positions("tokens", found.shape[-1])
+        logits = self.transformer.logits(found.view(-1, found.shape[-1]))
+        return logits.view(*found.shape, -1)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | torch.Tensor,
+        tokens: int = 128,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int | None = None,
+        seed: int | None = None,
+        told: Callable[[str], None] | None = None,
+    ) -> Generated:
+        """Continue a prompt, token by token, until the model ends the document with a separator, or to a number of tokens.
+
+        Args:
+            prompt: a text; an empty one begins a new document. Or ids [L], which are taken as they are. A text has a separator
+                in front, as in training.
+            tokens: most tokens of the continuation.
+            temperature, top_p, top_k, seed: the rule of drawing (`Sampling`). Temperature 0 is greedy.
+            told: called with each piece of text as it comes. The pieces make up the text.
+
+        Raises:
+            UserError: a value is out of its range, the prompt is no text or has an unknown id, prompt and continuation are longer
+                than the learned positions, or the model's logits are not finite.
+        """
+        sampler = Sampling(temperature, top_p, top_k, seed).sampler()
+        given = self._prompt(prompt)
+        self._check_room(len(given), tokens)
+        made, pieces = list[int](), list[str]()
+
+        def tell(piece: str) -> None:
+            pieces.append(piece)
+            if piece and told:
+                told(piece)
+
+        stream = TextStream(self.tokenizer.decode, given.tolist())
+        for token in self._continued(given, tokens, sampler):
+            made.append(token)
+            tell(stream.add(token))
+        tell(stream.rest())
+        return Generated("".join(pieces), made, "length" if len(made) == tokens else "separator", sampler.seed)
+
+    @torch.no_grad()
+    def evaluate(self, text: str, seq_len: int | None = None, told: Callable[[int, int], None] | None = None) -> Score:
+        """Score a text in windows that do not overlap (`scoring.py` says which tokens have which context).
+
+        Args:
+            text: the text, one document.
+            seq_len: tokens of a window; None is that of the training.
+            told: called after every pass, with the number of tokens so far and the number of all tokens.
+
+        Raises:
+            UserError: the text has no tokens or is not UTF-8, or a window is longer than the learned positions.
+        """
+        length = self.recipe.data.seq_len if seq_len is None else seq_len
+        check_count("seq_len", length)
+        self.check_positions("seq_len", length)
+        ids = self.tokenizer.encode(_utf8("text", text))
+        if not len(ids):
+            raise UserError("text", text, "has no tokens, so there is nothing to predict")
+        length, nats, done = min(length, len(ids)), 0.0, 0
+        for batch in windows(ids, self.tokenizer.separator, length, max(1, _TOGETHER // length)):
+            nats += self._nats(Batch(batch.token_BL.to(self.device), batch.target_BL.to(self.device)))
+            done = min(done + batch.target_BL.numel(), len(ids))
+            if told:
+                told(done, len(ids))
+        return Score(len(ids), len(text.encode()), nats)
+
+    def check_positions(self, field: str, positions: int) -> None:
+        """Raise a UserError if sequences are longer than the learned positions.
+
+        Args:
+            field: what the user calls the length.
+        """
+        spec = self.recipe.model
+        if spec.positions == "learned" and positions > spec.max_positions:
+            rule = f"is more than the {spec.max_positions} positions that the model has learned (model.max_positions)"
+            raise UserError(field, positions, rule)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.transformer.parameters()).device
+
+    def _continued(self, given_L: torch.Tensor, tokens: int, sampler: Sampler) -> Iterator[int]:
+        """Yield the tokens of a continuation, without a separator."""
+        cache = Cache(self.transformer)
+        for part_S in given_L.to(self.device).split(_TOGETHER):
+            x_1SH = cache.extend(part_S.unsqueeze(0))
+        for left in reversed(range(tokens)):
+            token = sampler.draw(self._next_logits(x_1SH))
+            if token == self.tokenizer.separator:
+                return
+            yield token
+            if left:
+                x_1SH = cache.extend(torch.tensor([[token]], device=self.device))
+
+    @torch.no_grad()
+    def _next_logits(self, x_1SH: torch.Tensor) -> torch.Tensor:
+        """Return the logits after the last token, [V]. Ids that stand for no text are −inf: they only pad the vocabulary."""
+        logit_V = self.transformer.head_logits(x_1SH[:, -1:]).flatten()
+        known_V = logit_V[: self.tokenizer.vocab_size]
+        if not bool(known_V.isfinite().all()):
+            raise UserError("RUN", self.name, f"has a model, after {self.step} steps, whose logits are not finite numbers")
+        return torch.nn.functional.pad(known_V, (0, len(logit_V) - len(known_V)), value=-torch.inf)
+
+    def _nats(self, batch: Batch) -> float:
+        """Return the cross-entropy of the targets that count, summed."""
+        x_BLH = self.transformer.hidden(batch)
+        sequences, length = batch.token_BL.shape
+        # The logits of a large vocabulary would be larger than everything else.
+        size = max(1, _LOGITS // (sequences * self.recipe.model.vocab))
+        runs = (range(start, min(start + size, length)) for start in range(0, length, size))
+        return sum(float(self.transformer.head_loss(x_BLH[:, run.start : run.stop], batch, run)[1]) for run in runs)
+
+    def _prompt(self, prompt: str | Sequence[int] | torch.Tensor) -> torch.Tensor:
+        if isinstance(prompt, str):
+            return self._ids([self.tokenizer.separator, *self.tokenizer.encode(_utf8("prompt", prompt)).tolist()])
+        found = self._ids(prompt, "prompt")
+        if found.dim() != 1:
+            raise UserError("prompt", list(found.shape), "must be a text, or the ids of one sequence [L]")
+        return found
+
+    def _check_room(self, given: int, tokens: int) -> None:
+        """Refuse a continuation that would be too long. Nobody sees the last token, so it needs no position."""
+        check_count("tokens", tokens)
+        spec = self.recipe.model
+        if spec.positions == "learned" and given + tokens - 1 > spec.max_positions:
+            room = spec.max_positions - given + 1
+            rule = f"is too many behind a prompt of {given}: the model has learned {spec.max_positions} positions"
+            raise UserError("tokens", tokens, rule, [f"1…{room}"] if room > 0 else None)
+
+    def _ids(self, tokens: torch.Tensor | Sequence[int] | Sequence[Sequence[int]], field: str = "tokens") -> torch.Tensor:
+        found, vocab = torch.as_tensor(tokens), self.recipe.model.vocab
+        if not found.numel():
+            raise UserError(field, "nothing", "must have at least one token")
+        if found.is_floating_point() or found.dtype == torch.bool:
+            raise UserError(field, str(found.dtype), "must be whole numbers, the ids of tokens")
+        low, high = (int(end) for end in found.aminmax())
+        if low < 0 or high >= vocab:
+            raise UserError(field, low if low < 0 else high, "is not in the vocabulary", [f"0…{vocab - 1}"])
+        return found.to(self.device, torch.int64)
+
+
+def dropless(model: ModelSpec) -> ModelSpec:
+    """Return the same model, whose experts take every token."""
+    router = model.router.model_copy(update={"capacity_factor": None, "drop_scope": "sub_sequence", "pad": False})
+    return model.model_copy(update={"router": router})
+
+
+def check_count(field: str, count: int) -> None:
+    """Raise a UserError for a number of tokens outside 1 … `LONGEST`. A longer sequence would exhaust the machine."""
+    if not 1 <= count <= LONGEST:
+        raise UserError(field, count, f"must be at least 1, and at most {LONGEST}")
+
+
+def _state(model: Transformer) -> State:
+    """Return views of all weights and router biases, by their names in a checkpoint."""
+    parameters = dict(model.named_parameters())
+    parts = ((name, parameters[local][index]) for local, found in model.global_parts.items() for name, index in found)
+    return {f"model/{name}": tensor.detach() for name, tensor in (*parts, *model.biases().items())}
+
+
+def _utf8(field: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(field, text, f"is not UTF-8 text ({error.reason})") from None
+    return text
