@@ -59,7 +59,13 @@ class Weights:
         files = sorted(path.glob("*.safetensors"))
         if not files:
             raise found.refused("must hold the weights in files in the format of safetensors, and has none")
-        return cls(path, field, {name: file for file in files for name in found._names(file)})
+        by_name: dict[str, Path] = {}
+        for file in files:
+            for name in found._names(file):
+                if name in by_name:
+                    raise found.refused(f"has the tensor {name} twice: in {by_name[name].name} and in {file.name}")
+                by_name[name] = file
+        return cls(path, field, by_name)
 
     def config(self) -> dict[str, Any]:
         """Return `config.json`, with all defaults of transformers.
@@ -112,6 +118,9 @@ class Weights:
         Args:
             state: the tensors by name (`Engine.state`).
             pieces: the boxes (`state_pieces`).
+
+        Raises:
+            UserError: a file is damaged, or a weight is not a finite number.
         """
         wanted = {each.ours: each for each in tensors_of(family_of(model), model)}
         by_file: dict[Path, list[tuple[Tensor, str]]] = {}
@@ -124,6 +133,8 @@ class Weights:
                 for tensor, key in tensors:
                     box = pieces[key].box if key in pieces else ()
                     state[key].copy_(tensor.taken(file.get_slice(tensor.name), box))
+                    if not bool(state[key].isfinite().all()):
+                        raise self.refused(f"its {path.name} has a number in {tensor.name} that is not finite")
 
     def left_out(self, model: ModelSpec) -> list[str]:
         """Return the tensors of blocks that predict further tokens (DeepSeek-V3, section 2.2). foldray does not train them."""

@@ -13,6 +13,7 @@ import yaml
 from foldray import Recipe
 from foldray.cli import main
 from foldray.comm import Groups
+from foldray.model import Cache
 from foldray.runtime import state_pieces
 from tests.foldray.parity import IGNORED, batches, go_on, sample, weights
 from tests.rotation import rotated
@@ -60,6 +61,23 @@ def test_logits_and_gradients(tmp_path: Path, family: str, sizes: dict[str, Any]
         for name, index in engine.model.global_parts[local]:
             torch.testing.assert_close(parameter.grad[index], slopes.pop(name), atol=1e-9, rtol=1e-9, msg=name)
     assert not slopes
+    groups.close()
+
+
+@pytest.mark.parametrize(("family", "sizes"), ALL)
+def test_greedy_generation(tmp_path: Path, family: str, sizes: dict[str, Any]) -> None:
+    """Both have a cache of keys and values."""
+    theirs = saved(tmp_path / "hub", family, sizes)
+    recipe = imported(tmp_path / "hub", tmp_path / "recipe.yaml")
+    engine = filled(recipe, groups := Groups.create(recipe.placed_fold))
+    text_BL, cache, made = sample(7, 2, 9, 320), Cache(engine.model, 2), []
+    with widened():
+        expected = theirs.generate(text_BL, do_sample=False, max_new_tokens=20, eos_token_id=None, pad_token_id=0)
+    x_BSH = cache.extend(text_BL)
+    for _ in range(20):
+        made.append(engine.model.head_logits(x_BSH[:, -1:]).argmax(-1))
+        x_BSH = cache.extend(made[-1])
+    assert torch.equal(torch.cat([text_BL, *made], dim=1), expected)
     groups.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,28 @@ def changed(folder: Path, **keys: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | keys))
 
 
+def rewritten(hub: Path, change: Any) -> None:
+    """Change the tensors in the folder's only file."""
+    from safetensors.torch import load_file, save_file
+
+    found = load_file(hub / "model.safetensors")
+    change(found)
+    save_file(found, hub / "model.safetensors", {"format": "pt"})
+
+
+def renamed(hub: Path) -> None:
+    rewritten(hub, lambda found: found.update({"model.layers.0.self_attn.query.weight": found.pop(QUERY)}))
+
+
+def indexed(hub: Path, **changes: str) -> None:
+    """Write an index, in which some tensors lie in other files."""
+    from safetensors.torch import load_file
+
+    placed = dict.fromkeys(load_file(hub / "model.safetensors"), "model.safetensors") | changes
+    (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+
+
+QUERY, KEY = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
 BAD = {
     "another type": (lambda hub: changed(hub, model_type="llama"), "has a model of type 'llama'"),
     "no config": (lambda hub: (hub / "config.json").unlink(), "has no config.json"),
@@ -78,6 +101,25 @@ BAD = {
         lambda hub: changed(hub, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}),
         "its config.json says rope_parameters={'rope_type': 'linear'",
     ),
+    "another activation": (lambda hub: changed(hub, hidden_act="gelu"), "its config.json says hidden_act=gelu, and foldray"),
+    "more experts": (lambda hub: changed(hub, num_local_experts=8), "has no tensor model.layers.0.block_sparse_moe.experts.4."),
+    "another family": (lambda hub: changed(hub, model_type="olmoe", num_experts=4), "block_sparse_moe.experts.0.w1.weight, which"),
+    "a list as config": (lambda hub: (hub / "config.json").write_text("[]"), "its config.json is no JSON object"),
+    "no type": (lambda hub: changed(hub, model_type=None), "has a model of type None"),
+    "another name": (renamed, "has the tensor model.layers.0.self_attn.query.weight, which the recipe's model has not"),
+    "a lost tensor": (lambda hub: rewritten(hub, lambda found: found.pop(QUERY)), f"has no tensor {QUERY}"),
+    "a tensor too many": (
+        lambda hub: rewritten(hub, lambda found: found.update({"extra": found[KEY].clone()})), "has the tensor extra, which",
+    ),
+    "another shape": (
+        lambda hub: rewritten(hub, lambda found: found.update({KEY: found[KEY].T.contiguous()})), "has shape [48, 24]",
+    ),
+    "the same tensor twice": (
+        lambda hub: shutil.copy(hub / "model.safetensors", hub / "more.safetensors"), "twice: in model.safetensors and in more",
+    ),
+    "a lost file": (lambda hub: indexed(hub, **{QUERY: "lost.safetensors"}), "its lost.safetensors cannot be read"),
+    "an index without places": (lambda hub: (hub / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
+    "half an index": (lambda hub: (hub / "model.safetensors.index.json").write_text("{"), "cannot be read"),
     "no weights": (lambda hub: (hub / "model.safetensors").unlink(), "has none"),
     "cut weights": (
         lambda hub: (hub / "model.safetensors").write_bytes((hub / "model.safetensors").read_bytes()[:5000]),
@@ -98,6 +140,24 @@ def test_a_folder_that_cannot_be_imported(tmp_path: Path, capsys: pytest.Capture
     assert said in printed.err
     assert len(printed.err.strip().splitlines()) == 1
     assert not (tmp_path / "recipe.yaml").exists()
+
+
+def test_an_index_that_is_wrong_is_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    saved(tmp_path / "hub", "Mixtral", MIXTRAL, max_shard_size="20KB")
+    path = tmp_path / "hub" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"][QUERY] = next(file for file in index["weight_map"].values() if file != index["weight_map"][QUERY])
+    path.write_text(json.dumps(index))
+    assert main(["import-hf", str(tmp_path / "hub"), str(tmp_path / "recipe.yaml")]) == 2
+    assert f"lacks the tensor {QUERY}" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_is_told(tmp_path: Path, value: float) -> None:
+    saved(tmp_path / "hub", "Mixtral", MIXTRAL)
+    rewritten(tmp_path / "hub", lambda found: found[KEY][3, 3].fill_(value))
+    with pytest.raises(UserError, match=f"has a number in {KEY} that is not finite"):
+        held(0, imported(tmp_path))
 
 
 def test_a_recipe_with_another_model_is_refused(tmp_path: Path) -> None:
