@@ -4,7 +4,9 @@ The sizes are those of the papers' tables and of the models' own configuration f
 re-parameterisation, Qwen2-57B-A14B and Llama3-8x70B are as in MoE Parallel Folding, section 4.1. GPT-MoE-S/M/L are as in
 FoldMoE, table 1, with MoE in every other block; dense inner width 4 × hidden and the GPT-2 vocabulary are assumptions.
 DeepSeek-MoE, GPT-OSS-120B and Qwen3-235B-A22B are as in DisagMoE's model table, with the head counts and vocabularies of
-the released models. The presets leave out sliding windows, attention sinks and query/key norms of the released models.
+the released models. These leave out the sliding windows, sinks, biases and norms of queries and keys of the released models.
+
+The models of `_RELEASED` are whole, as their `config.json` describes them, and can be imported and exported.
 """
 
 from __future__ import annotations
@@ -35,7 +37,72 @@ def _tiny(experts: int, topk: int, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _yarn(factor: float, **more: Any) -> dict[str, Any]:
+    return {"rope_scaling": {"factor": factor, "original_positions": 4096, **more}}
+
+
+def _deepseek(heads: int, **sizes: Any) -> dict[str, Any]:
+    return {
+        "heads": heads, "kv_heads": heads, "head_dim": 192, "value_dim": 128, "rope_dim": 64, "rope_pairs": "interleaved",
+        "latent_rank": 512, "norm_eps": 1e-6, **sizes,
+    }  # fmt: skip
+
+
+_RELEASED: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {
+        "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn_hidden": 14336,
+        "experts": 8, "topk": 2, "expert_hidden": 14336, "vocab": 32000, "rope_theta": 1e6,
+    },
+    "qwen3-30b-a3b": {
+        "layers": 48, "hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "ffn_hidden": 6144,
+        "experts": 128, "topk": 8, "expert_hidden": 768, "vocab": 151936, "rope_theta": 1e6, "norm_eps": 1e-6,
+        "qk_norm": "head", "router": {"softmax": "before_topk", "normalize": True},
+    },
+    "olmoe-1b-7b": {
+        "layers": 16, "hidden": 2048, "heads": 16, "kv_heads": 16, "head_dim": 128, "ffn_hidden": 1024,
+        "experts": 64, "topk": 8, "expert_hidden": 1024, "vocab": 50304, "qk_norm": "all",
+        "router": {"softmax": "before_topk"},
+    },
+    "glm-4.5-air": {
+        "layers": 46, "hidden": 4096, "heads": 96, "kv_heads": 8, "head_dim": 128, "ffn_hidden": 10944, "dense_first": 1,
+        "experts": 128, "topk": 8, "expert_hidden": 1408, "shared_hidden": 1408, "vocab": 151552, "rope_theta": 1e6,
+        "rope_dim": 64, "attention_bias": "inputs", "router": {"score": "sigmoid", "normalize": True},
+    },
+    "minimax-m2": {
+        "layers": 62, "hidden": 3072, "heads": 48, "kv_heads": 8, "head_dim": 128, "ffn_hidden": 1536,
+        "experts": 256, "topk": 8, "expert_hidden": 1536, "vocab": 200064, "rope_theta": 5e6, "norm_eps": 1e-6,
+        "rope_dim": 64, "qk_norm": "all", "router": {"score": "sigmoid", "normalize": True},
+    },
+    "ernie-4.5-21b-a3b": {
+        "layers": 28, "hidden": 2560, "heads": 20, "kv_heads": 4, "head_dim": 128, "ffn_hidden": 12288, "dense_first": 1,
+        "experts": 64, "topk": 6, "expert_hidden": 1536, "shared_hidden": 3072, "vocab": 103424, "rope_theta": 5e5,
+        "rope_pairs": "interleaved", "tied_embeddings": True,
+        "router": {"softmax": "before_topk", "normalize": True, "selection_bias": True},
+    },
+    "gpt-oss-20b": {
+        "layers": 24, "hidden": 2880, "heads": 64, "kv_heads": 8, "head_dim": 64, "ffn_hidden": 2880,
+        "experts": 32, "topk": 4, "expert_hidden": 2880, "vocab": 201088, "rope_theta": 150000.0,
+        "windows": ["sliding:128", "full"], "attention_bias": "all", "attention_sinks": True, "expert_bias": True,
+        "ffn": "gated_clamped", "router": {"logit_bias": True}, **_yarn(32.0, truncate=False),
+    },
+    "deepseek-v2-lite": _deepseek(
+        16, layers=27, hidden=2048, ffn_hidden=10944, dense_first=1, experts=64, topk=6, expert_hidden=1408, shared_hidden=2816,
+        vocab=102400, router={"softmax": "before_topk"}, **_yarn(40.0, mscale=0.707, mscale_all_dim=0.707),
+    ),
+    "deepseek-v3": _deepseek(
+        128, layers=61, hidden=7168, ffn_hidden=18432, dense_first=3, experts=256, topk=8, expert_hidden=2048,
+        shared_hidden=2048, vocab=129280, latent_query_rank=1536, **_yarn(40.0, mscale=1.0, mscale_all_dim=1.0),
+        router={"score": "sigmoid", "normalize": True, "scale": 2.5, "groups": 8, "topk_groups": 4},
+    ),
+    "kimi-k2": _deepseek(
+        64, layers=61, hidden=7168, ffn_hidden=18432, dense_first=1, experts=384, topk=8, expert_hidden=2048,
+        shared_hidden=2048, vocab=163840, latent_query_rank=1536, rope_theta=50000.0,
+        router={"score": "sigmoid", "normalize": True, "scale": 2.827}, **_yarn(32.0, mscale=1.0, mscale_all_dim=1.0),
+    ),
+}  # fmt: skip
+
 PRESETS: dict[str, dict[str, Any]] = {
+    **_RELEASED,
     "tiny": _tiny(8, 2),
     "tiny-gpt": _tiny(8, 1, moe_every=2, norm="layernorm", positions="learned", ffn="gelu", router={"softmax": "before_topk"}),
     "tiny-fine": _tiny(32, 4, expert_hidden=64, shared_hidden=128, dense_first=1,

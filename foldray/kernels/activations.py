@@ -86,12 +86,16 @@ def _gated_clamped(up_NW: Tensor) -> Tensor:
 
 def _gated_clamped_backward(dh_NF: Tensor, up_NW: Tensor) -> tuple[Tensor, Tensor]:
     gate_NF, value_NF = up_NW.chunk(2, -1)
-    near_gate_NF, near_value_NF = gate_NF <= _LIMIT, value_NF.abs() <= _LIMIT
-    gate_NF, more_NF = gate_NF.clamp(max=_LIMIT), value_NF.clamp(-_LIMIT, _LIMIT) + 1
-    sigmoid_NF = torch.sigmoid(_SLOPE * gate_NF)
-    glu_NF = gate_NF * sigmoid_NF
-    slope_NF = sigmoid_NF * (1 + _SLOPE * gate_NF * (1 - sigmoid_NF))
-    return glu_NF * more_NF, torch.cat((dh_NF * more_NF * slope_NF * near_gate_NF, dh_NF * glu_NF * near_value_NF), dim=-1)
+    dup_NW = torch.empty_like(up_NW)
+    dgate_NF, dvalue_NF = dup_NW.chunk(2, -1)
+    slope_NF = gate_NF.clamp(max=_LIMIT)
+    more_NF = (_SLOPE * slope_NF).sigmoid_()
+    h_NF = slope_NF * more_NF
+    torch.mul(dh_NF, h_NF, out=dvalue_NF).masked_fill_((value_NF > _LIMIT) | (value_NF < -_LIMIT), 0)
+    torch.mul(h_NF, more_NF, out=slope_NF).neg_().add_(h_NF).mul_(_SLOPE).add_(more_NF)  # of gate · sigmoid
+    torch.clamp(value_NF, -_LIMIT, _LIMIT, out=more_NF).add_(1)
+    torch.mul(dh_NF.mul_(more_NF), slope_NF, out=dgate_NF).masked_fill_(gate_NF > _LIMIT, 0)
+    return h_NF.mul_(more_NF), dup_NW
 
 
 def _gelu_backward(dh_NF: Tensor, up_NW: Tensor) -> tuple[Tensor, Tensor]:

@@ -88,6 +88,11 @@ def merge(out_a_BNSD: Tensor, lse_a_BNS: Tensor, out_b_BNSD: Tensor, lse_b_BNS: 
     return out_a_BNSD.to(dtype) * weight_a_BNS1 + out_b_BNSD.to(dtype) * weight_b_BNS1, lse_BNS
 
 
+def by_token(out_BNSD: Tensor) -> Tensor:
+    """Return an output whose heads lie beside each other in memory, so that the product behind it takes it without a copy."""
+    return out_BNSD.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def with_sinks(out_BNSD: Tensor, lse_BNS: Tensor, sink_N: Tensor) -> tuple[Tensor, Tensor]:
     """Give every head a score that takes a share of the softmax and adds nothing (GPT-OSS).
 

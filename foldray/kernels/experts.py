@@ -11,7 +11,7 @@ the last two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from itertools import accumulate
 from typing import Any, Literal
@@ -39,6 +39,8 @@ SMALL_PRODUCT = 1 << 21
 # than in a grouped product and a sum (H100: 8 experts of 4096 × 28672, 4096 rows, 4.1 and 5.7 ms; 128 of 2048 × 1536, 16384
 # rows, 3.6 and 2.0 ms).
 SUMMING_PRODUCT = 1 << 23
+
+_NARROWEST = 8  # columns of a grouped product's factor: rows of bfloat16 must have a multiple of 16 bytes
 
 
 def reference_ffn(
@@ -130,12 +132,14 @@ class _Grouped(torch.autograd.Function):
         dh_NF = F.grouped_mm(dy_NH, down_EFH.transpose(1, 2), offs=ends_E)
         h_NF, dup_NW = kernel_of(ctx.ffn).backward(dh_NF, up_NW)
         dx_NH, counts = F.grouped_mm(dup_NW, up_EHW.transpose(1, 2), offs=ends_E), ctx.counts
-        slopes = _bias_gradients((dup_NW, dy_NH), biases, counts)
 
         def product(a_NI: Tensor, b_NO: Tensor) -> Tensor:
             gradient_EIO = F.grouped_mm(a_NI.t(), b_NO, offs=ends_E)
             _zero_idle(counts, gradient_EIO)
             return gradient_EIO
+
+        dup_EW, ddown_EH = (bias_EO if bias_EO is None else product(dy_NH.new_ones(len(dy_NH), _NARROWEST), rows_NO)[:, 0]
+                            for bias_EO, rows_NO in zip(biases, (dup_NW, dy_NH), strict=True))  # fmt: skip
 
         def add(total_EIO: Tensor, a_NI: Tensor, b_NO: Tensor) -> None:
             if total_EIO.is_cuda and total_EIO[0].numel() >= SUMMING_PRODUCT:
@@ -146,9 +150,9 @@ class _Grouped(torch.autograd.Function):
                 total_EIO += product(a_NI, b_NO)
 
         if ctx.leave is None:
-            return dx_NH, product(x_NH, dup_NW), product(h_NF, dy_NH), None, None, None, *slopes
+            return dx_NH, product(x_NH, dup_NW), product(h_NF, dy_NH), None, None, None, dup_EW, ddown_EH
         ctx.leave(lambda up: add(up.view_as(up_EHW), x_NH, dup_NW), lambda down: add(down.view_as(down_EFH), h_NF, dy_NH))
-        return dx_NH, None, None, None, None, None, *slopes
+        return dx_NH, None, None, None, None, None, dup_EW, ddown_EH
 
 
 class _PerExpert(torch.autograd.Function):
@@ -169,10 +173,12 @@ class _PerExpert(torch.autograd.Function):
             if up_EW is not None:
                 up_nW += up_EW[e]
             _mm(activate(up_nW), down_EFH[e], out=y_NH[rows])
+            if down_EH is not None:
+                y_NH[rows] += down_EH[e]
             saved.append(up_nW)
         ctx.counts, ctx.ffn, ctx.leave = counts, ffn, leave
         ctx.save_for_backward(x_NH, up_EHW, down_EFH, up_EW, down_EH, *saved)
-        return _with_bias(y_NH, down_EH, counts)
+        return y_NH
 
     @staticmethod
     @once_differentiable
@@ -183,7 +189,7 @@ class _PerExpert(torch.autograd.Function):
         dy_NH, backward = dy_NH.contiguous(), kernel_of(ctx.ffn).backward
         ups, downs = list[_Factors](), list[_Factors]()  # of the gradients of weights
         now = None if leave else (torch.empty_like(up_EHW), torch.empty_like(down_EFH))
-        dups = list[Tensor]()  # of the biases
+        dup_EW, ddown_EH = (bias_EO if bias_EO is None else torch.zeros_like(bias_EO) for bias_EO in (up_EW, down_EH))
         for (e, rows, padded), up_nW in zip(_spans(x_NH, counts), saved, strict=True):
             dy_nH = _pad(dy_NH[rows], padded)
             h_nF, dup_nW = backward(_mm(dy_nH, down_EFH[e].t()), up_nW)
@@ -192,20 +198,18 @@ class _PerExpert(torch.autograd.Function):
                 _mm(h_nF.t(), dy_nH, out=now[1][e])
                 _mm(x_nH.t(), dup_nW, out=now[0][e])
             _mm(dup_nW, up_EHW[e].t(), out=dx_NH[rows])
-            if up_EW is not None:
-                dups.append(dup_nW[: rows.stop - rows.start])
+            for slope_EO, rows_nO in ((dup_EW, dup_nW), (ddown_EH, dy_nH)):
+                if slope_EO is not None:  # rows of padding are zero
+                    slope_EO[e] = rows_nO.sum(0, dtype=torch.promote_types(rows_nO.dtype, torch.float32))
             if now is None:
                 downs.append((e, h_nF, dy_nH))
                 ups.append((e, x_nH, dup_nW))
-        slopes = _bias_gradients(
-            (torch.cat(dups) if dups else up_EHW.new_zeros(0, up_EHW.shape[2]), dy_NH), (up_EW, down_EH), counts
-        )
         if leave is None:
             assert now is not None
             _zero_idle(counts, *now)
-            return dx_NH, *now, None, None, None, *slopes
+            return dx_NH, *now, None, None, None, dup_EW, ddown_EH
         leave(lambda up: _add_products(up.view_as(up_EHW), ups), lambda down: _add_products(down.view_as(down_EFH), downs))
-        return dx_NH, None, None, None, None, None, *slopes
+        return dx_NH, None, None, None, None, None, dup_EW, ddown_EH
 
 
 def _with_bias(rows_NO: Tensor, bias_EO: Tensor | None, counts: list[int]) -> Tensor:
@@ -214,18 +218,6 @@ def _with_bias(rows_NO: Tensor, bias_EO: Tensor | None, counts: list[int]) -> Te
         return rows_NO
     count_E = to_device(counts, rows_NO.device, torch.int64)
     return rows_NO.add_(bias_EO.repeat_interleave(count_E, dim=0, output_size=len(rows_NO)))
-
-
-def _bias_gradients(
-    slopes: tuple[Tensor, Tensor], biases: Sequence[Tensor | None], counts: list[int]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of both biases: the sum of each expert's rows, in at least float32."""
-    if biases[0] is None:
-        return None, None
-    count_E = to_device(counts, slopes[0].device, torch.int64)
-    wide = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in slopes)
-    up_EW, down_EH = (torch.segment_reduce(each, "sum", lengths=count_E, initial=0.0).to(each.dtype) for each in wide)
-    return up_EW.to(slopes[0].dtype), down_EH.to(slopes[1].dtype)
 
 
 _Factors = tuple[int, Tensor, Tensor]

@@ -137,7 +137,8 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         if memory is not None and not sight.whole:
             return slice_attention(q_BNSD, memory, sight, k_BGSD, v_BGSV, self.sinks)
-        if self.ring.size > 1 or self.sinks is not None:  # torch's attention has no sinks
+        plain = self.sinks is None and self.share.key_dim == self.share.value_dim
+        if self.ring.size > 1 or not plain:  # torch's fused attention has no sinks, and one width of heads
             return context_attention(q_BNSD, k_BGSD, v_BGSV, self.ring, self.context, sight, self.sinks)
         return whole_attention(q_BNSD, k_BGSD, v_BGSV, sight)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from foldray.comm import Communicator, Pending
-from foldray.kernels.attention import attend, attend_backward, merge, sinks_backward, with_sinks
+from foldray.kernels.attention import attend, attend_backward, by_token, merge, sinks_backward, with_sinks
 from foldray.model.shards import gather_chunks, scatter_chunks
 from foldray.model.sight import Part, Sight
 
@@ -91,7 +91,7 @@ class _ContextAttention(torch.autograd.Function):
         out_BNSD, lse_BNS = (each[0] if len(each) == 1 else torch.cat(each, dim=2) for each in (outs, lses))
         if sink_N is not None:
             out_BNSD, lse_BNS = with_sinks(out_BNSD, lse_BNS, sink_N)
-        out_BNSD = out_BNSD.to(q_BNSD.dtype)
+        out_BNSD = by_token(out_BNSD.to(q_BNSD.dtype))
         ctx.save_for_backward(q_BNSD, k_BGSD, v_BGSD, out_BNSD, lse_BNS, sink_N)
         ctx.communicator, ctx.mode, ctx.sight = communicator, mode, sight
         return out_BNSD

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from foldray.kernels.attention import attend, attend_backward, merge, sinks_backward, with_sinks
+from foldray.kernels.attention import attend, attend_backward, by_token, merge, sinks_backward, with_sinks
 from foldray.model.sight import Part, Sight
 
 
@@ -142,7 +142,7 @@ class _SliceAttention(torch.autograd.Function):
         out_BNSD, lse_BNS = (each[0] if len(each) == 1 else torch.cat(each, dim=2) for each in (outs, lses))
         if sink_N is not None:
             out_BNSD, lse_BNS = with_sinks(out_BNSD, lse_BNS, sink_N)
-        out_BNSD = out_BNSD.to(q_BNSD.dtype)
+        out_BNSD = by_token(out_BNSD.to(q_BNSD.dtype))
         ctx.save_for_backward(q_BNSD, out_BNSD, lse_BNS, sink_N)
         ctx.memory, ctx.sight, ctx.owns = memory, sight, k_BGSD is not None
         return out_BNSD

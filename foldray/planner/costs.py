@@ -363,6 +363,8 @@ class RankCosts:
             if back:
                 yield self._memory(counts().sums * local * inside * outside)._replace(weights=True)
         yield self._launch(EXPERT, back)
+        if moe.expert.bias:
+            yield self._launch("expert_bias", back)
 
     def _merge(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         yield self._memory((2 if back else 1) * (_mixture(block).topk + 3) * self._rows(tokens) * self._width)

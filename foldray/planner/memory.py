@@ -351,9 +351,7 @@ def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, slic
     made = queries if sliced and (spec.rope or normed) else queries + keys_and_values
     if normed:
         made += queries + (keys_and_values if sliced else spec.keys / fold.tp)
-    # With CP, attention keeps its outputs by head, and their product with a weight keeps them by token.
-    given = outputs * (2 if fold.cp > 1 else 1)
-    return memory + tokens * ((model.hidden + made + given) * b + spec.heads / fold.tp * 4) + turned
+    return memory + tokens * ((model.hidden + made + outputs) * b + spec.heads / fold.tp * 4) + turned
 
 
 def _latent(rank: RankCosts, spec: AttentionSpec, n: float, sliced: bool) -> float:
@@ -364,7 +362,7 @@ def _latent(rank: RankCosts, spec: AttentionSpec, n: float, sliced: bool) -> flo
     tokens, own = n * fold.tp, spec.cut(fold.tp)
     narrow = n * sum(spec.downs.values()) + tokens * (latent.query_rank + latent.rank)  # before and after their norms
     whole = tokens * hidden if fold.tp > 1 and not latent.query_rank else 0.0
-    made = own.queries + (0 if sliced else own.keys + own.values) + own.outputs * (2 if fold.cp > 1 else 1)
+    made = own.queries + (0 if sliced else own.keys + own.values) + own.outputs
     return (n * hidden + narrow + whole + tokens * made) * b + tokens * (own.heads + spec.rope.dim / rank.sequences) * 4
 
 

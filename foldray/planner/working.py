@@ -52,7 +52,10 @@ def head_logits(rank: RankCosts, tokens: int) -> float:
     # Without TP, backward has the log-softmax, its gradient and that of the logits, all in float32. TP's own cross-entropy has
     # fewer at once. Its fullest moment is in forward: logits, their float32 copy, and its softmax.
     wide = max(_SUM, rank.device.bytes)
-    return tokens * rank.sequences * rank.model.vocab * (3 * wide if rank.fold.tp == 1 else 2 * wide + rank.device.bytes)
+    made = rank.model.vocab * (3 * wide if rank.fold.tp == 1 else 2 * wide + rank.device.bytes)
+    # The output of the last norm, and TP's gather of it.
+    taken = rank.model.hidden * rank.device.bytes * (1 + (rank.fold.tp > 1) * rank.fold.tp)
+    return tokens * rank.sequences * (made + taken)
 
 
 def networks(rank: RankCosts, block: BlockSpec, slicing: Slicing, imbalance: float = 1.0) -> float:

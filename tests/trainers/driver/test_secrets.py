@@ -282,8 +282,8 @@ def test_a_model_that_this_machine_cannot_hold_is_refused_before_ray_starts(monk
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_model_fits_where_it_is_trained(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every preset must fit on 1024 GPUs with a small fold."""
-    fold = {"tp": 2, "pp": 2, "ep": 4}
+    """Every preset must fit on 1024 GPUs with a small fold, and the largest with one of their experts' number."""
+    fold = {"tp": 2, "pp": 2, "ep": 16 if PRESETS[preset]["experts"] > 256 else 4}
     given = {
         "model": {"preset": preset, "vocab": PRESETS[preset]["vocab"] + PRESETS[preset]["vocab"] % 2}, "fold": fold,
         "cluster": {"workers": 1024, "gpu": True}, "training": {"global_batch": 1024}, "precision": "bfloat16",
