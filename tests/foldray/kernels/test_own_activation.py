@@ -15,7 +15,7 @@ from tests.foldray.parity import make_recipe, one_process, train, worst
 NAME = "tests.foldray.kernels.squares:SQUARES"
 
 
-@pytest.mark.parametrize("name", ["gated_silu", "gelu", NAME])
+@pytest.mark.parametrize("name", ["gated_silu", "gated_clamped", "gelu", NAME])
 def test_kernels_equal_their_plain_function(name: str) -> None:
     kernel, up_NW = kernel_of(name), torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     h_NF = kernel.plain(up_NW)
@@ -55,4 +55,4 @@ def test_what_is_no_activation_is_refused(name: str, rule: str) -> None:
     with pytest.raises(UserError, match=rule) as caught:
         make_recipe(2, 2, model={"ffn": name})
     assert caught.value.field == "model.ffn"
-    assert caught.value.legal == ["gated_silu", "gelu", "module:NAME"]
+    assert caught.value.legal == ["gated_silu", "gated_clamped", "gelu", "module:NAME"]
