@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import yaml
 from foldray import Recipe, UserError
 from foldray.cli import main
 from foldray.comm import Groups
+from foldray.model import Transformer
 from foldray.runtime import state_pieces
 from tests.trainers.hugging_face.oracle import GLM, MIXTRAL, filled, saved
 from trainers.hugging_face.weights import Weights
@@ -169,3 +171,59 @@ def test_a_recipe_with_another_model_is_refused(tmp_path: Path) -> None:
         weights.check(recipe.model.model_copy(update={"topk": 3}))
     with pytest.raises(UserError, match="does not exist"):
         Weights.at(str(tmp_path / "nowhere"), "training.weights")
+
+
+LARGE = MIXTRAL | {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_local_experts": 8,
+    "num_hidden_layers": 5,
+    "vocab_size": 32000,
+}
+
+
+def held_memory() -> int:
+    """Return the bytes that this process holds, without pages of files."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def growth(rank: int, recipe: Recipe) -> tuple[int, int]:
+    """Fill a rank's weights. Return how much memory this took at most beyond the weights, and the bytes of the largest tensor."""
+    groups = Groups.create(recipe.placed_fold, rank)
+    model = Transformer(recipe.ownership, groups, seed=None)
+    parameters = dict(model.named_parameters())
+    state = {
+        f"model/{name}": parameters[local][index].detach() for local, parts in model.global_parts.items() for name, index in parts
+    }
+    for tensor in state.values():
+        tensor.zero_()  # now its pages are there
+    before, most, over = held_memory(), [0], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.002):
+            most[0] = max(most[0], held_memory())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    assert recipe.training.weights is not None
+    Weights.at(recipe.training.weights, "training.weights").fill(recipe.model, state, state_pieces(model, state))
+    over.set()
+    thread.join()
+    groups.close()
+    assert all(tensor.any() for key, tensor in state.items() if key.endswith(("query", "down", "embedding.weight")))
+    return most[0] - before, max(tensor.numel() * 4 for tensor in state.values())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("workers", [1, 2])
+def test_reading_takes_no_memory_beyond_the_largest_tensor(tmp_path: Path, ranks: Any, workers: int) -> None:
+    torch.manual_seed(1)
+    made = transformers.MixtralForCausalLM(transformers.MixtralConfig(**LARGE)).float()
+    made.save_pretrained(tmp_path / "hub")
+    assert sum(path.stat().st_size for path in (tmp_path / "hub").glob("*.safetensors")) > 2 << 30
+    del made
+    recipe = imported(tmp_path, fold={"ep": workers}, cluster={"workers": workers}, training={
+        "weights": str(tmp_path / "hub"), "global_batch": workers})  # fmt: skip
+    for more, largest in ranks(workers).run(growth, recipe, timeout=300):
+        assert more < 2 * largest + (64 << 20)
