@@ -47,6 +47,7 @@ class Tensor(NamedTuple):
         """
         if self.place:
             found = tensor[self.place]
+            found = found.T if self.turned else found
             return found[box] if box else found
         found = tensor[(*[0] * self.axes, *box[::-1]) if self.turned else (*[0] * self.axes, *(box or (...,)))]
         return found.T if self.turned else found
@@ -77,6 +78,7 @@ class Family(NamedTuple):
         config_more: further keys of `config.json` for a model.
         model_more: further keys of `model` for a `config.json`, with all defaults of transformers in it.
         others: further names in `config.json` for the same models.
+        dense: whether its models have no experts, and their networks become experts (`dense.py`).
     """
 
     model_type: str
@@ -89,6 +91,7 @@ class Family(NamedTuple):
     config_more: Callable[[ModelSpec], Values]
     model_more: Callable[[Values], Values]
     others: tuple[str, ...] = ()
+    dense: bool = False
 
     def misses(self, model: ModelSpec) -> list[tuple[str, Iterable[Any]]]:
         """Return the keys in which a model differs from the family, with the values that the family has."""
