@@ -31,6 +31,7 @@ def import_hf(folder: str, path: Path, as_json: bool = False) -> int:
     if path.suffix not in (".yaml", ".yml"):
         raise UserError("RECIPE", str(path), "must end in .yaml")
     weights = Weights.at(folder, "DIR")
+    weights.format()  # a folder that is quantized in another way is refused for that, and not for a tensor's name
     longest = int(weights.config().get("max_position_embeddings") or _LENGTH)
     given: dict[str, Any] = {
         "model": weights.model(),
@@ -47,6 +48,7 @@ def import_hf(folder: str, path: Path, as_json: bool = False) -> int:
     count = count_parameters(recipe.model)
     found = {"recipe": str(path), "folder": str(weights.folder), "parameters": count}
     found["left_out"] = left_out = len(weights.left_out(recipe.model))
+    found["quantized"] = weights.format().method if weights.quantized(recipe.model) else None
     print(json.dumps(found) if as_json else _told(recipe, weights, path, count, left_out))
     return 0
 
@@ -63,6 +65,9 @@ def _tokenizer(folder: Path) -> str:
 def _told(recipe: Recipe, weights: Weights, path: Path, count: int, left_out: int) -> str:
     own = recipe.data.tokenizer == str(weights.folder)
     further = [f"  left out    {left_out} tensors of blocks that predict further tokens"] if left_out else []
+    if quantized := weights.quantized(recipe.model):
+        told = f"{quantized:,} tensors, {weights.format().told()}; training starts from the values that they stand for"
+        further.append(f"  quantized   {told}")
     return "\n".join([
         f"{path} trains the model in {weights.folder} further",
         "",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from foldray.blueprint import ModelSpec, Piece, parameter_table
 from foldray.errors import MissingPackage, UserError
 from trainers.hugging_face.families import FAMILIES, family_of, tensors_of
 from trainers.hugging_face.family import Family, Tensor, computed
+from trainers.hugging_face.quantized import Format, Stored, format_of
 
 _INDEX, _CONFIG = "model.safetensors.index.json", "config.json"
 _NOT_LEARNT = ".rotary_emb.inv_freq"
@@ -114,16 +115,34 @@ class Weights:
             pieces: the boxes (`state_pieces`).
         """
         wanted = {each.ours: each for each in tensors_of(family_of(model), model)}
-        by_file: dict[Path, list[tuple[Tensor, str]]] = {}
+        by_name: dict[str, list[tuple[Tensor, str]]] = {}
         for key in state:
             tensor = wanted.get(key.removeprefix("model/"))
             if key.startswith("model/") and tensor is not None:  # routers of some families have no bias, which stays at zero
-                by_file.setdefault(self._file(tensor), []).append((tensor, key))
-        for path, tensors in by_file.items():
-            with self._opened(path) as file:
-                for tensor, key in tensors:
+                by_name.setdefault(tensor.name, []).append((tensor, key))
+        form = self.format()
+        for paths, names in self._by_files(form, by_name).items():
+            with self._reading(form, paths) as read:
+                for tensor, key in (each for name in names for each in by_name[name]):
                     box = pieces[key].box if key in pieces else ()
-                    state[key].copy_(tensor.taken(file.get_slice(tensor.name), box))
+                    state[key].copy_(tensor.taken(read(tensor.name), box))
+
+    def format(self) -> Format:
+        """Return how the folder has its tensors.
+
+        Raises:
+            UserError: they are quantized in a way that foldray does not read.
+        """
+        try:
+            return format_of(self._json(_CONFIG))
+        except ValueError as error:
+            raise self.refused(f"its {_CONFIG} {error}") from None
+
+    def quantized(self, model: ModelSpec) -> int:
+        """Return how many tensors of the model are quantized."""
+        form = self.format()
+        names = {each.name for each in tensors_of(family_of(model), model)}
+        return sum(form.parts(name, self.files) != (name,) for name in names)
 
     def left_out(self, model: ModelSpec) -> list[str]:
         """Return the tensors of blocks that predict further tokens (DeepSeek-V3, section 2.2). foldray does not train them."""
@@ -145,28 +164,55 @@ class Weights:
     def _check_tensors(self, family: Family, model: ModelSpec) -> None:
         shapes = {row.name: tuple(row.shape) for row in parameter_table(model)}
         tensors = {each.name: each for each in tensors_of(family, model)}  # one for each tensor in the files
-        known = {*tensors, *self.left_out(model)}
+        form = self.format()
+        known = {part for name in tensors for part in form.parts(name, self.files)} | {*self.left_out(model)}
         if unknown := sorted(name for name in self.files if name not in known and not name.endswith(_NOT_LEARNT)):
             raise self.refused(f"has the tensor {unknown[0]}, which the recipe's model has not")
-        by_file: dict[Path, list[Tensor]] = {}
-        for tensor in tensors.values():
-            by_file.setdefault(self._file(tensor), []).append(tensor)
-        for path, held in by_file.items():
-            with self._opened(path) as file:
-                names = set(file.keys())
-                for tensor in held:
-                    if tensor.name not in names:
-                        raise self.refused(f"its {path.name} lacks the tensor {tensor.name}")
-                    shape = shapes.get(tensor.ours, (model.experts,))
-                    wanted = list(tensor.shape_for(shape))
-                    found = list(file.get_slice(tensor.name).get_shape())
-                    if found != wanted:
+        for paths, names in self._by_files(form, tensors).items():
+            with self._reading(form, paths) as read:
+                for tensor in (tensors[name] for name in names):
+                    wanted = list(tensor.shape_for(shapes.get(tensor.ours, (model.experts,))))
+                    if (found := list(read(tensor.name).shape)) != wanted:
                         raise self.refused(f"{tensor.name} has shape {found}; the recipe's model needs {wanted}")
 
-    def _file(self, tensor: Tensor) -> Path:
-        if tensor.name not in self.files:
-            raise self.refused(f"has no tensor {tensor.name}, which the recipe's model needs")
-        return self.files[tensor.name]
+    def _by_files(self, form: Format, names: Iterable[str]) -> dict[tuple[Path, ...], list[str]]:
+        """Return the tensors by the files that hold them. A tensor and its scales may be in two."""
+        found: dict[tuple[Path, ...], list[str]] = {}
+        for name in names:
+            paths = (self._file(part) for part in form.parts(name, self.files))
+            found.setdefault(tuple(dict.fromkeys(paths)), []).append(name)
+        return found
+
+    def _file(self, name: str) -> Path:
+        if name not in self.files:
+            raise self.refused(f"has no tensor {name}, which the recipe's model needs")
+        return self.files[name]
+
+    @contextmanager
+    def _reading(self, form: Format, paths: Iterable[Path]) -> Iterator[Callable[[str], Stored]]:
+        """Open files, and yield what finds a tensor in them by its name.
+
+        Raises:
+            UserError: a file is missing or damaged, or lacks the tensor, or a part of the tensor has a wrong type or shape.
+        """
+        with ExitStack() as stack:
+            files = {path: stack.enter_context(self._opened(path)) for path in paths}
+            held = {path: set(file.keys()) for path, file in files.items()}
+
+            def part(name: str) -> Any:
+                path = self._file(name)
+                if name not in held[path]:
+                    raise self.refused(f"its {path.name} lacks the tensor {name}")
+                return files[path].get_slice(name)
+
+            def read(name: str) -> Stored:
+                parts = [part(each) for each in form.parts(name, self.files)]
+                try:
+                    return form.tensor(name, parts)
+                except ValueError as error:
+                    raise self.refused(str(error)) from None
+
+            yield read
 
     def _names(self, path: Path) -> list[str]:
         with self._opened(path) as file:
