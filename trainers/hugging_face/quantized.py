@@ -111,7 +111,7 @@ class Packed:
         experts, inputs, outputs = _places(index, self.shape)
         first, last = inputs.start // _BLOCK, -(-inputs.stop // _BLOCK)
         where = _slices(experts, outputs, range(first, last))
-        found = _pairs()[self.blocks[where].int()].flatten(-2)
+        found = torch.nn.functional.embedding(self.blocks[where].int(), _pairs()).flatten(-2)  # twice as fast as an index
         found *= self.scales[where].view(torch.float8_e8m0fnu).float().unsqueeze(-1)
         start = first * _BLOCK
         return found.flatten(-2)[..., inputs.start - start : inputs.stop - start : inputs.step].transpose(-1, -2)

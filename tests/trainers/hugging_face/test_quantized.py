@@ -156,7 +156,8 @@ class Counted:
 
 INDEXES: list[tuple[Any, int]] = [
     (..., 2), ((...,), 2), ((2,), 2), ((1, ...), 2), ((0, slice(3, 4)), 1), ((slice(1, 3), slice(17, 40), slice(5, 23)), 2),
-    ((1, slice(None), slice(1, None, 2)), 2), ((2, slice(32, 37), slice(7, 9)), 1), ((0, slice(2, None, 19), slice(0, None, 9)), 2),
+    ((1, slice(None), slice(1, None, 2)), 2), ((2, slice(32, 37), slice(7, 9)), 1),
+    ((0, slice(2, None, 19), slice(0, None, 9)), 2),
 ]  # fmt: skip
 
 
