@@ -262,9 +262,15 @@ def export_hf(given: argparse.Namespace) -> int:
 
 
 def import_hf(given: argparse.Namespace) -> int:
+    from trainers.hugging_face.importing import Upcycling
     from trainers.hugging_face.importing import import_hf as run
 
-    return run(given.folder, given.path, as_json=given.json)
+    for field in ("topk", "granularity"):
+        if getattr(given, field) is not None and given.upcycle is None:
+            raise UserError(field, getattr(given, field), "needs --upcycle")
+    topk, parts = (default if value is None else value for value, default in ((given.topk, 2), (given.granularity, 1)))
+    upcycling = None if given.upcycle is None else Upcycling(given.upcycle, topk, parts)
+    return run(given.folder, given.path, as_json=given.json, upcycling=upcycling)
 
 
 def slice_(given: argparse.Namespace) -> int:

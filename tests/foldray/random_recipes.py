@@ -154,7 +154,7 @@ def _model(chance: random.Random, layers: int) -> dict[str, Any]:
     if capacity is not None:
         router |= {"drop": chance.choice(["probability", "position"]), "drop_scope": "sequence", "pad": chance.random() < 0.5}
     shared, latent = chance.choice([0, 8]), chance.random() < 0.25
-    if experts > 2 and softmax == "before_topk" or score == "sigmoid":
+    if (experts > 2 and softmax == "before_topk") or score == "sigmoid":
         router["groups"] = chance.choice([1, 1, 2])
         router["topk_groups"] = chance.randint(1, router["groups"])
     stretched = {"factor": 4.0, "original_positions": 8, "beta_fast": 2.0, "beta_slow": 0.5}

@@ -42,7 +42,7 @@ class Tensor(NamedTuple):
         """Return the parameter, or a box of it.
 
         Args:
-            tensor: the tensor, or a part of a file that can be sliced like one.
+            tensor: the tensor, or one in files that can be sliced like it (`trainers.hugging_face.quantized`).
             box: the box; empty is all of the parameter.
         """
         if self.place:

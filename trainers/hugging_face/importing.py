@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -13,12 +13,27 @@ from foldray.blueprint import count_parameters
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers.data.tokenizers import load_tokenizer
+from trainers.hugging_face.dense import upcycled
 from trainers.hugging_face.weights import Weights
 
 _LENGTH = 2048  # tokens of a sequence, if the model takes so many
 
 
-def import_hf(folder: str, path: Path, as_json: bool = False) -> int:
+class Upcycling(NamedTuple):
+    """How the networks of a dense model become experts (`dense.py`).
+
+    Args:
+        copies: copies of each network.
+        topk: copies that each token takes.
+        parts: experts that each copy is cut into.
+    """
+
+    copies: int
+    topk: int
+    parts: int
+
+
+def import_hf(folder: str, path: Path, as_json: bool = False, upcycling: Upcycling | None = None) -> int:
     """Write a recipe whose training starts from the weights of a folder, and return 0. The weights stay where they are.
 
     Raises:
@@ -31,9 +46,10 @@ def import_hf(folder: str, path: Path, as_json: bool = False) -> int:
     if path.suffix not in (".yaml", ".yml"):
         raise UserError("RECIPE", str(path), "must end in .yaml")
     weights = Weights.at(folder, "DIR")
+    weights.format()  # a folder that is quantized in another way is refused for that, and not for a tensor's name
     longest = int(weights.config().get("max_position_embeddings") or _LENGTH)
     given: dict[str, Any] = {
-        "model": weights.model(),
+        "model": _model(weights, upcycling),
         "data": {"tokenizer": _tokenizer(weights.folder), "seq_len": min(_LENGTH, longest)},
         "training": {"weights": str(weights.folder)},
         "optimizer": {"lr": 1e-5},
@@ -47,8 +63,29 @@ def import_hf(folder: str, path: Path, as_json: bool = False) -> int:
     count = count_parameters(recipe.model)
     found = {"recipe": str(path), "folder": str(weights.folder), "parameters": count}
     found["left_out"] = left_out = len(weights.left_out(recipe.model))
+    found["quantized"] = weights.format().method if weights.quantized(recipe.model) else None
     print(json.dumps(found) if as_json else _told(recipe, weights, path, count, left_out))
     return 0
+
+
+def _model(weights: Weights, upcycling: Upcycling | None) -> dict[str, Any]:
+    read = weights.model()
+    if weights.dense and not upcycling:
+        rule = f"the folder has a dense model ({weights.dense}); say how many experts each of its networks becomes"
+        raise UserError("upcycle", "not given", rule, ["8, for example"])
+    if upcycling is None:
+        return read
+    if not weights.dense:
+        raise UserError("upcycle", upcycling.copies, "the folder's model has experts already")
+    for field, value in (("upcycle", upcycling.copies), ("topk", upcycling.topk), ("granularity", upcycling.parts)):
+        if value < 1:
+            raise UserError(field, value, "must be at least 1")
+    if upcycling.topk > upcycling.copies:
+        raise UserError("topk", upcycling.topk, f"must be at most upcycle={upcycling.copies}")
+    try:
+        return upcycled(read, *upcycling)
+    except ValueError as error:
+        raise UserError("granularity", upcycling.parts, str(error)) from None
 
 
 def _tokenizer(folder: Path) -> str:
@@ -63,6 +100,9 @@ def _tokenizer(folder: Path) -> str:
 def _told(recipe: Recipe, weights: Weights, path: Path, count: int, left_out: int) -> str:
     own = recipe.data.tokenizer == str(weights.folder)
     further = [f"  left out    {left_out} tensors of blocks that predict further tokens"] if left_out else []
+    if quantized := weights.quantized(recipe.model):
+        told = f"{quantized:,} tensors, {weights.format().told()}; training starts from the values that they stand for"
+        further.append(f"  quantized   {told}")
     return "\n".join([
         f"{path} trains the model in {weights.folder} further",
         "",

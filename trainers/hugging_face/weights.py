@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ import torch
 
 from foldray.blueprint import ModelSpec, Piece, parameter_table
 from foldray.errors import MissingPackage, UserError
+from trainers.hugging_face.dense import DENSE, group_columns, preserves
 from trainers.hugging_face.families import FAMILIES, family_of, tensors_of
 from trainers.hugging_face.family import Family, Tensor, computed
+from trainers.hugging_face.quantized import Format, Stored, format_of
 
 _INDEX, _CONFIG = "model.safetensors.index.json", "config.json"
 _NOT_LEARNT = ".rotary_emb.inv_freq"
@@ -76,7 +78,7 @@ class Weights:
         """
         kind = self._json(_CONFIG).get("model_type")
         if (family := _family(kind)) is None:
-            known = [name for family in FAMILIES for name in (family.model_type, *family.others)]
+            known = [name for family in (*FAMILIES, *DENSE) for name in (family.model_type, *family.others)]
             raise self.refused(f"has a model of type {kind!r}, which foldray does not read", known)
         try:
             from transformers import AutoConfig
@@ -90,12 +92,24 @@ class Weights:
         return found | {other: found[name] for other, name in config.attribute_map.items() if name in found}
 
     def model(self) -> dict[str, Any]:
-        """Return the keys of a recipe's `model`.
+        """Return the keys of a recipe's `model`. Those of a dense model have no experts.
 
         Raises:
             UserError: the model has something that foldray has not.
         """
-        return self._read(self.config())
+        config = self.config()
+        family = _family(config["model_type"])
+        assert family
+        try:
+            return family.model(config)
+        except ValueError as error:
+            raise self.refused(f"its {_CONFIG} {error}") from None
+
+    @property
+    def dense(self) -> str | None:
+        """The name of the dense model's family; None if the model has experts."""
+        family = _family(self._json(_CONFIG).get("model_type"))
+        return family.model_type if family and family.dense else None
 
     def check(self, model: ModelSpec) -> None:
         """Check that the folder has this model: what `config.json` says, and the name and shape of every tensor.
@@ -103,10 +117,13 @@ class Weights:
         Raises:
             UserError: it has another model.
         """
-        family, config = family_of(model), self.config()
-        if (own := _family(config["model_type"])) is not family:
-            raise self.refused(f"has a {own and own.architecture}, and the recipe's model is a {family.architecture}")
-        ours, theirs = computed(model), computed(ModelSpec.model_validate(self._read(config)))
+        family, read = self._owner(model), self.model()
+        if family.dense:
+            if (rule := preserves(model)) is not None:
+                raise self.refused(f"has a dense model, whose networks cannot become these experts: {rule}")
+            own = {key: getattr(model, key) for key in ("experts", "topk", "expert_hidden", "dense_first", "moe_every", "router")}
+            read |= own
+        ours, theirs = computed(model), computed(ModelSpec.model_validate(read))
         for key, value in theirs.items():
             if ours.get(key) != value:
                 raise self.refused(f"its {_CONFIG} means model.{key}={value}, and the recipe's model has {ours.get(key)}")
@@ -122,19 +139,41 @@ class Weights:
         Raises:
             UserError: a file is damaged, or a weight is not a finite number.
         """
-        wanted = {each.ours: each for each in tensors_of(family_of(model), model)}
-        by_file: dict[Path, list[tuple[Tensor, str]]] = {}
+        family = self._owner(model)
+        wanted = {each.ours: each for each in tensors_of(family, model)}
+        by_name: dict[str, list[tuple[Tensor, str]]] = {}
         for key in state:
             tensor = wanted.get(key.removeprefix("model/"))
             if key.startswith("model/") and tensor is not None:  # routers of some families have no bias, which stays at zero
-                by_file.setdefault(self._file(tensor), []).append((tensor, key))
-        for path, tensors in by_file.items():
-            with self._opened(path) as file:
-                for tensor, key in tensors:
+                by_name.setdefault(tensor.name, []).append((tensor, key))
+        form = self.format()
+        for paths, names in self._by_files(form, by_name).items():
+            with self._reading(form, paths) as read:
+                for tensor, key in (each for name in names for each in by_name[name]):
                     box = pieces[key].box if key in pieces else ()
-                    state[key].copy_(tensor.taken(file.get_slice(tensor.name), box))
+                    state[key].copy_(tensor.taken(read(tensor.name), box))
                     if not bool(state[key].isfinite().all()):
-                        raise self.refused(f"its {path.name} has a number in {tensor.name} that is not finite")
+                        raise self.refused(f"has a number in {tensor.name} that is not finite")
+        for key in state if family.dense else ():
+            if key.startswith("model/") and key.endswith(".router.weight"):  # drawn at random, as there is none in the folder
+                group_columns(state[key], model)
+
+    def format(self) -> Format:
+        """Return how the folder has its tensors.
+
+        Raises:
+            UserError: they are quantized in a way that foldray does not read.
+        """
+        try:
+            return format_of(self._json(_CONFIG))
+        except ValueError as error:
+            raise self.refused(f"its {_CONFIG} {error}") from None
+
+    def quantized(self, model: ModelSpec) -> int:
+        """Return how many tensors of the model are quantized."""
+        form = self.format()
+        names = {each.name for each in tensors_of(self._owner(model), model)}
+        return sum(form.parts(name, self.files) != (name,) for name in names)
 
     def left_out(self, model: ModelSpec) -> list[str]:
         """Return the tensors of blocks that predict further tokens (DeepSeek-V3, section 2.2). foldray does not train them."""
@@ -145,39 +184,72 @@ class Weights:
     def refused(self, rule: str, legal: Any = None) -> UserError:
         return UserError(self.field, str(self.folder), rule, legal)
 
-    def _read(self, config: dict[str, Any]) -> dict[str, Any]:
-        family = _family(config["model_type"])
-        assert family
-        try:
-            return family.model(config)
-        except ValueError as error:
-            raise self.refused(f"its {_CONFIG} {error}") from None
+    def _owner(self, model: ModelSpec) -> Family:
+        """Return the family that has both the folder's model and this one.
+
+        Raises:
+            UserError: there is none.
+        """
+        own = _family(self._json(_CONFIG).get("model_type"))
+        if own and own.dense:
+            return own
+        family = family_of(model)
+        if own is not family:
+            raise self.refused(f"has a {own and own.architecture}, and the recipe's model is a {family.architecture}")
+        return family
 
     def _check_tensors(self, family: Family, model: ModelSpec) -> None:
         shapes = {row.name: tuple(row.shape) for row in parameter_table(model)}
         tensors = {each.name: each for each in tensors_of(family, model)}  # one for each tensor in the files
-        known = {*tensors, *self.left_out(model)}
+        form = self.format()
+        known = {part for name in tensors for part in form.parts(name, self.files)} | {*self.left_out(model)}
         if unknown := sorted(name for name in self.files if name not in known and not name.endswith(_NOT_LEARNT)):
             raise self.refused(f"has the tensor {unknown[0]}, which the recipe's model has not")
-        by_file: dict[Path, list[Tensor]] = {}
-        for tensor in tensors.values():
-            by_file.setdefault(self._file(tensor), []).append(tensor)
-        for path, held in by_file.items():
-            with self._opened(path) as file:
-                names = set(file.keys())
-                for tensor in held:
-                    if tensor.name not in names:
-                        raise self.refused(f"its {path.name} lacks the tensor {tensor.name}")
-                    shape = shapes.get(tensor.ours, (model.experts,))
-                    wanted = list(tensor.shape_for(shape))
-                    found = list(file.get_slice(tensor.name).get_shape())
-                    if found != wanted:
+        for paths, names in self._by_files(form, tensors).items():
+            with self._reading(form, paths) as read:
+                for tensor in (tensors[name] for name in names):
+                    wanted = list(tensor.shape_for(shapes.get(tensor.ours, (model.experts,))))
+                    if (found := list(read(tensor.name).shape)) != wanted:
                         raise self.refused(f"{tensor.name} has shape {found}; the recipe's model needs {wanted}")
 
-    def _file(self, tensor: Tensor) -> Path:
-        if tensor.name not in self.files:
-            raise self.refused(f"has no tensor {tensor.name}, which the recipe's model needs")
-        return self.files[tensor.name]
+    def _by_files(self, form: Format, names: Iterable[str]) -> dict[tuple[Path, ...], list[str]]:
+        """Return the tensors by the files that hold them. A tensor and its scales may be in two."""
+        found: dict[tuple[Path, ...], list[str]] = {}
+        for name in names:
+            paths = (self._file(part) for part in form.parts(name, self.files))
+            found.setdefault(tuple(dict.fromkeys(paths)), []).append(name)
+        return found
+
+    def _file(self, name: str) -> Path:
+        if name not in self.files:
+            raise self.refused(f"has no tensor {name}, which the recipe's model needs")
+        return self.files[name]
+
+    @contextmanager
+    def _reading(self, form: Format, paths: Iterable[Path]) -> Iterator[Callable[[str], Stored]]:
+        """Open files, and yield what finds a tensor in them by its name.
+
+        Raises:
+            UserError: a file is missing or damaged, or lacks the tensor, or a part of the tensor has a wrong type or shape.
+        """
+        with ExitStack() as stack:
+            files = {path: stack.enter_context(self._opened(path)) for path in paths}
+            held = {path: set(file.keys()) for path, file in files.items()}
+
+            def part(name: str) -> Any:
+                path = self._file(name)
+                if name not in held[path]:
+                    raise self.refused(f"its {path.name} lacks the tensor {name}")
+                return files[path].get_slice(name)
+
+            def read(name: str) -> Stored:
+                parts = [part(each) for each in form.parts(name, self.files)]
+                try:
+                    return form.tensor(name, parts)
+                except ValueError as error:
+                    raise self.refused(str(error)) from None
+
+            yield read
 
     def _names(self, path: Path) -> list[str]:
         with self._opened(path) as file:
@@ -215,4 +287,4 @@ class Weights:
 
 def _family(kind: Any) -> Family | None:
     """Return the family with this name in `config.json`."""
-    return next((family for family in FAMILIES if kind in (family.model_type, *family.others)), None)
+    return next((family for family in (*FAMILIES, *DENSE) if kind in (family.model_type, *family.others)), None)

@@ -92,8 +92,8 @@ def saved(folder: Path, family: str, sizes: dict[str, Any], **options: Any) -> A
     for name, tensor in (*made.named_buffers(), *made.named_parameters()):
         if name.endswith("e_score_correction_bias"):
             tensor.data.copy_(torch.linspace(-1, 1, tensor.numel()))  # this changes which experts are chosen
-        elif (
-            tensor.dim() == 1 and name.endswith(("norm.weight", "bias")) or name.endswith("proj_bias")
+        elif (tensor.dim() == 1 and name.endswith(("norm.weight", "bias"))) or name.endswith(
+            "proj_bias"
         ):  # they begin as ones and zeros
             tensor.data += torch.randn_like(tensor) / 4
     made.save_pretrained(folder, **options)

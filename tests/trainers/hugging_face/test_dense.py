@@ -69,7 +69,7 @@ def test_training_goes_on_from_the_dense_loss(tmp_path: Path, ranks: Any, steps:
     theirs = saved(tmp_path / "hub", "Llama", DENSE)
     recipe = imported(
         tmp_path / "hub", tmp_path / "recipe.yaml", 4, 2, 2, fold={"tp": 2, "ep": 2, "etp": 2}, cluster={"workers": 4},
-        training={"global_batch": 8, "micro_batch": 2}, optimizer={"lr": 1e-3, "decay": "constant"},
+        training={"global_batch": 8, "micro_batch": 2}, optimizer={"lr": 5e-3, "warmup_steps": 0, "decay": "constant"},
     )  # fmt: skip
     text_BL = sample(0, 8, 17, 320)
     with widened():
@@ -83,7 +83,7 @@ def test_training_goes_on_from_the_dense_loss(tmp_path: Path, ranks: Any, steps:
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ([], "upcycle=none: the folder has a dense model (llama); say how many experts"),
+        ([], "upcycle=not given: the folder has a dense model (llama); say how many experts"),
         (["--upcycle", "4", "--topk", "5"], "topk=5"),
         (["--upcycle", "4", "--granularity", "5"], "granularity=5: must divide the inner width 48"),
         (["--upcycle", "0"], "upcycle=0"),
@@ -117,7 +117,9 @@ def test_a_model_that_would_begin_differently_is_refused(tmp_path: Path, change:
     weights = Weights.at(str(tmp_path / "hub"), "training.weights")
     weights.check(recipe.model)
     with pytest.raises(UserError, match=line):
-        weights.check(recipe.model.model_validate(recipe.model.model_dump(exclude={"router"}) | {"router": {"scale": 2.0}} | change))
+        weights.check(
+            recipe.model.model_validate(recipe.model.model_dump(exclude={"router"}) | {"router": {"scale": 2.0}} | change)
+        )
 
 
 def test_a_model_with_experts_is_not_upcycled(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

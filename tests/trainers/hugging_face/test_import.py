@@ -167,7 +167,7 @@ def test_a_recipe_with_another_model_is_refused(tmp_path: Path) -> None:
     recipe = imported(tmp_path)
     weights = Weights.at(str(tmp_path / "hub"), "training.weights")
     weights.check(recipe.model)
-    with pytest.raises(UserError, match="means model.topk=2, and the recipe's model has 3"):
+    with pytest.raises(UserError, match=r"means model\.topk=2, and the recipe's model has 3"):
         weights.check(recipe.model.model_copy(update={"topk": 3}))
     with pytest.raises(UserError, match="does not exist"):
         Weights.at(str(tmp_path / "nowhere"), "training.weights")
