@@ -102,11 +102,11 @@ _RELEASED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 PRESETS: dict[str, dict[str, Any]] = {
-    **_RELEASED,
     "tiny": _tiny(8, 2),
     "tiny-gpt": _tiny(8, 1, moe_every=2, norm="layernorm", positions="learned", ffn="gelu", router={"softmax": "before_topk"}),
     "tiny-fine": _tiny(32, 4, expert_hidden=64, shared_hidden=128, dense_first=1,
                        router={"score": "sigmoid", "normalize": True, "bias_rate": 1e-3, "balance_loss": 0.0}),
+    **_RELEASED,
     "gpt-moe-s": _gpt_moe(6, 512, 1024),
     "gpt-moe-m": _gpt_moe(6, 768, 1536),
     "gpt-moe-l": _gpt_moe(12, 1024, 2048),
