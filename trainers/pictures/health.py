@@ -76,7 +76,7 @@ def draw_health(history: History, path: Path, title: str, layers: Sequence[int] 
     figure = new_figure(_WIDTH, height, title, subtitle)
     _heat_maps(figure, history.course, [(names[layer], layer) for layer in shown])
     top = _HEAD + rows * (_MAP + _GAP)
-    boxes = [_box(row, column, top, _PANEL, 3, 0.72, height) for row in range(2) for column in range(3)]
+    boxes = [_box(row, column, top, _PANEL, 3, 0.66, height) for row in range(2) for column in range(3)]
     steps = np.array(sorted(history.imbalance))
     _evenness(figure.add_axes(boxes[0]), history, steps, names)
     _fullest(figure.add_axes(boxes[1]), history, steps, names)
@@ -113,16 +113,17 @@ def _heat_maps(figure: Figure, course: Course, shown: list[tuple[str, int]]) -> 
     share_TME = load_TME * experts / np.maximum(load_TME.sum(axis=-1, keepdims=True), 1)
     norm, most = share_norm(share_TME[:, [layer for _, layer in shown]])
     scale = ScalarMappable(norm, "RdBu_r")
+    abreast = min(len(shown), _ABREAST)
     column_P = _columns(course, min(last, _PIXELS))
     for place, (name, layer) in enumerate(shown):
-        box = _box(place // _ABREAST, place % _ABREAST, _HEAD, _MAP, _ABREAST, 0.82, height)
+        box = _box(place // abreast, place % abreast, _HEAD, _MAP, abreast, 0.88 if abreast < 3 else 0.82, height)
         axes, share_EP = figure.add_axes(box), share_TME[column_P, layer].T
         colour_EPC = np.asarray(scale.to_rgba(share_EP))[..., :3]
         colour_EPC[share_EP == 0] = 0.0
         colour_EPC[:, column_P < 0] = 0.85
         axes.imshow(colour_EPC, extent=(0, last, experts - 0.5, -0.5), aspect="auto", interpolation="nearest")
         axes.set_title(name, loc="left", fontsize=10.5, color=INK)
-        axes.set_ylabel("expert" if place % _ABREAST == 0 else "")
+        axes.set_ylabel("expert" if place % abreast == 0 else "")
         axes.set_xlabel("training step")
         plain(axes, ticks=4)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
