@@ -116,3 +116,21 @@ def test_too_few_columns_and_loads_that_never_change():
     alike = similarity(np.ones((8, 2, 4)))
     assert alike is not None
     assert np.isnan(alike).all()
+
+
+def unbiased(one: np.ndarray, other: np.ndarray) -> float:
+    """Return HSIC of two Gram matrices, as equation 5 of Song et al. 2012 writes it."""
+    n, (k, m) = len(one), (gram - np.diag(np.diag(gram)) for gram in (one, other))
+    between = k.sum() * m.sum() / ((n - 1) * (n - 2)) - 2 / (n - 2) * (k @ m).sum()
+    return float(np.trace(k @ m) + between) / (n * (n - 3))
+
+
+def test_similarity_agrees_with_the_formula_of_the_paper():
+    chance = np.random.default_rng(3)
+    common = chance.normal(0, 0.3, (20, 1, 6))
+    share = np.exp(common + chance.normal(0, 0.2, (20, 2, 6)))
+    share /= share.sum(-1, keepdims=True)
+    k, m = (change @ change.T for change in (share[1::2] - share[::2]).transpose(1, 0, 2))
+    alike = similarity(share)
+    assert alike is not None
+    assert alike[0, 1] == pytest.approx(unbiased(k, m) / math.sqrt(unbiased(k, k) * unbiased(m, m)))
