@@ -73,6 +73,7 @@ def make_parser(version: str = "") -> argparse.ArgumentParser:
     _add_tuning(commands)
     _add_planning(commands)
     _add_inference(commands)
+    _add_health(commands)
     _add_export(commands)
     _add_import(commands)
     _add_slice(commands)
@@ -209,6 +210,12 @@ def _add_inference(commands: Any) -> None:
     _add_run(command)
     command.add_argument("files", nargs="+", metavar="FILE", help="UTF-8 text")
     command.add_argument("--seq-len", type=int, metavar="N", help="tokens of a window (default: data.seq_len of the training)")
+
+
+def _add_health(commands: Any) -> None:
+    command = _add(commands, "health", "Show how evenly a run uses its experts: full, dead and starved ones, by MoE layer.")
+    command.add_argument("run", metavar="RUN", help="folder of a run, which may still train")
+    command.add_argument("--picture", metavar="FILE.png", help="also draw the whole run on one page")
 
 
 def _add_export(commands: Any) -> None:

@@ -255,6 +255,19 @@ def eval_(given: argparse.Namespace) -> int:
     return evaluate(given.run, given.files, given.seq_len, as_json=given.json)
 
 
+def health(given: argparse.Namespace) -> int:
+    from trainers.driver.health import RunHealth
+
+    found = RunHealth.at(given.run)
+    if given.picture:
+        _draw_into(given.picture, found.draw)
+    if given.json:
+        _print(found.document())
+    else:
+        _say(found.text())
+    return 0
+
+
 def export_hf(given: argparse.Namespace) -> int:
     from trainers.driver.export import export
 
@@ -372,7 +385,7 @@ def _say_nothing_more() -> None:
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "train": train, "submit": submit, "verify": verify, "bench": bench, "timeline": timeline, "tune": tune,
     "dashboard": dashboard, "plan": plan, "calibrate": calibrate, "generate": generate,
-    "eval": eval_, "export-hf": export_hf, "import-hf": import_hf, "slice": slice_, "explain": explain,
+    "eval": eval_, "health": health, "export-hf": export_hf, "import-hf": import_hf, "slice": slice_, "explain": explain,
 }  # fmt: skip
 
 if __name__ == "__main__":

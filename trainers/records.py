@@ -17,6 +17,8 @@ import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter
 from typing_extensions import TypedDict  # pydantic requires this one below Python 3.12
 
+from trainers.health import Course, Health, Layers, entropy, max_over_mean, unused
+
 LOAD_WINDOW = 20  # steps to sum expert loads over, because the load of one step depends mostly on its batch
 
 
@@ -55,7 +57,13 @@ class Step(TypedDict):
     load: list[list[int]] | None
     """Tokens per MoE layer and global expert; None for a model without MoE layers."""
     load_max_over_mean: float | None
+    """The load of the fullest expert over the mean load, in the worst layer; `rank_max_over_mean`: that of the fullest rank."""
     dead_experts: int | None
+    """Number of experts of all layers without a token in this step."""
+    rank_max_over_mean: NotRequired[float | None]
+    load_entropy: NotRequired[float | None]
+    """The entropy of the load over ln(experts), in the worst layer."""
+    by_layer: NotRequired[Layers | None]
     traffic: NotRequired[dict[str, dict[str, int]]]
     """The calls, inside_bytes and across_bytes of all ranks together, by class of traffic (`foldray.comm.Groups`)."""
     time: NotRequired[float]
@@ -167,6 +175,11 @@ class History:
         self.drifts: list[Drifted] = []
         self.imbalance: dict[int, np.ndarray] = {}
         """By step: the load of the busiest expert over the mean load, for every MoE layer."""
+        self.entropy: dict[int, np.ndarray] = {}
+        """By step: the entropy of the load over ln(experts), for every MoE layer."""
+        self.unused: dict[int, tuple[int, int]] = {}
+        """By step: the number of dead and of starved experts over the `LOAD_WINDOW` steps up to this one."""
+        self.course = Course()
         self._loads: deque[tuple[int, np.ndarray]] = deque(maxlen=LOAD_WINDOW)
 
     @classmethod
@@ -233,24 +246,45 @@ class History:
         """Tokens per MoE layer and expert over at most `LOAD_WINDOW` of the newest steps; None if no step has them."""
         return np.sum([load for _, load in self._loads], axis=0) if self._loads else None
 
+    @property
+    def newest(self) -> range | None:
+        """The steps that `load` sums over, from the first to the last; None if no step has loads."""
+        return range(self._loads[0][0], self._loads[-1][0] + 1) if self._loads else None
+
+    def health(self, ep: int) -> Health | None:
+        """Return the balance over the newest steps, with the experts on `ep` ranks; None if no step has loads."""
+        return Health.of([load for _, load in self._loads], ep) if self._loads else None
+
     def _take_step(self, record: Step) -> None:
         step, load = record["step"], np.asarray(record["load"] or [], dtype=np.int64)
         if step <= self.last_step:  # an attempt that starts at step 0 sends no "resumed" record
             self._rewind(step - 1)
         # With many experts, the loads of all steps would fill the driver's memory. metrics.jsonl has them.
-        self.steps[step] = {**record, "load": None}
+        self.steps[step] = {**record, "load": None, "by_layer": None}
         if load.size:
-            self._loads.append((step, load))
-            self.imbalance[step] = (load.max(axis=1) / np.maximum(load.mean(axis=1), 1e-12)).astype(np.float32)
+            self._take_load(step, load)
+
+    def _take_load(self, step: int, load: np.ndarray) -> None:
+        if load.ndim != 2 or load.min() < 0 or (self._loads and load.shape != self._loads[-1][1].shape):
+            raise ValueError(f"step {step} has loads of another shape, or negative ones")
+        self._loads.append((step, load))
+        self.imbalance[step] = max_over_mean(load).astype(np.float32)
+        self.entropy[step] = entropy(load).astype(np.float32)
+        dead_M, starved_M = unused(np.sum([each for _, each in self._loads], axis=0))
+        self.unused[step] = int(dead_M.sum()), int(starved_M.sum())
+        self.course.add(step, load)
 
     def _rewind(self, step: int) -> None:
-        by_steps: tuple[dict[int, Any], ...] = (self.steps, self.validations, self.checkpoints, self.imbalance)
+        by_steps: tuple[dict[int, Any], ...] = (
+            self.steps, self.validations, self.checkpoints, self.imbalance, self.entropy, self.unused,
+        )  # fmt: skip
         for by_step in by_steps:
             for later in [key for key in by_step if key > step]:
                 del by_step[later]
         earlier = [(at, load) for at, load in self._loads if at <= step]
         self._loads.clear()
         self._loads.extend(earlier)
+        self.course.rewind(step)
 
 
 def number(value: float | None) -> float:

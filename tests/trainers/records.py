@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from trainers.health import Health
 from trainers.records import History, Place, Record, Resumed, Saved, Step, Validation
 
 
@@ -18,10 +19,13 @@ def place(rank: int) -> Place:
 
 
 def step(number: int, loss: float = 2.0, load: list[list[int]] | None = None, mfu: float | None = 0.4) -> Step:
+    health = load and Health.of([np.array(load)], ep=2 if len(load[0]) % 2 == 0 else 1)
     return Step(
         kind="step", step=number, loss=loss, lr=1e-3, grad_norm=1.0, balance_loss=1.0, z_loss=0.0, drop_rate=0.01,
         tokens_per_s=12_345.0, step_time_s=0.1, mfu=mfu, load=load,
         load_max_over_mean=None if load is None else 1.5, dead_experts=None if load is None else 0,
+        rank_max_over_mean=float(health.rank_max_over_mean.max()) if health else None,
+        load_entropy=float(health.entropy.min()) if health else None, by_layer=health.by_layer() if health else None,
     )  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 from pydantic import ConfigDict, TypeAdapter
 from typing_extensions import TypedDict  # pydantic requires this one below Python 3.12
@@ -18,19 +17,25 @@ from typing_extensions import TypedDict  # pydantic requires this one below Pyth
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers.folders import DamagedFile, Folder, read_json
+from trainers.pictures.health import draw_health
 from trainers.pictures.training import draw_expert_load, draw_loss, draw_tried
 from trainers.records import LOAD_WINDOW, History, Record, as_json
 
+_BALANCE = (
+    "load_max_over_mean", "busiest_layer", "rank_max_over_mean", "load_entropy", "dead_experts", "starved_experts",
+)  # fmt: skip
 _PICTURE_PERIOD_S = 30.0  # drawing takes half a second, perhaps on the workers' cores
+_PAGE_PERIOD_S = 300.0  # the page of the experts' health takes one second or two
 
 
 @dataclass(frozen=True)
 class Summary:
     """The results of a run, for the closing table, `run.json` and `train --json`.
 
-    Rates are medians over all steps. Figures of experts cover the newest steps (`LOAD_WINDOW`). `load_max_over_mean` is the
-    load of the busiest expert over the mean load, averaged over these steps, in the worst layer. A dead expert got no token
-    in any of these steps.
+    Rates are medians over all steps. Figures of experts cover the newest steps (`LOAD_WINDOW`; `health.Health`).
+    `load_max_over_mean` is the load of the busiest expert over the mean load, averaged over these steps, in the worst layer;
+    `rank_max_over_mean` is that of the busiest rank, and `load_entropy` the lowest entropy of a layer. A dead expert got no
+    token in any of these steps, and a starved one less than a tenth of the even share.
     """
 
     run_id: str
@@ -45,7 +50,10 @@ class Summary:
     mfu: float | None
     load_max_over_mean: float | None
     busiest_layer: int | None
+    rank_max_over_mean: float | None
+    load_entropy: float | None
     dead_experts: int | None
+    starved_experts: int | None
     drop_rate: float | None
     checkpoint: str | None
     pictures: tuple[str, ...]
@@ -90,7 +98,7 @@ class RunFolder:
         self._start = start or (self.previous or {}).get("started_from")
         self._recipe, self._baselines, self._bytes_per_token = recipe, dict(baselines), bytes_per_token
         self._mlflow: tuple[str | None, str | None, str | None] = (None, None, None)
-        self._drawn = time.monotonic()
+        self._drawn = self._page_drawn = time.monotonic()
         self.path.mkdir(parents=True, exist_ok=True)
         self._mend_last_line()
         (self.path / "recipe.yaml").write_text(as_yaml(recipe))
@@ -102,7 +110,7 @@ class RunFolder:
         self._write_run("running")
 
     def receive(self, record: Record) -> None:
-        """Write a record. At a validation, draw the pictures again, but at most twice a minute."""
+        """Write a record. At a validation, draw the pictures again, but at most twice a minute, and the page less often."""
         if record["kind"] == "listed":
             (self.path / f"list-{record['degree']}.json").write_text(as_json(record) + "\n")
             record = {**record, "lists": []}
@@ -112,16 +120,20 @@ class RunFolder:
         if record["kind"] != "step":
             self._write_run("running")
         if record["kind"] == "validation" and time.monotonic() - self._drawn > _PICTURE_PERIOD_S:
-            self.draw()
+            self.draw(page=time.monotonic() - self._page_drawn > _PAGE_PERIOD_S)
 
-    def draw(self) -> None:
-        """Draw the pictures for which the run has data."""
+    def draw(self, page: bool = True) -> None:
+        """Draw the pictures for which the run has data, and with `page` also the page of the experts' health."""
         if self.history.steps:
             draw_loss(self.history, self._baselines, self._loss, self.path.name, self._bytes_per_token)
         if self.history.tried:
             draw_tried(self.history, self._online, self.path.name)
         if self.history.load is not None:
-            draw_expert_load(self.history, self._expert_load, self.path.name, self._recipe.model.moe_layers)
+            layers = self._recipe.model.moe_layers
+            draw_expert_load(self.history, self._expert_load, self.path.name, layers)
+            if page:
+                draw_health(self.history, self._health, self.path.name, layers)
+                self._page_drawn = time.monotonic()
         self._drawn = time.monotonic()
 
     def close(self, status: str) -> Summary:
@@ -135,7 +147,6 @@ class RunFolder:
         last = history.steps[history.last_step] if steps else None
         validation = history.validations[max(history.validations)] if history.validations else None
         checkpoint = history.checkpoints[max(history.checkpoints)]["path"] if history.checkpoints else None
-        busiest, layer, dead = self._balance()
         return Summary(
             run_id=self.path.name,
             run_dir=str(self.path),
@@ -147,12 +158,10 @@ class RunFolder:
             bigram_bpb=self._baselines.get("bigram"),
             tokens_per_s=_median([step["tokens_per_s"] for step in steps]),
             mfu=_median([step["mfu"] for step in steps]),
-            load_max_over_mean=busiest,
-            busiest_layer=layer,
-            dead_experts=dead,
+            **self._balance(),
             drop_rate=_mean([step["drop_rate"] for step in steps[-LOAD_WINDOW:]]),
             checkpoint=checkpoint,
-            pictures=tuple(str(path) for path in (self._loss, self._expert_load, self._online) if path.exists()),
+            pictures=tuple(str(path) for path in (*self._pictures, self._online) if path.exists()),
             mlflow_uri=self._mlflow[0],
             mlflow_run_id=self._mlflow[1],
             mlflow_command=self._mlflow[2],
@@ -162,7 +171,7 @@ class RunFolder:
     def artifacts(self) -> list[Path]:
         """The files to copy to the tracking server."""
         online = [self._online] if self.history.tried else []
-        return [self.path / "recipe.yaml", self.path / "run.json", self._loss, self._expert_load, *online]
+        return [self.path / "recipe.yaml", self.path / "run.json", *self._pictures, *online]
 
     @property
     def _metrics(self) -> Path:
@@ -177,18 +186,26 @@ class RunFolder:
         return self.path / "expert_load.png"
 
     @property
+    def _health(self) -> Path:
+        return self.path / "expert_health.png"
+
+    @property
+    def _pictures(self) -> tuple[Path, ...]:
+        return self._loss, self._expert_load, self._health
+
+    @property
     def _online(self) -> Path:
         return self.path / "online_search.png"
 
-    def _balance(self) -> tuple[float | None, int | None, int | None]:
-        load = self.history.load
-        if load is None:
-            return None, None, None
-        # The ratio is taken for each step and not of the sum, because every step waits for its own busiest expert.
-        newest = list(self.history.imbalance.values())[-LOAD_WINDOW:]
-        ratio = np.mean(newest, axis=0)
-        worst = int(ratio.argmax())
-        return float(ratio[worst]), self._recipe.model.moe_layers[worst], int((load == 0).sum())
+    def _balance(self) -> dict[str, Any]:
+        """Return the figures of experts in the summary."""
+        health = self.history.health(self._recipe.placed_fold.ep)
+        if health is None:
+            return dict.fromkeys(_BALANCE)
+        worst = int(health.max_over_mean.argmax())
+        found = (float(health.max_over_mean[worst]), self._recipe.model.moe_layers[worst], float(health.rank_max_over_mean.max()),
+                 float(health.entropy.min()), int(health.dead.sum()), int(health.starved.sum()))  # fmt: skip
+        return dict(zip(_BALANCE, found, strict=True))
 
     def _write_run(self, status: str) -> Summary:
         summary = self.summary(status)
@@ -229,8 +246,12 @@ def read_run(path: Path) -> dict[str, Any] | None:
         raise UserError("resume", path.name, f"its {error}; repair or delete that file") from None
 
 
-def read_history(path: Path) -> History:
+def read_history(path: Path, field: str = "resume") -> History:
     """Return the history in a run folder's `metrics.jsonl`.
+
+    Args:
+        path: the run folder.
+        field: what the user calls the run.
 
     Raises:
         UserError: the file cannot be read.
@@ -242,7 +263,7 @@ def read_history(path: Path) -> History:
         return History.read(file)
     except (DamagedFile, ValueError) as error:
         what = error if isinstance(error, DamagedFile) else DamagedFile(file.name, f"cannot be read ({error})")
-        raise UserError("resume", path.name, f"its {what}; repair or delete that file") from None
+        raise UserError(field, path.name, f"its {what}; repair or delete that file") from None
 
 
 def as_yaml(recipe: Recipe) -> str:

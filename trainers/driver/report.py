@@ -175,7 +175,12 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.load_max_over_mean is not None:
         busiest = f"a step's busiest expert has {summary.load_max_over_mean:.2f}× the even share (layer {summary.busiest_layer})"
         yield "expert balance", busiest
-        yield "dead experts", f"[bold red]{summary.dead_experts}" if summary.dead_experts else "none"
+        if summary.rank_max_over_mean is not None and summary.load_entropy is not None:
+            yield "rank balance", f"a step's busiest rank has {summary.rank_max_over_mean:.2f}× the even share"
+            yield "load entropy", f"{summary.load_entropy:.3f} in the worst layer (1 is even)"
+        dead, all_starved = summary.dead_experts or 0, summary.starved_experts or 0  # every dead expert is starved, too
+        starved = f", {all_starved} starved" if all_starved > dead else ""
+        yield "dead experts", f"[bold red]{dead}[/]{starved}" if dead else f"none{starved}"
     if summary.drop_rate is not None:
         yield "dropped tokens", f"{summary.drop_rate:.2%}"
     folder = f"{summary.run_dir}/"

@@ -32,6 +32,8 @@ _STEP_METRICS = {
     "z_loss": "z_loss",
     "drop_rate": "drop_rate",
     "expert_load/max_over_mean": "load_max_over_mean",
+    "expert_load/rank_max_over_mean": "rank_max_over_mean",
+    "expert_load/entropy": "load_entropy",
     "expert_load/dead": "dead_experts",
 }
 
@@ -71,7 +73,7 @@ class Tracker:
     def receive(self, record: Record) -> None:
         """Log the metrics of a record."""
         if record["kind"] == "step":
-            values = {name: record[key] for name, key in _STEP_METRICS.items()}  # type: ignore[literal-required]
+            values: dict[str, float | None] = {name: record.get(key) for name, key in _STEP_METRICS.items()}  # type: ignore[misc]
             self._send("loss", record["step"], values | self._per_layer(record) | _traffic(record))
         elif record["kind"] == "validation":
             name = "validation/bits_per_byte"
@@ -136,9 +138,15 @@ class Tracker:
         return run_id
 
     def _per_layer(self, record: Step) -> dict[str, float]:
+        """Return two measures of every layer. A server stores each value of each step, so metrics.jsonl alone has all."""
+        measures = record.get("by_layer")
+        if measures is None:
+            return {}
+        lists = {"max_over_mean": measures["max_over_mean"], "entropy": measures["entropy"]}
         return {
-            f"expert_load/layer_{layer}/max_over_mean": max(load) * len(load) / max(sum(load), 1)
-            for layer, load in zip(self._layers, record["load"] or [], strict=False)
+            f"expert_load/layer_{layer}/{name}": value
+            for name, each in lists.items()
+            for layer, value in zip(self._layers, each, strict=True)
         }
 
     def _send(self, name: str, step: int, values: Mapping[str, float | None]) -> None:

@@ -1,7 +1,4 @@
-"""Draws a run: the loss and the byte baselines, the balance of experts, and the trials of the first steps.
-
-This module does not use matplotlib.pyplot, which keeps figures in global state and may need a display.
-"""
+"""Draws a run: the loss and the byte baselines, the balance of experts, and the trials of the first steps."""
 
 from __future__ import annotations
 
@@ -12,16 +9,29 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from trainers.pictures.canvas import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    RED,
+    Box,
+    label_right,
+    mark_restarts,
+    new_figure,
+    plain,
+    save,
+    share_bar,
+    share_norm,
+    smoothed,
+)
 from trainers.records import History, Tried, number
 
-BLUE, ORANGE, GREEN, GREY, RED, INK = "#2364aa", "#d9630b", "#2f855a", "#6b7280", "#b91c1c", "#1f2937"
-_DPI = 144
 _CELL_NUMBERS = 16  # with more experts, cells are too small for numbers
 _HINTS = {"unigram": "knows how frequent each byte is", "bigram": "knows the byte before"}
 
@@ -41,9 +51,9 @@ def draw_loss(history: History, baselines: Mapping[str, float], path: Path, titl
     training = nats / (math.log(2) * bytes_per_token)
     validation = sorted((at, number(record["bits_per_byte"])) for at, record in history.validations.items())
 
-    figure = _figure(10.0, 5.4, title, "How well the model predicts the next byte; lower is better")
+    figure = new_figure(10.0, 5.4, title, "How well the model predicts the next byte; lower is better")
     axes = figure.add_axes((0.07, 0.11, 0.69, 0.72))
-    smooth = _smooth(training)
+    smooth = smoothed(training)
     axes.plot(steps, training, color=BLUE, linewidth=0.7, alpha=0.3)
     axes.plot(steps, smooth, color=BLUE, linewidth=2.2, marker="o" if len(steps) == 1 else None, clip_on=False)
     at, values = [at for at, _ in validation], [value for _, value in validation]
@@ -55,14 +65,14 @@ def draw_loss(history: History, baselines: Mapping[str, float], path: Path, titl
     axes.set_xlim(0, max([1, *steps.tolist(), *at]))
     axes.set_ylabel("loss (bits per byte)")
     axes.set_xlabel("training step")
-    _mark_restarts(axes, history.resumes)
+    mark_restarts(axes, history.resumes)
     _mark_not_finite(axes, steps[~np.isfinite(training)])
-    _plain(axes)
+    plain(axes)
     labels = [(value, f"{name}  {value:.2f}", _HINTS.get(name, ""), GREY) for name, value in baselines.items()]
     labels += [(_last(smooth), f"training  {_last(smooth):.2f}", "", BLUE)]
     labels += [(value, f"validation  {value:.2f}", "text never trained on", ORANGE) for value in values[-1:]]
-    _label_right(axes, labels)
-    _save(figure, path)
+    label_right(axes, labels)
+    save(figure, path)
 
 
 def draw_expert_load(history: History, path: Path, title: str, layers: Sequence[int] | None = None) -> None:
@@ -76,8 +86,8 @@ def draw_expert_load(history: History, path: Path, title: str, layers: Sequence[
     """
     load = history.load
     if load is None:
-        figure = _figure(9.0, 3.0, title, "No expert loads have been recorded")
-        _save(figure, path)
+        figure = new_figure(9.0, 3.0, title, "No expert loads have been recorded")
+        save(figure, path)
         return
     names = [f"layer {number}" for number in (layers or range(len(load)))]
     rows, experts = load.shape
@@ -86,12 +96,12 @@ def draw_expert_load(history: History, path: Path, title: str, layers: Sequence[
     dead = int((load == 0).sum())
     if dead:
         subtitle += f"; {dead} dead expert{'s' if dead > 1 else ''} (black) got none"
-    figure = _figure(11.0, height + 2.25, title, subtitle)
+    figure = new_figure(11.0, height + 2.25, title, subtitle)
     bottom, top = 0.85 / (height + 2.25), 1 - 1.4 / (height + 2.25)
     share = load * experts / np.maximum(load.sum(axis=1, keepdims=True), 1)
     _heat_map(figure, (0.075, bottom, 0.50, top - bottom), share, load, names)
     _imbalance(figure, (0.745, bottom, 0.165, top - bottom), history, names)
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_tried(history: History, path: Path, title: str) -> None:
@@ -99,7 +109,7 @@ def draw_tried(history: History, path: Path, title: str) -> None:
     sized = any(record["sp_bytes"] for record in history.tried)
     degrees = sorted({record["degree"] for record in history.tried})
     x_axis = "size of gradient chunks" if sized else "number of pieces of a sequence"
-    figure = _figure(8.0, 4.6, title, f"Time of a step over the {x_axis}; lower is better")
+    figure = new_figure(8.0, 4.6, title, f"Time of a step over the {x_axis}; lower is better")
     axes = figure.add_axes((0.1, 0.13, 0.85, 0.67))
     places = [(_across(record, sized), number(record["step_time_s"]) * 1e3) for record in history.tried]
     for record, (place, _) in zip(history.tried, places, strict=True):
@@ -122,8 +132,8 @@ def draw_tried(history: History, path: Path, title: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xlabel("bytes of gradients that travel at once (MiB)" if sized else "degree: pieces of a sequence")
     axes.set_ylabel("step (ms), median")
-    _plain(axes)
-    _save(figure, path)
+    plain(axes)
+    save(figure, path)
 
 
 def _across(record: Tried, sized: bool) -> float:
@@ -131,13 +141,10 @@ def _across(record: Tried, sized: bool) -> float:
     return number(record["sp_bytes"]) / 2**20 if sized else float(record["degree"])
 
 
-def _heat_map(
-    figure: Figure, box: tuple[float, float, float, float], share: np.ndarray, load: np.ndarray, names: list[str]
-) -> None:
+def _heat_map(figure: Figure, box: Box, share: np.ndarray, load: np.ndarray, names: list[str]) -> None:
     axes = figure.add_axes(box)
     rows, experts = share.shape
-    most = max(2.0, float(share.max()))
-    norm = TwoSlopeNorm(1.0, vmin=0.0, vmax=most)
+    norm, most = share_norm(share)
     image = axes.imshow(share, cmap="RdBu_r", norm=norm, aspect="auto", interpolation="nearest")
     every = math.ceil(rows / 40)
     axes.set_yticks(range(0, rows, every), names[::every])
@@ -157,17 +164,14 @@ def _heat_map(
         elif experts <= _CELL_NUMBERS:
             dark = abs(float(norm(share[row, expert])) - 0.5) > 0.3
             axes.text(expert, row, f"{share[row, expert]:.2f}", ha="center", va="center", color="white" if dark else INK)
-    scale = figure.add_axes((box[0] + box[2] + 0.012, box[1], 0.011, box[3]))
-    above = [tick for tick in MaxNLocator(nbins=3, steps=[1, 2, 5, 10]).tick_values(1.0, most) if 1.0 < tick <= most]
-    figure.colorbar(image, cax=scale, ticks=[0.0, 0.5, 1.0, *above], format="%g").set_label("tokens / even share", color=INK)
-    scale.spines[:].set_visible(False)
+    share_bar(figure, image, (box[0] + box[2] + 0.012, box[1], 0.011, box[3]), most)
 
 
-def _imbalance(figure: Figure, box: tuple[float, float, float, float], history: History, names: list[str]) -> None:
+def _imbalance(figure: Figure, box: Box, history: History, names: list[str]) -> None:
     axes = figure.add_axes(box)
     steps = np.array(sorted(history.imbalance))
     values = np.stack([history.imbalance[step] for step in steps.tolist()])
-    lines = [_smooth(column) for column in values.T]
+    lines = [smoothed(column) for column in values.T]
     worst = int(np.argmax([line[-1] for line in lines]))
     for line in lines:
         axes.plot(steps, line, color=GREY, linewidth=1.0, alpha=0.5, marker="o" if len(steps) == 1 else None)
@@ -179,40 +183,8 @@ def _imbalance(figure: Figure, box: tuple[float, float, float, float], history: 
     below: dict[str, Any] = {"xycoords": "axes fraction", "xytext": (0, 8), "textcoords": "offset points"}
     axes.annotate("by layer, the worst in red", (0, 1), fontsize=9, color=GREY, **below)
     axes.set_xlabel("training step")
-    _plain(axes, ticks=4)
-    _label_right(axes, [(1.0, "even", "", INK), (float(lines[worst][-1]), f"{lines[worst][-1]:.2f}", names[worst], RED)])
-
-
-def _figure(width: float, height: float, title: str, subtitle: str) -> Figure:
-    figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white")
-    FigureCanvasAgg(figure)
-    figure.text(0.02, 1 - 0.18 / height, title, fontsize=15, weight="bold", color=INK, va="top")
-    figure.text(0.02, 1 - 0.50 / height, subtitle, fontsize=11, color=GREY, va="top")
-    return figure
-
-
-def _plain(axes: Axes, ticks: int = 6) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#9ca3af")
-    axes.tick_params(colors=INK, labelsize=10)
-    axes.xaxis.label.set(fontsize=11, color=INK)
-    axes.yaxis.label.set(fontsize=11, color=INK)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=ticks, integer=True))
-    axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
-def _smooth(values: np.ndarray) -> np.ndarray:
-    """Average over neighbours with Gaussian weights. Infinite values and NaN are left out."""
-    if not len(values):
-        return values
-    width = max(len(values) / 60, 1.0)
-    reach = int(3 * width)
-    kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / width) ** 2)
-    finite = np.isfinite(values)
-    weights = np.convolve(finite.astype(float), kernel)[reach : reach + len(values)]
-    sums = np.convolve(np.where(finite, values, 0.0), kernel)[reach : reach + len(values)]
-    return np.where(finite, sums / np.maximum(weights, 1e-12), math.nan)
+    plain(axes, ticks=4)
+    label_right(axes, [(1.0, "even", "", INK), (float(lines[worst][-1]), f"{lines[worst][-1]:.2f}", names[worst], RED)])
 
 
 def _limit(axes: Axes, training: np.ndarray, others: list[float]) -> None:
@@ -227,21 +199,6 @@ def _limit(axes: Axes, training: np.ndarray, others: list[float]) -> None:
         axes.set_ylim(max(low - margin, 0.0), high + margin)
 
 
-def _mark_restarts(axes: Axes, resumes: list[int]) -> None:
-    for number_of, step in enumerate(resumes):
-        axes.axvline(step, color=GREY, linewidth=0.8, linestyle=":")
-        if number_of == 0:
-            axes.annotate(
-                "resumed",
-                (step, 1),
-                xycoords=("data", "axes fraction"),
-                xytext=(4, -4),
-                textcoords="offset points",
-                color=GREY,
-                va="top",
-            )
-
-
 def _mark_not_finite(axes: Axes, steps: np.ndarray) -> None:
     if len(steps):
         axes.plot(steps, np.full(len(steps), 0.90), "x", color=RED, transform=axes.get_xaxis_transform())
@@ -251,24 +208,3 @@ def _mark_not_finite(axes: Axes, steps: np.ndarray) -> None:
 def _last(values: np.ndarray) -> float:
     finite = values[np.isfinite(values)]
     return float(finite[-1]) if finite.size else math.nan
-
-
-def _label_right(axes: Axes, labels: list[tuple[float, str, str, str]]) -> None:
-    """Write (value, name, hint below it, colour) at the right ends of lines. Labels that would overlap move apart."""
-    low, high = axes.get_ylim()
-    line = 14 / (axes.bbox.height * 72 / axes.figure.dpi)  # 14 points, as a share of the axes' height
-    floor = -math.inf
-    for value, text, hint, color in sorted(label for label in labels if math.isfinite(label[0])):
-        lines = 2 if hint else 1
-        place = max((min(value, high) - low) / (high - low), floor + line * (lines - 0.5))
-        at: dict[str, Any] = {"xycoords": "axes fraction", "xytext": (9, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(text, (1, place), color=color, weight="bold", fontsize=10.5, **at)
-        axes.annotate(hint, (1, place - line), color=color, fontsize=9, **at)
-        floor = place + line * 0.5
-
-
-def _save(figure: Figure, path: Path) -> None:
-    """Write a draft and rename it, so that a reader of the file always sees a complete picture."""
-    draft = path.with_name(f".{path.name}")
-    figure.savefig(draft, format="png")
-    draft.replace(path)

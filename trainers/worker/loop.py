@@ -26,6 +26,7 @@ from trainers.checkpoints import tensors
 from trainers.checkpoints.stored import Found
 from trainers.cluster.mailbox import Outbox
 from trainers.data.packed import Batches, PackedData, Split
+from trainers.health import Health
 from trainers.hugging_face.weights import Weights
 from trainers.records import Place, Step, Validation
 from trainers.worker import ground
@@ -155,6 +156,8 @@ class Worker:
         training, length = self.recipe.training, self.recipe.data.seq_len
         flops, counts = step_flops(self.recipe.model, length, training.global_batch), totals.count_ME
         moe = counts.numel() > 0
+        # The counts are on the host already, because biases of experts need them.
+        health = Health.of([counts.numpy()], self.recipe.placed_fold.ep) if moe else None
         return {
             "kind": "step", "step": done, "loss": totals.language, "lr": rate, "grad_norm": norm,
             "balance_loss": totals.balance if moe else None, "z_loss": totals.z if moe else None,
@@ -162,8 +165,11 @@ class Worker:
             "tokens_per_s": training.global_batch * length / seconds, "step_time_s": seconds,
             "mfu": flops / seconds / self.peak,
             "load": counts.tolist() if moe else None,
-            "load_max_over_mean": float((counts.amax(1) / counts.double().mean(1)).max()) if moe else None,
-            "dead_experts": int((counts == 0).sum()) if moe else None,
+            "load_max_over_mean": float(health.max_over_mean.max()) if health else None,
+            "rank_max_over_mean": float(health.rank_max_over_mean.max()) if health else None,
+            "load_entropy": float(health.entropy.min()) if health else None,
+            "dead_experts": int(health.dead.sum()) if health else None,
+            "by_layer": health.by_layer() if health else None,
             "traffic": {name: asdict(count) for name, count in totals.traffic.items() if count.calls},
         }  # fmt: skip
 

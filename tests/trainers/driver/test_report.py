@@ -26,7 +26,8 @@ def summary(**changes: Any) -> Summary:
     values: dict[str, Any] = {
         "run_id": "quickstart-1", "run_dir": "/runs/quickstart-1", "status": "finished", "steps": 300, "final_loss": 1.5,
         "val_bpb": 2.5, "unigram_bpb": 4.87, "bigram_bpb": 3.62, "tokens_per_s": 12345.0, "mfu": 0.413,
-        "load_max_over_mean": 1.18, "busiest_layer": 2, "dead_experts": 0, "drop_rate": 0.012,
+        "load_max_over_mean": 1.18, "busiest_layer": 2, "dead_experts": 0,
+        "rank_max_over_mean": 1.07, "load_entropy": 0.9912, "starved_experts": 0, "drop_rate": 0.012,
         "checkpoint": "/runs/quickstart-1/checkpoint_300", "pictures": ("/runs/quickstart-1/loss.png",),
         "mlflow_uri": "sqlite:////runs/mlflow.db", "mlflow_run_id": "ab", "mlflow_command": "mlflow server --port 5000",
     }  # fmt: skip
@@ -116,6 +117,7 @@ def test_the_closing_table_says_it_all():
     shown = table(summary())
     for words in ("quickstart-1", "300", "1.5000 nats", "2.500 bits per byte: beats the bigram baseline (3.620; unigram 4.870)",
                   "12.3k tokens/s", "41.3% of measured matmul peak", "1.18× the even share (layer 2)", "1.20%",
+                  "busiest rank has 1.07× the even share", "0.991 in the worst layer (1 is even)",
                   "checkpoint_300", "loss.png"):  # fmt: skip
         assert words in shown
     assert "status" not in shown
@@ -127,6 +129,14 @@ def test_the_closing_table_says_it_all():
 )
 def test_the_verdict_on_validation(bits, verdict):
     assert verdict in table(summary(val_bpb=bits))
+
+
+@pytest.mark.parametrize(
+    ("dead", "starved", "row"), [(0, 0, "none"), (0, 3, "none, 3 starved"), (2, 2, "2"), (2, 3, "2, 3 starved")]
+)
+def test_dead_and_starved_experts(dead, starved, row):
+    shown = table(summary(dead_experts=dead, starved_experts=starved)).splitlines()
+    assert [line.split(maxsplit=2)[2].strip() for line in shown if "dead experts" in line] == [row]
 
 
 def test_what_is_not_known_is_left_out():

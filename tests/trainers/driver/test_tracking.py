@@ -62,10 +62,12 @@ def test_the_recipe_is_in_the_parameters(finished):
 
 def test_every_step_and_validation_is_there(finished):
     metrics = finished._client.get_run(finished.run_id).data.metrics
-    layers = {f"expert_load/layer_{layer}/max_over_mean" for layer in recipe().model.moe_layers}
+    names = ("max_over_mean", "entropy")
+    layers = {f"expert_load/layer_{layer}/{name}" for layer in recipe().model.moe_layers for name in names}
     assert set(metrics) == layers | {
         "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_time_s", "mfu", "balance_loss", "z_loss", "drop_rate",
-        "expert_load/max_over_mean", "expert_load/dead", "validation/bits_per_byte", "validation/loss",
+        "expert_load/max_over_mean", "expert_load/dead", "expert_load/rank_max_over_mean", "expert_load/entropy",
+        "validation/bits_per_byte", "validation/loss",
     }  # fmt: skip
     assert [at for at, _ in history(finished, "loss")] == list(range(1, 31))
     assert [at for at, _ in history(finished, "validation/bits_per_byte")] == [10, 20, 30]

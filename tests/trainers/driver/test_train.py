@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mlflow import MlflowClient
@@ -25,6 +26,7 @@ from trainers.checkpoints.stored import look
 from trainers.data.packed import PackedData
 from trainers.driver.recorder import RunFolder, read_run
 from trainers.folders import Folder
+from trainers.health import Health
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -118,8 +120,16 @@ def test_a_run_leaves_what_people_look_at(whole: FoldTrainer) -> None:
     assert run.summary.val_bpb is not None
     assert losses(whole)[-1] < losses(whole)[0]
     folder = Path(run.summary.run_dir)
-    assert {"recipe.yaml", "run.json", "metrics.jsonl", "loss.png", "expert_load.png"} <= {path.name for path in folder.iterdir()}
+    assert {"recipe.yaml", "run.json", "metrics.jsonl", "loss.png", "expert_load.png", "expert_health.png"} <= {
+        path.name for path in folder.iterdir()
+    }
     assert Recipe.load(folder / "recipe.yaml") == whole.recipe
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for record in [record for record in records if record["kind"] == "step"]:
+        health = Health.of([np.array(record["load"])], ep=2)
+        assert record["by_layer"] == health.by_layer()
+        assert record["load_entropy"] == pytest.approx(float(health.entropy.min()))
+        assert record["rank_max_over_mean"] == pytest.approx(float(health.rank_max_over_mean.max()))
     logged = MlflowClient(run.tracker.uri).get_metric_history(run.tracker.run_id, "loss")
     assert [metric.value for metric in sorted(logged, key=lambda metric: metric.step)] == losses(whole)
     assert len(sorted(folder.glob("step_*"))) == whole.recipe.checkpoint.keep

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.trainers.records import history, resumed, run, step, validation
-from trainers.pictures.training import _smooth, draw_expert_load, draw_loss
+from trainers.pictures.canvas import smoothed
+from trainers.pictures.training import draw_expert_load, draw_loss
 from trainers.records import History
 
 BASELINES = {"unigram": 4.87, "bigram": 3.62}
@@ -66,6 +67,6 @@ def test_no_baselines_and_longer_tokens(tmp_path):
 def test_smoothing_keeps_a_constant_and_passes_over_gaps():
     values = np.full(200, 3.0)
     values[50:55] = math.nan
-    smooth = _smooth(values)
+    smooth = smoothed(values)
     assert np.isnan(smooth[50:55]).all()
     np.testing.assert_allclose(smooth[~np.isnan(values)], 3.0)
