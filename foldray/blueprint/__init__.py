@@ -3,10 +3,11 @@
 from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec, MixtureSpec, RopeSpec, YarnSpec
 from foldray.blueprint.flops import forward_flops_per_token, half_flops, step_flops
 from foldray.blueprint.layout import Layout, check_length, smallest_slice
-from foldray.blueprint.model import ModelSpec, RopeScaling, RouterSpec, Strict
+from foldray.blueprint.model import ModelSpec
 from foldray.blueprint.parameters import ParameterSpec, count_by_cut, count_by_op, count_parameters, parameter_table
 from foldray.blueprint.placement import GradientPart, Maker, Ownership, Piece, made_at
 from foldray.blueprint.presets import PRESETS
+from foldray.blueprint.sections import RopeScaling, RouterSpec, Strict
 from foldray.blueprint.stages import Stage, make_stages, stage_positions
 
 __all__ = [

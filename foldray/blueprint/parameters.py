@@ -175,9 +175,9 @@ def _ffn(
     parts = spec.activation.inwards
     rows = [ParameterSpec(f"{name}.{part}", (model.hidden, spec.inner), layer, op, kind, 1, model.init_std) for part in parts]
     rows.append(ParameterSpec(f"{name}.down", (spec.inner, model.hidden), layer, op, kind, 0, out_std))
-    if spec.bias:
-        rows += [ParameterSpec(f"{name}.{part}_bias", (spec.inner,), layer, op, kind, init=0.0) for part in parts]
-        rows.append(ParameterSpec(f"{name}.down_bias", (model.hidden,), layer, op, kind, init=0.0))
+    if spec.bias:  # which only experts have, and then ETP has one rank
+        widths = {**dict.fromkeys(parts, spec.inner), "down": model.hidden}
+        rows += [ParameterSpec(f"{name}.{part}_bias", (width,), layer, op, kind, 0, 0.0) for part, width in widths.items()]
     return rows
 
 

@@ -1,9 +1,7 @@
 """The cost of every op of a step on one rank: a sequence of (lane, what the seconds are spent on, seconds).
 
-Counts are those of one rank. An op works on n tokens of the rank's share of the sequences, and on wide = n · tp tokens
-between TP's gather and scatter. A backward op has two matrix products for each product of its forward op (for the gradients
-of inputs and of weights), passes over twice the memory, and adds the gradients of weights to float32 sums. The traffic of a
-fold follows section 3 of MoE Parallel Folding. The cost of attention over slices follows FoldMoE's formula (5), but counts
+Counts are those of one rank; `parts.py` says what the costs are made of. The traffic of a fold follows section 3 of MoE
+Parallel Folding. The cost of attention over slices follows FoldMoE's formula (5), but counts
 keys causally.
 """
 
@@ -14,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
 
-from foldray.blueprint import AttentionSpec, BlockSpec, FeedForwardSpec, MixtureSpec, count_by_op
+from foldray.blueprint import AttentionSpec, BlockSpec, MixtureSpec, count_by_op
 from foldray.fold import Fold
 from foldray.kinds import (
     ATTENTION,
@@ -38,6 +36,7 @@ from foldray.planner.layout import Content
 from foldray.planner.lists import block_of
 from foldray.planner.memo import BlockKey, BlockTables, FoldTables, Memo, OpKey, OpTables, Totals
 from foldray.planner.network import Network, Travel
+from foldray.planner.parts import Parts
 from foldray.planner.shares import Price, Work
 from foldray.schedule import COMPUTE, Chunk, LaneSeconds, Op
 
@@ -82,7 +81,7 @@ class OpWork:
         return price
 
 
-class RankCosts:
+class RankCosts(Parts):
     """The costs of one rank's ops, reductions and handovers under a fold.
 
     Args:
@@ -396,73 +395,6 @@ class RankCosts:
             tokens: tokens of the piece, in the rank's share of a sequence.
         """
         return self._travel("pp", self.network.hand_over(tokens * self.sequences * self._width))
-
-    # The parts of their costs.
-
-    def _dense(self, n: float, spec: FeedForwardSpec, back: bool) -> Iterator[Work]:
-        """Yield the work of a feed-forward network that is cut over TP."""
-        wide, inner, width = n * self.fold.tp, spec.inner / self.fold.tp, spec.width / self.fold.tp
-        yield from self._tensor(wide, back)
-        yield from self._products("gemm", wide, self.model.hidden, width, back)
-        yield self._memory((2 if back else 1) * wide * (width + inner) * self.device.bytes)
-        yield from self._products("gemm", wide, inner, self.model.hidden, back)
-
-    def _tensor(self, wide: float, back: bool, ways: int = 2) -> Iterator[Work]:
-        """Yield TP's gather before and scatter after a computation. Backward gathers again, for the gradient of the weights.
-
-        Args:
-            ways: 2 for gather and scatter, 1 for the gather alone.
-        """
-        for _ in range(ways + back):
-            yield self._travel("tp", self.network.gather("tp", wide * self._width))
-
-    def _products(self, what: str, rows: float, inside: float, outside: float, back: bool, wide: bool = False) -> Iterator[Work]:
-        """Yield the work of a product [rows, inside] × [inside, outside], or of the two products for its gradients.
-
-        Args:
-            wide: whether the product is never in fp8.
-        """
-        if not wide:
-            yield Work(COMPUTE, "memory", self.device.casts(rows * (outside if back else inside)))
-        for weights, (m, k, n) in enumerate(self._three(rows, inside, outside, back)):
-            yield Work(COMPUTE, what, self.device.product(m, k, n, wide), bool(weights))
-        if back:
-            yield self._memory(counts().sums * inside * outside)._replace(weights=True)
-
-    @staticmethod
-    def _three(rows: float, inside: float, outside: float, back: bool) -> tuple[tuple[float, float, float], ...]:
-        """Return the shape of the forward product, or those of the products for the gradients of input and, second, weights."""
-        return ((rows, outside, inside), (inside, rows, outside)) if back else ((rows, inside, outside),)
-
-    def _zero3(self, part: str, block: BlockSpec | None, back: bool) -> Iterator[Work]:
-        """Yield ZeRO-3's gather of weights over the ranks that share them. Backward also scatters their gradients."""
-        if self.zero < 3:
-            return
-        family = "edp" if part == EXPERT else "dp_cp"
-        whole = self.weights[part, block] * self.device.bytes
-        for _ in range(2 if back else 1):
-            yield self._travel(family, self.network.gather(family, whole))
-
-    @property
-    def _width(self) -> float:
-        """Bytes of one token's activation."""
-        return self.model.hidden * self.device.bytes
-
-    def _rows(self, tokens: range) -> float:
-        return len(tokens) * self.sequences
-
-    def _memory(self, moved: float) -> Work:
-        return Work(COMPUTE, "memory", self.device.passes(moved))
-
-    def _permuted(self, moved: float) -> Work:
-        return Work(COMPUTE, "memory", self.device.passes(moved) / self.device.share["permute"])
-
-    def _launch(self, kind: str, back: bool) -> Work:
-        return Work(COMPUTE, "launch", self.device.launches(counts().kernels[kind] * (2 if back else 1)))
-
-    @staticmethod
-    def _travel(what: str, travel: Travel) -> Work:
-        return Work(travel.lane, what, travel.seconds)
 
 
 def pieces_of(cut: tuple[int, ...]) -> list[range]:

@@ -26,8 +26,9 @@ from trainers.checkpoints.stored import METADATA, Stored
 from trainers.driver.trained import Trained, fill
 from trainers.folders import DamagedFile
 from trainers.hugging_face.families import family_of, tensors_of
-from trainers.hugging_face.family import Family, Tensor
+from trainers.hugging_face.family import Family
 from trainers.hugging_face.files import Form, write_file
+from trainers.hugging_face.names import Tensor
 from trainers.hugging_face.tokens import write_tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")

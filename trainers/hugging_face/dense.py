@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from foldray.blueprint import ModelSpec
-from trainers.hugging_face.family import Family, Tensor, Values, layer_windows, network, nothing, weighs_to_one
+from trainers.hugging_face.family import Family, Values, layer_windows, nothing, weighs_to_one
+from trainers.hugging_face.names import Tensor, network
 
 
 def granularity(model: ModelSpec) -> int:

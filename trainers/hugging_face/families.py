@@ -9,24 +9,21 @@ from foldray.errors import UserError
 from trainers.hugging_face.family import (
     Family,
     Need,
-    Tensor,
     Values,
     dense_blocks,
     dense_layers,
     layer_types,
     layer_windows,
-    mlp,
     nothing,
     one_sliding_width,
     one_window,
     rope_config,
     sees_everything,
-    sparse_moe,
-    stacked,
     turns_whole_heads,
     value_at,
     weighs_to_one,
 )
+from trainers.hugging_face.names import Tensor, mlp, sparse_moe, stacked
 
 _TOPK = {"topk": "num_experts_per_tok", "experts": "num_experts", "expert_hidden": "moe_intermediate_size"}
 _BALANCE = {"router.balance_loss": "router_aux_loss_coef"}

@@ -1,67 +1,17 @@
-"""What a family of models in Hugging Face's transformers is, and what most families have in common.
-
-transformers keeps matrices as [out, in], foldray as [in, out].
-"""
+"""What a family of models in Hugging Face's transformers is, and what most families have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from foldray.blueprint import ModelSpec, RopeScaling
-
-
-class Tensor(NamedTuple):
-    """A parameter of foldray in a tensor of a family.
-
-    Args:
-        name: the tensor's name in the files of transformers.
-        ours: the global name of the parameter (`foldray.blueprint.parameters`).
-        turned: whether rows and columns change places.
-        keeps: whether it stays in the type that training has it in.
-        axes: number of axes of size 1 before those of the parameter.
-        place: where the parameter is in the tensor, if the tensor has several; empty if it is all of it.
-        shape: shape of the tensor, if it has several parameters.
-    """
-
-    name: str
-    ours: str
-    turned: bool = False
-    keeps: bool = False
-    axes: int = 0
-    place: tuple[int | slice, ...] = ()
-    shape: tuple[int, ...] = ()
-
-    def shape_for(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the tensor for a parameter of this shape."""
-        return self.shape or (*[1] * self.axes, *(shape[::-1] if self.turned else shape))
-
-    def taken(self, tensor: Any, box: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Return the parameter, or a box of it.
-
-        Args:
-            tensor: the tensor, or one in files that can be sliced like it (`trainers.hugging_face.quantized`).
-            box: the box; empty is all of the parameter.
-        """
-        if self.place:
-            found = tensor[self.place]
-            found = found.T if self.turned else found
-            return found[box] if box else found
-        found = tensor[(*[0] * self.axes, *box[::-1]) if self.turned else (*[0] * self.axes, *(box or (...,)))]
-        return found.T if self.turned else found
-
-    def put(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
-        """Write the parameter into the tensor."""
-        tensor[self.place or (0,) * self.axes or ...] = parameter.T if self.turned else parameter
-
+from trainers.hugging_face.names import Block, Tensor, attention
 
 Need = tuple[str, bool, Iterable[Any]]
 """A key of `model`, whether the model has what a family has, and the values that the family has."""
 
 Values = dict[str, Any]
-Block = Callable[[ModelSpec, int], Iterator[Tensor]]
 
 
 class Family(NamedTuple):
@@ -127,7 +77,7 @@ class Family(NamedTuple):
         for layer in range(model.layers):
             theirs, ours = f"model.layers.{layer}", f"blocks.{layer}"
             yield Tensor(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.weight")
-            yield from _attention(model, f"{theirs}.self_attn", f"{ours}.attention")
+            yield from attention(model, f"{theirs}.self_attn", f"{ours}.attention")
             yield Tensor(f"{theirs}.post_attention_layernorm.weight", f"{ours}.ffn_norm.weight")
             yield from self.block(model, layer)
         yield Tensor("model.norm.weight", "final_norm.weight")
@@ -307,103 +257,6 @@ def computed(model: ModelSpec) -> Values:
 def weighs_to_one(model: ModelSpec) -> bool:
     """Whether the weights of a token's experts sum to 1: the softmax of the chosen logits is that of all of them, rescaled."""
     return model.router.normalize or (model.router.score == "softmax" and model.router.softmax == "after_topk")
-
-
-# Tensors.
-
-
-def _latent_attention(model: ModelSpec, theirs: str, ours: str) -> Iterator[Tensor]:
-    if model.latent_query_rank:
-        yield Tensor(f"{theirs}.q_a_proj.weight", f"{ours}.query_down", True)
-        yield Tensor(f"{theirs}.q_a_layernorm.weight", f"{ours}.norm.query")
-    yield Tensor(f"{theirs}.{'q_b_proj' if model.latent_query_rank else 'q_proj'}.weight", f"{ours}.query", True)
-    yield Tensor(f"{theirs}.kv_a_proj_with_mqa.weight", f"{ours}.key_value_down", True)
-    yield Tensor(f"{theirs}.kv_a_layernorm.weight", f"{ours}.norm.key_value")
-    yield Tensor(f"{theirs}.kv_b_proj.weight", f"{ours}.key_value", True)
-    yield Tensor(f"{theirs}.o_proj.weight", f"{ours}.out", True)
-
-
-def _attention(model: ModelSpec, theirs: str, ours: str) -> Iterator[Tensor]:
-    if model.latent_rank:
-        yield from _latent_attention(model, theirs, ours)
-        return
-    biased = {"none": "", "inputs": "qkv", "all": "qkvo"}[model.attention_bias]
-    for letter, part in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "out")):
-        yield Tensor(f"{theirs}.{letter}_proj.weight", f"{ours}.{part}", True)
-        if letter in biased:
-            yield Tensor(f"{theirs}.{letter}_proj.bias", f"{ours}.{part}_bias")
-        if letter in "qk" and model.qk_norm != "none":
-            yield Tensor(f"{theirs}.{letter}_norm.weight", f"{ours}.norm.{part}")
-    if model.attention_sinks:
-        yield Tensor(f"{theirs}.sinks", f"{ours}.sinks")
-
-
-def network(theirs: str, ours: str, names: Iterable[str] = ("gate_proj", "up_proj", "down_proj")) -> Iterator[Tensor]:
-    """Yield the tensors of a gated feed-forward network.
-
-    Args:
-        theirs, ours: names of the network.
-        names: names of its gate, its values and the product behind them.
-    """
-    for name, part in zip(names, ("gate", "up", "down"), strict=True):
-        yield Tensor(f"{theirs}.{name}.weight", f"{ours}.{part}", True)
-
-
-def mlp(shared: str | None = None, bias: Tensor | None = None) -> Block:
-    """Return the tensors of a block as most families have them.
-
-    Args:
-        shared: name of the shared expert in the block's network.
-        bias: the selection bias; its names are relative to the block's network.
-    """
-
-    def tensors(model: ModelSpec, layer: int) -> Iterator[Tensor]:
-        theirs, ours = f"model.layers.{layer}.mlp", f"blocks.{layer}"
-        if not model.is_moe(layer):
-            yield from network(theirs, f"{ours}.ffn")
-            return
-        yield Tensor(f"{theirs}.gate.weight", f"{ours}.moe.router.weight", True)
-        if bias:
-            yield bias._replace(name=f"{theirs}.{bias.name}", ours=f"{ours}.moe.router.bias", keeps=True)
-        if shared and model.shared_hidden:
-            yield from network(f"{theirs}.{shared}", f"{ours}.moe.shared")
-        if model.shared_gate:
-            yield Tensor(f"{theirs}.{shared}_gate.weight", f"{ours}.moe.shared.output_gate", True)
-        for expert in range(model.experts):
-            yield from network(f"{theirs}.experts.{expert}", f"{ours}.moe.experts.{expert}")
-
-    return tensors
-
-
-def sparse_moe(bias: Tensor | None = None) -> Block:
-    """Return the tensors of a block as Mixtral has them, whose blocks all have experts."""
-
-    def tensors(model: ModelSpec, layer: int) -> Iterator[Tensor]:
-        theirs, ours = f"model.layers.{layer}.block_sparse_moe", f"blocks.{layer}.moe"
-        yield Tensor(f"{theirs}.gate.weight", f"{ours}.router.weight", True)
-        if bias:
-            yield bias._replace(name=f"{theirs}.{bias.name}", ours=f"{ours}.router.bias", keeps=True)
-        for expert in range(model.experts):
-            yield from network(f"{theirs}.experts.{expert}", f"{ours}.experts.{expert}", ("w1", "w3", "w2"))
-
-    return tensors
-
-
-def stacked(model: ModelSpec, layer: int) -> Iterator[Tensor]:
-    """Yield the tensors of a block as GPT-OSS has them: those of all experts are one, with columns of gate and up in turns."""
-    theirs, ours, count = f"model.layers.{layer}.mlp", f"blocks.{layer}.moe", model.experts
-    hidden, inner = model.hidden, model.expert_hidden
-    yield Tensor(f"{theirs}.router.weight", f"{ours}.router.weight", True)
-    yield Tensor(f"{theirs}.router.bias", f"{ours}.router.logit_bias")
-    for expert in range(count):
-        own = f"{ours}.experts.{expert}"
-        for first, part in enumerate(("gate", "up")):
-            columns, both = slice(first, None, 2), f"{theirs}.experts.gate_up_proj"
-            yield Tensor(both, f"{own}.{part}", place=(expert, slice(None), columns), shape=(count, hidden, 2 * inner))
-            yield Tensor(f"{both}_bias", f"{own}.{part}_bias", place=(expert, columns), shape=(count, 2 * inner))
-        down = f"{theirs}.experts.down_proj"
-        yield Tensor(down, f"{own}.down", place=(expert,), shape=(count, inner, hidden))
-        yield Tensor(f"{down}_bias", f"{own}.down_bias", place=(expert,), shape=(count, hidden))
 
 
 def _nested(values: Values) -> Values:

@@ -19,7 +19,8 @@ from foldray.blueprint import ModelSpec, Piece, parameter_table
 from foldray.errors import MissingPackage, UserError
 from trainers.hugging_face.dense import DENSE, group_columns, preserves
 from trainers.hugging_face.families import FAMILIES, family_of, tensors_of
-from trainers.hugging_face.family import Family, Tensor, computed
+from trainers.hugging_face.family import Family, computed
+from trainers.hugging_face.names import Tensor
 from trainers.hugging_face.quantized import Format, Stored, format_of
 
 _INDEX, _CONFIG = "model.safetensors.index.json", "config.json"

@@ -1,0 +1,143 @@
+"""The sections of a model's description: the router, and scaled rotary positions. No torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from foldray.blueprint.block import YarnSpec
+from foldray.errors import UserError
+
+# These bounds are far above any model that can be trained. Checks loop over some of the sizes, so the sizes need bounds.
+MOST_LAYERS, MOST_EXPERTS, WIDEST, LARGEST = 2**12, 2**14, 2**20, 2**24
+
+
+class Strict(BaseModel):
+    """A frozen section of a recipe. It refuses unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, str_max_length=4096)
+
+
+class RopeScaling(Strict):
+    """YaRN: rotary positions for sequences that are longer than those of an earlier training (arXiv:2309.00071, section 3)."""
+
+    factor: float = Field(gt=1, description="How many times as long sequences may be.")
+    original_positions: int = Field(ge=1, le=LARGEST, description="Tokens of a sequence in the earlier training.")
+    beta_fast: float = Field(
+        32.0, gt=0, description="Pairs of columns that turn more often than this within `original_positions` stay as they are."
+    )
+    beta_slow: float = Field(
+        1.0, gt=0, description="Pairs that turn less often than this turn `factor` times as slowly; between both, it is linear."
+    )
+    truncate: bool = Field(True, description="Round both bounds to whole pairs of columns.")
+    attention_factor: float | None = Field(
+        None, gt=0, description="Factor on cosines and sines. Null is 0.1 · ln(factor) + 1, or follows from `mscale`."
+    )
+    mscale: float | None = Field(
+        None, gt=0, description="DeepSeek's weight m of the logarithm, in 0.1 · m · ln(factor) + 1. It needs `mscale_all_dim`."
+    )
+    mscale_all_dim: float | None = Field(
+        None,
+        gt=0,
+        description="The same weight for whole heads. Scores get the square of this factor, and cosines and sines are "
+        "divided by it.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> RopeScaling:
+        if self.mscale is not None and self.mscale_all_dim is None:
+            raise UserError("model.rope_scaling.mscale", self.mscale, "needs mscale_all_dim", ["null"])
+        if self.beta_fast <= self.beta_slow:
+            raise UserError("model.rope_scaling.beta_fast", self.beta_fast, f"must be more than beta_slow={self.beta_slow:g}")
+        return self
+
+    def _logarithm(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1
+
+    @property
+    def magnitude(self) -> float:
+        """Factor on cosines and sines."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is not None and self.mscale_all_dim is not None:
+            return self._logarithm(self.mscale) / self._logarithm(self.mscale_all_dim)
+        return self._logarithm(1.0)
+
+    @property
+    def scale(self) -> float:
+        """Factor on scores."""
+        return 1.0 if self.mscale_all_dim is None else self._logarithm(self.mscale_all_dim) ** 2
+
+    @property
+    def yarn(self) -> YarnSpec:
+        bounds = self.beta_fast, self.beta_slow
+        return YarnSpec(self.factor, self.original_positions, *bounds, self.truncate, self.magnitude)
+
+
+class RouterSpec(Strict):
+    """How the router chooses experts for a token, and what keeps the experts evenly used."""
+
+    score: Literal["softmax", "sigmoid"] = Field(
+        "softmax", description="Function that turns the router's logits into scores. `sigmoid` scores every expert by itself."
+    )
+    softmax: Literal["before_topk", "after_topk"] = Field(
+        "after_topk",
+        description="Where the softmax runs: over all experts before top-k, or over the chosen experts after it.",
+    )
+    normalize: bool = Field(
+        False,
+        description="Rescale the weights of a token's experts to a sum of 1. It needs `softmax: before_topk` or `score: "
+        "sigmoid`.",
+    )
+    scale: float = Field(1.0, gt=0, description="Factor on the weights of the chosen experts.")
+    groups: int = Field(
+        1,
+        ge=1,
+        le=MOST_EXPERTS,
+        description="Groups of neighbouring experts. A token chooses among the experts of `topk_groups` of them (DeepSeek-V3). "
+        "With `score: sigmoid`, the two best experts of a group decide, otherwise the best one.",
+    )
+    topk_groups: int = Field(1, ge=1, le=MOST_EXPERTS, description="Groups that a token chooses its experts from.")
+    balance_loss: float = Field(
+        0.01,
+        ge=0,
+        description="Weight of the balance loss (Switch, GShard), per sequence. A larger weight spreads tokens more evenly, "
+        "which makes the busiest worker faster. 0 turns it off.",
+    )
+    z_loss: float = Field(0.0, ge=0, description="Weight of the router's z-loss, which keeps its logits small. 0 turns it off.")
+    logit_bias: bool = Field(False, description="A learnt bias on the router's logits, as in GPT-OSS.")
+    selection_bias: bool = Field(
+        False,
+        description="A bias on the scores takes part in the choice of experts, but not in their weights. With `score: sigmoid` "
+        "it always does; with a softmax it needs `softmax: before_topk`.",
+    )
+    bias_rate: float = Field(
+        0.0,
+        ge=0,
+        description="Change per optimizer step of the bias that balances experts without a loss. It needs `score: sigmoid` or "
+        "`selection_bias`. 0 turns it off.",
+    )
+    capacity_factor: float | None = Field(
+        None,
+        gt=0,
+        le=MOST_EXPERTS,
+        description="Tokens that an expert takes of a sequence, over its even share; it drops further tokens. A lower factor "
+        "bounds the time and memory of the busiest expert. Null drops no token.",
+    )
+    drop: Literal["probability", "position"] = Field(
+        "probability",
+        description="Which tokens an expert drops beyond its capacity: the least probable, or the latest. With `probability`, "
+        "every piece of a sequence has a capacity of its own.",
+    )
+    drop_scope: Literal["sub_sequence", "sequence"] = Field(
+        "sub_sequence",
+        description="Which tokens compete for capacity: those of one worker, or those of the whole sequence. `sequence` drops "
+        "the same tokens under every fold, and communicates more.",
+    )
+    pad: bool = Field(
+        False,
+        description="Fill every expert up to its capacity with rows of zeros. Shapes are then static and no row counts travel, "
+        "but the zeros cost time and traffic.",
+    )
