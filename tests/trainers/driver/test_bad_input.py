@@ -449,8 +449,9 @@ def test_a_failure_in_the_middle(place: Path, storage: Path, tmp_path: Path, cap
     assert line == f"foldray: training failed after step 2: {reason}; the traceback is in {run / 'error.txt'}\n"
     assert "status" in out
     text = (run / "error.txt").read_text()
-    for fragment in ("driver\nTraceback", "rank 0\n", "in train_loop", "torch.embedding(", reason):
+    for fragment in ("driver\nTraceback", "in train_loop", "torch.embedding(", reason):
         assert fragment in text
+    assert "rank 0\n" in text or "rank 1\n" in text, "both fail, and Ray tells of the first"
     assert "truncated" not in text.split("driver\n")[0]  # Ray's own message is truncated
     assert json.loads((run / "run.json").read_text())["status"] == "failed"
 

@@ -93,7 +93,7 @@ def indexed(hub: Path, **changes: str) -> None:
 
 QUERY, KEY = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
 BAD = {
-    "another type": (lambda hub: changed(hub, model_type="llama"), "has a model of type 'llama'"),
+    "another type": (lambda hub: changed(hub, model_type="bert"), "has a model of type 'bert'"),
     "no config": (lambda hub: (hub / "config.json").unlink(), "has no config.json"),
     "half a config": (lambda hub: (hub / "config.json").write_text("{"), "its config.json cannot be read"),
     "another width": (lambda hub: changed(hub, hidden_size=64), "has shape [320, 48]"),
