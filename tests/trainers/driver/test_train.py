@@ -169,7 +169,7 @@ def test_a_run_begins_with_weights_of_transformers(engine: dict, whole: FoldTrai
     begun = fit(recipe(storage, **engine, training=training, optimizer={"lr": 1e-6}, fold={"ep": 1, "tp": 2}))
     assert begun.run is not None
     assert begun.run.summary.val_bpb == pytest.approx(whole.run.summary.val_bpb, rel=1e-3)
-    with pytest.raises(UserError, match="means model.layers=2, and the recipe's model has 3"):
+    with pytest.raises(UserError, match=r"means model\.layers=2, and the recipe's model has 3"):
         fit(recipe(storage, **engine, training=training, model={"layers": 3}))
 
 
