@@ -6,6 +6,7 @@ heads and G key/value heads of this rank, D width of a head's queries and keys, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -47,7 +48,7 @@ class Place:
         return self.rotations[rope, dtype]
 
 
-class Attention(nn.Module):
+class Attention(nn.Module, ABC):
     """Attention with this rank's heads: [B, s, H] → [B, s, H].
 
     If context-parallel ranks share slices, attention of a slice has three steps, so that other ops can run between them:
@@ -79,6 +80,7 @@ class Attention(nn.Module):
         self.out = nn.Parameter(torch.empty(share.outputs, model.hidden, device=device, dtype=dtype))
         self.out_bias = nn.Parameter(self.out.new_empty(model.hidden)) if share.bias == "all" else None
         self.sinks = nn.Parameter(self.out.new_empty(share.heads)) if share.sinks else None
+        self._make(model)
 
     def forward(self, x_BsH: torch.Tensor, place: Place, memory: KeysAndValues | None = None) -> torch.Tensor:
         """Compute attention of whole sequences, or of one slice to everything up to it: [B, s, H] → [B, s, H].
@@ -123,9 +125,13 @@ class Attention(nn.Module):
         """Return the gradient of this rank's keys and values: [cp · B, G, S, D + V] → [B, G, S, D + V]."""
         return shares.unflatten(0, (self.ring.size, -1)).sum(0)
 
+    @abstractmethod
+    def _make(self, model: ModelSpec) -> None:
+        """Make the parameters of queries, keys and values, of the type and on the device of `out`."""
+
+    @abstractmethod
     def _projected(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values, each as [B, heads, S, width]."""
-        raise NotImplementedError
 
     def _merged(self, y_BNSV: torch.Tensor) -> torch.Tensor:
         """Return the sum over all heads: [B, N, S, V] → [B, s, H]."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from foldray.blueprint import AttentionSpec, ModelSpec
+from foldray.blueprint import ModelSpec
 from foldray.blueprint.parts import Parts, columns
-from foldray.comm import Groups, gather_sequence
-from foldray.kernels.later import Later, product
-from foldray.model.attention import Attention, ContextMode, Place
+from foldray.comm import gather_sequence
+from foldray.kernels.later import product
+from foldray.model.attention import Attention, Place
 from foldray.model.norms import HeadNorms, rms_norm
 from foldray.model.rotary import rotate
 
@@ -24,21 +24,13 @@ class HeadAttention(Attention):
     `qkv_bias` and `norm` are None if the model has none.
     """
 
-    def __init__(
-        self,
-        share: AttentionSpec,
-        model: ModelSpec,
-        groups: Groups,
-        context: ContextMode = "ring",
-        later: Later | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__(share, model, groups, context, later, device, dtype)
+    def _make(self, model: ModelSpec) -> None:
+        share = self.share
         width = share.queries + share.keys + share.values
         self.qkv = nn.Parameter(self.out.new_empty(model.hidden, width))
         self.qkv_bias = nn.Parameter(self.out.new_empty(width)) if share.bias != "none" else None
-        self.norm = HeadNorms(share, model.norm_eps, groups.tensor, device, dtype) if share.norm != "none" else None
+        like = self.out.device, self.out.dtype
+        self.norm = HeadNorms(share, model.norm_eps, self.tensor, *like) if share.norm != "none" else None
 
     def _projected(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values, each as [B, heads, S, width]."""
@@ -79,17 +71,8 @@ class LatentAttention(Attention):
     `query` and `key_value` make the heads of this rank; a head's columns that turn come last.
     """
 
-    def __init__(
-        self,
-        share: AttentionSpec,
-        model: ModelSpec,
-        groups: Groups,
-        context: ContextMode = "ring",
-        later: Later | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__(share, model, groups, context, later, device, dtype)
+    def _make(self, model: ModelSpec) -> None:
+        share = self.share
         assert share.latent
         made, latent, new = share.inputs, share.latent, self.out.new_empty
         self.latent, self.eps = latent, model.norm_eps

@@ -7,6 +7,7 @@ of inputs and of weights), passes over twice the memory, and adds the gradients 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 
 from foldray.blueprint import BlockSpec, FeedForwardSpec, ModelSpec
@@ -19,7 +20,7 @@ from foldray.planner.shares import Work
 from foldray.schedule import COMPUTE
 
 
-class Parts:
+class Parts(ABC):
     """The parts of the costs of a rank's ops (`RankCosts`)."""
 
     model: ModelSpec
@@ -30,9 +31,9 @@ class Parts:
     zero: int
 
     @property
+    @abstractmethod
     def weights(self) -> Mapping[tuple[str, BlockSpec | None], float]:
         """Number of parameters that a rank computes with, by (kind of op, block)."""
-        raise NotImplementedError
 
     def _dense(self, n: float, spec: FeedForwardSpec, back: bool) -> Iterator[Work]:
         """Yield the work of a feed-forward network that is cut over TP."""
