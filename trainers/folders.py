@@ -116,6 +116,33 @@ class Folder:
                 left -= len(chunk)
         return digest.hexdigest()
 
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file. A reader finds the old content or the new one, never a part.
+
+        Raises:
+            OSError: the storage does not take the file.
+        """
+        draft = self._at(f".{name}.new")
+        with self.filesystem.open_output_stream(draft, compression=None) as stream:
+            stream.write(content)
+        self.filesystem.move(draft, self._at(name))
+
+    def delete(self) -> None:
+        """Delete the folder with its files, if it exists."""
+        if self.names() is not None:
+            self.filesystem.delete_dir(self.path)
+
+    def flush(self, *names: str) -> None:
+        """Wait until a disk holds these files of the folder. Storages other than disks do so when a file is written."""
+        if not isinstance(self.filesystem, LocalFileSystem):
+            return
+        for path in (*map(self._at, names), self.path):
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
     def _stream(self, name: str) -> NativeFile:
         # By default pyarrow guesses the compression from the name.
         return self.filesystem.open_input_stream(self._at(name), compression=None)

@@ -151,7 +151,44 @@ class Saved(TypedDict):
     time: NotRequired[float]
 
 
-Record = Place | Step | Validation | Resumed | Tried | Settled | Listed | Drifted | Saved
+class Beat(TypedDict):
+    """A sign of life of a rank. It goes to no file."""
+
+    kind: Literal["beat"]
+    rank: int
+    doing: str
+    """The op that runs, or what training does outside of its lists."""
+    waits: list[str]
+    """What the rank waits for, such as "all-to-all 12 of tokens"."""
+    started: dict[str, int]
+    """Number of started operations, by communicator."""
+    still_s: float
+    """Seconds since anything changed."""
+    trained_s: float
+    """Seconds since training began, and `waited_s` of them for other ranks."""
+    waited_s: float
+    time: NotRequired[float]
+
+
+class Failed(TypedDict):
+    """An attempt failed. The driver sends this record."""
+
+    kind: Literal["failed"]
+    step: int
+    """The last step that finished."""
+    failure: str
+    """The kind of failure (`driver.attempts.Kind`)."""
+    what: str
+    ranks: list[int]
+    """Where it happened, as far as known."""
+    goes_on: bool
+    """Whether another attempt follows, from the step `saved`; otherwise `reason` may say why none does."""
+    saved: int
+    reason: str
+    time: NotRequired[float]
+
+
+Record = Failed | Place | Step | Validation | Resumed | Tried | Settled | Listed | Drifted | Saved
 _RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")], config=ConfigDict(strict=True))
 _FINITE = ("loss", "lr", "tokens_per_s", "step_time_s", "bits_per_byte")
 _LONGEST_LINE = 1 << 28
@@ -173,6 +210,8 @@ class History:
         self.listed: dict[int, Listed] = {}
         """The found lists by degree; the newest count."""
         self.drifts: list[Drifted] = []
+        self.failures: list[Failed] = []
+        """The failed attempts, in order."""
         self.imbalance: dict[int, np.ndarray] = {}
         """By step: the load of the busiest expert over the mean load, for every MoE layer."""
         self.entropy: dict[int, np.ndarray] = {}
@@ -233,6 +272,9 @@ class History:
             self.listed[record["degree"]] = record
         elif record["kind"] == "drifted":
             self.drifts.append(record)
+        elif record["kind"] == "failed":
+            self.failures.append(record)
+            self.places.clear()  # the next attempt may have fewer ranks
         else:
             self.resumes.append(record["step"])
             self._rewind(record["step"])

@@ -1,5 +1,6 @@
 """Communication between ranks. No other package in foldray/ makes process groups or calls collectives."""
 
+from foldray.comm.activity import Activity
 from foldray.comm.communicator import Communicator, Count, Pending, Traffic
 from foldray.comm.exchange import gather_rows, gather_sequence, mirrored, scatter_rows, scatter_sequence, sum_over_members
 from foldray.comm.groups import APART, TRAFFIC, Groups, host_group
@@ -9,6 +10,7 @@ from foldray.comm.probe import UnsupportedBackend, probe
 __all__ = [
     "APART",
     "TRAFFIC",
+    "Activity",
     "Communicator",
     "Count",
     "Groups",

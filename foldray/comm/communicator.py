@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from threading import Thread
 from time import perf_counter
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+
+from foldray.comm.activity import Activity
 
 # torch 2.13 renamed these two and warns at the old names; torch 2.11 has the old ones only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -67,11 +70,21 @@ class Pending:
         works: the running operations.
         tensors: the tensors that `wait` returns.
         kept: tensors that are being sent; they must live until `wait` returns.
+        name: the operation, for `activity`.
+        activity: learns who waits for the operation; None tells nobody.
     """
 
-    def __init__(self, works: Iterable[dist.Work], tensors: Sequence[Tensor], kept: Sequence[Tensor] = ()):
+    def __init__(
+        self,
+        works: Iterable[dist.Work],
+        tensors: Sequence[Tensor],
+        kept: Sequence[Tensor] = (),
+        name: str = "",
+        activity: Activity | None = None,
+    ):
         self._works: list[Any] = list(works)  # work, or a future
         self._tensors, self._kept = tuple(tensors), tuple(kept)
+        self._name, self._activity = name, activity
         self._began = perf_counter()
 
     @property
@@ -132,11 +145,14 @@ class Pending:
         parts = list(parts)
         works = [work for part in parts for work in part._works]
         kept = [tensor for part in parts for tensor in part._kept]
-        return cls(works, [tensor for part in parts for tensor in part._tensors], kept)
+        name, activity = (parts[0]._name, parts[0]._activity) if parts else ("", None)
+        return cls(works, [tensor for part in parts for tensor in part._tensors], kept, name, activity)
 
     def wait(self) -> tuple[Tensor, ...]:
-        for work in self._works:
-            work.wait()
+        if self._works:
+            with self._activity.waiting(self._name) if self._activity else nullcontext():
+                for work in self._works:
+                    work.wait()
         self._works.clear()
         self._kept = ()
         return self._tensors
@@ -170,6 +186,7 @@ class Communicator:
         group: the process group; None for a single member, which needs no network.
         nodes: the node of each member; empty if all members share a node.
         traffic: counts the bytes that this rank sends.
+        activity: learns what this rank starts, and what it waits for.
     """
 
     name: str
@@ -178,6 +195,7 @@ class Communicator:
     group: dist.ProcessGroup | None
     nodes: tuple[int, ...] = ()
     traffic: Traffic = field(default_factory=Traffic, compare=False)
+    activity: Activity = field(default_factory=Activity, compare=False)
 
     @property
     def size(self) -> int:
@@ -193,7 +211,7 @@ class Communicator:
             return Pending([], (x,))
         self._count_ring("all_reduce", 2 * _bytes(x) * (self.size - 1) // self.size)
         work = dist.all_reduce(x, _REDUCTIONS[reduction], group=self.group, async_op=True)
-        return Pending([work], (x,))
+        return self._pending("all-reduce", [work], (x,))
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather every member's x, one after another along the first axis: [n, …] → [size · n, …]."""
@@ -206,8 +224,8 @@ class Communicator:
         self._count_ring("all_gather", _bytes(x) * (self.size - 1))
         out, x = x.new_empty((self.size * x.shape[0], *x.shape[1:])), x.contiguous()
         if self._sends_first:
-            return self._message_by_message(out, out.view(self.size, *x.shape).unbind(), [x] * self.size)
-        return Pending([_all_gather(out, x, group=self.group, async_op=True)], (out,), (x,))
+            return self._message_by_message("all-gather", out, out.view(self.size, *x.shape).unbind(), [x] * self.size)
+        return self._pending("all-gather", [_all_gather(out, x, group=self.group, async_op=True)], (out,), (x,))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Return this member's part of the sum over all members. Parts lie along the first axis: [size · n, …] → [n, …]."""
@@ -219,7 +237,8 @@ class Communicator:
         """Start `reduce_scatter` into `out`. The communicator must have more than one member."""
         self._count_ring("reduce_scatter", _bytes(x) * (self.size - 1) // self.size)
         x = x.contiguous()
-        return Pending([_reduce_scatter(out, x, group=self.group, async_op=True)], (out,), (x,))
+        work = _reduce_scatter(out, x, group=self.group, async_op=True)
+        return self._pending("reduce-scatter", [work], (out,), (x,))
 
     def all_to_all(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
         """Send rows to every member, and return the rows that every member sent here.
@@ -242,9 +261,9 @@ class Communicator:
         self._count("all_to_all", {member: rows * row for member, rows in enumerate(sent)})
         out, x = x.new_empty((sum(received), *x.shape[1:])), x.contiguous()
         if self._sends_first:
-            return self._message_by_message(out, out.split(list(received)), x.split(list(sent)))
+            return self._message_by_message("all-to-all", out, out.split(list(received)), x.split(list(sent)))
         work = dist.all_to_all_single(out, x, list(received), list(sent), group=self.group, async_op=True)
-        return Pending([work], (out,), (x,))
+        return self._pending("all-to-all", [work], (out,), (x,))
 
     @property
     def _sends_first(self) -> bool:
@@ -255,10 +274,11 @@ class Communicator:
         """
         return dist.get_backend(self.group) == "gloo"
 
-    def _message_by_message(self, out: Tensor, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Pending:
+    def _message_by_message(self, operation: str, out: Tensor, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Pending:
         """Start an exchange of single messages; receives come before sends.
 
         Args:
+            operation: its name.
             out: the result.
             received: the part of `out` that comes from each member, as views.
             sent: the tensor that goes to each member.
@@ -266,16 +286,17 @@ class Communicator:
         received[self.index].copy_(sent[self.index].detach())
         others = [(self.index + step) % self.size for step in range(1, self.size)]
         into, out_of = ([(i, parts[i]) for i in others] for parts in (received, sent))
-        return self._messages(into, out_of, (out,))
+        return self._messages(operation, into, out_of, (out,))
 
     def _messages(
-        self, into: Iterable[tuple[int, Tensor]], sent: Iterable[tuple[int, Tensor]], result: Sequence[Tensor]
+        self, operation: str, into: Iterable[tuple[int, Tensor]], sent: Iterable[tuple[int, Tensor]], result: Sequence[Tensor]
     ) -> Pending:
         """Start single messages; empty ones do not travel."""
         sent = [(member, tensor) for member, tensor in sent if tensor.numel()]
         messages = [dist.P2POp(dist.irecv, tensor, self.ranks[i], self.group) for i, tensor in into if tensor.numel()]
         messages += [dist.P2POp(dist.isend, tensor, self.ranks[i], self.group) for i, tensor in sent]
-        return Pending(dist.batch_isend_irecv(messages) if messages else [], result, [tensor for _, tensor in sent])
+        works = dist.batch_isend_irecv(messages) if messages else []
+        return self._pending(operation, works, result, [tensor for _, tensor in sent])
 
     def send_rows(self, tensors: Sequence[Tensor], to: Mapping[int, int]) -> Pending:
         """Start to send the rows of tensors to some members. Nobody else takes part.
@@ -287,7 +308,7 @@ class Communicator:
         parts = [tensor.contiguous().split(list(to.values())) for tensor in tensors] if to else []
         messages = [(member, part[i]) for i, member in enumerate(to) for part in parts]
         self._count("send_rows", {member: sum(_bytes(part[i]) for part in parts) for i, member in enumerate(to)})
-        return self._messages([], messages, ())
+        return self._messages("send of rows", [], messages, ())
 
     def receive_rows(self, tensors: Sequence[Tensor], of: Mapping[int, int]) -> Pending:
         """Start to receive what other members send with `send_rows`.
@@ -297,7 +318,8 @@ class Communicator:
             of: member → number of rows.
         """
         parts = [tensor.split(list(of.values())) for tensor in tensors] if of else []
-        return self._messages([(member, part[i]) for i, member in enumerate(of) for part in parts], [], tensors)
+        into = [(member, part[i]) for i, member in enumerate(of) for part in parts]
+        return self._messages("receive of rows", into, [], tensors)
 
     def shift(self, tensors: Sequence[Tensor]) -> Pending:
         """Start to send tensors to the ring's next member, and to receive tensors of their shapes from the previous one."""
@@ -310,7 +332,7 @@ class Communicator:
         # `_sends_first` says why receives come before sends.
         operations = [dist.P2POp(dist.irecv, tensor, source, self.group) for tensor in received]
         operations += [dist.P2POp(dist.isend, tensor, to, self.group) for tensor in sent]
-        return Pending(dist.batch_isend_irecv(operations), received, sent)
+        return self._pending("shift", dist.batch_isend_irecv(operations), received, sent)
 
     def send(self, x: Tensor, member: int) -> Pending:
         """Start to send x to a member."""
@@ -319,14 +341,22 @@ class Communicator:
         x = x.contiguous()
         work = dist.isend(x, self.ranks[member], self.group)
         assert work is not None
-        return Pending([work], (), (x,))
+        return self._pending(f"send to rank {self.ranks[member]}", [work], (), (x,))
 
     def receive(self, into: Tensor, member: int) -> Pending:
         """Start to receive a tensor from a member; `wait` returns it."""
         assert self.group is not None, f"{self.name} has only one member"
         work = dist.irecv(into, self.ranks[member], self.group)
         assert work is not None
-        return Pending([work], (into,))
+        return self._pending(f"receive from rank {self.ranks[member]}", [work], (into,))
+
+    def _pending(
+        self, operation: str, works: Iterable[dist.Work], tensors: Sequence[Tensor], kept: Sequence[Tensor] = ()
+    ) -> Pending:
+        """Return a started operation, and tell `activity` of it."""
+        self.activity.start(self.name)
+        name = f"{operation} {self.activity.started[self.name]} of {self.name}"
+        return Pending(works, tensors, kept, name, self.activity)
 
     def _count_ring(self, operation: str, sent: int) -> None:
         self._count(operation, {(self.index + 1) % self.size: sent})

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch.distributed as dist
 
 from foldray.comm import nccl
+from foldray.comm.activity import Activity
 from foldray.comm.communicator import Communicator, Traffic
 from foldray.comm.line import Line
 from foldray.fold import Fold
@@ -52,6 +53,7 @@ class Groups:
         tokens_line: the line in which all-to-alls of tokens start.
         rows_line: the line in which this rank begins to receive rows, if the experts have ranks of their own.
         traffic: counts of all bytes that this rank has sent.
+        activity: what this rank is doing.
     """
 
     fold: Fold
@@ -74,6 +76,7 @@ class Groups:
     row_counts: Communicator
     expert_stage: Communicator
     traffic: Traffic
+    activity: Activity
     _process_groups: list[dist.ProcessGroup]
     tokens_line: Line = field(default_factory=Line, init=False)
     rows_line: Line = field(default_factory=Line, init=False)
@@ -99,14 +102,14 @@ class Groups:
         if rank not in range(fold.offset, fold.offset + fold.world_size):
             raise ValueError(f"rank {rank} is not in the fold's ranks {fold.offset}…{fold.offset + fold.world_size - 1}")
         communicators: dict[str, Communicator] = {}
-        traffic = Traffic()
+        traffic, activity = Traffic(), Activity()
         for name, family in {**TRAFFIC, **APART}.items():
             used = name in TRAFFIC or fold.disjoint
             group, ranks = _process_group(fold, rank, family, timeout, traffic=name) if used else (None, (rank,))
             nodes = tuple(map(node, ranks)) if node else ()
-            communicators[name] = Communicator(name, ranks, ranks.index(rank), group, nodes, traffic)
+            communicators[name] = Communicator(name, ranks, ranks.index(rank), group, nodes, traffic, activity)
         process_groups = [communicator.group for communicator in communicators.values() if communicator.group]
-        return cls(fold, rank, **communicators, traffic=traffic, _process_groups=process_groups)
+        return cls(fold, rank, **communicators, traffic=traffic, activity=activity, _process_groups=process_groups)
 
     def process_group(self, family: str) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
         """Make another process group of a family, even for a single member, and return it with its members.

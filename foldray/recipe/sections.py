@@ -311,5 +311,13 @@ class ClusterSpec(Strict):
         3,
         ge=0,
         le=MOST_STEPS,
-        description="How often a training may lose workers before it fails. After each loss it goes on from the last checkpoint.",
+        description="How many attempts of a training may fail without a new checkpoint between them. After each failure, "
+        "training goes on from the newest undamaged checkpoint. An error that comes back at the same step ends it at once.",
+    )
+    timeout: float = Field(
+        300.0,
+        ge=1,
+        le=86400,
+        description="Seconds that a rank waits for others before the attempt fails, with the name of the rank that stands still. "
+        "No part of a step may take as long.",
     )

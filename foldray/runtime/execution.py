@@ -207,7 +207,9 @@ class _Run:
         if trace is not None:
             trace.start()
         named = torch.autograd._profiler_enabled()
+        activity = self.groups.activity
         for op in self.order:
+            activity.doing = op
             with record_function(str(op)) if named else nullcontext():
                 pending = self._start(op)
             if trace is not None:

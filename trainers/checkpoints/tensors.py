@@ -32,7 +32,7 @@ from trainers.checkpoints.boxes import LoadBoxes, Pieces, ReadBoxes, SaveBoxes
 from trainers.checkpoints.stored import PROGRESS, Stored, look, seal
 from trainers.folders import DamagedFile, Folder
 
-_TIMEOUT = timedelta(minutes=30)
+TIMEOUT = timedelta(minutes=30)  # to write or to read a checkpoint
 
 
 class DamagedCheckpoint(Exception):
@@ -62,7 +62,7 @@ class Saver:
 
     def __init__(self, asynchronous: bool):
         self.asynchronous = asynchronous
-        self.group = host_group(_TIMEOUT)
+        self.group = host_group(TIMEOUT)
         self._written = threading.Event()
         self._written.set()
 
@@ -77,7 +77,8 @@ class Saver:
             last: wait until the checkpoint is written.
         """
         copy = {key: tensor.detach().to("cpu", copy=True) for key, tensor in state.items()}
-        self._written.wait()
+        if not self._written.wait(TIMEOUT.total_seconds()):
+            raise TimeoutError(f"the checkpoint before step {progress['step']} has not been written for {TIMEOUT}")
         self._written.clear()
         storage = ray.train.get_context().get_storage()
         folder = Path(tempfile.mkdtemp(prefix="foldray-checkpoint-"))
@@ -85,7 +86,11 @@ class Saver:
         def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
             try:
                 write(folder, copy, pieces, progress, self.group)
-                return storage.persist_current_checkpoint(checkpoint, name)
+                place = Folder(storage.build_checkpoint_path_from_name(name), storage.storage_filesystem)
+                self._clear(place)
+                stored = storage.persist_current_checkpoint(checkpoint, name)
+                place.flush(*(path.name for path in folder.iterdir()))
+                return stored
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
                 self._written.set()
@@ -100,6 +105,13 @@ class Saver:
             checkpoint_upload_fn=upload,
         )
         return storage.build_checkpoint_path_from_name(name)
+
+    def _clear(self, place: Folder) -> None:
+        """Delete what an earlier attempt has left of a checkpoint with this name. It may have had other ranks."""
+        if self.group is None or dist.get_rank(self.group) == 0:
+            place.delete()
+        if self.group is not None:
+            dist.barrier(group=self.group)
 
 
 def write(folder: Path, state: State, pieces: Pieces, progress: dict[str, Any], group: dist.ProcessGroup | None) -> None:

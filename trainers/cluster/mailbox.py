@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,10 +18,11 @@ import ray
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from trainers.records import Record
+from trainers.records import Beat, Record
 
 Subscriber = Callable[[Record], None]
 
+_PAUSE_S = 0.1  # between two tries to reach a lost queue
 _log = logging.getLogger(__name__)
 
 
@@ -29,16 +30,18 @@ class Outbox:
     """The workers' end of the queue. It sends records in order. Only `flush` waits.
 
     Only one batch travels at a time, because Ray may run calls of an asynchronous actor in another order. Records that are
-    sent meanwhile go with the next batch. A slow or lost queue never stops training: only the newest `limit` records wait,
-    older ones are lost, and no error is raised.
+    sent meanwhile go with the next batch. A batch that a lost queue has not taken goes again, once Ray has restarted the
+    queue. A slow or lost queue never stops training: only the newest `limit` records wait, older ones are lost, and no error
+    is raised.
     """
 
     def __init__(self, queue: Queue, limit: int = 10_000):
         self._actor: Any = queue.actor
         self._waiting: deque[dict[str, Any]] = deque(maxlen=limit)
+        self._batch: list[dict[str, Any]] = []
         self._travelling: Any = None
 
-    def send(self, record: Record) -> None:
+    def send(self, record: Record | Beat) -> None:
         """Send a record with the current time."""
         self._waiting.append({"time": time.time(), **record})
         self._ship(patience=0.0)
@@ -47,23 +50,35 @@ class Outbox:
         """Wait until all records have arrived, for at most `timeout` seconds, and return whether they have."""
         deadline = time.monotonic() + timeout
         while self._travelling is not None or self._waiting:
-            if not self._ship(patience=max(deadline - time.monotonic(), 0.0)):
+            self._ship(patience=max(deadline - time.monotonic(), 0.0))
+            if time.monotonic() > deadline:
                 return False
         return True
 
-    def _ship(self, patience: float) -> bool:
+    def _ship(self, patience: float) -> None:
         """Send the waiting records if the previous batch has arrived."""
         try:
-            if self._travelling is not None and not ray.wait([self._travelling], timeout=patience)[0]:
-                return False
-            batch, self._travelling = list(self._waiting), None
-            if batch:
-                self._travelling = self._actor.put_nowait_batch.remote(batch)
+            if self._travelling is not None:
+                if not ray.wait([self._travelling], timeout=patience)[0]:
+                    return
+                self._arrived()
+            if self._waiting:
+                self._batch = list(self._waiting)
+                self._travelling = self._actor.put_nowait_batch.remote(self._batch)
                 self._waiting.clear()
         except Exception as error:  # training must continue if a record cannot be sent
             _log.debug("records not sent: %s", error)
-            return False
-        return True
+            time.sleep(min(patience, _PAUSE_S))
+
+    def _arrived(self) -> None:
+        """Forget the batch that has travelled, or let it wait again if the queue was lost meanwhile."""
+        travelled, self._travelling = self._travelling, None
+        try:
+            ray.get(travelled, timeout=0)
+        except Exception:
+            room = self._waiting.maxlen or 0
+            self._waiting.extendleft(reversed(self._batch[max(len(self._batch) + len(self._waiting) - room, 0) :]))
+            raise
 
 
 class Inbox:
@@ -71,18 +86,25 @@ class Inbox:
 
     Use it as a context manager around the training, and make an `Outbox` from its `queue`. If a subscriber raises an
     exception, the exception is logged, and the thread and the other subscribers continue. The first such exception is raised
-    at the end of the context, unless another exception is already raised.
+    at the end of the context, unless another exception is already raised. If the queue's process ends, Ray starts it again.
 
     Args:
         subscribers: functions that take a record. The thread calls them in this order.
+        beats: takes signs of life, which the subscribers do not get; None drops them.
         period: seconds between two reads of the queue.
         patience: seconds to wait at the end of the context for records that are still in the queue.
     """
 
-    def __init__(self, subscribers: Sequence[Subscriber], period: float = 0.2, patience: float = 30.0):
-        self._subscribers = tuple(subscribers)
+    def __init__(
+        self,
+        subscribers: Sequence[Subscriber],
+        beats: Callable[[Beat], None] | None = None,
+        period: float = 0.2,
+        patience: float = 30.0,
+    ):
+        self._subscribers, self._beats = tuple(subscribers), beats
         self._period, self._patience = period, patience
-        self._leaving = threading.Event()
+        self._leaving, self._idle, self._delivering = threading.Event(), threading.Event(), threading.Lock()
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="foldray-inbox", daemon=True)
         self.queue: Queue
@@ -90,7 +112,7 @@ class Inbox:
     def __enter__(self) -> Inbox:
         # The queue runs on the driver's node. On another node it would be lost with that node.
         strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        self.queue = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": strategy})
+        self.queue = Queue(actor_options={"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy})
         self._thread.start()
         return self
 
@@ -104,27 +126,48 @@ class Inbox:
         if self._failure is not None and error is None:
             raise self._failure
 
-    def _run(self) -> None:
-        try:
-            while True:
-                # This is read before the queue, so the last read still gets records that were sent before the context ended.
-                leaving = self._leaving.is_set()
-                records = self.queue.get_nowait_batch(self.queue.qsize())
-                self._deliver(records)
-                if leaving and not records:
-                    return
-                if not records:
-                    self._leaving.wait(self._period)
-        except Exception as error:
-            self._keep(error, "the queue is lost; training continues without records")
+    def settle(self) -> None:
+        """Wait until all records that have arrived in the queue are delivered."""
+        self._idle.clear()
+        self._idle.wait(self._patience)
 
-    def _deliver(self, records: Iterable[Record]) -> None:
-        for record in records:
-            for subscriber in self._subscribers:
-                try:
-                    subscriber(record)
-                except Exception as error:
-                    self._keep(error, f"{getattr(subscriber, '__qualname__', subscriber)} failed on a {record['kind']} record")
+    def deliver(self, *records: Record | Beat) -> None:
+        """Pass records to the subscribers."""
+        with self._delivering:
+            for record in records:
+                if record["kind"] == "beat":
+                    if self._beats is not None:
+                        self._beats(record)
+                    continue
+                for subscriber in self._subscribers:
+                    try:
+                        subscriber(record)
+                    except Exception as error:
+                        name = getattr(subscriber, "__qualname__", subscriber)
+                        self._keep(error, f"{name} failed on a {record['kind']} record")
+
+    def _run(self) -> None:
+        lost_since: float | None = None
+        while True:
+            # This is read before the queue, so the last read still gets records that were sent before the context ended.
+            leaving = self._leaving.is_set()
+            try:
+                records = self.queue.get_nowait_batch(self.queue.qsize())
+            except Exception as error:
+                lost_since = lost_since or time.monotonic()
+                if leaving or time.monotonic() - lost_since > self._patience:
+                    self._keep(error, "the queue is lost; training continues without records")
+                    self._idle.set()
+                    return
+                time.sleep(_PAUSE_S)
+                continue
+            lost_since = None
+            self.deliver(*records)
+            if not records:
+                self._idle.set()
+                if leaving:
+                    return
+                self._leaving.wait(self._period)
 
     def _keep(self, error: Exception, what: str) -> None:
         if self._failure is None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 import traceback
 from pathlib import Path
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from foldray.urls import told_without
+from trainers.driver.failures import one_line, root_cause
 from trainers.driver.report import Console
 from trainers.driver.trainer import FoldTrainer
 from trainers.records import as_json as to_json
@@ -40,8 +40,7 @@ def train(
     try:
         trainer.fit()
     except Exception as error:
-        cause = root_cause(error)
-        if isinstance(cause, UserError):
+        if isinstance(cause := root_cause(error), UserError):
             raise cause from None
         if trainer.run is None or trainer.run.summary is None:
             raise  # training never started, so there are no results to report
@@ -54,9 +53,11 @@ def train(
     else:
         console.close(summary, trainer.run.tracker.view_url)
     if failure is not None:
-        cause, file = root_cause(failure), _write_traceback(failure, Path(summary.run_dir))
-        reason = textwrap.shorten(told_without(f"{type(cause).__name__}: {cause}"), 600, placeholder=" …")
-        print(f"foldray: training failed after step {summary.steps}: {reason}; the traceback is in {file}", file=sys.stderr)
+        file, attempt = _write_traceback(failure, Path(summary.run_dir)), trainer.attempts[-1] if trainer.attempts else None
+        what = attempt.failure.what if attempt else one_line(root_cause(failure))
+        why = f" ({trainer.gave_up.reason})" if trainer.gave_up.reason else ""
+        text = f"training failed after step {summary.steps}: {what}{why}; the traceback is in {file}"
+        print(f"foldray: {text}", file=sys.stderr)
         return 1
     return 0
 
@@ -68,14 +69,3 @@ def _write_traceback(failure: Exception, folder: Path) -> Path:
     file = folder / "error.txt"
     file.write_text(told_without("\n".join(texts)))
     return file
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """Return the exception of a worker inside Ray's exceptions. A UserError wins over the other workers' exceptions."""
-    if isinstance(error, UserError):
-        return error
-    failures = list((getattr(error, "worker_failures", None) or {}).values())
-    if failures:
-        return root_cause(next((failure for failure in failures if isinstance(failure, UserError)), failures[0]))
-    inner = getattr(error, "cause", None) or error.__cause__
-    return root_cause(inner) if isinstance(inner, BaseException) else error

@@ -210,7 +210,9 @@ class RunFolder:
     def _write_run(self, status: str) -> Summary:
         summary = self.summary(status)
         workers = [self.history.places[rank] for rank in sorted(self.history.places)]
-        origin = {"started_from": self._start, "resumed_at": self.history.resumes}
+        told = ("time", "step", "failure", "what", "ranks", "goes_on", "saved", "reason")
+        failures = [{key: failure.get(key) for key in told} for failure in self.history.failures]
+        origin = {"started_from": self._start, "resumed_at": self.history.resumes, "failures": failures}
         document = summary.as_dict() | origin | {"workers": workers}
         draft = self.path / ".run.json"
         draft.write_text(json.dumps(json.loads(as_json(document)), indent=2) + "\n")

@@ -111,6 +111,9 @@ class Progress:
             self._began = None
             self._printed = (record["step"], self._printed[1])
             self._say(f"{self._name}: continues from step {record['step']}")
+        elif record["kind"] == "failed":
+            after = f"goes on from step {record['saved']}" if record["goes_on"] else "gives up"
+            self._say(f"{self._name}: after step {record['step']}, {record['what']}; foldray {after}")
         elif record["kind"] == "settled":
             order = f"{record['forward']} forward, {record['backward']} backward"
             self._say(f"{self._name}: order of {record['degree']} pieces: {order}")

@@ -3,52 +3,28 @@
 from __future__ import annotations
 
 import logging
-import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
 
 import pyarrow
 from pyarrow.fs import LocalFileSystem
-from pydantic import Field, TypeAdapter
 
 from foldray.blueprint import parameter_table
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from foldray.runtime import state_keys
+from trainers.checkpoints import reported
 from trainers.checkpoints.stored import METADATA, Progress, Stored, look
 from trainers.data.packed import PackedData
-from trainers.folders import Checked, Count, DamagedFile, Folder, read_json
+from trainers.folders import DamagedFile, Folder
 
 _OURS = (METADATA, "manifest.", "sizes.")  # even a damaged checkpoint has at least one of these files
-_SNAPSHOT = "checkpoint_manager_snapshot.json"
-_STEP = re.compile(r"step_[0-9]{8,12}")
 _MOST_HASHED = 1 << 30
 """Largest checkpoint, in bytes, that the driver hashes itself, which takes a second. The workers hash larger ones."""
 _UNREACHED = (OSError, ValueError, pyarrow.ArrowException)
 _log = logging.getLogger(__name__)
-
-
-class _Reported(Checked):
-    checkpoint_dir_name: Annotated[str, Field(pattern=rf"^{_STEP.pattern}$")]  # Ray would delete a folder of any name
-    metrics: dict[str, Any]
-
-
-class _Snapshot(Checked):
-    """The parts of Ray's own file of a run that Ray trusts."""
-
-    ray_version: str
-    checkpoint_results: list[_Reported]
-    checkpoint_report_indices: list[Count]
-    latest_checkpoint_result: _Reported | None
-    pending_training_results: Annotated[list[Any], Field(max_length=0)]  # Ray's own validations; foldray never starts any
-    pending_validation_specs: Annotated[list[Any], Field(max_length=0)]
-    current_report_index: Count
-    validated_checkpoint_dir_names: list[str]
-    timed_out_validation_checkpoint_dir_names: list[str]
-    failed_validation_checkpoint_dir_names: list[str]
 
 
 @dataclass(frozen=True)
@@ -59,11 +35,13 @@ class Beginning:
         field: the command-line option or argument that names the checkpoint: resume names its run, all others the checkpoint.
         value: the value of this option.
         folder: the folder of the checkpoint.
+        stored: what is in it, if it has passed the checks of `look`.
     """
 
     field: str
     value: str
     folder: Folder
+    stored: Stored | None = None
 
     @classmethod
     def at(cls, path: str) -> Beginning:
@@ -79,23 +57,40 @@ class Beginning:
             raise UserError("from", path, f"is not a storage that can be reached ({error})") from None
 
     @classmethod
-    def newest(cls, run: Folder) -> Beginning | None:
-        """Return the last checkpoint of a run, which Ray will pass to the workers; None if the run has no checkpoint.
+    def newest(cls, run: Folder, without: Collection[str] = ()) -> Beginning | None:
+        """Return the newest undamaged checkpoint of a run; None if no checkpoint of the run was ever complete.
+
+        A checkpoint that is skipped is told of in a warning.
+
+        Args:
+            without: names of checkpoints that are known to be damaged.
 
         Raises:
-            UserError: Ray's list of the run's checkpoints is damaged, or cannot be reached.
+            UserError: all checkpoints of the run are damaged, or they cannot be reached.
         """
+        skipped, known = list[str](), set[str]()
+        had_one = False
         try:
-            if _SNAPSHOT not in (run.names() or ()):
-                return None
-            snapshot = read_json(run, _SNAPSHOT, TypeAdapter(_Snapshot))
-            _check_snapshot(run, snapshot)
-        except DamagedFile as error:
-            raise UserError("resume", run.last, f"its {error}; {offer(run)}") from None
+            try:
+                known = reported.listed(run)
+                had_one = bool(known)
+            except DamagedFile as error:
+                skipped.append(str(error))
+                had_one = True
+            for name in sorted({*known, *reported.steps(run)} - {*without}, key=reported.step_of, reverse=True):
+                try:
+                    stored, _ = _check(run / name)
+                except DamagedFile as error:
+                    skipped.append(f"checkpoint {name} is damaged: {error}")
+                    continue
+                for text in skipped:
+                    _log.warning("run %s: its %s; foldray takes %s", run.last, text, name)
+                return cls("resume", run.last, run / name, stored)
         except _UNREACHED as error:
             raise UserError("resume", run.last, f"{run.name} cannot be reached ({error})") from None
-        latest = snapshot.latest_checkpoint_result
-        return cls("resume", run.last, run / latest.checkpoint_dir_name) if latest else None
+        if had_one and not without:
+            raise UserError("resume", run.last, f"its {skipped[0]}; the run has no undamaged checkpoint")
+        return None
 
     def look(self) -> Stored:
         """Return the checkpoint after all checks that take at most a second.
@@ -103,10 +98,12 @@ class Beginning:
         Raises:
             UserError: the folder holds no checkpoint, or a damaged one. The message names an earlier checkpoint of the run.
         """
+        if self.stored:
+            return self.stored
         try:
             names = self.folder.names()
             if self.field != "resume" and not any(name.startswith(_OURS) for name in names or ()):
-                steps = [(self.folder / name).name for name in names or () if _STEP.fullmatch(name)]
+                steps = [(self.folder / name).name for name in names or () if reported.STEP.fullmatch(name)]
                 rule = "holds no checkpoint" if names is not None else "is not a checkpoint's folder, or does not exist"
                 raise UserError(self.field, self.value, rule, steps or None)
             stored, _ = _check(self.folder)
@@ -114,8 +111,6 @@ class Beginning:
             raise self.refused(error.name, error.what) from None
         except _UNREACHED as error:
             raise UserError(self.field, self.value, f"checkpoint {self.folder.name} cannot be reached ({error})") from None
-        if not stored.hashed:
-            _log.warning("checkpoint %s has no hashes, so damaged bits in it are not detected", self.folder.name)
         return stored
 
     def refused(self, file: str, what: str) -> UserError:
@@ -123,6 +118,20 @@ class Beginning:
         subject = f"its checkpoint {self.folder.last} " if self.field == "resume" else ""
         rule = f"{subject}is damaged: {file} {what}; {offer(self.folder.parent, self.folder.last)}"
         return UserError(self.field, self.value, rule)
+
+
+def list_checkpoints(run: Folder, begin: Beginning | None) -> None:
+    """Make Ray's list of a run's checkpoints end with the one that the next attempt begins with.
+
+    Raises:
+        UserError: the storage does not take the list.
+    """
+    try:
+        names = [name for name in reported.steps(run) if begin and reported.step_of(name) <= reported.step_of(begin.folder.last)]
+        if names or reported.LIST in (run.names() or ()):
+            reported.write_list(run, names)
+    except _UNREACHED as error:
+        raise UserError("cluster.storage", run.name, f"does not take the list of checkpoints ({error})") from None
 
 
 def offer(run: Folder, damaged: str | None = None) -> str:
@@ -191,20 +200,11 @@ def _order(begin: Beginning, progress: Progress) -> Mapping[str, int]:
     return {key: getattr(training, key) for key in keys}
 
 
-def _check_snapshot(run: Folder, snapshot: _Snapshot) -> None:
-    """Refuse contradictions that would make Ray fail with an unclear message."""
-    names = [reported.checkpoint_dir_name for reported in snapshot.checkpoint_results]
-    latest = snapshot.latest_checkpoint_result
-    if len(names) != len(snapshot.checkpoint_report_indices) or (latest and latest.checkpoint_dir_name not in names):
-        raise DamagedFile(_SNAPSHOT, "contradicts itself")
-    for name in names:
-        if (run / name).names() is None:
-            raise DamagedFile(name, "is missing")
-
-
 def _check(folder: Folder) -> tuple[Stored, bool]:
     """Check a checkpoint, with the hashes of all files if it is local and small. Return whether all hashes match."""
     stored = look(folder)
+    if not stored.hashed:
+        _log.warning("checkpoint %s has no hashes, so damaged bits in it are not detected", folder.name)
     is_small = isinstance(folder.filesystem, LocalFileSystem) and stored.size <= _MOST_HASHED
     for name in stored.entries if is_small else ():
         stored.check(name)
@@ -214,15 +214,12 @@ def _check(folder: Folder) -> tuple[Stored, bool]:
 def _earlier(run: Folder, damaged: str | None) -> Iterator[Folder]:
     """Yield the checkpoints of a run before a damaged one, or all of them; the newest comes first."""
     try:
-        steps = {int(name.removeprefix("step_")): name for name in run.names() or () if _STEP.fullmatch(name)}
+        names = reported.steps(run)
     except _UNREACHED:
         return
-    last = max(steps, default=0) + 1
-    if damaged:
-        last = int(damaged.removeprefix("step_")) if _STEP.fullmatch(damaged) else 0
-    for step in sorted(steps, reverse=True):
-        if step < last:
-            yield run / steps[step]
+    for name in names:
+        if damaged is None or reported.step_of(name) < reported.step_of(damaged):
+            yield run / name
 
 
 def _run(begin: Beginning) -> str:

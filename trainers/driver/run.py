@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,8 @@ from trainers.data.packed import PackedData
 from trainers.driver.recorder import RunFolder, Summary, read_history, read_run
 from trainers.driver.report import Console
 from trainers.driver.tracking import Status, Tracker
+from trainers.driver.watch import Watch
+from trainers.records import Record
 
 
 class Run:
@@ -44,6 +47,7 @@ class Run:
         self.folder = RunFolder(root / name, recipe, bits, length, history, start)
         self.folder.tracked_by(self.tracker.uri, self.tracker.run_id, self.tracker.view_command())
         self.summary: Summary | None = None
+        self.watch = Watch()
         last = recipe.training.stop_after or recipe.training.steps
         self._progress = None if console is None else console.progress(name, last)
         self._stack = ExitStack()
@@ -52,8 +56,17 @@ class Run:
         subscribers = [self.folder.receive, self.tracker.receive]
         if self._progress is not None:
             subscribers.append(self._stack.enter_context(self._progress).receive)
-        self._inbox = self._stack.enter_context(Inbox(subscribers))
+        self._inbox = self._stack.enter_context(Inbox(subscribers, self.watch.receive))
         return self
+
+    def tell(self, record: Record) -> None:
+        """Pass a record of the driver itself to the folder, MLflow and the progress line."""
+        record["time"] = time.time()
+        self._inbox.deliver(record)
+
+    def settle(self) -> None:
+        """Wait until all records that the workers have sent are in the history."""
+        self._inbox.settle()
 
     @property
     def queue(self) -> Queue:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import secrets
 import time
 import traceback
@@ -21,10 +22,12 @@ from trainers.cluster import joining, workers
 from trainers.cluster.run_storage import storage_folder
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
+from trainers.driver.attempts import Attempt, Failure, GiveUp, GoOn, decide
+from trainers.driver.failures import failure_of
 from trainers.driver.mlflow_server import check_reachable
 from trainers.driver.recorder import read_run
 from trainers.driver.report import Console
-from trainers.driver.resuming import Beginning, check_resumable, offer
+from trainers.driver.resuming import Beginning, check_resumable, list_checkpoints
 from trainers.driver.run import Run
 from trainers.folders import Folder
 from trainers.hugging_face.weights import Weights
@@ -46,7 +49,7 @@ class FoldTrainer(TorchTrainer):
         recipe: the recipe to train.
         scaling_config: Ray's configuration; its num_workers, use_gpu and placement_strategy replace those of `cluster`.
         run_config: Ray's configuration; its name and storage_path replace those of the recipe.
-        torch_config: Ray's configuration; None uses gloo on CPUs and NCCL on GPUs.
+        torch_config: Ray's configuration; None uses gloo on CPUs and NCCL on GPUs, with the timeout of the recipe.
         resume: id of a run in the same storage to continue with this recipe. The fold may differ.
         start: folder of a checkpoint, `…/RUN/step_XXXXXXXX` (a path or a URI). A new run starts there, as if it continued
             RUN.
@@ -82,13 +85,18 @@ class FoldTrainer(TorchTrainer):
             raise UserError(f"schedule.{opened[0]}", getattr(self.recipe.schedule, opened[0]), rule)
         self.search = search if opened else None
         self.run: Run | None = None
+        self.attempts, self.gave_up = list[Attempt](), GiveUp()
         config, own = _run_config(self.recipe, run_config, resume), workers.scaling(self.recipe)
+        most = config.failure_config.max_failures
+        self._most_failures = None if most < 0 else most
+        # foldray decides about every failure itself (`attempts.py`), so Ray's controller ends at the first one.
+        config = dataclasses.replace(config, failure_config=dataclasses.replace(config.failure_config, max_failures=0))
         if scaling_config is not None and scaling_config.label_selector is None:
             scaling_config = dataclasses.replace(scaling_config, label_selector=own.label_selector)
         super().__init__(
             _train_loop_with_notes,
             train_loop_config={},
-            torch_config=torch_config,
+            torch_config=torch_config or TorchConfig(timeout_s=math.ceil(self.recipe.cluster.timeout)),
             scaling_config=scaling_config or own,
             run_config=config,
             **ray_arguments,
@@ -97,11 +105,14 @@ class FoldTrainer(TorchTrainer):
     def fit(self) -> Result:
         """Train to the last step of the recipe, or to `training.stop_after`.
 
+        If workers fail, training goes on from the newest undamaged checkpoint. `attempts` has the attempts that failed, and
+        `gave_up` the reason if no other one would have helped.
+
         Raises:
             UserError: the recipe cannot run on this cluster, its data cannot be read, a package is missing, or the checkpoint to
                 start from is damaged or has other data or another model.
-            DamagedCheckpoint: the run lost a worker, and the checkpoint to continue from has been damaged meanwhile.
-            ray.train.TrainingFailedError: the workers failed more often than `cluster.max_failures` allows.
+            DamagedCheckpoint: the run lost a worker, and all its checkpoints have been damaged meanwhile.
+            ray.train.TrainingFailedError: the workers failed, and `attempts.decide` gives up.
         """
         _check_packages(self.recipe)
         begin = self._begin()
@@ -120,10 +131,43 @@ class FoldTrainer(TorchTrainer):
         with self.run:
             config = {"recipe": self.recipe.model_dump(mode="json"), "data": str(data.folder), "queue": self.run.queue}
             self.train_loop_config = config | {"search": self.search, "start": start and start.checkpoint}
+            return self._persist(self.run, begin)
+
+    def _persist(self, run: Run, begin: Beginning | None) -> Result:
+        """Make attempts until one succeeds, or until no other would help."""
+        damaged = set[str]()
+        while True:
+            if begin is None or begin.field == "resume":
+                list_checkpoints(self._folder, begin)
+            outcome = self._attempt(run)
+            if isinstance(outcome, Result):
+                return outcome
+            error, failure = outcome
+            begin = self._after(error, begin, damaged)
+            saved = begin.look().progress.step if begin else 0
+            self.attempts.append(Attempt(run.folder.history.last_step, saved, failure))
+            decision = decide(self.attempts, self._most_failures)
+            reason = decision.reason if isinstance(decision, GiveUp) else ""
+            run.tell({
+                "kind": "failed", "step": run.folder.history.last_step, "failure": failure.kind, "what": failure.what,
+                "ranks": list(failure.ranks), "goes_on": isinstance(decision, GoOn), "saved": saved, "reason": reason,
+            })  # fmt: skip
+            if isinstance(decision, GiveUp):
+                self.gave_up = decision
+                raise error
+
+    def _attempt(self, run: Run) -> Result | tuple[Exception, Failure]:
+        """Start the workers, and return Ray's result or what made them fail."""
+        run.watch.clear()
+        try:
             result = super().fit()
-            if damaged := result.return_value.get("damaged"):
-                raise self._refused(begin, *damaged)
-            return result
+        except Exception as error:
+            run.settle()
+            return error, failure_of(error, run.folder.history.places, run.watch, self.recipe.cluster.timeout)
+        if damaged := result.return_value.get("damaged"):
+            found = DamagedCheckpoint(*damaged)
+            return found, Failure("damaged", str(found))
+        return result
 
     def _begin(self) -> Beginning | None:
         """Return the checkpoint to start from; None for a run that starts at step 0."""
@@ -137,12 +181,20 @@ class FoldTrainer(TorchTrainer):
         origin = (read_run(self._root / self.resume) or {}).get("started_from")
         return Beginning.newest(self._folder) or (Beginning.at(origin) if origin else None)
 
-    def _refused(self, begin: Beginning | None, path: str, file: str, what: str) -> Exception:
-        """Return the error for a checkpoint that the workers found damaged."""
-        name = Path(path).name
-        if begin and name == begin.folder.last:
-            return begin.refused(file, what)
-        return DamagedCheckpoint(path, file, f"{what}; {offer(self._folder, name)}")
+    def _after(self, error: Exception, begun: Beginning | None, damaged: set[str]) -> Beginning | None:
+        """Return the checkpoint for the next attempt, and add the one that the workers found damaged to `damaged`.
+
+        Raises:
+            UserError: the checkpoint that the user named is damaged, and the run has no other.
+            DamagedCheckpoint: all checkpoints of the run are damaged.
+        """
+        if isinstance(error, DamagedCheckpoint):
+            damaged.add(Path(error.path).name)
+        if begin := Beginning.newest(self._folder, damaged):
+            return begin
+        if isinstance(error, DamagedCheckpoint):
+            raise begun.refused(error.file, error.what) if begun and not self.attempts else error
+        return begun if begun and begun.field == "from" else None
 
     def _prepare(self) -> PackedData:
         spec = self.recipe.data

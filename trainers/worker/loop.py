@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +34,9 @@ from trainers.worker import ground
 from trainers.worker.engines import DTYPES, make_engine
 from trainers.worker.guard import Guard
 from trainers.worker.online import Knobs, MakeSearch, Online
+from trainers.worker.pulse import Pulse
 
+_LONGER = 1.5  # a rank that stands still ends itself after those that wait for it
 _EVALUATED = 8  # micro-batches in one evaluation, for each pipeline position
 
 
@@ -51,8 +54,10 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(recipe.cluster.cpus_per_worker)
     data, outbox = PackedData.open(config["data"]), Outbox(config["queue"])
     worker = Worker(recipe, data, outbox, config.get("search"), config.get("start"))
+    beats = Outbox(config["queue"], limit=1)
     try:
-        return worker.run()
+        with Pulse(worker.rank, worker.activity, beats, _LONGER * recipe.cluster.timeout):
+            return worker.run()
     finally:
         worker.outbox.flush()
 
@@ -91,7 +96,9 @@ class Worker:
         self.batches = Batches(data.train, recipe.training.seed)
         self.rank = ray.train.get_context().get_world_rank()
         self.device = ray.train.torch.get_device() if recipe.cluster.gpu else torch.device("cpu")
-        self.groups = Groups.create(recipe.placed_fold, self.rank, node=_nodes().__getitem__)
+        timeout = timedelta(seconds=recipe.cluster.timeout)
+        self.groups = Groups.create(recipe.placed_fold, self.rank, timeout, node=_nodes().__getitem__)
+        self.activity = self.groups.activity
         _check_node(recipe.labels[self.rank])
         self.outbox.send(_place(self.groups))
         probe(self.groups, self.device, DTYPES[recipe.precision])
@@ -130,8 +137,10 @@ class Worker:
         """Run one step, numbered from 0, and return the mean loss over all tokens."""
         started, training = time.perf_counter(), self.recipe.training
         self.groups.traffic.clear()
+        self.activity.doing = "reads its sequences"
         losses = self.engine.train([self._train_batch(step, m) for m in range(self.recipe.accumulation)])
         rate = learning_rate(self.recipe.optimizer, step, training.steps)
+        self.activity.doing = "updates weights"
         norms = self.guard.update(step + 1, rate)
         totals = self._totals(losses)
         self.engine.model.update_biases(totals.count_ME)
@@ -205,9 +214,10 @@ class Worker:
         progress = {"step": done, "data": data, "fold": fold, "validation": self.validation, **order}
         found = {"chosen": self.online.chosen, "seconds": self.online.seconds}
         progress["online"] = {"on": self.ground, "speeds": self.speeds, **found}
-        state = self.engine.state()
-        pieces = state_pieces(self.engine.model, state)
-        path = self.saver.save(state, pieces, progress, {"step": done, "loss": loss}, last=final)
+        with self.activity.during("saves a checkpoint", tensors.TIMEOUT.total_seconds()):
+            state = self.engine.state()
+            pieces = state_pieces(self.engine.model, state)
+            path = self.saver.save(state, pieces, progress, {"step": done, "loss": loss}, last=final)
         if self.rank == 0:
             self.outbox.send({"kind": "checkpoint", "step": done, "path": path})
 
@@ -218,7 +228,8 @@ class Worker:
             if self.recipe.training.weights is not None:
                 self._begin_with(self.recipe.training.weights)
             return 0
-        with tensors.opened(checkpoint, self.saver.group) as stored:
+        loading = self.activity.during("loads a checkpoint", tensors.TIMEOUT.total_seconds())
+        with loading, tensors.opened(checkpoint, self.saver.group) as stored:
             state = self._own_state()
             tensors.load(stored, state, state_pieces(self.engine.model, state), self.saver.group)
             self.engine.load_state(state)
@@ -231,9 +242,10 @@ class Worker:
 
     def _begin_with(self, folder: str) -> None:
         """Load the weights of a folder of transformers."""
-        state = self._own_state()
-        Weights.at(folder, "training.weights").fill(self.recipe.model, state, state_pieces(self.engine.model, state))
-        self.engine.load_state(state)
+        with self.activity.during("loads weights", tensors.TIMEOUT.total_seconds()):
+            state = self._own_state()
+            Weights.at(folder, "training.weights").fill(self.recipe.model, state, state_pieces(self.engine.model, state))
+            self.engine.load_state(state)
 
     def _own_state(self) -> State:
         """Return a copy of the engine's state, on the CPU."""

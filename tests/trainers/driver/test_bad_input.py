@@ -410,7 +410,6 @@ FORGED = [
     ),
     ("metrics.jsonl", "[" * 200_000, "its metrics.jsonl cannot be read (line 1 is not a record)"),
     ("metrics.jsonl", "3\n", "its metrics.jsonl cannot be read (line 1 is not a record of a run)"),
-    ("checkpoint_manager_snapshot.json", "[]", "its checkpoint_manager_snapshot.json cannot be read ("),
 ]
 
 

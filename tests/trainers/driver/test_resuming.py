@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 import torch
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
-from ray.train import Checkpoint
+from ray.train import Checkpoint, CheckpointConfig
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
+from ray.train.v2._internal.execution.storage import StorageContext
 from torch.distributed.checkpoint.metadata import Metadata
 
 from foldray.errors import UserError
 from tests.trainers.checkpoints.damage import FILE, Damage, flipped, load, make_run, metadata, state
 from trainers.checkpoints import tensors
+from trainers.checkpoints.reported import LIST as reported_list
 from trainers.checkpoints.stored import look
 from trainers.checkpoints.tensors import DamagedCheckpoint
 from trainers.driver import resuming
-from trainers.driver.resuming import Beginning
+from trainers.driver.resuming import Beginning, list_checkpoints
 from trainers.folders import Folder
 
 
@@ -135,48 +138,99 @@ def reported(run: Path, *steps: int, **changes: Any) -> None:
     (run / "checkpoint_manager_snapshot.json").write_text(json.dumps(document | changes))
 
 
-def test_ray_names_the_newest(run: Path) -> None:
-    assert Beginning.newest(Folder(str(run))) is None
-    reported(run)
-    assert Beginning.newest(Folder(str(run))) is None
-    reported(run, 1, 2)  # the third was never completed
-    begin = Beginning.newest(Folder(str(run)))
-    assert begin is not None
-    assert begin.folder.last == "step_00000002"
-    flipped(FILE)(run / "step_00000002")
-    with pytest.raises(UserError) as told:
-        begin.look()
-    assert str(told.value).startswith(f"resume=run: its checkpoint step_00000002 is damaged: {FILE} has other bytes")
-    assert str(told.value).endswith(f"before it: foldray train RECIPE --from {run}/step_00000001")
+def newest(run: Path, *without: str) -> str | None:
+    begin = Beginning.newest(Folder(str(run)), without)
+    return begin and begin.folder.last
+
+
+def test_the_newest_undamaged_one_is_taken(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint counts once it is whole, whether or not Ray has come to list it."""
+    assert newest(run) == "step_00000003"
+    reported(run, 1, 2)
+    assert newest(run) == "step_00000003"
+    assert newest(run, "step_00000003") == "step_00000002"
+    assert not caplog.records
+    flipped(FILE)(run / "step_00000003")
+    assert newest(run) == "step_00000002"
+    shutil.rmtree(run / "step_00000002")
+    assert newest(run) == "step_00000001"
+    assert [record.message for record in caplog.records] == [
+        f"run run: its checkpoint step_00000003 is damaged: {FILE} has other bytes than were written (its SHA-256 differs); "
+        "foldray takes step_00000002",
+        f"run run: its checkpoint step_00000003 is damaged: {FILE} has other bytes than were written (its SHA-256 differs); "
+        "foldray takes step_00000001",
+        "run run: its checkpoint step_00000002 is damaged: its folder does not exist; foldray takes step_00000001",
+    ]
+
+
+def test_a_run_without_an_undamaged_checkpoint(run: Path) -> None:
+    """What was never complete does not count. What was complete once is not given up without a word."""
+    for step in (1, 2, 3):
+        (run / f"step_{step:08d}" / "manifest.0.json").unlink()
+    assert newest(run) is None
+    reported(run, 1)
+    with pytest.raises(UserError, match=r"^resume=run: its checkpoint step_00000003 .*; the run has no undamaged checkpoint$"):
+        newest(run)
+    assert newest(run, "step_00000001") is None, "the caller knows that there is damage"
+    (run / reported_list).write_text("{")
+    with pytest.raises(UserError, match=r"^resume=run: its checkpoint_manager_snapshot\.json cannot be read \(Invalid JSON"):
+        newest(run)
 
 
 def _climbing(run: Path) -> None:
     """Name a folder outside the run. Ray would delete it as an old checkpoint."""
     reported(run, 1, 2)
-    text = (run / "checkpoint_manager_snapshot.json").read_text()
-    (run / "checkpoint_manager_snapshot.json").write_text(text.replace("step_00000001", "../../precious"))
+    text = (run / reported_list).read_text()
+    (run / reported_list).write_text(text.replace("step_00000001", "../../precious"))
 
 
 @pytest.mark.parametrize(
-    ("damage", "what"),
+    "damage",
     [
-        (_climbing, "cannot be read (checkpoint_results.0.checkpoint_dir_name"),
-        (lambda run: reported(run, 1, latest_checkpoint_result=result(9)), "contradicts itself"),
-        (lambda run: reported(run, 1, checkpoint_report_indices=[]), "contradicts itself"),
-        (lambda run: reported(run, 1, current_report_index="1"), "cannot be read (current_report_index"),
-        (lambda run: (run / "checkpoint_manager_snapshot.json").write_text("{"), "cannot be read (Invalid JSON"),
-        (lambda run: (run / "checkpoint_manager_snapshot.json").symlink_to("/dev/zero"), "is not a regular file"),
-        (lambda run: reported(run, 1, 7), "step_00000007 is missing"),
+        _climbing,
+        lambda run: reported(run, 1, latest_checkpoint_result=result(9)),
+        lambda run: reported(run, 1, checkpoint_report_indices=[]),
+        lambda run: reported(run, 1, current_report_index="1"),
+        lambda run: (run / reported_list).write_text("{"),
+        lambda run: (run / reported_list).symlink_to("/dev/zero"),
+        lambda run: reported(run, 1, 7),
+        lambda run: reported(run, pending_training_results=[1]),
+        lambda run: None,
     ],
 )
-def test_rays_list_is_not_trusted(run: Path, damage: Damage, what: str) -> None:
+def test_rays_list_is_written_anew(run: Path, damage: Damage) -> None:
+    """Ray reads a list that is whole, and that ends with the checkpoint to begin with."""
     damage(run)
-    with pytest.raises(UserError) as told:
-        Beginning.newest(Folder(str(run)))
-    line = str(told.value)
-    assert line.startswith("resume=run: its ")
-    assert what in line
-    assert line.endswith(f"; the newest undamaged one: foldray train RECIPE --from {run}/step_00000003")
+    begin = Beginning.newest(Folder(str(run)))
+    list_checkpoints(Folder(str(run)), begin)
+    assert read_by_ray(run) == (["step_00000001", "step_00000002", "step_00000003"], "step_00000003")
+    list_checkpoints(Folder(str(run)), Beginning.newest(Folder(str(run)), {"step_00000003"}))
+    assert read_by_ray(run) == (["step_00000001", "step_00000002"], "step_00000002")
+    list_checkpoints(Folder(str(run)), None)
+    assert read_by_ray(run) == ([], None)
+
+
+def test_the_list_keeps_metrics_and_their_order(run: Path) -> None:
+    """Ray may keep the best checkpoints by a metric, and lists them by it."""
+    reported(run, 2, 1, latest_checkpoint_result=result(2))
+    list_checkpoints(Folder(str(run)), Beginning.newest(Folder(str(run))))
+    assert read_by_ray(run) == (["step_00000002", "step_00000001", "step_00000003"], "step_00000003")
+    entries = json.loads((run / reported_list).read_text())["checkpoint_results"]
+    assert [list(entry["metrics"]) for entry in entries] == [["loss"], ["loss"], ["step"]]
+
+
+def test_a_new_run_has_no_list(tmp_path: Path) -> None:
+    list_checkpoints(Folder(str(tmp_path / "new")), None)
+    assert not (tmp_path / "new").exists()
+
+
+def read_by_ray(run: Path) -> tuple[list[str], str | None]:
+    """Return the names in the list, and the newest, as Ray's own code reads them."""
+    storage = StorageContext(str(run.parent), run.name)
+    manager = CheckpointManager(CheckpointConfig(), storage)
+    latest = manager.latest_checkpoint_result
+    names = [Path(each.checkpoint.path).name for each in manager._checkpoint_results]
+    return names, latest and Path(latest.checkpoint.path).name
 
 
 def test_a_rank_that_finds_damage_tells_all(ranks: Any, run: Path) -> None:

@@ -20,10 +20,13 @@ from ray.train import RunConfig, ScalingConfig
 from foldray.cli import main
 from foldray.errors import UserError
 from foldray.recipe import Recipe
+from tests.trainers.checkpoints.damage import flipped
 from trainers import FoldTrainer, Model
 from trainers.checkpoints import tensors
+from trainers.checkpoints.reported import LIST
 from trainers.checkpoints.stored import look
 from trainers.data.packed import PackedData
+from trainers.driver import resuming
 from trainers.driver.recorder import RunFolder, read_run
 from trainers.folders import Folder
 from trainers.health import Health
@@ -200,6 +203,10 @@ def test_a_killed_worker_costs_nothing_before_the_last_checkpoint(engine: dict, 
     assert len(trainer.run.folder.history.resumes) == 1, "the worker must have been killed in mid-run"
     assert trainer.run.folder.history.resumes[0] >= 10
     assert losses(trainer) == losses(whole)
+    (attempt,) = trainer.attempts
+    assert attempt.failure.kind == "lost"
+    assert attempt.failure.ranks == (1,)
+    assert "the process of rank 1 on " in attempt.failure.what
 
 
 def _kill_rank_1_after(trainer: FoldTrainer, step: int) -> None:
@@ -223,16 +230,33 @@ def test_a_checkpoint_loads_under_another_fold_and_engine(
     assert losses(second) == pytest.approx(losses(whole)[: STOP + 15], rel=1e-4)
 
 
+def test_a_run_goes_on_from_its_newest_undamaged_checkpoint(
+    engine: dict, whole: FoldTrainer, stopped: FoldTrainer, storage: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The newest checkpoint is damaged, and Ray's list of checkpoints, too. The run ends like the uninterrupted run."""
+    folder = copied(stopped, f"damaged-{engine['engine']['kind']}")
+    victim = next((folder / f"step_{STOP:08d}").glob("*.distcp"))
+    victim.write_bytes(victim.read_bytes()[:-100])
+    (folder / LIST).write_text("{")
+    second = fit(recipe(storage, **engine), resume=folder.name)
+    assert rf"its checkpoint step_{STOP:08d} is damaged: {victim.name} has " in caplog.text
+    assert second.run is not None
+    assert second.run.folder.history.resumes == [BEFORE]
+    assert losses(second) == losses(whole)
+    assert same(weights(second), weights(whole))
+    assert not second.attempts
+
+
 @pytest.mark.nightly
 def test_a_new_run_begins_where_a_damaged_one_was_whole(
     engine: dict, whole: FoldTrainer, stopped: FoldTrainer, storage: Path
 ) -> None:
     """The message names the checkpoint before the damaged one. A new run from there ends like the uninterrupted run."""
-    folder = copied(stopped, f"damaged-{engine['engine']['kind']}")
+    folder = copied(stopped, f"offered-{engine['engine']['kind']}")
     victim = next((folder / f"step_{STOP:08d}").glob("*.distcp"))
     victim.write_bytes(victim.read_bytes()[:-100])
-    with pytest.raises(UserError, match=rf"step_{STOP:08d} is damaged: {victim.name} has \d+ bytes instead of \d+") as told:
-        fit(recipe(storage, **engine), resume=folder.name)
+    with pytest.raises(UserError, match=rf"is damaged: {victim.name} has \d+ bytes instead of \d+") as told:
+        fit(recipe(storage, **engine), start=folder / f"step_{STOP:08d}")
     offered = Path(str(told.value).rpartition(" --from ")[2])
     assert offered == folder / f"step_{BEFORE:08d}"
     second = fit(recipe(storage, **engine), start=offered)
@@ -245,16 +269,19 @@ def test_a_new_run_begins_where_a_damaged_one_was_whole(
 
 
 @pytest.mark.nightly
-def test_a_checkpoint_damaged_in_the_middle_of_a_run_is_no_mistake_of_the_users(storage: Path, stopped: FoldTrainer) -> None:
-    """This is a failure and not a user's mistake. Its message also names the checkpoint before."""
+def test_damage_that_only_workers_find_costs_an_attempt(
+    storage: Path, whole: FoldTrainer, stopped: FoldTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver hashes no large files. The workers do, and the next attempt begins with the checkpoint before."""
+    monkeypatch.setattr(resuming, "_MOST_HASHED", 0)
     run = copied(stopped, "middle")
-    trainer = FoldTrainer(recipe(storage), run_config=RunConfig(name=run.name, storage_path=str(storage)))
-    told = trainer._refused(None, f"{run}/step_{STOP:08d}", "__0_0.distcp", "is missing")
-    assert isinstance(told, tensors.DamagedCheckpoint)
-    assert str(told) == (
-        f"checkpoint {run}/step_{STOP:08d} is damaged: __0_0.distcp is missing; "
-        f"the newest undamaged one before it: foldray train RECIPE --from {run}/step_{BEFORE:08d}"
-    )
+    flipped("__1_0.distcp")(run / f"step_{STOP:08d}")
+    second = fit(recipe(storage), resume=run.name)
+    assert [(attempt.failure.kind, attempt.saved) for attempt in second.attempts] == [("damaged", BEFORE)]
+    assert f"step_{STOP:08d} is damaged: __1_0.distcp has other bytes" in second.attempts[0].failure.what
+    assert losses(second) == losses(whole)
+    found = json.loads((run / "run.json").read_text())["failures"]
+    assert [(failure["failure"], failure["goes_on"], failure["saved"]) for failure in found] == [("damaged", True, BEFORE)]
 
 
 def test_a_run_stopped_before_its_first_checkpoint_begins_again_where_it_began(storage: Path, tmp_path: Path) -> None:

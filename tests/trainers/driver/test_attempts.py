@@ -1,0 +1,64 @@
+"""What follows from failed attempts, decided without a cluster."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainers.driver.attempts import Attempt, Failure, GiveUp, GoOn, Kind, decide
+
+KINDS: tuple[Kind, ...] = ("refused", "unplaced", "damaged", "preempted", "lost", "controller", "stalled", "raised")
+
+
+def attempt(kind: Kind, saved: int = 0, reached: int = 0, what: str = "it", ranks: tuple[int, ...] = ()) -> Attempt:
+    return Attempt(reached, saved, Failure(kind, what, ranks))
+
+
+@pytest.mark.parametrize("kind", ["refused", "unplaced"])
+def test_what_no_other_attempt_would_help(kind: Kind) -> None:
+    assert decide([attempt(kind)], None) == GiveUp()
+
+
+@pytest.mark.parametrize("kind", ["lost", "controller", "stalled"])
+def test_as_many_failures_without_a_new_checkpoint_as_allowed(kind: Kind) -> None:
+    failed = [attempt(kind, saved=10, reached=number) for number in range(4)]
+    assert decide(failed[:3], 3) == GoOn()
+    assert decide(failed, 3) == GiveUp("4 attempts failed without a new checkpoint; cluster.max_failures allows 3")
+    assert decide(failed, None) == GoOn()
+    assert decide(failed[:1], 0) == GiveUp("1 attempt failed without a new checkpoint; cluster.max_failures allows 0")
+
+
+def test_a_new_checkpoint_starts_the_count_again() -> None:
+    """A training of a week may lose many workers, as long as it gets on."""
+    failed = [attempt("lost", saved=10 * number, reached=10 * number + 3) for number in range(50)]
+    assert decide(failed, 1) == GoOn()
+    assert decide([*failed, failed[-1], failed[-1]], 1) != GoOn()
+
+
+@pytest.mark.parametrize("kind", ["damaged", "preempted"])
+def test_what_does_not_count(kind: Kind) -> None:
+    assert decide([attempt(kind)] * 9, 0) == GoOn()
+    assert decide([attempt("lost"), *[attempt(kind)] * 9, attempt("lost")], 2) == GoOn()
+
+
+def test_an_error_that_comes_back_at_the_same_step() -> None:
+    """It may come from a bad bit once, but twice it is the code, or the data. Which rank tells first does not matter."""
+    first, again = (attempt("raised", 10, 14, "ValueError: bad", (rank,)) for rank in (0, 1))
+    assert decide([first], 9) == GoOn()
+    assert decide([first, again], 9) == GiveUp("every attempt fails in this way after step 14")
+    assert decide([first, attempt("lost", 10, 12), again], 9) == GiveUp("every attempt fails in this way after step 14")
+    assert decide([first, attempt("raised", 10, 15, "ValueError: bad")], 9) == GoOn()
+    assert decide([first, attempt("raised", 10, 14, "OSError: other")], 9) == GoOn()
+    assert decide([attempt("lost"), attempt("lost")], 9) == GoOn(), "workers may be lost at the same step by chance"
+
+
+@given(
+    st.lists(st.builds(attempt, st.sampled_from(KINDS), st.integers(0, 3), st.integers(0, 5), st.sampled_from("ab")), min_size=1),
+    st.integers(0, 4),
+)
+def test_a_training_that_gets_nowhere_ends(history: list[Attempt], most: int) -> None:
+    """After any history, at most `most` + 1 further losses without a checkpoint follow."""
+    lost = attempt("lost", saved=9)
+    goes_on = [isinstance(decide([*history, *[lost] * count], most), GoOn) for count in range(1, most + 3)]
+    assert goes_on == [True] * most + [False] * 2

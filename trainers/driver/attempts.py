@@ -1,0 +1,98 @@
+"""What follows from a failed attempt to train: another attempt, from which checkpoint, or the end.
+
+An attempt begins when workers start, and ends when training finishes or fails. This module decides by the history of a
+run's attempts alone. It needs no cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Literal
+
+Kind = Literal["refused", "unplaced", "damaged", "preempted", "lost", "controller", "stalled", "raised"]
+"""Why an attempt failed.
+
+- refused: a user's mistake, which a worker has found.
+- unplaced: the cluster had no room for the workers.
+- damaged: the workers found that their checkpoint is damaged.
+- preempted: the cluster took a node back, with a notice.
+- lost: processes or nodes of workers were lost, or the connections between them.
+- controller: the process of Ray Train that starts the workers was lost.
+- stalled: ranks waited for longer than their deadline.
+- raised: the code of a worker raised an error, such as a gradient that is no number.
+"""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an attempt failed.
+
+    Args:
+        kind: the kind of failure.
+        what: the failure in one line.
+        ranks: the ranks where it happened, as far as known.
+    """
+
+    kind: Kind
+    what: str
+    ranks: tuple[int, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt that failed.
+
+    Args:
+        reached: the last step that finished.
+        saved: finished steps in the newest undamaged checkpoint after the failure; 0 if there is none.
+        failure: why it failed.
+    """
+
+    reached: int
+    saved: int
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """Start the workers again, from the newest checkpoint that is not damaged."""
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """End the training.
+
+    Args:
+        reason: why no further attempt would help; empty if the failure itself says it.
+    """
+
+    reason: str = ""
+
+
+Decision = GoOn | GiveUp
+_FREE = ("damaged", "preempted")  # each of them costs a checkpoint or comes from outside, so attempts come to an end
+
+
+def decide(attempts: Sequence[Attempt], most: int | None) -> Decision:
+    """Return what follows from the newest of a run's attempts.
+
+    Args:
+        attempts: the attempts of this training so far, in order. All have failed.
+        most: how many attempts may fail without a new checkpoint between them; None for any number.
+    """
+    *earlier, last = attempts
+    if last.failure.kind in ("refused", "unplaced"):
+        return GiveUp()
+    if last.failure.kind in _FREE:
+        return GoOn()
+    repeats = (last.reached, last.failure) in [(attempt.reached, attempt.failure) for attempt in earlier]
+    if last.failure.kind == "raised" and repeats:
+        return GiveUp(f"every attempt fails in this way after step {last.reached}")
+    since = takewhile(lambda attempt: attempt.saved == last.saved, reversed(attempts))
+    failed = sum(attempt.failure.kind not in _FREE for attempt in since)
+    if most is not None and failed > most:
+        count = "1 attempt" if failed == 1 else f"{failed} attempts"
+        return GiveUp(f"{count} failed without a new checkpoint; cluster.max_failures allows {most}")
+    return GoOn()

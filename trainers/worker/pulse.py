@@ -1,0 +1,63 @@
+"""The signs of life of a rank."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from types import TracebackType
+
+from foldray.comm import Activity
+from trainers.cluster.mailbox import Outbox
+
+STALLED = 75  # exit code of a rank that has ended itself
+
+
+class Pulse:
+    """A thread that tells the driver what this rank is doing, and ends the process if it does not get on.
+
+    Waits in torch's process groups have a timeout of their own. The thread is for all other places where a rank may stand
+    still, such as a storage that does not answer. It waits longer, so the ranks that only wait for this one end first, with
+    an error that names what they waited for.
+
+    Use it as a context manager around the training.
+
+    Args:
+        rank: the number of the rank.
+        activity: what the rank is doing.
+        outbox: the way to the driver, which nothing else uses.
+        patience: seconds without any change after which the process ends.
+        period: seconds between two signs of life.
+    """
+
+    def __init__(self, rank: int, activity: Activity, outbox: Outbox, patience: float, period: float = 2.0):
+        self._rank, self._activity, self._outbox = rank, activity, outbox
+        self._patience, self._period = patience, period
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="foldray-pulse", daemon=True)
+        self._began = time.monotonic()
+
+    def __enter__(self) -> Pulse:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ends.set()
+        self._thread.join(self._period)
+        self._beat()  # the last one says where the rank was
+        self._outbox.flush(self._period)
+
+    def _run(self) -> None:
+        while not self._ends.wait(self._period):
+            self._beat()
+            if time.monotonic() - self._activity.since > (self._activity.may_take_s or self._patience):
+                self._outbox.flush()
+                os._exit(STALLED)
+
+    def _beat(self) -> None:
+        activity, now = self._activity, time.monotonic()
+        self._outbox.send({
+            "kind": "beat", "rank": self._rank, "doing": str(activity.doing), "waits": activity.waits,
+            "started": dict(activity.started), "still_s": now - activity.since, "trained_s": now - self._began,
+            "waited_s": activity.waited_s,
+        })  # fmt: skip
