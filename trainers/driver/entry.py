@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 from foldray.errors import UserError
@@ -38,7 +39,8 @@ def train(
     trainer = FoldTrainer(recipe, resume=resume, start=start, search=search, console=console)
     failure = None
     try:
-        trainer.fit()
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():  # Ray tells of lost workers on standard output
+            trainer.fit()
     except Exception as error:
         if isinstance(cause := root_cause(error), UserError):
             raise cause from None

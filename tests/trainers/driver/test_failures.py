@@ -1,0 +1,98 @@
+"""Failures, from Ray's exceptions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import ActorDiedError
+from ray.train import ControllerError, WorkerGroupError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
+from ray.train.v2.api.exceptions import PreemptionError
+
+from foldray.errors import UserError
+from tests.trainers.driver.test_watch import WAITS, beat, watch
+from trainers.driver.attempts import Failure
+from trainers.driver.failures import failure_of
+from trainers.driver.watch import Watch
+from trainers.records import Place
+
+LOST = WorkerHealthCheckFailedError("worker died", ActorDiedError())
+CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.3]:47631")
+LATE = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation to complete")
+
+
+@pytest.fixture(autouse=True)
+def nodes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    found = [{"NodeID": f"node{i}", "Alive": True} for i in range(2)]
+    monkeypatch.setattr(ray, "nodes", lambda: found)
+    return found
+
+
+def places() -> dict[int, Place]:
+    seat: Any = {"kind": "place", "actor": "a", "pid": 1, "attention": {}, "moe": {}}
+    return {rank: {**seat, "rank": rank, "node": f"node{rank // 2}", "node_ip": f"10.0.0.{1 + rank // 2}"} for rank in range(4)}
+
+
+def of_workers(watching: Watch | None = None, **failures: Exception) -> Failure:
+    error = WorkerGroupError("text", {int(rank[1:]): failure for rank, failure in failures.items()})
+    return failure_of(error, places(), watching or Watch(), 20.0)
+
+
+def told(failure: Failure) -> tuple[str, str, tuple[int, ...]]:
+    return failure.kind, failure.what, failure.ranks
+
+
+def test_lost_workers() -> None:
+    assert told(of_workers(r1=LOST)) == ("lost", "the process of rank 1 on 10.0.0.1 ended", (1,))
+    assert told(of_workers(r0=CLOSED, r1=LOST, r3=LOST)) == (
+        "lost",
+        "the processes of ranks 1, 3 on 10.0.0.1, 10.0.0.2 ended",
+        (1, 3),
+    )
+    kind, what, ranks = told(of_workers(r0=CLOSED))
+    assert (kind, ranks) == ("lost", (0,))
+    assert what.startswith("connections between ranks broke (RuntimeError: [gloo/")
+
+
+def test_a_lost_node(nodes: list[dict[str, Any]]) -> None:
+    nodes[1]["Alive"] = False
+    assert told(of_workers(r0=CLOSED, r2=LOST)) == ("lost", "node 10.0.0.2 was lost, with ranks 2, 3", (2, 3))
+
+
+def test_an_error_of_a_worker() -> None:
+    """Its peers lose their connections, and come first."""
+    assert told(of_workers(r0=CLOSED, r1=ValueError("bad\ntoken"), r2=LOST)) == ("raised", "ValueError: bad token", (1,))
+    assert told(of_workers(r1=UserError("data.path", "x", "is gone")))[:2] == ("refused", "data.path=x: is gone")
+
+
+def test_ranks_that_wait_too_long() -> None:
+    found = watch(beat(0, "F combine", WAITS), beat(1), ages=(0, 20))
+    assert told(of_workers(found, r0=LATE)) == (
+        "stalled",
+        "rank 1 showed no sign of life for 20 s; rank 0 waits in F combine for all-to-all 7 of tokens",
+        (1,),
+    )
+    still = watch(beat(0, "F combine", WAITS), beat(1, "reads its sequences", still_s=33.0))
+    assert told(of_workers(still, r1=LOST))[::2] == ("stalled", (1,)), "it has ended itself"
+
+
+def test_what_is_not_a_workers_fault() -> None:
+    assert failure_of(ControllerError(WorkerGroupStartupTimeoutError(4)), {}, Watch(), 20).kind == "unplaced"
+    assert failure_of(ControllerError(KeyError("x")), {}, Watch(), 20).what == "Ray Train failed (KeyError: 'x')"
+    assert failure_of(ActorDiedError(), {}, Watch(), 20).kind == "controller"
+    notice = PreemptionError(_notice())
+    assert told(failure_of(notice, places(), Watch(), 20)) == (
+        "preempted",
+        "the cluster takes back the node of ranks 2, 3",
+        (2, 3),
+    )
+    assert failure_of(ValueError("x"), {}, Watch(), 20).kind == "raised"
+
+
+def _notice() -> Any:
+    class Notice:
+        preempted_ranks = (3, 2)
+
+    return Notice()
