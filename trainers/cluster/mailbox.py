@@ -84,9 +84,10 @@ class Outbox:
 class Inbox:
     """The driver's end of the queue: a thread that passes every record to the subscribers, in order.
 
-    Use it as a context manager around the training, and make an `Outbox` from its `queue`. If a subscriber raises an
-    exception, the exception is logged, and the thread and the other subscribers continue. The first such exception is raised
-    at the end of the context, unless another exception is already raised. If the queue's process ends, Ray starts it again.
+    Use it as a context manager around the training, and make an `Outbox` from its `queue`; `ask_to_stop` goes the other way.
+    If a subscriber raises an exception, the exception is logged, and the thread and the other subscribers continue. The first
+    such exception is raised at the end of the context, unless another exception is already raised. If the queue's process
+    ends, Ray starts it again.
 
     Args:
         subscribers: functions that take a record. The thread calls them in this order.
@@ -108,11 +109,13 @@ class Inbox:
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="foldray-inbox", daemon=True)
         self.queue: Queue
+        self.orders: Queue
 
     def __enter__(self) -> Inbox:
         # The queue runs on the driver's node. On another node it would be lost with that node.
         strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        self.queue = Queue(actor_options={"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy})
+        options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy}
+        self.queue, self.orders = Queue(actor_options=options), Queue(actor_options=options)
         self._thread.start()
         return self
 
@@ -121,10 +124,15 @@ class Inbox:
         self._thread.join(self._patience)
         if self._thread.is_alive():
             _log.warning("telemetry: records were still waiting after %.0f s; the last ones are lost", self._patience)
-        with suppress(Exception):  # the queue is lost if Ray has stopped
-            self.queue.shutdown(force=True)
+        for queue in (self.queue, self.orders):
+            with suppress(Exception):  # a queue is lost if Ray has stopped
+                queue.shutdown(force=True)
         if self._failure is not None and error is None:
             raise self._failure
+
+    def ask_to_stop(self) -> None:
+        """Ask the workers to save a checkpoint after their step, and to stop."""
+        self.orders.actor.put_nowait.remote("stop")
 
     def settle(self) -> None:
         """Wait until all records that have arrived in the queue are delivered."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import ray.train
 import torch
+from ray import PlacementGroupID
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from foldray.comm import Groups, nccl
 from foldray.recipe import Recipe
@@ -47,6 +49,13 @@ def scaling(recipe: Recipe) -> ScalingConfig:
 
 def _selector(label: str | None) -> dict[str, str]:
     return dict([label.split("=", 1)]) if label else {}
+
+
+def release(placement_groups: Iterable[str | None]) -> None:
+    """Give the resources of these placement groups back to the cluster, whose ids are in hexadecimal digits."""
+    for name in placement_groups:
+        if name is not None:
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
 
 
 def on_workers(recipe: Recipe, loop: Callable[[dict[str, Any]], Any], name: str, **config: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def train(
     as_json: bool = False,
     search: MakeSearch | None = None,
 ) -> int:
-    """Train and report. Return 0 on success, and 1 if training failed.
+    """Train and report. Return 0 on success, 1 if training failed, and 128 + its number if a signal has stopped it.
 
     Args:
         resume: id of a run to continue.
@@ -61,6 +61,10 @@ def train(
         text = f"training failed after step {summary.steps}: {what}{why}; the traceback is in {file}"
         print(f"foldray: {text}", file=sys.stderr)
         return 1
+    if trainer.run.stopped:
+        again = f"foldray train RECIPE --resume {summary.run_id}"
+        print(f"foldray: stopped after step {summary.steps}; to go on: {again}", file=sys.stderr)
+        return 128 + (trainer.stopped or 0)
     return 0
 
 

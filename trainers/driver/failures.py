@@ -22,6 +22,7 @@ from foldray.urls import told_without
 from trainers.driver.attempts import Failure
 from trainers.driver.watch import Watch, named
 from trainers.records import Place
+from trainers.worker.loop import Preempted
 
 _LOST = (RayActorError, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError)
 _CONNECTION = re.compile(
@@ -46,14 +47,17 @@ def failure_of(error: Exception, places: Mapping[int, Place], watch: Watch, time
     cause = root_cause(error)
     if isinstance(cause, UserError):
         return Failure("refused", str(cause))
+    if isinstance(cause, Preempted):
+        return Failure("preempted", str(cause))
     if isinstance(error, PreemptionError):
         ranks = tuple(sorted(error.preemption_info.preempted_ranks))
         return Failure("preempted", f"the cluster takes back the node of {named(ranks)}", ranks)
     if isinstance(error, ControllerError):
         return _of_controller(error.controller_failure)
     if not isinstance(error, TrainingFailedError):
-        text = f"the process of Ray Train that starts the workers was lost ({one_line(error)})"
-        return Failure("controller", text) if isinstance(error, RayError) else Failure("raised", one_line(cause))
+        if isinstance(error, RayError):
+            return Failure("controller", f"the process of Ray Train that starts the workers was lost ({type(error).__name__})")
+        return Failure("raised", one_line(cause))
     failures = dict(getattr(error, "worker_failures", None) or {})
     return _of_nodes(places) or _of_workers(failures, places, cause, watch, timeout)
 
@@ -71,11 +75,15 @@ def root_cause(error: BaseException) -> BaseException:
 
 def _rank_of_interest(error: BaseException) -> int:
     """Return 0 for a user's mistake, 1 for an error of a worker's own code, 2 for what follows from another worker's end."""
-    return 0 if isinstance(error, UserError) else 2 if isinstance(error, _LOST) or _CONNECTION.search(str(error)) else 1
+    return (
+        0 if isinstance(error, UserError | Preempted) else 2 if isinstance(error, _LOST) or _CONNECTION.search(str(error)) else 1
+    )
 
 
 def _of_controller(error: BaseException) -> Failure:
-    if isinstance(error, WorkerGroupStartupTimeoutError | WorkerGroupStartupFailedError):
+    if isinstance(error, WorkerGroupStartupTimeoutError):
+        return Failure("unplaced", f"the cluster had no room for {error.num_workers} workers, and did not start them in time")
+    if isinstance(error, WorkerGroupStartupFailedError):
         return Failure("unplaced", f"the cluster did not start the workers ({one_line(error)})")
     return Failure("controller", f"Ray Train failed ({one_line(error)})")
 

@@ -137,7 +137,7 @@ class RunFolder:
         self._drawn = time.monotonic()
 
     def close(self, status: str) -> Summary:
-        """Draw the pictures and write the last `run.json`; `status` is finished, failed or killed."""
+        """Draw the pictures and write the last `run.json`; `status` is finished, stopped, failed or killed."""
         self.draw()
         return self._write_run(status)
 

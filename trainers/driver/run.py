@@ -22,6 +22,10 @@ from trainers.records import Record
 class Run:
     """A context around the training. Workers send records to `queue`. At the end of the context, `summary` has the results.
 
+    Attributes:
+        watch: the signs of life of the ranks.
+        stopped: whether the workers have stopped because they were asked to.
+
     Args:
         recipe: the recipe of the training.
         name: the run's id, which is also the name of its folder.
@@ -47,7 +51,7 @@ class Run:
         self.folder = RunFolder(root / name, recipe, bits, length, history, start)
         self.folder.tracked_by(self.tracker.uri, self.tracker.run_id, self.tracker.view_command())
         self.summary: Summary | None = None
-        self.watch = Watch()
+        self.watch, self.stopped = Watch(), False
         last = recipe.training.stop_after or recipe.training.steps
         self._progress = None if console is None else console.progress(name, last)
         self._stack = ExitStack()
@@ -68,6 +72,14 @@ class Run:
         """Wait until all records that the workers have sent are in the history."""
         self._inbox.settle()
 
+    def ask_to_stop(self) -> None:
+        """Ask the workers to save a checkpoint after their step, and to stop."""
+        self._inbox.ask_to_stop()
+
+    @property
+    def orders(self) -> Queue:
+        return self._inbox.orders
+
     @property
     def queue(self) -> Queue:
         return self._inbox.queue
@@ -76,7 +88,8 @@ class Run:
         try:
             self._stack.__exit__(kind, error, trace)
         finally:
-            status: Status = "FINISHED" if error is None else "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
-            self.summary = self.folder.close(status.lower())
+            killed = self.stopped or isinstance(error, KeyboardInterrupt)
+            status: Status = "KILLED" if killed else "FINISHED" if error is None else "FAILED"
+            self.summary = self.folder.close("stopped" if self.stopped else status.lower())
             self.tracker.store(self.folder.artifacts)
             self.tracker.close(status)

@@ -8,9 +8,12 @@ import math
 import secrets
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import ray
+from ray.exceptions import RayError
 from ray.train import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -29,6 +32,7 @@ from trainers.driver.recorder import read_run
 from trainers.driver.report import Console
 from trainers.driver.resuming import Beginning, check_resumable, list_checkpoints
 from trainers.driver.run import Run
+from trainers.driver.stopping import Stopping
 from trainers.folders import Folder
 from trainers.hugging_face.weights import Weights
 from trainers.worker.engines import make_backend
@@ -86,6 +90,8 @@ class FoldTrainer(TorchTrainer):
         self.search = search if opened else None
         self.run: Run | None = None
         self.attempts, self.gave_up = list[Attempt](), GiveUp()
+        self.stopped: int | None = None
+        self._controller: Any = None
         config, own = _run_config(self.recipe, run_config, resume), workers.scaling(self.recipe)
         most = config.failure_config.max_failures
         self._most_failures = None if most < 0 else most
@@ -106,7 +112,8 @@ class FoldTrainer(TorchTrainer):
         """Train to the last step of the recipe, or to `training.stop_after`.
 
         If workers fail, training goes on from the newest undamaged checkpoint. `attempts` has the attempts that failed, and
-        `gave_up` the reason if no other one would have helped.
+        `gave_up` the reason if no other one would have helped. After the first Ctrl-C or SIGTERM, the workers save a checkpoint
+        and stop; `stopped` is the number of the signal.
 
         Raises:
             UserError: the recipe cannot run on this cluster, its data cannot be read, a package is missing, or the checkpoint to
@@ -130,8 +137,27 @@ class FoldTrainer(TorchTrainer):
         self.run = Run(self.recipe, name, self._root, data, self.console, origin)
         with self.run:
             config = {"recipe": self.recipe.model_dump(mode="json"), "data": str(data.folder), "queue": self.run.queue}
+            config["orders"] = self.run.orders
             self.train_loop_config = config | {"search": self.search, "start": start and start.checkpoint}
-            return self._persist(self.run, begin)
+            with Stopping(self._ask_to_stop) as stopping:
+                try:
+                    return self._persist(self.run, begin)
+                finally:
+                    self.stopped = stopping.signal
+
+    def _ask_to_stop(self) -> bool:
+        """Ask the workers to stop after their step. Return whether they train already, and so come to it."""
+        assert self.run is not None
+        if not self.run.watch.beats:
+            return False
+        self.run.ask_to_stop()
+        if self.console is not None:
+            self.console.say("foldray saves a checkpoint after this step, and stops; a second signal stops it at once")
+        return True
+
+    def _register_sigint_handler(self, controller: Any) -> None:
+        """Keep Ray's handle of its controller. Ray would end the training at the first Ctrl-C."""
+        self._controller = controller
 
     def _persist(self, run: Run, begin: Beginning | None) -> Result:
         """Make attempts until one succeeds, or until no other would help."""
@@ -161,13 +187,25 @@ class FoldTrainer(TorchTrainer):
         run.watch.clear()
         try:
             result = super().fit()
+        except KeyboardInterrupt:
+            with suppress(RayError):
+                ray.kill(self._controller)
+            self._release(run)
+            raise
         except Exception as error:
             run.settle()
+            if isinstance(error, RayError):
+                self._release(run)
             return error, failure_of(error, run.folder.history.places, run.watch, self.recipe.cluster.timeout)
         if damaged := result.return_value.get("damaged"):
             found = DamagedCheckpoint(*damaged)
             return found, Failure("damaged", str(found))
+        run.stopped = bool(result.return_value.get("stopped"))
         return result
+
+    def _release(self, run: Run) -> None:
+        """Give back what a lost controller has reserved for its workers. Nobody else would."""
+        workers.release({place.get("placement_group") for place in run.folder.history.places.values()})
 
     def _begin(self) -> Beginning | None:
         """Return the checkpoint to start from; None for a run that starts at step 0."""

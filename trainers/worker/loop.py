@@ -15,6 +15,7 @@ import numpy as np
 import ray
 import ray.train
 import torch
+from ray.train.v2._internal.execution.context import get_train_context as get_internal_train_context
 
 from foldray.blueprint import step_flops
 from foldray.comm import APART, TRAFFIC, Count, Groups, probe
@@ -54,16 +55,20 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(recipe.cluster.cpus_per_worker)
     data, outbox = PackedData.open(config["data"]), Outbox(config["queue"])
     worker = Worker(recipe, data, outbox, config.get("search"), config.get("start"))
-    beats = Outbox(config["queue"], limit=1)
+    beats, orders = Outbox(config["queue"], limit=1), config["orders"] if worker.rank == 0 else None
     try:
-        with Pulse(worker.rank, worker.activity, beats, _LONGER * recipe.cluster.timeout):
-            return worker.run()
+        with Pulse(worker.rank, worker.activity, beats, orders, _LONGER * recipe.cluster.timeout) as pulse:
+            return worker.run(pulse)
     finally:
         worker.outbox.flush()
 
 
+class Preempted(Exception):
+    """The cluster takes nodes back. A checkpoint of the last step is saved."""
+
+
 class Totals(NamedTuple):
-    """Losses and counts of a step, over all ranks and micro-batches."""
+    """Losses and counts of a step, over all ranks and micro-batches, and whether any rank has to end after it."""
 
     language: float
     balance: float
@@ -71,6 +76,8 @@ class Totals(NamedTuple):
     dropped: float
     count_ME: torch.Tensor
     traffic: dict[str, Count]
+    stops: bool
+    preempted: bool
 
 
 class Worker:
@@ -114,27 +121,40 @@ class Worker:
         self.ground = {**ground.settings(recipe), "machines": ground.machines(self.device, _nodes())}
         self.speeds = {"products": self.peak, "link": ground.link_rate(self.groups, self.device)}
 
-    def run(self) -> dict[str, Any]:
-        """Train to the last step of the recipe, and return a summary. Ray returns the summary of rank 0."""
+    def run(self, pulse: Pulse) -> dict[str, Any]:
+        """Train to the last step of the recipe, and return a summary. Ray returns the summary of rank 0.
+
+        Raises:
+            Preempted: the cluster takes a node back.
+        """
         training = self.recipe.training
         first, last = self._restore(), training.stop_after or training.steps
-        loss = math.nan
+        totals, done = None, first
         online = self.online.steps(self.search, self.outbox.send)
         next(online, None)
         for step in range(first, last):
             started = time.perf_counter()
-            loss = self._step(step)
+            totals, done = self._step(step, pulse.stops), step + 1
             with suppress(StopIteration):
                 online.send(time.perf_counter() - started)
-            done, final = step + 1, step + 1 == last
+            final = done == last or totals.stops or totals.preempted
             if final or (training.eval_every and done % training.eval_every == 0):
                 self._validate(done)
             if final or (self.recipe.checkpoint.every and done % self.recipe.checkpoint.every == 0):
-                self._save(done, loss, final)
-        return {"steps": max(first, last), "final_loss": loss, "validation": self.validation}
+                self._save(done, totals.language, final)
+            if totals.preempted and done < last:
+                raise Preempted(f"the cluster takes back a node; step {done} is saved")
+            if totals.stops:
+                break
+        loss = totals.language if totals else math.nan
+        return {"steps": done, "final_loss": loss, "validation": self.validation, "stopped": done < last}
 
-    def _step(self, step: int) -> float:
-        """Run one step, numbered from 0, and return the mean loss over all tokens."""
+    def _step(self, step: int, stops: bool) -> Totals:
+        """Run one step, numbered from 0.
+
+        Args:
+            stops: whether this rank has been asked to stop.
+        """
         started, training = time.perf_counter(), self.recipe.training
         self.groups.traffic.clear()
         self.activity.doing = "reads its sequences"
@@ -142,11 +162,11 @@ class Worker:
         rate = learning_rate(self.recipe.optimizer, step, training.steps)
         self.activity.doing = "updates weights"
         norms = self.guard.update(step + 1, rate)
-        totals = self._totals(losses)
+        totals = self._totals(losses, stops)
         self.engine.model.update_biases(totals.count_ME)
         if self.rank == 0:
             self.outbox.send(self._record(step + 1, totals, rate, norms.total, time.perf_counter() - started))
-        return totals.language
+        return totals
 
     def _train_batch(self, step: int, m: int) -> Batch:
         """Make a step's micro-batch m. It is the same on all ranks of a data-parallel place."""
@@ -272,19 +292,26 @@ class Worker:
         targets = tokens[:, 1:] if len(indices) else torch.full_like(tokens[:, 1:], IGNORED)
         return Batch(tokens[:, :-1], targets, segments)
 
-    def _totals(self, losses: list[Losses]) -> Totals:
+    def _totals(self, losses: list[Losses], stops: bool) -> Totals:
         """Return the means and sums over ranks and micro-batches."""
         by_name, total = self.groups.traffic.by_name(), all_losses(losses, self.groups.control)
         names = {**TRAFFIC, **APART} if self.groups.fold.disjoint else TRAFFIC
         counts = [by_name.get(name, Count()) for name in names]
-        sent = torch.tensor([(count.calls, count.inside_bytes, count.across_bytes) for count in counts], dtype=torch.float64)
-        rows = self.groups.control.all_reduce(sent.to(self.device)).tolist()
+        own = [(count.calls, count.inside_bytes, count.across_bytes) for count in counts] + [(stops, _is_preempted(), 0)]
+        sent = torch.tensor(own, dtype=torch.float64, device=self.device)
+        *rows, (stop, preempted, _) = self.groups.control.all_reduce(sent).tolist()
         traffic = {name: Count(*map(int, row)) for name, row in zip(names, rows, strict=True)}
         language, balance, z = total.means().tolist()
-        return Totals(language, balance, z, float(total.dropped), total.count_ME.cpu(), traffic)
+        dropped, count_ME = float(total.dropped), total.count_ME.cpu()
+        return Totals(language, balance, z, dropped, count_ME, traffic, stop > 0, preempted > 0)
 
     def _all_ranks(self, value: float) -> float:
         return float(self.groups.control.all_reduce(torch.tensor(value, dtype=torch.float64, device=self.device)))
+
+
+def _is_preempted() -> bool:
+    """Whether Ray has told this worker that the cluster takes back a node of the workers."""
+    return get_internal_train_context().preemption_context.preemption_info is not None
 
 
 def _nodes() -> list[int]:
@@ -312,9 +339,10 @@ def _check_node(label: str | None) -> None:
 
 
 def _place(groups: Groups) -> Place:
-    context, coordinate = ray.get_runtime_context(), groups.coordinate
+    context, coordinate, reserved = ray.get_runtime_context(), groups.coordinate, ray.util.get_current_placement_group()
     return {
         "kind": "place", "rank": groups.rank, "actor": context.get_actor_id(), "node": context.get_node_id(),
         "node_ip": ray.util.get_node_ip_address(), "pid": os.getpid(),
         "attention": coordinate.get("attention"), "moe": coordinate.get("moe"),
+        "placement_group": reserved and reserved.id.hex(),
     }  # fmt: skip

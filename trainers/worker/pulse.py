@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from types import TracebackType
+
+from ray.exceptions import RayError
+from ray.util.queue import Queue
 
 from foldray.comm import Activity
 from trainers.cluster.mailbox import Outbox
@@ -22,17 +26,22 @@ class Pulse:
 
     Use it as a context manager around the training.
 
+    Attributes:
+        stops: whether the driver has asked to stop.
+
     Args:
         rank: the number of the rank.
         activity: what the rank is doing.
         outbox: the way to the driver, which nothing else uses.
+        orders: the way back; None has no orders.
         patience: seconds without any change after which the process ends.
         period: seconds between two signs of life.
     """
 
-    def __init__(self, rank: int, activity: Activity, outbox: Outbox, patience: float, period: float = 2.0):
-        self._rank, self._activity, self._outbox = rank, activity, outbox
+    def __init__(self, rank: int, activity: Activity, outbox: Outbox, orders: Queue | None, patience: float, period: float = 2.0):
+        self._rank, self._activity, self._outbox, self._orders = rank, activity, outbox, orders
         self._patience, self._period = patience, period
+        self.stops = False
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="foldray-pulse", daemon=True)
         self._began = time.monotonic()
@@ -50,9 +59,15 @@ class Pulse:
     def _run(self) -> None:
         while not self._ends.wait(self._period):
             self._beat()
+            self._read_orders()
             if time.monotonic() - self._activity.since > (self._activity.may_take_s or self._patience):
                 self._outbox.flush()
                 os._exit(STALLED)
+
+    def _read_orders(self) -> None:
+        if self._orders is not None and not self.stops:
+            with suppress(RayError):
+                self.stops = self._orders.qsize() > 0
 
     def _beat(self) -> None:
         activity, now = self._activity, time.monotonic()

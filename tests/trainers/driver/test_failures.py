@@ -79,7 +79,8 @@ def test_ranks_that_wait_too_long() -> None:
 
 
 def test_what_is_not_a_workers_fault() -> None:
-    assert failure_of(ControllerError(WorkerGroupStartupTimeoutError(4)), {}, Watch(), 20).kind == "unplaced"
+    unplaced = failure_of(ControllerError(WorkerGroupStartupTimeoutError(4)), {}, Watch(), 20)
+    assert told(unplaced)[:2] == ("unplaced", "the cluster had no room for 4 workers, and did not start them in time")
     assert failure_of(ControllerError(KeyError("x")), {}, Watch(), 20).what == "Ray Train failed (KeyError: 'x')"
     assert failure_of(ActorDiedError(), {}, Watch(), 20).kind == "controller"
     notice = PreemptionError(_notice())

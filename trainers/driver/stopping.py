@@ -1,0 +1,43 @@
+"""Ctrl-C and SIGTERM while workers train."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Stopping:
+    """A context in which SIGINT and SIGTERM stop a training in order.
+
+    The first signal asks the workers to save a checkpoint after their step, and to stop. The second one, or the first one if
+    nobody can be asked, raises KeyboardInterrupt. Only the main thread gets signals; in other threads the context does
+    nothing.
+
+    Attributes:
+        signal: the number of the first signal; None if there was none.
+
+    Args:
+        ask: asks the workers. It returns whether they will come to it.
+    """
+
+    def __init__(self, ask: Callable[[], bool]):
+        self._ask = ask
+        self.signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stopping:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        first, self.signal = self.signal is None, self.signal or number
+        if not (first and self._ask()):
+            raise KeyboardInterrupt
