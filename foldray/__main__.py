@@ -1,5 +1,5 @@
 """`python -m foldray`, from an installation or from a checkout."""
 
-from foldray.cli import main
+from foldray.cli import run
 
-raise SystemExit(main())
+raise SystemExit(run())

@@ -73,6 +73,7 @@ def make_parser(version: str = "") -> argparse.ArgumentParser:
     _add_tuning(commands)
     _add_planning(commands)
     _add_inference(commands)
+    _add_status(commands)
     _add_health(commands)
     _add_export(commands)
     _add_import(commands)
@@ -210,6 +211,13 @@ def _add_inference(commands: Any) -> None:
     _add_run(command)
     command.add_argument("files", nargs="+", metavar="FILE", help="UTF-8 text")
     command.add_argument("--seq-len", type=int, metavar="N", help="tokens of a window (default: data.seq_len of the training)")
+
+
+def _add_status(commands: Any) -> None:
+    command = _add(
+        commands, "status", "Show how a run is doing: its step, its last checkpoint, its failures, and what its ranks do."
+    )
+    command.add_argument("run", metavar="RUN", help="folder of a run, which may still train")
 
 
 def _add_health(commands: Any) -> None:

@@ -37,6 +37,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def run() -> int:
+    """Run the command of this process, and return its exit code. A training runs in a process that a parent guards."""
+    if sys.argv[1:2] != ["train"]:
+        return main()
+    from trainers.driver import guardian
+
+    if not guardian.is_guarded():
+        return guardian.guard(sys.argv[1:])
+    guardian.watch_parent()
+    code = 1
+    try:
+        code = main()
+    except SystemExit as end:  # of --help
+        code = int(end.code or 0)
+    finally:
+        guardian.tell(ended=code)
+    return code
+
+
 def train(given: argparse.Namespace) -> int:
     recipe = _recipe(given)
     from trainers.driver.entry import train as run
@@ -255,6 +274,17 @@ def eval_(given: argparse.Namespace) -> int:
     return evaluate(given.run, given.files, given.seq_len, as_json=given.json)
 
 
+def status(given: argparse.Namespace) -> int:
+    from trainers.driver.status import RunStatus
+
+    found = RunStatus.at(given.run)
+    if given.json:
+        _print(found.document())
+    else:
+        _say(found.text())
+    return 0
+
+
 def health(given: argparse.Namespace) -> int:
     from trainers.driver.health import RunHealth
 
@@ -385,7 +415,8 @@ def _say_nothing_more() -> None:
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "train": train, "submit": submit, "verify": verify, "bench": bench, "timeline": timeline, "tune": tune,
     "dashboard": dashboard, "plan": plan, "calibrate": calibrate, "generate": generate,
-    "eval": eval_, "health": health, "export-hf": export_hf, "import-hf": import_hf, "slice": slice_, "explain": explain,
+    "eval": eval_, "status": status, "health": health, "export-hf": export_hf, "import-hf": import_hf, "slice": slice_,
+    "explain": explain,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
         (
             "command=trian",
             "did you mean 'train'?",
-            "legal: train, submit, verify, bench, timeline, tune, dashboard, plan, calibrate, generate, eval, health, export-hf",
+            "legal: train, submit, verify, bench, timeline, tune, dashboard, plan, calibrate, generate, eval, status, health, ",
         ),
     ),
     (
@@ -113,8 +113,8 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
         (
             "command=help",
             "is not known",
-            "legal: train, submit, verify, bench, timeline, tune, dashboard, plan, calibrate, generate, eval, health, export-hf, "
-            "import-hf, slice, explain",
+            "legal: train, submit, verify, bench, timeline, tune, dashboard, plan, calibrate, generate, eval, status, health, "
+            "export-hf, import-hf, slice, explain",
         ),
     ),
     (["--verbose"], ("arguments=--verbose", "required: COMMAND")),
@@ -141,6 +141,8 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
     (["generate", "absent", "--prompt", "x", "--temperature", "hot"], ("--temperature=hot", "must be a number")),
     (["generate", "absent", "--prompt", "x", "--tokens", "1.5"], ("--tokens=1.5", "must be a whole number")),
     (["eval", "absent"], ("arguments=absent", "required: FILE")),
+    (["status"], ("arguments=nothing", "required: RUN")),
+    (["status", "absent"], ("RUN=absent", "has no run.json")),
     (["health"], ("arguments=nothing", "required: RUN")),
     (["health", "absent"], ("RUN=absent", "has no metrics.jsonl")),
 ]

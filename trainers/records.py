@@ -172,6 +172,19 @@ class Beat(TypedDict):
     time: NotRequired[float]
 
 
+class Slow(TypedDict):
+    """Other ranks wait for a rank. The driver sends this record when it sees it, and again when it is over."""
+
+    kind: Literal["slow"]
+    rank: int
+    node_ip: str
+    over_others: float
+    """The rank's share of time without waiting, over the median share of the other ranks; below 1 when it is over."""
+    over_before: float | None
+    """The same over its own share before."""
+    time: NotRequired[float]
+
+
 class Failed(TypedDict):
     """An attempt failed. The driver sends this record."""
 
@@ -190,7 +203,7 @@ class Failed(TypedDict):
     time: NotRequired[float]
 
 
-Record = Failed | Place | Step | Validation | Resumed | Tried | Settled | Listed | Drifted | Saved
+Record = Failed | Slow | Place | Step | Validation | Resumed | Tried | Settled | Listed | Drifted | Saved
 _RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")], config=ConfigDict(strict=True))
 _FINITE = ("loss", "lr", "tokens_per_s", "step_time_s", "bits_per_byte")
 _LONGEST_LINE = 1 << 28
@@ -214,6 +227,8 @@ class History:
         self.drifts: list[Drifted] = []
         self.failures: list[Failed] = []
         """The failed attempts, in order."""
+        self.slow: dict[int, Slow] = {}
+        """Ranks that the others wait for."""
         self.imbalance: dict[int, np.ndarray] = {}
         """By step: the load of the busiest expert over the mean load, for every MoE layer."""
         self.entropy: dict[int, np.ndarray] = {}
@@ -277,6 +292,11 @@ class History:
         elif record["kind"] == "failed":
             self.failures.append(record)
             self.places.clear()  # the next attempt may have fewer ranks
+            self.slow.clear()
+        elif record["kind"] == "slow":
+            self.slow.pop(record["rank"], None)
+            if record["over_others"] > 1:
+                self.slow[record["rank"]] = record
         else:
             self.resumes.append(record["step"])
             self._rewind(record["step"])

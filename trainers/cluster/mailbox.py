@@ -143,16 +143,18 @@ class Inbox:
         """Pass records to the subscribers."""
         with self._delivering:
             for record in records:
-                if record["kind"] == "beat":
-                    if self._beats is not None:
-                        self._beats(record)
-                    continue
-                for subscriber in self._subscribers:
-                    try:
-                        subscriber(record)
-                    except Exception as error:
-                        name = getattr(subscriber, "__qualname__", subscriber)
-                        self._keep(error, f"{name} failed on a {record['kind']} record")
+                if record["kind"] != "beat":
+                    self.tell(record)
+                elif self._beats is not None:
+                    self._beats(record)
+
+    def tell(self, record: Record) -> None:
+        """Pass a record to the subscribers, out of one that takes signs of life."""
+        for subscriber in self._subscribers:
+            try:
+                subscriber(record)
+            except Exception as error:
+                self._keep(error, f"{getattr(subscriber, '__qualname__', subscriber)} failed on a {record['kind']} record")
 
     def _run(self) -> None:
         lost_since: float | None = None

@@ -10,6 +10,7 @@ from pathlib import Path
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from foldray.urls import told_without
+from trainers.driver import guardian
 from trainers.driver.failures import one_line, root_cause
 from trainers.driver.report import Console
 from trainers.driver.trainer import FoldTrainer
@@ -36,7 +37,10 @@ def train(
         UserError: the recipe cannot run here. No file has been written.
     """
     console = Console(as_json)
+    if again := guardian.run_to_resume():
+        resume, start = again, None
     trainer = FoldTrainer(recipe, resume=resume, start=start, search=search, console=console)
+    guardian.tell(run=trainer.folder.name, folder=str(trainer.folder))
     failure = None
     try:
         with redirect_stdout(sys.stderr) if as_json else nullcontext():  # Ray tells of lost workers on standard output

@@ -16,14 +16,16 @@ from typing_extensions import TypedDict  # pydantic requires this one below Pyth
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
+from trainers.driver.watch import Pace
 from trainers.folders import DamagedFile, Folder, read_json
 from trainers.pictures.health import draw_health
 from trainers.pictures.training import draw_expert_load, draw_loss, draw_tried
-from trainers.records import LOAD_WINDOW, History, Record, as_json
+from trainers.records import LOAD_WINDOW, Beat, History, Record, as_json
 
 _BALANCE = (
     "load_max_over_mean", "busiest_layer", "rank_max_over_mean", "load_entropy", "dead_experts", "starved_experts",
 )  # fmt: skip
+RANKS = "ranks.json"
 _PICTURE_PERIOD_S = 30.0  # drawing takes half a second, perhaps on the workers' cores
 _PAGE_PERIOD_S = 300.0  # the page of the experts' health takes one second or two
 
@@ -122,6 +124,20 @@ class RunFolder:
         if record["kind"] == "validation" and time.monotonic() - self._drawn > _PICTURE_PERIOD_S:
             self.draw(page=time.monotonic() - self._page_drawn > _PAGE_PERIOD_S)
 
+    def write_ranks(self, beats: Mapping[int, Beat], paces: Mapping[int, Pace]) -> None:
+        """Write what every rank does into `ranks.json`, which `foldray status` reads."""
+        ranks = [
+            {
+                **beats[rank],
+                "pace": asdict(paces[rank]) if rank in paces else None,
+                "node_ip": place["node_ip"],
+                "pid": place["pid"],
+            }
+            for rank, place in sorted(self.history.places.items())
+            if rank in beats
+        ]
+        _replace(self.path / RANKS, as_json({"time": time.time(), "ranks": ranks}))
+
     def draw(self, page: bool = True) -> None:
         """Draw the pictures for which the run has data, and with `page` also the page of the experts' health."""
         if self.history.steps:
@@ -214,9 +230,7 @@ class RunFolder:
         failures = [{key: failure.get(key) for key in told} for failure in self.history.failures]
         origin = {"started_from": self._start, "resumed_at": self.history.resumes, "failures": failures}
         document = summary.as_dict() | origin | {"workers": workers}
-        draft = self.path / ".run.json"
-        draft.write_text(json.dumps(json.loads(as_json(document)), indent=2) + "\n")
-        draft.replace(self.path / "run.json")
+        _replace(self.path / "run.json", json.dumps(json.loads(as_json(document)), indent=2))
         return summary
 
     def _mend_last_line(self) -> None:
@@ -234,8 +248,11 @@ class _Run(TypedDict, total=False):
     started_from: str | None
 
 
-def read_run(path: Path) -> dict[str, Any] | None:
+def read_run(path: Path, field: str = "resume") -> dict[str, Any] | None:
     """Return the `run.json` of a run folder; None if the file does not exist.
+
+    Args:
+        field: what the user calls the run.
 
     Raises:
         UserError: the file cannot be read.
@@ -245,7 +262,7 @@ def read_run(path: Path) -> dict[str, Any] | None:
     try:
         return dict(read_json(Folder(str(path)), "run.json", TypeAdapter(_Run)))
     except DamagedFile as error:
-        raise UserError("resume", path.name, f"its {error}; repair or delete that file") from None
+        raise UserError(field, path.name, f"its {error}; repair or delete that file") from None
 
 
 def read_history(path: Path, field: str = "resume") -> History:
@@ -271,6 +288,13 @@ def read_history(path: Path, field: str = "resume") -> History:
 def as_yaml(recipe: Recipe) -> str:
     """Return a recipe with all its keys, as YAML that `Recipe.load` reads."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a text file at once, so that its readers find the old text or the new one."""
+    draft = path.with_name(f".{path.name}")
+    draft.write_text(text + "\n")
+    draft.replace(path)
 
 
 def _median(values: Sequence[float | None]) -> float | None:

@@ -114,6 +114,10 @@ class Progress:
         elif record["kind"] == "failed":
             after = f"goes on from step {record['saved']}" if record["goes_on"] else "gives up"
             self._say(f"{self._name}: after step {record['step']}, {record['what']}; foldray {after}")
+        elif record["kind"] == "slow":
+            name, over = f"rank {record['rank']} on {record['node_ip']}", record["over_others"]
+            what = f"the others wait for {name}, which works {over:.1f} × as long" if over > 1 else f"{name} keeps up again"
+            self._say(f"{self._name}: {what}")
         elif record["kind"] == "settled":
             order = f"{record['forward']} forward, {record['backward']} backward"
             self._say(f"{self._name}: order of {record['degree']} pieces: {order}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,11 +13,14 @@ from ray.util.queue import Queue
 from foldray.recipe import Recipe
 from trainers.cluster.mailbox import Inbox
 from trainers.data.packed import PackedData
+from trainers.driver.gauges import Gauges
 from trainers.driver.recorder import RunFolder, Summary, read_history, read_run
 from trainers.driver.report import Console
 from trainers.driver.tracking import Status, Tracker
 from trainers.driver.watch import Watch
-from trainers.records import Record
+from trainers.records import Beat, Record
+
+_LOOK_S = 10.0  # between two looks at what all ranks do
 
 
 class Run:
@@ -55,13 +59,34 @@ class Run:
         last = recipe.training.stop_after or recipe.training.steps
         self._progress = None if console is None else console.progress(name, last)
         self._stack = ExitStack()
+        self._looked = -math.inf
 
     def __enter__(self) -> Run:
-        subscribers = [self.folder.receive, self.tracker.receive]
+        self._gauges = Gauges(self.folder.path.name)
+        subscribers = [self.folder.receive, self.tracker.receive, self._gauges.receive]
         if self._progress is not None:
             subscribers.append(self._stack.enter_context(self._progress).receive)
-        self._inbox = self._stack.enter_context(Inbox(subscribers, self.watch.receive))
+        self._inbox = self._stack.enter_context(Inbox(subscribers, self._beat))
         return self
+
+    def _beat(self, beat: Beat) -> None:
+        """Take a sign of life. From time to time, see which ranks are slow, and write what all ranks do."""
+        self.watch.receive(beat)
+        if time.monotonic() - self._looked < _LOOK_S:
+            return
+        self._looked = time.monotonic()
+        places = self.folder.history.places
+        positions = {rank: (place["attention"] or place["moe"] or {}).get("pp", 0) for rank, place in places.items()}
+        paces = self.watch.paces(positions)
+        for rank, pace in paces.items():
+            self._gauges.waiting(rank, 1.0 - pace.busy)
+            if rank in places and pace.is_slow != (rank in self.folder.history.slow):
+                over = pace.over_others or 0.0
+                self._inbox.tell({
+                    "kind": "slow", "rank": rank, "node_ip": places[rank]["node_ip"], "over_before": pace.over_before,
+                    "over_others": over if pace.is_slow else min(over, 1.0), "time": time.time(),
+                })  # fmt: skip
+        self.folder.write_ranks(self.watch.beats, paces)
 
     def tell(self, record: Record) -> None:
         """Pass a record of the driver itself to the folder, MLflow and the progress line."""

@@ -241,6 +241,11 @@ class FoldTrainer(TorchTrainer):
         return prepare(spec, self.recipe.model.vocab, cache, progress)
 
     @property
+    def folder(self) -> Path:
+        """The run's folder on this machine. It exists once training begins."""
+        return self._root / str(self.run_config.name)
+
+    @property
     def _folder(self) -> Folder:
         """The run's folder, where Ray stores its checkpoints."""
         return Folder(str(self.run_config.storage_path), self.run_config.storage_filesystem) / str(self.run_config.name)

@@ -1,13 +1,17 @@
-"""Who stands still: found from the signs of life of all ranks."""
+"""Who stands still, and who is slow: found from the signs of life of all ranks."""
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from trainers.records import Beat
 
+_RECENT = 15  # signs of life that a rank's pace is measured over
+_SLOW = 1.3  # times as long as the other ranks, or as before
 _QUIET_S = 10.0  # without a sign of life for so much longer than the others, a rank counts as stopped
 
 
@@ -24,26 +28,66 @@ class Standstill:
     what: str
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How much of its time a rank does not wait for others. In a synchronous training, this is its share of work.
+
+    Args:
+        busy: share of the newest time, from 0 to 1.
+        over_others: `busy` over the median of the other ranks of its pipeline position; None without others.
+        over_before: `busy` over the share before, in this attempt; None at its beginning.
+    """
+
+    busy: float
+    over_others: float | None
+    over_before: float | None
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the others wait for this rank: it works longer than they do, or than it did before while they do not."""
+        return (self.over_others or 0.0) > _SLOW
+
+
 class Watch:
-    """Keeps the last sign of life of every rank of an attempt."""
+    """Keeps the newest signs of life of every rank of an attempt."""
 
     def __init__(self) -> None:
         self.beats: dict[int, Beat] = {}
+        self._first: dict[int, Beat] = {}
+        self._recent: dict[int, deque[Beat]] = {}
         self._arrived: dict[int, float] = {}  # on this machine's clock, because those of nodes differ
 
     def receive(self, beat: Beat, now: float | None = None) -> None:
         """Take a sign of life that arrives now, in seconds of `time.monotonic`."""
         self.beats[beat["rank"]] = beat
+        self._first.setdefault(beat["rank"], beat)
+        self._recent.setdefault(beat["rank"], deque(maxlen=_RECENT)).append(beat)
         self._arrived[beat["rank"]] = time.monotonic() if now is None else now
 
     def clear(self) -> None:
         """Forget the ranks of an attempt."""
-        self.beats.clear()
-        self._arrived.clear()
+        for each in (self.beats, self._first, self._recent, self._arrived):
+            each.clear()
 
     def stands(self, patience: float) -> bool:
         """Whether a rank has told that nothing changed for so many seconds."""
         return any(beat["still_s"] > patience for beat in self.beats.values())
+
+    def paces(self, positions: Mapping[int, int] | None = None) -> dict[int, Pace]:
+        """Return the pace of every rank that has shown enough signs of life.
+
+        Args:
+            positions: the pipeline position of every rank, because positions may have different work; None compares all.
+        """
+        busy = {rank: _busy(beats[0], beats[-1]) for rank, beats in self._recent.items() if len(beats) == _RECENT}
+        paces = {}
+        for rank, share in busy.items():
+            place = positions.get(rank) if positions else None
+            others = [each for other, each in busy.items() if other != rank and (not positions or positions.get(other) == place)]
+            typical = statistics.median(others) if others else 0.0
+            before = _busy(self._first[rank], self._recent[rank][0])
+            paces[rank] = Pace(share, share / typical if typical else None, share / before if before else None)
+        return paces
 
     def standstill(self) -> Standstill:
         """Say which ranks the others wait for.
@@ -86,6 +130,12 @@ class Watch:
         rank, beat = next(iter(waits.items()))
         also = f", and {len(waits) - 1} other{'s' if len(waits) > 2 else ''} with it" if len(waits) > 1 else ""
         return f"; rank {rank} waits in {beat['doing']} for {beat['waits'][0]}{also}"
+
+
+def _busy(first: Beat, last: Beat) -> float:
+    """Return the share of the time between two signs of life in which a rank did not wait; 0 without time between them."""
+    trained, waited = last["trained_s"] - first["trained_s"], last["waited_s"] - first["waited_s"]
+    return max(1.0 - waited / trained, 0.0) if trained > 0 else 0.0
 
 
 def named(ranks: tuple[int, ...]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from trainers.driver.watch import Watch
 from trainers.records import Beat
 
@@ -62,3 +64,40 @@ def test_standing_still_is_told_by_the_ranks() -> None:
     assert not found.stands(20)
     found.clear()
     assert not found.stands(0)
+
+
+def paced(shares: Sequence[float], beats: int = 20, before: Sequence[float] | None = None) -> Watch:
+    """Signs of life of ranks that work for these shares of their time, after other shares before."""
+    found, trained, waited = Watch(), [0.0] * len(shares), [0.0] * len(shares)
+    for number in range(3 * beats):
+        now = shares if before is None or number >= 3 * beats - 15 else before
+        for rank, share in enumerate(now):
+            found.receive(beat(rank, trained_s=trained[rank], waited_s=waited[rank]))
+            trained[rank] += 2.0
+            waited[rank] += 2.0 * (1 - share)
+    return found
+
+
+def test_a_slow_rank_works_while_others_wait() -> None:
+    paces = paced([0.5, 0.9, 0.55, 0.5]).paces()
+    assert [rank for rank, pace in paces.items() if pace.is_slow] == [1]
+    assert paces[1].over_others == pytest.approx(1.8)
+    assert paces[1].over_before == pytest.approx(1.0)
+
+
+def test_a_rank_is_compared_with_its_own_past() -> None:
+    paces = paced([0.5, 0.9], before=[0.6, 0.6]).paces()
+    assert paces[1].over_before == pytest.approx(1.5)
+    assert paces[0].over_before == pytest.approx(5 / 6)
+
+
+def test_pipeline_positions_are_compared_apart() -> None:
+    """The last position has the head, and works longer than the first one all the time."""
+    watching = paced([0.5, 0.5, 0.9, 0.9])
+    assert not any(pace.is_slow for pace in watching.paces({0: 0, 1: 0, 2: 1, 3: 1}).values())
+    assert [rank for rank, pace in watching.paces().items() if pace.is_slow] == [2, 3]
+
+
+def test_a_pace_needs_some_signs_of_life() -> None:
+    assert watch(beat(0), beat(1)).paces() == {}
+    assert paced([0.9]).paces()[0].over_others is None

@@ -1,0 +1,100 @@
+"""The parent of a training, with a stand-in for `python -m foldray`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainers.driver import guardian
+
+# Tells its run, writes what it knows into a file, and ends as told in the file "ends": "kill", or an exit code.
+STAND_IN = """
+import json, os, signal, sys, time
+from pathlib import Path
+from trainers.driver import guardian
+guardian.watch_parent()
+at = Path("log").open("a")
+print(json.dumps([sys.argv[1:], guardian.run_to_resume()]), file=at, flush=True)
+ends = Path("ends").read_text().split()
+Path("ends").write_text(" ".join(ends[1:]))
+if ends[0] != "early":
+    guardian.tell(run="r-1", folder=os.getcwd())
+if ends[0] in ("kill", "early"):
+    os.kill(os.getpid(), signal.SIGKILL)
+if ends[0] == "wait":
+    signal.signal(signal.SIGTERM, lambda *_: (print("TERM", file=at, flush=True), guardian.tell(ended=143), os._exit(143)))
+    print("waits", file=at, flush=True)
+    time.sleep(60)
+if ends[0] == "exits":
+    os._exit(1)
+guardian.tell(ended=int(ends[0]))
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "foldray").mkdir()
+    (tmp_path / "foldray" / "__main__.py").write_text(STAND_IN)
+    root = Path(__file__).parents[3]
+    (tmp_path / "foldray" / "__init__.py").write_text(f"__path__.append({str(root / 'foldray')!r})")
+    monkeypatch.setenv("PYTHONPATH", str(root))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def guard(place: Path, ends: str, *run: str) -> tuple[int, list[str]]:
+    (place / "ends").write_text(ends)
+    (place / "run.json").write_text(run[0] if run else "{}")
+    code = guardian.guard(["train", "x.yaml"])
+    return code, (place / "log").read_text().splitlines()
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 130])
+def test_its_exit_code_is_passed_on(place: Path, code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    assert guard(place, str(code)) == (code, ['[["train", "x.yaml"], null]'])
+    assert capfd.readouterr().err == ""
+
+
+def test_a_lost_process_goes_on(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, log = guard(place, "kill exits 0", '{"steps": 7, "checkpoint": "/x/r-1/step_00000005"}')
+    assert (code, log) == (0, ['[["train", "x.yaml"], null]', *['[["train", "x.yaml"], "r-1"]'] * 2])
+    first, second = capfd.readouterr().err.splitlines()
+    assert first == (
+        "foldray: after step 7, the process of the training was lost (SIGKILL): Ray's head or node ended it, or memory ran out; "
+        "run r-1 goes on from its last checkpoint"
+    )
+    assert "lost (exit code 1)" in second
+
+
+def test_it_gives_up_without_progress(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert guard(place, "kill kill kill kill 0")[0] == 1
+    assert capfd.readouterr().err.splitlines()[-1].endswith("4 times; after the cause is gone: foldray train RECIPE --resume r-1")
+
+
+def test_before_the_run_there_is_nothing_to_resume(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert guard(place, "early 0")[0] == 1
+    assert capfd.readouterr().err.rstrip().endswith("memory ran out, before the run began")
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
+def test_signals_and_the_end_of_the_parent_reach_it(place: Path, sign: signal.Signals) -> None:
+    (place / "ends").write_text("wait")
+    code = "import sys; from trainers.driver import guardian; sys.exit(guardian.guard(['train']))"
+    parent = subprocess.Popen([sys.executable, "-P", "-c", code])
+    wait_for(place / "log", "waits")
+    os.kill(parent.pid, sign)
+    wait_for(place / "log", "TERM")
+    assert parent.wait(20) == (143 if sign == signal.SIGTERM else -9)
+
+
+def wait_for(path: Path, text: str) -> None:
+    deadline = time.monotonic() + 60
+    while not (path.exists() and text in path.read_text()):
+        assert time.monotonic() < deadline, f"no {text}"
+        time.sleep(0.05)

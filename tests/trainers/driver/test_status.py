@@ -1,0 +1,105 @@
+"""`foldray status`: what a run's folder tells, while it trains and afterwards."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foldray import Recipe
+from foldray.cli import main
+from tests.trainers.driver.test_watch import WAITS, beat
+from tests.trainers.records import place, saved, step, validation
+from trainers.driver.recorder import RANKS, RunFolder
+from trainers.driver.watch import Watch
+from trainers.records import Failed, Record
+
+RECIPE = Recipe.parse({"name": "r", "model": {"preset": "tiny"}, "cluster": {"workers": 2}, "training": {"steps": 100}})
+
+
+def write(folder: Path, *records: Record, status: str | None = None, beats: bool = True) -> Path:
+    run = RunFolder(folder / "r-1", RECIPE, {})
+    now = time.time()
+    for age, record in zip(range(len(records), 0, -1), records, strict=True):
+        run.receive({**record, "time": now - age})  # type: ignore[typeddict-item]
+    if beats:
+        watch = Watch()
+        for number in range(20):
+            watch.receive(beat(0, "F combine", WAITS, trained_s=2.0 * number, waited_s=1.0 * number))
+            watch.receive(beat(1, trained_s=2.0 * number, waited_s=0.2 * number))
+        run.write_ranks(watch.beats, watch.paces())
+    if status:
+        run._write_run(status)
+    return run.path
+
+
+FAILED = Failed(
+    kind="failed",
+    step=3,
+    failure="lost",
+    what="the process of rank 1 on 10.0.0.1 ended",
+    ranks=[1],
+    goes_on=True,
+    saved=2,
+    reason="",
+)
+RECORDS: list[Any] = [
+    place(0), place(1), step(1), step(2), saved(2), validation(2), step(3), FAILED, place(0), place(1), step(3), step(4),
+]  # fmt: skip
+
+
+def test_a_run_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path, *RECORDS)
+    assert main(["status", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"last checkpoint: step 2, \d+ s ago", lines.pop(3))
+    assert lines[:5] == [
+        "r-1: is training",
+        "step 4 of 100, loss 2.0000, 0.1 s a step, 12,345 tokens/s, 10 s left",
+        "validation: 3.000 bits per byte",
+        "failed after step 3: the process of rank 1 on 10.0.0.1 ended; foldray went on from step 2",
+        "",
+    ]
+    rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
+    assert rows[0][:6] == ["0", "10.0.0.1", "50%", "0.56", "1.00", "F"]
+    assert rows[1] == ["1", "10.0.0.1", "90%", "1.80", "1.00", "F", "attention", "nothing"]
+
+
+def test_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path, *RECORDS, status="finished")
+    assert main(["status", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["run"], found["status"], found["step"], found["steps"], found["val_bpb"]) == ("r-1", "finished", 4, 100, 3.0)
+    assert found["checkpoint"]["step"] == 2
+    assert [failure["ranks"] for failure in found["failures"]] == [[1]]
+    assert [(each["rank"], each["waits"]) for each in found["ranks"]] == [(0, WAITS), (1, [])]
+
+
+def test_a_run_that_has_gone_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, now = write(tmp_path, *RECORDS), time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3700)
+    assert main(["status", str(run)]) == 0
+    assert capsys.readouterr().out.startswith("r-1: should be training, but is silent; the last news is 1 h 1 min old\n")
+
+
+def test_a_run_that_has_just_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path, beats=False)
+    assert main(["status", str(run)]) == 0
+    assert capsys.readouterr().out == "r-1: is training\nstep 0 of 100\nno checkpoint yet\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "text"), [(RANKS, "[]"), (RANKS, '{"time": "now"}'), ("run.json", "{"), ("metrics.jsonl", "3\n")]
+)
+def test_damaged_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, text: str) -> None:
+    run = write(tmp_path, *RECORDS)
+    (run / file).write_text(text)
+    assert main(["status", str(run)]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("foldray: RUN=")
+    assert f"its {file} cannot be read" in line
+    assert line.count("\n") == 1

@@ -1,0 +1,124 @@
+"""Starts `foldray train` in a process of its own, and again if that process is lost.
+
+If the head or the node of a Ray cluster is lost, Ray ends the processes that have joined it, with traces of its own and
+without an exception. The kernel ends processes if memory runs out. So a parent waits for the training, tells what has
+happened, and lets the run go on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from trainers.driver.attempts import Attempt, Failure, GoOn, decide
+
+_FILE, _RESUME, _LIFE = "FOLDRAY_GUARD_FILE", "FOLDRAY_GUARD_RESUME", "FOLDRAY_GUARD_LIFE"
+_MOST = 3  # lost processes without a new checkpoint between them
+
+
+def is_guarded() -> bool:
+    """Whether this process has a parent that guards it."""
+    return _FILE in os.environ
+
+
+def run_to_resume() -> str | None:
+    """Return the id of the run that the parent wants to go on; None for the one of the command."""
+    return os.environ.get(_RESUME)
+
+
+def tell(**facts: Any) -> None:
+    """Tell the parent something, if there is one: `run` and `folder` of the run, and `ended`, the exit code, at the end."""
+    if path := os.environ.get(_FILE):
+        with Path(path).open("a") as file:
+            file.write(json.dumps(facts) + "\n")
+
+
+def watch_parent() -> None:
+    """Send this process SIGTERM when its parent is gone."""
+    if life := os.environ.get(_LIFE):
+        threading.Thread(target=_wait_for_end, args=(int(life),), daemon=True).start()
+
+
+def _wait_for_end(life: int) -> None:
+    with suppress(OSError):
+        os.read(life, 1)  # returns when the other end is closed
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def guard(arguments: Sequence[str]) -> int:
+    """Run `foldray ARGUMENTS` in another process until it ends by itself, and return its exit code."""
+    attempts: list[Attempt] = []
+    resume: str | None = None
+    while True:
+        with tempfile.TemporaryDirectory(prefix="foldray-guard-") as place:
+            code, facts = _run(arguments, Path(place, "facts"), resume)
+        if "ended" in facts:
+            return int(facts["ended"])
+        what = f"the process of the training was lost ({_ended(code)}): Ray's head or node ended it, or memory ran out"
+        if "run" not in facts:
+            print(f"foldray: {what}, before the run began", file=sys.stderr)
+            return 1
+        reached, saved = _progress(Path(facts["folder"]))
+        attempts.append(Attempt(reached, saved, Failure("lost", what)))
+        if not isinstance(decide(attempts, _MOST), GoOn):
+            again = f"foldray train RECIPE --resume {facts['run']}"
+            print(f"foldray: {what}, {len(attempts)} times; after the cause is gone: {again}", file=sys.stderr)
+            return 1
+        resume = str(facts["run"])
+        print(f"foldray: after step {reached}, {what}; run {resume} goes on from its last checkpoint", file=sys.stderr)
+
+
+def _run(arguments: Sequence[str], file: Path, resume: str | None) -> tuple[int, dict[str, Any]]:
+    """Run the command once. Return how its process ended, and what it has told."""
+    ours, theirs = os.pipe()
+    env = {**os.environ, _FILE: str(file), _LIFE: str(ours), **({_RESUME: resume} if resume else {})}
+    command = [sys.executable, "-m", "foldray", *arguments]
+    # In a process group of its own, it gets a Ctrl-C from its parent alone.
+    with subprocess.Popen(command, env=env, pass_fds=[ours], process_group=0) as process:
+        os.close(ours)
+        with _forwarding(process):
+            code = process.wait()
+    os.close(theirs)
+    return code, _facts(file)
+
+
+def _facts(file: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    for line in file.read_text().splitlines() if file.exists() else ():
+        facts |= json.loads(line)
+    return facts
+
+
+@contextmanager
+def _forwarding(process: subprocess.Popen) -> Iterator[None]:
+    """Pass SIGINT and SIGTERM on to a process."""
+    before: Mapping[int, Any] = {
+        number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ended(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _progress(run: Path) -> tuple[int, int]:
+    """Return the last step of a run and that of its last checkpoint, by its `run.json`; 0 if they are not known."""
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        found = json.loads((run / "run.json").read_text())
+        name = Path(found.get("checkpoint") or "").name
+        return int(found.get("steps") or 0), int(name.removeprefix("step_") or 0)
+    return 0, 0
