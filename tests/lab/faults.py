@@ -1,35 +1,65 @@
-"""Trainings on this machine that are hurt on purpose: what is told, how long it takes, and what is lost."""
+"""Trainings on this machine that are hurt on purpose: what is told, how long it takes, and what is lost.
+
+`FAULTS` is the table of faults. `hurt` runs a training, does one of them at a moment, and returns what came of it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import yaml
 
-STEPS, EVERY = 60, 10
+Moment = Literal["start", "step", "saving"]
+MOMENTS: tuple[Moment, ...] = ("start", "step", "saving")
+STEPS, EVERY, TIMEOUT = 40, 10, 20
 RECIPE: dict[str, Any] = {
     "name": "hurt",
     "model": {
         "layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn_hidden": 256, "experts": 8, "topk": 2,
-        "expert_hidden": 768, "vocab": 264,
+        "expert_hidden": 768, "vocab": 264, "ffn": "hurting:ACTIVATION",
     },
     "data": {"source": "text", "seq_len": 64, "validation": {"fraction": 0.3}},
     "fold": {"ep": 2},
-    "training": {"steps": STEPS, "global_batch": 8, "micro_batch": 2, "eval_sequences": 8, "eval_every": 30},
+    "training": {"steps": STEPS, "global_batch": 8, "micro_batch": 2, "eval_sequences": 8, "eval_every": STEPS},
     "checkpoint": {"every": EVERY},
-    "cluster": {"workers": 2, "timeout": 20},
+    "cluster": {"workers": 2, "timeout": TIMEOUT},
 }  # fmt: skip
+
+# An activation that computes silu, or hurts rank 1 if the file "nan", "zero" or "raise" exists.
+HURTING = """
+import os
+from pathlib import Path
+import torch
+from foldray.activations import Activation
+
+def act(x):
+    y = torch.nn.functional.silu(x)
+    place = Path(os.environ["HURT"])
+    if (place / "nan").exists():
+        return y * float("nan")
+    if (place / "zero").exists():
+        return y * 0
+    if (place / "raise").exists() and torch.distributed.get_rank() == 1:
+        raise ValueError("a fault of the user's own")
+    return y
+
+ACTIVATION = Activation("hurting", False, "hurting:act")
+"""
 
 
 @dataclass
@@ -49,7 +79,8 @@ class Hurt:
     def __enter__(self) -> Hurt:
         prepare(self.folder)
         command = [sys.executable, "-m", "foldray", "train", "recipe.yaml", "--json", *self.changes]
-        quick = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5", "TMPDIR": str(self.folder / "tmp"), "PYTHONPATH": os.getcwd()}
+        quick = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5", "TMPDIR": str(self.folder / "tmp")}
+        quick |= {"PYTHONPATH": f"{os.getcwd()}{os.pathsep}{self.folder}", "HURT": str(self.folder)}
         self._out, self._err = (self.folder / "out").open("w+"), (self.folder / "err").open("w+")
         self.process = subprocess.Popen(
             command, cwd=self.folder, env={**os.environ, **quick, **self.env}, stdout=self._out, stderr=self._err,
@@ -57,6 +88,7 @@ class Hurt:
         )  # fmt: skip
         self.began = time.monotonic()
         self.family: set[int] = set()
+        self.kept: list[Any] = []
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -105,7 +137,7 @@ class Hurt:
         if moment == "start":
             return len(self.document.get("workers", ())) == RECIPE["cluster"]["workers"]
         if not self.records_seen:
-            self.records_seen = self.last_step > EVERY + 2
+            self.records_seen = self.last_step > EVERY + 2  # the first checkpoint is written by then
             return self.records_seen and moment == "step"
         return any((self.folder / "tmp").glob("foldray-checkpoint-*/*.distcp"))
 
@@ -113,8 +145,29 @@ class Hurt:
     def last_step(self) -> int:
         return max((record["step"] for record in self.records("step")), default=0)
 
-    def pid_of_rank(self, rank: int) -> int:
-        return self.document["workers"][rank]["pid"]
+    def kill_rank(self, *ranks: int, sign: signal.Signals = signal.SIGKILL) -> None:
+        for rank in ranks:
+            os.kill(self.document["workers"][rank]["pid"], sign)
+
+    def kill(self, name: str, sign: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to the processes whose name has this part."""
+        found = [process for each, process in self.look().items() if name in each]
+        if not found:
+            raise LookupError(f"no {name} among {sorted(self.look())}")
+        for process in found:
+            os.kill(process.pid, sign)
+
+    @property
+    def newest(self) -> Path:
+        """The folder of the newest checkpoint that Ray lists."""
+        assert self.run is not None
+        listed = json.loads((self.run / "checkpoint_manager_snapshot.json").read_text())["latest_checkpoint_result"]
+        return self.run / listed["checkpoint_dir_name"]
+
+    @property
+    def driver(self) -> int:
+        """The process that has joined Ray, below the one that was started."""
+        return next(child.pid for child in psutil.Process(self.process.pid).children() if "foldray" in " ".join(child.cmdline()))
 
     def finish(self, patience: float = 240.0) -> int | None:
         """Wait for the end, and return the exit code; None if the training hangs."""
@@ -147,6 +200,7 @@ def prepare(folder: Path) -> None:
     """Write the recipe and the text of a training."""
     for name in ("texts", "storage", "tmp"):
         (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / "hurting.py").write_text(HURTING)
     for i in range(4):
         (folder / "texts" / f"{i}.txt").write_text("".join(f"{i} times {j} is {i * j}. " for j in range(4000)))
     recipe = {**RECIPE, "data": {**RECIPE["data"], "path": str(folder / "texts" / "*.txt")}}
@@ -172,3 +226,227 @@ def _is_whole(line: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong.
+
+    Args:
+        name: for people.
+        happen: makes it happen.
+        told: pattern of what foldray has to tell, in `run.json` or on standard error; None if it needs not be told.
+        goes_on: whether training has to reach its end, with the loss of an undisturbed one.
+        code: the exit code, if it does not.
+        mend: what happens after foldray has told of it; None for nothing.
+        moments: the moments at which it can happen.
+        small: whether temporary files, or the storage, are on a small disk.
+    """
+
+    name: str
+    happen: Callable[[Hurt], object]
+    told: str | None
+    goes_on: bool = True
+    code: int = 1
+    mend: Callable[[Hurt], object] | None = None
+    moments: Sequence[Moment] = MOMENTS
+    small: Literal["tmp", "storage"] | None = None
+
+
+def _flag(name: str) -> Callable[[Hurt], object]:
+    return lambda hurt: (hurt.folder / name).touch()
+
+
+def _unflag(name: str) -> Callable[[Hurt], object]:
+    return lambda hurt: (hurt.folder / name).unlink()
+
+
+def _damaged(damage: Callable[[Hurt], object]) -> Callable[[Hurt], object]:
+    """Damage the newest checkpoint, then kill a worker, so that training needs it."""
+
+    def happen(hurt: Hurt) -> None:
+        damage(hurt)
+        hurt.kill_rank(1)
+
+    return happen
+
+
+def _truncate(hurt: Hurt) -> None:
+    file = next(hurt.newest.glob("*.distcp"))
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def _flip(hurt: Hurt) -> None:
+    file = next(hurt.newest.glob("*.distcp"))
+    with file.open("r+b") as opened:
+        opened.seek(file.stat().st_size // 2)
+        byte = opened.read(1)[0]
+        opened.seek(-1, os.SEEK_CUR)
+        opened.write(bytes([byte ^ 1]))
+
+
+def _fill(name: str) -> Callable[[Hurt], object]:
+    def happen(hurt: Hurt) -> None:
+        with suppress(OSError), (hurt.folder / name / "filled").open("wb") as file:
+            while True:
+                file.write(bytes(1 << 16))
+                file.flush()
+
+    return happen
+
+
+def _lock(hurt: Hurt) -> None:
+    database = sqlite3.connect(hurt.folder / "storage" / "mlflow.db", timeout=60)
+    database.execute("BEGIN EXCLUSIVE")
+    hurt.kept.append(database)
+
+
+_LOST = r"the process of rank 1 on \S+ ended|connections between ranks broke"
+_GONE = r"the process of the training was lost"
+FAULTS: Mapping[str, Fault] = {
+    fault.name: fault
+    for fault in (
+        Fault("a worker is killed", lambda hurt: hurt.kill_rank(1), _LOST),
+        Fault("rank 0 is killed", lambda hurt: hurt.kill_rank(0), r"rank 0 on \S+ ended|connections between ranks broke"),
+        Fault("both workers are killed", lambda hurt: hurt.kill_rank(0, 1), r"ranks? [01].* ended|connections"),
+        Fault("a worker stands still", lambda hurt: hurt.kill_rank(1, sign=signal.SIGSTOP), r"rank 1 showed no sign of life"),
+        Fault("Ray Train's controller is killed", lambda hurt: hurt.kill("TrainController"), r"process of Ray Train .* was lost"),
+        Fault("the queue of records is killed", lambda hurt: hurt.kill("_QueueActor"), None),
+        Fault("the driver is killed", lambda hurt: os.kill(hurt.driver, signal.SIGKILL), _GONE),
+        Fault("Ray's node process is killed", lambda hurt: hurt.kill("raylet"), _GONE),
+        Fault("Ray's head process is killed", lambda hurt: hurt.kill("gcs_server"), _GONE),
+        Fault("Ctrl-C", lambda hurt: hurt.process.send_signal(signal.SIGINT), r"stopped after step|interrupted", False, 130),
+        Fault("SIGTERM", lambda hurt: hurt.process.send_signal(signal.SIGTERM), r"stopped after step|interrupted", False, 143),
+        Fault("the checkpoint is truncated", _damaged(_truncate), r"is damaged: \S+ has \d+ bytes", moments=("step", "saving")),
+        Fault("a bit of the checkpoint flips", _damaged(_flip), r"is damaged: .* other bytes", moments=("step", "saving")),
+        Fault(
+            "the checkpoint is deleted",
+            _damaged(lambda hurt: shutil.rmtree(hurt.newest)),
+            r"is damaged: its folder does not exist|its checkpoint_manager_snapshot",
+            moments=("step", "saving"),
+        ),
+        Fault(
+            "Ray's list of checkpoints is cut off",
+            _damaged(lambda hurt: (hurt.newest.parent / "checkpoint_manager_snapshot.json").write_text("{")),
+            r"checkpoint_manager_snapshot\.json cannot be read|" + _LOST,
+            moments=("step", "saving"),
+        ),
+        Fault("the temporary disk is full", _fill("tmp"), r"No space left on device", False, small="tmp"),
+        Fault(
+            "the temporary disk is full for a while",
+            _fill("tmp"),
+            r"No space left on device",
+            mend=_unflag("tmp/filled"),
+            small="tmp",
+        ),
+        Fault("the disk of checkpoints is full", _fill("storage"), r"No space left on device", False, small="storage"),
+        Fault("a gradient is no number", _flag("nan"), r"gradient norm of \S+ weights is nan", False),
+        Fault("a gradient is no number once", _flag("nan"), r"gradient norm of \S+ weights is nan", mend=_unflag("nan")),
+        Fault("a gradient is zero", _flag("zero"), r"gradient norm of \S+ weights is 0", False),
+        Fault("an error of the user's code", _flag("raise"), r"ValueError: a fault of the user's own", False),
+        Fault("MLflow's database is locked", _lock, r"mlflow|MLflow"),
+        Fault("MLflow's database is deleted", lambda hurt: (hurt.folder / "storage" / "mlflow.db").unlink(), r"mlflow|MLflow"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a fault.
+
+    Args:
+        told: what foldray told first; empty for nothing.
+        seconds: from the fault to the first new step, or to the end of a training that does not go on.
+        lost: steps that ran again.
+        code: the exit code; None for a training that hung.
+        loss: the final loss.
+        left: processes that were left over.
+        wrong: what is not as it has to be, in words.
+    """
+
+    told: str
+    seconds: float
+    lost: int
+    code: int | None
+    loss: float | None
+    left: Sequence[str]
+    wrong: Sequence[str]
+
+
+def hurt(fault: Fault, moment: Moment, loss: float | None) -> Outcome:
+    """Run a training, and let a fault happen.
+
+    Args:
+        loss: the final loss of an undisturbed training; None if it is not known.
+    """
+    with _place(fault.small) as folder, Hurt(folder) as training:
+        training.wait_for(moment)
+        before, began = training.last_step, time.monotonic()
+        fault.happen(training)
+        told, seconds = _watch(training, fault, began)
+        code = training.finish()
+        training.kept.clear()
+        steps = [record["step"] for record in training.records("step")]
+        lost = len(steps) - len(set(steps))
+        document, left = training.document, training.left()
+        found = document.get("final_loss")
+        if not told:
+            told = _told(training, fault)
+    wrong = []
+    if code is None:
+        wrong.append("it hung")
+    if code != (0 if fault.goes_on else fault.code):
+        wrong.append(f"exit code {code}")
+    if fault.told and not told:
+        wrong.append("it was not told")
+    if fault.goes_on and found != loss and loss is not None:
+        wrong.append(f"final loss {found}")
+    if lost > max(EVERY, before % EVERY) * (2 if "checkpoint" in fault.name else 1) + 1:
+        wrong.append(f"{lost} steps lost")
+    if left:
+        wrong.append(f"left over: {', '.join(left)}")
+    return Outcome(told, seconds, lost, code, found, left, wrong)
+
+
+def _watch(training: Hurt, fault: Fault, began: float, patience: float = 240.0) -> tuple[str, float]:
+    """Wait until the fault is told and training has gone on, or has ended. Mend the fault when it is told."""
+    told, mended, known = "", fault.mend is None, len(training.records("step"))
+    while time.monotonic() - began < patience and training.process.poll() is None:
+        told = told or _told(training, fault)
+        if told and not mended and fault.mend is not None:
+            fault.mend(training)
+            mended, known = True, len(training.records("step"))
+        if (told or fault.told is None) and fault.goes_on and len(training.records("step")) > known + 1:
+            break
+        time.sleep(0.1)
+    return told, time.monotonic() - began
+
+
+def _told(training: Hurt, fault: Fault) -> str:
+    """Return the line in which foldray has told of a fault."""
+    failures = [str(failure["what"]) for failure in training.document.get("failures", ())]
+    lines = [*failures, *training.errors.splitlines()]
+    return next((line for line in lines if fault.told and re.search(fault.told, line)), "")
+
+
+@contextmanager
+def _place(small: str | None) -> Iterator[Path]:
+    """Make a folder for a training. A small disk holds three checkpoints of it."""
+    folder = Path(tempfile.mkdtemp(prefix="hurt-", dir="/tmp"))
+    try:
+        if small:
+            (folder / small).mkdir()
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160m", "tmpfs", str(folder / small)], check=True)
+        yield folder
+    finally:
+        if small:
+            subprocess.run(["umount", "-l", str(folder / small)], check=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def undisturbed() -> float:
+    """Return the final loss of a training that nothing hurts."""
+    with _place(None) as folder, Hurt(folder) as training:
+        if training.finish() != 0:
+            raise RuntimeError(f"the undisturbed training failed: {training.errors[-2000:]}")
+        return float(training.document["final_loss"])

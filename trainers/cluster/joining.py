@@ -43,7 +43,7 @@ def connect(recipe: Recipe, crowded: bool = False) -> None:
 
     Raises:
         UserError: no cluster answers at the address, or the cluster refuses the token, or the model is too large for this
-            machine.
+            machine, or Ray does not start on it.
     """
     for key, value in _QUIET.items():
         os.environ.setdefault(key, value)
@@ -54,7 +54,11 @@ def connect(recipe: Recipe, crowded: bool = False) -> None:
     if address is None and not in_job() and "RAY_ADDRESS" not in os.environ:
         _check_memory(recipe, get_system_memory(), "this machine")
         cpus = max(os.cpu_count() or 1, recipe.cluster.workers * recipe.cluster.cpus_per_worker) if crowded else None
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=_OBJECT_STORE, **quiet)
+        try:
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=_OBJECT_STORE, **quiet)
+        except Exception as error:  # Ray raises plain exceptions if its processes do not start in time
+            reason = " ".join(str(error).split())[:160]
+            raise UserError("cluster.address", None, f"Ray does not start on this machine ({reason})") from None
         return
     named = address or os.environ.get("RAY_ADDRESS", "auto")
     try:

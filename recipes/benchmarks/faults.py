@@ -1,0 +1,60 @@
+"""Hurts trainings on this machine in every way of `tests/lab/faults.py`, and prints what came of it.
+
+    python recipes/benchmarks/faults.py --json faults.jsonl
+
+A training of 40 steps with a checkpoint every 10 steps is hurt while its workers start, in mid-run, or while a checkpoint is
+written. The table has what foldray told, the seconds from the fault to the first new step (or to the end), the steps that ran
+again, and what is not as it has to be. It needs root for faults of full disks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.lab.faults import FAULTS, MOMENTS, Outcome, hurt, undisturbed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="PATTERN", help="hurt only in ways whose name matches")
+    parser.add_argument("--moment", choices=MOMENTS, action="append", help="only at this moment; may be given again")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append every outcome to this file, a line each")
+    given = parser.parse_args()
+    moments, console = given.moment or MOMENTS, Console()
+    loss = undisturbed()
+    console.print(f"undisturbed: final loss {loss!r}")
+    found: dict[tuple[str, str], Outcome] = {}
+    for fault in FAULTS.values():
+        for moment in (each for each in fault.moments if each in moments and re.search(given.only, fault.name)):
+            outcome = found[fault.name, moment] = hurt(fault, moment, loss)
+            console.print(f"{fault.name}, {moment}: {'; '.join(outcome.wrong) or 'as it has to be'} ({outcome.seconds:.0f} s)")
+            if given.json:
+                with given.json.open("a") as file:
+                    file.write(json.dumps({"fault": fault.name, "moment": moment, **asdict(outcome)}) + "\n")
+    console.print(table(found))
+    return int(any(outcome.wrong for outcome in found.values()))
+
+
+def table(found: dict[tuple[str, str], Outcome]) -> Table:
+    """Return a table with a row for every fault and moment."""
+    drawn = Table(box=None, pad_edge=False)
+    for name in ("fault", "moment", "told", "seconds", "steps lost", "code", "wrong"):
+        drawn.add_column(name, justify="right" if name in ("seconds", "steps lost", "code") else "left")
+    for (fault, moment), outcome in found.items():
+        figures = f"{outcome.seconds:.1f}", str(outcome.lost), str(outcome.code)
+        drawn.add_row(fault, moment, outcome.told or "–", *figures, "; ".join(outcome.wrong) or "nothing")
+    return drawn
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
