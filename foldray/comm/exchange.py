@@ -89,7 +89,7 @@ def _scatter_v(x_NH: Tensor, communicator: Communicator, rows: Sequence[int]) ->
 
 def _gather_s(x_BSH: Tensor, communicator: Communicator) -> Tensor:
     pieces_RBSH = communicator.all_gather(x_BSH).view(communicator.size, *x_BSH.shape)
-    return pieces_RBSH.movedim(0, 1).reshape(x_BSH.shape[0], -1, *x_BSH.shape[2:])
+    return pieces_RBSH.movedim(0, 1).flatten(1, 2)
 
 
 def _scatter_s(x_BSH: Tensor, communicator: Communicator) -> Tensor:

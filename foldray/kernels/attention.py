@@ -133,9 +133,9 @@ def _attend_plain_backward(
     dout_BNSD: Tensor, q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, out_BNSD: Tensor, lse_BNS: Tensor, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = k_BGTD.shape[1]
-    q_BGRSD, dout_BGRSD, out_BGRSD = (_wide(x).unflatten(1, (groups, -1)) for x in (q_BNSD, dout_BNSD, out_BNSD))
+    q_BGRSD, dout_BGRSD, out_BGRSD = (_by_group(_wide(x), groups) for x in (q_BNSD, dout_BNSD, out_BNSD))
     k_BG1TD, v_BG1TD = _wide(k_BGTD).unsqueeze(2), _wide(v_BGTD).unsqueeze(2)
-    lse_BGRS1 = _finite(lse_BNS).unflatten(1, (groups, -1)).unsqueeze(-1)
+    lse_BGRS1 = _by_group(_finite(lse_BNS), groups).unsqueeze(-1)
     p_BGRST = (_scores(q_BNSD, k_BGTD, mask) - lse_BGRS1).exp()
     delta_BGRS1 = (dout_BGRSD * out_BGRSD).sum(-1, keepdim=True)
     dscore_BGRST = p_BGRST * (dout_BGRSD @ v_BG1TD.mT - delta_BGRS1) * q_BNSD.shape[-1] ** -0.5
@@ -144,9 +144,14 @@ def _attend_plain_backward(
     return (dscore_BGRST @ k_BG1TD).flatten(1, 2), dk_BGTD, dv_BGTD
 
 
+def _by_group(x_BNX: Tensor, groups: int) -> Tensor:
+    """Return heads by the key/value head that they share: [B, N, …] → [B, G, N / G, …]. There may be no sequence."""
+    return x_BNX.unflatten(1, (groups, x_BNX.shape[1] // groups))
+
+
 def _scores(q_BNSD: Tensor, k_BGTD: Tensor, mask: Mask) -> Tensor:
     """Compute scaled products [B, G, N / G, S, T], with −inf where a query does not see a key."""
-    q_BGRSD = _wide(q_BNSD).unflatten(1, (k_BGTD.shape[1], -1))
+    q_BGRSD = _by_group(_wide(q_BNSD), k_BGTD.shape[1])
     score_BGRST = q_BGRSD @ _wide(k_BGTD).unsqueeze(2).mT * q_BNSD.shape[-1] ** -0.5
     if mask is None:
         return score_BGRST

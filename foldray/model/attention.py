@@ -123,7 +123,7 @@ class Attention(nn.Module, ABC):
 
     def summed(self, shares: torch.Tensor) -> torch.Tensor:
         """Return the gradient of this rank's keys and values: [cp · B, G, S, D + V] → [B, G, S, D + V]."""
-        return shares.unflatten(0, (self.ring.size, -1)).sum(0)
+        return shares.unflatten(0, (self.ring.size, len(shares) // self.ring.size)).sum(0)
 
     @abstractmethod
     def _make(self, model: ModelSpec) -> None:

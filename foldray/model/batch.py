@@ -6,6 +6,7 @@ Legend: B sequences, L positions of a whole sequence, M MoE blocks, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -36,15 +37,10 @@ class Batch(NamedTuple):
         return cls(none_BL, none_BL)
 
     def cut(self, parts: int) -> list[Batch]:
-        """Cut the sequences into `parts` equal parts.
-
-        Raises:
-            ValueError: `parts` does not divide the number of sequences.
-        """
+        """Cut the sequences into `parts` parts. Their sizes differ by at most one, and may be 0."""
         size, rest = divmod(len(self.token_BL), parts)
-        if rest:
-            raise ValueError(f"{len(self.token_BL)} sequences cannot be cut into {parts} equal parts")
-        ranges = [slice(part * size, (part + 1) * size) for part in range(parts)]
+        starts = [part * size + min(part, rest) for part in range(parts + 1)]
+        ranges = [slice(*pair) for pair in pairwise(starts)]
         documents = self.segment_BL
         return [Batch(self.token_BL[at], self.target_BL[at], None if documents is None else documents[at]) for at in ranges]
 

@@ -39,7 +39,7 @@ class HeadAttention(Attention):
         if self.qkv_bias is not None:
             product_BSW = product_BSW + self.qkv_bias
         q_BSND, k_BSGD, v_BSGV = (
-            part.unflatten(-1, (-1, width))
+            part.unflatten(-1, (part.shape[-1] // width, width))
             for part, width in zip(
                 product_BSW.split((share.queries, share.keys, share.values), dim=-1),
                 (share.key_dim, share.key_dim, share.value_dim),
@@ -88,9 +88,9 @@ class LatentAttention(Attention):
         assert share.rope
         query_BSR, latent_BSR, turning_BSR = self._narrow(x_BsH, share.rope.dim)
         turn = place.rotation(share.rope, latent_BSR.dtype)
-        q_BSND = product(query_BSR, self.query, self.later).unflatten(-1, (share.heads, -1))
+        q_BSND = _by_head(product(query_BSR, self.query, self.later), share.heads)
         q_BSND = torch.cat((q_BSND[..., : share.still], rotate(q_BSND[..., share.still :], turn)), dim=-1)
-        made_BSNW = product(latent_BSR, self.key_value, self.later).unflatten(-1, (share.heads, -1))
+        made_BSNW = _by_head(product(latent_BSR, self.key_value, self.later), share.heads)
         k_BSND, v_BSNV = made_BSNW.split((share.still, share.value_dim), dim=-1)
         turned_BSNR = rotate(turning_BSR.unsqueeze(2), turn).expand(-1, -1, share.heads, -1)
         k_BSND = torch.cat((k_BSND, turned_BSNR), dim=-1)
@@ -117,3 +117,8 @@ class LatentAttention(Attention):
         names |= {"query_norm": "norm.query", "key_value_norm": "norm.key_value"}
         whole: Parts = {own: [(name, ())] for own, name in names.items()}
         return {"down": columns(self.share.downs), **whole}
+
+
+def _by_head(x_BSW: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return columns by head: [B, S, N · D] → [B, S, N, D]. There may be no sequence."""
+    return x_BSW.unflatten(-1, (heads, x_BSW.shape[-1] // heads))

@@ -67,6 +67,6 @@ def rotate(x_BSND: torch.Tensor, turn: Rotation) -> torch.Tensor:
         return fused.rotate(x_BSND, turn.cos_SR, turn.sin_SR)
     cos_S1R, sin_S1R = turn.cos_SR.unsqueeze(1), turn.sin_SR.unsqueeze(1)
     wide_BSND = x_BSND.to(cos_S1R.dtype)
-    a, b = wide_BSND.unflatten(-1, (-1, 2)).unbind(-1) if turn.interleaved else wide_BSND.chunk(2, dim=-1)
+    a, b = wide_BSND.unflatten(-1, (wide_BSND.shape[-1] // 2, 2)).unbind(-1) if turn.interleaved else wide_BSND.chunk(2, dim=-1)
     turned = a * cos_S1R - b * sin_S1R, b * cos_S1R + a * sin_S1R
     return (torch.stack(turned, dim=-1).flatten(-2) if turn.interleaved else torch.cat(turned, dim=-1)).to(x_BSND.dtype)

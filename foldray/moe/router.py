@@ -82,12 +82,12 @@ class Router(nn.Module):
         if self.logit_bias is not None:
             logits_TE = logits_TE + self.logit_bias
         expert_TK, weight_TK = self.gate(logits_TE, self.bias)
-        length = x_TH.shape[0] // sequences if length is None else length
+        length = x_TH.shape[0] // max(sequences, 1) if length is None else length
         keep_TK, limit, competed_BE = self._keep(expert_TK, weight_TK.detach(), sequences, length, before)
         count_BE = _count(expert_TK, sequences, experts)
         tally = Tally(
             count_BE,
-            score_BE=scores(logits_TE, self.spec).view(sequences, -1, experts).sum(1),
+            score_BE=_by_sequence(scores(logits_TE, self.spec), sequences).sum(1),
             z=logits_TE.logsumexp(-1).square().sum(),
             dropped=count_BE.new_zeros(()) if keep_TK is None else (~keep_TK).sum(),
             competed_BE=competed_BE,
@@ -97,7 +97,7 @@ class Router(nn.Module):
     def whole(self, x_TH: torch.Tensor, sequences: int) -> tuple[Routing, Balance]:
         """Route a micro-batch in one piece. The balance carries gradients."""
         routing = self(x_TH, sequences)
-        return routing, routing.tally.balance(self.sequences, x_TH.shape[0] // sequences)
+        return routing, routing.tally.balance(self.sequences, x_TH.shape[0] // max(sequences, 1))
 
     def _keep(
         self, expert_TK: torch.Tensor, score_TK: torch.Tensor, sequences: int, length: int, before: Tally | None
@@ -106,14 +106,13 @@ class Router(nn.Module):
         factor, experts, drop = self.spec.capacity_factor, self.model.experts, self.spec.drop
         if factor is None:
             return None, None, None
-        own = expert_TK.shape[0] // sequences
         shared = self.spec.drop_scope == "sequence" and self.sequences.ranks > 1
         ranks = self.sequences.ranks if shared else 1
         # "probability" chooses within a piece. "position" chooses within all pieces, and needs the counts of earlier pieces.
-        tokens = (own if drop == "probability" else length) * ranks
+        tokens = (expert_TK.shape[0] // max(sequences, 1) if drop == "probability" else length) * ranks
         limit = capacity(tokens, expert_TK.shape[1], experts, factor)
         if shared:
-            expert_BLK, score_BLK = (self.sequences.whole(x.view(sequences, own, -1)) for x in (expert_TK, score_TK))
+            expert_BLK, score_BLK = (self.sequences.whole(_by_sequence(x, sequences)) for x in (expert_TK, score_TK))
             expert_TK, score_TK = expert_BLK.flatten(0, 1), score_BLK.flatten(0, 1)
         competed_BE = None if drop == "probability" else _count(expert_TK, sequences, experts)
         before_BE = None if before is None else before.competed_BE
@@ -157,7 +156,7 @@ class TopKGate:
         spec = self.spec
         if spec.groups == 1:
             return score_TE
-        grouped_TGE = score_TE.unflatten(-1, (spec.groups, -1))
+        grouped_TGE = score_TE.unflatten(-1, (spec.groups, score_TE.shape[-1] // spec.groups))
         deciding = min(2 if spec.score == "sigmoid" else 1, grouped_TGE.shape[-1])
         best_TG = grouped_TGE.topk(deciding, dim=-1).values.sum(-1).topk(spec.topk_groups, dim=-1).indices
         out_TG = torch.ones_like(grouped_TGE[..., 0], dtype=torch.bool).scatter_(-1, best_TG, False)
@@ -172,9 +171,14 @@ def scores(logits_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
     return score_TE / score_TE.sum(-1, keepdim=True).clamp_min(1e-20)
 
 
+def _by_sequence(x_TX: torch.Tensor, sequences: int) -> torch.Tensor:
+    """Return the rows of tokens by sequence: [T, X] → [B, T / B, X]. There may be no sequence."""
+    return x_TX.unflatten(0, (sequences, x_TX.shape[0] // max(sequences, 1)))
+
+
 def _count(expert_TK: torch.Tensor, sequences: int, experts: int) -> torch.Tensor:
     """Count assignments per sequence and expert: int64 [B, E]."""
-    chosen_BN = expert_TK.view(sequences, -1)
+    chosen_BN = _by_sequence(expert_TK, sequences).flatten(1)
     return chosen_BN.new_zeros(sequences, experts).scatter_add_(1, chosen_BN, torch.ones_like(chosen_BN))
 
 

@@ -172,7 +172,7 @@ def _check_slices(recipe: Description, slicing: Slicing) -> None:
 def _check_batch(recipe: Description) -> None:
     training, dp = recipe.training, recipe.placed_fold.dp
     unit, batch = dp * training.micro_batch, training.global_batch
-    if batch % unit:
+    if batch % unit and (recipe.cluster.min_workers is None or recipe.model.router.pad):
         rule = f"must be a multiple of dp × micro_batch = {dp} × {training.micro_batch}"
         raise UserError("training.global_batch", batch, rule, multiples_near(batch, unit))
     if training.stop_after is not None and training.stop_after > training.steps:

@@ -130,8 +130,9 @@ class Description(Strict):
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per optimizer step on every data-parallel place."""
-        return self.training.global_batch // (self.placed_fold.dp * self.training.micro_batch)
+        """Micro-batches per optimizer step on every data-parallel place. With uneven shares, the last one has fewer sequences,
+        or none, on some places."""
+        return -(-self.training.global_batch // (self.placed_fold.dp * self.training.micro_batch))
 
     def at_degree(self, degree: int) -> Self:
         """Return the same recipe with this degree, and no other degree to try.

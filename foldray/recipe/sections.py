@@ -307,6 +307,13 @@ class ClusterSpec(Strict):
         description="Folder or URI for runs and checkpoints, which every node must see. Null is `./runs`, or `~/foldray/runs` "
         "in a Ray job.",
     )
+    min_workers: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_WORKERS,
+        description="Fewest workers that training goes on with after it has lost some. It then takes the best legal fold for the "
+        "workers that are left, and all of them again when the cluster has room. Null waits for all workers.",
+    )
     max_failures: int = Field(
         3,
         ge=0,

@@ -105,9 +105,6 @@ class Execution:
 
         Returns:
             This rank's contributions to the losses, one for each part of a micro-batch (`ordering.batch_degree`).
-
-        Raises:
-            ValueError: a micro-batch cannot be cut into `ordering.batch_degree` parts.
         """
         together = self.ordering.batch_degree
         run = _Run(self, [part for batch in batches for part in batch.cut(together)], training=True)
