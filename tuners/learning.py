@@ -13,8 +13,9 @@ from foldray.errors import UserError
 from foldray.planner.candidate import Candidate
 from foldray.planner.hardware import Hardware, constants
 from foldray.planner.placing import predicted_seconds
+from foldray.recipe.refold import as_candidate
 from tuners.outcome import Outcome
-from tuners.space import apply_setting, as_candidate
+from tuners.space import apply_setting
 
 _KNOBS = ("gemm", "attention", "exchange", "inter", "intra", "memory")
 _MOST_WRONG = 4.0  # a constant is corrected by at most this factor

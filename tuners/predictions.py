@@ -15,7 +15,8 @@ from foldray.planner.memory import ledger
 from foldray.planner.placing import apart_seconds
 from foldray.planner.prediction import Step
 from foldray.planner.whole import whole_seconds
-from tuners.space import Settings, apply_setting, as_candidate
+from foldray.recipe.refold import as_candidate
+from tuners.space import Settings, apply_setting
 
 _MOST_SIMULATED = 500  # rows; for a larger table the planner simulates parts of steps, which is faster and less exact
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from foldray.errors import UserError
 from foldray.fold import divisors
-from foldray.planner.candidate import DTYPES, Candidate, Job
 from foldray.recipe import Recipe
 from foldray.recipe.bounds import MOST_SETTINGS
 from foldray.schedule import AF_PIPE, SEARCHED, SEQUENTIAL, overlap_kind
@@ -139,13 +138,6 @@ class Settings(Table[Setting]):
         if not self.rows:
             raise UserError("tune.space", "as given", f"has no legal setting for {recipe.cluster.workers} workers and this model")
         self.default = Setting.of(recipe)
-
-
-def as_candidate(recipe: Recipe) -> Candidate:
-    """Convert a recipe to a candidate, whose step the planner can predict."""
-    job = Job(recipe.model, recipe.data.seq_len, recipe.training.global_batch, DTYPES[recipe.precision])
-    schedule, training = recipe.schedule, recipe.training
-    return Candidate(job, recipe.placed_fold, recipe.ordering, training.micro_batch, schedule.virtual_stages, recipe.engine.zero)
 
 
 def _legal_settings(recipe: Recipe) -> Iterator[Setting]:

@@ -119,7 +119,7 @@ class Router(nn.Module):
         keep_TK = keep_within(limit, expert_TK, score_TK, sequences, experts, drop, before_BE)
         if shared:
             keep_TK = self.sequences.own(keep_TK.view_as(expert_BLK)).flatten(0, 1)
-        return keep_TK, min(limit, own) * sequences, competed_BE
+        return keep_TK, min(limit, expert_TK.shape[0] // max(sequences, 1)) * sequences, competed_BE
 
     @torch.no_grad()
     def update_bias(self, count_E: torch.Tensor) -> None:

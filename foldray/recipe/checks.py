@@ -21,6 +21,7 @@ def check_all(recipe: Description) -> None:
     checks = (
         _check_size,
         _check_placement,
+        _check_workers,
         _check_fold,
         _check_batch,
         _check_schedule,
@@ -70,6 +71,17 @@ def _check_placement(recipe: Description) -> None:
         raise UserError("moe.backend", recipe.moe.backend, rule, ["torch", "deepspeed"])
     if recipe.model.router.pad:
         raise UserError("model.router.pad", "true", "experts with workers of their own get no padding", ["false"])
+
+
+def _check_workers(recipe: Description) -> None:
+    least, workers = recipe.cluster.min_workers, recipe.cluster.workers
+    if least is None:
+        return
+    if least > workers:
+        raise UserError("cluster.min_workers", least, f"must be at most cluster.workers={workers}", [f"1 to {workers}"])
+    if recipe.placement is not None:
+        rule = "works for workers that have both attention and experts; with placement, training waits for all workers"
+        raise UserError("cluster.min_workers", least, rule, ["null"])
 
 
 def _check_fold(recipe: Description) -> None:

@@ -34,9 +34,9 @@ from foldray.planner.device import Device  # noqa: E402
 from foldray.planner.hardware import Hardware, load_hardware  # noqa: E402
 from foldray.planner.whole import whole_seconds  # noqa: E402
 from foldray.recipe import Recipe  # noqa: E402
+from foldray.recipe.refold import as_candidate  # noqa: E402
 from foldray.runtime.peak import processor  # noqa: E402
 from foldray.schedule import LaneSeconds, Op  # noqa: E402
-from tuners.space import as_candidate  # noqa: E402
 
 RECIPE = "recipes/quickstart.yaml"
 SCHEDULES = ("sequential", "moe_only:4", "aaam:4", "one_a_one_m:2", "one_a_one_m:4", "one_a_one_m:8", "stream:4")

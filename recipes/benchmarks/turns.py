@@ -26,6 +26,7 @@ from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
 from foldray.planner.whole import pass_seconds, simulate_step
 from foldray.recipe import Recipe
+from foldray.recipe.refold import as_candidate
 from foldray.runtime import Trace
 from foldray.runtime.peak import processor
 from foldray.schedule import Op, Span, StepGraph
@@ -35,7 +36,6 @@ from trainers.measure.meter import Meter
 from trainers.measure.speeds import measured
 from trainers.pictures.timeline import draw_timelines
 from trainers.worker.engines import make_engine
-from tuners.space import as_candidate
 
 WARM_UP = 3  # rounds. The last two are timed where times are needed: training finds a list twice
 

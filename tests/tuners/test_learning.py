@@ -13,10 +13,11 @@ from foldray.errors import UserError
 from foldray.planner.hardware import Hardware, load_hardware
 from foldray.planner.prediction import predict
 from foldray.recipe import Recipe
+from foldray.recipe.refold import as_candidate
 from tuners.learning import write_corrected_hardware
 from tuners.outcome import Outcome
 from tuners.record import TrialRecord, read_trial
-from tuners.space import Settings, apply_setting, as_candidate
+from tuners.space import Settings, apply_setting
 
 RECIPE = Recipe.parse({
     "model": {"preset": "tiny", "layers": 4, "hidden": 1024, "heads": 8, "kv_heads": 8, "head_dim": 128, "expert_hidden": 4096},

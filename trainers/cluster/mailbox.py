@@ -134,6 +134,11 @@ class Inbox:
         """Ask the workers to save a checkpoint after their step, and to stop."""
         self.orders.actor.put_nowait.remote("stop")
 
+    def forget_orders(self) -> None:
+        """Take back orders that the workers before have followed."""
+        with suppress(Exception):  # an empty queue, or one that Ray starts again
+            self.orders.get_nowait_batch(self.orders.qsize())
+
     def settle(self) -> None:
         """Wait until all records that have arrived in the queue are delivered."""
         self._idle.clear()

@@ -39,7 +39,7 @@ def scaling(recipe: Recipe) -> ScalingConfig:
     spec = recipe.cluster
     resources = {"CPU": spec.cpus_per_worker, **({"GPU": 1} if spec.gpu else {})}
     return ScalingConfig(
-        num_workers=spec.workers,
+        num_workers=spec.workers if spec.min_workers is None else (spec.min_workers, spec.workers),
         use_gpu=spec.gpu,
         resources_per_worker=resources,
         placement_strategy=spec.placement,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +12,7 @@ from types import TracebackType
 from ray.util.queue import Queue
 
 from foldray.recipe import Recipe
+from trainers.cluster.elastic import larger_world
 from trainers.cluster.mailbox import Inbox
 from trainers.data.packed import PackedData
 from trainers.driver.gauges import Gauges
@@ -20,6 +22,7 @@ from trainers.driver.tracking import Status, Tracker
 from trainers.driver.watch import Watch
 from trainers.records import Beat, Record
 
+_SURE = 2  # looks at a cluster that has room
 _LOOK_S = 10.0  # between two looks at what all ranks do
 
 
@@ -29,6 +32,7 @@ class Run:
     Attributes:
         watch: the signs of life of the ranks.
         stopped: whether the workers have stopped because they were asked to.
+        grows: whether they were asked to because the cluster has room for more of them.
 
     Args:
         recipe: the recipe of the training.
@@ -37,13 +41,21 @@ class Run:
         data: data for the baselines.
         console: shows the progress; None shows nothing.
         start: the checkpoint that the run starts from; None for a run without one.
+        worlds: numbers of workers that training may take.
 
     Raises:
         UserError: a file of the earlier run cannot be read, or the tracking server does not answer or refuses a request.
     """
 
     def __init__(
-        self, recipe: Recipe, name: str, root: Path, data: PackedData, console: Console | None, start: str | None = None
+        self,
+        recipe: Recipe,
+        name: str,
+        root: Path,
+        data: PackedData,
+        console: Console | None,
+        start: str | None = None,
+        worlds: Sequence[int] = (),
     ):
         held_back = min(len(data.validation), recipe.training.eval_sequences or len(data.validation))
         baselines = data.baselines(held_back)
@@ -55,7 +67,8 @@ class Run:
         self.folder = RunFolder(root / name, recipe, bits, length, history, start)
         self.folder.tracked_by(self.tracker.uri, self.tracker.run_id, self.tracker.view_command())
         self.summary: Summary | None = None
-        self.watch, self.stopped = Watch(), False
+        self.watch, self.stopped, self.grows = Watch(), False, False
+        self._recipe, self._worlds, self._sees_room = recipe, worlds, 0
         last = recipe.training.stop_after or recipe.training.steps
         self._progress = None if console is None else console.progress(name, last)
         self._stack = ExitStack()
@@ -87,6 +100,21 @@ class Run:
                     "over_others": over if pace.is_slow else min(over, 1.0), "time": time.time(),
                 })  # fmt: skip
         self.folder.write_ranks(self.watch.beats, paces)
+        if len(self._worlds) > 1 and not self.grows:
+            self._grow(len(places))
+
+    def _grow(self, workers: int) -> None:
+        """Ask the workers to stop, so that more of them start, once the cluster has had room for more several times."""
+        self._sees_room = self._sees_room + 1 if larger_world(self._recipe, self._worlds, workers) else 0
+        if self._sees_room >= _SURE and self.watch.beats:
+            self.grows = True
+            self.ask_to_stop()
+
+    def begin(self) -> None:
+        """Forget the ranks of the attempt before."""
+        self.watch.clear()
+        self._inbox.forget_orders()
+        self.grows, self.stopped, self._sees_room = False, False, 0
 
     def tell(self, record: Record) -> None:
         """Pass a record of the driver itself to the folder, MLflow and the progress line."""

@@ -19,9 +19,11 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from foldray.errors import MissingPackage, UserError
 from foldray.recipe import Recipe
+from foldray.recipe.refold import worlds
 from foldray.schedule import AF_PIPE
 from trainers.checkpoints.tensors import DamagedCheckpoint
 from trainers.cluster import joining, workers
+from trainers.cluster.elastic import LegalWorlds
 from trainers.cluster.run_storage import storage_folder
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
@@ -61,6 +63,9 @@ class FoldTrainer(TorchTrainer):
         console: shows the progress; None shows nothing.
         **ray_arguments: other arguments of `TorchTrainer`.
 
+    Attributes:
+        worlds: the recipe for every number of workers that training may go on with (`cluster.min_workers`).
+
     Raises:
         UserError: the recipe does not fit the scaling configuration, the recipe needs a search but `search` is None, the run
             to resume does not exist, or both `resume` and `start` are set.
@@ -80,6 +85,7 @@ class FoldTrainer(TorchTrainer):
         **ray_arguments: Any,
     ):
         self.recipe = recipe if scaling_config is None else _scaled(recipe, scaling_config)
+        self.worlds = worlds(self.recipe)
         if resume is not None and start is not None:
             raise UserError("from", start, f"starts a new run, but resume={resume} continues an old one; give only one")
         self.console, self.resume, self.start = console, resume, None if start is None else str(start)
@@ -128,15 +134,16 @@ class FoldTrainer(TorchTrainer):
             Weights.at(self.recipe.training.weights, "training.weights").check(self.recipe.model)
         check_reachable(self.recipe)  # before the data are prepared, which may take hours
         joining.connect(self.recipe)
-        joining.check_room(self.recipe)
+        joining.check_room(self.worlds[min(self.worlds)])
         data = self._prepare()
         if begin and stored:
             check_resumable(begin, stored, self.recipe, data)
         start = begin.folder if begin and begin.field == "from" else None
         name, origin = str(self.run_config.name), None if start is None else start.name
-        self.run = Run(self.recipe, name, self._root, data, self.console, origin)
+        self.run = Run(self.recipe, name, self._root, data, self.console, origin, tuple(self.worlds))
         with self.run:
-            config = {"recipe": self.recipe.model_dump(mode="json"), "data": str(data.folder), "queue": self.run.queue}
+            recipes = {world: recipe.model_dump(mode="json") for world, recipe in self.worlds.items()}
+            config = {"recipes": recipes, "data": str(data.folder), "queue": self.run.queue}
             config["orders"] = self.run.orders
             self.train_loop_config = config | {"search": self.search, "start": start and start.checkpoint}
             with Stopping(self._ask_to_stop) as stopping:
@@ -167,6 +174,9 @@ class FoldTrainer(TorchTrainer):
                 list_checkpoints(self._folder, begin)
             outcome = self._attempt(run)
             if isinstance(outcome, Result):
+                if run.stopped and run.grows:
+                    begin = Beginning.newest(self._folder, damaged)
+                    continue
                 return outcome
             error, failure = outcome
             begin = self._after(error, begin, damaged)
@@ -184,7 +194,7 @@ class FoldTrainer(TorchTrainer):
 
     def _attempt(self, run: Run) -> Result | tuple[Exception, Failure]:
         """Start the workers, and return Ray's result or what made them fail."""
-        run.watch.clear()
+        run.begin()
         try:
             result = super().fit()
         except KeyboardInterrupt:
@@ -202,6 +212,12 @@ class FoldTrainer(TorchTrainer):
             return found, Failure("damaged", str(found))
         run.stopped = bool(result.return_value.get("stopped"))
         return result
+
+    def _initialize_and_run_controller(self, **arguments: Any) -> Result:
+        """Let Ray's elastic scaling take legal numbers of workers alone."""
+        if self.recipe.cluster.min_workers is not None:
+            arguments["scaling_policy"] = LegalWorlds(self.scaling_config, tuple(self.worlds))
+        return super()._initialize_and_run_controller(**arguments)
 
     def _release(self, run: Run) -> None:
         """Give back what a lost controller has reserved for its workers. Nobody else would."""

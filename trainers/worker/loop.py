@@ -45,13 +45,13 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
     """Run the training loop; Ray calls this on every worker.
 
     Args:
-        config: the recipe as a dictionary, the folder of packed data, the queue for records, and optionally a search and the
-            checkpoint to start from.
+        config: the recipes by number of workers, as dictionaries, the folder of packed data, the queues for records and
+            orders, and optionally a search and the checkpoint to start from.
 
     Raises:
         DamagedCheckpoint: (on all ranks) the checkpoint cannot be read.
     """
-    recipe = Recipe.parse(config["recipe"])
+    recipe = Recipe.parse(config["recipes"][ray.train.get_context().get_world_size()])
     torch.set_num_threads(recipe.cluster.cpus_per_worker)
     data, outbox = PackedData.open(config["data"]), Outbox(config["queue"])
     worker = Worker(recipe, data, outbox, config.get("search"), config.get("start"))
