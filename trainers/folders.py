@@ -107,6 +107,12 @@ class Folder:
         with self._stream(name) as stream:
             return stream.read(size)
 
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file, and create the folder if needed."""
+        self.filesystem.create_dir(self.path, recursive=True)
+        with self.filesystem.open_output_stream(self._at(name)) as stream:
+            stream.write(content)
+
     def sha256(self, name: str) -> str:
         """Return the SHA-256 of a file's content."""
         left, digest = self.size(name), hashlib.sha256()

@@ -21,7 +21,7 @@ from trainers.data.baselines import PAIRS, SMOOTHING, fit
 from trainers.data.encode import deal, encode_all, token_dtype
 from trainers.data.packed import FORMAT, PackedData, is_intact
 from trainers.data.shards import SplitWriter
-from trainers.data.sources import SourceFile, check_field, cut, python_version, split_files
+from trainers.data.sources import STORED, SourceFile, check_field, cut, python_version, split_files
 from trainers.data.tokenizers import Tokenizer, load_tokenizer
 
 Progress = Callable[[int, int, str], None]
@@ -69,6 +69,8 @@ def _inputs(data: DataSpec, tokenizer: Tokenizer, train: list[SourceFile], valid
     """Return all inputs that the packed data depends on."""
 
     def listed(file: SourceFile) -> list[Any]:
+        if STORED.search(file.path):
+            return [file.name]
         # A new installation of the same Python version changes the times of its library's files, but not their text.
         return [file.name, file.size] if file.kind == "stdlib" else [file.path, file.size, file.mtime_ns]
 

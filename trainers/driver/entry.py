@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-import textwrap
-import traceback
 from pathlib import Path
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from foldray.urls import told_without
+from trainers.driver.failures import reason, root_cause, tracebacks
 from trainers.driver.report import Console
 from trainers.driver.trainer import FoldTrainer
 from trainers.records import as_json as to_json
@@ -54,28 +52,15 @@ def train(
     else:
         console.close(summary, trainer.run.tracker.view_url)
     if failure is not None:
-        cause, file = root_cause(failure), _write_traceback(failure, Path(summary.run_dir))
-        reason = textwrap.shorten(told_without(f"{type(cause).__name__}: {cause}"), 600, placeholder=" …")
-        print(f"foldray: training failed after step {summary.steps}: {reason}; the traceback is in {file}", file=sys.stderr)
+        file = _write_traceback(failure, Path(summary.run_dir))
+        told = f"training failed after step {summary.steps}: {reason(failure)}; the traceback is in {file}"
+        print(f"foldray: {told}", file=sys.stderr)
         return 1
     return 0
 
 
 def _write_traceback(failure: Exception, folder: Path) -> Path:
-    """Write the tracebacks of the driver and of every failed worker into a file, and return its path."""
-    workers = {f"rank {rank}": error for rank, error in getattr(failure, "worker_failures", {}).items()}
-    texts = [f"{where}\n{''.join(traceback.format_exception(error))}" for where, error in {**workers, "driver": failure}.items()]
+    """Write the tracebacks of a failure into a file, and return its path."""
     file = folder / "error.txt"
-    file.write_text(told_without("\n".join(texts)))
+    file.write_text(tracebacks(failure))
     return file
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """Return the exception of a worker inside Ray's exceptions. A UserError wins over the other workers' exceptions."""
-    if isinstance(error, UserError):
-        return error
-    failures = list((getattr(error, "worker_failures", None) or {}).values())
-    if failures:
-        return root_cause(next((failure for failure in failures if isinstance(failure, UserError)), failures[0]))
-    inner = getattr(error, "cause", None) or error.__cause__
-    return root_cause(inner) if isinstance(inner, BaseException) else error

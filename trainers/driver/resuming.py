@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pyarrow
-from pyarrow.fs import LocalFileSystem
+from pyarrow.fs import FileSystem, LocalFileSystem
 from pydantic import Field, TypeAdapter
 
 from foldray.blueprint import parameter_table
@@ -66,15 +66,15 @@ class Beginning:
     folder: Folder
 
     @classmethod
-    def at(cls, path: str) -> Beginning:
-        """Return the checkpoint in a folder, by the folder's path or URI.
+    def at(cls, path: str, filesystem: FileSystem | None = None) -> Beginning:
+        """Return the checkpoint in a folder, by the folder's path or URI, or by its path in a filesystem.
 
         Raises:
             UserError: the storage of the URI cannot be reached.
         """
         try:
-            named = path if "://" in path else str(Path(path).expanduser().absolute())
-            return cls("from", path, Folder(named))
+            named = path if filesystem or "://" in path else str(Path(path).expanduser().absolute())
+            return cls("from", path, Folder(named, filesystem))
         except (*_UNREACHED, RuntimeError) as error:
             raise UserError("from", path, f"is not a storage that can be reached ({error})") from None
 

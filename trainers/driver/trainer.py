@@ -4,35 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import secrets
-import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from ray.train import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
+from pyarrow.fs import FileSystem
+from ray.train import Checkpoint, Result, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from foldray.errors import MissingPackage, UserError
 from foldray.recipe import Recipe
 from foldray.schedule import AF_PIPE
 from trainers.checkpoints.tensors import DamagedCheckpoint
-from trainers.cluster import joining, workers
-from trainers.cluster.run_storage import storage_folder
+from trainers.cluster import joining
+from trainers.data.datasets import Documents, check_datasets, store
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
+from trainers.driver.failures import told_first
 from trainers.driver.mlflow_server import check_reachable
-from trainers.driver.recorder import read_run
+from trainers.driver.ray_configs import (
+    check_backend,
+    check_places,
+    merged_run,
+    merged_scaling,
+    refuse_arguments,
+    scaled,
+)
+from trainers.driver.recorder import as_yaml, read_run
 from trainers.driver.report import Console
 from trainers.driver.resuming import Beginning, check_resumable, offer
 from trainers.driver.run import Run
+from trainers.driver.trained import recipe_of
 from trainers.folders import Folder
 from trainers.hugging_face.weights import Weights
 from trainers.worker.engines import make_backend
 from trainers.worker.loop import train_loop
 from trainers.worker.online import MakeSearch
-
-_CONTROLLER_FAILURES = 2  # how often Ray may fail to place the workers; without a limit it tries forever
 
 
 class FoldTrainer(TorchTrainer):
@@ -44,19 +52,25 @@ class FoldTrainer(TorchTrainer):
 
     Args:
         recipe: the recipe to train.
-        scaling_config: Ray's configuration; its num_workers, use_gpu and placement_strategy replace those of `cluster`.
-        run_config: Ray's configuration; its name and storage_path replace those of the recipe.
+        scaling_config: Ray's configuration of workers, in place of that of `cluster`. `resources_per_worker` without a number of
+            CPUs leaves that of the recipe.
+        run_config: Ray's configuration of the run. The recipe has what it leaves open: name, storage_path, max_failures and
+            num_to_keep. Ray fills these itself, so a value that equals Ray's default counts as left open. The metrics of a
+            checkpoint are `records.REPORTED`.
         torch_config: Ray's configuration; None uses gloo on CPUs and NCCL on GPUs.
+        datasets: text in place of the recipe's files, as "train" and "validation": each a `ray.data.Dataset` or rows in memory,
+            whose column `data.text_field` has one document in each row. They are stored beside the packed data, and are read
+            from there. Without "validation", `data.validation.path` must name Parquet files.
         resume: id of a run in the same storage to continue with this recipe. The fold may differ.
-        start: folder of a checkpoint, `…/RUN/step_XXXXXXXX` (a path or a URI). A new run starts there, as if it continued
-            RUN.
+        start: a checkpoint: its folder, `…/RUN/step_XXXXXXXX` (a path or a URI), or Ray's handle, such as `result.checkpoint`. A
+            new run starts there, as if it continued RUN.
         search: makes the search for `schedule.sp_bytes: auto` and `schedule.degrees`, such as `tuners.OnlineSearch`.
         console: shows the progress; None shows nothing.
-        **ray_arguments: other arguments of `TorchTrainer`.
+        **others: other arguments of `TorchTrainer`, which have no use here. The error says what to give instead.
 
     Raises:
-        UserError: the recipe does not fit the scaling configuration, the recipe needs a search but `search` is None, the run
-            to resume does not exist, or both `resume` and `start` are set.
+        UserError: the recipe does not fit Ray's configurations, the recipe needs a search but `search` is None, the run
+            to resume does not exist, a dataset is none, an argument has no use, or both `resume` and `start` are set.
     """
 
     def __init__(
@@ -66,33 +80,61 @@ class FoldTrainer(TorchTrainer):
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         torch_config: TorchConfig | None = None,
+        datasets: Mapping[str, Documents] | None = None,
         resume: str | None = None,
-        start: str | Path | None = None,
+        start: str | Path | Checkpoint | None = None,
         search: MakeSearch | None = None,
         console: Console | None = None,
-        **ray_arguments: Any,
+        **others: Any,
     ):
-        self.recipe = recipe if scaling_config is None else _scaled(recipe, scaling_config)
+        refuse_arguments(others)
+        self.recipe = recipe if scaling_config is None else scaled(recipe, scaling_config)
         if resume is not None and start is not None:
             raise UserError("from", start, f"starts a new run, but resume={resume} continues an old one; give only one")
-        self.console, self.resume, self.start = console, resume, None if start is None else str(start)
+        self.console, self.resume, self.start = console, resume, start
         opened = self.recipe.schedule.opened
         if opened and search is None:
             rule = "needs a search: FoldTrainer(recipe, search=tuners.OnlineSearch), or `foldray train`"
             raise UserError(f"schedule.{opened[0]}", getattr(self.recipe.schedule, opened[0]), rule)
         self.search = search if opened else None
         self.run: Run | None = None
-        config, own = _run_config(self.recipe, run_config, resume), workers.scaling(self.recipe)
-        if scaling_config is not None and scaling_config.label_selector is None:
-            scaling_config = dataclasses.replace(scaling_config, label_selector=own.label_selector)
+        check_backend(self.recipe, torch_config)
+        check_datasets(datasets or {}, self.recipe.data)
+        self._documents = dict(datasets or {})  # not `datasets`, which Ray would split over the workers
         super().__init__(
             _train_loop_with_notes,
             train_loop_config={},
             torch_config=torch_config,
-            scaling_config=scaling_config or own,
-            run_config=config,
-            **ray_arguments,
+            scaling_config=merged_scaling(self.recipe, scaling_config),
+            run_config=merged_run(self.recipe, run_config, resume),
         )
+
+    @classmethod
+    def restore(cls, path: str | Path, storage_filesystem: FileSystem | None = None, **arguments: Any) -> Self:
+        """Return a trainer that continues a run from its last checkpoint, with the recipe of the run.
+
+        Args:
+            path: folder of the run, a path or a URI.
+            storage_filesystem: the filesystem of the path.
+            **arguments: other arguments of the trainer.
+
+        Raises:
+            UserError: the folder holds no recipe that can be read.
+        """
+        folder, given = Beginning.at(str(path).rstrip("/"), storage_filesystem).folder, arguments.pop("run_config", None) or RunConfig()
+        recipe = recipe_of(folder, "path", str(path))
+        run = dataclasses.replace(given, storage_path=folder.parent.name, storage_filesystem=storage_filesystem)
+        return cls(recipe, run_config=run, resume=folder.last, **arguments)
+
+    @classmethod
+    def can_restore(cls, path: str | Path, storage_filesystem: FileSystem | None = None) -> bool:
+        """Whether a folder holds a run that `restore` can continue."""
+        try:
+            folder = Beginning.at(str(path).rstrip("/"), storage_filesystem).folder
+            recipe_of(folder, "path", str(path))
+        except (UserError, OSError):
+            return False
+        return True
 
     def fit(self) -> Result:
         """Train to the last step of the recipe, or to `training.stop_after`.
@@ -101,7 +143,8 @@ class FoldTrainer(TorchTrainer):
             UserError: the recipe cannot run on this cluster, its data cannot be read, a package is missing, or the checkpoint to
                 start from is damaged or has other data or another model.
             DamagedCheckpoint: the run lost a worker, and the checkpoint to continue from has been damaged meanwhile.
-            ray.train.TrainingFailedError: the workers failed more often than `cluster.max_failures` allows.
+            ray.train.TrainingFailedError: the workers failed more often than `cluster.max_failures` allows. The first line of
+                the message has the reason.
         """
         _check_packages(self.recipe)
         begin = self._begin()
@@ -111,6 +154,7 @@ class FoldTrainer(TorchTrainer):
         check_reachable(self.recipe)  # before the data are prepared, which may take hours
         joining.connect(self.recipe)
         joining.check_room(self.recipe)
+        check_places(self.scaling_config)
         data = self._prepare()
         if begin and stored:
             check_resumable(begin, stored, self.recipe, data)
@@ -120,7 +164,11 @@ class FoldTrainer(TorchTrainer):
         with self.run:
             config = {"recipe": self.recipe.model_dump(mode="json"), "data": str(data.folder), "queue": self.run.queue}
             self.train_loop_config = config | {"search": self.search, "start": start and start.checkpoint}
-            result = super().fit()
+            self._send_recipe()
+            try:
+                result = super().fit()
+            except TrainingFailedError as error:
+                raise told_first(error) from None
             if damaged := result.return_value.get("damaged"):
                 raise self._refused(begin, *damaged)
             return result
@@ -129,8 +177,11 @@ class FoldTrainer(TorchTrainer):
         """Return the checkpoint to start from; None for a run that starts at step 0."""
         if self.start is not None:
             if Beginning.newest(self._folder):
-                raise UserError("from", self.start, f"starts a new run, but {self.run_config.name} has checkpoints already")
-            return Beginning.at(self.start)
+                rule = f"starts a new run, but {self.run_config.name} has checkpoints already"
+                raise UserError("from", str(self.start), rule)
+            if isinstance(self.start, Checkpoint):
+                return Beginning.at(self.start.path, self.start.filesystem)
+            return Beginning.at(str(self.start))
         if self.resume is None:
             return None
         # A run may have started from another run's checkpoint, and stopped before its own first one. It starts there again.
@@ -146,7 +197,10 @@ class FoldTrainer(TorchTrainer):
 
     def _prepare(self) -> PackedData:
         spec = self.recipe.data
-        cache = self._root / "data" if spec.cache is None else Path(spec.cache)
+        cache = self._root / "data" if spec.cache is None else Path(spec.cache).expanduser()
+        if self._documents:
+            spec = store(self._documents, spec, cache.absolute())
+            self.recipe = self.recipe.model_copy(update={"data": spec})
         progress = None if self.console is None else self.console.files
         return prepare(spec, self.recipe.model.vocab, cache, progress)
 
@@ -157,9 +211,17 @@ class FoldTrainer(TorchTrainer):
 
     @property
     def _root(self) -> Path:
-        """Local folder of runs. With a remote storage, the driver writes its files into `runs` in the working directory."""
-        storage = str(self.run_config.storage_path)
-        return Path("runs" if "://" in storage else storage).absolute()
+        """Local folder of runs. With a storage elsewhere, the driver writes its files into `runs` in the working directory."""
+        return Path("runs" if self._is_elsewhere else str(self.run_config.storage_path)).absolute()
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        return "://" in str(self.run_config.storage_path) or self.run_config.storage_filesystem is not None
+
+    def _send_recipe(self) -> None:
+        """Write the recipe to a storage elsewhere, where whoever loads a checkpoint finds it."""
+        if self._is_elsewhere:
+            self._folder.write("recipe.yaml", as_yaml(self.recipe).encode())
 
 
 class DisagTrainer(FoldTrainer):
@@ -229,29 +291,3 @@ def _check_packages(recipe: Recipe) -> None:
             raise MissingPackage(field, kind, kind, "pip install deepspeed")
     if recipe.moe.backend == "tutel":
         make_backend(recipe)
-
-
-def _scaled(recipe: Recipe, scaling: ScalingConfig) -> Recipe:
-    if not isinstance(scaling.num_workers, int):
-        raise UserError("scaling_config.num_workers", scaling.num_workers, "a fold needs a fixed number of workers")
-    changes = {"workers": scaling.num_workers, "gpu": bool(scaling.use_gpu), "placement": scaling.placement_strategy}
-    cpus = (scaling.resources_per_worker or {}).get("CPU")
-    if cpus:
-        changes["cpus_per_worker"] = int(cpus)
-    values = recipe.model_dump()
-    return Recipe.parse({**values, "cluster": {**values["cluster"], **changes}})
-
-
-def _run_config(recipe: Recipe, base: RunConfig | None, resume: str | None) -> RunConfig:
-    storage = (base.storage_path if base else None) or storage_folder(recipe)
-    name = resume or (base.name if base else None) or f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    runs = sorted(path.parent.name for path in Path(storage).glob("*/recipe.yaml"))
-    if resume is not None and "://" not in storage and resume not in runs:
-        raise UserError("resume", resume, f"is not a run in {storage}", runs or None)
-    config = base or RunConfig(
-        failure_config=FailureConfig(max_failures=recipe.cluster.max_failures, controller_failure_limit=_CONTROLLER_FAILURES),
-        checkpoint_config=CheckpointConfig(num_to_keep=recipe.checkpoint.keep),
-    )
-    environment = dict(config.worker_runtime_env or {})
-    environment["env_vars"] = {**workers.environment(recipe), **environment.get("env_vars", {})}
-    return dataclasses.replace(config, name=name, storage_path=storage, worker_runtime_env=environment)

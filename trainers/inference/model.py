@@ -72,8 +72,7 @@ class Model:
         Args:
             run: path or URI of a run, for its newest checkpoint, or of a checkpoint; or Ray's handle of a checkpoint
                 (`result.checkpoint`).
-            recipe: the recipe of the training. None reads `recipe.yaml` in the folder of the run. If the storage is not on this
-                machine, `recipe.yaml` lies in `runs/` on the machine of the driver instead.
+            recipe: the recipe of the training. None reads `recipe.yaml` in the folder of the run.
             device: where the model computes. None is the GPU, or the CPU without one.
 
         Raises:
