@@ -10,6 +10,7 @@ import hashlib
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ray.exceptions import RayError
 
 from foldray.errors import UserError
 from foldray.recipe import DataSpec
+from trainers.data.encode import quiet_console
 from trainers.data.sources import STORED
 
 Documents = Any
@@ -130,11 +132,20 @@ def _rows(dataset: Documents, text_field: str) -> Iterator[Any]:
         return
     if text_field in (dataset.columns(fetch_if_missing=False) or ()):
         dataset = dataset.select_columns([text_field])
-    context = DataContext.get_current().copy()
-    context.execution_options.preserve_order = True
-    context.enable_progress_bars = False
-    with DataContext.current(context):
+    with _in_order(dataset.context), quiet_console():
         for batch in dataset.iter_batches(batch_size=1024, batch_format="pyarrow"):
             if text_field not in batch.column_names:
                 raise UserError("data.text_field", text_field, "is not a column of the dataset", batch.column_names)
             yield from ({text_field: text} for text in batch.column(text_field).to_pylist())
+
+
+@contextmanager
+def _in_order(context: DataContext) -> Iterator[None]:
+    """Keep the order of rows, and show no progress bars. By default, Ray Data yields blocks as they are done."""
+    options, bars = context.execution_options, context.enable_progress_bars
+    ordered = options.preserve_order
+    options.preserve_order, context.enable_progress_bars = True, False
+    try:
+        yield
+    finally:
+        options.preserve_order, context.enable_progress_bars = ordered, bars

@@ -121,7 +121,8 @@ class FoldTrainer(TorchTrainer):
         Raises:
             UserError: the folder holds no recipe that can be read.
         """
-        folder, given = Beginning.at(str(path).rstrip("/"), storage_filesystem).folder, arguments.pop("run_config", None) or RunConfig()
+        folder = Beginning.at(str(path).rstrip("/"), storage_filesystem).folder
+        given = arguments.pop("run_config", None) or RunConfig()
         recipe = recipe_of(folder, "path", str(path))
         run = dataclasses.replace(given, storage_path=folder.parent.name, storage_filesystem=storage_filesystem)
         return cls(recipe, run_config=run, resume=folder.last, **arguments)
