@@ -99,7 +99,8 @@ class FoldTrainer(TorchTrainer):
         self.search = search if opened else None
         self.run: Run | None = None
         check_backend(self.recipe, torch_config)
-        check_datasets(datasets or {}, self.recipe.data)
+        if datasets:
+            check_datasets(datasets, self.recipe.data)
         self._documents = dict(datasets or {})  # not `datasets`, which Ray would split over the workers
         super().__init__(
             _train_loop_with_notes,
