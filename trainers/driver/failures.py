@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import re
 import textwrap
 import traceback
@@ -11,29 +13,63 @@ from ray.train import TrainingFailedError
 from foldray.errors import UserError
 from foldray.urls import told_without
 
-_FRAME = re.compile(r'^  File "([^"]+)", line (\d+), in (\S+)$', re.MULTILINE)
-_LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen ")
+_OURS = ("foldray", "trainers", "tuners")
+_LIBRARIES = ("/site-packages/", "/dist-packages/", f"{os.path.dirname(os.__file__)}/")
+_RAISED = re.compile(r"^raised in (.+)$", re.MULTILINE)
+
+
+class WorkerError(RuntimeError):
+    """An exception of a worker that cannot travel. The message begins with its type."""
+
+
+def sendable(error: Exception) -> Exception:
+    """Return an exception that Ray can pass on, with its traceback as a note, because Ray passes on only the exception.
+
+    If an exception's constructor takes other arguments than it hands to `Exception`, no other process can make it again.
+    """
+    note, sent = "".join(traceback.format_exception(error)) + _place(error), error
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        sent = WorkerError(f"{type(error).__name__}: {error}")
+    sent.add_note(note)
+    return sent
+
+
+def _place(error: Exception) -> str:
+    """Return the user's line of code that raised an exception, or an empty text if foldray or a library raised it alone."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        path, ours = frame.f_code.co_filename, frame.f_globals.get("__name__", "").split(".")[0] in _OURS
+        if not ours and os.path.isfile(path) and not any(part in path for part in _LIBRARIES):
+            return f"raised in {path}:{line}, {frame.f_code.co_name}\n"
+    return ""
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the exception of a worker inside Ray's exceptions. A UserError wins over the other workers' exceptions."""
+    """Return the exception of a worker inside Ray's exceptions.
+
+    If several workers failed, a UserError wins, then an exception from a user's code: others may only miss the failed worker.
+    """
     if isinstance(error, UserError):
         return error
-    failures = list((getattr(error, "worker_failures", None) or {}).values())
-    if failures:
-        return root_cause(next((failure for failure in failures if isinstance(failure, UserError)), failures[0]))
+    if failures := getattr(error, "worker_failures", None):
+        return root_cause(min(failures.values(), key=lambda each: (not isinstance(each, UserError), not _places(each))))
     inner = getattr(error, "controller_failure", None) or getattr(error, "cause", None) or error.__cause__
     return root_cause(inner) if isinstance(inner, BaseException) else error
 
 
 def reason(error: BaseException) -> str:
-    """Return what went wrong in one line: the type and the message of the cause, and the line of code that raised it."""
+    """Return what went wrong in one line: the type and the message of the cause, and the user's line of code."""
     cause = root_cause(error)
-    notes = "\n".join(getattr(cause, "__notes__", ()))
-    frames = [frame for frame in _FRAME.findall(notes) if not any(part in frame[0] for part in _LIBRARIES)]
-    where = " ({}:{} in {})".format(*frames[-1]) if frames else ""
-    text = textwrap.shorten(told_without(f"{type(cause).__name__}: {cause}"), 600, placeholder=" …")
+    places = _places(cause)
+    where = f" ({places[-1]})" if places else ""
+    told = str(cause) if isinstance(cause, WorkerError) else f"{type(cause).__name__}: {cause}"
+    text = textwrap.shorten(told_without(told), 600, placeholder=" …")
     return f"{text}{where}"
+
+
+def _places(error: BaseException) -> list[str]:
+    return _RAISED.findall("\n".join(getattr(error, "__notes__", ())))
 
 
 def told_first(error: TrainingFailedError) -> Exception:

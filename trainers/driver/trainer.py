@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +20,7 @@ from trainers.cluster import joining
 from trainers.data.datasets import Documents, check_datasets, store
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
-from trainers.driver.failures import told_first
+from trainers.driver.failures import sendable, told_first
 from trainers.driver.mlflow_server import check_reachable
 from trainers.driver.ray_configs import (
     check_backend,
@@ -270,7 +269,7 @@ def _placed(recipe: Recipe, given: dict[str, int]) -> Recipe:
 
 
 def _train_loop_with_notes(config: dict[str, Any]) -> dict[str, Any]:
-    """Run `train_loop`, and add the traceback to an exception as a note, because Ray passes on only the exception.
+    """Run `train_loop`, and make its exceptions fit to travel.
 
     A damaged checkpoint becomes a result. Ray would retry after an exception, and every attempt would fail in the same way.
     """
@@ -279,8 +278,7 @@ def _train_loop_with_notes(config: dict[str, Any]) -> dict[str, Any]:
     except DamagedCheckpoint as error:
         return {"damaged": (error.path, error.file, error.what)}
     except Exception as error:
-        error.add_note(traceback.format_exc())
-        raise
+        raise sendable(error) from None
 
 
 def _check_packages(recipe: Recipe) -> None:
