@@ -119,9 +119,9 @@ def _texts(name: str, dataset: Documents, text_field: str) -> Iterator[str]:
                 raise UserError("data.text_field", text_field, rule)
             yield text.encode("utf-8", "replace").decode()  # half a surrogate pair has no UTF-8
     except RayError as error:
-        cause = getattr(error, "cause", None) or error.__cause__ or error
-        reason = (str(cause).strip().splitlines() or [""])[-1]
-        raise UserError(field, "a dataset", f"cannot be read ({type(cause).__name__}: {reason})") from None
+        first = str(error).partition("\n\nThe above exception was")[0]  # the exception of a user's function comes first
+        reason = (first.strip().splitlines() or [type(error).__name__])[-1]
+        raise UserError(field, "a dataset", f"cannot be read ({reason})") from None
 
 
 def _rows(dataset: Documents, text_field: str) -> Iterator[Any]:

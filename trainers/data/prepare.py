@@ -68,6 +68,10 @@ def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | 
 def _inputs(data: DataSpec, tokenizer: Tokenizer, train: list[SourceFile], validation: list[SourceFile]) -> dict[str, Any]:
     """Return all inputs that the packed data depends on."""
 
+    split = data.validation.model_dump()
+    if split["path"] is not None and STORED.search(split["path"]):
+        split["path"] = None  # the file's hash is below
+
     def listed(file: SourceFile) -> list[Any]:
         if STORED.search(file.path):
             return [file.name]
@@ -81,7 +85,7 @@ def _inputs(data: DataSpec, tokenizer: Tokenizer, train: list[SourceFile], valid
         "text_field": data.text_field if data.source in ("jsonl", "parquet") else None,
         "tokenizer": tokenizer.fingerprint,
         "seq_len": data.seq_len,
-        "split": data.validation.model_dump(),
+        "split": split,
         "train": [listed(file) for file in train],
         "validation": [listed(file) for file in validation],
     }

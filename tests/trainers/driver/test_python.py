@@ -34,7 +34,7 @@ RECIPE: dict[str, Any] = {
     "fold": {"ep": 2},
     "engine": {"kind": "torch"},
     "training": {"steps": 6, "global_batch": 8, "micro_batch": 4, "eval_sequences": 8, "eval_every": 2},
-    "checkpoint": {"every": 2},
+    "checkpoint": {"every": 2, "asynchronous": False},
     "cluster": {"workers": 2, "max_failures": 0},
 }  # fmt: skip
 CHECKPOINTS = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="validation/loss", checkpoint_score_order="max")
@@ -69,9 +69,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def failed(place: Path, ray_session: None) -> Exception:
-    """The error of a run whose activation fails in step 3, on a storage with a relative path."""
+    """The error of a run whose activation fails in step 4, on a storage with a relative path."""
     flag = place / "flag"
-    flag.write_text("odd 5")  # two blocks, so the third step
+    flag.write_text("odd 7")  # two blocks, so the fourth step
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         trainer = FoldTrainer(
@@ -164,9 +164,8 @@ def test_a_model_is_loaded_in_another_process(result: Result, place: Path) -> No
         "    print(repr(Model.load(each, device='cpu').generate('2 times', 5, seed=1).text))\n"
     )
     path = {**os.environ, "PYTHONPATH": str(repository())}
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=place, env=path, capture_output=True, text=True, check=True, timeout=240
-    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=place, env=path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
     own = repr(Model.load(result.checkpoint, device="cpu").generate("2 times", 5, seed=1).text)
     assert done.stdout.splitlines() == [own] * 3
 
