@@ -125,13 +125,13 @@ def test_a_result_is_filled_as_ray_documents_it(result: Result, place: Path) -> 
 def test_checkpoints_are_kept_by_their_score(result: Result, place: Path) -> None:
     """The highest validation loss is that of the first checkpoint. The last one stays, because a run continues from it."""
     kept = {Path(checkpoint.path).name: metrics for checkpoint, metrics in result.best_checkpoints}
-    assert sorted(kept) == ["step_00000002", "step_00000006"]
-    assert sorted(path.name for path in (place / "runs" / "mine").glob("step_*")) == sorted(kept)
-    assert kept["step_00000002"]["validation/loss"] > kept["step_00000006"]["validation/loss"]
+    assert list(kept) == ["step_00000002"]
+    assert kept["step_00000002"]["validation/loss"] > result.metrics["validation/loss"]
+    assert sorted(path.name for path in (place / "runs" / "mine").glob("step_*")) == ["step_00000002", "step_00000006"]
     best = result.get_best_checkpoint("loss", "max")
     assert best is not None
     assert best.path.endswith("step_00000002")
-    assert sorted(result.metrics_dataframe["step"]) == [2, 6]
+    assert list(result.metrics_dataframe["step"]) == [2]
     assert Result.from_path(result.path).metrics == result.metrics
 
 
@@ -159,15 +159,15 @@ def test_a_dataset_trains_as_its_documents_in_files_would(result: Result, place:
 
 def test_a_model_is_loaded_in_another_process(result: Result, place: Path) -> None:
     script = (
-        "from ray.train import Checkpoint; from trainers import Model\n"
-        "for each in ('runs/mine', 'runs/mine/step_00000006', Checkpoint('runs/mine/step_00000006')):\n"
+        "from trainers import Model\n"
+        "for each in ('runs/mine', 'runs/mine/step_00000006'):\n"
         "    print(repr(Model.load(each, device='cpu').generate('2 times', 5, seed=1).text))\n"
     )
     path = {**os.environ, "PYTHONPATH": str(repository())}
     done = subprocess.run([sys.executable, "-c", script], cwd=place, env=path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     own = repr(Model.load(result.checkpoint, device="cpu").generate("2 times", 5, seed=1).text)
-    assert done.stdout.splitlines() == [own] * 3
+    assert done.stdout.splitlines() == [own] * 2
 
 
 def test_another_filesystem_takes_a_run_that_starts_from_a_checkpoint(
