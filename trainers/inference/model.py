@@ -264,10 +264,11 @@ class Model:
             raise UserError(field, "nothing", "must have at least one token")
         if found.is_floating_point() or found.dtype == torch.bool:
             raise UserError(field, str(found.dtype), "must be whole numbers, the ids of tokens")
+        found = found.to(self.device, torch.int64)  # a tokenizer's ids are uint16 or uint32, which torch hardly knows
         low, high = (int(end) for end in found.aminmax())
         if low < 0 or high >= vocab:
             raise UserError(field, low if low < 0 else high, "is not in the vocabulary", [f"0…{vocab - 1}"])
-        return found.to(self.device, torch.int64)
+        return found
 
 
 def dropless(model: ModelSpec) -> ModelSpec:

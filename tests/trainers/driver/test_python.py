@@ -21,7 +21,7 @@ from trainers.data.packed import PackedData
 from trainers.driver.recorder import read_history
 from trainers.records import REPORTED
 
-pytestmark = pytest.mark.usefixtures("ray_session")
+pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.slow]
 
 TEXTS = [f"{i} times {j} is {i * j}. " * 3 for i in range(20) for j in range(20)]
 RECIPE: dict[str, Any] = {
