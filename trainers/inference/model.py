@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from ray.train import Checkpoint
 
@@ -259,12 +260,18 @@ class Model:
             raise UserError("tokens", tokens, rule, [f"1…{room}"] if room > 0 else None)
 
     def _ids(self, tokens: torch.Tensor | Sequence[int] | Sequence[Sequence[int]], field: str = "tokens") -> torch.Tensor:
-        found, vocab = torch.as_tensor(tokens), self.recipe.model.vocab
+        vocab = self.recipe.model.vocab
+        try:  # by way of NumPy, because a tokenizer's ids are uint16 or uint32, which torch does not mix with others
+            found = tokens if isinstance(tokens, torch.Tensor) else torch.as_tensor(np.asarray(tokens))
+        except (TypeError, ValueError):
+            raise UserError(
+                field, type(tokens).__name__, "must be ids of one sequence, or of several of the same length"
+            ) from None
         if not found.numel():
             raise UserError(field, "nothing", "must have at least one token")
         if found.is_floating_point() or found.dtype == torch.bool:
             raise UserError(field, str(found.dtype), "must be whole numbers, the ids of tokens")
-        found = found.to(self.device, torch.int64)  # a tokenizer's ids are uint16 or uint32, which torch hardly knows
+        found = found.to(self.device, torch.int64)
         low, high = (int(end) for end in found.aminmax())
         if low < 0 or high >= vocab:
             raise UserError(field, low if low < 0 else high, "is not in the vocabulary", [f"0…{vocab - 1}"])
