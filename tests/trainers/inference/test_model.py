@@ -96,7 +96,7 @@ def test_logits(tmp_path: Path) -> None:
     ids = found.tokenizer.encode("def f")  # uint16
     assert torch.equal(found.logits(ids), found.logits(ids.tolist()))
     for bad in ([[1, 2], [3]], ["a", "b"]):
-        with pytest.raises(UserError, match="^tokens=list: must be ids of one sequence, or of several of the same length"):
+        with pytest.raises(UserError, match=r"^tokens=list: must be ids of one sequence, or"):
             found.logits(bad)  # type: ignore[arg-type]
     assert torch.equal(found.logits([SEPARATOR, *ids]), found.logits([SEPARATOR, *b"def f"]))
 
