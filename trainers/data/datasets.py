@@ -23,6 +23,7 @@ from ray.exceptions import RayError
 from foldray.errors import UserError
 from foldray.recipe import DataSpec
 from trainers.data.encode import quiet_console
+from trainers.data.prepare import cache_folder
 from trainers.data.sources import STORED
 
 Documents = Any
@@ -51,7 +52,7 @@ def check_datasets(datasets: Mapping[str, Any], data: DataSpec) -> None:
         raise UserError("datasets", "train", rule)
 
 
-def store(datasets: Mapping[str, Documents], data: DataSpec, cache: Path) -> DataSpec:
+def store(datasets: Mapping[str, Documents], data: DataSpec, cache: str | Path) -> DataSpec:
     """Store the documents of datasets as Parquet files, and return the section `data` that reads these files.
 
     Args:
@@ -62,7 +63,8 @@ def store(datasets: Mapping[str, Documents], data: DataSpec, cache: Path) -> Dat
     Raises:
         UserError: a dataset cannot be read, has no documents, or lacks the text field; or a file cannot be written.
     """
-    paths = {name: str(_stored(name, dataset, data.text_field, cache / "documents")) for name, dataset in datasets.items()}
+    folder = cache_folder(cache) / "documents"
+    paths = {name: str(_stored(name, dataset, data.text_field, folder)) for name, dataset in datasets.items()}
     if paths.get("validation") == paths["train"]:
         raise UserError("datasets.validation", "the same documents", "must differ from those of datasets.train")
     validation = data.validation.model_copy(update={"path": paths.get("validation", data.validation.path)})

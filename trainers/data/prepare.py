@@ -53,16 +53,25 @@ def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | 
         check_field(files[0], data.text_field)
     inputs = _inputs(data, tokenizer, train, validation)
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
-    try:
-        folder = Path(cache).expanduser().absolute() / digest
-    except RuntimeError:
-        raise UserError("data.cache", cache, "names the home of an unknown user") from None
+    folder = cache_folder(cache) / digest
     if not is_intact(folder):
         if not ray.is_initialized():
             raise RuntimeError("prepare() needs an initialised Ray: call ray.init() first")
         with _draft(folder) as draft:
             _write(draft, data, tokenizer, inputs, train, validation, progress)
     return PackedData.open(folder)
+
+
+def cache_folder(cache: str | Path) -> Path:
+    """Return the absolute path of the folder of all packed data.
+
+    Raises:
+        UserError: the path begins with the home of an unknown user.
+    """
+    try:
+        return Path(cache).expanduser().absolute()
+    except RuntimeError:
+        raise UserError("data.cache", cache, "names the home of an unknown user") from None
 
 
 def _inputs(data: DataSpec, tokenizer: Tokenizer, train: list[SourceFile], validation: list[SourceFile]) -> dict[str, Any]:

@@ -198,9 +198,9 @@ class FoldTrainer(TorchTrainer):
 
     def _prepare(self) -> PackedData:
         spec = self.recipe.data
-        cache = self._root / "data" if spec.cache is None else Path(spec.cache).expanduser()
+        cache = self._root / "data" if spec.cache is None else spec.cache
         if self._documents:
-            spec = store(self._documents, spec, cache.absolute())
+            spec = store(self._documents, spec, cache)
             self.recipe = self.recipe.model_copy(update={"data": spec})
         progress = None if self.console is None else self.console.files
         return prepare(spec, self.recipe.model.vocab, cache, progress)
