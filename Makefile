@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "Installing foldray and what it needs into $(VENV): about 2 GB, several minutes the first time, seconds after that."
 	@$(PIP) "$$(grep '^torch==' constraints.txt)" # first and pinned: a range may choose another build of several GB
-	@$(PIP) -e '.[dev,hf,postgres]'
+	@$(PIP) -e '.[dev,hf,postgres,completion]'
 	@touch $@
 
 quickstart: setup ## train a small MoE model on two workers of this machine

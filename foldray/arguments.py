@@ -12,6 +12,7 @@ from foldray.errors import UserError, nearest
 from foldray.recipe.page import key_help
 from foldray.schedule import SLICINGS
 
+SHELLS = ("bash", "zsh", "fish")
 AXES = ("tp", "cp", "pp", "ep", "etp")
 ORDERS = ("tp-cp-dp-pp", "etp-ep-edp-pp")  # legal for all sizes
 
@@ -79,6 +80,7 @@ def make_parser(version: str = "") -> argparse.ArgumentParser:
     _add_import(commands)
     _add_slice(commands)
     _add_explain(commands)
+    _add_completion(commands)
     return parser
 
 
@@ -281,6 +283,14 @@ def _add_explain(commands: Any) -> None:
         "--best-order", action="store_true", help="also find the axis orders that keep the busiest groups inside nodes"
     )
     command.add_argument("--picture", metavar="FILE.png", help="also draw both grids as a picture")
+
+
+def _add_completion(commands: Any) -> None:
+    command = _add(
+        commands, "completion", "Print a script that completes commands, options, recipes and their keys in a shell.",
+        epilog="Such as: source <(foldray completion bash), in ~/.bashrc; or foldray completion fish | source.",
+    )  # fmt: skip
+    command.add_argument("shell", choices=SHELLS, help="the shell: %(choices)s")
 
 
 def _add(commands: Any, name: str, meaning: str, epilog: str | None = None) -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foldray import __version__
+from foldray import __version__, completion
 from foldray.arguments import AXES, ORDERS, make_parser
 from foldray.drawing import explanation
 from foldray.errors import MissingPackage, UserError
@@ -27,7 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The code is 0 on success, 1 on a failure, 2 on a user's mistake (reported in one line on stderr) and 130 on Ctrl-C.
     """
     try:
-        given = make_parser(__version__).parse_args(sys.argv[1:] if arguments is None else arguments)
+        parser = make_parser(__version__)
+        if completion.ASKED in os.environ:
+            completion.answer(parser)
+        given = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
         return _COMMANDS[given.command](given)
     except UserError as error:
         print(f"foldray: {error}", file=sys.stderr)
@@ -316,6 +319,15 @@ def import_hf(given: argparse.Namespace) -> int:
     return run(given.folder, given.path, as_json=given.json, upcycling=upcycling)
 
 
+def complete(given: argparse.Namespace) -> int:
+    script = completion.script(given.shell)
+    if given.json:
+        _print({"shell": given.shell, "script": script})
+    else:
+        _say(script)
+    return 0
+
+
 def slice_(given: argparse.Namespace) -> int:
     _check_range(given, seq_len=2**24, degree=2**8, multiple_of=2**24, hidden=2**20, heads=2**14)
     cost = SliceCost.of_model(given.hidden, given.heads)
@@ -416,7 +428,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "train": train, "submit": submit, "verify": verify, "bench": bench, "timeline": timeline, "tune": tune,
     "dashboard": dashboard, "plan": plan, "calibrate": calibrate, "generate": generate,
     "eval": eval_, "status": status, "health": health, "export-hf": export_hf, "import-hf": import_hf, "slice": slice_,
-    "explain": explain,
+    "explain": explain, "completion": complete,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ _FLOORS = (
 # A second Ray cluster would be found by the first one's commands, and hosts in namespaces are there once. So these tests run one
 # after another.
 _WITH_RAY = (
-    "tests/trainers/cluster", "tests/trainers/data/test_prepare", "tests/trainers/driver", "tests/trainers/measure",
-    "tests/trainers/test_records", "tests/trainers/worker/test_online", "tests/tuners/test_entry", "tests/tuners/test_study",
-    "tests/test_recipes",
+    "tests/trainers/cluster", "tests/trainers/data/test_datasets", "tests/trainers/data/test_prepare", "tests/trainers/driver",
+    "tests/trainers/measure", "tests/trainers/test_records", "tests/trainers/worker/test_online", "tests/tuners/test_entry",
+    "tests/tuners/test_study", "tests/test_recipes",
     "tests/lab",
 )  # fmt: skip
 

@@ -114,7 +114,7 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
             "command=help",
             "is not known",
             "legal: train, submit, verify, bench, timeline, tune, dashboard, plan, calibrate, generate, eval, status, health, "
-            "export-hf, import-hf, slice, explain",
+            "export-hf, import-hf, slice, explain, completion",
         ),
     ),
     (["--verbose"], ("arguments=--verbose", "required: COMMAND")),
@@ -145,6 +145,8 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
     (["status", "absent"], ("RUN=absent", "has no run.json")),
     (["health"], ("arguments=nothing", "required: RUN")),
     (["health", "absent"], ("RUN=absent", "has no metrics.jsonl")),
+    (["completion"], ("arguments=nothing", "required: shell")),
+    (["completion", "tcsh"], ("shell=tcsh", "is not known", "legal: bash, zsh, fish")),
 ]
 
 

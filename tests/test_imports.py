@@ -21,7 +21,7 @@ ENGINE_NEEDS = ("torch", "numpy", "scipy", "pydantic", "PyYAML")
 ENGINE_IMPORTS = {"torch", "numpy", "scipy", "pydantic", "yaml"}
 WITHOUT_TORCH = {
     "__init__", "__main__", "urls", "errors", "files", "tables", "activations", "windows", "kinds", "fold", "blueprint", "recipe",
-    "schedule", "timeline", "finding", "planner", "drawing", "arguments",
+    "schedule", "timeline", "finding", "planner", "drawing", "arguments", "completion",
 }  # fmt: skip
 
 
@@ -114,6 +114,8 @@ def _not_for_the_engine(source: tuple[str, ...], package: str, inside: bool) -> 
     here = room(source)
     if package == "tutel" and here == "moe":
         return None if inside else "an optional package is imported inside the function that uses it"
+    if package == "argcomplete" and here == "completion":
+        return None if inside else "an optional package is imported inside the function that uses it"
     if package == "triton" and source[1:] == ("kernels", "fused.py"):
         return None  # imported at the first launch; `TYPE_CHECKING` has it outside of functions as well
     if package == "torch" and here in WITHOUT_TORCH:
@@ -179,6 +181,8 @@ def test_every_floor_is_in_the_architecture_page():
         ("foldray/moe/layer.py", "import importlib\nimportlib.import_module('mlflow')", "nothing beyond torch"),
         ("foldray/moe/layer.py", "if True:\n    import transformers", "nothing beyond torch"),
         ("foldray/moe/layer.py", "import tutel", "inside the function"),
+        ("foldray/completion.py", "import argcomplete", "inside the function"),
+        ("foldray/cli.py", "def f():\n    import argcomplete", "nothing beyond torch"),
         ("foldray/model/block.py", "def f():\n    import tutel", "nothing beyond torch"),
         ("foldray/kernels/experts.py", "def f():\n    import triton", "nothing beyond torch"),
         ("foldray/moe/layer.py", "import trainers.worker.loop", "against the direction"),

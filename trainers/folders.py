@@ -117,11 +117,12 @@ class Folder:
         return digest.hexdigest()
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file. A reader finds the old content or the new one, never a part.
+        """Write a file, and create the folder if needed. A reader finds the old content or the new one, never a part.
 
         Raises:
             OSError: the storage does not take the file.
         """
+        self.filesystem.create_dir(self.path, recursive=True)
         draft = self._at(f".{name}.new")
         with self.filesystem.open_output_stream(draft, compression=None) as stream:
             stream.write(content)

@@ -19,6 +19,9 @@ from typing_extensions import TypedDict  # pydantic requires this one below Pyth
 
 from trainers.health import Course, Health, Layers, entropy, max_over_mean, unused
 
+VALIDATED = ("validation/loss", "validation/bits_per_byte")
+REPORTED = ("step", "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_time_s", "mfu", *VALIDATED)
+"""Metrics that Ray gets with each checkpoint, by the names that MLflow has (`reported`)."""
 LOAD_WINDOW = 20  # steps to sum expert loads over, because the load of one step depends mostly on its batch
 
 
@@ -349,6 +352,18 @@ class History:
         self._loads.clear()
         self._loads.extend(earlier)
         self.course.rewind(step)
+
+
+def reported(step: Step, validation: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the metrics `REPORTED` of a checkpoint after this step. An older validation is not among them.
+
+    Args:
+        validation: the newest `Validation`; empty before the first one.
+    """
+    values: Mapping[str, Any] = {**step, "learning_rate": step["lr"]}
+    if validation.get("step") == step["step"]:
+        values = {**values, **{name: validation[name.rpartition("/")[2]] for name in VALIDATED}}
+    return {name: values[name] for name in REPORTED if name in values}
 
 
 def number(value: float | None) -> float:

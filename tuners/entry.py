@@ -9,12 +9,11 @@ from pathlib import Path
 from foldray.errors import MissingPackage, UserError
 from foldray.recipe import Recipe
 from foldray.urls import without_secrets
-from trainers.cluster.run_storage import storage_folder
 from trainers.records import as_json as to_json
 from tuners import report
 from tuners.learning import write_corrected_hardware
 from tuners.outcome import Outcome
-from tuners.storage import open_storage
+from tuners.storage import open_storage, study_folder, study_url
 from tuners.study import FoldTuner
 from tuners.watchers import Console, DashboardNotes, MlflowRuns, artifact_folder
 
@@ -79,7 +78,7 @@ def dashboard(recipe: Recipe, host: str, port: int, as_json: bool = False) -> in
     from optuna.artifacts import FileSystemArtifactStore
 
     folder = study_folder(recipe)
-    url = recipe.tune.storage or f"sqlite:///{folder}/tune.db"
+    url = study_url(recipe, folder)
     if recipe.tune.storage is None and not (folder / "tune.db").exists():
         raise UserError("tune.study", recipe.tune.study, f"has no database in {folder}; run foldray tune first")
     storage, artifacts = open_storage(url), artifact_folder(folder)
@@ -92,18 +91,6 @@ def dashboard(recipe: Recipe, host: str, port: int, as_json: bool = False) -> in
         print(to_json({"dashboard": address, "mlflow": command}), flush=True)
     run_server(storage, host=host, port=port, artifact_store=FileSystemArtifactStore(str(artifacts)))
     return 0
-
-
-def study_folder(recipe: Recipe) -> Path:
-    """Return the folder of a study's report and pictures, and of its database unless the recipe names a storage.
-
-    Raises:
-        UserError: the run storage is not a folder that can be written to.
-    """
-    storage = storage_folder(recipe)
-    if "://" in storage:
-        raise UserError("cluster.storage", storage, "must be a folder for tuning; a study's pictures are written there")
-    return Path(storage) / "tune" / recipe.tune.study
 
 
 def _closing(outcome: Outcome, files: dict[str, Path], runs: MlflowRuns) -> str:

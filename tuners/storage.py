@@ -17,10 +17,44 @@ from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 
 from foldray.errors import MissingPackage, UserError, refuse_hidden
+from foldray.recipe import Recipe
 from foldray.urls import told_without
+from trainers.cluster.run_storage import storage_folder
 
 _CONNECT_S = 10  # seconds; without a limit, connecting to a server that does not answer takes minutes
 _EXAMPLES = ("sqlite:///PATH/tune.db", "journal:///PATH/tune.log", "postgresql+psycopg2://USER@HOST/DATABASE")
+
+
+def study_folder(recipe: Recipe) -> Path:
+    """Return the folder of a study's report and pictures, and of its database unless the recipe names a storage.
+
+    Raises:
+        UserError: the run storage is not a folder that can be written to.
+    """
+    storage = storage_folder(recipe)
+    if "://" in storage:
+        raise UserError("cluster.storage", storage, "must be a folder for tuning; a study's pictures are written there")
+    return Path(storage) / "tune" / recipe.tune.study
+
+
+def study_url(recipe: Recipe, folder: Path) -> str:
+    """Return the URL of a study's storage. A file has its absolute path, also if the recipe's is relative or begins with `~`.
+
+    Args:
+        folder: folder of the study's database, unless the recipe names a storage.
+
+    Raises:
+        UserError: the path begins with the home of an unknown user.
+    """
+    url = recipe.tune.storage or f"sqlite:///{folder.absolute()}/tune.db"
+    scheme = next((each for each in ("sqlite:///", "journal://") if url.startswith(each)), None)
+    path = "" if scheme is None else url.removeprefix(scheme)
+    if scheme is None or path in ("", ":memory:"):
+        return url
+    try:
+        return f"{scheme}{Path(path).expanduser().absolute()}"
+    except RuntimeError:
+        raise UserError("tune.storage", url, "names the home of an unknown user") from None
 
 
 def open_storage(url: str) -> BaseStorage:

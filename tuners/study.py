@@ -24,6 +24,7 @@ from tuners.predictions import Predictions, predict_rows
 from tuners.record import StoredTrial, TrialRecord, write_constraints, write_trial
 from tuners.shared_study import SharedStudy
 from tuners.space import Setting, Settings, apply_setting
+from tuners.storage import study_folder, study_url
 
 _GIB = 2**30
 
@@ -35,17 +36,17 @@ class FoldTuner:
     machines may work on one study if they share its storage. The constructor reads and checks the input. It writes nothing.
 
     Args:
-        folder: folder of the study's database, unless the recipe names a storage.
+        folder: folder of the study's database, unless the recipe names a storage; None is that of `foldray tune`.
         measure_turn: the function that the ranks run; tests replace it.
 
     Raises:
         UserError: the recipe cannot be tuned, or its hardware cannot be read.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path, measure_turn: MeasureTurn = measure_turn):
+    def __init__(self, recipe: Recipe, folder: str | Path | None = None, measure_turn: MeasureTurn = measure_turn):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.recipe, self._measure_turn = recipe, measure_turn
-        self.url = recipe.tune.storage or f"sqlite:///{folder.absolute()}/tune.db"
+        self.url = study_url(recipe, study_folder(recipe) if folder is None else Path(folder).expanduser())
         refuse_hidden("tune.storage", self.url)
         self.hardware = load_hardware(recipe.tune.hardware, "tune.hardware") if recipe.tune.hardware else None
         self.table = Settings(recipe)

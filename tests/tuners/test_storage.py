@@ -15,12 +15,14 @@ import pytest
 from optuna.trial import TrialState
 
 from foldray.errors import UserError
+from foldray.recipe import Recipe
 from tests.tuners.postgres import new_database, server
 from tests.tuners.test_sampler import predictions, table
 from tuners.claims import Heartbeat, claim, release_abandoned
 from tuners.record import StoredTrial, TrialRecord, read_trials, write_trial
 from tuners.samplers import PlannerOrder, TableSampler
-from tuners.storage import open_storage, storage_lock
+from tuners.storage import open_storage, storage_lock, study_url
+from tuners.study import FoldTuner
 
 
 class Slow(TableSampler):
@@ -144,3 +146,31 @@ def test_a_storage_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         open_storage("nonsense://user:secret@host/db")
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, "sqlite:///{0}/runs/tune/s/tune.db"),
+        ("sqlite:///study.db", "sqlite:///{0}/study.db"),
+        ("sqlite:///~/study.db", "sqlite:///{0}/home/study.db"),
+        ("journal://logs/study.log", "journal://{0}/logs/study.log"),
+        ("sqlite:////abs/study.db", "sqlite:////abs/study.db"),
+        ("sqlite:///:memory:", "sqlite:///:memory:"),
+        ("postgresql+psycopg2://me@host/db", "postgresql+psycopg2://me@host/db"),
+    ],
+)
+def test_a_storage_in_a_file_has_its_whole_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    recipe = Recipe.parse({"model": {"preset": "tiny"}, "tune": {"storage": given, "study": "s", "space": {"degree": [1, 2]}}})
+    folders: list[str | Path | None] = [None, "runs/tune/s", Path("runs/tune/s")]
+    assert {FoldTuner(recipe, folder).url for folder in folders} == {expected.format(tmp_path)}
+
+
+def test_a_storage_of_an_unknown_user_is_refused() -> None:
+    recipe = Recipe.parse({"model": {"preset": "tiny"}, "tune": {"storage": "sqlite:///~nobody-there/x.db"}})
+    with pytest.raises(UserError, match="names the home of an unknown user"):
+        study_url(recipe, Path())

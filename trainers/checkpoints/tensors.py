@@ -66,7 +66,7 @@ class Saver:
         self._written = threading.Event()
         self._written.set()
 
-    def save(self, state: State, pieces: Pieces, progress: dict[str, Any], metrics: dict[str, float], last: bool = False) -> str:
+    def save(self, state: State, pieces: Pieces, progress: dict[str, Any], metrics: dict[str, Any], last: bool = False) -> str:
         """Report a checkpoint to Ray, and return the path that it will have.
 
         Args:

@@ -13,6 +13,7 @@ import pyarrow.fs
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from foldray.urls import holds_secret
+from trainers.cluster import storage_probe
 from trainers.cluster.jobs import in_job
 
 _ANSWER_S = 10.0  # seconds for a storage to take a small file and delete it
@@ -26,25 +27,51 @@ def storage_folder(recipe: Recipe) -> str:
     """Return the place of runs: an absolute folder, or a URI that Ray's storage understands.
 
     Raises:
+        UserError: as `checked_storage`.
+    """
+    return checked_storage("cluster.storage", recipe.cluster.storage)
+
+
+def checked_storage(field: str, storage: str | None) -> str:
+    """Return a storage as an absolute folder or as a URI, after a small file has been written to it.
+
+    Args:
+        field: what the user calls the storage.
+        storage: a folder, which may be relative or begin with `~`, or a URI; None is the default folder.
+
+    Raises:
         UserError: the folder is not writable, the URI holds a secret, or its storage takes no file. Or the folder is
             relative inside a Ray job, whose working folder is deleted at its end.
     """
-    storage = recipe.cluster.storage
     if storage is not None and "://" in storage:
         if holds_secret(storage):
-            raise UserError("cluster.storage", storage, _SECRET)
-        return _written(_local(storage)) if storage.startswith("file:") else _reachable(storage)
+            raise UserError(field, storage, _SECRET)
+        return _written(field, _local(field, storage)) if storage.startswith("file:") else _reachable(field, storage)
     try:
         folder = Path(storage).expanduser() if storage else (Path.home() / "foldray" / "runs" if in_job() else Path("runs"))
     except RuntimeError:
-        raise UserError("cluster.storage", storage, "names the home of an unknown user") from None
+        raise UserError(field, storage, "names the home of an unknown user") from None
     if in_job() and storage is not None and not folder.is_absolute():
         rule = "a Ray job's working folder is deleted with the job; give an absolute folder or a URI"
-        raise UserError("cluster.storage", storage, rule)
-    return _written(folder.absolute())
+        raise UserError(field, storage, rule)
+    return _written(field, folder.absolute())
 
 
-def _written(folder: Path) -> str:
+def check_filesystem(field: str, files: pyarrow.fs.FileSystem, folder: str) -> None:
+    """Write a small file to a folder of a filesystem, and delete it.
+
+    Raises:
+        UserError: the filesystem does not take the file.
+    """
+    try:
+        files.create_dir(folder, recursive=True)
+        storage_probe.write(files, folder)
+    except Exception as error:  # the filesystem may be of the user's own make
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(field, folder, f"cannot be written to in the storage_filesystem ({reason})") from None
+
+
+def _written(field: str, folder: Path) -> str:
     try:
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
         # Permissions alone do not show whether a write works, for example for root, in /proc or on a full disk.
@@ -52,17 +79,17 @@ def _written(folder: Path) -> str:
             return str(folder)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError("cluster.storage", folder, f"is not a writable folder ({reason})") from None
+        raise UserError(field, folder, f"is not a writable folder ({reason})") from None
 
 
-def _local(uri: str) -> Path:
+def _local(field: str, uri: str) -> Path:
     try:
         return Path(pyarrow.fs.FileSystem.from_uri(uri)[1])
     except (ValueError, pyarrow.ArrowException) as error:
-        raise UserError("cluster.storage", uri, f"is not a folder on this machine ({error})") from None
+        raise UserError(field, uri, f"is not a folder on this machine ({error})") from None
 
 
-def _reachable(uri: str) -> str:
+def _reachable(field: str, uri: str) -> str:
     """Try to write in another process, which can be stopped. Clients of a storage may wait for minutes."""
     script = Path(__file__).with_name("storage_probe.py")
     try:
@@ -72,4 +99,4 @@ def _reachable(uri: str) -> str:
             return uri
     except subprocess.TimeoutExpired:
         reason = f"no answer in {_ANSWER_S:.0f} s"
-    raise UserError("cluster.storage", uri, f"is not a storage that can be reached and written to ({reason})")
+    raise UserError(field, uri, f"is not a storage that can be reached and written to ({reason})")

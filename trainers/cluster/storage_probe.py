@@ -9,8 +9,12 @@ from pyarrow.fs import FileSystem
 
 
 def probe(uri: str) -> None:
-    """Write and delete a file. Errors of the storage's client are not caught."""
-    files, folder = FileSystem.from_uri(uri)
+    """Write and delete a file at a URI. Errors of the storage's client are not caught."""
+    write(*FileSystem.from_uri(uri))
+
+
+def write(files: FileSystem, folder: str) -> None:
+    """Write and delete a file in a folder of a filesystem."""
     path = f"{folder.rstrip('/')}/.foldray-{secrets.token_hex(4)}"
     with files.open_output_stream(path) as stream:
         stream.write(b"foldray was here")

@@ -106,7 +106,7 @@ def encode_all(works: list[Work], tokenizer: Tokenizer, text_field: str) -> Gene
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True
     rows = [{"work": pickle.dumps(work)} for work in works]
-    with _quiet_console(), DataContext.current(context):
+    with quiet_console(), DataContext.current(context):
         # With one block per work, Ray Data runs one task per work for any number of CPUs.
         dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map(_Encode(tokenizer, text_field))
         for row in dataset.iter_rows():
@@ -131,7 +131,7 @@ class _Encode:
 
 
 @contextmanager
-def _quiet_console() -> Iterator[None]:
+def quiet_console() -> Iterator[None]:
     """Keep Ray Data's progress messages off the terminal. Its log file still gets them."""
     consoles = [handler for handler in logging.getLogger("ray.data").handlers if isinstance(handler, logging.StreamHandler)]
     levels = [handler.level for handler in consoles]

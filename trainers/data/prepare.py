@@ -21,7 +21,7 @@ from trainers.data.baselines import PAIRS, SMOOTHING, fit
 from trainers.data.encode import deal, encode_all, token_dtype
 from trainers.data.packed import FORMAT, PackedData, is_intact
 from trainers.data.shards import SplitWriter
-from trainers.data.sources import SourceFile, check_field, cut, python_version, split_files
+from trainers.data.sources import STORED, SourceFile, check_field, cut, python_version, split_files
 from trainers.data.tokenizers import Tokenizer, load_tokenizer
 
 Progress = Callable[[int, int, str], None]
@@ -53,10 +53,7 @@ def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | 
         check_field(files[0], data.text_field)
     inputs = _inputs(data, tokenizer, train, validation)
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
-    try:
-        folder = Path(cache).expanduser().absolute() / digest
-    except RuntimeError:
-        raise UserError("data.cache", cache, "names the home of an unknown user") from None
+    folder = cache_folder(cache) / digest
     if not is_intact(folder):
         if not ray.is_initialized():
             raise RuntimeError("prepare() needs an initialised Ray: call ray.init() first")
@@ -65,10 +62,28 @@ def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | 
     return PackedData.open(folder)
 
 
+def cache_folder(cache: str | Path) -> Path:
+    """Return the absolute path of the folder of all packed data.
+
+    Raises:
+        UserError: the path begins with the home of an unknown user.
+    """
+    try:
+        return Path(cache).expanduser().absolute()
+    except RuntimeError:
+        raise UserError("data.cache", cache, "names the home of an unknown user") from None
+
+
 def _inputs(data: DataSpec, tokenizer: Tokenizer, train: list[SourceFile], validation: list[SourceFile]) -> dict[str, Any]:
     """Return all inputs that the packed data depends on."""
 
+    split = data.validation.model_dump()
+    if split["path"] is not None and STORED.search(split["path"]):
+        split["path"] = None  # the file's hash is below
+
     def listed(file: SourceFile) -> list[Any]:
+        if STORED.search(file.path):
+            return [file.name]
         # A new installation of the same Python version changes the times of its library's files, but not their text.
         return [file.name, file.size] if file.kind == "stdlib" else [file.path, file.size, file.mtime_ns]
 
@@ -79,7 +94,7 @@ def _inputs(data: DataSpec, tokenizer: Tokenizer, train: list[SourceFile], valid
         "text_field": data.text_field if data.source in ("jsonl", "parquet") else None,
         "tokenizer": tokenizer.fingerprint,
         "seq_len": data.seq_len,
-        "split": data.validation.model_dump(),
+        "split": split,
         "train": [listed(file) for file in train],
         "validation": [listed(file) for file in validation],
     }

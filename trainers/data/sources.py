@@ -21,6 +21,8 @@ from foldray.recipe import DataSpec
 # Tests are left out because some distributions package them separately. So the text is nearly the same on all machines.
 # pydoc_data is one file of generated prose, which would be most of the validation set if the split picked it.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "pydoc_data"}
+STORED = re.compile(r"/documents/sha256-[0-9a-f]{64}\.parquet$")
+"""Paths of files that `datasets.py` wrote, which are named by the hash of their documents."""
 _PART_BYTES = 8 << 20
 _HEAD_BYTES = 8 << 10  # the beginning of a file that is checked for zero bytes
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from foldray.urls import told_without
 from trainers.driver import guardian
-from trainers.driver.failures import one_line, root_cause
+from trainers.driver.causes import reason, root_cause, tracebacks
 from trainers.driver.report import Console
 from trainers.driver.trainer import FoldTrainer
 from trainers.records import as_json as to_json
@@ -60,7 +58,7 @@ def train(
         console.close(summary, trainer.run.tracker.view_url)
     if failure is not None:
         file, attempt = _write_traceback(failure, Path(summary.run_dir)), trainer.attempts[-1] if trainer.attempts else None
-        what = attempt.failure.what if attempt else one_line(root_cause(failure))
+        what = attempt.failure.what if attempt else reason(failure)
         why = f" ({trainer.gave_up.reason})" if trainer.gave_up.reason else ""
         text = f"training failed after step {summary.steps}: {what}{why}; the traceback is in {file}"
         print(f"foldray: {text}", file=sys.stderr)
@@ -73,9 +71,7 @@ def train(
 
 
 def _write_traceback(failure: Exception, folder: Path) -> Path:
-    """Write the tracebacks of the driver and of every failed worker into a file, and return its path."""
-    workers = {f"rank {rank}": error for rank, error in getattr(failure, "worker_failures", {}).items()}
-    texts = [f"{where}\n{''.join(traceback.format_exception(error))}" for where, error in {**workers, "driver": failure}.items()]
+    """Write the tracebacks of a failure into a file, and return its path."""
     file = folder / "error.txt"
-    file.write_text(told_without("\n".join(texts)))
+    file.write_text(tracebacks(failure))
     return file

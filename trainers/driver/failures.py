@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 from ray.train import ControllerError, TrainingFailedError
 from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
-    WorkerHealthCheckFailedError,
-    WorkerHealthCheckTimeoutError,
 )
 from ray.train.v2.api.exceptions import PreemptionError
 
 from foldray.errors import UserError
-from foldray.urls import told_without
 from trainers.driver.attempts import Failure
+from trainers.driver.causes import LOST, follows, reason, root_cause
 from trainers.driver.watch import Watch, named
 from trainers.records import Place
 from trainers.worker.loop import Preempted
 
-_LOST = (RayActorError, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError)
-_CONNECTION = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|gloo/|ncclRemoteError|ncclSystemError|no route to host|timed? ?out",
-    re.IGNORECASE,
-)
 _TIMEOUT = re.compile("timed? ?out", re.IGNORECASE)
 
 
@@ -57,35 +49,17 @@ def failure_of(error: Exception, places: Mapping[int, Place], watch: Watch, time
     if not isinstance(error, TrainingFailedError):
         if isinstance(error, RayError):
             return Failure("controller", f"the process of Ray Train that starts the workers was lost ({type(error).__name__})")
-        return Failure("raised", one_line(cause))
+        return Failure("raised", reason(cause))
     failures = dict(getattr(error, "worker_failures", None) or {})
     return _of_nodes(places) or _of_workers(failures, places, cause, watch, timeout)
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """Return the exception of a worker inside Ray's exceptions. A UserError wins over the other workers' exceptions."""
-    if isinstance(error, UserError):
-        return error
-    failures = list((getattr(error, "worker_failures", None) or {}).values())
-    if failures:
-        return root_cause(min(failures, key=_rank_of_interest))
-    inner = getattr(error, "cause", None) or error.__cause__
-    return root_cause(inner) if isinstance(inner, BaseException) else error
-
-
-def _rank_of_interest(error: BaseException) -> int:
-    """Return 0 for a user's mistake, 1 for an error of a worker's own code, 2 for what follows from another worker's end."""
-    return (
-        0 if isinstance(error, UserError | Preempted) else 2 if isinstance(error, _LOST) or _CONNECTION.search(str(error)) else 1
-    )
 
 
 def _of_controller(error: BaseException) -> Failure:
     if isinstance(error, WorkerGroupStartupTimeoutError):
         return Failure("unplaced", f"the cluster had no room for {error.num_workers} workers, and did not start them in time")
     if isinstance(error, WorkerGroupStartupFailedError):
-        return Failure("unplaced", f"the cluster did not start the workers ({one_line(error)})")
-    return Failure("controller", f"Ray Train failed ({one_line(error)})")
+        return Failure("unplaced", f"the cluster did not start the workers ({reason(error)})")
+    return Failure("controller", f"Ray Train failed ({reason(error)})")
 
 
 def _of_nodes(places: Mapping[int, Place]) -> Failure | None:
@@ -100,10 +74,10 @@ def _of_nodes(places: Mapping[int, Place]) -> Failure | None:
 def _of_workers(
     failures: Mapping[int, Exception], places: Mapping[int, Place], cause: BaseException, watch: Watch, timeout: float
 ) -> Failure:
-    lost = tuple(sorted(rank for rank, error in failures.items() if isinstance(error, _LOST)))
-    own = {rank: error for rank, error in failures.items() if _rank_of_interest(error) < 2}
+    lost = tuple(sorted(rank for rank, error in failures.items() if isinstance(error, LOST)))
+    own = {rank: error for rank, error in failures.items() if not follows(error)}
     if own:
-        return Failure("raised", one_line(cause), tuple(sorted(own)))
+        return Failure("raised", reason(cause), tuple(sorted(own)))
     if watch.stands(timeout) or _TIMEOUT.search(str(cause)):
         found = watch.standstill()
         return Failure("stalled", found.what, found.ranks)
@@ -111,7 +85,7 @@ def _of_workers(
         at = ", ".join(sorted({places[rank]["node_ip"] for rank in lost if rank in places}))
         text = f"the {'process' if len(lost) == 1 else 'processes'} of {named(lost)}{' on ' + at if at else ''} ended"
         return Failure("lost", text, lost)
-    return Failure("lost", f"connections between ranks broke ({one_line(cause)})", tuple(sorted(failures)))
+    return Failure("lost", f"connections between ranks broke ({reason(cause)})", tuple(sorted(failures)))
 
 
 def _lost_nodes(places: Iterable[Place]) -> Iterator[tuple[str, str]]:
@@ -121,9 +95,3 @@ def _lost_nodes(places: Iterable[Place]) -> Iterator[tuple[str, str]]:
     except Exception:  # without Ray's head, no node can be asked for
         return
     yield from ((place["node"], place["node_ip"]) for place in places if place["node"] not in alive)
-
-
-def one_line(error: BaseException) -> str:
-    """Return the type and the message of an exception in one line."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return textwrap.shorten(told_without(text), 600, placeholder=" …")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow
-from pyarrow.fs import LocalFileSystem
+from pyarrow.fs import FileSystem, LocalFileSystem
 
 from foldray.blueprint import parameter_table
 from foldray.errors import UserError
@@ -44,15 +44,15 @@ class Beginning:
     stored: Stored | None = None
 
     @classmethod
-    def at(cls, path: str) -> Beginning:
-        """Return the checkpoint in a folder, by the folder's path or URI.
+    def at(cls, path: str, filesystem: FileSystem | None = None) -> Beginning:
+        """Return the checkpoint in a folder, by the folder's path or URI, or by its path in a filesystem.
 
         Raises:
             UserError: the storage of the URI cannot be reached.
         """
         try:
-            named = path if "://" in path else str(Path(path).expanduser().absolute())
-            return cls("from", path, Folder(named))
+            named = path if filesystem or "://" in path else str(Path(path).expanduser().absolute())
+            return cls("from", path, Folder(named, filesystem))
         except (*_UNREACHED, RuntimeError) as error:
             raise UserError("from", path, f"is not a storage that can be reached ({error})") from None
 

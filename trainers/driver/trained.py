@@ -52,7 +52,7 @@ class Trained:
         """
         begin = _beginning(run)
         step = begin.look().progress.step
-        return cls(begin.value, begin, step, recipe or _recipe_of(begin))
+        return cls(begin.value, begin, step, recipe or recipe_of(begin.folder.parent, _FIELD, begin.value))
 
     @contextmanager
     def opened(self) -> Iterator[Stored]:
@@ -89,14 +89,21 @@ def _beginning(run: str | Path | Checkpoint) -> Beginning:
     return begin
 
 
-def _recipe_of(begin: Beginning) -> Recipe:
-    """Return the recipe in the folder of the run."""
+def recipe_of(run: Folder, field: str, value: str) -> Recipe:
+    """Return the recipe in the folder of a run.
+
+    Args:
+        field, value: what the user calls the run.
+
+    Raises:
+        UserError: there is no recipe that can be read.
+    """
     try:
-        text = begin.folder.parent.read(_RECIPE, _MOST_RECIPE)
+        text = run.read(_RECIPE, _MOST_RECIPE)
     except DamagedFile as error:
-        raise UserError(_FIELD, begin.value, f"its {error}; it says how the model is made") from None
+        raise UserError(field, value, f"its {error}; it says how the model is made") from None
     except OSError as error:
-        raise UserError(_FIELD, begin.value, f"its {_RECIPE} cannot be read ({error.strerror or error})") from None
+        raise UserError(field, value, f"its {_RECIPE} cannot be read ({error.strerror or error})") from None
     with tempfile.TemporaryDirectory() as place:
         path = Path(place, _RECIPE)
         path.write_bytes(text)

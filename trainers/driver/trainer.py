@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-import secrets
-import time
-import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ray
+from pyarrow.fs import FileSystem
 from ray.exceptions import RayError
-from ray.train import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
+from ray.train import Checkpoint, Result, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2._internal.execution.failure_handling import create_failure_policy
 
 from foldray.errors import MissingPackage, UserError
 from foldray.recipe import Recipe
@@ -24,24 +24,32 @@ from foldray.schedule import AF_PIPE
 from trainers.checkpoints.tensors import DamagedCheckpoint
 from trainers.cluster import joining, workers
 from trainers.cluster.elastic import LegalWorlds
-from trainers.cluster.run_storage import storage_folder
+from trainers.data.datasets import Documents, check_datasets, store
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
 from trainers.driver.attempts import Attempt, Failure, GiveUp, GoOn, decide
+from trainers.driver.causes import sendable, told_first
 from trainers.driver.failures import failure_of
 from trainers.driver.mlflow_server import check_reachable
-from trainers.driver.recorder import read_run
+from trainers.driver.ray_configs import (
+    check_backend,
+    check_places,
+    merged_run,
+    merged_scaling,
+    refuse_arguments,
+    scaled,
+)
+from trainers.driver.recorder import as_yaml, read_run
 from trainers.driver.report import Console
 from trainers.driver.resuming import Beginning, check_resumable, list_checkpoints
 from trainers.driver.run import Run
 from trainers.driver.stopping import Stopping
+from trainers.driver.trained import recipe_of
 from trainers.folders import Folder
 from trainers.hugging_face.weights import Weights
 from trainers.worker.engines import make_backend
 from trainers.worker.loop import train_loop
 from trainers.worker.online import MakeSearch
-
-_CONTROLLER_FAILURES = 2  # how often Ray may fail to place the workers; without a limit it tries forever
 
 
 class FoldTrainer(TorchTrainer):
@@ -53,22 +61,28 @@ class FoldTrainer(TorchTrainer):
 
     Args:
         recipe: the recipe to train.
-        scaling_config: Ray's configuration; its num_workers, use_gpu and placement_strategy replace those of `cluster`.
-        run_config: Ray's configuration; its name and storage_path replace those of the recipe.
+        scaling_config: Ray's configuration of workers, in place of that of `cluster`. `resources_per_worker` without a number of
+            CPUs leaves that of the recipe.
+        run_config: Ray's configuration of the run. The recipe has what it leaves open: name, storage_path, max_failures and
+            num_to_keep. Ray fills these itself, so a value that equals Ray's default counts as left open. The metrics of a
+            checkpoint are `records.REPORTED`.
         torch_config: Ray's configuration; None uses gloo on CPUs and NCCL on GPUs, with the timeout of the recipe.
+        datasets: text in place of the recipe's files, as "train" and "validation": each a `ray.data.Dataset` or rows in memory,
+            whose column `data.text_field` has one document in each row. They are stored beside the packed data, and are read
+            from there. Without "validation", `data.validation.path` must name Parquet files.
         resume: id of a run in the same storage to continue with this recipe. The fold may differ.
-        start: folder of a checkpoint, `…/RUN/step_XXXXXXXX` (a path or a URI). A new run starts there, as if it continued
-            RUN.
+        start: a checkpoint: its folder, `…/RUN/step_XXXXXXXX` (a path or a URI), or Ray's handle, such as `result.checkpoint`. A
+            new run starts there, as if it continued RUN.
         search: makes the search for `schedule.sp_bytes: auto` and `schedule.degrees`, such as `tuners.OnlineSearch`.
         console: shows the progress; None shows nothing.
-        **ray_arguments: other arguments of `TorchTrainer`.
+        **others: other arguments of `TorchTrainer`, which have no use here. The error says what to give instead.
 
     Attributes:
         worlds: the recipe for every number of workers that training may go on with (`cluster.min_workers`).
 
     Raises:
-        UserError: the recipe does not fit the scaling configuration, the recipe needs a search but `search` is None, the run
-            to resume does not exist, or both `resume` and `start` are set.
+        UserError: the recipe does not fit Ray's configurations, the recipe needs a search but `search` is None, the run
+            to resume does not exist, a dataset is none, an argument has no use, or both `resume` and `start` are set.
     """
 
     def __init__(
@@ -78,17 +92,19 @@ class FoldTrainer(TorchTrainer):
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         torch_config: TorchConfig | None = None,
+        datasets: Mapping[str, Documents] | None = None,
         resume: str | None = None,
-        start: str | Path | None = None,
+        start: str | Path | Checkpoint | None = None,
         search: MakeSearch | None = None,
         console: Console | None = None,
-        **ray_arguments: Any,
+        **others: Any,
     ):
-        self.recipe = recipe if scaling_config is None else _scaled(recipe, scaling_config)
+        refuse_arguments(others)
+        self.recipe = recipe if scaling_config is None else scaled(recipe, scaling_config)
         self.worlds = worlds(self.recipe)
         if resume is not None and start is not None:
             raise UserError("from", start, f"starts a new run, but resume={resume} continues an old one; give only one")
-        self.console, self.resume, self.start = console, resume, None if start is None else str(start)
+        self.console, self.resume, self.start = console, resume, start
         opened = self.recipe.schedule.opened
         if opened and search is None:
             rule = "needs a search: FoldTrainer(recipe, search=tuners.OnlineSearch), or `foldray train`"
@@ -98,21 +114,45 @@ class FoldTrainer(TorchTrainer):
         self.attempts, self.gave_up = list[Attempt](), GiveUp()
         self.stopped: int | None = None
         self._controller: Any = None
-        config, own = _run_config(self.recipe, run_config, resume), workers.scaling(self.recipe)
-        most = config.failure_config.max_failures
-        self._most_failures = None if most < 0 else most
-        # foldray decides about every failure itself (`attempts.py`), so Ray's controller ends at the first one.
-        config = dataclasses.replace(config, failure_config=dataclasses.replace(config.failure_config, max_failures=0))
-        if scaling_config is not None and scaling_config.label_selector is None:
-            scaling_config = dataclasses.replace(scaling_config, label_selector=own.label_selector)
+        check_backend(self.recipe, torch_config)
+        if datasets:
+            check_datasets(datasets, self.recipe.data)
+        self._documents = dict(datasets or {})  # not `datasets`, which Ray would split over the workers
         super().__init__(
             _train_loop_with_notes,
             train_loop_config={},
             torch_config=torch_config or TorchConfig(timeout_s=math.ceil(self.recipe.cluster.timeout)),
-            scaling_config=scaling_config or own,
-            run_config=config,
-            **ray_arguments,
+            scaling_config=merged_scaling(self.recipe, scaling_config),
+            run_config=merged_run(self.recipe, run_config, resume),
         )
+
+    @classmethod
+    def restore(cls, path: str | Path, storage_filesystem: FileSystem | None = None, **arguments: Any) -> Self:
+        """Return a trainer that continues a run from its last checkpoint, with the recipe of the run.
+
+        Args:
+            path: folder of the run, a path or a URI.
+            storage_filesystem: the filesystem of the path.
+            **arguments: other arguments of the trainer.
+
+        Raises:
+            UserError: the folder holds no recipe that can be read.
+        """
+        folder = Beginning.at(str(path).rstrip("/"), storage_filesystem).folder
+        given = arguments.pop("run_config", None) or RunConfig()
+        recipe = recipe_of(folder, "path", str(path))
+        run = dataclasses.replace(given, storage_path=folder.parent.name, storage_filesystem=storage_filesystem)
+        return cls(recipe, run_config=run, resume=folder.last, **arguments)
+
+    @classmethod
+    def can_restore(cls, path: str | Path, storage_filesystem: FileSystem | None = None) -> bool:
+        """Whether a folder holds a run that `restore` can continue."""
+        try:
+            folder = Beginning.at(str(path).rstrip("/"), storage_filesystem).folder
+            recipe_of(folder, "path", str(path))
+        except (UserError, OSError):
+            return False
+        return True
 
     def fit(self) -> Result:
         """Train to the last step of the recipe, or to `training.stop_after`.
@@ -125,7 +165,8 @@ class FoldTrainer(TorchTrainer):
             UserError: the recipe cannot run on this cluster, its data cannot be read, a package is missing, or the checkpoint to
                 start from is damaged or has other data or another model.
             DamagedCheckpoint: the run lost a worker, and all its checkpoints have been damaged meanwhile.
-            ray.train.TrainingFailedError: the workers failed, and `attempts.decide` gives up.
+            ray.train.TrainingFailedError: the workers failed, and `attempts.decide` gives up. The first line of the
+                message has the reason.
         """
         _check_packages(self.recipe)
         begin = self._begin()
@@ -135,6 +176,7 @@ class FoldTrainer(TorchTrainer):
         check_reachable(self.recipe)  # before the data are prepared, which may take hours
         joining.connect(self.recipe)
         joining.check_room(self.worlds[min(self.worlds)])
+        check_places(self.scaling_config, min(self.worlds))
         data = self._prepare()
         if begin and stored:
             check_resumable(begin, stored, self.recipe, data)
@@ -146,6 +188,7 @@ class FoldTrainer(TorchTrainer):
             config = {"recipes": recipes, "data": str(data.folder), "queue": self.run.queue}
             config["orders"] = self.run.orders
             self.train_loop_config = config | {"search": self.search, "start": start and start.checkpoint}
+            self._send_recipe()
             with Stopping(self._ask_to_stop) as stopping:
                 try:
                     return self._persist(self.run, begin)
@@ -182,7 +225,8 @@ class FoldTrainer(TorchTrainer):
             begin = self._after(error, begin, damaged)
             saved = begin.look().progress.step if begin else 0
             self.attempts.append(Attempt(run.folder.history.last_step, saved, failure))
-            decision = decide(self.attempts, self._most_failures)
+            most = self.run_config.failure_config.max_failures
+            decision = decide(self.attempts, None if most < 0 else most)
             reason = decision.reason if isinstance(decision, GiveUp) else ""
             run.tell({
                 "kind": "failed", "step": run.folder.history.last_step, "failure": failure.kind, "what": failure.what,
@@ -190,7 +234,7 @@ class FoldTrainer(TorchTrainer):
             })  # fmt: skip
             if isinstance(decision, GiveUp):
                 self.gave_up = decision
-                raise error
+                raise told_first(error) if isinstance(error, TrainingFailedError) else error
 
     def _attempt(self, run: Run) -> Result | tuple[Exception, Failure]:
         """Start the workers, and return Ray's result or what made them fail."""
@@ -214,7 +258,9 @@ class FoldTrainer(TorchTrainer):
         return result
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Result:
-        """Let Ray's elastic scaling take legal numbers of workers alone."""
+        """Let Ray's elastic scaling take legal numbers of workers alone, and leave what follows from failures to `decide`."""
+        failures = dataclasses.replace(self.run_config.failure_config, max_failures=0, max_preemption_failures=0)
+        arguments["failure_policy"] = create_failure_policy(failures)
         if self.recipe.cluster.min_workers is not None:
             arguments["scaling_policy"] = LegalWorlds(self.scaling_config, tuple(self.worlds))
         return super()._initialize_and_run_controller(**arguments)
@@ -227,8 +273,11 @@ class FoldTrainer(TorchTrainer):
         """Return the checkpoint to start from; None for a run that starts at step 0."""
         if self.start is not None:
             if Beginning.newest(self._folder):
-                raise UserError("from", self.start, f"starts a new run, but {self.run_config.name} has checkpoints already")
-            return Beginning.at(self.start)
+                rule = f"starts a new run, but {self.run_config.name} has checkpoints already"
+                raise UserError("from", str(self.start), rule)
+            if isinstance(self.start, Checkpoint):
+                return Beginning.at(self.start.path, self.start.filesystem)
+            return Beginning.at(str(self.start))
         if self.resume is None:
             return None
         # A run may have started from another run's checkpoint, and stopped before its own first one. It starts there again.
@@ -252,7 +301,10 @@ class FoldTrainer(TorchTrainer):
 
     def _prepare(self) -> PackedData:
         spec = self.recipe.data
-        cache = self._root / "data" if spec.cache is None else Path(spec.cache)
+        cache = self._root / "data" if spec.cache is None else spec.cache
+        if self._documents:
+            spec = store(self._documents, spec, cache)
+            self.recipe = self.recipe.model_copy(update={"data": spec})
         progress = None if self.console is None else self.console.files
         return prepare(spec, self.recipe.model.vocab, cache, progress)
 
@@ -268,9 +320,17 @@ class FoldTrainer(TorchTrainer):
 
     @property
     def _root(self) -> Path:
-        """Local folder of runs. With a remote storage, the driver writes its files into `runs` in the working directory."""
-        storage = str(self.run_config.storage_path)
-        return Path("runs" if "://" in storage else storage).absolute()
+        """Local folder of runs. With a storage elsewhere, the driver writes its files into `runs` in the working directory."""
+        return Path("runs" if self._is_elsewhere else str(self.run_config.storage_path)).absolute()
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        return "://" in str(self.run_config.storage_path) or self.run_config.storage_filesystem is not None
+
+    def _send_recipe(self) -> None:
+        """Write the recipe to a storage elsewhere, where whoever loads a checkpoint finds it."""
+        if self._is_elsewhere:
+            self._folder.write("recipe.yaml", as_yaml(self.recipe).encode())
 
 
 class DisagTrainer(FoldTrainer):
@@ -317,7 +377,7 @@ def _placed(recipe: Recipe, given: dict[str, int]) -> Recipe:
 
 
 def _train_loop_with_notes(config: dict[str, Any]) -> dict[str, Any]:
-    """Run `train_loop`, and add the traceback to an exception as a note, because Ray passes on only the exception.
+    """Run `train_loop`, and make its exceptions fit to travel.
 
     A damaged checkpoint becomes a result. Ray would retry after an exception, and every attempt would fail in the same way.
     """
@@ -326,8 +386,7 @@ def _train_loop_with_notes(config: dict[str, Any]) -> dict[str, Any]:
     except DamagedCheckpoint as error:
         return {"damaged": (error.path, error.file, error.what)}
     except Exception as error:
-        error.add_note(traceback.format_exc())
-        raise
+        raise sendable(error) from None
 
 
 def _check_packages(recipe: Recipe) -> None:
@@ -340,29 +399,3 @@ def _check_packages(recipe: Recipe) -> None:
             raise MissingPackage(field, kind, kind, "pip install deepspeed")
     if recipe.moe.backend == "tutel":
         make_backend(recipe)
-
-
-def _scaled(recipe: Recipe, scaling: ScalingConfig) -> Recipe:
-    if not isinstance(scaling.num_workers, int):
-        raise UserError("scaling_config.num_workers", scaling.num_workers, "a fold needs a fixed number of workers")
-    changes = {"workers": scaling.num_workers, "gpu": bool(scaling.use_gpu), "placement": scaling.placement_strategy}
-    cpus = (scaling.resources_per_worker or {}).get("CPU")
-    if cpus:
-        changes["cpus_per_worker"] = int(cpus)
-    values = recipe.model_dump()
-    return Recipe.parse({**values, "cluster": {**values["cluster"], **changes}})
-
-
-def _run_config(recipe: Recipe, base: RunConfig | None, resume: str | None) -> RunConfig:
-    storage = (base.storage_path if base else None) or storage_folder(recipe)
-    name = resume or (base.name if base else None) or f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    runs = sorted(path.parent.name for path in Path(storage).glob("*/recipe.yaml"))
-    if resume is not None and "://" not in storage and resume not in runs:
-        raise UserError("resume", resume, f"is not a run in {storage}", runs or None)
-    config = base or RunConfig(
-        failure_config=FailureConfig(max_failures=recipe.cluster.max_failures, controller_failure_limit=_CONTROLLER_FAILURES),
-        checkpoint_config=CheckpointConfig(num_to_keep=recipe.checkpoint.keep),
-    )
-    environment = dict(config.worker_runtime_env or {})
-    environment["env_vars"] = {**workers.environment(recipe), **environment.get("env_vars", {})}
-    return dataclasses.replace(config, name=name, storage_path=storage, worker_runtime_env=environment)

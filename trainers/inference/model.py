@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from ray.train import Checkpoint
 
@@ -72,8 +73,7 @@ class Model:
         Args:
             run: path or URI of a run, for its newest checkpoint, or of a checkpoint; or Ray's handle of a checkpoint
                 (`result.checkpoint`).
-            recipe: the recipe of the training. None reads `recipe.yaml` in the folder of the run. If the storage is not on this
-                machine, `recipe.yaml` lies in `runs/` on the machine of the driver instead.
+            recipe: the recipe of the training. None reads `recipe.yaml` in the folder of the run.
             device: where the model computes. None is the GPU, or the CPU without one.
 
         Raises:
@@ -260,15 +260,22 @@ class Model:
             raise UserError("tokens", tokens, rule, [f"1…{room}"] if room > 0 else None)
 
     def _ids(self, tokens: torch.Tensor | Sequence[int] | Sequence[Sequence[int]], field: str = "tokens") -> torch.Tensor:
-        found, vocab = torch.as_tensor(tokens), self.recipe.model.vocab
+        vocab = self.recipe.model.vocab
+        try:  # by way of NumPy, because a tokenizer's ids are uint16 or uint32, which torch does not mix with others
+            found = tokens if isinstance(tokens, torch.Tensor) else torch.as_tensor(np.asarray(tokens))
+        except (TypeError, ValueError):
+            raise UserError(
+                field, type(tokens).__name__, "must be ids of one sequence, or of several of the same length"
+            ) from None
         if not found.numel():
             raise UserError(field, "nothing", "must have at least one token")
         if found.is_floating_point() or found.dtype == torch.bool:
             raise UserError(field, str(found.dtype), "must be whole numbers, the ids of tokens")
+        found = found.to(self.device, torch.int64)
         low, high = (int(end) for end in found.aminmax())
         if low < 0 or high >= vocab:
             raise UserError(field, low if low < 0 else high, "is not in the vocabulary", [f"0…{vocab - 1}"])
-        return found.to(self.device, torch.int64)
+        return found
 
 
 def dropless(model: ModelSpec) -> ModelSpec:

@@ -30,7 +30,7 @@ from trainers.cluster.mailbox import Outbox
 from trainers.data.packed import Batches, PackedData, Split
 from trainers.health import Health
 from trainers.hugging_face.weights import Weights
-from trainers.records import Place, Step, Validation
+from trainers.records import Place, Step, Validation, reported
 from trainers.worker import ground
 from trainers.worker.engines import DTYPES, make_engine
 from trainers.worker.guard import Guard
@@ -114,6 +114,7 @@ class Worker:
         self.saver = tensors.Saver(recipe.checkpoint.asynchronous)
         self.peak = self._all_ranks(matmul_peak(self.device, DTYPES[recipe.precision]))
         self.validation: dict[str, Any] = {}
+        self.last: Step
         self.search = search
         sizes = recipe.schedule.sp_bytes == "auto"
         self.online = Online(self.engine.execution, self.groups, self.device, recipe.orderings, sizes)
@@ -141,7 +142,7 @@ class Worker:
             if final or (training.eval_every and done % training.eval_every == 0):
                 self._validate(done)
             if final or (self.recipe.checkpoint.every and done % self.recipe.checkpoint.every == 0):
-                self._save(done, totals.language, final)
+                self._save(done, final)
             if totals.preempted and done < last:
                 raise Preempted(f"the cluster takes back a node; step {done} is saved")
             if totals.stops:
@@ -164,8 +165,9 @@ class Worker:
         norms = self.guard.update(step + 1, rate)
         totals = self._totals(losses, stops)
         self.engine.model.update_biases(totals.count_ME)
+        self.last = self._record(step + 1, totals, rate, norms.total, time.perf_counter() - started)
         if self.rank == 0:
-            self.outbox.send(self._record(step + 1, totals, rate, norms.total, time.perf_counter() - started))
+            self.outbox.send(self.last)
         return totals
 
     def _train_batch(self, step: int, m: int) -> Batch:
@@ -227,7 +229,7 @@ class Worker:
         start = (m * self.groups.fold.dp + self.groups.dp_rank) * size
         return self._batch(self.data.validation, range(start, min(count, start + size)))
 
-    def _save(self, done: int, loss: float, final: bool) -> None:
+    def _save(self, done: int, final: bool) -> None:
         fold, data = self.recipe.fold.model_dump(), self.data.folder.name
         fold["placement"] = self.recipe.placement and self.recipe.placement.model_dump()
         order = {"seed": self.recipe.training.seed, "global_batch": self.recipe.training.global_batch}
@@ -237,7 +239,7 @@ class Worker:
         with self.activity.during("saves a checkpoint", tensors.TIMEOUT.total_seconds()):
             state = self.engine.state()
             pieces = state_pieces(self.engine.model, state)
-            path = self.saver.save(state, pieces, progress, {"step": done, "loss": loss}, last=final)
+            path = self.saver.save(state, pieces, progress, reported(self.last, self.validation), last=final)
         if self.rank == 0:
             self.outbox.send({"kind": "checkpoint", "step": done, "path": path})
 

@@ -239,7 +239,7 @@ def test_a_server_that_fails_later_is_logged_without_the_password(
 
 
 def test_a_storage_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
-    assert run_storage._reachable(f"file://{tmp_path}") == f"file://{tmp_path}"
+    assert run_storage._reachable("cluster.storage", f"file://{tmp_path}") == f"file://{tmp_path}"
     assert not list(tmp_path.iterdir())
     with pytest.raises(OSError, match="No such file or directory"):
         storage_probe.probe(f"file://{tmp_path}/absent")

@@ -93,6 +93,12 @@ def test_logits(tmp_path: Path) -> None:
     assert torch.equal(found.logits(text[0].int()), expected[0])
     assert torch.equal(found.logits(text.tolist()), expected)
     assert not found.logits(text).requires_grad
+    ids = found.tokenizer.encode("def f")  # uint16
+    assert torch.equal(found.logits(ids), found.logits(ids.tolist()))
+    for bad in ([[1, 2], [3]], ["a", "b"]):
+        with pytest.raises(UserError, match=r"^tokens=list: must be ids of one sequence, or"):
+            found.logits(bad)  # type: ignore[arg-type]
+    assert torch.equal(found.logits([SEPARATOR, *ids]), found.logits([SEPARATOR, *b"def f"]))
 
 
 def test_a_model_is_found_by_rays_handle_or_by_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
