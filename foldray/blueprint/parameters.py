@@ -52,6 +52,15 @@ class ParameterSpec:
         """Global id of its expert; None outside of experts."""
         return int(self.name.split(".experts.")[1].split(".")[0]) if self.gradient_class == "expert" else None
 
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """Whether it is a matrix of the hidden layers, which Muon updates: of attention, a network, an expert or a router.
+
+        The embeddings, the head, norms, biases and other vectors are left to AdamW, as in Muon's post (Jordan et al. 2024) and in
+        Moonlight (arXiv:2502.16982, section 2).
+        """
+        return len(self.shape) == 2 and self.op not in (EMBED, HEAD)
+
 
 def parameter_table(model: ModelSpec) -> tuple[ParameterSpec, ...]:
     """Return all parameters of the model, in the order in which forward uses them."""
