@@ -10,6 +10,7 @@ from foldray.recipe.description import Description
 from foldray.recipe.sections import OptimizerSpec
 from foldray.schedule import AF_PIPE, LIST, OVERLAPS, PipelineGraph, Slicing, check_pipeline, overlap_kind
 
+_WRITTEN: dict[object, str] = {None: "null", True: "true"}
 _MOST_PARAMETERS, _MOST_EXPERTS, _MOST_CHUNKS = 10**14, 2**18, 2**20
 
 
@@ -214,7 +215,7 @@ def _check_engine(recipe: Description) -> None:
         usual, value = OptimizerSpec.model_fields[key].default, getattr(optimizer, key)
         if optimizer.kind != "muon" and value != usual:
             rule = f"has no meaning with kind={optimizer.kind}, only with muon"
-            raise UserError(f"optimizer.{key}", value, rule, ["null" if usual is None else usual])
+            raise UserError(f"optimizer.{key}", value, rule, [_WRITTEN.get(usual, usual)])
 
 
 def _check_backend(recipe: Description) -> None:

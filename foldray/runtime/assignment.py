@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -84,32 +84,29 @@ class Assignment:
             self._sent[owner[item]] += sizes[item][own]
         self._received = [sum(sizes[item][member] for item in self.mine) for member in range(communicator.size)]
 
-    def collect(self, parts: Mapping[int, Tensor], like: Tensor) -> list[list[Tensor]]:
+    def collect(self, parts: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return for each of `mine` the parts of all members.
 
         Args:
-            parts: item → this member's part, flat.
-            like: a tensor of the dtype and device of parts.
+            parts: for each item this member's part, flat.
         """
-        row = _row([parts[item] for item in self._order], like)
+        row = torch.cat([parts[item] for item in self._order])
         arrived = self.communicator.all_to_all(row, self._received, self._sent)
         members = range(self.communicator.size)
         split = iter(arrived.split([self.sizes[item][member] for member in members for item in self.mine]))
         by_member = [[next(split) for _ in self.mine] for _ in members]
-        return [list(parts) for parts in zip(*by_member, strict=True)]
+        return [list(pieces) for pieces in zip(*by_member, strict=True)]
 
-    def give_back(self, results: Sequence[Sequence[Tensor]], like: Tensor) -> dict[int, Tensor]:
-        """Return item → this member's part of its result.
+    def give_back(self, results: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
+        """Return for each item this member's part of its result.
 
         Args:
             results: for each of `mine`, the parts of all members, flat.
             like: a tensor of the dtype and device of parts.
         """
-        row = _row([parts[member] for member in range(self.communicator.size) for parts in results], like)
-        arrived = self.communicator.all_to_all(row, self._sent, self._received)
+        parts = [pieces[member] for member in range(self.communicator.size) for pieces in results]
+        arrived = self.communicator.all_to_all(torch.cat([like.new_empty(0), *parts]), self._sent, self._received)
         own = self.communicator.index
-        return dict(zip(self._order, arrived.split([self.sizes[item][own] for item in self._order]), strict=True))
-
-
-def _row(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    return torch.cat([like.new_empty(0), *parts])
+        split = arrived.split([self.sizes[item][own] for item in self._order])
+        by_item = dict(zip(self._order, split, strict=True))
+        return [by_item[item] for item in range(len(by_item))]

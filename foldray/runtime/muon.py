@@ -17,7 +17,7 @@ to the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration in Jordan's post, which `torch.optim.Muon` has as well."""
 EPS = 1e-7
 """The smallest norm by which a matrix is divided, as in `torch.optim.Muon`."""
+ROUND = 2**24
+"""About as many elements come together on a rank at once."""
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
@@ -87,30 +89,47 @@ class Muon(torch.optim.Optimizer):
         hidden, names = model.hidden_matrices(), {parameter: name for name, parameter in model.named_parameters()}
         alone = Communicator("tensor", (groups.rank,), 0, None)
         cutters = {"dense": groups.tensor, "replicated": alone, "expert": groups.expert_slices}
-        self._classes = []
+        self._rounds, updated = [], list[Tensor]()
         for buffer in gradients.buffers:
-            own = {parameter: masters[parameter] for parameter in buffer.parameters if parameter in hidden}
+            own = [parameter for parameter in buffer.parameters if parameter in hidden]
             slabs = [slab for parameter in own for slab in slabs_of(model, names[parameter], parameter)]
-            if slabs:
-                self._classes.append(_Class(spec, buffer, slabs, cutters[buffer.name], own))
-        updated = [master for each in self._classes for master in each.masters.values()]
+            for some in _rounds(slabs, buffer, cutters[buffer.name].size):
+                self._rounds.append(_Round(spec, buffer, some, cutters[buffer.name], masters))
+            updated += [masters[parameter] for parameter in own]
         super().__init__(updated, {"lr": spec.lr, "weight_decay": spec.weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update the weights by the gradients of `masters`. All ranks must call this. A closure has no use here."""
         (group,) = self.param_groups
-        for each in self._classes:
+        for master in group["params"]:
+            if "momentum_buffer" not in self.state[master]:
+                self.state[master]["momentum_buffer"] = torch.zeros_like(master)
+        for each in self._rounds:
             each.update(self.state, group["lr"], group["weight_decay"])
 
 
-class _Class:
-    """The matrices of one gradient class.
+def _rounds(slabs: Sequence[Slab], buffer: GradientBuffer, cutters: int) -> Iterator[list[Slab]]:
+    """Divide the slabs of a gradient class into rounds, so that a step needs little memory, and all ranks have work."""
+    ranks = buffer.communicator.size
+    least = ROUND * (ranks if buffer.sharded else 1)
+    found: list[Slab] = []
+    for slab in slabs:
+        found.append(slab)
+        if len(found) >= ranks * cutters and sum(len(each.elements) for each in found) >= least:
+            yield found
+            found = []
+    if found:
+        yield found
+
+
+class _Round:
+    """Some matrices of one gradient class, which are updated at once.
 
     Args:
         spec: the update rule.
         buffer: the gradients of the class.
-        slabs: all slabs of the parameters.
+        slabs: the slabs of the matrices.
         cutters: the ranks among which matrices are cut.
         masters: by parameter, what this rank updates.
     """
@@ -123,71 +142,68 @@ class _Class:
         cutters: Communicator,
         masters: Mapping[nn.Parameter, Tensor],
     ):
-        self.spec, self.slabs, self.masters, self.sharded = spec, slabs, masters, buffer.sharded
+        self.spec, self.slabs, self.sharded = spec, slabs, buffer.sharded
+        self.masters = [masters[slab.parameter] for slab in slabs]
         over = buffer.communicator
-        held = {parameter: [_held(buffer, parameter, member) for member in range(over.size)] for parameter in masters}
-        self.first = {parameter: by_member[over.index].start for parameter, by_member in held.items()}
-        # For each slab, what each member has of it, as elements of the flat tensor.
-        self.runs = [[_common(slab.elements, run) for run in held[slab.parameter]] for slab in slabs]
-        self.own = [by_member[over.index] for by_member in self.runs]
+        held = [[_held(buffer, slab.parameter, member) for member in range(over.size)] for slab in slabs]
+        # What each member has of each slab, as elements of the whole tensor.
+        self.runs = [[_common(slab.elements, run) for run in by_member] for slab, by_member in zip(slabs, held, strict=True)]
+        # The same for this rank, as elements of its master.
+        first = [by_member[over.index].start for by_member in held]
+        mine = [by_member[over.index] for by_member in self.runs]
+        self.own = [slice(run.start - start, run.stop - start) for run, start in zip(mine, first, strict=True)]
         self.sharing = Assignment(over, [slab.work for slab in slabs], [list(map(len, runs)) for runs in self.runs])
         self.assigned = [slabs[item] for item in self.sharing.mine]
         sizes = [[len(slab.elements)] * cutters.size for slab in self.assigned]
         self.cutting = Assignment(cutters, [slab.work for slab in self.assigned], sizes)
 
-    def update(self, state: MutableMapping[Tensor, dict[str, Any]], lr: float, weight_decay: float) -> None:
-        """Update the masters. All ranks of the class must call this.
+    def update(self, state: Mapping[Tensor, dict[str, Any]], lr: float, weight_decay: float) -> None:
+        """Update weights and momentum. All ranks of the class must call this.
 
         Args:
-            state: by master, the state with its momentum, which this updates, too.
+            state: by master, the state with its momentum.
         """
-        example = next(iter(self.masters.values()))
-        flat = {parameter: self._momentum(master, state[master]) for parameter, master in self.masters.items()}
-        parts = {item: self._own(flat, item) for item in range(len(self.slabs))}
+        example = self.masters[0]
+        parts = [self._momentum(item, state[master]) for item, master in enumerate(self.masters)]
         if self.sharded:
-            mine = [torch.cat(pieces) for pieces in self.sharing.collect(parts, like=next(iter(flat.values())))]
+            mine = [torch.cat(pieces) for pieces in self.sharing.collect(parts)]
         else:
             mine = [parts[item] for item in self.sharing.mine]
-        del flat, parts
-        dealt = []
-        for item, slab, made in zip(self.sharing.mine, self.assigned, self._orthogonal(mine, example), strict=True):
+        del parts
+        made, dealt = self._orthogonal(mine, example), []
+        for item, slab, whole in zip(self.sharing.mine, self.assigned, made, strict=True):
             first = slab.elements.start
-            dealt.append([made[run.start - first : run.stop - first] for run in self.runs[item]])
-        weights = {parameter: master.view(-1) for parameter, master in self.masters.items()}
-        for item, update in self.sharing.give_back(dealt, like=example).items():
-            self._own(weights, item).mul_(1 - lr * weight_decay).add_(update, alpha=-lr)
+            dealt.append([whole[run.start - first : run.stop - first] for run in self.runs[item]])
+        for item, update in enumerate(self.sharing.give_back(dealt, like=example)):
+            self.masters[item].view(-1)[self.own[item]].mul_(1 - lr * weight_decay).add_(update, alpha=-lr)
 
-    def _momentum(self, master: Tensor, memory: dict[str, Any]) -> Tensor:
-        """Add the gradient to the momentum. Return what is made orthogonal, flat, in the dtype of the iteration."""
-        gradient, decay = master.grad, self.spec.momentum
+    def _momentum(self, item: int, memory: Mapping[str, Any]) -> Tensor:
+        """Add the gradient of a slab to its momentum. Return what is made orthogonal, in the dtype of the iteration."""
+        gradient, decay = self.masters[item].grad, self.spec.momentum
         assert gradient is not None
-        momentum = memory.setdefault("momentum_buffer", torch.zeros_like(master)).lerp_(gradient, 1 - decay)
+        gradient, momentum = (each.view(-1)[self.own[item]] for each in (gradient, memory["momentum_buffer"]))
+        momentum.lerp_(gradient, 1 - decay)
         found = gradient.lerp(momentum, decay) if self.spec.nesterov else momentum
-        return found.flatten().to(torch.float64 if found.dtype == torch.float64 else torch.bfloat16)
+        return found.to(torch.float64 if found.dtype == torch.float64 else torch.bfloat16)
 
-    def _orthogonal(self, mine: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-        """Return the updates of the slabs that this rank's part of the class is assigned: flat → flat, in the dtype of `like`.
+    def _orthogonal(self, mine: Sequence[Tensor], like: Tensor) -> Sequence[Tensor]:
+        """Return the updates of the assigned slabs, flat → flat, in the dtype of `like`.
 
         The matrices of a slab may be cut, so this shares out the work once more.
         """
+        if not mine:
+            return []
         results = []
-        collected = self.cutting.collect(dict(enumerate(mine)), like=mine[0]) if mine else []
-        for number, pieces in zip(self.cutting.mine, collected, strict=True):
+        for number, pieces in zip(self.cutting.mine, self.cutting.collect(mine), strict=True):
             slab = self.assigned[number]
             matrices = [self._update_of(matrix, like.dtype) for matrix in slab.join(pieces)]
             results.append(slab.cut_up(matrices, len(pieces)))
-        made = self.cutting.give_back(results, like) if mine else {}
-        return [made[number] for number in range(len(mine))]
+        return self.cutting.give_back(results, like)
 
     def _update_of(self, matrix: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the update of a whole matrix [in, out] for a learning rate of one."""
         # As in torch's layout: the bits for square matrices depend on which axis comes first.
         return orthogonalize(matrix.T, self.spec.ns_steps).T.to(dtype) * update_scale(self.spec.adjust_lr, *matrix.shape)
-
-    def _own(self, tensors: Mapping[nn.Parameter, Tensor], item: int) -> Tensor:
-        """Return this rank's elements of a slab, as a view of its elements of the whole tensor."""
-        parameter, run = self.slabs[item].parameter, self.own[item]
-        return tensors[parameter][run.start - self.first[parameter] : run.stop - self.first[parameter]]
 
 
 def _held(buffer: GradientBuffer, parameter: nn.Parameter, member: int) -> range:

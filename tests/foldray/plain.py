@@ -51,7 +51,9 @@ class Plain:
         self.weights = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
         self.biases = {layer: torch.zeros(self.model.experts, dtype=torch.float64) for layer in self.model.moe_layers}
         spec, weights = recipe.optimizer, self.weights
-        self.turned = {name: turned(weight) for name, weight in weights.items() if spec.kind == "muon" and is_hidden(name, weight)}
+        self.turned = {
+            name: turned(weight) for name, weight in weights.items() if spec.kind == "muon" and is_hidden(name, weight)
+        }
         matrices = [weight for name, weight in weights.items() if weight.dim() > 1 and name not in self.turned]
         vectors = [weight for weight in weights.values() if weight.dim() == 1]
         groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

@@ -9,6 +9,7 @@ import json
 import zlib
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.recipe import Recipe
+from foldray.runtime import muon
 from tests.foldray.parity import BATCH, Held, drifted, engine_of, make_recipe, train, weights
 from tests.foldray.random_recipes import Case
 from tests.foldray.strict import StrictPools
@@ -92,7 +94,7 @@ def test_the_bits_of_an_update_do_not_depend_on_the_fold(ranks: Any, precision: 
     sections: dict[str, Any] = {"precision": precision, "optimizer": MUON | {"clip": None}}
     ((one, hidden),) = ranks(1).run(_updated, make_recipe(1, **sections))
     fold = {"tp": 2, "ep": 2, "etp": 2}
-    many = ranks(8).run(_updated, make_recipe(8, fold, engine={"kind": "torch", "zero": zero}, **sections))
+    many = ranks(8).run(_updated, make_recipe(8, fold, engine={"kind": "torch", "zero": zero}, **sections), 1)
     assert set().union(*(found for _, found in many)) == set(hidden)
     for part, _ in many:
         for name in hidden:
@@ -100,10 +102,15 @@ def test_the_bits_of_an_update_do_not_depend_on_the_fold(ranks: Any, precision: 
                 assert torch.equal(part[name].tensor, one[name].tensor[part[name].box]), name
 
 
-def _updated(rank: int, recipe: Recipe) -> tuple[dict[str, Held], list[str]]:
-    """Return a rank's weights after two updates by gradients that depend on the name alone, and the names of what Muon updates."""
+def _updated(rank: int, recipe: Recipe, elements: int = muon.ROUND) -> tuple[dict[str, Held], list[str]]:
+    """Return a rank's weights after two updates by gradients that depend on the name alone, and the names of what Muon updates.
+
+    Args:
+        elements: number of elements that come together at once.
+    """
     groups = Groups.create(recipe.placed_fold, rank)
-    engine: Any = engine_of(recipe, groups)
+    with patch.object(muon, "ROUND", elements):
+        engine: Any = engine_of(recipe, groups)
     model, hidden = engine.model, []
     for step in range(2):
         for local, parameter in model.named_parameters():

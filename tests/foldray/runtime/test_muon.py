@@ -55,7 +55,9 @@ def test_what_muon_updates() -> None:
     parts = [f"attention.{part}" for part in ("query", "key", "value", "out")]
     networks = [f"0.ffn.{part}" for part in ("gate", "up", "down")]
     networks += [f"1.moe.{each}.{part}" for each in ("experts.0", "experts.1", "shared") for part in ("gate", "up", "down")]
-    assert hidden == {f"blocks.{name}" for name in ["1.moe.router.weight", *networks, *(f"{i}.{p}" for i in (0, 1) for p in parts)]}
+    assert hidden == {
+        f"blocks.{name}" for name in ["1.moe.router.weight", *networks, *(f"{i}.{p}" for i in (0, 1) for p in parts)]
+    }
 
 
 @given(st.lists(st.integers(1, 100), max_size=20), st.integers(1, 5))
