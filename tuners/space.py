@@ -143,8 +143,9 @@ class Settings(Table[Setting]):
 
 def as_candidate(recipe: Recipe) -> Candidate:
     """Convert a recipe to a candidate, whose step the planner can predict."""
-    job = Job(recipe.model, recipe.data.seq_len, recipe.training.global_batch, DTYPES[recipe.precision])
-    schedule, training = recipe.schedule, recipe.training
+    training, dtype = recipe.training, DTYPES[recipe.precision]
+    job = Job(recipe.model, recipe.data.seq_len, training.global_batch, dtype, recipe.optimizer.iterations)
+    schedule = recipe.schedule
     return Candidate(job, recipe.placed_fold, recipe.ordering, training.micro_batch, schedule.virtual_stages, recipe.engine.zero)
 
 

@@ -8,6 +8,7 @@ matrices.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -117,6 +118,21 @@ def count_by_op(model: ModelSpec) -> dict[tuple[str, BlockSpec | None], tuple[in
         if key[1] is None or first.setdefault(key, each.layer) == each.layer:  # equal blocks are counted once
             cut, whole = found.get(key, (0, 0))
             found[key] = (cut, whole + each.count) if each.cut is None else (cut + each.count, whole)
+    return found
+
+
+def hidden_matrices(model: ModelSpec) -> dict[tuple[str, BlockSpec], Counter[tuple[GradientClass, int, int]]]:
+    """Return the matrices that Muon updates (`ParameterSpec.is_hidden_matrix`), by kind of op and block.
+
+    A matrix is (gradient class, inputs, outputs) → number of such matrices in one block of the kind.
+    """
+    first: dict[tuple[str, BlockSpec], int] = {}
+    found: dict[tuple[str, BlockSpec], Counter[tuple[GradientClass, int, int]]] = {}
+    for each in parameter_table(model):
+        if each.is_hidden_matrix:
+            key = each.op, model.block(each.layer)
+            if first.setdefault(key, each.layer) == each.layer:  # equal blocks are counted once
+                found.setdefault(key, Counter())[each.gradient_class, each.shape[0], each.shape[1]] += 1
     return found
 
 

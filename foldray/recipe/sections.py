@@ -159,8 +159,8 @@ class OptimizerSpec(Strict):
         "adamw",
         description="Update rule. `adamw` keeps two more values per parameter; `sgd` keeps one with `momentum`, and none "
         "without. `muon` makes the momentum of each matrix of the hidden layers orthogonal: of attention, networks, experts and "
-        "routers. It keeps one more value for each of their elements. AdamW updates everything else: embeddings, the head, norms, "
-        "biases and other vectors. `muon` needs `engine.kind: torch`.",
+        "routers. It keeps one more value for each of their elements. AdamW updates all other parameters: embeddings, the head, "
+        "norms, biases and other vectors. `muon` needs `engine.kind: torch`.",
     )
     lr: float = Field(1e-3, gt=0, description="Peak learning rate. The warm-up ends at this rate.")
     adamw_lr: float | None = Field(
@@ -180,16 +180,16 @@ class OptimizerSpec(Strict):
         0.0,
         ge=0,
         lt=1,
-        description="Momentum of `sgd` and `muon`. The default of `muon` is 0.95. With `sgd`, above 0 it keeps one more value per "
-        "parameter. `adamw` needs 0.",
+        description="Momentum of `sgd` and `muon`. The default of `muon` is 0.95. With `sgd`, above 0 it keeps one more value "
+        "per parameter. `adamw` needs 0.",
     )
     nesterov: bool = Field(True, description="Whether `muon` has Nesterov's momentum. Other kinds need true.")
     ns_steps: int = Field(
         5,
         ge=1,
         le=99,
-        description="Iterations of Newton-Schulz with which `muon` makes a matrix orthogonal. They run in bfloat16, or in float64 "
-        "with `precision: float64`. Other kinds need 5.",
+        description="Iterations of Newton-Schulz with which `muon` makes a matrix orthogonal. They run in bfloat16, or in "
+        "float64 with `precision: float64`. Other kinds need 5.",
     )
     adjust_lr: Literal["match_rms_adamw", "original"] = Field(
         "match_rms_adamw",

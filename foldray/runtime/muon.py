@@ -163,19 +163,20 @@ class _Round:
         Args:
             state: by master, the state with its momentum.
         """
-        example = self.masters[0]
-        parts = [self._momentum(item, state[master]) for item, master in enumerate(self.masters)]
-        if self.sharded:
-            mine = [torch.cat(pieces) for pieces in self.sharing.collect(parts)]
-        else:
-            mine = [parts[item] for item in self.sharing.mine]
-        del parts
-        made, dealt = self._orthogonal(mine, example), []
+        example, dealt = self.masters[0], []
+        made = self._orthogonal(self._together(state), example)
         for item, slab, whole in zip(self.sharing.mine, self.assigned, made, strict=True):
             first = slab.elements.start
             dealt.append([whole[run.start - first : run.stop - first] for run in self.runs[item]])
         for item, update in enumerate(self.sharing.give_back(dealt, like=example)):
             self.masters[item].view(-1)[self.own[item]].mul_(1 - lr * weight_decay).add_(update, alpha=-lr)
+
+    def _together(self, state: Mapping[Tensor, dict[str, Any]]) -> list[Tensor]:
+        """Update the momentum. Return what is made orthogonal of the assigned slabs, flat, in the dtype of the iteration."""
+        parts = [self._momentum(item, state[master]) for item, master in enumerate(self.masters)]
+        if self.sharded:
+            return [torch.cat(pieces) for pieces in self.sharing.collect(parts)]
+        return [parts[item] for item in self.sharing.mine]
 
     def _momentum(self, item: int, memory: Mapping[str, Any]) -> Tensor:
         """Add the gradient of a slab to its momentum. Return what is made orthogonal, in the dtype of the iteration."""
@@ -186,18 +187,20 @@ class _Round:
         found = gradient.lerp(momentum, decay) if self.spec.nesterov else momentum
         return found.to(torch.float64 if found.dtype == torch.float64 else torch.bfloat16)
 
-    def _orthogonal(self, mine: Sequence[Tensor], like: Tensor) -> Sequence[Tensor]:
+    def _orthogonal(self, slabs: list[Tensor], like: Tensor) -> list[Tensor]:
         """Return the updates of the assigned slabs, flat → flat, in the dtype of `like`.
 
         The matrices of a slab may be cut, so this shares out the work once more.
         """
-        if not mine:
+        if not slabs:
             return []
-        results = []
-        for number, pieces in zip(self.cutting.mine, self.cutting.collect(mine), strict=True):
-            slab = self.assigned[number]
+        collected, results = self.cutting.collect(slabs), []
+        del slabs  # so that the memory of what has been sent is free
+        for number in self.cutting.mine:
+            slab, pieces = self.assigned[number], collected.pop(0)
             matrices = [self._update_of(matrix, like.dtype) for matrix in slab.join(pieces)]
             results.append(slab.cut_up(matrices, len(pieces)))
+            del pieces, matrices
         return self.cutting.give_back(results, like)
 
     def _update_of(self, matrix: Tensor, dtype: torch.dtype) -> Tensor:
