@@ -237,7 +237,8 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     if not 1 <= given.imbalance <= 1000:
         raise UserError("imbalance", given.imbalance, "must be at least 1", ["1…1000"])
     model = recipe.model if recipe and given.model is None else ModelSpec.model_validate({"preset": given.model})
-    job = Job(model, given.seq_len, given.global_batch, given.dtype or "bf16")
+    iterations = recipe.optimizer.iterations if recipe else 0
+    job = Job(model, given.seq_len, given.global_batch, given.dtype or "bf16", iterations)
     machines.peak(job.dtype)
     pins = {axis: getattr(given, axis) for axis in AXES if getattr(given, axis) is not None}
     own = [recipe.schedule.kind] if recipe and recipe.ordering.of_stages else []

@@ -246,7 +246,7 @@ OVERRIDES: list[tuple[str, str, tuple[str, ...]]] = [
     ("name=../up", "name=../up", ("may hold letters, digits",)),
     ("tracking.experiment=''", "tracking.experiment=''", ("at least 1 character",)),
     # choices
-    ("optimizer.kind=adam", "optimizer.kind=adam", ("legal: adamw, sgd",)),
+    ("optimizer.kind=adam", "optimizer.kind=adam", ("legal: adamw, sgd, muon",)),
     ("moe.backend=megablocks", "moe.backend=megablocks", ("legal: torch, tutel, deepspeed",)),
     ("model.preset=tiney", "model.preset=tiney", ("did you mean 'tiny'?", "legal: tiny, tiny-gpt")),
     # values that do not fit together

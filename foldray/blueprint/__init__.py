@@ -4,7 +4,14 @@ from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec, M
 from foldray.blueprint.flops import forward_flops_per_token, half_flops, step_flops
 from foldray.blueprint.layout import Layout, check_length, smallest_slice
 from foldray.blueprint.model import ModelSpec
-from foldray.blueprint.parameters import ParameterSpec, count_by_cut, count_by_op, count_parameters, parameter_table
+from foldray.blueprint.parameters import (
+    ParameterSpec,
+    count_by_cut,
+    count_by_op,
+    count_parameters,
+    hidden_matrices,
+    parameter_table,
+)
 from foldray.blueprint.placement import GradientPart, Maker, Ownership, Piece, made_at
 from foldray.blueprint.presets import PRESETS
 from foldray.blueprint.sections import RopeScaling, RouterSpec, Strict
@@ -35,6 +42,7 @@ __all__ = [
     "count_parameters",
     "forward_flops_per_token",
     "half_flops",
+    "hidden_matrices",
     "made_at",
     "make_stages",
     "parameter_table",

@@ -8,6 +8,7 @@ matrices.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -51,6 +52,15 @@ class ParameterSpec:
     def expert(self) -> int | None:
         """Global id of its expert; None outside of experts."""
         return int(self.name.split(".experts.")[1].split(".")[0]) if self.gradient_class == "expert" else None
+
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """Whether it is a matrix of the hidden layers, which Muon updates: of attention, a network, an expert or a router.
+
+        The embeddings, the head, norms, biases and other vectors are left to AdamW, as in Muon's post (Jordan et al. 2024) and in
+        Moonlight (arXiv:2502.16982, section 2).
+        """
+        return len(self.shape) == 2 and self.op not in (EMBED, HEAD)
 
 
 def parameter_table(model: ModelSpec) -> tuple[ParameterSpec, ...]:
@@ -108,6 +118,21 @@ def count_by_op(model: ModelSpec) -> dict[tuple[str, BlockSpec | None], tuple[in
         if key[1] is None or first.setdefault(key, each.layer) == each.layer:  # equal blocks are counted once
             cut, whole = found.get(key, (0, 0))
             found[key] = (cut, whole + each.count) if each.cut is None else (cut + each.count, whole)
+    return found
+
+
+def hidden_matrices(model: ModelSpec) -> dict[tuple[str, BlockSpec], Counter[tuple[GradientClass, int, int]]]:
+    """Return the matrices that Muon updates (`ParameterSpec.is_hidden_matrix`), by kind of op and block.
+
+    A matrix is (gradient class, inputs, outputs) → number of such matrices in one block of the kind.
+    """
+    first: dict[tuple[str, BlockSpec], int] = {}
+    found: dict[tuple[str, BlockSpec], Counter[tuple[GradientClass, int, int]]] = {}
+    for each in parameter_table(model):
+        if each.is_hidden_matrix:
+            key = each.op, model.block(each.layer)
+            if first.setdefault(key, each.layer) == each.layer:  # equal blocks are counted once
+                found.setdefault(key, Counter())[each.gradient_class, each.shape[0], each.shape[1]] += 1
     return found
 
 

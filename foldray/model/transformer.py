@@ -239,6 +239,10 @@ class Transformer(nn.Module):
         """Return this rank's parameters of a gradient class."""
         return [parameter for name, parameter in self.named_parameters() if self._spec(name).gradient_class == kind]
 
+    def hidden_matrices(self) -> set[nn.Parameter]:
+        """Return this rank's tensors of matrices of the hidden layers (`ParameterSpec.is_hidden_matrix`)."""
+        return {parameter for name, parameter in self.named_parameters() if self._spec(name).is_hidden_matrix}
+
     def counted(self) -> list[nn.Parameter]:
         """Return the parameters that this rank counts in a norm over the whole model (`Ownership.counted`)."""
         names = set(self.ownership.counted(self.groups.rank))

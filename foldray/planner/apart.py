@@ -35,6 +35,7 @@ from foldray.planner.memory import (
     operands,
     parameters,
 )
+from foldray.planner.muon import elements, matrices, round_bytes
 from foldray.planner.shares import Price, Work
 from foldray.planner.updates import WHOLE, stage_updates
 from foldray.planner.working import head_logits
@@ -138,10 +139,10 @@ class ApartWork(OpWork):
         return max(sum(self._parameters(*each)) for each in self._contents())
 
     def _parameters(self, rank: RankCosts, content: Content, family: str) -> Held:
-        elements = {
-            name: count if (name == "edp") == (family == "edp") else 0.0 for name, count in rank.elements(content).items()
-        }
-        return parameters(self.candidate.fold, rank.zero, rank.device.bytes, elements)
+        every = rank.elements(content)
+        own = {name: count if (name == "edp") == (family == "edp") else 0.0 for name, count in every.items()}
+        hidden = {name: count for name, count in elements(rank, content).items() if own[name]}
+        return parameters(self.candidate.fold, rank.zero, rank.device.bytes, own, hidden)
 
     def _memory(self, place: int, rank: RankCosts, content: Content, family: str) -> Memory:
         candidate, graph = self.candidate, self.candidate.graph
@@ -161,7 +162,9 @@ class ApartWork(OpWork):
             logits = head_logits(rank, max(graph.slicing.moe))
         if graph.later:
             rows += max(left.values())
-        return Memory(*held, kept, rows, logits, 0.0, rank.device.share["workspace"] * GIB)
+        hidden = [each for each in matrices(rank, content) if (each.family == "edp") == (family == "edp")]
+        updating = max((round_bytes(rank, each) for each in hidden), default=0.0) - kept - rows - logits
+        return Memory(*held, kept, rows, logits, max(0.0, updating), rank.device.share["workspace"] * GIB)
 
     def _kept(self, rank: RankCosts, block: BlockSpec, family: str) -> float:
         """Return the bytes that a half of a block keeps from forward to backward."""

@@ -44,12 +44,14 @@ class Job:
         seq_len: tokens of a sequence.
         global_batch: sequences of an optimizer step.
         dtype: dtype of activations and weights.
+        iterations: iterations of Newton-Schulz of Muon in a step; 0 is AdamW.
     """
 
     model: ModelSpec
     seq_len: int
     global_batch: int
     dtype: str = "bf16"
+    iterations: int = 0
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:

@@ -20,6 +20,7 @@ from foldray.planner.candidate import Candidate, Pieces
 from foldray.planner.costs import RankCosts
 from foldray.planner.layout import Content, PipelineLayout
 from foldray.planner.memo import ActivationKey, Held
+from foldray.planner.muon import elements, moment
 from foldray.planner.working import after_backward, buffers, head_logits, networks, unreduced
 from foldray.schedule import PipelineGraph, computed
 
@@ -32,7 +33,7 @@ class Memory(NamedTuple):
     Args:
         weights: weights in the dtype of computation, and float32 copies (`parameters`).
         gradients: float32 sums of gradients. Several micro-batches add to whole sums, which ZeRO-2 frees only after the last.
-        optimizer: two moments.
+        optimizer: two moments; one for the matrices that Muon updates.
         activations: activations that are kept from forward to backward, of all micro-batches in flight.
         buffers: rows that travel between ranks, float32 gradients of keys and values of sliced sequences, weights that
             ZeRO-3 has gathered.
@@ -132,7 +133,8 @@ def _position(
     kept, rows = kept * pieces.batch_degree, buffers(rank, pieces.slicing, imbalance)
     logits = head_logits(rank, max(pieces.slicing.moe)) if content.head else 0.0
     work = max(networks(rank, block, pieces.slicing, imbalance) for block in size) - logits
-    behind = after_backward(rank, content, several) - kept - rows - logits
+    updating = moment(rank, content) - several * unreduced(rank, content)
+    behind = max(after_backward(rank, content, several), updating) - kept - rows - logits
     return Memory(*held, kept, rows, logits, max(0.0, work, behind), workspace)
 
 
@@ -200,11 +202,13 @@ def content_parameters(rank: RankCosts, content: Content) -> Held:
     """Return the bytes for the parameters of a position."""
     known = rank.tables.parameters
     if content not in known:
-        known[content] = parameters(rank.fold, rank.zero, rank.device.bytes, rank.elements(content))
+        known[content] = parameters(rank.fold, rank.zero, rank.device.bytes, rank.elements(content), elements(rank, content))
     return known[content]
 
 
-def parameters(fold: Fold, zero: int, itemsize: int, count: Mapping[str, float]) -> Held:
+def parameters(
+    fold: Fold, zero: int, itemsize: int, count: Mapping[str, float], hidden: Mapping[str, float] | None = None
+) -> Held:
     """Return the bytes for the parameters of a rank.
 
     The optimizer updates float32 weights. They are copies if a rank computes in a smaller dtype. Under ZeRO, a rank holds the
@@ -215,6 +219,7 @@ def parameters(fold: Fold, zero: int, itemsize: int, count: Mapping[str, float])
         zero: stage of ZeRO.
         itemsize: bytes of a weight in the dtype of computation.
         count: number of parameters that the rank computes with, by group family of their gradients.
+        hidden: the number of those that Muon updates, which have one moment; None without Muon.
     """
     weights = gradients = optimizer = 0.0
     for family, whole in count.items():
@@ -223,7 +228,7 @@ def parameters(fold: Fold, zero: int, itemsize: int, count: Mapping[str, float])
         own = whole / ranks if shared else whole
         weights += (own if zero == 3 else whole) * itemsize + (own * 4 if itemsize < 4 else 0)
         gradients += 4 * ((own if shared else 0) + (whole if zero < 2 or not shared else 0))
-        optimizer += 8 * own
+        optimizer += 8 * own - 4 * (hidden or {}).get(family, 0.0) / (ranks if shared else 1)
     return Held(weights, gradients, optimizer)
 
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from foldray.planner.costs import RankCosts
 from foldray.planner.layout import Content, PipelineLayout, Positions
 from foldray.planner.memo import Update
+from foldray.planner.muon import Matrices, matrices
+from foldray.planner.muon import seconds as muon_seconds
 from foldray.schedule import Reduction
 
 WHOLE = Reduction("end")
@@ -18,18 +20,21 @@ def stage_updates(rank: RankCosts, content: Content, reduction: Reduction) -> tu
     """Return the updates of a stage, one per group family of its parameters.
 
     ZeRO-3 has already reduced the gradients during backward. The optimizer reads and writes float32 weights and two moments,
-    reads a gradient, and writes a weight in the dtype of computation.
+    reads a gradient, and writes a weight in the dtype of computation. With Muon, matrices of hidden layers have one moment, and
+    an update besides.
     """
     if reduction not in rank.tables.updates:
         rank.tables.updates[reduction] = {}
     known = rank.tables.updates[reduction]
     if content not in known:
-        known[content] = tuple(_update(rank, *each, reduction) for each in rank.elements(content).items())
+        own = {each.family: each for each in matrices(rank, content)}
+        counts = rank.elements(content).items()
+        known[content] = tuple(_update(rank, family, count, own.get(family), reduction) for family, count in counts)
     return known[content]
 
 
-def _update(rank: RankCosts, family: str, count: float, reduction: Reduction) -> Update:
-    """Return the update of `count` parameters of a group family."""
+def _update(rank: RankCosts, family: str, count: float, hidden: Matrices | None, reduction: Reduction) -> Update:
+    """Return the update of `count` parameters of a group family, and of the matrices among them that Muon updates."""
     fold, network, zero, device = rank.fold, rank.network, rank.zero, rank.device
     owners = fold.group_size(family) if zero else 1
     chunks = max(1.0, 4 * count / size) if (size := reduction.most) else 1.0
@@ -38,14 +43,10 @@ def _update(rank: RankCosts, family: str, count: float, reduction: Reduction) ->
     reduce = 0.0 if zero == 3 else travel * (1 if zero else 2)
     gather = network.gather(family, device.bytes * count).seconds if zero in (1, 2) else 0.0
     bandwidth = device.hardware.memory_gb_s * 1e9 * device.share["optimizer"]
-    return Update(
-        "edp" if family == "edp" else "dp_cp",
-        lane,
-        chunks,
-        reduce,
-        gather,
-        count / owners * (6 * 4 + 4 + device.bytes) / bandwidth,
-    )
+    optimizer = count / owners * (6 * 4 + 4 + device.bytes) / bandwidth
+    if hidden:
+        optimizer += muon_seconds(rank, hidden) - hidden.elements(rank) / owners * 4 / bandwidth
+    return Update("edp" if family == "edp" else "dp_cp", lane, chunks, reduce, gather, optimizer)
 
 
 class LastBackward(NamedTuple):

@@ -7,8 +7,10 @@ from foldray.errors import UserError, multiples_near
 from foldray.fold import divisors, nearest_disjoint, nearest_folds
 from foldray.recipe.bounds import MOST_SETTINGS
 from foldray.recipe.description import Description
+from foldray.recipe.sections import OptimizerSpec
 from foldray.schedule import AF_PIPE, LIST, OVERLAPS, PipelineGraph, Slicing, check_pipeline, overlap_kind
 
+_WRITTEN: dict[object, str] = {None: "null", True: "true"}
 _MOST_PARAMETERS, _MOST_EXPERTS, _MOST_CHUNKS = 10**14, 2**18, 2**20
 
 
@@ -216,8 +218,16 @@ def _check_engine(recipe: Description) -> None:
         raise UserError(
             "precision", "float64", "DeepSpeed keeps float32 master weights; use engine.kind=torch", ["float32", "bfloat16"]
         )
+    if engine.kind == "deepspeed" and optimizer.kind == "muon":
+        rule = "sees flat parts of matrices, and optimizer.kind=muon needs whole ones"
+        raise UserError("engine.kind", "deepspeed", rule, ["torch"])
     if optimizer.kind == "adamw" and optimizer.momentum:
         raise UserError("optimizer.momentum", optimizer.momentum, "has no meaning with kind=adamw", [0])
+    for key in ("adamw_lr", "nesterov", "ns_steps", "adjust_lr"):
+        usual, value = OptimizerSpec.model_fields[key].default, getattr(optimizer, key)
+        if optimizer.kind != "muon" and value != usual:
+            rule = f"has no meaning with kind={optimizer.kind}, only with muon"
+            raise UserError(f"optimizer.{key}", value, rule, [_WRITTEN.get(usual, usual)])
 
 
 def _check_backend(recipe: Description) -> None:

@@ -155,12 +155,20 @@ class MoeSpec(Strict):
 class OptimizerSpec(Strict):
     """The update rule and the learning rate."""
 
-    kind: Literal["adamw", "sgd"] = Field(
+    kind: Literal["adamw", "sgd", "muon"] = Field(
         "adamw",
         description="Update rule. `adamw` keeps two more values per parameter; `sgd` keeps one with `momentum`, and none "
-        "without.",
+        "without. `muon` makes the momentum of each matrix of the hidden layers orthogonal: of attention, networks, experts and "
+        "routers. It keeps one more value for each of their elements. AdamW updates all other parameters: embeddings, the head, "
+        "norms, biases and other vectors. `muon` needs `engine.kind: torch`.",
     )
     lr: float = Field(1e-3, gt=0, description="Peak learning rate. The warm-up ends at this rate.")
+    adamw_lr: float | None = Field(
+        None,
+        gt=0,
+        description="Peak learning rate of what `muon` leaves to AdamW. It rises and falls as `lr` does. Null is `lr`. Other "
+        "kinds need null.",
+    )
     betas: tuple[Beta, Beta] = Field(
         (0.9, 0.95), description="Decay rates of AdamW's first and second moment. `sgd` does not use them."
     )
@@ -169,7 +177,25 @@ class OptimizerSpec(Strict):
         0.1, ge=0, description="Weight decay, which pulls matrices towards zero. Norms and biases have none."
     )
     momentum: float = Field(
-        0.0, ge=0, lt=1, description="Momentum of `sgd`; above 0 it keeps one more value per parameter. `adamw` needs 0."
+        0.0,
+        ge=0,
+        lt=1,
+        description="Momentum of `sgd` and `muon`. The default of `muon` is 0.95. With `sgd`, above 0 it keeps one more value "
+        "per parameter. `adamw` needs 0.",
+    )
+    nesterov: bool = Field(True, description="Whether `muon` has Nesterov's momentum. Other kinds need true.")
+    ns_steps: int = Field(
+        5,
+        ge=1,
+        le=99,
+        description="Iterations of Newton-Schulz with which `muon` makes a matrix orthogonal. They run in bfloat16, or in "
+        "float64 with `precision: float64`. Other kinds need 5.",
+    )
+    adjust_lr: Literal["match_rms_adamw", "original"] = Field(
+        "match_rms_adamw",
+        description="Factor of the learning rate for a matrix with `muon`, as in torch. `match_rms_adamw` makes updates as large "
+        "as those of AdamW, so `lr` and `weight_decay` of AdamW fit: 0.2 · √max(in, out). `original` is √max(1, out / in). Other "
+        "kinds need `match_rms_adamw`.",
     )
     clip: float | None = Field(
         1.0, gt=0, description="Largest norm of the gradient; a larger gradient is scaled down to it. Null does not clip."
@@ -185,6 +211,18 @@ class OptimizerSpec(Strict):
     min_lr: float = Field(
         0.1, ge=0, le=1, description="Learning rate at the end, as a share of `lr`. `decay: constant` does not use it."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _muon_has_momentum(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("kind") == "muon":
+            return {"momentum": 0.95, **given}
+        return given
+
+    @property
+    def iterations(self) -> int:
+        """Iterations of Newton-Schulz in every step; 0 without Muon."""
+        return self.ns_steps if self.kind == "muon" else 0
 
 
 class TrainingSpec(Strict):

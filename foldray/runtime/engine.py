@@ -15,6 +15,7 @@ from foldray.model import Batch, Losses, Transformer
 from foldray.recipe import OptimizerSpec
 from foldray.runtime.execution import Execution
 from foldray.runtime.gradients import Gradients, Norms
+from foldray.runtime.muon import Muon
 from foldray.runtime.optimizer import decay_groups, make_optimizer, state_keys
 from foldray.schedule import Ordering
 
@@ -79,17 +80,18 @@ class TorchEngine:
             master.grad = gradient
             self.masters[parameter] = master
         self._fused = next(model.parameters()).is_cuda
-        masters = ((master, parameter) for parameter, master in self.masters.items())
-        self.optimizer = make_optimizer(optimizer, decay_groups(optimizer, masters), self._fused)
+        self._hidden = model.hidden_matrices() if optimizer.kind == "muon" else set()  # the parameters that Muon updates
+        self.optimizers = self._make_optimizers(groups)
 
     def train(self, batches: Sequence[Batch]) -> list[Losses]:
         return self.execution.train(batches)
 
     def update(self, lr: float) -> Norms:
         norms = self.gradients.clip(self.spec.clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        for optimizer, share in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = share * lr
+            optimizer.step()
         self._spread()
         self.gradients.zero()
         return norms
@@ -119,13 +121,28 @@ class TorchEngine:
     def close(self) -> None:
         """Do nothing: nothing keeps the engine in memory."""
 
+    def _make_optimizers(self, groups: Groups) -> list[tuple[torch.optim.Optimizer, float]]:
+        """Return the optimizers that have something to update, each with its share of the learning rate."""
+        found: list[tuple[torch.optim.Optimizer, float]] = []
+        if self._hidden:
+            found.append((Muon(self.spec, self.model, groups, self.gradients, self.masters), 1.0))
+        others = [(master, parameter) for parameter, master in self.masters.items() if parameter not in self._hidden]
+        if others:
+            share = (self.spec.adamw_lr or self.spec.lr) / self.spec.lr
+            found.append((make_optimizer(self.spec, decay_groups(self.spec, others), self._fused), share))
+        return found
+
     def _remembered(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
         """Return the optimizer's state of a parameter. Before the first step, it is made with zeros."""
         master = self.masters[parameter]
-        memory = self.optimizer.state[master]
+        memory = self._optimizer_of(parameter).state[master]
         if key == "step":
             return memory.setdefault("step", torch.zeros((), dtype=torch.float32, device=master.device if self._fused else None))
         return memory.setdefault(key, torch.zeros_like(master))
+
+    def _optimizer_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
+        """Return the optimizer that updates a parameter."""
+        return next(each for each, _ in self.optimizers if isinstance(each, Muon) == (parameter in self._hidden))
 
     def _own(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
         """Return the elements of a parameter, or of a tensor of its shape, that this rank's optimizer has.
@@ -171,11 +188,11 @@ def whole_tensors(
     The key is None for the weights, else one of the optimizer's state. A tensor has the shape of the parameter; the tensor
     of "step" is a scalar.
     """
-    keys = (*state_keys(optimizer), "step") if optimizer.kind == "adamw" else state_keys(optimizer)
-    patterns: dict[str | None, str] = {None: "model/{}"} | {key: f"optimizer/{{}}/{key}" for key in keys}
     for local, parameter in model.named_parameters():
+        parts = model.global_parts[local]
+        keys = state_keys(optimizer, model.pieces[parts[0][0]].spec)
+        patterns: dict[str | None, str] = {None: "model/{}"} | {key: f"optimizer/{{}}/{key}" for key in keys}
         for key, pattern in patterns.items():
-            parts = model.global_parts[local]
             if key == "step":  # a number, the same for all parts
                 yield parameter, key, state[pattern.format(parts[0][0])]
                 continue
@@ -210,9 +227,8 @@ def engine_state(
         remembered: (parameter, key) → the optimizer's state of the parameter; "step" is a scalar.
     """
     parameters, state = dict(model.named_parameters()), {}
-    memory = (*state_keys(optimizer), "step") if optimizer.kind == "adamw" else state_keys(optimizer)
     for local, parts in model.global_parts.items():
-        parameter = parameters[local]
+        parameter, memory = parameters[local], state_keys(optimizer, model.pieces[parts[0][0]].spec)
         tensors = {"model/{}": weight(parameter)} | {f"optimizer/{{}}/{key}": remembered(parameter, key) for key in memory}
         for name, index in parts:
             for pattern, tensor in tensors.items():

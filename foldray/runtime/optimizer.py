@@ -1,4 +1,4 @@
-"""The optimizer that both engines share: update rule, weight decay, learning rate."""
+"""The optimizer that both engines share: update rule, weight decay, learning rate. Muon's own rule is in `muon.py`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Iterable
 
 import torch
 
+from foldray.blueprint import ParameterSpec
 from foldray.recipe import OptimizerSpec
 
 
 def make_optimizer(spec: OptimizerSpec, groups: Iterable[dict], fused: bool = False) -> torch.optim.Optimizer:
-    """Return a torch optimizer.
+    """Return a torch optimizer; for `muon`, that of the parameters that it leaves to AdamW.
 
     Its results do not depend on how tensors are grouped. So it loops over tensors, instead of using kernels for many tensors
     that compute in several passes.
@@ -39,11 +40,11 @@ def decay_groups(spec: OptimizerSpec, parameters: Iterable[tuple[torch.Tensor, t
     return [group for group in groups if group["params"]]
 
 
-def state_keys(spec: OptimizerSpec) -> tuple[str, ...]:
-    """Return the names of the optimizer's state of each parameter, without the number of steps."""
-    if spec.kind == "adamw":
-        return ("exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) if spec.momentum else ()
+def state_keys(spec: OptimizerSpec, parameter: ParameterSpec) -> tuple[str, ...]:
+    """Return the names of the optimizer's state of a parameter. "step" is a number of steps; all others have its shape."""
+    if spec.kind == "adamw" or (spec.kind == "muon" and not parameter.is_hidden_matrix):
+        return ("exp_avg", "exp_avg_sq", "step")
+    return ("momentum_buffer",) if spec.momentum or spec.kind == "muon" else ()
 
 
 def learning_rate(spec: OptimizerSpec, step: int, steps: int) -> float:

@@ -7,7 +7,9 @@ are a dict by global name. L tokens of a sequence, H hidden, E experts, K expert
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,21 @@ from torch import Tensor
 from foldray.recipe import Recipe
 
 Weights = dict[str, Tensor]
+
+
+def is_hidden(name: str, weight: Tensor) -> bool:
+    """Whether Muon updates a weight."""
+    return weight.dim() == 2 and not name.startswith(("embedding.", "positions.", "head."))
+
+
+def turned(weight: Tensor) -> Tensor:
+    """Return a weight [in, out] as torch's layers have it, [out, in], in the same memory."""
+    return weight.detach().T.requires_grad_()
+
+
+def wide_iteration() -> AbstractContextManager:
+    """Let `torch.optim.Muon` iterate in the dtype of the weights instead of bfloat16, and change nothing else of it."""
+    return patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone)
 
 
 class Router(NamedTuple):
@@ -33,13 +50,21 @@ class Plain:
         self.recipe, self.model = recipe, recipe.model
         self.weights = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
         self.biases = {layer: torch.zeros(self.model.experts, dtype=torch.float64) for layer in self.model.moe_layers}
-        spec, matrices = recipe.optimizer, [weight for weight in self.weights.values() if weight.dim() > 1]
-        vectors = [weight for weight in self.weights.values() if weight.dim() == 1]
+        spec, weights = recipe.optimizer, self.weights
+        self.turned = {
+            name: turned(weight) for name, weight in weights.items() if spec.kind == "muon" and is_hidden(name, weight)
+        }
+        matrices = [weight for name, weight in weights.items() if weight.dim() > 1 and name not in self.turned]
+        vectors = [weight for weight in weights.values() if weight.dim() == 1]
         groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         if spec.kind == "sgd":
-            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum)
+            self.optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum)]
         else:
-            self.optimizer = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
+            self.optimizers = [torch.optim.AdamW(groups, lr=spec.adamw_lr or spec.lr, betas=spec.betas, eps=spec.eps)]
+        if self.turned:
+            keys: dict[str, Any] = {"momentum": spec.momentum, "nesterov": spec.nesterov, "ns_steps": spec.ns_steps}
+            keys |= {"weight_decay": spec.weight_decay, "adjust_lr_fn": spec.adjust_lr}
+            self.optimizers.append(torch.optim.Muon(list(self.turned.values()), lr=spec.lr, **keys))
 
     def step(self, token_BL: Tensor, target_BL: Tensor, segment_BL: Tensor | None) -> dict[str, Any]:
         """Update the weights on these sequences. Return the mean losses, and the gradient's norm before clipping."""
@@ -54,14 +79,19 @@ class Plain:
         balance = sum(router.balance for rows in routers.values() for router in rows)
         z = sum(router.z for rows in routers.values() for router in rows)
         objective = language / counted + (model.router.balance_loss * balance + model.router.z_loss * z) / sequences
-        self.optimizer.zero_grad()
+        for weight in self.weights.values():
+            weight.grad = None
         objective.backward()
         for weight in self.weights.values():
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
         norm = torch.cat([weight.grad.flatten() for weight in self.weights.values() if weight.grad is not None]).norm()
         if self.recipe.optimizer.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.weights.values(), self.recipe.optimizer.clip)
-        self.optimizer.step()
+        for name, each in self.turned.items():
+            each.grad = self.weights[name].grad.T  # type: ignore[union-attr]
+        with wide_iteration():
+            for optimizer in self.optimizers:
+                optimizer.step()
         for layer, rows in routers.items():
             count_E = torch.stack([router.count_E for router in rows]).sum(0)
             self.biases[layer] += model.router.bias_rate * torch.sign(count_E.mean() - count_E)

@@ -208,4 +208,8 @@ def _optimizer(chance: random.Random, engine: str) -> dict[str, Any]:
     both = {"weight_decay": chance.choice([0.0, 0.1]), "clip": chance.choice([None, 0.5]), "decay": "constant"}
     if engine == "deepspeed" or chance.random() < 0.5:
         return {"kind": "sgd", "lr": 1.0, "momentum": chance.choice([0.0, 0.9]), **both}
-    return {"kind": "adamw", "lr": 0.01, "eps": 1e-3, **both}
+    if chance.random() < 0.5:
+        return {"kind": "adamw", "lr": 0.01, "eps": 1e-3, **both}
+    own = {"nesterov": chance.random() < 0.7, "ns_steps": chance.choice([1, 5]), "momentum": chance.choice([0.5, 0.95])}
+    own |= {"adjust_lr": chance.choice(["original", "match_rms_adamw"]), "adamw_lr": chance.choice([None, 0.002])}
+    return {"kind": "muon", "lr": 0.02, "eps": 1e-3, **own, **both}

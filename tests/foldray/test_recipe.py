@@ -85,6 +85,14 @@ def test_the_torch_engine_has_stage_0_by_default():
     assert Recipe.parse({"model": {"preset": "tiny"}, "engine": {"kind": "torch"}}).engine.zero == 0
 
 
+def test_muon_has_momentum_by_default():
+    given = {"model": {"preset": "tiny"}, "engine": {"kind": "torch"}, "optimizer": {"kind": "muon"}}
+    assert Recipe.parse(given).optimizer.momentum == 0.95
+    given["optimizer"] = {"kind": "muon", "momentum": 0.5}
+    assert Recipe.parse(given).optimizer.momentum == 0.5
+    assert Recipe.parse({"model": {"preset": "tiny"}}).optimizer.momentum == 0.0
+
+
 def test_a_model_without_preset():
     sizes = {
         "layers": 2, "hidden": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "ffn_hidden": 16, "experts": 4, "topk": 2,
@@ -128,7 +136,7 @@ BAD = [
     ("name=two words", "name", "letters, digits"),
     ("name=../up", "name", "letters, digits"),
     # choices
-    ("optimizer.kind=adam", "optimizer.kind", "legal: adamw, sgd"),
+    ("optimizer.kind=adam", "optimizer.kind", "legal: adamw, sgd, muon"),
     ("optimizer.decay=exponential", "optimizer.decay", "legal: cosine, linear, constant"),
     ("precision=float16", "precision", "legal: float32, bfloat16, float64"),
     ("engine.kind=megatron", "engine.kind", "legal: deepspeed, torch"),
@@ -174,6 +182,13 @@ BAD = [
     ("engine.zero=0 precision=bfloat16", "engine.zero", "legal: 1, 2"),
     ("precision=float64", "precision", "use engine.kind=torch; legal: float32, bfloat16"),
     ("optimizer.momentum=0.9", "optimizer.momentum", "has no meaning with kind=adamw"),
+    ("optimizer.kind=muon", "engine.kind", "optimizer.kind=muon needs whole ones; legal: torch"),
+    ("optimizer={nesterov: false}", "optimizer.nesterov", "has no meaning with kind=adamw, only with muon; legal: true"),
+    ("optimizer={kind: sgd, ns_steps: 3}", "optimizer.ns_steps", "has no meaning with kind=sgd, only with muon; legal: 5"),
+    ("optimizer={adjust_lr: original}", "optimizer.adjust_lr", "only with muon; legal: match_rms_adamw"),
+    ("optimizer={adamw_lr: 0.1}", "optimizer.adamw_lr", "only with muon; legal: null"),
+    ("optimizer.ns_steps=0", "optimizer.ns_steps", "greater than or equal to 1"),
+    ("optimizer.adjust_lr=spectral", "optimizer.adjust_lr", "legal: match_rms_adamw, original"),
     ("moe.backend=deepspeed model.preset=tiny-fine", "moe.backend", "legal: torch, tutel"),
     ("moe.backend=deepspeed model.topk=1", "moe.backend", "softmax over all experts"),
     ("moe.backend=tutel precision=float64 engine.kind=torch", "moe.backend", "would round float64"),

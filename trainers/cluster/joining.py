@@ -30,6 +30,8 @@ _QUIET = {
 }
 _ANSWER_S = 10.0  # seconds for a cluster to answer at its address
 _PROCESS_BYTES, _GPU_BYTES = 128 * 2**20, 512 * 2**30  # less than any worker's process needs, more than any GPU has
+_STATES = {"adamw": 1.0, "muon": 0.5}
+"""The least share of the memory of Adam's moments that the state of an optimizer needs."""
 _OBJECT_STORE = 512 * 2**20  # bytes; training data does not travel through Ray
 
 
@@ -125,7 +127,7 @@ def check_room(recipe: Recipe) -> None:
 def _check_memory(recipe: Recipe, available: float, where: str) -> None:
     """Refuse a recipe that certainly does not fit into the available bytes.
 
-    Every worker needs memory for its process, for its share of weights and gradients, and for Adam's moments.
+    Every worker needs memory for its process, for its share of weights and gradients, and for the optimizer's state.
     """
     fold, workers, (outside, inside) = recipe.placed_fold, recipe.cluster.workers, count_by_cut(recipe.model)
     count = {"dp_cp": outside / (fold.tp * fold.pp), "edp": inside / (fold.ep * fold.etp * fold.moe_pp)}
@@ -133,7 +135,7 @@ def _check_memory(recipe: Recipe, available: float, where: str) -> None:
     for family, held in count.items():
         only = dict.fromkeys(count, 0.0) | {family: held}
         share = parameters(fold, recipe.engine.zero, getattr(torch, recipe.precision).itemsize, only)
-        each = share.weights + share.gradients + (share.optimizer if recipe.optimizer.kind == "adamw" else 0.0)
+        each = share.weights + share.gradients + share.optimizer * _STATES.get(recipe.optimizer.kind, 0.0)
         needed += each * (fold.attention_ranks if family == "dp_cp" else fold.moe_ranks)
     if needed > available:
         least = f"{workers} workers need at least {needed / GIB:.3g} GiB for weights, gradients and optimizer"

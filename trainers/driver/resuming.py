@@ -176,15 +176,16 @@ def check_resumable(begin: Beginning, stored: Stored, recipe: Recipe, data: Pack
 def _check_tensors(begin: Beginning, stored: Stored, recipe: Recipe) -> None:
     tensors = stored.contents.tensors
     theirs = {name.removeprefix("model/"): tuple(tensor.size) for name, tensor in tensors.items() if name.startswith("model/")}
-    ours = {row.name: row.shape for row in parameter_table(recipe.model)}
+    rows = parameter_table(recipe.model)
+    ours = {row.name: row.shape for row in rows}
     for name in [*ours, *sorted(name for name in theirs if not name.endswith(".router.bias"))]:
         if theirs.get(name) != ours.get(name):
             sizes = f"{_size(theirs.get(name))}, but this recipe's is {_size(ours.get(name))}"
             raise UserError(begin.field, begin.value, f"has another model: its {name} is {sizes}")
-    keys = (*state_keys(recipe.optimizer), "step") if recipe.optimizer.kind == "adamw" else state_keys(recipe.optimizer)
-    wanted = {f"optimizer/{name}/{key}" for name in ours for key in keys}
+    wanted = {f"optimizer/{row.name}/{key}" for row in rows for key in state_keys(recipe.optimizer, row)}
     if not wanted <= tensors.keys():
-        before = "adamw" if any(name.endswith("/exp_avg") for name in tensors) else "sgd"
+        moments, momentum = (any(name.endswith(key) for name in tensors) for key in ("/exp_avg", "/momentum_buffer"))
+        before = ("muon" if momentum else "adamw") if moments else "sgd"
         rule = f"{_run(begin)} has no optimizer state for it; keep its kind"
         raise UserError("optimizer.kind", recipe.optimizer.kind, rule, [before])
 

@@ -178,11 +178,10 @@ class DeepSpeedEngine:
 
     def _make_optimizer_state(self) -> None:
         """Make the optimizer's state as zeros and link it, so that it can be read and set before the first step."""
+        keys = state_keys(self.spec, next(iter(self.model.pieces.values())).spec)  # the same for all parameters
         for flat in self.optimizer.single_partition_of_fp32_groups:
             memory = self.optimizer.optimizer.state[flat]
-            memory.update({key: torch.zeros_like(flat) for key in state_keys(self.spec)})
-            if self.spec.kind == "adamw":
-                memory["step"] = torch.zeros((), dtype=torch.float32)
+            memory.update({key: torch.zeros(()) if key == "step" else torch.zeros_like(flat) for key in keys})
         self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _memories(self) -> list[dict[str, torch.Tensor]]:

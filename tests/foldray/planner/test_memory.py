@@ -135,7 +135,9 @@ def _held(rank: int, recipe: Recipe) -> list[int]:
     go_on(engine, groups, recipe, range(1))
     weights = [*engine.model.parameters(), *engine.masters.values()]  # type: ignore[attr-defined]
     gradients = [each for buffer in engine.gradients.buffers for each in (buffer.flat, buffer.sums) if each is not None]  # type: ignore[attr-defined]
-    memory = [each for state in engine.optimizer.state.values() for each in state.values() if each.dim()]  # type: ignore[attr-defined]
+    memory = [
+        each for optimizer, _ in engine.optimizers for state in optimizer.state.values() for each in state.values() if each.dim()
+    ]  # type: ignore[attr-defined]
     groups.close()
     return [_bytes(each) for each in (weights, gradients, memory)]
 

@@ -20,6 +20,7 @@ from trainers.checkpoints import tensors
 _SAVED, _THEN = 3, 5
 _MODEL = {"layers": 4, "tied_embeddings": True, "router": {"score": "sigmoid", "normalize": True, "bias_rate": 0.01}}
 _ADAMW = {"kind": "adamw", "lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1, "clip": 0.5}
+_MUON = {"kind": "muon", "lr": 0.02, "eps": 1e-3, "weight_decay": 0.1, "clip": 0.5}
 
 # Pairs of (workers, sizes): the first one writes the checkpoint, and the second one reads it.
 _PAIRS = [
@@ -67,13 +68,17 @@ def _resume(rank: int, recipe: Recipe, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _recipe(workers: int, fold: dict[str, int], seed: int = 0) -> Recipe:
+def _recipe(workers: int, fold: dict[str, int], seed: int = 0, optimizer: dict[str, Any] = _ADAMW) -> Recipe:
     fold = dict(fold)
     engine = {"kind": "torch", "zero": fold.pop("zero", 0)}
     schedule = {"virtual_stages": fold.pop("virtual_stages", 1)}
     few = max(1, 4 // Fold(workers, **fold).dp)  # few passes make few collectives, which saves time
     training = {"seed": seed, "micro_batch": few}
-    return make_recipe(workers, fold, model=_MODEL, optimizer=_ADAMW, schedule=schedule, training=training, engine=engine)
+    return make_recipe(workers, fold, model=_MODEL, optimizer=optimizer, schedule=schedule, training=training, engine=engine)
+
+
+def _name(given: tuple[int, dict[str, int]]) -> str:
+    return f"{given[0]}:{given[1]}".replace("'", "")
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +89,31 @@ def undisturbed() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [pytest.param(*pair, marks=() if number % 6 == 0 else pytest.mark.nightly) for number, pair in enumerate(_PAIRS)],
-    ids=lambda given: f"{given[0]}:{given[1]}".replace("'", ""),
+    ids=_name,
 )
 def test_a_checkpoint_goes_on_under_another_fold(ranks, undisturbed, tmp_path: Path, writer: tuple, reader: tuple) -> None:
-    ranks(writer[0]).run(_save, _recipe(*writer), tmp_path)
-    # With another seed, a tensor that is not loaded would change the result.
-    found = ranks(reader[0]).run(_resume, _recipe(*reader, seed=1), tmp_path)
+    _check(ranks, undisturbed, tmp_path, _recipe(*writer), _recipe(*reader, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        ((4, {"tp": 2, "ep": 2, "etp": 2, "zero": 1}), (2, {"ep": 2, "zero": 2})),
+        ((2, {"ep": 2, "zero": 2}), (4, {"pp": 2, "tp": 2})),
+        ((4, {"pp": 2, "tp": 2}), (4, {"tp": 2, "ep": 2, "etp": 2, "zero": 1})),
+    ],
+    ids=_name,
+)
+def test_a_checkpoint_of_muon_goes_on_under_another_fold(ranks, tmp_path: Path, writer: tuple, reader: tuple) -> None:
+    """Matrices have momentum, and what AdamW updates has its moments."""
+    undisturbed = train(0, _recipe(1, {}, optimizer=_MUON), _SAVED + _THEN)
+    _check(ranks, undisturbed, tmp_path, _recipe(*writer, optimizer=_MUON), _recipe(*reader, seed=1, optimizer=_MUON))
+
+
+def _check(ranks, undisturbed: dict[str, Any], folder: Path, writer: Recipe, reader: Recipe) -> None:
+    """Save with one recipe and go on with another. With another seed, a tensor that is not loaded would change the result."""
+    ranks(writer.cluster.workers).run(_save, writer, folder)
+    found = ranks(reader.cluster.workers).run(_resume, reader, folder)
     for part in found:
         assert np.array(part["losses"]) == pytest.approx(np.array(undisturbed["losses"][_SAVED:]), abs=1e-10)
         assert part["norms"] == pytest.approx(undisturbed["norms"][_SAVED:], abs=1e-10)

@@ -335,6 +335,7 @@ RESUME: list[tuple[str, tuple[str, ...]]] = [
     ("training.seed=1", ("training.seed=1", "RUN takes its text in another order", "legal: 0")),
     ("training.global_batch=16", ("training.global_batch=16", "RUN takes its text in another order", "legal: ")),
     ("optimizer.kind=sgd  optimizer.momentum=0.9", ("optimizer.kind=sgd", "RUN has no optimizer state for it", "legal: adamw")),
+    ("optimizer.kind=muon  engine.kind=torch", ("optimizer.kind=muon", "RUN has no optimizer state for it", "legal: adamw")),
 ]
 
 

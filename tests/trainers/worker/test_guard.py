@@ -71,7 +71,8 @@ def _become_nan(engine: TorchEngine) -> None:
 
 
 def _stand_still(engine: TorchEngine) -> None:
-    engine.optimizer.step = lambda: None  # type: ignore[assignment, method-assign]
+    for optimizer, _ in engine.optimizers:
+        optimizer.step = lambda: None  # type: ignore[assignment, method-assign, misc]
 
 
 @pytest.mark.parametrize(
