@@ -175,6 +175,14 @@ class Beat(TypedDict):
     time: NotRequired[float]
 
 
+class Grows(TypedDict):
+    """The cluster has room for more workers, and they start again from the state after `step` steps. The driver sends this."""
+
+    kind: Literal["grows"]
+    step: int
+    time: NotRequired[float]
+
+
 class Slow(TypedDict):
     """Other ranks wait for a rank. The driver sends this record when it sees it, and again when it is over."""
 
@@ -206,7 +214,7 @@ class Failed(TypedDict):
     time: NotRequired[float]
 
 
-Record = Failed | Slow | Place | Step | Validation | Resumed | Tried | Settled | Listed | Drifted | Saved
+Record = Failed | Grows | Slow | Place | Step | Validation | Resumed | Tried | Settled | Listed | Drifted | Saved
 _RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")], config=ConfigDict(strict=True))
 _FINITE = ("loss", "lr", "tokens_per_s", "step_time_s", "bits_per_byte")
 _LONGEST_LINE = 1 << 28
@@ -230,6 +238,8 @@ class History:
         self.drifts: list[Drifted] = []
         self.failures: list[Failed] = []
         """The failed attempts, in order."""
+        self.grown: list[int] = []
+        """The steps after which training went on with more workers."""
         self.slow: dict[int, Slow] = {}
         """Ranks that the others wait for."""
         self.imbalance: dict[int, np.ndarray] = {}
@@ -295,6 +305,10 @@ class History:
         elif record["kind"] == "failed":
             self.failures.append(record)
             self.places.clear()  # the next attempt may have fewer ranks
+            self.slow.clear()
+        elif record["kind"] == "grows":
+            self.grown.append(record["step"])
+            self.places.clear()
             self.slow.clear()
         elif record["kind"] == "slow":
             self.slow.pop(record["rank"], None)

@@ -44,10 +44,25 @@ sys.exit(f"nodes seen: {seen}")
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running cluster: the address for jobs, and the environment that a process needs to submit them."""
+    """A running cluster.
+
+    Args:
+        address: the address for jobs.
+        env: the environment that a process needs to submit them.
+        head: the host of its head.
+        folder: holds the files of its nodes.
+        cpus: CPUs of each node.
+    """
 
     address: str
     env: Mapping[str, str]
+    head: Host
+    folder: Path
+    cpus: int
+
+    def start(self, host: Host, label: str = "") -> subprocess.Popen:
+        """Start the node of a host, for the first time or again."""
+        return _start(host, self.head, self.folder, self.env, self.cpus, label)
 
 
 @contextmanager
@@ -71,9 +86,9 @@ def ray_cluster(hosts: Sequence[Host], timeout: float = 90.0, cpus: int = 1, lab
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         (folder / "empty").mkdir()
         (folder / "token").write_text(secrets.token_hex(32))  # only this user can read the folder
-        cluster = Cluster(f"http://{hosts[0].address}:8265", _environment(folder / "token"))
+        cluster = Cluster(f"http://{hosts[0].address}:8265", _environment(folder / "token"), hosts[0], folder, cpus)
         for host, label in zip(hosts, labels or [""] * len(hosts), strict=True):
-            node = _start(host, hosts[0], folder, cluster.env, cpus, label)
+            node = cluster.start(host, label)
             stack.callback(node.wait, 10)
             stack.callback(host.stop, patience=2.0)
         wait = [sys.executable, "-c", _WAIT, cluster.address, len(hosts), timeout]

@@ -114,6 +114,8 @@ class Progress:
         elif record["kind"] == "failed":
             after = f"goes on from step {record['saved']}" if record["goes_on"] else "gives up"
             self._say(f"{self._name}: after step {record['step']}, {record['what']}; foldray {after}")
+        elif record["kind"] == "grows":
+            self._say(f"{self._name}: the cluster has room for more workers; they start from step {record['step']}")
         elif record["kind"] == "slow":
             name, over = f"rank {record['rank']} on {record['node_ip']}", record["over_others"]
             what = f"the others wait for {name}, which works {over:.1f} × as long" if over > 1 else f"{name} keeps up again"

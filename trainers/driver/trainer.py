@@ -218,6 +218,7 @@ class FoldTrainer(TorchTrainer):
             outcome = self._attempt(run)
             if isinstance(outcome, Result):
                 if run.stopped and run.grows:
+                    run.tell({"kind": "grows", "step": run.folder.history.last_step})
                     begin = Beginning.newest(self._folder, damaged)
                     continue
                 return outcome
