@@ -1,0 +1,93 @@
+"""The fold for fewer workers than a recipe asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from foldray.errors import UserError
+from foldray.recipe import Recipe
+from foldray.recipe.refold import _needs, as_candidate, worlds
+
+
+def recipe(**sections: Any) -> Recipe:
+    base: dict[str, Any] = {
+        "model": {"preset": "tiny", "experts": 12},
+        "data": {"seq_len": 128},
+        "fold": {"ep": 4},
+        "training": {"steps": 9, "global_batch": 16, "micro_batch": 2},
+        "cluster": {"workers": 4, "min_workers": 2},
+    }
+    return Recipe.parse({key: {**base.get(key, {}), **sections.get(key, {})} for key in base | sections})
+
+
+def test_everything_but_the_fold_stays() -> None:
+    given = recipe(schedule={"kind": "stream", "degree": 2})
+    found = worlds(given)
+    assert list(found) == [2, 3, 4]
+    assert found[4] == given
+    for workers, each in found.items():
+        assert each.cluster.workers == each.placed_fold.world_size == workers
+        for section in ("model", "data", "training", "optimizer", "schedule", "engine"):
+            assert getattr(each, section) == getattr(given, section)
+
+
+def test_shares_may_be_uneven() -> None:
+    three = worlds(recipe())[3]
+    assert (three.placed_fold.dp, three.accumulation) == (3, 3)
+    assert as_candidate(three).job.global_batch == 18, "the largest share decides how long a step takes"
+
+
+def test_a_rank_needs_not_much_more_memory() -> None:
+    """With large experts, every rank holding all of them would be the fastest, and would not fit."""
+    given = recipe(model={"preset": "tiny", "experts": 12, "expert_hidden": 8192})
+    three = worlds(given)[3]
+    assert three.fold.ep * three.fold.etp == 3
+    assert _needs(three) < 1.5 * _needs(given) * 4 / 3
+
+
+def test_a_pipeline_of_another_length_has_equal_stages() -> None:
+    given = recipe(
+        model={"preset": "tiny", "layers": 6, "experts": 8},
+        fold={"pp": 2, "ep": 2},
+        schedule={"stage_layers": [2, 1, 2, 1], "virtual_stages": 2},
+        cluster={"workers": 4, "min_workers": 3},
+    )
+    three = worlds(given)[3]
+    assert (three.schedule.stage_layers, three.schedule.virtual_stages) == (None, 1)
+
+
+def test_padding_needs_equal_shares() -> None:
+    padded = {"preset": "tiny", "experts": 12, "router": {"capacity_factor": 1.0, "pad": True}}
+    for each in worlds(recipe(model=padded)).values():
+        assert each.training.global_batch % (each.placed_fold.dp * each.training.micro_batch) == 0
+
+
+def test_numbers_of_workers_without_a_legal_fold_are_left_out() -> None:
+    """Seven workers divide nothing of this model but the batch, and with padding they may not."""
+    padded = {"preset": "tiny", "experts": 12, "router": {"capacity_factor": 1.0, "pad": True}}
+    found = worlds(recipe(model=padded, fold={"ep": 4}, cluster={"workers": 8, "min_workers": 6}))
+    assert 7 not in found
+    assert 8 in found
+
+
+def test_without_fewest_workers_there_is_one_world() -> None:
+    given = recipe(cluster={"workers": 4, "min_workers": None})
+    assert worlds(given) == {4: given}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"cluster": {"workers": 4, "min_workers": 5}}, r"^cluster\.min_workers=5: must be at most cluster\.workers=4; legal: 1 to 4"),
+        ({"cluster": {"workers": 4, "min_workers": 0}}, r"^cluster\.min_workers=0: must be greater than or equal to 1$"),
+        (
+            {"placement": {"attention": 2, "experts": 2}, "fold": {"ep": 2}, "schedule": {"kind": "af_pipe"}},
+            r"^cluster\.min_workers=2: works for workers that have both attention and experts.*legal: null$",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_numbers_are_one_line(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        recipe(**changes)
