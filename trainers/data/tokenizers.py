@@ -88,19 +88,23 @@ class FolderTokenizer:
         fingerprint: hash of the folder's content.
     """
 
+    eos: int | None
+    """Id that ends what a model writes, if the tokenizer has one."""
+
     def __init__(self, name: str, inner: Any, fingerprint: str):
         separator = inner.bos_token_id if inner.bos_token_id is not None else inner.eos_token_id
         if separator is None:
             raise UserError("data.tokenizer", name, "has neither a bos nor an eos token to separate documents with")
         # Ids may have gaps, so the largest id may exceed the number of tokens.
         self.vocab_size = max(len(inner), separator + 1, *(index + 1 for index in inner.get_vocab().values()))
-        self.separator, self.fingerprint, self._inner = int(separator), fingerprint, inner
+        self.name, self.inner, self.fingerprint = name, inner, fingerprint
+        self.separator, self.eos = int(separator), inner.eos_token_id
 
     def encode(self, text: str) -> np.ndarray:
         return np.concatenate([np.asarray(self._call(piece)["input_ids"], np.uint32) for piece in _pieces(text)])
 
     def measure(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        if not self._inner.is_fast:
+        if not self.inner.is_fast:
             ids = self.encode(text)
             return ids, _spread(len(text.encode()), len(ids))
         ids, sizes = map(np.concatenate, zip(*map(self._measure_piece, _pieces(text)), strict=True))
@@ -109,7 +113,7 @@ class FolderTokenizer:
         return ids, sizes
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _measure_piece(self, piece: str) -> tuple[np.ndarray, np.ndarray]:
         out = self._call(piece, return_offsets_mapping=True)
@@ -117,7 +121,7 @@ class FolderTokenizer:
 
     def _call(self, text: str, **options: Any) -> Any:
         # verbose=False, because transformers would warn about documents that are longer than a model's context.
-        return self._inner(text, add_special_tokens=False, split_special_tokens=True, verbose=False, **options)
+        return self.inner(text, add_special_tokens=False, split_special_tokens=True, verbose=False, **options)
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -19,6 +19,7 @@ from foldray.schedule import AF_PIPE
 from trainers.checkpoints.tensors import DamagedCheckpoint
 from trainers.cluster import joining, workers
 from trainers.cluster.run_storage import storage_folder
+from trainers.data.conversations import told
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
 from trainers.driver.mlflow_server import check_reachable
@@ -148,7 +149,10 @@ class FoldTrainer(TorchTrainer):
         spec = self.recipe.data
         cache = self._root / "data" if spec.cache is None else Path(spec.cache)
         progress = None if self.console is None else self.console.files
-        return prepare(spec, self.recipe.model.vocab, cache, progress)
+        data = prepare(spec, self.recipe.model.vocab, cache, progress)
+        if self.console is not None and spec.masked:
+            self.console.say(told(data.meta))
+        return data
 
     @property
     def _folder(self) -> Folder:

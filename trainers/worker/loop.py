@@ -58,8 +58,9 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Totals(NamedTuple):
-    """Losses and counts of a step, over all ranks and micro-batches."""
+    """Losses and counts of a step, over all ranks and micro-batches. `tokens` are those that count in the loss."""
 
+    tokens: int
     language: float
     balance: float
     z: float
@@ -127,7 +128,7 @@ class Worker:
         return {"steps": max(first, last), "final_loss": loss, "validation": self.validation}
 
     def _step(self, step: int) -> float:
-        """Run one step, numbered from 0, and return the mean loss over all tokens."""
+        """Run one step, numbered from 0, and return the mean loss over all tokens that count."""
         started, training = time.perf_counter(), self.recipe.training
         self.groups.traffic.clear()
         losses = self.engine.train([self._train_batch(step, m) for m in range(self.recipe.accumulation)])
@@ -162,7 +163,7 @@ class Worker:
             "kind": "step", "step": done, "loss": totals.language, "lr": rate, "grad_norm": norm,
             "balance_loss": totals.balance if moe else None, "z_loss": totals.z if moe else None,
             "drop_rate": totals.dropped / float(counts.sum()) if moe else None,
-            "tokens_per_s": training.global_batch * length / seconds, "step_time_s": seconds,
+            "tokens_per_s": training.global_batch * length / seconds, "step_time_s": seconds, "trained_tokens": totals.tokens,
             "mfu": flops / seconds / self.peak,
             "load": counts.tolist() if moe else None,
             "load_max_over_mean": float(health.max_over_mean.max()) if health else None,
@@ -185,7 +186,8 @@ class Worker:
             batches = [self._validation_batch(m, size, count) for m in passes[first : first + most]]
             losses += self.engine.execution.evaluate(batches)
         loss = float(all_losses(losses, self.groups.control).means()[0])
-        bits = loss * count * self.recipe.data.seq_len / math.log(2) / split.bytes(count)
+        nats = loss * count * self.recipe.data.seq_len
+        bits = None if split.masked else nats / math.log(2) / split.bytes(count)
         record: Validation = {"kind": "validation", "step": done, "loss": loss, "bits_per_byte": bits, "sequences": count}
         self.validation = dict(record)
         if self.rank == 0:
@@ -258,6 +260,8 @@ class Worker:
         tokens = move(split.tokens(sequences), self.device)
         segments = move(split.segments(sequences), self.device) if self.recipe.data.mask_documents else None
         targets = tokens[:, 1:] if len(indices) else torch.full_like(tokens[:, 1:], IGNORED)
+        if split.masked:
+            targets = targets.masked_fill(~move(split.trained(sequences), self.device), IGNORED)
         return Batch(tokens[:, :-1], targets, segments)
 
     def _totals(self, losses: list[Losses]) -> Totals:
@@ -269,7 +273,7 @@ class Worker:
         rows = self.groups.control.all_reduce(sent.to(self.device)).tolist()
         traffic = {name: Count(*map(int, row)) for name, row in zip(names, rows, strict=True)}
         language, balance, z = total.means().tolist()
-        return Totals(language, balance, z, float(total.dropped), total.count_ME.cpu(), traffic)
+        return Totals(int(total.tokens), language, balance, z, float(total.dropped), total.count_ME.cpu(), traffic)
 
     def _all_ranks(self, value: float) -> float:
         return float(self.groups.control.all_reduce(torch.tensor(value, dtype=torch.float64, device=self.device)))
