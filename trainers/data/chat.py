@@ -130,10 +130,11 @@ class Chat:
 
         options: dict[str, Any] = {"chat_template": self._template, "return_assistant_tokens_mask": True}
         try:
-            texts, spans = render_jinja_template([list(messages)], **options, **self._inner.special_tokens_map)
+            found: Any = render_jinja_template([list(messages)], **options, **self._inner.special_tokens_map)
         except Exception as error:
             raise self._at_fault(place, error) from None
-        return Rendered(texts[0], spans[0])
+        (text,), (spans,) = found
+        return Rendered(text, spans)
 
     def _at_fault(self, place: object, error: Exception) -> UserError:
         reason = str(error).strip().split("\n")[0] or type(error).__name__

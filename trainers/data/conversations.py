@@ -156,10 +156,9 @@ def told(meta: Mapping[str, Any]) -> str:
         parts.append(f"{both['cut']} have more than {meta['seq_len']} tokens, and lose their end")
     if both["left_out"]:
         parts.append(f"{both['left_out']} have no token to train on, and are left out")
-    shares = (
-        f"{both['trained'] / tokens:.1%} of all tokens count in the loss, {both['filled'] / tokens:.1%} only fill sequences up"
-    )
-    return "; ".join([*parts, shares])
+    trained, filled = both["trained"] / tokens, both["filled"] / tokens
+    parts.append(f"{trained:.1%} of all tokens count in the loss, and {filled:.1%} only fill sequences up")
+    return "; ".join(parts)
 
 
 def messages_of(row: Row, messages_field: str) -> list[dict[str, Any]]:

@@ -146,7 +146,7 @@ class Worker:
             return self._no_sequences
         training, dp = self.recipe.training, self.groups.fold.dp
         indices = self.batches.indices(step, m, self.groups.dp_rank, dp, training.micro_batch, training.global_batch)
-        return self._batch(self.data.train, indices)
+        return batch_of(self.data.train, indices, self.recipe.data.mask_documents, self.device)
 
     @property
     def _no_sequences(self) -> Batch:
@@ -198,7 +198,8 @@ class Worker:
         if not self.groups.owns_tokens:
             return self._no_sequences
         start = (m * self.groups.fold.dp + self.groups.dp_rank) * size
-        return self._batch(self.data.validation, range(start, min(count, start + size)))
+        indices = range(start, min(count, start + size))
+        return batch_of(self.data.validation, indices, self.recipe.data.mask_documents, self.device)
 
     def _save(self, done: int, loss: float, final: bool) -> None:
         fold, data = self.recipe.fold.model_dump(), self.data.folder.name
@@ -251,19 +252,6 @@ class Worker:
         if agreed and knobs.degree in self.online.orderings and bool(knobs.sp_bytes) == self.online.sizes:
             self.online.choose(knobs, known.seconds)
 
-    def _batch(self, split: Split, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Make a batch: inputs, targets, and the numbers of documents if attention stops at their boundaries.
-
-        Without indices, the batch is one sequence whose targets are all ignored.
-        """
-        sequences = indices if len(indices) else [0]
-        tokens = move(split.tokens(sequences), self.device)
-        segments = move(split.segments(sequences), self.device) if self.recipe.data.mask_documents else None
-        targets = tokens[:, 1:] if len(indices) else torch.full_like(tokens[:, 1:], IGNORED)
-        if split.masked:
-            targets = targets.masked_fill(~move(split.trained(sequences), self.device), IGNORED)
-        return Batch(tokens[:, :-1], targets, segments)
-
     def _totals(self, losses: list[Losses]) -> Totals:
         """Return the means and sums over ranks and micro-batches."""
         by_name, total = self.groups.traffic.by_name(), all_losses(losses, self.groups.control)
@@ -277,6 +265,23 @@ class Worker:
 
     def _all_ranks(self, value: float) -> float:
         return float(self.groups.control.all_reduce(torch.tensor(value, dtype=torch.float64, device=self.device)))
+
+
+def batch_of(split: Split, indices: Sequence[int] | np.ndarray, documents: bool, device: torch.device) -> Batch:
+    """Make a batch of some sequences: inputs, and targets, of which those that do not count are ignored.
+
+    Args:
+        split: the sequences.
+        indices: which of them. Without indices, the batch is one sequence whose targets are all ignored.
+        documents: whether attention stops at the boundaries of documents.
+        device: where the batch goes.
+    """
+    sequences = indices if len(indices) else [0]
+    tokens = move(split.tokens(sequences), device)
+    targets = tokens[:, 1:] if len(indices) else torch.full_like(tokens[:, 1:], IGNORED)
+    if split.masked:
+        targets = targets.masked_fill(~move(split.trained(sequences), device), IGNORED)
+    return Batch(tokens[:, :-1], targets, move(split.segments(sequences), device) if documents else None)
 
 
 def _nodes() -> list[int]:
