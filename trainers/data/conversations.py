@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from foldray.errors import UserError
 from trainers.data.chat import Chat
 from trainers.data.encode import Encoded, Work, token_dtype
-from trainers.data.sources import Part, Row, SourceFile, as_utf8, cut, read_rows
+from trainers.data.sources import Part, SourceFile, as_utf8, cut, read_rows
 from trainers.data.tokenizers import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -66,7 +67,9 @@ class Reader:
                 them.
         """
         for row in read_rows(part, "data.messages_field", self.messages_field):
-            tokens, trained = self.chat.encode(messages_of(row, self.messages_field), row, self.masked)
+            tokens, trained = self.chat.encode(
+                messages_of(row.value, row, "data.messages_field", self.messages_field), row, self.masked
+            )
             trained[:1] = False  # nothing is before it
             yield Conversation(tokens, trained)
 
@@ -153,44 +156,50 @@ def told(meta: Mapping[str, Any]) -> str:
     tokens = meta["seq_len"] * sum(meta[split]["sequences"] for split in ("train", "validation"))
     parts = [f"conversations: {counts[0]['conversations']} for training, {counts[1]['conversations']} for validation"]
     if both["cut"]:
-        parts.append(f"{both['cut']} have more than {meta['seq_len']} tokens, and lose their end")
+        parts.append(f"{both['cut']} longer than {meta['seq_len']} tokens, cut at their end")
     if both["left_out"]:
-        parts.append(f"{both['left_out']} have no token to train on, and are left out")
+        parts.append(f"{both['left_out']} without a token to train on, left out")
     trained, filled = both["trained"] / tokens, both["filled"] / tokens
     parts.append(f"{trained:.1%} of all tokens count in the loss, and {filled:.1%} only fill sequences up")
     return "; ".join(parts)
 
 
-def messages_of(row: Row, messages_field: str) -> list[dict[str, Any]]:
-    """Return the messages of a row, without keys that are null.
+def messages_of(given: Any, place: object, field: str, value: object) -> list[dict[str, Any]]:
+    """Return the messages of a conversation, without keys that are null.
+
+    Args:
+        given: a value of JSON.
+        place: where it is, for messages; its `str` is taken only then.
+        field, value: what the user calls it, for messages.
 
     Raises:
-        UserError: the row has something else than messages.
+        UserError: the value is something else than messages.
     """
-    if not isinstance(row.value, list) or not row.value:
-        found = "an empty list" if row.value == [] else f"{type(row.value).__name__}"
-        raise UserError("data.messages_field", messages_field, f"is not a list of messages but {found} in {row}")
-    return [_message(each, row, number, messages_field) for number, each in enumerate(row.value, 1)]
+    if not isinstance(given, list) or not given:
+        found = "an empty list" if given == [] else f"{type(given).__name__}"
+        raise UserError(field, value, f"is not a list of messages but {found} in {place}")
+
+    def refused(number: int, rule: str, legal: Sequence[str] | None) -> UserError:
+        return UserError(field, value, f"message {number} in {place} {rule}", legal)
+
+    return [_message(each, partial(refused, number)) for number, each in enumerate(given, 1)]
 
 
-def _message(given: Any, row: Row, number: int, messages_field: str) -> dict[str, Any]:
-    def refused(rule: str, legal: Sequence[str] | None = None) -> UserError:
-        return UserError("data.messages_field", messages_field, f"message {number} in {row} {rule}", legal)
-
+def _message(given: Any, refused: Callable[[str, Sequence[str] | None], UserError]) -> dict[str, Any]:
     if not isinstance(given, dict):
-        raise refused(f"is not an object but {type(given).__name__}")
+        raise refused(f"is not an object but {type(given).__name__}", None)
     try:
         message = _clean({key: value for key, value in given.items() if value is not None})
     except RecursionError:
-        raise refused("is nested too deeply") from None
+        raise refused("is nested too deeply", None) from None
     if "role" not in message:
-        raise refused(f'has no "role"; it has {", ".join(map(str, given)) or "nothing"}')
+        raise refused(f'has no "role"; it has {", ".join(map(str, given)) or "nothing"}', None)
     if message["role"] not in ROLES:
         raise refused(f"has the role {message['role']!r}", ROLES)
     content = message.get("content")
     # A message that calls tools may have no content.
     if not isinstance(content, str) and not (content is None and message["role"] == "assistant" and message.get("tool_calls")):
-        raise refused(f'has no text as "content" but {"nothing" if content is None else type(content).__name__}')
+        raise refused(f'has no text as "content" but {"nothing" if content is None else type(content).__name__}', None)
     return message
 
 

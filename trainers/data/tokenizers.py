@@ -26,6 +26,8 @@ class Tokenizer(Protocol):
     """Smallest number that is larger than every id."""
     separator: int
     """Id in front of each document."""
+    eos: int | None
+    """Id that ends an answer, if the tokenizer has one (Hugging Face's eos token)."""
     fingerprint: str
     """Two tokenizers have the same fingerprint only if they make the same tokens of every text."""
 
@@ -66,6 +68,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     separator = 256
+    eos: int | None = None
     fingerprint = "byte"
 
     def encode(self, text: str) -> np.ndarray:
@@ -87,9 +90,6 @@ class FolderTokenizer:
         inner: the tokenizer of `transformers`.
         fingerprint: hash of the folder's content.
     """
-
-    eos: int | None
-    """Id that ends what a model writes, if the tokenizer has one."""
 
     def __init__(self, name: str, inner: Any, fingerprint: str):
         separator = inner.bos_token_id if inner.bos_token_id is not None else inner.eos_token_id

@@ -133,13 +133,15 @@ def test_parquet_and_jsonl_give_the_same(tmp_path: Path, chatml: Chat):
 def test_half_a_surrogate_and_keys_that_are_null(tmp_path: Path, chatml: Chat):
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "a\\ud83d", "name": null}]}\n')
     (row,) = conversations.read_rows(next(cut(files(tmp_path))), "field", "messages")
-    assert conversations.messages_of(row, "messages") == [{"role": "user", "content": "a?"}]
+    assert conversations.messages_of(row.value, row, "field", "messages") == [{"role": "user", "content": "a?"}]
 
 
 def test_a_message_that_calls_tools_needs_no_content():
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
     row = conversations.Row([*chat("a"), call, {"role": "tool", "content": "1"}], None, 0)  # type: ignore[arg-type]
-    assert conversations.messages_of(row, "messages")[1] == {key: value for key, value in call.items() if value is not None}
+    assert conversations.messages_of(row.value, row, "field", "messages")[1] == {
+        key: value for key, value in call.items() if value is not None
+    }
 
 
 USER = {"role": "user", "content": "a"}
@@ -191,6 +193,6 @@ def test_what_is_told():
     counts = {"conversations": 7, "cut": 1, "left_out": 2, "trained": 60, "filled": 10}
     meta = {"seq_len": 50, "train": {"sequences": 3, "counts": counts}, "validation": {"sequences": 1, "counts": counts}}
     assert told(meta) == (
-        "conversations: 7 for training, 7 for validation; 2 have more than 50 tokens, and lose their end; 4 have no token to "
-        "train on, and are left out; 60.0% of all tokens count in the loss, and 10.0% only fill sequences up"
+        "conversations: 7 for training, 7 for validation; 2 longer than 50 tokens, cut at their end; 4 without a token to "
+        "train on, left out; 60.0% of all tokens count in the loss, and 10.0% only fill sequences up"
     )

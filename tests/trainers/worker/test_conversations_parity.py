@@ -71,7 +71,7 @@ def train(rank: int, recipe: Recipe, folder: Path, meta: dict[str, Any]) -> dict
         passes = engine.train(own_batches(recipe, groups, split, step))
         engine.update(recipe.optimizer.lr)
         losses.append(all_losses(passes, groups.control).means().tolist())
-        if engine.execution.lacks_costs:
+        if step == 0 and engine.execution.lacks_costs:
             engine.execution.learn_costs()
         engine.execution.trace = None
     evaluated = all_losses(engine.execution.evaluate(own_batches(recipe, groups, split, STEPS)), groups.control)
