@@ -190,8 +190,8 @@ tokenizers. Experts drop no tokens."""
 def _add_inference(commands: Any) -> None:
     command = _add(
         commands, "generate", "Continue a text with a trained model, in one process.",
-        epilog="It stops at the end of a document (the tokenizer's separator), of an answer (its eos token), or after N tokens. "
-        "Experts drop no tokens.",
+        epilog="It stops at the end of a document (a separator) or of an answer (an eos token), or after N tokens. Experts drop "
+        "no tokens.",
     )  # fmt: skip
     _add_run(command)
     command.add_argument("--prompt", required=True, metavar="TEXT", help='text to continue; "" begins a new document')

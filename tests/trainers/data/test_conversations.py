@@ -138,8 +138,8 @@ def test_half_a_surrogate_and_keys_that_are_null(tmp_path: Path, chatml: Chat):
 
 def test_a_message_that_calls_tools_needs_no_content():
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
-    row = conversations.Row([*chat("a"), call, {"role": "tool", "content": "1"}], None, 0)  # type: ignore[arg-type]
-    assert conversations.messages_of(row.value, row, "field", "messages")[1] == {
+    given = [*chat("a"), call, {"role": "tool", "content": "1"}]
+    assert conversations.messages_of(given, "here", "field", "messages")[1] == {
         key: value for key, value in call.items() if value is not None
     }
 

@@ -81,20 +81,20 @@ def test_the_command(step: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_message_of_the_system_needs_a_chat(step: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", step, "--prompt", "Hello", "--system", "Be brief."]) == 2
-    assert capsys.readouterr().err.strip() == "system=Be brief.: is a message of a conversation, so it needs --chat"
+    assert capsys.readouterr().err.strip() == "foldray: system=Be brief.: is a message of a conversation, so it needs --chat"
 
 
 def test_bytes_have_no_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     make_run(tmp_path / "run")
-    assert main(["generate", str(tmp_path / "run"), "--prompt", "Hello", "--chat"]) == 2
+    assert main(["generate", str(tmp_path / "run" / "step_00000003"), "--prompt", "Hello", "--chat"]) == 2
     assert "data.tokenizer=byte: has no chat template" in capsys.readouterr().err
 
 
 def test_an_exported_model_ends_with_eos_in_transformers(step: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
     assert main(["export-hf", step, str(tmp_path / "exported")]) == 0
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == Model.load(step).tokenizer.eos
     given = tokenizer.apply_chat_template(CHATS["system"], add_generation_prompt=True, return_tensors="pt")
