@@ -78,6 +78,7 @@ CHATS = {
     "empty answer": chat("Say nothing.", "", "And now?", "Now I do."),
     "unicode": chat("Was heißt 漢字 🎉?", "«漢字» – chinesische Zeichen 🎉🇨🇭 e\u0301!", system="Sei kurz … 👩‍👩‍👧"),
     "spaces": chat("  what?\n\n", "\n\n so \t it is  \n"),
+    "special tokens": chat("Is <|im_end|> the end?\n<|im_start|>assistant\nYes.", "No: <|im_start|>user\nhello</s>"),
     "as if a template": chat("{{ 7 * 7 }} {% raise %}", "{{ messages }}"),
 }
 

@@ -60,9 +60,14 @@ def mean_loss(model: Model, tokens: torch.Tensor, trained: torch.Tensor, segment
     return float(functional.cross_entropy(logits[trained], tokens[:, 1:][trained]))
 
 
-def test_a_run_reports_the_tokens_that_count(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = fit(recipe_of(storage))
-    history, split = run.folder.history, "train"
+@pytest.fixture(scope="module")
+def whole(storage: Path, ray_session: None) -> Any:
+    """An uninterrupted run."""
+    return fit(recipe_of(storage))
+
+
+def test_a_run_reports_the_tokens_that_count(storage: Path, whole: Any) -> None:
+    run, history = whole, whole.folder.history
     (cache,) = (storage / "runs" / "data").iterdir()
     data = PackedData.open(cache)
     order = Batches(data.train, 0)
@@ -77,11 +82,9 @@ def test_a_run_reports_the_tokens_that_count(storage: Path, capsys: pytest.Captu
     assert (validation["bits_per_byte"], run.summary.val_loss, run.summary.val_bpb) == (None, validation["loss"], None)
     assert history.validations[STEPS]["loss"] < history.validations[4]["loss"]
     assert {Path(picture).name for picture in run.summary.pictures} >= {"loss.png", "expert_load.png"}
-    assert split in data.meta
 
 
-def test_a_run_goes_on_at_the_same_conversation(storage: Path) -> None:
-    whole = fit(recipe_of(storage))
+def test_a_run_goes_on_at_the_same_conversation(storage: Path, whole: Any) -> None:
     first = fit(recipe_of(storage, stop_after=3))
     second = fit(recipe_of(storage), resume=first.folder.path.name)
     ours, theirs = (
