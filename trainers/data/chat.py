@@ -8,8 +8,8 @@ The assistant wrote these characters of the text:
 - If the template has `{% generation %}`, those inside of it.
 - Otherwise, for every message of the assistant, what follows the text of the messages before it with the generation prompt
   (`add_generation_prompt`), up to the end of the text of the messages up to it. This holds only if both texts begin the text
-  of the whole conversation. If they do not, because the template shows a message differently when others follow, the
-  conversation is refused.
+  of the whole conversation. If they do not, because the template shows a message differently when others follow, or because
+  the generation prompt is not how the message begins, the conversation is refused.
 
 A token is the assistant's if it has a character that the assistant wrote.
 """
@@ -99,12 +99,14 @@ class Chat:
             if message["role"] == "assistant":
                 before = self._render(messages[:number], place, prompt=True)
                 through = self._render(messages[: number + 1], place)
-                if not (text.startswith(through) and through.startswith(before)):
-                    rule = (
-                        f"has a chat template that shows message {number + 1} of {place} differently when other messages follow, "
-                        "so nobody can tell what the assistant wrote; mark that part in the template with {% generation %}"
-                    )
-                    raise self._refused(rule)
+                what = None
+                if not text.startswith(through):
+                    what = f"shows message {number + 1} of {place} differently when other messages follow"
+                elif not through.startswith(before):
+                    what = f"begins message {number + 1} of {place} in another way than its generation prompt"
+                if what:
+                    remedy = "mark that part in the template with {% generation %}"
+                    raise self._refused(f"has a chat template that {what}, so nobody can tell what the assistant wrote; {remedy}")
                 spans.append((len(before), len(through)))
         return Rendered(text, spans)
 

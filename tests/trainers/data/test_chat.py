@@ -147,6 +147,15 @@ def test_a_template_that_does_not_show_who_wrote_what(tmp_path: Path):
     assert "\n" not in str(caught.value)
 
 
+def test_a_generation_prompt_that_begins_no_message(tmp_path: Path):
+    chat = chat_of(tmp_path, CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'"))
+    with pytest.raises(UserError, match=r"begins message 3 of line 7 in another way than its generation prompt"):
+        chat.encode(CHATS["system"], "line 7")
+    thoughtful = [{**each, "content": "<think>\n" + each["content"]} for each in CHATS["one turn"]]
+    ids, trained = chat.encode(thoughtful, "line 7")
+    assert chat.tokenizer.inner.decode(ids[trained]) == "It is 7.<|im_end|>\n"
+
+
 BAD = {
     "{{ raise_exception('never\nhappy') }}": "fails with line 3 (TemplateError: never)",
     "{% for message in messages %}": "TemplateSyntaxError: Unexpected end of template",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,23 @@ def test_segments_are_document_numbers(tmp_path: Path):
     split = write(tmp_path, [2])
     number = np.cumsum(np.array(STREAM) == SEP) - 1
     assert split.segments(range(len(split))).flatten().tolist() == number[: len(split) * SEQ_LEN].tolist()
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 22, 1 << 20])
+@pytest.mark.parametrize("cuts", [[], [1, 3]])
+def test_masks_stay_beside_their_tokens(tmp_path: Path, cuts: list[int], shard_bytes: int):
+    """Vowels count."""
+    writer = SplitWriter(tmp_path, "train", SEQ_LEN, np.dtype(np.uint16), shard_bytes)
+    for start, stop in zip([0, *cuts], [*cuts, len(DOCUMENTS)], strict=True):
+        whole = piece(DOCUMENTS[start:stop])
+        marks = np.isin(whole.tokens, list(b"aeiou")).astype(np.uint8)
+        writer.add(replace(whole, trained=marks, pairs=None, counts={"vowels": int(marks.sum())}))
+    counts = writer.finish(shuffled=True)
+    split = Split(tmp_path, "train", {"seq_len": SEQ_LEN, "train": counts})
+    rows = range(len(split))
+    assert split.masked
+    assert split.trained(rows).tolist() == np.isin(split.tokens(rows)[:, 1:], list(b"aeiou")).tolist()
+    assert counts["counts"] == {"vowels": sum(token in b"aeiou" for token in STREAM if token < 256)}
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
