@@ -112,14 +112,14 @@ def test_from_a_folder_of_transformers_and_back(
     capsys.readouterr()
     data = [f"data.{key}={value}" for key, value in data_of(storage).items() if key not in ("tokenizer", "validation")]
     changes = [
-        *data, f"data.validation.path={storage / 'held.jsonl'}", "training.steps=30", "training.global_batch=8",
+        *data, f"data.validation.path={storage / 'held.jsonl'}", "training.steps=20", "training.global_batch=8", "engine.kind=torch",
         "training.micro_batch=4", "optimizer.lr=1e-2", "fold.ep=2", "cluster.workers=2",
         f"cluster.storage={tmp_path / 'runs'}",
     ]  # fmt: skip
     assert main(["train", str(tmp_path / "tune.yaml"), *changes, "--json"]) == 0
     out, err = capsys.readouterr()
     summary = json.loads(out)
-    assert "conversations: 67 for training, 16 for validation" in err
+    assert f"conversations: {60 + len(CHATS)} for training, {9 + len(CHATS)} for validation" in err
     losses = [json.loads(line)["loss"] for line in (Path(summary["run_dir"]) / "metrics.jsonl").open() if '"step_time_s"' in line]
     base = Model.load(tmp_path / "base" / "step_00000003", device="cpu")
     (cache,) = (tmp_path / "runs" / "data").iterdir()
@@ -127,7 +127,7 @@ def test_from_a_folder_of_transformers_and_back(
     indices = Batches(split, 0).indices(0, 0, 0, 1, 8, 8)
     expected = mean_loss(base, split.tokens(indices), split.trained(indices), split.segments(indices))
     assert losses[0] == pytest.approx(expected, abs=1e-4)
-    assert losses[-1] < losses[0] - 1
+    assert losses[-1] < losses[0] - 0.5
     assert main(["export-hf", summary["run_dir"], str(tmp_path / "tuned")]) == 0
     assert (tmp_path / "tuned" / "chat_template.jinja").read_text() == CHATML
     assert main(["generate", summary["run_dir"], "--chat", "--prompt", "3 plus 5?", "--temperature", "0", "--tokens", "8"]) == 0
