@@ -112,8 +112,8 @@ def test_from_a_folder_of_transformers_and_back(
     capsys.readouterr()
     data = [f"data.{key}={value}" for key, value in data_of(storage).items() if key not in ("tokenizer", "validation")]
     changes = [
-        *data, f"data.validation.path={storage / 'held.jsonl'}", "training.steps=20", "training.global_batch=8", "engine.kind=torch",
-        "training.micro_batch=4", "optimizer.lr=1e-2", "fold.ep=2", "cluster.workers=2",
+        *data, f"data.validation.path={storage / 'held.jsonl'}", "training.steps=20", "training.global_batch=8",
+        "engine.kind=torch", "training.micro_batch=4", "optimizer.lr=1e-2", "fold.ep=2", "cluster.workers=2",
         f"cluster.storage={tmp_path / 'runs'}",
     ]  # fmt: skip
     assert main(["train", str(tmp_path / "tune.yaml"), *changes, "--json"]) == 0
