@@ -25,6 +25,7 @@ from trainers.data.packed import Batches, Split
 from trainers.data.shards import SplitWriter
 from trainers.data.sources import cut, split_files
 from trainers.data.tokenizers import load_tokenizer
+from trainers.measure.comparison import random_batch
 from trainers.worker.loop import batch_of
 
 SEQ_LEN, STEPS = 64, 2
@@ -146,3 +147,12 @@ def test_a_batch_ignores_what_does_not_count(packed) -> None:
     assert torch.equal(batch.segment_BL, split.segments([1, 0]))
     none = batch_of(split, [], False, CPU)
     assert (none.segment_BL, bool((none.target_BL == IGNORED).all()), len(none.token_BL)) == (None, True, 1)
+
+
+def test_what_verify_and_bench_draw_is_masked_too() -> None:
+    of_conversations, of_text = recipe_of(1, {}), make_recipe(1)
+    batch = random_batch(of_conversations, 0, 1, 0, CPU)
+    counted = (batch.target_BL != IGNORED).sum(1)
+    assert 0 < counted.min() < SEQ_LEN
+    assert batch.segment_BL is not None
+    assert (random_batch(of_text, 0, 1, 0, CPU).target_BL != IGNORED).all()
