@@ -193,10 +193,15 @@ tokenizers. Experts drop no tokens."""
 def _add_inference(commands: Any) -> None:
     command = _add(
         commands, "generate", "Continue a text with a trained model, in one process.",
-        epilog="It stops at the end of a document (the tokenizer's separator), or after N tokens. Experts drop no tokens.",
+        epilog="It stops at the end of a document (a separator) or of an answer (an eos token), or after N tokens. Experts drop "
+        "no tokens.",
     )  # fmt: skip
     _add_run(command)
     command.add_argument("--prompt", required=True, metavar="TEXT", help='text to continue; "" begins a new document')
+    command.add_argument(
+        "--chat", action="store_true", help="take TEXT as the message of a user, and answer in the chat template of the tokenizer"
+    )
+    command.add_argument("--system", metavar="TEXT", help="with --chat: the message of the system before it")
     command.add_argument("--tokens", type=int, default=128, metavar="N", help="most tokens to add (default %(default)s)")
     command.add_argument(
         "--temperature", type=float, default=1.0, metavar="T",

@@ -266,7 +266,7 @@ def generate(given: argparse.Namespace) -> int:
 
     sampling = {name: getattr(given, name) for name in ("temperature", "top_p", "top_k", "seed")}
     try:
-        return run(given.run, given.prompt, given.tokens, sampling, as_json=given.json)
+        return run(given.run, given.prompt, given.tokens, sampling, given.json, given.chat, given.system)
     except BrokenPipeError:
         _say_nothing_more()
         return 0

@@ -531,7 +531,10 @@ def test_explain_needs_no_torch_and_survives_a_reader_that_goes(tmp_path: Path) 
         ("tune --help", ["RECIPE", "--json", *(key for key, *_ in describe(Recipe) if key.startswith("tune."))]),
         ("dashboard --help", ["RECIPE", "--host", "--port"]),
         ("submit --help", ["--address", "http://HOST:8265"]),
-        ("generate --help", ["RUN", "--prompt TEXT", "--tokens", "--temperature", "--top-p", "--top-k", "--seed", "separator"]),
+        (
+            "generate --help",
+            ["RUN", "--prompt TEXT", "--tokens", "--temperature", "--top-p", "--top-k", "--seed", "separator", "--chat"],
+        ),
         ("eval --help", ["RUN", "FILE", "--seq-len", "the first token of a file from the separator", "Bits per byte"]),
         (
             "explain --help",

@@ -50,7 +50,7 @@ class Step(TypedDict):
     kind: Literal["step"]
     step: int
     loss: float
-    """Cross entropy, nats per token, without the balance and z-losses."""
+    """Cross entropy, nats per token that counts, without the balance and z-losses."""
     lr: float
     grad_norm: float | None
     balance_loss: float | None
@@ -69,6 +69,8 @@ class Step(TypedDict):
     load_entropy: NotRequired[float | None]
     """The entropy of the load over ln(experts), in the worst layer."""
     by_layer: NotRequired[Layers | None]
+    trained_tokens: NotRequired[int]
+    """Number of tokens that count in the loss."""
     traffic: NotRequired[dict[str, dict[str, int]]]
     """The calls, inside_bytes and across_bytes of all ranks together, by class of traffic (`foldray.comm.Groups`)."""
     time: NotRequired[float]
@@ -80,7 +82,8 @@ class Validation(TypedDict):
     kind: Literal["validation"]
     step: int
     loss: float
-    bits_per_byte: float
+    bits_per_byte: float | None
+    """None for conversations."""
     sequences: int
     time: NotRequired[float]
 
@@ -216,7 +219,7 @@ class Failed(TypedDict):
 
 Record = Failed | Grows | Slow | Place | Step | Validation | Resumed | Tried | Settled | Listed | Drifted | Saved
 _RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")], config=ConfigDict(strict=True))
-_FINITE = ("loss", "lr", "tokens_per_s", "step_time_s", "bits_per_byte")
+_FINITE = ("loss", "lr", "tokens_per_s", "step_time_s")
 _LONGEST_LINE = 1 << 28
 
 

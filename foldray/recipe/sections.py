@@ -27,15 +27,23 @@ class ValidationSplit(Strict):
 class DataSpec(Strict):
     """The text to train on, and how it is cut into sequences."""
 
-    source: Literal["stdlib", "text", "jsonl", "parquet"] = Field(
+    source: Literal["stdlib", "text", "jsonl", "parquet", "conversations"] = Field(
         "stdlib",
         description="Kind of text. `stdlib` is the source code of Python's standard library and needs no files; the other kinds "
-        "read `path`.",
+        "read `path`. `conversations` are lists of messages in files of JSON lines, or of Parquet if their names end in "
+        "`.parquet`; the chat template of `tokenizer` makes text of them.",
     )
     path: str | None = Field(
         None, description="File or glob to read; every node must see the files. Null is for `source: stdlib` only."
     )
     text_field: str = Field("text", description="Key (jsonl) or column (parquet) that holds the text of a document.")
+    messages_field: str = Field(
+        "messages", description="Key or column that holds the messages of a conversation, each with `role` and `content`."
+    )
+    train_on: Literal["assistant", "all"] = Field(
+        "assistant",
+        description="Tokens of a conversation that count in the loss: those that the assistant writes, or all but its first one.",
+    )
     tokenizer: str = Field(
         "byte",
         description="`byte` makes one token of each byte. Or name a folder with a Hugging Face tokenizer, which makes fewer "
@@ -50,7 +58,7 @@ class DataSpec(Strict):
     mask_documents: bool = Field(
         False,
         description="Attention stops at document boundaries. By default a token also attends to earlier documents of its "
-        "sequence.",
+        "sequence. The default is true with `source: conversations`.",
     )
     validation: ValidationSplit = ValidationSplit()
     cache: str | None = Field(
@@ -58,6 +66,18 @@ class DataSpec(Strict):
         description="Folder for tokenized and packed data, which later runs use again; every node must see it. Null is the "
         "folder `data` in the run storage.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _conversations_stand_alone(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("source") == "conversations":
+            return {"mask_documents": True, **given}
+        return given
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens do not count in the loss."""
+        return self.source == "conversations"
 
 
 class FoldSpec(Strict):

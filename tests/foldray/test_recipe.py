@@ -93,6 +93,16 @@ def test_muon_has_momentum_by_default():
     assert Recipe.parse({"model": {"preset": "tiny"}}).optimizer.momentum == 0.0
 
 
+def test_conversations_stand_alone_by_default():
+    model, given = {"preset": "tiny"}, {"source": "conversations", "path": "a.jsonl", "tokenizer": "folder"}
+    assert Recipe.parse({"model": model, "data": given}).data.mask_documents
+    apart = Recipe.parse({"model": model, "data": {**given, "mask_documents": False}})
+    for recipe in (apart, Recipe.parse(apart.model_dump())):
+        assert (recipe.data.mask_documents, recipe.data.masked) == (False, True)
+    text = Recipe.parse({"model": model}).data
+    assert (text.mask_documents, text.masked) == (False, False)
+
+
 def test_a_model_without_preset():
     sizes = {
         "layers": 2, "hidden": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "ffn_hidden": 16, "experts": 4, "topk": 2,
@@ -168,6 +178,11 @@ BAD = [
     # the data
     ("data.path=a.txt", "data.path", "has no meaning with source=stdlib"),
     ("data.source=jsonl", "data.path", "source=jsonl needs a file or a glob"),
+    ("data.source=conversations", "data.path", "source=conversations needs a file or a glob"),
+    ("data={source: conversations, path: a.jsonl}", "data.tokenizer", "has no chat template; name a folder"),
+    ("data.train_on=all", "data.train_on", "has no meaning with source=stdlib, only with conversations; legal: assistant"),
+    ("data.messages_field=turns", "data.messages_field", "only with conversations; legal: messages"),
+    ("data.train_on=user", "data.train_on", "legal: assistant, all"),
     ("model={preset: tiny-gpt, max_positions: 128}", "data.seq_len", "must be at most model.max_positions=128"),
     # engines and backends
     ("schedule={reduction: chunks, sp_bytes: 0}", "schedule.sp_bytes", "at least 1, or auto"),

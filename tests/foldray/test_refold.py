@@ -80,7 +80,7 @@ def test_without_fewest_workers_there_is_one_world() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"cluster": {"workers": 4, "min_workers": 5}}, r"^cluster\.min_workers=5: must be at most cluster\.workers=4; legal: 1 to 4"),
+        ({"cluster": {"workers": 4, "min_workers": 5}}, r"^cluster\.min_workers=5: must be at most .*workers=4; legal: 1 to 4$"),
         ({"cluster": {"workers": 4, "min_workers": 0}}, r"^cluster\.min_workers=0: must be greater than or equal to 1$"),
         (
             {"placement": {"attention": 2, "experts": 2}, "fold": {"ep": 2}, "schedule": {"kind": "af_pipe"}},

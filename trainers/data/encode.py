@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import ray.data
@@ -30,22 +30,28 @@ class Work:
 class Encoded:
     """The result of one `Work`: N tokens of D documents with T bytes of text. A separator precedes each document.
 
+    Conversations have no separators, lengths or pairs, but a mask (`conversations.encode`).
+
     Args:
         tokens: ids, uint16 or uint32 [N].
         lengths: bytes of text that each token stands for, uint32 [N]; 0 for a separator.
-        starts: positions of the documents' separators, int64 [D].
+        starts: positions of the documents' first tokens, int64 [D].
         pairs: for training text the count of each byte pair, int64 [PAIRS]; for validation text the pairs in order, uint32
-            [T].
+            [T]; None for conversations.
         validation: whether the text is validation text.
         files: number of files whose last part is in this work.
+        trained: whether each token counts in the loss when it is a target, uint8 [N]; None if all count.
+        counts: further numbers for `meta.json`, which are summed over works.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     starts: np.ndarray
-    pairs: np.ndarray
+    pairs: np.ndarray | None
     validation: bool
     files: int
+    trained: np.ndarray | None = None
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 def deal(parts: Iterable[Part], validation: bool, least: int = 1 << 20, most: int = 32 << 20) -> list[Work]:
@@ -95,8 +101,12 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
-def encode_all(works: list[Work], tokenizer: Tokenizer, text_field: str) -> Generator[Encoded, None, None]:
+def encode_all(works: list[Work], encode: Callable[[Work], Encoded]) -> Generator[Encoded, None, None]:
     """Encode works in parallel with Ray Data, and yield the results in the order of `works`.
+
+    Args:
+        works: the works.
+        encode: encodes one of them. It is pickled and sent to the workers.
 
     Raises:
         UserError: a worker cannot encode a work; the first such error in the order of `works`. The error travels as a
@@ -108,7 +118,7 @@ def encode_all(works: list[Work], tokenizer: Tokenizer, text_field: str) -> Gene
     rows = [{"work": pickle.dumps(work)} for work in works]
     with quiet_console(), DataContext.current(context):
         # With one block per work, Ray Data runs one task per work for any number of CPUs.
-        dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map(_Encode(tokenizer, text_field))
+        dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map(_Encode(encode))
         for row in dataset.iter_rows():
             result = pickle.loads(row["result"])
             if isinstance(result, UserError):
@@ -118,13 +128,12 @@ def encode_all(works: list[Work], tokenizer: Tokenizer, text_field: str) -> Gene
 
 @dataclass(frozen=True)
 class _Encode:
-    tokenizer: Tokenizer
-    text_field: str
+    encode: Callable[[Work], Encoded]
 
     def __call__(self, row: dict[str, bytes]) -> dict[str, bytes]:
         result: Encoded | UserError
         try:
-            result = encode(pickle.loads(row["work"]), self.tokenizer, self.text_field)
+            result = self.encode(pickle.loads(row["work"]))
         except UserError as error:
             result = error
         return {"result": pickle.dumps(result)}

@@ -4,6 +4,8 @@ A split is one stream of tokens. A separator precedes each document. Sequence i 
 the stream, both ends included (S = seq_len). The first S tokens are its inputs, and the last S tokens are its targets. So
 neighbours share one token, and every token except the first one is a target exactly once. The tokens at the end that do not
 fill a sequence are left out.
+
+Of a split with masks, only some tokens count in the loss when they are targets. A byte beside each token says which.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class PackedData:
         self.folder, self.meta = folder, meta
         self.train = Split(folder, "train", meta)
         self.validation = Split(folder, "validation", meta)
-        self._bits = _mapped(folder, "validation-bits", "f", (2, len(self.validation) + 1))
+        masked = self.validation.masked
+        self._bits = None if masked else _mapped(folder, "validation-bits", "f", (2, len(self.validation) + 1))
 
     @classmethod
     def open(cls, folder: str | Path) -> PackedData:
@@ -56,8 +59,13 @@ class PackedData:
             rule = f"holds packed data that cannot be read ({error}); delete it, and the next run prepares it again"
             raise UserError("data.cache", folder, rule) from None
 
-    def baselines(self, sequences: int | None = None) -> Baselines:
-        """Return the byte models' bits per byte on the targets of the first `sequences` validation sequences (None: all)."""
+    def baselines(self, sequences: int | None = None) -> Baselines | None:
+        """Return the byte models' bits per byte on the targets of the first `sequences` validation sequences (None: all).
+
+        Conversations have none, because byte models know nothing of the tokens between messages.
+        """
+        if self._bits is None:
+            return None
         sequences = len(self.validation) if sequences is None else sequences
         unigram, bigram = self._bits[:, sequences] / self.validation.bytes(sequences)
         return Baselines(float(unigram), float(bigram))
@@ -76,10 +84,10 @@ class Split:
         self.seq_len: int = meta["seq_len"]
         self._count: int = meta[name]["sequences"]
         self._per_shard: int = meta[name]["shard_sequences"]
-        self._shards = [
-            _mapped(folder, shard.removesuffix(".npy"), "u", (self._in_shard(number) * self.seq_len + 1,))
-            for number, shard in enumerate(meta[name]["shards"])
-        ]
+        self._shards = self._mapped_shards(folder, meta[name]["shards"])
+        self._masks = self._mapped_shards(folder, meta[name].get("masks", []))
+        if len(self._masks) not in (0, len(self._shards)):
+            raise ValueError(f"{name} has {len(self._shards)} shards, but {len(self._masks)} masks")
         self._starts = _mapped(folder, f"{name}-starts", "i", (meta[name]["documents"],))
         self._bytes = _mapped(folder, f"{name}-bytes", "i", (self._count + 1,))
         self._order = _mapped(folder, f"{name}-order", "i", (self._count,)) if meta[name]["shuffled"] else None
@@ -87,14 +95,20 @@ class Split:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens do not count in the loss."""
+        return bool(self._masks)
+
     def tokens(self, indices: ArrayLike) -> torch.Tensor:
         """Return the tokens of n sequences: int64 [n, seq_len + 1]. The targets are the inputs, shifted by one."""
-        places = self._places(indices)
-        out = np.empty((len(places), self.seq_len + 1), np.int64)
-        for row, place in enumerate(places):
-            shard, within = divmod(int(place), self._per_shard)
-            out[row] = self._shards[shard][within * self.seq_len : (within + 1) * self.seq_len + 1]
-        return torch.from_numpy(out)
+        return torch.from_numpy(self._read(self._shards, indices, np.dtype(np.int64)))
+
+    def trained(self, indices: ArrayLike) -> torch.Tensor:
+        """Return whether each target of n sequences counts in the loss: bool [n, seq_len]."""
+        if not self.masked:
+            return torch.ones((len(self._places(indices)), self.seq_len), dtype=torch.bool)
+        return torch.from_numpy(self._read(self._masks, indices, np.dtype(bool))[:, 1:])
 
     def segments(self, indices: ArrayLike) -> torch.Tensor:
         """Return the document's number at each input position: int64 [n, seq_len]. The separator belongs to its document."""
@@ -104,6 +118,19 @@ class Split:
     def bytes(self, sequences: int | None = None) -> int:
         """Return the bytes of text in the targets of the first `sequences` sequences (None: all). A separator has none."""
         return int(self._bytes[self._count if sequences is None else sequences])
+
+    def _read(self, shards: list[np.ndarray], indices: ArrayLike, dtype: np.dtype) -> np.ndarray:
+        """Return what shards have of n sequences: [n, seq_len + 1]."""
+        places = self._places(indices)
+        out = np.empty((len(places), self.seq_len + 1), dtype)
+        for row, place in enumerate(places):
+            shard, within = divmod(int(place), self._per_shard)
+            out[row] = shards[shard][within * self.seq_len : (within + 1) * self.seq_len + 1]
+        return out
+
+    def _mapped_shards(self, folder: Path, files: list[str]) -> list[np.ndarray]:
+        shapes = ((self._in_shard(number) * self.seq_len + 1,) for number in range(len(files)))
+        return [_mapped(folder, file.removesuffix(".npy"), "u", shape) for file, shape in zip(files, shapes, strict=True)]
 
     def _in_shard(self, number: int) -> int:
         return min(self._per_shard, self._count - number * self._per_shard)
@@ -171,10 +198,12 @@ class Batches:
         """Return the sequences of one micro-batch: int64 [micro_batch]. Steps count from 0.
 
         Their positions in the order are step·B + (m·dp + r)·b + [0, b), with global batch B, micro-batch size b, micro-batch
-        m of the step, and data-parallel place r.
+        m of the step, and data-parallel place r. If the places do not share B evenly, the last micro-batch has fewer
+        sequences on some places, or none.
         """
-        start = step * global_batch + (accumulation_index * dp + dp_rank) * micro_batch
-        return self._order(start, start + micro_batch)
+        first = (accumulation_index * dp + dp_rank) * micro_batch
+        start, stop = (step * global_batch + min(each, global_batch) for each in (first, first + micro_batch))
+        return self._order(start, stop)
 
 
 class _SplitMeta(Checked):
@@ -182,6 +211,7 @@ class _SplitMeta(Checked):
     sequences: Annotated[int, Field(ge=1)]
     shard_sequences: Annotated[int, Field(ge=1)]
     shards: list[Annotated[str, Field(pattern=r"^[\w-]+\.npy$")]]
+    masks: Annotated[list[Annotated[str, Field(pattern=r"^[\w-]+\.npy$")]], Field(default_factory=list)]
     shuffled: bool
 
 

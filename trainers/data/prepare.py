@@ -9,16 +9,20 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 
 from foldray.errors import UserError
 from foldray.recipe import DataSpec
+from trainers.data import conversations
 from trainers.data.baselines import PAIRS, SMOOTHING, fit
-from trainers.data.encode import deal, encode_all, token_dtype
+from trainers.data.chat import Chat
+from trainers.data.conversations import Reader
+from trainers.data.encode import Encoded, Work, deal, encode, encode_all, token_dtype
 from trainers.data.packed import FORMAT, PackedData, is_intact
 from trainers.data.shards import SplitWriter
 from trainers.data.sources import STORED, SourceFile, check_field, cut, python_version, split_files
@@ -48,9 +52,10 @@ def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | 
     if vocab < tokenizer.vocab_size:
         rule = f"must be at least {tokenizer.vocab_size}, the ids of data.tokenizer={data.tokenizer}"
         raise UserError("model.vocab", vocab, rule)
+    encoding = _encoding(data, tokenizer)
     train, validation = split_files(data)
     for files in (train, validation):
-        check_field(files[0], data.text_field)
+        encoding.check(files[0])
     inputs = _inputs(data, tokenizer, train, validation)
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder(cache) / digest
@@ -58,7 +63,7 @@ def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | 
         if not ray.is_initialized():
             raise RuntimeError("prepare() needs an initialised Ray: call ray.init() first")
         with _draft(folder) as draft:
-            _write(draft, data, tokenizer, inputs, train, validation, progress)
+            _write(draft, data, tokenizer, encoding, inputs, train, validation, progress)
     return PackedData.open(folder)
 
 
@@ -72,6 +77,32 @@ def cache_folder(cache: str | Path) -> Path:
         return Path(cache).expanduser().absolute()
     except RuntimeError:
         raise UserError("data.cache", cache, "names the home of an unknown user") from None
+
+
+class _Encoding(NamedTuple):
+    """How documents of one kind become tokens.
+
+    Args:
+        check: checks the beginning of a file.
+        encode: encodes a work (`encode_all`).
+        end: what follows the last token of a split, or nothing.
+        least: bytes of text of the smallest work.
+    """
+
+    check: Callable[[SourceFile], None]
+    encode: Callable[[Work], Encoded]
+    end: Encoded | None = None
+    least: int = 1 << 20
+
+
+def _encoding(data: DataSpec, tokenizer: Tokenizer) -> _Encoding:
+    if data.source != "conversations":
+        check = partial(check_field, text_field=data.text_field)
+        return _Encoding(check, partial(encode, tokenizer=tokenizer, text_field=data.text_field))
+    reader = Reader(Chat(tokenizer), data.messages_field, data.train_on == "assistant")
+    pack = partial(conversations.encode, reader=reader, seq_len=data.seq_len)
+    # Works are packed one by one, so each has enough text for many sequences.
+    return _Encoding(reader.check, pack, conversations.end(tokenizer), least=max(1 << 20, 256 * data.seq_len))
 
 
 def _inputs(data: DataSpec, tokenizer: Tokenizer, train: list[SourceFile], validation: list[SourceFile]) -> dict[str, Any]:
@@ -92,6 +123,7 @@ def _inputs(data: DataSpec, tokenizer: Tokenizer, train: list[SourceFile], valid
         "source": data.source,
         "python": python_version() if data.source == "stdlib" else None,
         "text_field": data.text_field if data.source in ("jsonl", "parquet") else None,
+        **({"messages_field": data.messages_field, "train_on": data.train_on} if data.masked else {}),
         "tokenizer": tokenizer.fingerprint,
         "seq_len": data.seq_len,
         "split": split,
@@ -104,6 +136,7 @@ def _write(
     folder: Path,
     data: DataSpec,
     tokenizer: Tokenizer,
+    encoding: _Encoding,
     inputs: dict[str, Any],
     train: list[SourceFile],
     validation: list[SourceFile],
@@ -111,28 +144,49 @@ def _write(
 ) -> None:
     dtype = token_dtype(tokenizer.vocab_size)
     writers = [SplitWriter(folder, name, data.seq_len, dtype) for name in ("train", "validation")]
-    works = deal(cut(train), validation=False) + deal(cut(validation), validation=True)
-    pair_counts, costs = np.zeros(PAIRS, np.int64), None
+    works = [
+        work
+        for files, held_back in ((train, False), (validation, True))
+        for work in deal(cut(files), validation=held_back, least=encoding.least)
+    ]
+    costs = _Costs()
     done, total = 0, len(train) + len(validation)
-    with closing(encode_all(works, tokenizer, data.text_field)) as pieces:
+    with closing(encode_all(works, encoding.encode)) as pieces:
         for piece in pieces:
-            # All training text comes before the validation text, so the counts are complete when the byte models are fitted.
-            if piece.validation:
-                costs = fit(pair_counts) if costs is None else costs
-            else:
-                pair_counts += piece.pairs
             with _writing(folder):
-                writers[piece.validation].add(piece, None if costs is None else costs[:, piece.pairs])
+                writers[piece.validation].add(piece, costs.of(piece))
             done += piece.files
             if progress is not None:
                 progress(done, total, "tokenizing")
     for name, writer in zip(("training", "validation"), writers, strict=True):
+        if encoding.end is not None:
+            writer.add(encoding.end)
         if not writer.sequences:
             rule = f"one sequence needs {data.seq_len + 1} tokens, but the {name} documents have {writer.tokens} in all"
+            if data.masked:
+                rule = f"no conversation for {name} has a token to train on among its first {data.seq_len}"
             raise UserError("data.seq_len", data.seq_len, rule)
     with _writing(folder):
         counts = [writer.finish(shuffled) for writer, shuffled in zip(writers, (False, True), strict=True)]
         _write_meta(folder, data, tokenizer, inputs, counts)
+
+
+class _Costs:
+    """What validation text costs under the byte models of the training text, which comes first."""
+
+    def __init__(self) -> None:
+        self._counts, self._table = np.zeros(PAIRS, np.int64), np.empty(0)
+
+    def of(self, piece: Encoded) -> np.ndarray | None:
+        """Return the bits of each byte of a piece, float64 [2, T]; None for training text and for conversations."""
+        if piece.pairs is None:
+            return None
+        if not piece.validation:
+            self._counts += piece.pairs
+            return None
+        if not self._table.size:
+            self._table = fit(self._counts)
+        return self._table[:, piece.pairs]
 
 
 def _write_meta(folder: Path, data: DataSpec, tokenizer: Tokenizer, inputs: dict[str, Any], counts: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from trainers.data.packed import sample_order
 class SplitWriter:
     """Writes the text of a split piece by piece, and holds at most one shard of tokens.
 
-    A shard has a whole number of sequences. So its last target is the first token of the next shard.
+    A shard has a whole number of sequences. So its last target is the first token of the next shard. If pieces have masks, every
+    shard has a file with the mask of its tokens.
 
     Args:
         folder: folder of the files.
@@ -28,10 +30,13 @@ class SplitWriter:
         self._folder, self._name, self._seq_len = folder, name, seq_len
         self._per_shard = max((shard_bytes // dtype.itemsize - 1) // seq_len, 1)
         self._buffer, self._buffered = [np.zeros(0, dtype)], 0
+        self._trained: list[np.ndarray] = []
         self._shards: list[str] = []
+        self._masks: list[str] = []
         self._starts, self._byte_ends = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         self._bits, self._bit_ends = np.zeros((2, 1)), [np.zeros((2, 0))]
         self.tokens = self.bytes = 0
+        self._counts: Counter[str] = Counter()
 
     @property
     def sequences(self) -> int:
@@ -50,7 +55,10 @@ class SplitWriter:
         self._starts.append(self.tokens + piece.starts)
         self.tokens += len(piece.tokens)
         self.bytes += int(piece.lengths.sum(dtype=np.int64))
+        self._counts.update(piece.counts)
         self._buffer.append(piece.tokens)
+        if piece.trained is not None:
+            self._trained.append(piece.trained)
         self._buffered += len(piece.tokens)
         while self._buffered > self._per_shard * self._seq_len:
             self._flush(self._per_shard)
@@ -81,6 +89,7 @@ class SplitWriter:
             "shards": self._shards,
             "shard_sequences": self._per_shard,
             "shuffled": shuffled,
+            **({"masks": self._masks, "counts": dict(self._counts)} if self._masks else {}),
         }
 
     def _flush(self, sequences: int) -> None:
@@ -89,6 +98,11 @@ class SplitWriter:
         self._shards.append(f"{self._name}-{len(self._shards):05d}.npy")
         np.save(self._folder / self._shards[-1], stream[: used + 1])
         self._buffer, self._buffered = [stream[used:]], len(stream) - used
+        if self._trained:
+            trained = np.concatenate(self._trained)
+            self._masks.append(f"{self._name}-mask-{len(self._masks):05d}.npy")
+            np.save(self._folder / self._masks[-1], trained[: used + 1])
+            self._trained = [trained[used:]]
 
 
 def _reordered(ends: np.ndarray, order: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from foldray.errors import UserError
 from foldray.recipe import DataSpec
@@ -108,9 +108,9 @@ def check_field(file: SourceFile, text_field: str) -> None:
     """
     with _reading(file):
         if file.kind == "parquet":
-            _check_schema(file, _open_parquet(file).schema_arrow, text_field)
+            _check_schema(file, _open_parquet(file).schema_arrow, "data.text_field", text_field)
         elif file.kind == "jsonl":
-            next(_jsonl_documents(Part(file, 0, file.size, file.size, last=True), text_field), None)
+            next(read_documents(Part(file, 0, file.size, file.size, last=True), text_field), None)
         else:
             with open(file.locate(), "rb") as content:
                 _text(content.read(_HEAD_BYTES), file)
@@ -139,25 +139,64 @@ def read_documents(part: Part, text_field: str) -> Iterator[str]:
     """Yield the documents of a part, in order. Bytes that are not UTF-8 become U+FFFD.
 
     Raises:
-        UserError: the file cannot be read on this machine, has another size than when it was listed, or lacks the text
-            field.
+        UserError: as `read_rows`; or a document is not text.
     """
-    file = part.file
-    with _reading(file):
-        if os.stat(file.locate()).st_size != file.size:
-            rule = f"has another size on node {platform.node()} than on the driver, or it is being written"
-            raise UserError("data.path", file.locate(), rule)
-        if file.kind == "parquet":
-            yield from _parquet_documents(part, text_field)
-        elif file.kind == "jsonl":
-            yield from _jsonl_documents(part, text_field)
-        else:
-            yield _text(Path(file.locate()).read_bytes(), file)
+    if part.file.kind in ("jsonl", "parquet"):
+        for row in read_rows(part, "data.text_field", text_field):
+            if not isinstance(row.value, str):
+                kind = type(row.value).__name__
+                raise UserError("data.text_field", text_field, f"is not text but {kind} in {row}")
+            yield as_utf8(row.value)
+    else:
+        with _reading(part.file):
+            yield _text(Path(part.file.locate()).read_bytes(), part.file)
+
+
+class Row(NamedTuple):
+    """One row of a jsonl or parquet file.
+
+    Args:
+        value: the value of the field that is read.
+        file: the file.
+        at: for jsonl the offset of its line in bytes, for parquet its row group.
+    """
+
+    value: Any
+    file: SourceFile
+    at: int
+
+    def __str__(self) -> str:
+        """Return where the row is, for messages. This counts the lines before it."""
+        where = f"row group {self.at}" if self.file.kind == "parquet" else f"line {_line_number(self.file, self.at)}"
+        return f"{where} of {self.file.locate()}"
+
+
+def read_rows(part: Part, field: str, key: str) -> Iterator[Row]:
+    """Yield the rows of a part of a jsonl or parquet file, in order.
+
+    Args:
+        part: the part.
+        field: name of the recipe key that says which field to read, for messages.
+        key: its value: the field of every row that is read.
+
+    Raises:
+        UserError: the file cannot be read on this machine, has another size than when it was listed, or lacks the field.
+    """
+    with _reading(part.file):
+        yield from (_parquet_rows if part.file.kind == "parquet" else _jsonl_rows)(part, field, key)
+
+
+def as_utf8(text: str) -> str:
+    """Return a text that UTF-8 can encode. JSON may hold half a surrogate pair, which becomes a question mark."""
+    return text.encode("utf-8", "replace").decode()
 
 
 @contextmanager
 def _reading(file: SourceFile) -> Iterator[None]:
     try:
+        if os.stat(file.locate()).st_size != file.size:
+            rule = f"has another size on node {platform.node()} than on the driver, or it is being written"
+            raise UserError("data.path", file.locate(), rule)
         yield
     except OSError as error:
         rule = f"cannot be read on node {platform.node()} ({error.strerror or error}); every node must see the files"
@@ -177,7 +216,7 @@ def _list_library() -> list[SourceFile]:
                 files.append(_source_file("stdlib", os.path.relpath(path, root), path))
     if len(files) < 2:
         rule = f"finds no Python sources in {root}; train on files of your own"
-        raise UserError("data.source", "stdlib", rule, ["text", "jsonl", "parquet"])
+        raise UserError("data.source", "stdlib", rule, ["text", "jsonl", "parquet", "conversations"])
     return sorted(files, key=lambda file: file.name)
 
 
@@ -191,7 +230,14 @@ def _list_files(kind: str, pattern: str, field: str) -> list[SourceFile]:
     if not paths:
         raise UserError(field, pattern, f"matches no file (looked for {expanded})")
     root = os.path.dirname(expanded if exists else re.split(r"[*?\[]", expanded, maxsplit=1)[0])
-    return [_source_file(kind, os.path.relpath(path, root), path) for path in paths]
+    return [_source_file(_kind(kind, path), os.path.relpath(path, root), path) for path in paths]
+
+
+def _kind(source: str, path: str) -> str:
+    """Return how a file is read."""
+    if source != "conversations":
+        return source
+    return "parquet" if path.endswith(".parquet") else "jsonl"
 
 
 def _source_file(kind: str, name: str, path: str) -> SourceFile:
@@ -206,7 +252,7 @@ def _text(content: bytes, file: SourceFile) -> str:
     return content.decode("utf-8", "replace")
 
 
-def _jsonl_documents(part: Part, text_field: str) -> Iterator[str]:
+def _jsonl_rows(part: Part, field: str, key: str) -> Iterator[Row]:
     with open(part.file.locate(), "rb") as lines:
         if part.start:
             # The line that holds the byte before this part belongs to the previous part.
@@ -215,25 +261,19 @@ def _jsonl_documents(part: Part, text_field: str) -> Iterator[str]:
         while (offset := lines.tell()) < part.stop:
             line = lines.readline()
             if line.strip():
-                yield _field_of(line, part.file, text_field, offset)
+                yield Row(_value_of(line, part.file, offset, field, key), part.file, offset)
 
 
-def _field_of(line: bytes, file: SourceFile, text_field: str, offset: int) -> str:
+def _value_of(line: bytes, file: SourceFile, offset: int, field: str, key: str) -> Any:
     try:
-        document = json.loads(line.decode("utf-8-sig", "replace"))
-    except ValueError as error:
+        found = json.loads(line.decode("utf-8-sig", "replace"))
+    except (ValueError, RecursionError) as error:
         raise UserError("data.path", file.locate(), f"line {_line_number(file, offset)} is not JSON ({error})") from None
-    if not isinstance(document, dict):
+    if not isinstance(found, dict):
         raise UserError("data.path", file.locate(), f"line {_line_number(file, offset)} is not a JSON object")
-    if text_field not in document:
-        rule = f"is not a field of line {_line_number(file, offset)} of {file.locate()}"
-        raise UserError("data.text_field", text_field, rule, document)
-    if not isinstance(document[text_field], str):
-        kind = type(document[text_field]).__name__
-        rule = f"is not text but {kind} in line {_line_number(file, offset)} of {file.locate()}"
-        raise UserError("data.text_field", text_field, rule)
-    # JSON may hold half a surrogate pair, which UTF-8 cannot encode.
-    return document[text_field].encode("utf-8", "replace").decode()
+    if key not in found:
+        raise UserError(field, key, f"is not a field of line {_line_number(file, offset)} of {file.locate()}", found)
+    return found[key]
 
 
 def _line_number(file: SourceFile, offset: int) -> int:
@@ -241,16 +281,12 @@ def _line_number(file: SourceFile, offset: int) -> int:
         return lines.read(offset).count(b"\n") + 1
 
 
-def _parquet_documents(part: Part, text_field: str) -> Iterator[str]:
+def _parquet_rows(part: Part, field: str, key: str) -> Iterator[Row]:
     table = _open_parquet(part.file)
-    _check_schema(part.file, table.schema_arrow, text_field)
+    _check_schema(part.file, table.schema_arrow, field, key)
     groups = list(range(part.start, part.stop))
-    for batch in table.iter_batches(batch_size=1024, row_groups=groups, columns=[text_field]) if groups else ():
-        for document in batch.column(0).to_pylist():
-            if not isinstance(document, str):
-                rule = f"is not text but {type(document).__name__} in row group {part.start} of {part.file.locate()}"
-                raise UserError("data.text_field", text_field, rule)
-            yield document
+    for batch in table.iter_batches(batch_size=1024, row_groups=groups, columns=[key]) if groups else ():
+        yield from (Row(value, part.file, part.start) for value in batch.column(0).to_pylist())
 
 
 def _open_parquet(file: SourceFile) -> Any:
@@ -263,6 +299,6 @@ def _open_parquet(file: SourceFile) -> Any:
         raise UserError("data.path", file.locate(), f"is not Parquet ({error})") from None
 
 
-def _check_schema(file: SourceFile, schema: Any, text_field: str) -> None:
-    if text_field not in schema.names:
-        raise UserError("data.text_field", text_field, f"is not a column of {file.locate()}", schema.names)
+def _check_schema(file: SourceFile, schema: Any, field: str, key: str) -> None:
+    if key not in schema.names:
+        raise UserError(field, key, f"is not a column of {file.locate()}", schema.names)

@@ -26,6 +26,8 @@ class Tokenizer(Protocol):
     """Smallest number that is larger than every id."""
     separator: int
     """Id in front of each document."""
+    eos: int | None
+    """Id that ends an answer, if the tokenizer has one (Hugging Face's eos token)."""
     fingerprint: str
     """Two tokenizers have the same fingerprint only if they make the same tokens of every text."""
 
@@ -66,6 +68,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     separator = 256
+    eos: int | None = None
     fingerprint = "byte"
 
     def encode(self, text: str) -> np.ndarray:
@@ -94,13 +97,14 @@ class FolderTokenizer:
             raise UserError("data.tokenizer", name, "has neither a bos nor an eos token to separate documents with")
         # Ids may have gaps, so the largest id may exceed the number of tokens.
         self.vocab_size = max(len(inner), separator + 1, *(index + 1 for index in inner.get_vocab().values()))
-        self.separator, self.fingerprint, self._inner = int(separator), fingerprint, inner
+        self.name, self.inner, self.fingerprint = name, inner, fingerprint
+        self.separator, self.eos = int(separator), inner.eos_token_id
 
     def encode(self, text: str) -> np.ndarray:
         return np.concatenate([np.asarray(self._call(piece)["input_ids"], np.uint32) for piece in _pieces(text)])
 
     def measure(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        if not self._inner.is_fast:
+        if not self.inner.is_fast:
             ids = self.encode(text)
             return ids, _spread(len(text.encode()), len(ids))
         ids, sizes = map(np.concatenate, zip(*map(self._measure_piece, _pieces(text)), strict=True))
@@ -109,7 +113,7 @@ class FolderTokenizer:
         return ids, sizes
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _measure_piece(self, piece: str) -> tuple[np.ndarray, np.ndarray]:
         out = self._call(piece, return_offsets_mapping=True)
@@ -117,7 +121,7 @@ class FolderTokenizer:
 
     def _call(self, text: str, **options: Any) -> Any:
         # verbose=False, because transformers would warn about documents that are longer than a model's context.
-        return self._inner(text, add_special_tokens=False, split_special_tokens=True, verbose=False, **options)
+        return self.inner(text, add_special_tokens=False, split_special_tokens=True, verbose=False, **options)
 
 
 def _pieces(text: str) -> Iterator[str]:

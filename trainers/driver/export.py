@@ -138,10 +138,12 @@ def _write(stored: Stored, recipe: Recipe, family: Family, dtype: torch.dtype, f
     if len(files) > 1:
         index = {"metadata": {"total_size": size}, "weight_map": placed}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
-    separator, kind = write_tokenizer(recipe.data.tokenizer, folder), str(dtype).removeprefix("torch.")
+    tokenizer, kind = write_tokenizer(recipe.data.tokenizer, folder), str(dtype).removeprefix("torch.")
+    # A text ends where the next one would begin. An answer in a conversation ends with a token of its own.
+    ends = tokenizer.eos if recipe.data.source == "conversations" and tokenizer.eos is not None else tokenizer.separator
     config = {
         "architectures": [family.architecture], "model_type": family.model_type, **family.config(recipe.model),
-        "max_position_embeddings": recipe.data.seq_len, "bos_token_id": separator, "eos_token_id": separator, "dtype": kind,
+        "max_position_embeddings": recipe.data.seq_len, "bos_token_id": tokenizer.separator, "eos_token_id": ends, "dtype": kind,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     count = sum(math.prod(each.shape) for each in forms if not tensors[each.name][0].keeps)

@@ -35,6 +35,7 @@ class Summary:
     """The results of a run, for the closing table, `run.json` and `train --json`.
 
     Rates are medians over all steps. Figures of experts cover the newest steps (`LOAD_WINDOW`; `health.Health`).
+    `val_loss` is in nats per token that counts, `val_bpb` in bits per byte (None for conversations).
     `load_max_over_mean` is the load of the busiest expert over the mean load, averaged over these steps, in the worst layer;
     `rank_max_over_mean` is that of the busiest rank, and `load_entropy` the lowest entropy of a layer. A dead expert got no
     token in any of these steps, and a starved one less than a tenth of the even share.
@@ -45,6 +46,7 @@ class Summary:
     status: str
     steps: int
     final_loss: float | None
+    val_loss: float | None
     val_bpb: float | None
     unigram_bpb: float | None
     bigram_bpb: float | None
@@ -77,7 +79,7 @@ class RunFolder:
         path: the folder, on the driver's disk or a shared one. It is created if needed.
         recipe: the recipe of the training.
         baselines: bits per byte of simple models on the validation text ("unigram", "bigram").
-        bytes_per_token: mean length of a token; 1 for the byte tokenizer.
+        bytes_per_token: mean length of a token; 1 for the byte tokenizer. None for conversations, whose losses are per token.
         history: records of the run so far; None reads them from the folder.
         start: the checkpoint that the run starts from; None keeps the one in `run.json`.
 
@@ -90,7 +92,7 @@ class RunFolder:
         path: Path,
         recipe: Recipe,
         baselines: Mapping[str, float],
-        bytes_per_token: float = 1.0,
+        bytes_per_token: float | None = 1.0,
         history: History | None = None,
         start: str | None = None,
     ):
@@ -169,6 +171,7 @@ class RunFolder:
             status=status,
             steps=history.last_step,
             final_loss=last["loss"] if last else None,
+            val_loss=validation["loss"] if validation else None,
             val_bpb=validation["bits_per_byte"] if validation else None,
             unigram_bpb=self._baselines.get("unigram"),
             bigram_bpb=self._baselines.get("bigram"),

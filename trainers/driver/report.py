@@ -79,7 +79,7 @@ class Progress:
 
     def __init__(self, name: str, total: int, console: Console):
         self._name, self._total, self._console = name, total, console
-        self._validation: float | None = None
+        self._validation: str | None = None
         self._began: tuple[int, float] | None = None
         self._printed = (0, time.monotonic())
         self._bar: Bar | None = None
@@ -106,7 +106,8 @@ class Progress:
     def receive(self, record: Record) -> None:
         """Show a record."""
         if record["kind"] == "validation":
-            self._validation = record["bits_per_byte"]
+            bits = record["bits_per_byte"]
+            self._validation = f"{record['loss']:.3f} nats/token" if bits is None else f"{bits:.3f} bits/byte"
         elif record["kind"] == "resumed":
             self._began = None
             self._printed = (record["step"], self._printed[1])
@@ -139,7 +140,7 @@ class Progress:
             self._began = (step, now)
         parts = [f"loss {_number(record['loss'], '.3f')}"]
         if self._validation is not None:
-            parts.append(f"validation {self._validation:.3f} bits/byte")
+            parts.append(f"validation {self._validation}")
         parts += [f"{_short(record['tokens_per_s'])} tokens/s", f"{self._left(step, now)} left"]
         if self._bar is not None:
             self._bar.update(self._task, completed=step, text=" · ".join(parts).replace("validation", "val"))
@@ -177,6 +178,8 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "final loss", f"{_number(summary.final_loss, '.4f')} nats per token"
     if summary.val_bpb is not None:
         yield "validation", f"{summary.val_bpb:.3f} bits per byte: {_verdict(summary)}"
+    elif summary.val_loss is not None:
+        yield "validation", f"{_number(summary.val_loss, '.4f')} nats per token that counts"
     if summary.tokens_per_s is not None:
         yield "speed", f"{_short(summary.tokens_per_s)} tokens/s (median)"
     if summary.mfu is not None:

@@ -38,7 +38,7 @@ class Run:
         recipe: the recipe of the training.
         name: the run's id, which is also the name of its folder.
         root: local folder of runs.
-        data: data for the baselines.
+        data: data for the baselines; conversations have none.
         console: shows the progress; None shows nothing.
         start: the checkpoint that the run starts from; None for a run without one.
         worlds: numbers of workers that training may take.
@@ -58,12 +58,13 @@ class Run:
         worlds: Sequence[int] = (),
     ):
         held_back = min(len(data.validation), recipe.training.eval_sequences or len(data.validation))
-        baselines = data.baselines(held_back)
-        length = data.validation.bytes(held_back) / (held_back * recipe.data.seq_len)
+        baselines, length = data.baselines(held_back), None
+        if baselines is not None:
+            length = data.validation.bytes(held_back) / (held_back * recipe.data.seq_len)
         # These two may raise a UserError. They come first, so that an error leaves no folder behind.
         history = read_history(root / name)
         self.tracker = Tracker(recipe, name, root, (read_run(root / name) or {}).get("mlflow_run_id"))
-        bits = {"unigram": baselines.unigram, "bigram": baselines.bigram}
+        bits = {} if baselines is None else baselines._asdict()
         self.folder = RunFolder(root / name, recipe, bits, length, history, start)
         self.folder.tracked_by(self.tracker.uri, self.tracker.run_id, self.tracker.view_command())
         self.summary: Summary | None = None

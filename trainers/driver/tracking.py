@@ -31,6 +31,7 @@ _STEP_METRICS = {
     "balance_loss": "balance_loss",
     "z_loss": "z_loss",
     "drop_rate": "drop_rate",
+    "trained_tokens": "trained_tokens",
     "expert_load/max_over_mean": "load_max_over_mean",
     "expert_load/rank_max_over_mean": "rank_max_over_mean",
     "expert_load/entropy": "load_entropy",
@@ -76,8 +77,8 @@ class Tracker:
             values: dict[str, float | None] = {name: record.get(key) for name, key in _STEP_METRICS.items()}  # type: ignore[misc]
             self._send("loss", record["step"], values | self._per_layer(record) | _traffic(record))
         elif record["kind"] == "validation":
-            name = "validation/bits_per_byte"
-            self._send(name, record["step"], {name: record["bits_per_byte"], "validation/loss": record["loss"]})
+            values = {"validation/loss": record["loss"], "validation/bits_per_byte": record["bits_per_byte"]}
+            self._send("validation/loss", record["step"], values)
         elif record["kind"] == "tried":
             self._tried += 1
             values = {"online/degree": record["degree"], "online/step_time_s": record["step_time_s"]}
@@ -133,7 +134,7 @@ class Tracker:
                 return None
             raise
         self._client.update_run(run_id, status="RUNNING")
-        for name in ("loss", "validation/bits_per_byte"):
+        for name in ("loss", "validation/loss"):
             self._logged[name] = max((metric.step for metric in self._client.get_metric_history(run_id, name)), default=-1)
         return run_id
 

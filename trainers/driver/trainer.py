@@ -24,6 +24,7 @@ from foldray.schedule import AF_PIPE
 from trainers.checkpoints.tensors import DamagedCheckpoint
 from trainers.cluster import joining, workers
 from trainers.cluster.elastic import LegalWorlds
+from trainers.data.conversations import told
 from trainers.data.datasets import Documents, check_datasets, store
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
@@ -307,7 +308,10 @@ class FoldTrainer(TorchTrainer):
             spec = store(self._documents, spec, cache)
             self.recipe = self.recipe.model_copy(update={"data": spec})
         progress = None if self.console is None else self.console.files
-        return prepare(spec, self.recipe.model.vocab, cache, progress)
+        data = prepare(spec, self.recipe.model.vocab, cache, progress)
+        if self.console is not None and spec.masked:
+            self.console.say(told(data.meta))
+        return data
 
     @property
     def folder(self) -> Path:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from foldray.errors import UserError
-from trainers.data.tokenizers import DEFINING, ByteTokenizer, load_tokenizer
+from trainers.data.tokenizers import DEFINING, ByteTokenizer, Tokenizer, load_tokenizer
 
 _SEPARATOR = "<|document|>"
 _OF_MODELS = ("config.json", "generation_config.json")  # files beside a tokenizer that describe its model
 
 
-def write_tokenizer(name: str, folder: Path) -> int:
-    """Write the files of a recipe's tokenizer (`data.tokenizer`), and return the id in front of each document.
+def write_tokenizer(name: str, folder: Path) -> Tokenizer:
+    """Write the files of a recipe's tokenizer (`data.tokenizer`), and return the tokenizer.
 
     Raises:
         UserError: the tokenizer's folder is gone, or cannot be read.
@@ -32,7 +32,7 @@ def write_tokenizer(name: str, folder: Path) -> int:
                 "clean_up_tokenization_spaces": False,
             })
         )  # fmt: skip
-        return tokenizer.separator
+        return tokenizer
     try:
         for path in sorted(Path(os.path.expanduser(name)).iterdir()):
             told = path.name in _OF_MODELS or path.name.endswith(".index.json")
@@ -40,7 +40,7 @@ def write_tokenizer(name: str, folder: Path) -> int:
                 shutil.copyfile(path, folder / path.name)
     except OSError as error:
         raise UserError("data.tokenizer", name, f"cannot be copied ({error.strerror or error})") from None
-    return tokenizer.separator
+    return tokenizer
 
 
 def _bytes(separator: int) -> dict[str, Any]:

@@ -23,24 +23,41 @@ from trainers.records import as_json as to_json
 _MOST_TEXT = 1 << 30  # bytes of a file
 
 
-def generate(run: str, prompt: str, tokens: int, sampling: dict[str, Any], as_json: bool = False) -> int:
-    """Print a continuation of a prompt, as its tokens come, and return 0.
+def generate(
+    run: str,
+    prompt: str,
+    tokens: int,
+    sampling: dict[str, Any],
+    as_json: bool = False,
+    chat: bool = False,
+    system: str | None = None,
+) -> int:
+    """Print a continuation of a prompt, or an answer, as its tokens come, and return 0.
 
     Args:
         run: path or URI of a run, or of a checkpoint.
-        prompt: the text to continue.
+        prompt: the text to continue, or with `chat` the message of a user.
         tokens: most tokens of the continuation.
         sampling: the fields of `Sampling`.
         as_json: print one document at the end instead.
+        chat: answer the prompt in the chat template of the tokenizer.
+        system: with `chat`, the message of the system before the prompt.
 
     Raises:
-        UserError: as `Model.generate`; or there is no undamaged checkpoint. Values are checked before weights are read.
+        UserError: as `Model.generate` and `Model.chat`; or there is no undamaged checkpoint. Values are checked before weights
+            are read.
     """
     Sampling(**sampling)
     check_count("tokens", tokens)
+    if system is not None and not chat:
+        raise UserError("system", system, "is a message of a conversation, so it needs --chat")
     trained = Trained.at(run)
-    model = Model.of(trained)
-    found = model.generate(prompt, tokens, **sampling, told=None if as_json else _write)
+    model, told = Model.of(trained), None if as_json else _write
+    if chat:
+        before = [] if system is None else [{"role": "system", "content": system}]
+        found = model.chat([*before, {"role": "user", "content": prompt}], tokens, **sampling, told=told)
+    else:
+        found = model.generate(prompt, tokens, **sampling, told=told)
     if as_json:
         print(to_json({"run": run, "step": model.step, "prompt": prompt, **found._asdict()}))
     elif not found.text.endswith("\n"):

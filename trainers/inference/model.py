@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from foldray.moe import MoeBackend
 from foldray.recipe import Recipe
 from foldray.recipe.bounds import LONGEST
 from foldray.runtime import State
+from trainers.data.chat import Chat
+from trainers.data.conversations import messages_of
 from trainers.data.tokenizers import Tokenizer, load_tokenizer
 from trainers.driver.trained import Trained, fill
 from trainers.inference.sampling import Sampler, Sampling
@@ -37,7 +39,7 @@ class Generated(NamedTuple):
     Args:
         text: the continuation, without the prompt.
         tokens: its ids, without a separator at the end.
-        stopped: whether a separator ended it, or its length.
+        stopped: whether a separator (in a chat, also the tokenizer's eos token) ended it, or its length.
         seed: seed of the draws. The same call with this seed gives the same text.
     """
 
@@ -142,6 +144,8 @@ class Model:
     ) -> Generated:
         """Continue a prompt, token by token, until the model ends the document with a separator, or to a number of tokens.
 
+        A model that was trained on conversations answers better to `chat`.
+
         Args:
             prompt: a text; an empty one begins a new document. Or ids [L], which are taken as they are. A text has a separator
                 in front, as in training.
@@ -154,7 +158,37 @@ class Model:
                 than the learned positions, or the model's logits are not finite.
         """
         sampler = Sampling(temperature, top_p, top_k, seed).sampler()
-        given = self._prompt(prompt)
+        return self._generate(self._prompt(prompt), tokens, sampler, {self.tokenizer.separator}, told)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tokens: int = 128,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int | None = None,
+        seed: int | None = None,
+        told: Callable[[str], None] | None = None,
+    ) -> Generated:
+        """Answer a conversation, in the chat template of the tokenizer, until the model ends its answer with the tokenizer's
+        eos token (or with a separator), or to a number of tokens.
+
+        Args:
+            messages: the conversation so far, as `[{"role": "user", "content": "Hello"}]`.
+            tokens, temperature, top_p, top_k, seed, told: as in `generate`.
+
+        Raises:
+            UserError: as `generate`; or there are no messages, or the tokenizer has no chat template, or one that refuses them.
+        """
+        sampler = Sampling(temperature, top_p, top_k, seed).sampler()
+        checked = messages_of(list(messages), "the conversation", "messages", len(messages))
+        given = self._ids(Chat(self.tokenizer).prompt(checked), "messages")
+        return self._generate(given, tokens, sampler, {self.tokenizer.separator, self.tokenizer.eos}, told)
+
+    def _generate(
+        self, given: torch.Tensor, tokens: int, sampler: Sampler, stops: Container[int | None], told: Callable[[str], None] | None
+    ) -> Generated:
         self._check_room(len(given), tokens)
         made, pieces = list[int](), list[str]()
 
@@ -164,7 +198,7 @@ class Model:
                 told(piece)
 
         stream = TextStream(self.tokenizer.decode, given.tolist())
-        for token in self._continued(given, tokens, sampler):
+        for token in self._continued(given, tokens, sampler, stops):
             made.append(token)
             tell(stream.add(token))
         tell(stream.rest())
@@ -211,14 +245,14 @@ class Model:
     def device(self) -> torch.device:
         return next(self.transformer.parameters()).device
 
-    def _continued(self, given_L: torch.Tensor, tokens: int, sampler: Sampler) -> Iterator[int]:
-        """Yield the tokens of a continuation, without a separator."""
+    def _continued(self, given_L: torch.Tensor, tokens: int, sampler: Sampler, stops: Container[int | None]) -> Iterator[int]:
+        """Yield the tokens of a continuation, without the one of `stops` that ends it."""
         cache = Cache(self.transformer)
         for part_S in given_L.to(self.device).split(_TOGETHER):
             x_1SH = cache.extend(part_S.unsqueeze(0))
         for left in reversed(range(tokens)):
             token = sampler.draw(self._next_logits(x_1SH))
-            if token == self.tokenizer.separator:
+            if token in stops:
                 return
             yield token
             if left:

@@ -142,14 +142,14 @@ def random_batch(recipe: Recipe, dp_rank: int, dp: int, m: int, device: torch.de
     """Make a micro-batch of random text, which differs between data-parallel places.
 
     Args:
-        masked: whether the first targets of every sequence do not count; their number is random.
+        masked: whether the first targets of every sequence do not count; their number is random. So it is with conversations.
     """
     shape = (recipe.training.micro_batch, recipe.data.seq_len + 1)
     generator = torch.Generator().manual_seed(recipe.training.seed + m * dp + dp_rank)
     token_BL = torch.randint(0, recipe.model.vocab, shape, generator=generator).to(device)
     documents = (token_BL[:, :-1] % 17 == 0).cumsum(1) if recipe.data.mask_documents else None
     target_BL = token_BL[:, 1:]
-    if masked:
+    if masked or recipe.data.masked:
         first_B1 = torch.randint(0, recipe.data.seq_len, (len(token_BL), 1), generator=generator).to(device)
         target_BL = target_BL.masked_fill(torch.arange(recipe.data.seq_len, device=device) < first_B1, IGNORED)
     return Batch(token_BL[:, :-1], target_BL, documents)

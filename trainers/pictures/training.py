@@ -36,22 +36,29 @@ _CELL_NUMBERS = 16  # with more experts, cells are too small for numbers
 _HINTS = {"unigram": "knows how frequent each byte is", "bigram": "knows the byte before"}
 
 
-def draw_loss(history: History, baselines: Mapping[str, float], path: Path, title: str, bytes_per_token: float = 1.0) -> None:
-    """Draw training and validation loss in bits per byte over the steps, with the baselines as labelled lines.
+def draw_loss(
+    history: History, baselines: Mapping[str, float], path: Path, title: str, bytes_per_token: float | None = 1.0
+) -> None:
+    """Draw training and validation loss over the steps, with the baselines as labelled lines.
+
+    The loss is in bits per byte, or in nats per token without `bytes_per_token`.
 
     Args:
         history: the run so far.
         baselines: bits per byte of simple models on the validation text, by name.
         path: the PNG to write.
         title: heading, usually the run's id.
-        bytes_per_token: mean length of a token; 1 for the byte tokenizer.
+        bytes_per_token: mean length of a token; 1 for the byte tokenizer. None for conversations.
     """
+    in_bits = bytes_per_token is not None
     steps = np.array(sorted(history.steps))
     nats = np.array([number(history.steps[step]["loss"]) for step in steps.tolist()])
-    training = nats / (math.log(2) * bytes_per_token)
-    validation = sorted((at, number(record["bits_per_byte"])) for at, record in history.validations.items())
+    training = nats / (math.log(2) * bytes_per_token) if bytes_per_token is not None else nats
+    measured = ((at, record["bits_per_byte"] if in_bits else record["loss"]) for at, record in history.validations.items())
+    validation = sorted((at, number(value)) for at, value in measured)
 
-    figure = new_figure(10.0, 5.4, title, "How well the model predicts the next byte; lower is better")
+    what = "byte" if in_bits else "token, of those that count"
+    figure = new_figure(10.0, 5.4, title, f"How well the model predicts the next {what}; lower is better")
     axes = figure.add_axes((0.07, 0.11, 0.69, 0.72))
     smooth = smoothed(training)
     axes.plot(steps, training, color=BLUE, linewidth=0.7, alpha=0.3)
@@ -63,7 +70,7 @@ def draw_loss(history: History, baselines: Mapping[str, float], path: Path, titl
 
     _limit(axes, training, values + list(baselines.values()))
     axes.set_xlim(0, max([1, *steps.tolist(), *at]))
-    axes.set_ylabel("loss (bits per byte)")
+    axes.set_ylabel(f"loss ({'bits per byte' if in_bits else 'nats per token'})")
     axes.set_xlabel("training step")
     mark_restarts(axes, history.resumes)
     _mark_not_finite(axes, steps[~np.isfinite(training)])

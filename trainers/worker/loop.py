@@ -68,8 +68,12 @@ class Preempted(Exception):
 
 
 class Totals(NamedTuple):
-    """Losses and counts of a step, over all ranks and micro-batches, and whether any rank has to end after it."""
+    """Losses and counts of a step, over all ranks and micro-batches, and whether any rank has to end after it.
 
+    `tokens` are those that count in the loss.
+    """
+
+    tokens: int
     language: float
     balance: float
     z: float
@@ -176,7 +180,7 @@ class Worker:
             return self._no_sequences
         training, dp = self.recipe.training, self.groups.fold.dp
         indices = self.batches.indices(step, m, self.groups.dp_rank, dp, training.micro_batch, training.global_batch)
-        return self._batch(self.data.train, indices)
+        return batch_of(self.data.train, indices, self.recipe.data.mask_documents, self.device)
 
     @property
     def _no_sequences(self) -> Batch:
@@ -193,7 +197,7 @@ class Worker:
             "kind": "step", "step": done, "loss": totals.language, "lr": rate, "grad_norm": norm,
             "balance_loss": totals.balance if moe else None, "z_loss": totals.z if moe else None,
             "drop_rate": totals.dropped / float(counts.sum()) if moe else None,
-            "tokens_per_s": training.global_batch * length / seconds, "step_time_s": seconds,
+            "tokens_per_s": training.global_batch * length / seconds, "step_time_s": seconds, "trained_tokens": totals.tokens,
             "mfu": flops / seconds / self.peak,
             "load": counts.tolist() if moe else None,
             "load_max_over_mean": float(health.max_over_mean.max()) if health else None,
@@ -216,7 +220,8 @@ class Worker:
             batches = [self._validation_batch(m, size, count) for m in passes[first : first + most]]
             losses += self.engine.execution.evaluate(batches)
         loss = float(all_losses(losses, self.groups.control).means()[0])
-        bits = loss * count * self.recipe.data.seq_len / math.log(2) / split.bytes(count)
+        nats = loss * count * self.recipe.data.seq_len
+        bits = None if split.masked else nats / math.log(2) / split.bytes(count)
         record: Validation = {"kind": "validation", "step": done, "loss": loss, "bits_per_byte": bits, "sequences": count}
         self.validation = dict(record)
         if self.rank == 0:
@@ -227,7 +232,8 @@ class Worker:
         if not self.groups.owns_tokens:
             return self._no_sequences
         start = (m * self.groups.fold.dp + self.groups.dp_rank) * size
-        return self._batch(self.data.validation, range(start, min(count, start + size)))
+        indices = range(start, min(count, start + size))
+        return batch_of(self.data.validation, indices, self.recipe.data.mask_documents, self.device)
 
     def _save(self, done: int, final: bool) -> None:
         fold, data = self.recipe.fold.model_dump(), self.data.folder.name
@@ -283,17 +289,6 @@ class Worker:
         if agreed and knobs.degree in self.online.orderings and bool(knobs.sp_bytes) == self.online.sizes:
             self.online.choose(knobs, known.seconds)
 
-    def _batch(self, split: Split, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Make a batch: inputs, targets, and the numbers of documents if attention stops at their boundaries.
-
-        Without indices, the batch is one sequence whose targets are all ignored.
-        """
-        sequences = indices if len(indices) else [0]
-        tokens = move(split.tokens(sequences), self.device)
-        segments = move(split.segments(sequences), self.device) if self.recipe.data.mask_documents else None
-        targets = tokens[:, 1:] if len(indices) else torch.full_like(tokens[:, 1:], IGNORED)
-        return Batch(tokens[:, :-1], targets, segments)
-
     def _totals(self, losses: list[Losses], stops: bool) -> Totals:
         """Return the means and sums over ranks and micro-batches."""
         by_name, total = self.groups.traffic.by_name(), all_losses(losses, self.groups.control)
@@ -304,8 +299,8 @@ class Worker:
         *rows, (stop, preempted, _) = self.groups.control.all_reduce(sent).tolist()
         traffic = {name: Count(*map(int, row)) for name, row in zip(names, rows, strict=True)}
         language, balance, z = total.means().tolist()
-        dropped, count_ME = float(total.dropped), total.count_ME.cpu()
-        return Totals(language, balance, z, dropped, count_ME, traffic, stop > 0, preempted > 0)
+        tokens, dropped, count_ME = int(total.tokens), float(total.dropped), total.count_ME.cpu()
+        return Totals(tokens, language, balance, z, dropped, count_ME, traffic, stop > 0, preempted > 0)
 
     def _all_ranks(self, value: float) -> float:
         return float(self.groups.control.all_reduce(torch.tensor(value, dtype=torch.float64, device=self.device)))
@@ -314,6 +309,22 @@ class Worker:
 def _is_preempted() -> bool:
     """Whether Ray has told this worker that the cluster takes back a node of the workers."""
     return get_internal_train_context().preemption_context.preemption_info is not None
+
+
+def batch_of(split: Split, indices: Sequence[int] | np.ndarray, documents: bool, device: torch.device) -> Batch:
+    """Make a batch of some sequences: inputs, and targets, of which those that do not count are ignored.
+
+    Args:
+        split: the sequences.
+        indices: which of them. There may be none.
+        documents: whether attention stops at the boundaries of documents.
+        device: where the batch goes.
+    """
+    tokens = move(split.tokens(indices), device)
+    targets = tokens[:, 1:]
+    if split.masked:
+        targets = targets.masked_fill(~move(split.trained(indices), device), IGNORED)
+    return Batch(tokens[:, :-1], targets, move(split.segments(indices), device) if documents else None)
 
 
 def _nodes() -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,23 @@ def test_segments_are_document_numbers(tmp_path: Path):
     assert split.segments(range(len(split))).flatten().tolist() == number[: len(split) * SEQ_LEN].tolist()
 
 
+@pytest.mark.parametrize("shard_bytes", [1, 22, 1 << 20])
+@pytest.mark.parametrize("cuts", [[], [1, 3]])
+def test_masks_stay_beside_their_tokens(tmp_path: Path, cuts: list[int], shard_bytes: int):
+    """Vowels count."""
+    writer = SplitWriter(tmp_path, "train", SEQ_LEN, np.dtype(np.uint16), shard_bytes)
+    for start, stop in zip([0, *cuts], [*cuts, len(DOCUMENTS)], strict=True):
+        whole = piece(DOCUMENTS[start:stop])
+        marks = np.isin(whole.tokens, list(b"aeiou")).astype(np.uint8)
+        writer.add(replace(whole, trained=marks, pairs=None, counts={"vowels": int(marks.sum())}))
+    counts = writer.finish(shuffled=True)
+    split = Split(tmp_path, "train", {"seq_len": SEQ_LEN, "train": counts})
+    rows = range(len(split))
+    assert split.masked
+    assert split.trained(rows).tolist() == np.isin(split.tokens(rows)[:, 1:], list(b"aeiou")).tolist()
+    assert counts["counts"] == {"vowels": sum(token in b"aeiou" for token in STREAM if token < 256)}
+
+
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_bytes_leave_out_separators(tmp_path: Path, shuffled: bool):
     split = write(tmp_path, [1, 3], shuffled=shuffled)
@@ -100,7 +118,7 @@ def test_order_never_changes():
 GOLDEN = [0, 3, 7, 5, 1, 2, 6, 4, 3, 7, 4, 2, 1, 6, 5, 0]
 
 
-@pytest.mark.parametrize(("dp", "micro_batch"), [(1, 1), (1, 4), (2, 2), (4, 1), (4, 3), (12, 1)])
+@pytest.mark.parametrize(("dp", "micro_batch"), [(1, 1), (1, 4), (2, 2), (4, 1), (4, 3), (12, 1), (5, 1), (7, 2), (5, 3), (1, 8)])
 def test_every_dp_takes_the_same_samples(tmp_path: Path, dp: int, micro_batch: int):
     split, global_batch = write(tmp_path, []), 12
     whole = sample_order(5, len(split), 0, 3 * global_batch)
@@ -108,7 +126,7 @@ def test_every_dp_takes_the_same_samples(tmp_path: Path, dp: int, micro_batch: i
     for step in range(3):
         taken = [
             batches[rank].indices(step, m, rank, dp, micro_batch, global_batch)
-            for m in range(global_batch // (dp * micro_batch))
+            for m in range(-(-global_batch // (dp * micro_batch)))
             for rank in range(dp)
         ]
         assert np.concatenate(taken).tolist() == whole[step * global_batch : (step + 1) * global_batch].tolist()

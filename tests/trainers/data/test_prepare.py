@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import ray
 from foldray.errors import UserError
 from foldray.recipe import DataSpec
 from trainers.data.baselines import byte_pairs, count_pairs, fit
-from trainers.data.encode import Work, deal, encode_all
+from trainers.data.encode import Work, deal, encode, encode_all
 from trainers.data.packed import PackedData
 from trainers.data.prepare import _publish, prepare
 from trainers.data.sources import cut, split_files
@@ -61,7 +62,7 @@ def test_order_of_results_is_that_of_the_works(tmp_path: Path):
 
     # The first work is the slowest, so its result would come last if the order were not kept.
     works = [Work([part], validation=True) for part in cut(split_files(corpus(tmp_path / "text", [9] * 10))[0])]
-    pieces = list(encode_all(works, SlowFirst(), "text"))
+    pieces = list(encode_all(works, partial(encode, tokenizer=SlowFirst(), text_field="text")))
     assert [int(piece.tokens[1]) for piece in pieces] == list(range(ord("b"), ord("b") + 9))
 
 
@@ -70,7 +71,7 @@ def test_result_does_not_depend_on_how_work_is_dealt(tmp_path: Path, monkeypatch
     sizes = range(8, 20)
     data, dealt = corpus(tmp_path / "text", list(sizes), held="0[0-2]"), []
 
-    def recorded(parts, validation):
+    def recorded(parts, validation, **_):
         dealt.append(deal(parts, validation, least=least))
         return dealt[-1]
 
@@ -173,7 +174,7 @@ def test_folder_tokenizer(tmp_path: Path, tokenizer_folder: Path):
     assert packed.train.segments(range(len(packed.train))).max() == 1
     text = (tmp_path / "text" / "00.txt").read_bytes()
     assert len(text) - 40 < packed.validation.bytes() <= len(text)
-    assert packed.validation.bytes() == len(tokenizer._inner.decode(stream(packed.validation)[1:]).encode())
+    assert packed.validation.bytes() == len(tokenizer.inner.decode(stream(packed.validation)[1:]).encode())
     assert 0 < packed.baselines().bigram < packed.baselines().unigram < 8
 
 
@@ -187,7 +188,7 @@ def test_worker_meets_a_mistake(tmp_path: Path):
         prepare(data, 257, tmp_path / "cache")
     assert caught.value.__cause__ is None
     assert os.listdir(tmp_path / "cache") == []
-    assert len(list(encode_all([Work([], False)], load_tokenizer("byte"), "text"))) == 1
+    assert len(list(encode_all([Work([], False)], partial(encode, tokenizer=load_tokenizer("byte"), text_field="text")))) == 1
 
 
 @pytest.mark.parametrize(("sizes", "name"), [([30, 7], "training"), ([7, 30], "validation"), ([0, 30], "validation")])

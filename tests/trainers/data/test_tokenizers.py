@@ -28,10 +28,10 @@ def test_bytes_round_trip():
 def test_folder(tokenizer_folder: Path):
     tokenizer = pickle.loads(pickle.dumps(load_tokenizer(str(tokenizer_folder))))
     ids = tokenizer.encode(TEXT)
-    assert tokenizer._inner.decode(ids.tolist()) == TEXT
+    assert tokenizer.inner.decode(ids.tolist()) == TEXT
     assert len(ids) < len(TEXT.encode())  # the tokenizer merges bytes
     assert tokenizer.separator not in ids  # "<s>" in a text is ordinary text
-    assert ids.max() < tokenizer.vocab_size == len(tokenizer._inner)
+    assert ids.max() < tokenizer.vocab_size == len(tokenizer.inner)
     assert ids.tolist() == tokenizer.measure(TEXT)[0].tolist()
 
 
@@ -40,7 +40,7 @@ def test_bytes_of_tokens_follow_the_text(tokenizer_folder: Path):
     ids, sizes = tokenizer.measure(TEXT)
     assert sizes.sum() == len(TEXT.encode())
     for cut in range(1, len(ids)):
-        if not (head := tokenizer._inner.decode(ids[:cut].tolist())).endswith("�"):  # the cut is between two characters
+        if not (head := tokenizer.inner.decode(ids[:cut].tolist())).endswith("�"):  # the cut is between two characters
             assert sizes[:cut].sum() == len(head.encode())
 
 
@@ -50,7 +50,7 @@ def test_long_text_is_taken_in_pieces(tokenizer_folder: Path, monkeypatch: pytes
     tokenizer = load_tokenizer(str(tokenizer_folder))
     assert all(0 < len(part) <= piece for part in tokenizers._pieces(TEXT * 3))
     ids, sizes = tokenizer.measure(TEXT * 3)
-    assert tokenizer._inner.decode(ids.tolist()) == TEXT * 3
+    assert tokenizer.inner.decode(ids.tolist()) == TEXT * 3
     assert ids.tolist() == tokenizer.encode(TEXT * 3).tolist()
     assert (sizes.sum(), len(sizes)) == (3 * len(TEXT.encode()), len(ids))
 

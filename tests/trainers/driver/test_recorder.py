@@ -58,6 +58,14 @@ def test_run_json_says_how_it_stands(recipe, tmp_path):
     assert document(folder)["final_loss"] is None
 
 
+def test_conversations_have_a_loss_alone(recipe, tmp_path):
+    folder = record_all(RunFolder(tmp_path / "r-1", recipe, {}, None), step(1), {**validation(1), "bits_per_byte": None})
+    assert (document(folder)["val_loss"], document(folder)["val_bpb"]) == (3.0 * math.log(2), None)
+    again = RunFolder(tmp_path / "r-1", recipe, {}, None)
+    assert again.history.validations[1]["bits_per_byte"] is None
+    assert again.close("finished").bigram_bpb is None
+
+
 def test_a_resumed_run_goes_on_in_its_folder(recipe, tmp_path):
     first = record_all(RunFolder(tmp_path / "r-1", recipe, BASELINES), step(1, 3.0), step(2, 3.0), saved(1))
     first.tracked_by("sqlite:////x", "ab", None)

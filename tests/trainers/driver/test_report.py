@@ -25,7 +25,7 @@ def text(of: Console) -> str:
 def summary(**changes: Any) -> Summary:
     values: dict[str, Any] = {
         "run_id": "quickstart-1", "run_dir": "/runs/quickstart-1", "status": "finished", "steps": 300, "final_loss": 1.5,
-        "val_bpb": 2.5, "unigram_bpb": 4.87, "bigram_bpb": 3.62, "tokens_per_s": 12345.0, "mfu": 0.413,
+        "val_loss": 1.75, "val_bpb": 2.5, "unigram_bpb": 4.87, "bigram_bpb": 3.62, "tokens_per_s": 12345.0, "mfu": 0.413,
         "load_max_over_mean": 1.18, "busiest_layer": 2, "dead_experts": 0,
         "rank_max_over_mean": 1.07, "load_entropy": 0.9912, "starved_experts": 0, "drop_rate": 0.012,
         "checkpoint": "/runs/quickstart-1/checkpoint_300", "pictures": ("/runs/quickstart-1/loss.png",),
@@ -131,6 +131,17 @@ def test_the_verdict_on_validation(bits, verdict):
     assert verdict in table(summary(val_bpb=bits))
 
 
+def test_conversations_have_no_bytes_to_compare():
+    shown = table(summary(val_bpb=None, unigram_bpb=None, bigram_bpb=None))
+    assert "1.7500 nats per token that counts" in shown
+    assert "per byte" not in shown
+    told = console(False)
+    with told.progress("r-1", 2) as progress:
+        for record in (step(1), {**validation(1), "loss": 1.75, "bits_per_byte": None}, step(2)):
+            progress.receive(record)
+    assert "validation 1.750 nats/token" in text(told)
+
+
 @pytest.mark.parametrize(
     ("dead", "starved", "row"), [(0, 0, "none"), (0, 3, "none, 3 starved"), (2, 2, "2"), (2, 3, "2, 3 starved")]
 )
@@ -140,7 +151,17 @@ def test_dead_and_starved_experts(dead, starved, row):
 
 
 def test_what_is_not_known_is_left_out():
-    names = ("val_bpb", "mfu", "load_max_over_mean", "drop_rate", "checkpoint", "final_loss", "tokens_per_s", "mlflow_command")
+    names = (
+        "val_loss",
+        "val_bpb",
+        "mfu",
+        "load_max_over_mean",
+        "drop_rate",
+        "checkpoint",
+        "final_loss",
+        "tokens_per_s",
+        "mlflow_command",
+    )
     shown = table(summary(**dict.fromkeys(names), pictures=(), status="failed"))
     assert "failed" in shown
     assert "MFU" not in shown

@@ -125,7 +125,7 @@ def test_the_newest_checkpoint_of_a_run_is_taken(
 
 
 def test_the_byte_tokenizer_makes_the_same_tokens(tmp_path: Path) -> None:
-    assert write_tokenizer("byte", tmp_path) == 256
+    assert write_tokenizer("byte", tmp_path).separator == 256
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
     theirs, text = transformers.AutoTokenizer.from_pretrained(tmp_path), "def f(x):\n\treturn x  # größer ✓ \x00\x7f 日本"
     ids = theirs(text)["input_ids"]
@@ -136,7 +136,7 @@ def test_the_byte_tokenizer_makes_the_same_tokens(tmp_path: Path) -> None:
     assert np.array_equal(mine.encode(text), ByteTokenizer().encode(text))
     again = tmp_path / "again"
     again.mkdir()
-    assert write_tokenizer(str(tmp_path), again) == 256
+    assert write_tokenizer(str(tmp_path), again).separator == 256
     assert sorted(path.name for path in again.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
 
 

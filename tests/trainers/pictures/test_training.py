@@ -64,6 +64,17 @@ def test_no_baselines_and_longer_tokens(tmp_path):
     assert size(tmp_path / "loss.png")
 
 
+def test_conversations_are_drawn_per_token(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("trainers.pictures.training.save", lambda figure, path: drawn.append(figure))
+    records = [{**each, "bits_per_byte": None} if each["kind"] == "validation" else each for each in run(30)]
+    draw_loss(history(*records), {}, tmp_path / "loss.png", "a-run", bytes_per_token=None)
+    (axes,) = drawn[0].axes
+    assert axes.get_ylabel() == "loss (nats per token)"
+    last, lines = records[-2], [line.get_ydata() for line in axes.lines]
+    assert any(len(line) == 3 and line[-1] == pytest.approx(last["loss"]) for line in lines)
+
+
 def test_smoothing_keeps_a_constant_and_passes_over_gaps():
     values = np.full(200, 3.0)
     values[50:55] = math.nan

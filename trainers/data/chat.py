@@ -1,0 +1,160 @@
+"""Chat templates: a conversation becomes text and tokens, and each token is the assistant's or not.
+
+The template is the tokenizer's own, in Jinja (`tokenizer_config.json` or `chat_template.jinja`). transformers renders it in
+Jinja's immutable sandbox, which hides Python's internals and refuses to change what it gets. Nothing else in the folder runs.
+
+The assistant wrote these characters of the text:
+
+- If the template has `{% generation %}`, those inside of it.
+- Otherwise, for every message of the assistant, what follows the text of the messages before it with the generation prompt
+  (`add_generation_prompt`), up to the end of the text of the messages up to it. This holds only if both texts begin the text
+  of the whole conversation. If they do not, because the template shows a message differently when others follow, or because
+  the generation prompt is not how the message begins, the conversation is refused.
+
+A token is the assistant's if it has a character that the assistant wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from foldray.errors import UserError
+from trainers.data.tokenizers import FolderTokenizer, Tokenizer
+
+Messages = Sequence[dict[str, Any]]
+_MOST_TEXT = 1 << 24  # characters of a conversation; tokenizers need about 250 bytes of memory for each
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+
+
+class Rendered(NamedTuple):
+    """The text of a conversation.
+
+    Args:
+        text: the text.
+        spans: the characters [start, stop) that the assistant wrote.
+    """
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+class Chat:
+    """The chat template of a tokenizer.
+
+    Args:
+        tokenizer: the tokenizer (`load_tokenizer`).
+
+    Raises:
+        UserError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        if not isinstance(tokenizer, FolderTokenizer):
+            raise UserError("data.tokenizer", "byte", "has no chat template; name a folder with a tokenizer that has one")
+        self.tokenizer, self._inner = tokenizer, tokenizer.inner
+        try:
+            self._template = self._inner.get_chat_template()
+        except ValueError:  # there is none, or only named ones
+            rule = "has no chat template; it needs one in tokenizer_config.json or chat_template.jinja"
+            raise self._refused(rule) from None
+        self.has_tags = bool(_GENERATION.search(self._template))
+
+    def encode(self, messages: Messages, place: object, masked: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of a conversation, uint32 [n], and whether each is the assistant's, bool [n].
+
+        The tokens are those of `apply_chat_template` in transformers.
+
+        Args:
+            messages: the conversation.
+            place: where it is, for messages; its `str` is taken only then.
+            masked: False takes all tokens for the assistant's. This needs less of a template.
+
+        Raises:
+            UserError: the template refuses the conversation or is at fault, or its text does not show what the assistant wrote.
+        """
+        if masked and not self._inner.is_fast:
+            raise self._refused("is not a fast tokenizer (tokenizer.json), so nobody knows which characters a token stands for")
+        rendered = self.render(messages, place) if masked else Rendered(self._render(messages, place), [])
+        text = rendered.text
+        if len(text) > _MOST_TEXT:
+            raise self._refused(f"makes a text of {len(text)} characters of {place}; at most {_MOST_TEXT} are allowed")
+        found = self._inner(text, add_special_tokens=False, verbose=False, return_offsets_mapping=masked)
+        ids = np.asarray(found["input_ids"], np.uint32)
+        return ids, covered(found["offset_mapping"], rendered.spans) if masked else np.ones(len(ids), bool)
+
+    def render(self, messages: Messages, place: object) -> Rendered:
+        """Return the text of a conversation, and what the assistant wrote of it.
+
+        Raises:
+            UserError: as `encode`.
+        """
+        if self.has_tags:
+            return self._tagged(messages, place)
+        text, spans = self._render(messages, place), list[tuple[int, int]]()
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = self._render(messages[:number], place, prompt=True)
+                through = self._render(messages[: number + 1], place)
+                what = None
+                if not text.startswith(through):
+                    what = f"shows message {number + 1} of {place} differently when other messages follow"
+                elif not through.startswith(before):
+                    what = f"begins message {number + 1} of {place} in another way than its generation prompt"
+                if what:
+                    remedy = "mark that part in the template with {% generation %}"
+                    raise self._refused(f"has a chat template that {what}, so nobody can tell what the assistant wrote; {remedy}")
+                spans.append((len(before), len(through)))
+        return Rendered(text, spans)
+
+    def prompt(self, messages: Messages) -> list[int]:
+        """Return the tokens of a conversation with the generation prompt, after which the assistant writes.
+
+        Raises:
+            UserError: the template refuses the conversation, or is at fault.
+        """
+        text = self._render(messages, "the prompt", prompt=True)
+        return list(self._inner(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _render(self, messages: Messages, place: object, prompt: bool = False) -> str:
+        try:
+            return self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
+        except Exception as error:  # a template may raise anything that Python raises
+            raise self._at_fault(place, error) from None
+
+    def _tagged(self, messages: Messages, place: object) -> Rendered:
+        # `apply_chat_template` returns a mask instead of spans. In its mask, the last character of a span is one token, even
+        # if it is several, and a span whose last character is in no token goes to the end of the conversation.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        options: dict[str, Any] = {"chat_template": self._template, "return_assistant_tokens_mask": True}
+        try:
+            found: Any = render_jinja_template([list(messages)], **options, **self._inner.special_tokens_map)
+        except Exception as error:
+            raise self._at_fault(place, error) from None
+        (text,), (spans,) = found
+        return Rendered(text, spans)
+
+    def _at_fault(self, place: object, error: Exception) -> UserError:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        return self._refused(f"has a chat template that fails with {place} ({type(error).__name__}: {reason})")
+
+    def _refused(self, rule: str) -> UserError:
+        return UserError("data.tokenizer", self.tokenizer.name, rule)
+
+
+def covered(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return which tokens have a character in a span, bool [n].
+
+    Args:
+        offsets: the characters [start, stop) of n tokens. A token without characters counts as one at its start.
+        spans: characters [start, stop).
+    """
+    starts, stops = np.asarray(offsets, np.int64).reshape(-1, 2).T
+    stops, found = np.maximum(stops, starts + 1), np.zeros(len(starts), bool)
+    for start, stop in spans:
+        found |= (starts < stop) & (stops > start)
+    return found

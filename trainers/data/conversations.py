@@ -1,0 +1,212 @@
+"""Conversations: messages in files become tokens with a mask, and are packed whole into sequences.
+
+No conversation continues in another sequence, because its later tokens would be trained without those before. So sequences
+are filled up with separators, which do not count in the loss. Best-fit decreasing (Ding et al., *Fewer Truncations Improve
+Language Modeling*, arXiv:2404.10830) leaves few of them. A conversation that is longer than a sequence loses its end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from foldray.errors import UserError
+from trainers.data.chat import Chat
+from trainers.data.encode import Encoded, Work, token_dtype
+from trainers.data.sources import Part, SourceFile, as_utf8, cut, read_rows
+from trainers.data.tokenizers import Tokenizer
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Conversation(NamedTuple):
+    """A conversation in tokens.
+
+    Args:
+        tokens: ids, uint32 [n].
+        trained: whether each counts in the loss, bool [n].
+    """
+
+    tokens: np.ndarray
+    trained: np.ndarray
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads conversations from files.
+
+    Args:
+        chat: the chat template.
+        messages_field: the key or column of the messages.
+        masked: whether only the assistant's tokens count; False counts all.
+    """
+
+    chat: Chat
+    messages_field: str
+    masked: bool = True
+
+    def check(self, file: SourceFile) -> None:
+        """Check the first conversation of a file.
+
+        Raises:
+            UserError: as `read`.
+        """
+        next(self.read(next(cut([file]))), None)
+
+    def read(self, part: Part) -> Iterator[Conversation]:
+        """Yield the conversations of a part of a file, in order. The first token of each does not count.
+
+        Raises:
+            UserError: the file cannot be read, has something else than conversations, or the chat template cannot take one of
+                them.
+        """
+        for row in read_rows(part, "data.messages_field", self.messages_field):
+            tokens, trained = self.chat.encode(
+                messages_of(row.value, row, "data.messages_field", self.messages_field), row, self.masked
+            )
+            trained[:1] = False  # nothing is before it
+            yield Conversation(tokens, trained)
+
+
+def encode(work: Work, reader: Reader, seq_len: int) -> Encoded:
+    """Read, tokenize and pack the conversations of a work. Its N tokens are a multiple of `seq_len`.
+
+    A conversation without a token that counts is left out.
+
+    Raises:
+        UserError: as `Reader.read`.
+    """
+    tokenizer = reader.chat.tokenizer
+    counts = dict.fromkeys(("conversations", "cut", "left_out", "trained", "filled"), 0)
+    kept = list[Conversation]()
+    for part in work.parts:
+        for whole in reader.read(part):
+            found = Conversation(whole.tokens[:seq_len], whole.trained[:seq_len])
+            if found.trained.any():
+                kept.append(found)
+                counts["cut"] += len(whole.tokens) > seq_len
+            else:
+                counts["left_out"] += 1
+    sequences = pack([len(each.tokens) for each in kept], seq_len)
+    tokens = np.full((len(sequences), seq_len), tokenizer.separator, token_dtype(tokenizer.vocab_size))
+    trained, starts = np.zeros(tokens.shape, np.uint8), list[int]()
+    for row, numbers in enumerate(sequences):
+        at = 0
+        for each in (kept[number] for number in numbers):
+            stop = at + len(each.tokens)
+            tokens[row, at:stop], trained[row, at:stop] = each.tokens, each.trained
+            starts.append(row * seq_len + at)
+            at = stop
+        counts["filled"] += seq_len - at
+    counts |= {"conversations": len(kept), "trained": int(trained.sum())}
+    return Encoded(
+        tokens=tokens.reshape(-1),
+        lengths=np.zeros(tokens.size, np.uint32),
+        starts=np.asarray(starts, np.int64),
+        pairs=None,
+        validation=work.validation,
+        files=sum(part.last for part in work.parts),
+        trained=trained.reshape(-1),
+        counts=counts,
+    )
+
+
+def end(tokenizer: Tokenizer) -> Encoded:
+    """Return the end of a split: one separator, the target of its last token."""
+    separator = np.asarray([tokenizer.separator], token_dtype(tokenizer.vocab_size))
+    none = np.zeros(0, np.int64)
+    return Encoded(separator, np.zeros(1, np.uint32), none, None, False, 0, np.zeros(1, np.uint8))
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Pack items of some lengths into bins, by best-fit decreasing. Return the numbers of the items in each bin.
+
+    The longest item comes first. Each goes into the fullest bin that has room for it, or into a new one.
+
+    Args:
+        lengths: lengths of the items, each at most `capacity`.
+        capacity: size of a bin.
+    """
+    bins, room = list[list[int]](), list[tuple[int, int]]()  # (free, number of the bin), the least free first
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        at = bisect_left(room, (lengths[number], -1))
+        free, into = room.pop(at) if at < len(room) else (capacity, len(bins))
+        if into == len(bins):
+            bins.append([])
+        bins[into].append(number)
+        insort(room, (free - lengths[number], into))
+    return bins
+
+
+def told(meta: Mapping[str, Any]) -> str:
+    """Return a line about packed conversations: how many there are, and what became of those that do not fit.
+
+    Args:
+        meta: content of `meta.json`.
+    """
+    counts, both = [meta[split]["counts"] for split in ("train", "validation")], Counter[str]()
+    for each in counts:
+        both.update(each)
+    tokens = meta["seq_len"] * sum(meta[split]["sequences"] for split in ("train", "validation"))
+    parts = [f"conversations: {counts[0]['conversations']} for training, {counts[1]['conversations']} for validation"]
+    if both["cut"]:
+        parts.append(f"{both['cut']} longer than {meta['seq_len']} tokens, cut at their end")
+    if both["left_out"]:
+        parts.append(f"{both['left_out']} without a token to train on, left out")
+    trained, filled = both["trained"] / tokens, both["filled"] / tokens
+    parts.append(f"{trained:.1%} of all tokens count in the loss, and {filled:.1%} only fill sequences up")
+    return "; ".join(parts)
+
+
+def messages_of(given: Any, place: object, field: str, value: object) -> list[dict[str, Any]]:
+    """Return the messages of a conversation, without keys that are null.
+
+    Args:
+        given: a value of JSON.
+        place: where it is, for messages; its `str` is taken only then.
+        field, value: what the user calls it, for messages.
+
+    Raises:
+        UserError: the value is something else than messages.
+    """
+    if not isinstance(given, list) or not given:
+        found = "an empty list" if given == [] else f"{type(given).__name__}"
+        raise UserError(field, value, f"is not a list of messages but {found} in {place}")
+
+    def refused(number: int, rule: str, legal: Sequence[str] | None) -> UserError:
+        return UserError(field, value, f"message {number} in {place} {rule}", legal)
+
+    return [_message(each, partial(refused, number)) for number, each in enumerate(given, 1)]
+
+
+def _message(given: Any, refused: Callable[[str, Sequence[str] | None], UserError]) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise refused(f"is not an object but {type(given).__name__}", None)
+    try:
+        message = _clean({key: value for key, value in given.items() if value is not None})
+    except RecursionError:
+        raise refused("is nested too deeply", None) from None
+    if "role" not in message:
+        raise refused(f'has no "role"; it has {", ".join(map(str, given)) or "nothing"}', None)
+    if message["role"] not in ROLES:
+        raise refused(f"has the role {message['role']!r}", ROLES)
+    content = message.get("content")
+    # A message that calls tools may have no content.
+    if not isinstance(content, str) and not (content is None and message["role"] == "assistant" and message.get("tool_calls")):
+        raise refused(f'has no text as "content" but {"nothing" if content is None else type(content).__name__}', None)
+    return message
+
+
+def _clean(value: Any) -> Any:
+    """Return a value of JSON with texts that UTF-8 can encode."""
+    if isinstance(value, str):
+        return as_utf8(value)
+    if isinstance(value, list):
+        return [_clean(each) for each in value]
+    return {_clean(key): _clean(each) for key, each in value.items()} if isinstance(value, dict) else value
