@@ -123,7 +123,7 @@ class Hurt:
         lines = (self.run / "metrics.jsonl").read_text().splitlines()
         return [record for record in map(json.loads, filter(_is_whole, lines)) if record["kind"] == kind]
 
-    def wait_for(self, moment: str, patience: float = 180.0) -> None:
+    def wait_for(self, moment: str, patience: float = 400.0) -> None:
         """Wait until a moment of the training: "start" (workers exist), "step" (in mid-run), or "saving"."""
         deadline = time.monotonic() + patience
         while not self._is(moment):
