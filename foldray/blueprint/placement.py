@@ -201,7 +201,9 @@ class Ownership:
                 further = reversed(model.all_layers[model.layers :])
                 at_end = [*(heads if model.tied_embeddings else ()), *((ATTENTION, layer) for layer in further)]
             return (*at_end, *([(EMBED, 0)] if any(stage.first for stage in held) else []))
-        return tuple(heads) if spec.name == "head.weight" else ((spec.op, spec.layer),)
+        if spec.op == HEAD and spec.name != "head.weight":  # a norm, which the next further token takes, too
+            return tuple(maker for maker in ((HEAD, spec.layer), (ATTENTION, spec.layer + 1)) if maker[1] in model.all_layers)
+        return tuple(heads) if spec.op == HEAD else ((spec.op, spec.layer),)
 
     def gradient_parts(self, rank: int) -> dict[GradientClass, tuple[GradientPart, ...]]:
         """Return the runs of a rank's gradient buffers, from the start of each buffer, by gradient class.

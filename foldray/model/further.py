@@ -1,10 +1,12 @@
 """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): blocks that predict further tokens while training.
 
-Module k is a block behind the last one. At position i it takes the state of depth k − 1, which is the output of the block before
-it, and the embedding of token i + k:
+Module k is a block behind the last one. At position i it takes the state of depth k − 1, and the embedding of token i + k:
 
-    state k at i = block k ( projection [norm(embedding of token i + k) ; norm(state k − 1 at i)] )
-    loss k       = mean of −log p(token i + k + 1 | final norm of state k at i), by the model's own head
+    state k at i = final norm k ( block k ( projection [norm(embedding of token i + k) ; norm(state k − 1 at i)] ) )
+    loss k       = mean of −log p(token i + k + 1 | state k at i), by the model's own head
+
+State 0 is the model's own, also after its final norm. The report leaves open on which side of the final norm a state is taken.
+The code that DeepSeek's and GLM's weights run with takes it behind the norm (Megatron-LM, vLLM).
 
 Positions see only earlier ones, and token i + k is an input, so slices and context parallelism work as in other blocks. The last
 k positions have no target. They take the last token of the sequence.
@@ -36,7 +38,7 @@ class Further(nn.Module):
         """Return the block's input: [B, s, H] → [B, s, H].
 
         Args:
-            x_BsH: output of the block before.
+            x_BsH: state of the depth before.
             e_BsH: embeddings of the later tokens.
         """
         both_BsI = torch.cat((self.embedding_norm(e_BsH), self.hidden_norm(x_BsH)), dim=-1)

@@ -319,8 +319,8 @@ class Transformer(nn.Module):
         block, depth = self.block(layer), layer - self.spec.layers + 1
         if not hasattr(block, "mtp"):
             return x_BsH
-        last = batch.token_BL.shape[1] - 1
-        return block.mtp(x_BsH, self.embedding.embed(batch.token_BL[:, (place.position_S + depth).clamp_max(last)]))
+        position_S = (place.position_S + depth).clamp_max(batch.token_BL.shape[1] - 1)
+        return block.mtp(self._norm(depth - 1)(x_BsH), self.embedding.embed(batch.token_BL[:, position_S]))
 
     def depth(self, layer: int) -> int | None:
         """Return how many tokens after the next one the head behind a block predicts; None if there is no head."""
@@ -343,10 +343,13 @@ class Transformer(nn.Module):
         target_BS = batch.target_BL[:, position_S.clamp_max(length - 1)]
         if depth:
             target_BS = target_BS.where(position_S < length, IGNORED)
-        norm = self.block(self.spec.layers - 1 + depth).mtp.final_norm if depth else self.final_norm
-        language = self._head.loss(norm(x_BsH), target_BS)
+        language = self._head.loss(self._norm(depth)(x_BsH), target_BS)
         # All tensor-parallel ranks have the same loss. Each differentiates it, and one reports it.
         return language, language.detach().double() * (self.layout.tp_rank == 0)
+
+    def _norm(self, depth: int) -> Norm:
+        """Return the norm in front of the head that predicts `depth` tokens after the next one."""
+        return self.block(self.spec.layers - 1 + depth).mtp.final_norm if depth else self.final_norm
 
     def with_loss(self, losses: Losses, depth: int, reported: torch.Tensor) -> Losses:
         """Return these losses with more language loss of a depth."""

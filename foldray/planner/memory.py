@@ -279,8 +279,8 @@ def _block_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...]
     n = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
     total = 2 * n * model.hidden * b  # the input and the output of attention
     total += _attention(rank, block.attention, n, ATTENTION in again, sliced)
-    if block.mtp and ATTENTION not in again:  # an embedding, both norms side by side, their product, and numbers of tokens
-        total += 4 * n * model.hidden * b + n * fold.tp * 8
+    if block.mtp and ATTENTION not in again:  # a state, an embedding, both normed side by side, their product, numbers of tokens
+        total += 5 * n * model.hidden * b + n * fold.tp * 8
     if block.dense:
         total += 0.0 if FFN in again else _feed_forward(rank, n, block.dense)
     if not block.moe:

@@ -77,9 +77,9 @@ class Parts(ABC):
         yield self._launch(EMBED, back)
 
     def _joined(self, n: float, back: bool) -> Iterator[Work]:
-        """Yield the work with which a block of multi-token prediction begins: an embedding, two norms, and a product of both."""
+        """Yield the work with which a block of multi-token prediction begins: an embedding, three norms, and a product."""
         yield from self._embedded(n * self.fold.tp, back)
-        yield self._memory((2 if back else 1) * 8 * n * self._width)
+        yield self._memory((2 if back else 1) * 10 * n * self._width)
         yield self._launch("head_norm", back)
         yield from self._products("gemm", n, 2 * self.model.hidden, self.model.hidden, back)
 

@@ -84,7 +84,8 @@ class Plain:
         for layer in range(self.model.layers):
             x_LH = self._block(layer, layer, x_LH, segment_L, routers)
         head = "embedding.weight" if self.model.tied_embeddings else "head.weight"
-        logits = [self._norm("final_norm", x_LH) @ self.weights[head].T]
+        x_LH = self._norm("final_norm", x_LH)
+        logits = [x_LH @ self.weights[head].T]
         for depth in range(1, self.model.mtp_depth + 1):
             layer = self.model.layers + depth - 1
             name = f"blocks.{layer}.mtp"
@@ -92,7 +93,8 @@ class Plain:
             e_LH = self._norm(f"{name}.embedding_norm", self.weights["embedding.weight"][later_L])
             both_LI = torch.cat([e_LH, self._norm(f"{name}.hidden_norm", x_LH)], dim=1)
             x_LH = self._block(layer, self.model.layers - 1, both_LI @ self.weights[f"{name}.projection"], segment_L, routers)
-            logits.append(self._norm(f"{name}.final_norm", x_LH) @ self.weights[head].T)
+            x_LH = self._norm(f"{name}.final_norm", x_LH)
+            logits.append(x_LH @ self.weights[head].T)
         return logits
 
     def _block(self, layer: int, like: int, x_LH: Tensor, segment_L: Tensor | None, routers: dict[int, list[Router]]) -> Tensor:
