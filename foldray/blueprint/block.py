@@ -226,8 +226,6 @@ class BlockSpec:
 
 
 @lru_cache(maxsize=1024)
-def make_block(
-    attention: AttentionSpec, dense: FeedForwardSpec | None, moe: MixtureSpec | None, mtp: bool = False
-) -> BlockSpec:
+def make_block(attention: AttentionSpec, dense: FeedForwardSpec | None, moe: MixtureSpec | None, mtp: bool = False) -> BlockSpec:
     """Return the same object for equal blocks, so that tables compare keys by identity."""
     return BlockSpec(attention, dense, moe, mtp)

@@ -326,9 +326,7 @@ class Transformer(nn.Module):
         """Return how many tokens after the next one the head behind a block predicts; None if there is no head."""
         return layer - self.spec.layers + 1 if layer >= self.spec.layers - 1 else None
 
-    def head_loss(
-        self, x_BsH: torch.Tensor, batch: Batch, tokens: range, depth: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def head_loss(self, x_BsH: torch.Tensor, batch: Batch, tokens: range, depth: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the language loss of some tokens, summed: a scalar to differentiate, and one to report, in float64.
 
         Args:

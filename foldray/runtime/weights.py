@@ -1,9 +1,10 @@
 """The weights of a token and of a sequence in a step's objective.
 
-The objective is the mean cross-entropy over all tokens of a step that count, plus the weighted balance loss and z-loss of
-all MoE blocks, mean over all sequences of the step. With multi-token prediction, the same mean over each depth's own tokens is
-added, with a weight (DeepSeek-V3, section 2.2). Ops compute losses as sums, and these weights turn the sums into means. So gradients get their scale here and nowhere else. The weights depend on the numbers of tokens and sequences of all
-ranks. An all-reduce sums these numbers while the ranks already compute.
+The objective is the mean cross-entropy over all tokens of a step that count, plus the weighted balance loss and z-loss of all
+MoE blocks, mean over all sequences of the step. With multi-token prediction, the same mean over each depth's own tokens is
+added, with a weight (DeepSeek-V3, section 2.2). Ops compute losses as sums, and these weights turn the sums into means. So
+gradients get their scale here and nowhere else. The weights depend on the numbers of tokens and sequences of all ranks. An all-
+reduce sums these numbers while the ranks already compute.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Generators of the order of computation inside a stage. Each generator is a few lines long and looks like its figure.
 
 A generator takes its ops from a `Run`. A run is a sequence of blocks that a group of micro-batches passes without draining.
-It has one step for each piece of attention and of a head, block by block. `attend` yields the computation of a step: attention, then the
-routers of the MoE micro-batches that this attention completes. `experts` yields the experts of all micro-batches that were
-routed up to a step. The run inserts embeddings and the weighted sums of the previous block itself, as late as possible. If
+It has one step for each piece of attention and of a head, block by block. `attend` yields the computation of a step: attention,
+then the routers of the MoE micro-batches that this attention completes. `experts` yields the experts of all micro-batches that
+were routed up to a step. The run inserts embeddings and the weighted sums of the previous block itself, as late as possible. If
 ranks gather keys and values (`StepGraph.gathers`), it also inserts the projections, a step ahead where it can: before attention
 of the step before, so that keys and values travel during that attention; or after it, so that they travel during experts.
 

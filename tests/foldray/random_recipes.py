@@ -180,7 +180,8 @@ def _model(chance: random.Random, layers: int) -> dict[str, Any]:
         "norm": chance.choice(["rmsnorm", "layernorm"]),
         "positions": chance.choice(["rope", "rope", "learned"]), "max_positions": 32,
         "ffn": chance.choice(["gated_silu", "gelu", "gated_clamped"]), "tied_embeddings": chance.random() < 0.3,
-        "init_std": 0.3, "router": router, "mtp_depth": chance.choice([0, 0, 1, 2]), "mtp_weight": chance.choice([0.3, 1.0]), **more,
+        "mtp_depth": chance.choice([0, 0, 1, 2]), "mtp_weight": chance.choice([0.3, 1.0]),
+        "init_std": 0.3, "router": router, **more,
     }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from foldray.errors import UserError
 from foldray.model.transformer import _drawn
 from foldray.recipe import Recipe
 from tests.foldray.folds import name
-from tests.foldray.parity import MODEL, batches, drifted, make_recipe, train, worst
+from tests.foldray.parity import batches, drifted, make_recipe, train, worst
 from tests.foldray.plain import Plain
 
 _STEPS = 2
@@ -35,11 +35,13 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
     "moe_only": {"kind": "moe_only", "degree": 2, "reduction": "chunks", "sp_bytes": 512},
     "one_a_one_m": {"kind": "one_a_one_m", "degree": 2, "recompute": ["attention"]},
     "stream": {"kind": "stream", "degree": 2, "lag": 2, "reduction": "buckets", "sp_bytes": 3000},
-    "stream-apart": {"kind": "stream", "degree": 4, "lag": 1, "weight_gradients": "apart", "reduction": "chunks", "sp_bytes": 512},
+    "stream-apart": {
+        "kind": "stream", "degree": 4, "lag": 1, "weight_gradients": "apart", "reduction": "chunks", "sp_bytes": 512,
+    },
     "flow": {"kind": "flow", "degree": 2, "batch_degree": 2, "weight_gradients": "apart"},
     "weave": {"kind": "weave", "degree": 2, "weight_gradients": "apart"},
     "list": {"kind": "list", "degree": 2, "reduction": "chunks", "sp_bytes": 3000},
-}
+}  # fmt: skip
 _FOLDS: list[tuple[int, dict[str, int]]] = [
     (1, {}),
     (2, {"tp": 2}),
@@ -124,7 +126,8 @@ class _Whole:
 @cache
 def _reference(sections: str, documents: bool, masked: bool) -> tuple[dict[str, _Whole], list[list[float]], list[float]]:
     recipe = make_recipe(1, **json.loads(sections))
-    drawn = {row.name: _drawn(row.shape, row.init, recipe.training.seed, row.name).double() for row in parameter_table(recipe.model)}
+    seed, rows = recipe.training.seed, parameter_table(recipe.model)
+    drawn = {row.name: _drawn(row.shape, row.init, seed, row.name).double() for row in rows}
     plain, steps = Plain(recipe, drawn), []
     for step in range(_STEPS):
         parts = batches(recipe, 0, step, documents, masked)
