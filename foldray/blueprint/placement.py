@@ -240,9 +240,19 @@ def _cut(spec: ParameterSpec, index: int, parts: int) -> Piece:
     return Piece(spec, tuple(offset), tuple(shape))
 
 
-def _check_divides(model: ModelSpec, fold: Fold) -> None:
-    if model.mtp_depth and fold.disjoint:
+def check_apart(model: ModelSpec) -> None:
+    """Check that the experts may have ranks of their own.
+
+    Raises:
+        UserError: the model predicts further tokens.
+    """
+    if model.mtp_depth:
         raise UserError("model.mtp_depth", model.mtp_depth, "must be 0 if the experts have workers of their own (placement)", [0])
+
+
+def _check_divides(model: ModelSpec, fold: Fold) -> None:
+    if fold.disjoint:
+        check_apart(model)
     rules = [
         ("tp", "heads", True),
         ("tp", "kv_heads", True),
