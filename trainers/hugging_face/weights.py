@@ -133,8 +133,7 @@ class Weights:
             own = {key: getattr(model, key) for key in ("experts", "topk", "expert_hidden", "dense_first", "moe_every", "router")}
             read |= own
         if model.mtp_depth > (depth := read.get("mtp_depth", 0)):
-            rule = f"has {depth or 'no'} blocks of multi-token prediction, and the recipe's model has {model.mtp_depth}"
-            raise self.refused(rule, [f"model.mtp_depth: {each}" for each in range(depth + 1)])
+            raise self.refused(f"has a model of mtp_depth={depth}, and the recipe's model has {model.mtp_depth}")
         ours, theirs = computed(model), computed(ModelSpec.model_validate(read))
         for key, value in theirs.items():
             if ours.get(key) != value:

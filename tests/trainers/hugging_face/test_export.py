@@ -43,6 +43,10 @@ def make_run(folder: Path, steps: tuple[int, ...] = (3,), precision: str = "floa
     folder.mkdir()
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     made = Transformer(Ownership(recipe.model, Fold(1)), Groups.create(Fold(1)), dtype=torch.float64)
+    torch.manual_seed(1)
+    for parameter in made.parameters():
+        if parameter.dim() == 1:  # norms begin as ones
+            parameter.data += torch.randn_like(parameter) / 4
     for bias in made.biases().values() if recipe.model.router.score == "sigmoid" else ():
         bias.copy_(torch.linspace(-1, 1, len(bias)))  # this changes which experts are chosen
     weights = {**by_name(made), **made.biases()}

@@ -168,7 +168,7 @@ def test_more_blocks_than_the_folder_has_are_refused(tmp_path: Path) -> None:
     exported(tmp_path, **MODELS["Glm4Moe"])
     recipe = imported(tmp_path, mtp_depth=2)
     weights = Weights.at(str(tmp_path / "out"), "training.weights")
-    with pytest.raises(UserError, match="has 1 blocks of multi-token prediction, and the recipe's model has 2"):
+    with pytest.raises(UserError, match="has a model of mtp_depth=1, and the recipe's model has 2"):
         weights.check(recipe.model)
 
 
