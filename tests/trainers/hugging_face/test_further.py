@@ -42,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def exported(folder: Path, **model: Any) -> Transformer:
     """Make a run and export it to `out`. Return its model."""
-    made = make_run(folder / "run", **model)
+    made = make_run(folder / "run", spread=0.25, **model)
     assert main(["export-hf", str(folder / "run" / "step_00000003"), str(folder / "out")]) == 0
     return made
 
