@@ -55,6 +55,8 @@ class Step(TypedDict):
     grad_norm: float | None
     balance_loss: float | None
     z_loss: float | None
+    mtp_loss: NotRequired[float | None]
+    """Cross entropy of further tokens, nats per token, mean over depths; None without multi-token prediction."""
     drop_rate: float | None
     tokens_per_s: float
     step_time_s: float

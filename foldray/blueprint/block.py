@@ -192,32 +192,40 @@ class BlockSpec:
     """Attention, then either a dense feed-forward network or a mixture of experts.
 
     A block computes its hash only once, because it is a key in many tables.
+
+    Args:
+        attention: the attention.
+        dense, moe: one of both; the other one is None.
+        mtp: whether the block predicts a further token (multi-token prediction, DeepSeek-V3, section 2.2). It then begins with a
+            projection of its input and of the embedding of a later token, and a head follows it.
     """
 
     attention: AttentionSpec
     dense: FeedForwardSpec | None
     moe: MixtureSpec | None
+    mtp: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.attention, self.dense, self.moe)))
+        object.__setattr__(self, "_hash", hash((self.attention, self.dense, self.moe, self.mtp)))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def __reduce__(self) -> tuple:
-        return make_block, (self.attention, self.dense, self.moe)  # the kept hash is wrong in another process
+        return make_block, (self.attention, self.dense, self.moe, self.mtp)  # the kept hash is wrong in another process
 
     @property
-    def order(self) -> tuple[bool, str]:
-        """Sort key of a model's blocks. Dense blocks come first."""
-        return self.moe is not None, self.attention.window
+    def order(self) -> tuple[bool, bool, str]:
+        """Sort key of a model's blocks. Dense blocks come first, those of multi-token prediction last."""
+        return self.mtp, self.moe is not None, self.attention.window
 
     def cut(self, tp: int, ep: int, etp: int) -> BlockSpec:
         """Return a rank's share of the block."""
-        return BlockSpec(self.attention.cut(tp), self.dense and self.dense.cut(tp), self.moe and self.moe.cut(tp, ep, etp))
+        own = self.attention.cut(tp), self.dense and self.dense.cut(tp), self.moe and self.moe.cut(tp, ep, etp)
+        return BlockSpec(*own, self.mtp)
 
 
 @lru_cache(maxsize=1024)
-def make_block(attention: AttentionSpec, dense: FeedForwardSpec | None, moe: MixtureSpec | None) -> BlockSpec:
+def make_block(attention: AttentionSpec, dense: FeedForwardSpec | None, moe: MixtureSpec | None, mtp: bool = False) -> BlockSpec:
     """Return the same object for equal blocks, so that tables compare keys by identity."""
-    return BlockSpec(attention, dense, moe)
+    return BlockSpec(attention, dense, moe, mtp)

@@ -16,8 +16,8 @@ from foldray.errors import UserError
 
 def forward_flops_per_token(model: ModelSpec, seq_len: int, causal: bool = True) -> float:
     """Return the FLOPs of one token's forward, averaged over a sequence of `seq_len` tokens."""
-    blocks = Counter(model.block(layer) for layer in range(model.layers))
-    head = 2.0 * model.hidden * model.vocab
+    blocks = Counter(map(model.block, model.all_layers))
+    head = 2.0 * model.hidden * model.vocab * (1 + model.mtp_depth)
     return head + sum(count * sum(_halves(model, block, seq_len, causal)) for block, count in blocks.items())
 
 
@@ -29,7 +29,8 @@ def half_flops(model: ModelSpec, seq_len: int) -> tuple[float, float]:
     """
     if not model.moe_layers:
         raise UserError("model", model.preset or "as given", "has no MoE block")
-    attention, experts = _halves(model, model.block(model.moe_layers[-1]), seq_len, causal=True)
+    last = max(layer for layer in model.moe_layers if layer < model.layers)
+    attention, experts = _halves(model, model.block(last), seq_len, causal=True)
     return attention, experts
 
 
@@ -39,6 +40,7 @@ def _halves(model: ModelSpec, block: BlockSpec, seq_len: int, causal: bool) -> t
     keys = attention.sees.pairs(range(seq_len)) / seq_len if causal else seq_len
     products = sum(width * (inside or model.hidden) for inside, width in attention.inputs.values())
     products += model.hidden * (attention.outputs + sum(attention.downs.values()))
+    products += 2 * model.hidden * model.hidden * block.mtp
     flops = 2 * products + 2 * (attention.queries + attention.outputs) * keys
     if block.dense:
         flops += _feed_forward(model.hidden, block.dense)

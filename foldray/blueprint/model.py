@@ -19,7 +19,7 @@ from foldray.blueprint.block import (
     make_block,
 )
 from foldray.blueprint.presets import PRESETS
-from foldray.blueprint.sections import LARGEST, MOST_EXPERTS, MOST_LAYERS, WIDEST, RopeScaling, RouterSpec, Strict
+from foldray.blueprint.sections import LARGEST, MOST_DEPTH, MOST_EXPERTS, MOST_LAYERS, WIDEST, RopeScaling, RouterSpec, Strict
 from foldray.errors import UserError, nearest
 from foldray.fold import divisors
 from foldray.tables import OWN, among
@@ -31,7 +31,8 @@ Windows = Annotated[tuple[Annotated[str, among(LEGAL, find_window)], ...], Field
 class ModelSpec(Strict):
     """A decoder-only Transformer with Mixture-of-Experts blocks. Sizes are in elements.
 
-    Block i is a MoE block if i ≥ `dense_first` and (i − `dense_first` + 1) is a multiple of `moe_every`.
+    Block i is a MoE block if i ≥ `dense_first` and (i − `dense_first` + 1) is a multiple of `moe_every`. The blocks of
+    multi-token prediction follow the `layers` blocks, have the next numbers, and are like the last one.
     `vocab` may exceed the tokenizer's vocabulary (padding), but never be smaller.
     """
 
@@ -182,6 +183,20 @@ class ModelSpec(Strict):
     tied_embeddings: bool = Field(
         False, description="The output head shares the embedding's weight, which saves vocab × hidden parameters."
     )
+    mtp_depth: int = Field(
+        0,
+        ge=0,
+        le=MOST_DEPTH,
+        description="Further tokens that training predicts at every position (multi-token prediction, DeepSeek-V3). Each takes "
+        "one more block like the last one, behind the last block, and the head once more. Generation and evaluation leave "
+        "these blocks out.",
+    )
+    mtp_weight: float = Field(
+        0.3,
+        gt=0,
+        description="Weight of the mean loss of all further tokens, beside the loss of the next token. DeepSeek-V3 trains with "
+        "0.3, and with 0.1 at the end.",
+    )
     init_std: float = Field(
         0.02, gt=0, description="Standard deviation of the initial weights. Matrices that end a residual branch start smaller."
     )
@@ -260,12 +275,28 @@ class ModelSpec(Strict):
         """The activation between the two matrix products of a feed-forward network."""
         return find_activation(self.ffn)
 
+    @property
+    def all_layers(self) -> range:
+        """Numbers of all blocks, with those of multi-token prediction."""
+        return range(self.layers + self.mtp_depth)
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the last stage needs the embedding, too: for its head, or for multi-token prediction."""
+        return self.tied_embeddings or self.mtp_depth > 0
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether there is a dense block."""
+        return not all(map(self.is_moe, range(self.layers)))
+
     def is_moe(self, layer: int) -> bool:
+        layer = min(layer, self.layers - 1)
         return layer >= self.dense_first and (layer - self.dense_first + 1) % self.moe_every == 0
 
     def block(self, layer: int) -> BlockSpec:
         """Return the sizes and choices of a block."""
-        window = self.windows[layer % len(self.windows)]
+        window, mtp = self.windows[min(layer, self.layers - 1) % len(self.windows)], layer >= self.layers
         rope, scaling = None, self.rope_scaling
         if self.positions == "rope":
             pairs, yarn = self.rope_pairs == "interleaved", scaling.yarn if scaling else None
@@ -284,11 +315,12 @@ class ModelSpec(Strict):
             self.attention_sinks,
         )
         if not self.is_moe(layer):
-            return make_block(attention, FeedForwardSpec(self.ffn_hidden, self.ffn), None)
+            return make_block(attention, FeedForwardSpec(self.ffn_hidden, self.ffn), None, mtp)
         shared = FeedForwardSpec(self.shared_hidden, self.ffn) if self.shared_hidden else None
         expert = FeedForwardSpec(self.expert_hidden, self.ffn, self.expert_bias)
-        return make_block(attention, None, MixtureSpec(self.experts, self.topk, expert, shared, self.shared_gate))
+        return make_block(attention, None, MixtureSpec(self.experts, self.topk, expert, shared, self.shared_gate), mtp)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        return tuple(layer for layer in range(self.layers) if self.is_moe(layer))
+        """Numbers of the MoE blocks, with those of multi-token prediction."""
+        return tuple(filter(self.is_moe, self.all_layers))

@@ -27,7 +27,8 @@ class ParameterSpec:
     Args:
         name: global name. The name of an expert's parameter has the expert's global id.
         shape: shape in the whole model. Matrices are [in, out], the embedding and the head [vocab, hidden].
-        layer: index of the block; -1 for the embeddings, `layers` for the final norm and the head.
+        layer: index of the block; -1 for the embeddings. The final norm and the head belong to the last block before those of
+            multi-token prediction.
         op: kind of the op that computes with it.
         gradient_class: the ranks over which its gradient is summed. "dense" is summed over DP×CP, "expert" over EDP.
             "replicated" is whole on every tensor-parallel rank, which sees only its piece of the sequence, so its gradient
@@ -71,9 +72,11 @@ def parameter_table(model: ModelSpec) -> tuple[ParameterSpec, ...]:
         table.append(ParameterSpec("positions.weight", (model.max_positions, model.hidden), -1, EMBED, "replicated", init=std))
     for layer in range(model.layers):
         table += _block(model, layer)
-    table += _norm(model, "final_norm", model.layers, HEAD)
+    table += _norm(model, "final_norm", model.layers - 1, HEAD)
     if not model.tied_embeddings:
-        table.append(ParameterSpec("head.weight", vocabulary, model.layers, HEAD, cut=0, init=std))
+        table.append(ParameterSpec("head.weight", vocabulary, model.layers - 1, HEAD, cut=0, init=std))
+    for layer in model.all_layers[model.layers :]:
+        table += _prediction(model, layer)
     return tuple(table)
 
 
@@ -95,10 +98,11 @@ def count_by_cut(model: ModelSpec) -> tuple[int, int]:
     vectors = (
         attention.heads * attention.sinks + sum(_norm_widths(attention).values()) + sum(_bias_widths(attention, hidden).values())
     )
-    sparse = (model.layers - model.dense_first) // model.moe_every
+    depth, last_is_moe = model.mtp_depth, model.is_moe(model.layers - 1)
+    sparse = (model.layers - model.dense_first) // model.moe_every + depth * last_is_moe
     edges = (1 if model.tied_embeddings else 2) * model.vocab + (model.max_positions if model.positions == "learned" else 0)
-    blocks = model.layers * (width + 2 * norm + vectors)
-    dense = (model.layers - sparse) * matrices * hidden * model.ffn_hidden
+    blocks = (model.layers + depth) * (width + 2 * norm + vectors) + depth * (2 * hidden * hidden + 3 * norm)
+    dense = (model.layers + depth - sparse) * matrices * hidden * model.ffn_hidden
     routed = sparse * hidden * (model.experts + matrices * model.shared_hidden + model.shared_gate)
     routed += sparse * model.experts * model.router.logit_bias
     expert = matrices * hidden * model.expert_hidden + model.expert_bias * ((matrices - 1) * model.expert_hidden + hidden)
@@ -165,6 +169,15 @@ def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
             gate = (hidden, 1)
             rows.append(ParameterSpec(f"{name}.moe.shared.output_gate", gate, layer, ROUTE, "replicated", init=std))
     return rows
+
+
+def _prediction(model: ModelSpec, layer: int) -> list[ParameterSpec]:
+    """Return the parameters of a block of multi-token prediction. Rows of the projection are those of the embedding, then those
+    of the hidden state, as in DeepSeek-V3's checkpoint."""
+    name, both = f"blocks.{layer}.mtp", (2 * model.hidden, model.hidden)
+    rows = [each for part in ("embedding_norm", "hidden_norm") for each in _norm(model, f"{name}.{part}", layer, ATTENTION)]
+    rows.append(ParameterSpec(f"{name}.projection", both, layer, ATTENTION, "replicated", init=model.init_std))
+    return [*rows, *_block(model, layer), *_norm(model, f"{name}.final_norm", layer, HEAD)]
 
 
 def _attention_vectors(spec: AttentionSpec, hidden: int, name: str, layer: int) -> list[ParameterSpec]:

@@ -66,7 +66,8 @@ def made_at(makers: tuple[Maker, ...]) -> tuple[int, int]:
 class Ownership:
     """The stages and the pieces of parameters that each rank holds. All other code takes them from here.
 
-    The first and the last stage hold a tied embedding; the first stage counts as its owner.
+    The first and the last stage hold an embedding that both need (`ModelSpec.shares_embedding`); the first stage counts as its
+    owner.
 
     Args:
         model: the model.
@@ -91,7 +92,7 @@ class Ownership:
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """Stages of attention. The experts have the same stages, unless they have ranks of their own."""
-        return make_stages(self.model.layers, self.fold.pp, self.virtual_stages, self.stage_layers)
+        return make_stages(self.model.layers, self.fold.pp, self.virtual_stages, self.stage_layers, self.model.mtp_depth)
 
     @cached_property
     def expert_stages(self) -> tuple[Stage, ...]:
@@ -186,18 +187,23 @@ class Ownership:
             if (place := seat.get(view))
         }
         for name, piece in self.pieces(rank).items():
-            tied_copy = name == "embedding.weight" and seat["attention"]["pp"] > 0
-            if first_copy[piece.spec.gradient_class] and not tied_copy:
+            second = name == "embedding.weight" and seat["attention"]["pp"] > 0
+            if first_copy[piece.spec.gradient_class] and not second:
                 yield name
 
     def makers(self, spec: ParameterSpec, rank: int) -> tuple[Maker, ...]:
         """Return the ops of a rank whose backward adds to a parameter's gradient, in the order of backward."""
-        held, last = self.held_stages(rank), self.model.layers - 1
+        held, model = self.held_stages(rank), self.model
+        heads = [(HEAD, layer) for layer in model.all_layers[model.layers - 1 :]]
         if spec.layer < 0:
-            tied = self.model.tied_embeddings and spec.name == "embedding.weight"
-            at_head = [(HEAD, last)] if tied and any(stage.last for stage in held) else []
-            return (*at_head, *([(EMBED, 0)] if any(stage.first for stage in held) else []))
-        return ((spec.op, min(spec.layer, last)),)
+            at_end = []
+            if spec.name == "embedding.weight" and any(stage.last for stage in held):
+                further = reversed(model.all_layers[model.layers :])
+                at_end = [*(heads if model.tied_embeddings else ()), *((ATTENTION, layer) for layer in further)]
+            return (*at_end, *([(EMBED, 0)] if any(stage.first for stage in held) else []))
+        if spec.op == HEAD and spec.name != "head.weight":  # a norm, which the next further token takes, too
+            return tuple(maker for maker in ((HEAD, spec.layer), (ATTENTION, spec.layer + 1)) if maker[1] in model.all_layers)
+        return tuple(heads) if spec.op == HEAD else ((spec.op, spec.layer),)
 
     def gradient_parts(self, rank: int) -> dict[GradientClass, tuple[GradientPart, ...]]:
         """Return the runs of a rank's gradient buffers, from the start of each buffer, by gradient class.
@@ -215,10 +221,10 @@ class Ownership:
         }
 
     def _is_held(self, spec: ParameterSpec, held: tuple[Stage, ...]) -> bool:
-        tied = self.model.tied_embeddings and spec.name == "embedding.weight"
+        shared = self.model.shares_embedding and spec.name == "embedding.weight"
         if spec.layer < 0:
-            return any(stage.first or (tied and stage.last) for stage in held)
-        return any(spec.layer in stage.layers or (stage.last and spec.layer == self.model.layers) for stage in held)
+            return any(stage.first or (shared and stage.last) for stage in held)
+        return any(spec.layer in stage.layers for stage in held)
 
 
 def _standing(stages: tuple[Stage, ...], place: dict[str, int] | None) -> tuple[Stage, ...]:
@@ -234,12 +240,23 @@ def _cut(spec: ParameterSpec, index: int, parts: int) -> Piece:
     return Piece(spec, tuple(offset), tuple(shape))
 
 
+def check_apart(model: ModelSpec) -> None:
+    """Check that the experts may have ranks of their own.
+
+    Raises:
+        UserError: the model predicts further tokens.
+    """
+    if model.mtp_depth:
+        raise UserError("model.mtp_depth", model.mtp_depth, "must be 0 if the experts have workers of their own (placement)", [0])
+
+
 def _check_divides(model: ModelSpec, fold: Fold) -> None:
-    dense = len(model.moe_layers) < model.layers
+    if fold.disjoint:
+        check_apart(model)
     rules = [
         ("tp", "heads", True),
         ("tp", "kv_heads", True),
-        ("tp", "ffn_hidden", dense),
+        ("tp", "ffn_hidden", model.has_dense),
         ("tp", "shared_hidden", model.shared_hidden > 0),
         ("ep", "experts", bool(model.moe_layers)),
         ("etp", "expert_hidden", bool(model.moe_layers)),

@@ -11,7 +11,7 @@ from foldray.blueprint.block import YarnSpec
 from foldray.errors import UserError
 
 # These bounds are far above any model that can be trained. Checks loop over some of the sizes, so the sizes need bounds.
-MOST_LAYERS, MOST_EXPERTS, WIDEST, LARGEST = 2**12, 2**14, 2**20, 2**24
+MOST_LAYERS, MOST_EXPERTS, WIDEST, LARGEST, MOST_DEPTH = 2**12, 2**14, 2**20, 2**24, 16
 
 
 class Strict(BaseModel):

@@ -16,8 +16,8 @@ class Stage:
     Args:
         number: number among all virtual stages, from 0.
         position: its pipeline position.
-        layers: its blocks.
-        first, last: whether it begins with the embedding, and whether it ends with the head and the loss.
+        layers: its blocks, with those of multi-token prediction.
+        first, last: whether it begins with the embedding, and whether it has the head and the loss.
     """
 
     number: int
@@ -35,11 +35,14 @@ def stage_positions(stages: int, pp: int) -> tuple[int, ...]:
     return tuple(stage % pp for stage in range(stages))
 
 
-def make_stages(layers: int, pp: int, virtual_stages: int = 1, sizes: Sequence[int] | None = None) -> tuple[Stage, ...]:
+def make_stages(
+    layers: int, pp: int, virtual_stages: int = 1, sizes: Sequence[int] | None = None, further: int = 0
+) -> tuple[Stage, ...]:
     """Cut `layers` blocks into pp · virtual_stages stages, in order.
 
     Args:
         sizes: number of blocks of each stage; None cuts evenly, longer stages first.
+        further: number of blocks of multi-token prediction. They come after the others, in the last stage.
 
     Raises:
         UserError: there are fewer blocks than stages, or `sizes` does not fit.
@@ -57,6 +60,6 @@ def make_stages(layers: int, pp: int, virtual_stages: int = 1, sizes: Sequence[i
         raise UserError("schedule.stage_layers", list(sizes), rule, ["null", even])
     ends = list(accumulate(sizes))
     return tuple(
-        Stage(number, position, range(end - size, end), number == 0, number == count - 1)
+        Stage(number, position, range(end - size, end + further * (number == count - 1)), number == 0, number == count - 1)
         for number, (position, end, size) in enumerate(zip(stage_positions(count, pp), ends, sizes, strict=True))
     )

@@ -115,7 +115,12 @@ class Problem:
 def _in_order(graph: StepGraph, ops: Sequence[Op]) -> Iterator[tuple[Op, Op]]:
     """Yield pairs of ops that keep their order: (the first one, the next one)."""
     sums, chunks = defaultdict[object, list[Op]](list), defaultdict[tuple[int, str], list[Op]](list)
-    heads = sorted((op for op in ops if op.kind == HEAD), key=lambda op: (op.micro_batch, op.part, "FBW".index(op.direction)))
+    parts = graph.together
+
+    def turn(op: Op) -> tuple[int, ...]:
+        return op.micro_batch // parts, op.layer, op.micro_batch, op.part, "FBW".index(op.direction)
+
+    heads = sorted((op for op in ops if op.kind == HEAD), key=turn)
     if graph.backward:
         yield from pairwise(heads)  # the logits of one piece exist at a time
     for op in ops:
@@ -123,13 +128,14 @@ def _in_order(graph: StepGraph, ops: Sequence[Op]) -> Iterator[tuple[Op, Op]]:
             chunks[op.layer, graph.chunk(op).name].append(op)
         elif op.direction == "B" and graph.channel(op) is None and op.kind != HEAD:
             sums[op.kind, op.layer].append(op)
-    parts = graph.together
     for same in sums.values():  # backward reaches the last part of a micro-batch first
         same.sort(key=lambda op: (op.micro_batch // parts, -op.micro_batch, -op.part))
         yield from pairwise(same)
-    if graph.tied:  # the head and the embedding add to the same gradients in turns
-        adding = [op for op in heads if op.direction == ("W" if HEAD in graph.later else "B")]
-        yield from pairwise(sorted((*adding, *sums[EMBED, 0]), key=lambda op: (op.micro_batch // parts, op.kind == EMBED)))
+    # Heads, blocks of multi-token prediction and the embedding add to the same gradients in turns.
+    adding = [op for op in heads if op.direction == ("W" if HEAD in graph.later else "B")] if graph.tied else []
+    further = [op for layer in reversed(graph.heads[1:]) for op in sums[graph.entry, layer]]
+    embedding = sums[EMBED, 0] if graph.pp == 1 else []
+    yield from pairwise(sorted((*adding, *further, *embedding), key=lambda op: op.micro_batch // parts))
     for same in chunks.values():
         yield from pairwise(sorted(same))
 

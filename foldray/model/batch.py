@@ -1,6 +1,6 @@
 """The model's input, and its losses.
 
-Legend: B sequences, L positions of a whole sequence, M MoE blocks, E experts.
+Legend: B sequences, L positions of a whole sequence, M MoE blocks, E experts, D further tokens (multi-token prediction).
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ class Batch(NamedTuple):
     target_BL: torch.Tensor
     segment_BL: torch.Tensor | None = None
 
+    def counted(self, depth: int = 0) -> torch.Tensor:
+        """Return how many targets count for the token `depth` tokens after the next one, int64 scalar."""
+        return (self.target_BL[:, depth:] != IGNORED).sum()
+
     @classmethod
     def empty(cls, length: int, device: torch.device | None = None) -> Batch:
         """Return a micro-batch of no sequences, for a rank that owns only experts."""
@@ -54,6 +58,8 @@ class Losses(NamedTuple):
         tokens, sequences: number of tokens that count, and of sequences, int64 scalars.
         count_ME: number of assignments per MoE block and expert, before dropping, int64.
         dropped: number of dropped assignments, int64 scalar.
+        further_D: cross-entropy of each further token, summed over those that count, float64.
+        further_tokens_D: number of further tokens that count, int64.
     """
 
     language: torch.Tensor
@@ -63,6 +69,8 @@ class Losses(NamedTuple):
     sequences: torch.Tensor
     count_ME: torch.Tensor
     dropped: torch.Tensor
+    further_D: torch.Tensor
+    further_tokens_D: torch.Tensor
 
     def plus(self, **more: torch.Tensor) -> Losses:
         """Return these losses with more in some fields."""
@@ -72,6 +80,10 @@ class Losses(NamedTuple):
         """Return language per token, balance per sequence and z per sequence: float64 [3]."""
         sums = torch.stack([self.language, self.balance, self.z])
         return sums / torch.stack([self.tokens, self.sequences, self.sequences]).clamp_min(1)
+
+    def further(self) -> torch.Tensor:
+        """Return the mean over depths of the cross-entropy per further token: float64 scalar, NaN without further tokens."""
+        return (self.further_D / self.further_tokens_D.clamp_min(1)).mean()
 
 
 def all_losses(losses: Sequence[Losses], control: Communicator) -> Losses:

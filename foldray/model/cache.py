@@ -40,7 +40,7 @@ class Cache:
             raise ValueError("a cache needs a model whose experts drop no tokens: router.capacity_factor=None")
         self.model, self.seen = model, 0
         self._token_BL = torch.zeros((sequences, 0), dtype=torch.int64, device=next(model.parameters()).device)
-        self._memories = {layer: KeysAndValues() for layer in model.blocks}
+        self._memories = {layer: KeysAndValues() for layer in range(model.spec.layers)}
 
     @torch.no_grad()
     def extend(self, token_BS: torch.Tensor) -> torch.Tensor:
@@ -59,8 +59,8 @@ class Cache:
         batch = Batch(self._token_BL, self._token_BL)
         place = self.model.place(batch, part)
         x_BSH = self.model.embed(batch, place)
-        for layer, block in self.model.blocks.items():
-            x_BSH, _ = block(x_BSH, place, self._memories[layer])
+        for layer, memory in self._memories.items():
+            x_BSH, _ = self.model.block(layer)(x_BSH, place, memory)
         self.seen = part.stop
         return x_BSH
 

@@ -22,6 +22,7 @@ from foldray.kernels.later import Later
 from foldray.kernels.transfer import to_device
 from foldray.model.attention import ContextMode, Place
 from foldray.model.batch import IGNORED, Batch, Losses
+from foldray.model.further import Further
 from foldray.model.heads import HeadAttention, LatentAttention
 from foldray.model.layers import FeedForward, Vocabulary, WeighedFeedForward
 from foldray.model.norms import Norm
@@ -35,11 +36,14 @@ from foldray.moe.apart import ExpertHalf, TokenExchange, TokenHalf
 class Block(nn.Module):
     """Pre-norm attention, then a pre-norm dense feed-forward network (`ffn`) or MoE layer (`moe`).
 
+    A block that predicts a further token begins with `mtp` (`Transformer.enter`).
+
     If the experts have ranks of their own, `moe` is one half of a layer, and on the ranks of experts there is nothing else.
     """
 
     moe: MoELayer | TokenHalf | ExpertHalf
     ffn: FeedForward
+    mtp: Further
 
     def __init__(
         self,
@@ -57,6 +61,8 @@ class Block(nn.Module):
         if not groups.owns_tokens:
             self.moe = ExpertHalf(ownership, layer, groups, backend.experts, later, device, dtype)
             return
+        if share.mtp:
+            self.mtp = Further(model, later, device, dtype)
         self.attention_norm = Norm(model, device, dtype)
         attention = LatentAttention if share.attention.latent else HeadAttention
         self.attention = attention(share.attention, model, groups, context, later, device, dtype)
@@ -175,25 +181,36 @@ class Transformer(nn.Module):
         The rank must hold all of the model, and sequences must be whole.
         """
         (place,) = self.places(batch)
-        x_BsH, routers, losses = self.embed(batch, place), torch.zeros(()), self.start_losses(batch)
-        for layer, block in self.blocks.items():
-            x_BsH, balance = block(x_BsH, place)
+        x_BsH, objective, losses = self.embed(batch, place), torch.zeros(()), self.start_losses(batch)
+        for layer in self.spec.all_layers:
+            x_BsH, balance = self.block(layer)(self.enter(x_BsH, layer, batch, place), place)
             if balance is not None:
-                routers = routers + balance.objective(self.spec.router)
-                losses = self.with_router(losses, int(layer), balance)
-        language, reported = self.head_loss(x_BsH, batch, range(x_BsH.shape[1]))
-        return language / losses.tokens + routers / losses.sequences, losses.plus(language=reported)
+                objective = objective + balance.objective(self.spec.router) / losses.sequences
+                losses = self.with_router(losses, layer, balance)
+            if (depth := self.depth(layer)) is not None:
+                loss, reported = self.head_loss(x_BsH, batch, range(x_BsH.shape[1]), depth)
+                objective, losses = objective + loss * self._weight(losses, depth), self.with_loss(losses, depth, reported)
+        return objective, losses
+
+    def _weight(self, losses: Losses, depth: int) -> torch.Tensor:
+        """Return the weight of a token's loss in the objective, if these losses have the numbers of all tokens."""
+        if depth == 0:
+            return 1 / losses.tokens
+        return self.spec.mtp_weight / self.spec.mtp_depth / losses.further_tokens_D[depth - 1]
 
     def logits(self, token_BL: torch.Tensor, segment_BL: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits of this rank's shard and vocabulary: [B, S, V]. The rank must hold all stages."""
         return self.head_logits(self.hidden(Batch(token_BL, token_BL, segment_BL)))
 
     def hidden(self, batch: Batch) -> torch.Tensor:
-        """Return the output of the last block: [B, s, H]. The rank must hold all stages, and sequences must be whole."""
+        """Return the output of the last block, without those of multi-token prediction: [B, s, H].
+
+        The rank must hold all stages, and sequences must be whole.
+        """
         (place,) = self.places(batch)
         x_BsH = self.embed(batch, place)
-        for block in self.blocks.values():
-            x_BsH, _ = block(x_BsH, place)
+        for layer in range(self.spec.layers):
+            x_BsH, _ = self.block(layer)(x_BsH, place)
         return x_BsH
 
     def head_logits(self, x_BsH: torch.Tensor) -> torch.Tensor:
@@ -204,8 +221,9 @@ class Transformer(nn.Module):
         """Return losses of zero."""
         device = next(self.parameters()).device
         zero, none = (torch.zeros((), dtype=dtype, device=device) for dtype in (torch.float64, torch.int64))
-        blocks = len(self.spec.moe_layers)
-        return Losses(zero, zero, zero, none, none, none.new_zeros(blocks, self.spec.experts if blocks else 0), none)
+        blocks, further = len(self.spec.moe_layers), (self.spec.mtp_depth,)
+        count_ME = none.new_zeros(blocks, self.spec.experts if blocks else 0)
+        return Losses(zero, zero, zero, none, none, count_ME, none, zero.new_zeros(further), none.new_zeros(further))
 
     def start_losses(self, batch: Batch) -> Losses:
         """Return losses of zero with the numbers of counted tokens and sequences of a batch.
@@ -219,8 +237,9 @@ class Transformer(nn.Module):
         place = self.groups.coordinate["attention"]
         if place["tp"] or place["cp"] or place["pp"]:
             return nothing
-        counted = (batch.target_BL != IGNORED).sum()
-        return nothing._replace(tokens=counted, sequences=nothing.sequences + len(batch.target_BL))
+        more = [batch.counted(depth) for depth in range(1, self.spec.mtp_depth + 1)]
+        found = nothing._replace(tokens=batch.counted(), sequences=nothing.sequences + len(batch.target_BL))
+        return found._replace(further_tokens_D=torch.stack(more)) if more else found
 
     def update_biases(self, count_ME: torch.Tensor) -> None:
         """Move the routers' selection biases (`Router.update_bias`).
@@ -249,8 +268,8 @@ class Transformer(nn.Module):
         return [parameter for name, parameter in self.named_parameters() if self.global_parts[name][0][0] in names]
 
     def tied(self) -> list[nn.Parameter]:
-        """Return this rank's parameters that another rank's stage shares: a tied embedding, or nothing."""
-        return [self.embedding.weight] if self.spec.tied_embeddings and self.groups.tied_gradients.size > 1 else []
+        """Return this rank's parameters that another rank's stage shares: an embedding that both need, or nothing."""
+        return [self.embedding.weight] if self.spec.shares_embedding and self.groups.tied_gradients.size > 1 else []
 
     @property
     def _head(self) -> Vocabulary:
@@ -298,20 +317,49 @@ class Transformer(nn.Module):
             x_BsH = x_BsH + self.positions.weight[place.position_S[self.layout.tp_rank * s :][:s]]
         return x_BsH
 
-    def head_loss(self, x_BsH: torch.Tensor, batch: Batch, tokens: range) -> tuple[torch.Tensor, torch.Tensor]:
+    def enter(self, x_BsH: torch.Tensor, layer: int, batch: Batch, place: Place) -> torch.Tensor:
+        """Return the input of a block's attention from the output of the block before: [B, s, H]. Only multi-token prediction
+        changes it."""
+        block, depth = self.block(layer), layer - self.spec.layers + 1
+        if not hasattr(block, "mtp"):
+            return x_BsH
+        position_S = (place.position_S + depth).clamp_max(batch.token_BL.shape[1] - 1)
+        return block.mtp(self._norm(depth - 1)(x_BsH), self.embedding.embed(batch.token_BL[:, position_S]))
+
+    def depth(self, layer: int) -> int | None:
+        """Return how many tokens after the next one the head behind a block predicts; None if there is no head."""
+        return layer - self.spec.layers + 1 if layer >= self.spec.layers - 1 else None
+
+    def head_loss(self, x_BsH: torch.Tensor, batch: Batch, tokens: range, depth: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the language loss of some tokens, summed: a scalar to differentiate, and one to report, in float64.
 
         Args:
-            x_BsH: output of the last block for these tokens.
+            x_BsH: output of the last block for these tokens, or of a block of multi-token prediction.
             batch: the whole sequences.
             tokens: indices of these tokens in this rank's piece.
+            depth: number of tokens after the next one that is predicted.
         """
         length = batch.token_BL.shape[1]
         # The head gathers the tokens of the tensor-parallel ranks, rank by rank.
-        target_BS = batch.target_BL[:, self._pieces(length)[:, tokens.start : tokens.stop].flatten()]
-        language = self._head.loss(self.final_norm(x_BsH), target_BS)
+        position_S = self._pieces(length)[:, tokens.start : tokens.stop].flatten() + depth
+        target_BS = batch.target_BL[:, position_S.clamp_max(length - 1)]
+        if depth:
+            target_BS = target_BS.where(position_S < length, IGNORED)
+        language = self._head.loss(self._norm(depth)(x_BsH), target_BS)
         # All tensor-parallel ranks have the same loss. Each differentiates it, and one reports it.
         return language, language.detach().double() * (self.layout.tp_rank == 0)
+
+    def _norm(self, depth: int) -> Norm:
+        """Return the norm in front of the head that predicts `depth` tokens after the next one."""
+        return self.block(self.spec.layers - 1 + depth).mtp.final_norm if depth else self.final_norm
+
+    def with_loss(self, losses: Losses, depth: int, reported: torch.Tensor) -> Losses:
+        """Return these losses with more language loss of a depth."""
+        if depth == 0:
+            return losses.plus(language=reported)
+        further_D = losses.further_D.clone()
+        further_D[depth - 1] += reported
+        return losses._replace(further_D=further_D)
 
     def with_router(self, losses: Losses, layer: int, balance: Balance) -> Losses:
         """Return these losses with the contribution of a MoE block's router."""

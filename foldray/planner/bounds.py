@@ -43,9 +43,9 @@ def cut_of(kind: str, slicing: Slicing) -> tuple[int, ...]:
 
 
 def ends_of(content: Content, slicing: Slicing) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the kinds EMBED and HEAD that a content has, with the tokens of each of their pieces."""
+    """Return the kinds EMBED and HEAD that a content has, each as often as it has it, with the tokens of each of its pieces."""
     found = [(EMBED, slicing.attention)] if content.embedding else []
-    return [*found, (HEAD, slicing.moe if content.head.moe else slicing.attention)] if content.head else found
+    return [*found, *[(HEAD, slicing.moe if content.head.moe else slicing.attention)] * content.heads] if content.head else found
 
 
 def least_computed(rank: RankCosts, blocks: Iterable[BlockSpec], pieces: Pieces) -> float:
@@ -134,7 +134,7 @@ def _together(ends: float, works: Sequence[tuple[PassWork, int]]) -> PassWork:
 
 def _end_seconds(rank: RankCosts, content: Content, pieces: Pieces, known: PieceTables) -> tuple[float, float]:
     """Return the seconds of embedding and head, forward and backward."""
-    key = content.embedding, content.head
+    key = content.embedding, content.head, content.heads
     found = known.ends.get(key)
     if found is None:
         totals = [rank.totals(kind, cut, None) for kind, cut in ends_of(content, pieces.slicing)]

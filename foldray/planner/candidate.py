@@ -55,8 +55,8 @@ class Job:
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:
-        """The blocks of the model."""
-        return tuple(map(self.model.block, range(self.model.layers)))
+        """The blocks of the model, with those of multi-token prediction."""
+        return tuple(map(self.model.block, self.model.all_layers))
 
     @cached_property
     def flops(self) -> tuple[float, float]:
@@ -179,7 +179,7 @@ class Candidate:
             batch_degree=self.ordering.batch_degree,
             gathers=gathers(self.pieces.slicing, self.fold.cp),
             places=tuple(Place(*each) for each in self.ownership.places),
-            tied=self.job.model.tied_embeddings and self.fold.pp == 1,
+            tied=self.job.model.tied_embeddings,
             later=leaves_weights(self.job.model) if self.ordering.weights_apart else (),
         )
 

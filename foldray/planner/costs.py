@@ -205,7 +205,7 @@ class RankCosts(Parts):
     def elements(self, content: Content) -> dict[str, float]:
         """Return the number of parameters of stages, by the group family over which their gradients are summed.
 
-        A tied embedding counts with the embedding, and again with the head if `content` has only the head.
+        An embedding that two stages share counts with the embedding, and again with the head if `content` has only the head.
         """
         keys = Counter[tuple[str, BlockSpec | None]]()
         for own, count in content.blocks:
@@ -217,17 +217,14 @@ class RankCosts(Parts):
             cut, whole = self._weights[kind, block]
             found["edp" if kind == EXPERT else "dp_cp"] += count * cut
             found["edp" if kind == EXPERT else "tp_dp_cp"] += count * whole
-        if content.head and self.model.tied_embeddings and not content.embedding:
+        if content.head and self.model.shares_embedding and not content.embedding:
             found["dp_cp"] += self.model.vocab * self.model.hidden / self.fold.tp
         return found
 
     # The kinds of ops.
 
     def _embed(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
-        n = self._rows(tokens)
-        yield self._memory((3 if back else 2) * n * self.fold.tp * self._width)
-        yield self._travel("tp", self.network.gather("tp", n * self.fold.tp * self._width))
-        yield self._launch(EMBED, back)
+        yield from self._embedded(self._rows(tokens) * self.fold.tp, back)
 
     def _attention(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         assert block
@@ -265,6 +262,8 @@ class RankCosts(Parts):
         n, own = self._rows(tokens), block.attention.cut(self.fold.tp)
         wide = n * self.fold.tp
         yield from self._zero3(ATTENTION, block, back)
+        if block.mtp:
+            yield from self._joined(n, back)
         heads = wide * (own.queries + own.keys) * self.device.bytes  # bytes of the queries and keys, which turn
         yield self._memory((2 if back else 1) * (5 * n * self._width + 2 * heads))
         if own.norm != "none":

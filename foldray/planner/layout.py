@@ -25,12 +25,17 @@ class Content(NamedTuple):
     Args:
         blocks: (block, number of such blocks), for all different blocks.
         embedding: whether the content has the embedding.
-        head: the block before the head; None without a head.
+        head: the block before the last head; None without a head.
     """
 
     blocks: tuple[tuple[BlockSpec, int], ...]
     embedding: bool
     head: BlockSpec | None
+
+    @property
+    def heads(self) -> int:
+        """Number of heads. Multi-token prediction has one more for every further token."""
+        return 0 if self.head is None else 1 + sum(count for block, count in self.blocks if block.mtp)
 
     @classmethod
     def of(cls, forms: Sequence[StageForm]) -> Content:

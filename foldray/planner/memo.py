@@ -172,12 +172,12 @@ class PieceTables:
 
     Args:
         blocks: block → the work of its forward and backward.
-        ends: (embedding, head) → seconds of embedding and head, forward and backward.
+        ends: (embedding, head, number of heads) → seconds of embedding and head, forward and backward.
         bounds: content of a stage → lower bounds of its seconds.
     """
 
     blocks: dict[BlockSpec, tuple[PassWork, PassWork]] = field(default_factory=dict)
-    ends: dict[tuple[bool, BlockSpec | None], tuple[float, float]] = field(default_factory=dict)
+    ends: dict[tuple[bool, BlockSpec | None, int], tuple[float, float]] = field(default_factory=dict)
     bounds: dict[Content, StageBound] = field(default_factory=dict)
 
 

@@ -131,6 +131,8 @@ def _position(
     several = pipeline.micro_batches * pieces.batch_degree > 1
     held = held._replace(gradients=held.gradients + several * unreduced(rank, content))
     kept, rows = kept * pieces.batch_degree, buffers(rank, pieces.slicing, imbalance)
+    if content.head:  # what heads before the last one leave until the blocks between them go backward
+        rows += (content.heads - 1) * pieces.slicing.length * rank.sequences * rank.model.hidden * rank.device.bytes
     logits = head_logits(rank, max(pieces.slicing.moe)) if content.head else 0.0
     work = max(networks(rank, block, pieces.slicing, imbalance) for block in size) - logits
     updating = moment(rank, content) - several * unreduced(rank, content)
@@ -282,6 +284,8 @@ def _block_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...]
     n = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
     total = 2 * n * model.hidden * b  # the input and the output of attention
     total += _attention(rank, block.attention, n, ATTENTION in again, sliced)
+    if block.mtp and ATTENTION not in again:  # a state, an embedding, both normed side by side, their product, numbers of tokens
+        total += 5 * n * model.hidden * b + n * fold.tp * 8
     if block.dense:
         total += 0.0 if FFN in again else _feed_forward(rank, n, block.dense)
     if not block.moe:
@@ -321,7 +325,7 @@ def operands(rank: RankCosts, block: BlockSpec, imbalance: float = 1.0) -> float
     fold, hidden, own = rank.fold, rank.model.hidden, block.attention.cut(rank.fold.tp)
     wide = rank.job.seq_len / fold.cp * rank.sequences
     made = sum(width + (inside or 0) for inside, width in own.inputs.values()) + sum(own.downs.values())
-    numbers = wide * (2 * hidden + made + own.outputs)
+    numbers = wide * (2 * hidden + made + own.outputs) + 3 * hidden * wide / fold.tp * block.mtp
     for dense in (block.dense, block.moe and block.moe.shared):
         numbers += wide * (2 * hidden + (dense.width + dense.inner) / fold.tp) if dense else 0.0
     return numbers * rank.device.bytes + (expert_operands(rank, block, imbalance) if block.moe else 0.0)

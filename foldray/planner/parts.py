@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from foldray.blueprint import BlockSpec, FeedForwardSpec, ModelSpec
 from foldray.fold import Fold
-from foldray.kinds import EXPERT
+from foldray.kinds import EMBED, EXPERT
 from foldray.planner.device import Device
 from foldray.planner.hardware import counts
 from foldray.planner.network import Network, Travel
@@ -69,6 +69,19 @@ class Parts(ABC):
     def _three(rows: float, inside: float, outside: float, back: bool) -> tuple[tuple[float, float, float], ...]:
         """Return the shape of the forward product, or those of the products for the gradients of input and, second, weights."""
         return ((rows, outside, inside), (inside, rows, outside)) if back else ((rows, inside, outside),)
+
+    def _embedded(self, wide: float, back: bool) -> Iterator[Work]:
+        """Yield the work for rows of the embedding."""
+        yield self._memory((3 if back else 2) * wide * self._width)
+        yield self._travel("tp", self.network.gather("tp", wide * self._width))
+        yield self._launch(EMBED, back)
+
+    def _joined(self, n: float, back: bool) -> Iterator[Work]:
+        """Yield the work with which a block of multi-token prediction begins: an embedding, three norms, and a product."""
+        yield from self._embedded(n * self.fold.tp, back)
+        yield self._memory((2 if back else 1) * 10 * n * self._width)
+        yield self._launch("head_norm", back)
+        yield from self._products("gemm", n, 2 * self.model.hidden, self.model.hidden, back)
 
     def _zero3(self, part: str, block: BlockSpec | None, back: bool) -> Iterator[Work]:
         """Yield ZeRO-3's gather of weights over the ranks that share them. Backward also scatters their gradients."""

@@ -18,6 +18,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from foldray.blueprint import half_flops
+from foldray.blueprint.placement import check_apart
 from foldray.errors import UserError
 from foldray.fold import Fold, divisors
 from foldray.kinds import HANDOVER, REDUCE
@@ -92,8 +93,9 @@ def search_placements(space: Space, top: int = 5, most: int = 64) -> list[Placed
             weights apart, and with found lists.
 
     Raises:
-        UserError: there is no legal placement.
+        UserError: there is no legal placement, or the model predicts further tokens.
     """
+    check_apart(space.job.model)
     numbers = itertools.count()
     works, room = list(_works(space)), space.hardware.memory_gib * GIB
     if not works:

@@ -100,7 +100,7 @@ class Space:
 
     def _cuts_heads(self, tp: int) -> bool:
         model = self.job.model
-        dense = model.ffn_hidden if len(model.moe_layers) < model.layers else 0
+        dense = model.ffn_hidden if model.has_dense else 0
         return not any(size % tp for size in (model.heads, model.kv_heads, dense, model.shared_hidden, model.vocab))
 
     def _sizes(self, axis: str, among: int, legal: Callable[[int], bool]) -> list[int]:

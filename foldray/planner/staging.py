@@ -46,13 +46,16 @@ class Stagings(NamedTuple):
 def make_stagings(blocks: Sequence[BlockSpec], pp: int, micro_batches: int) -> Stagings:
     """Return the stagings of a model's blocks.
 
-    Several virtual stages need stages with equal numbers of blocks, and a multiple of pp micro-batches.
+    Several virtual stages need stages with equal numbers of blocks, and a multiple of pp micro-batches. Blocks of multi-token
+    prediction do not count: they are in the last stage.
     """
-    layers = len(blocks)
+    further = sum(block.mtp for block in blocks)
+    layers = len(blocks) - further
     several = pp > 1 and pp in divisors(layers) and PipelineGraph(pp, micro_batches).full_rounds
     every, leanest = list[Staging](), list[tuple[Staging, list[Counter[BlockSpec]]]]()
     for virtual_stages in divisors(layers // pp) if several else [1]:
-        stages = tuple(tuple(blocks[i] for i in stage.layers) for stage in make_stages(layers, pp, virtual_stages))
+        cut = make_stages(layers, pp, virtual_stages, further=further)
+        stages = tuple(tuple(blocks[i] for i in stage.layers) for stage in cut)
         pipeline = PipelineGraph(pp, min(micro_batches, 3 * pp), virtual_stages)
         every.append(found := Staging(virtual_stages, make_layout(stages, pp), pipeline))
         kept = [Counter(dict(blocks_in_flight(found.layout, pipeline, place))) for place in range(pp)]

@@ -216,7 +216,7 @@ def _check_data(recipe: Description) -> None:
 
 def _check_engine(recipe: Description) -> None:
     engine, optimizer = recipe.engine, recipe.optimizer
-    if engine.kind == "torch" and engine.zero and recipe.model.tied_embeddings and recipe.fold.pp > 1:
+    if engine.kind == "torch" and engine.zero and recipe.model.shares_embedding and recipe.fold.pp > 1:
         rule = "the torch engine cannot shard an embedding that two pipeline stages share; kind=deepspeed can"
         raise UserError("engine.zero", engine.zero, rule, [0])
     if engine.kind == "deepspeed" and recipe.precision == "bfloat16" and engine.zero == 0:

@@ -126,8 +126,10 @@ class Execution:
         model = self.model
         length, ranks = batches[0].token_BL.shape[1], self.groups.fold.cp * self.groups.fold.tp
         slicing = self.ordering.slicing or Slicing((length,), (length,))
+        # Evaluation predicts the next token only.
+        stages = (map(model.spec.block, stage.layers) for stage in model.ownership.stages)
         return StepGraph(
-            tuple(tuple(model.spec.block(layer) for layer in stage.layers) for stage in model.ownership.stages),
+            tuple(tuple(block for block in blocks if backward or not block.mtp) for blocks in stages),
             slicing.shared(ranks),
             self.groups.fold.pp,
             len(batches),
@@ -139,7 +141,7 @@ class Execution:
             chunks=self._chunks() if self.reduces and backward else (),
             gathers=gathers(slicing, self.groups.fold.cp),
             later=leaves_weights(model.spec) if self.ordering.weights_apart and backward else (),
-            tied=model.spec.tied_embeddings and self.groups.fold.pp == 1,
+            tied=model.spec.tied_embeddings,
             places=tuple(Place(*each) for each in model.ownership.places),
         )
 
@@ -192,7 +194,7 @@ class _Run:
         self.gradients = execution.gradients
         self.order, self.on_gpu = execution.order(self.graph), next(model.parameters()).is_cuda
         dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-        self.weights = Weights(batches, self.groups, dtype) if training else None
+        self.weights = Weights(batches, self.groups, dtype, model.spec) if training else None
         half = micro_batch_type(self.groups)
         now = perf_counter if self.trace is None else self.trace.clock.now
         self.micro_batches = [half(model, self.graph, batch, self.gradients.sum_of, self.weights, now) for batch in batches]

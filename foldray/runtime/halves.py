@@ -149,14 +149,14 @@ class TokenMicroBatch(MicroBatch):
         goes_TR, residual_BsH = past.both
         self.began = self.now()
         y_TH = decode(y_NH, goes_TR.bool())
-        self.inputs[op.layer + 1].put(self._tokens(op), residual_BsH + y_TH.to(residual_BsH.dtype).view_as(residual_BsH))
+        self._pass_on(op, residual_BsH + y_TH.to(residual_BsH.dtype).view_as(residual_BsH))
         if self.training:
             self._summed[op.layer, op.part] = goes_TR, past.count_R
 
     # Backward.
 
     def merge_backward(self, op: Op) -> None:
-        residual_BsH = self.input_gradients[op.layer + 1].take(self._tokens(op))
+        residual_BsH = self._output_gradient(op)
         goes_TR, _ = self._summed[op.layer, op.part]
         self.began = self.now()
         rows_NH = copy_to_ranks(residual_BsH.flatten(0, 1), goes_TR.bool()).to(next(self.model.parameters()).dtype)

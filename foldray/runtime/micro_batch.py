@@ -95,9 +95,11 @@ class MicroBatch:
         self.model, self.graph, self.batch, self.sum_of, self.weights, self.now = model, graph, batch, sum_of, weights, now
         self.losses, self.began = model.start_losses(batch), now()
         self.inputs: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block; those of block i + 1 are block i's output
+        self.states: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block: its output for its head
         self.middles: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block: output of attention
         self.input_gradients: dict[int, TokenBuffer] = defaultdict(TokenBuffer)
         self.middle_gradients: dict[int, TokenBuffer] = defaultdict(TokenBuffer)
+        self.state_gradients: dict[int, TokenBuffer] = defaultdict(TokenBuffer)
         self.flight: dict[Op, Pending] = {}
         self._graphs: dict[Op, _Built] = {}  # by forward op
         self._later: dict[Op, list[Task]] = {}  # by the op that computes these gradients of weights
@@ -155,7 +157,12 @@ class MicroBatch:
     def project_forward(self, op: Op) -> None:
         block, place = self.model.block(op.layer), self._places[op.part]
         x_BsH = self.inputs[op.layer].take(self._tokens(op))
-        (q_BNSD, block_BGSW), _ = self._compute(op, lambda x: Computed(block.project(x, place)), x_BsH)
+
+        def project(x_BsH: torch.Tensor) -> Computed:
+            x_BsH = self.model.enter(x_BsH, op.layer, self.batch, place)
+            return Computed([*block.project(x_BsH, place), x_BsH])
+
+        (q_BNSD, block_BGSW, x_BsH), _ = self._compute(op, project, x_BsH)
         self._asides[_part(op)] = _Aside(q_BNSD, x_BsH)
         self.flight[op._replace(kind=GATHER)] = Pending([], (block_BGSW,))  # until the gather op sends it
 
@@ -172,7 +179,11 @@ class MicroBatch:
             z_BsH = residual_BsH + y_BsH
         else:
             x_BsH = self.inputs[op.layer].take(self._tokens(op))
-            (z_BsH,), _ = self._compute(op, lambda x: Computed([block.attend(x, place, memory)]), x_BsH)
+
+            def attend(x_BsH: torch.Tensor) -> Computed:
+                return Computed([block.attend(self.model.enter(x_BsH, op.layer, self.batch, place), place, memory)])
+
+            (z_BsH,), _ = self._compute(op, attend, x_BsH)
         self.middles[op.layer].put(self._tokens(op), z_BsH)
         if not self.training and op.part == len(self._places) - 1:
             memory.free()
@@ -180,7 +191,7 @@ class MicroBatch:
     def ffn_forward(self, op: Op) -> None:
         z_BsH = self.middles[op.layer].take(self._tokens(op))
         (y_BsH,), _ = self._compute(op, lambda z: Computed([self.model.block(op.layer).feed(z)]), z_BsH)
-        self.inputs[op.layer + 1].put(self._tokens(op), y_BsH)
+        self._pass_on(op, y_BsH)
 
     def route_forward(self, op: Op) -> None:
         layer, part = self._layer(op), _part(op)
@@ -221,27 +232,29 @@ class MicroBatch:
             op, lambda y_NH, weight_TK: Computed([layer.combine_postprocess(y_NH, sent, weight_TK)]),
             self._arrived(op, COMBINE), weight_TK,
         )  # fmt: skip
-        self.inputs[op.layer + 1].put(self._tokens(op), residual_BsH + y_TH.to(residual_BsH.dtype).view_as(residual_BsH))
+        self._pass_on(op, residual_BsH + y_TH.to(residual_BsH.dtype).view_as(residual_BsH))
         if not self.training:
             del self._sent[part], self._received[part]
 
     def head_forward(self, op: Op) -> None:
+        depth = self.graph.heads.index(op.layer)
+
         def head(x_BsH: torch.Tensor) -> Computed:
-            language, reported = self.model.head_loss(x_BsH, self.batch, self._tokens(op))
+            language, reported = self.model.head_loss(x_BsH, self.batch, self._tokens(op), depth)
             return Computed([language], reported)
 
-        _, reported = self._compute(op, head, self.inputs[op.layer + 1].take(self._tokens(op)))
-        self.losses = self.losses.plus(language=reported)
+        _, reported = self._compute(op, head, self.states[op.layer].take(self._tokens(op)))
+        self.losses = self.model.with_loss(self.losses, depth, reported)
 
     # Backward.
 
     def head_backward(self, op: Op) -> None:
         assert self.weights is not None
-        (gradient,) = self._differentiate(op, [self.weights.token])
-        self.input_gradients[op.layer + 1].put(self._tokens(op), gradient)
+        (gradient,) = self._differentiate(op, [self.weights.token(self.graph.heads.index(op.layer))])
+        self.state_gradients[op.layer].put(self._tokens(op), gradient)
 
     def merge_backward(self, op: Op) -> None:
-        residual_BsH = self.input_gradients[op.layer + 1].take(self._tokens(op))
+        residual_BsH = self._output_gradient(op)
         rows_NH, weight_TK = self._differentiate(op, [residual_BsH.flatten(0, 1)])
         self._bypasses[_part(op)] = _Bypass(weight_TK, residual_BsH)
         self.flight[op._replace(kind=COMBINE)] = Pending([], (rows_NH,))
@@ -262,7 +275,7 @@ class MicroBatch:
         self._route_back(op, self._arrived(op, DISPATCH), weight_TK, residual_BsH)
 
     def ffn_backward(self, op: Op) -> None:
-        (gradient,) = self._differentiate(op, [self.input_gradients[op.layer + 1].take(self._tokens(op))])
+        (gradient,) = self._differentiate(op, [self._output_gradient(op)])
         self.middle_gradients[op.layer].put(self._tokens(op), gradient)
 
     def attention_backward(self, op: Op) -> None:
@@ -280,13 +293,28 @@ class MicroBatch:
     def project_backward(self, op: Op) -> None:
         q_BNSD, residual_BsH = self._asides.pop(_part(op))
         block_BGSW = self.model.block(op.layer).attention.summed(self._arrived(op, GATHER)).to(q_BNSD.dtype)
-        (gradient,) = self._differentiate(op, [q_BNSD, block_BGSW])
-        self.input_gradients[op.layer].put(self._tokens(op), gradient + residual_BsH)
+        (gradient,) = self._differentiate(op, [q_BNSD, block_BGSW, residual_BsH])
+        self.input_gradients[op.layer].put(self._tokens(op), gradient)
 
     def embed_backward(self, op: Op) -> None:
         self._differentiate(op, [self.input_gradients[op.layer].take(self._tokens(op))])
 
     # Shared by the ops.
+
+    def _pass_on(self, op: Op, y_BsH: torch.Tensor) -> None:
+        """Keep a piece of a block's output for those that take it: the head, the next block, or both."""
+        heads, tokens = self.graph.heads, self._tokens(op)
+        if op.layer in heads:
+            self.states[op.layer].put(tokens, y_BsH)
+        if op.layer != heads[-1]:
+            self.inputs[op.layer + 1].put(tokens, y_BsH)
+
+    def _output_gradient(self, op: Op) -> torch.Tensor:
+        """Return the gradient of a piece of a block's output, from all that have taken it."""
+        heads, tokens = self.graph.heads, self._tokens(op)
+        found = [self.state_gradients[op.layer].take(tokens)] if op.layer in heads else []
+        found += [self.input_gradients[op.layer + 1].take(tokens)] if op.layer != heads[-1] else []
+        return found[0] if len(found) == 1 else found[0] + found[1]
 
     def finish(self) -> None:
         """Wait until all that this rank has sent for the micro-batch has left."""
@@ -365,7 +393,7 @@ class MicroBatch:
             inputs = (self._asides.pop(_part(op)).q_BNSD,)
         results, _ = self._build(op, compute, inputs)
         if op.kind == PROJECT:  # the keys and values are still stored
-            self._asides[_part(op)] = _Aside(results[0], inputs[0])
+            self._asides[_part(op)] = _Aside(results[0], results[2])
 
     def _compute(self, op: Op, compute: Compute, *inputs: torch.Tensor) -> Computed:
         """Compute the results of an op, detached from its graph."""

@@ -57,7 +57,7 @@ class StepModule(nn.Module):
             self.losses = self.execution.train(batches)
         assert self.execution.weights is not None
         language = torch.stack([losses.language for losses in self.losses]).sum()
-        return language.float() * self.execution.weights.token.float()
+        return language.float() * self.execution.weights.token().float()
 
     def hand_over(self, scale: torch.Tensor) -> list[torch.Tensor]:
         """Return this rank's gradients times `scale`, in the parameters' types, and set the sums to zero."""

@@ -1,9 +1,9 @@
 """Generators of the order of computation inside a stage. Each generator is a few lines long and looks like its figure.
 
 A generator takes its ops from a `Run`. A run is a sequence of blocks that a group of micro-batches passes without draining.
-It has one step for each piece of attention, block by block. `attend` yields the computation of a step: attention, then the
-routers of the MoE micro-batches that this attention completes. `experts` yields the experts of all micro-batches that were
-routed up to a step. The run inserts embeddings and the weighted sums of the previous block itself, as late as possible. If
+It has one step for each piece of attention and of a head, block by block. `attend` yields the computation of a step: attention,
+then the routers of the MoE micro-batches that this attention completes. `experts` yields the experts of all micro-batches that
+were routed up to a step. The run inserts embeddings and the weighted sums of the previous block itself, as late as possible. If
 ranks gather keys and values (`StepGraph.gathers`), it also inserts the projections, a step ahead where it can: before attention
 of the step before, so that keys and values travel during that attention; or after it, so that they travel during experts.
 
@@ -50,18 +50,19 @@ class Run:
     Args:
         graph: the step that the ops belong to.
         layers: numbers of the blocks.
-        head: whether the run ends with the head.
+        head: whether the run has the heads of its blocks, if they have any.
         staggered: whether the last block merges each micro-batch right after the experts of the next one, instead of all
             micro-batches at the end. The mirrored backward then does not queue all combines before the first dispatch.
 
     Attributes:
-        steps: numbers of the steps: one per piece of attention, then one per piece of the head.
+        steps: numbers of the steps: one per piece of attention, and after the block one per piece of its head.
     """
 
     def __init__(self, graph: StepGraph, layers: list[int], head: bool, staggered: bool):
         self.graph, self.layers, self.head, self.staggered = graph, layers, head, staggered
-        pieces = [op for layer in layers for op in group(graph, ATTENTION, layer)]
-        self._pieces = [*pieces, *(group(graph, HEAD, layers[-1]) if head else ())]
+        heads = graph.heads if head else ()
+        kinds = [(kind, layer) for layer in layers for kind in (ATTENTION, *((HEAD,) if layer in heads else ()))]
+        self._pieces = [op for kind, layer in kinds for op in group(graph, kind, layer)]
         self.steps = range(len(self._pieces))
         self._waiting: deque[tuple[int, Op]] = deque()  # (step that routed the micro-batch, its expert op)
         self._ran: dict[Op, int] = {}  # op of experts or dense FFN → the step of attention before it

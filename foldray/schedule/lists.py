@@ -124,8 +124,8 @@ def stage_order(graph: StepGraph, stage: int, direction: Direction, overlap: Ove
         hands_over = not has_head and blocks[-1] == layers[-1]
         run = Run(graph, blocks, head=has_head and not row.drains, staggered=direction == "B" or hands_over)
         order += row.order(run, overlap.lag or USUAL_LAG)
-    if has_head and row.drains:
-        order += group(graph, HEAD, layers[-1])
+        if row.drains and blocks[-1] in graph.heads:
+            order += group(graph, HEAD, blocks[-1])
     return _with_collectives(graph, order if direction == "F" else list(_mirrored(graph, order)))
 
 

@@ -92,7 +92,7 @@ class StepGraph:
         chunks: for every position, the chunks in which its gradients are reduced. Empty if the step reduces no gradients.
         places: for every block, the positions of its two halves. Empty if both are at the position of the block's stage.
         gathers: whether the keys and values of a slice are gathered from other ranks, in ops of their own.
-        tied: whether embedding and head add to the same gradients at one position.
+        tied: whether the head's weight is the embedding's, so that both add to the same gradients.
     """
 
     stages: tuple[tuple[BlockSpec, ...], ...]
@@ -129,6 +129,13 @@ class StepGraph:
         """Numbers of the blocks of every stage."""
         ends = list(accumulate(map(len, self.stages)))
         return tuple(range(end - len(stage), end) for end, stage in zip(ends, self.stages, strict=True))
+
+    @cached_property
+    def heads(self) -> tuple[int, ...]:
+        """Numbers of the blocks whose output a head takes: the last one, and with multi-token prediction the one before each
+        block that predicts a further token."""
+        *before, last = self.layers[-1]
+        return (*(layer for layer in before if self.blocks[layer + 1].mtp), last)
 
     @cached_property
     def stage_of(self) -> tuple[int, ...]:
@@ -181,7 +188,7 @@ class StepGraph:
             yield from forward
             if self.backward:
                 head = [op for op in forward if op.kind == HEAD]  # its pieces go backward in the order of their forward
-                for op in (*head, *reversed(forward[: len(forward) - len(head)])):
+                for op in (*head, *reversed([op for op in forward if op.kind != HEAD])):
                     yield from self.rerun(op)
                     if op.kind == HANDOVER:
                         yield from self.handovers("B", op.layer + 1, m) if op.part == 0 else ()
@@ -218,14 +225,13 @@ class StepGraph:
             yield from self.pieces(ATTENTION, layer, m)
             if not self.blocks[layer].moe:
                 yield from self.pieces(FFN, layer, m)
-                continue
             left_out = {*(() if self.ragged else (COUNTS,)), *((COMBINE, MERGE) if self.merges_onwards(layer) else ())}
-            for part in range(self.slicing.degree):
+            for part in range(self.slicing.degree if self.blocks[layer].moe else 0):
                 yield from (Op(kind, "F", layer, part, m) for kind in _CHAIN if kind not in left_out)
+            if layer in self.heads:
+                yield from self.pieces(HEAD, layer, m)
         if stage < len(self.stages) - 1:
             yield from self.handovers("F", stage, m)
-        else:
-            yield from self.pieces(HEAD, layers[-1], m)
 
     def pieces(self, kind: str, layer: int, m: int = 0, direction: Direction = "F") -> Iterator[Op]:
         """Return all ops of a kind at a block, for micro-batch `m`."""
@@ -342,16 +348,27 @@ class StepGraph:
     def _added_before(self, op: Op) -> tuple[Op, ...]:
         """Return the op that adds to the same gradients of weights right before. It keeps the order of the backward, so sums
         have the same bits as without ops of their own."""
-        if op.kind == HEAD:  # every piece goes backward right after its forward
-            if op.part:
-                return (op._replace(part=op.part - 1),)
-            return (self._last_part(op._replace(micro_batch=op.micro_batch - 1)),) if op.micro_batch else ()
+        if op.kind == HEAD:
+            return self._head_before(op)
         if following := self._next_part(op):
             return following
         # Backward reaches the last part of a micro-batch first.
         group, place = divmod(op.micro_batch, self.together)
         before = op.micro_batch + 1 if place + 1 < self.together else (group - 1) * self.together
         return (op._replace(part=0, micro_batch=before),) if before >= 0 else ()
+
+    def _head_before(self, op: Op) -> tuple[Op, ...]:
+        """Return the same op for the piece of a head right before. Each goes backward right after its forward; further tokens
+        follow for all parts of a group."""
+        number, (group, place) = self.heads.index(op.layer), divmod(op.micro_batch, self.together)
+        if op.part:
+            return (op._replace(part=op.part - 1),)
+        if place:
+            return (self._last_part(op._replace(micro_batch=op.micro_batch - 1)),)
+        if number:
+            before = op._replace(layer=self.heads[number - 1], micro_batch=(group + 1) * self.together - 1)
+            return (self._last_part(before),)
+        return (self._last_part(op._replace(layer=self.heads[-1], micro_batch=op.micro_batch - 1)),) if op.micro_batch else ()
 
     def _inputs(self, op: Op) -> tuple[Op, ...]:
         """Return the forward ops whose results a forward op uses."""
@@ -414,7 +431,8 @@ class StepGraph:
             return (op._replace(kind=ATTENTION), *self._next_part(op))
         if kind in (MERGE, FFN):
             last = layer == self.layers[self.stage_of[layer]][-1] and not self.merges_onwards(layer)
-            return tuple(self._sharing(op, HEAD, layer) if last else self._sharing(op, self.entry, layer + 1))
+            head = self._sharing(op, HEAD, layer) if layer in self.heads else ()
+            return (*head, *(() if last else self._sharing(op, self.entry, layer + 1)))
         onwards = kind == ROUTE and self.merges_onwards(layer)
         return tuple(op._replace(kind=name) for name in _AFTER[kind] if not (onwards and name == MERGE))
 

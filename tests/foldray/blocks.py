@@ -1,7 +1,7 @@
-"""A dense block and a MoE block, for graphs in tests."""
+"""A dense block, a MoE block, and one that predicts a further token, for graphs in tests."""
 
 from foldray.blueprint import ModelSpec
 from tests.foldray.parity import MODEL
 
-_MODEL = ModelSpec(**{**MODEL, "layers": 2, "dense_first": 1})
-DENSE, MOE = _MODEL.block(0), _MODEL.block(1)
+_MODEL = ModelSpec(**{**MODEL, "layers": 2, "dense_first": 1, "mtp_depth": 1})
+DENSE, MOE, FURTHER = map(_MODEL.block, range(3))

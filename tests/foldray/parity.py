@@ -80,7 +80,7 @@ def go_on(engine: Engine, groups: Groups, recipe: Recipe, steps: range, **option
         passes = engine.train(own_batches(recipe, groups, step, **options))
         norms.append(engine.update(recipe.optimizer.lr).total)
         total = all_losses(passes, groups.control)
-        losses.append(total.means().tolist())
+        losses.append([*total.means().tolist(), *([float(total.further())] if recipe.model.mtp_depth else [])])
         counts = total.count_ME
         engine.model.update_biases(counts)
     return {"weights": weights(engine), "losses": losses, "norms": norms, "counts": counts}

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from foldray.recipe import Recipe
@@ -69,16 +68,23 @@ class Plain:
     def step(self, token_BL: Tensor, target_BL: Tensor, segment_BL: Tensor | None) -> dict[str, Any]:
         """Update the weights on these sequences. Return the mean losses, and the gradient's norm before clipping."""
         model, sequences = self.model, len(token_BL)
-        counted = (target_BL >= 0).sum()
-        language = torch.zeros((), dtype=torch.float64)
+        sums = [torch.zeros((), dtype=torch.float64) for _ in range(model.mtp_depth + 1)]
+        counts = [0] * len(sums)
         routers: dict[int, list[Router]] = {layer: [] for layer in model.moe_layers}
         for number in range(sequences):
             segment_L = None if segment_BL is None else segment_BL[number]
-            logits_LV = self._logits(token_BL[number], segment_L, routers)
-            language = language + F.cross_entropy(logits_LV, target_BL[number], ignore_index=-100, reduction="sum")
+            for depth, logits_LV in enumerate(self._logits(token_BL[number], segment_L, routers)):
+                # Position i predicts target i + depth, which the last positions have not.
+                for logits_V, target in zip(logits_LV, target_BL[number].tolist()[depth:], strict=False):
+                    if target != -100:
+                        sums[depth] = sums[depth] + logits_V.logsumexp(0) - logits_V[target]
+                        counts[depth] += 1
+        language, *further = [total / max(1, count) for total, count in zip(sums, counts, strict=True)]
         balance = sum(router.balance for rows in routers.values() for router in rows)
         z = sum(router.z for rows in routers.values() for router in rows)
-        objective = language / counted + (model.router.balance_loss * balance + model.router.z_loss * z) / sequences
+        objective = language + (model.router.balance_loss * balance + model.router.z_loss * z) / sequences
+        for loss in further:
+            objective = objective + model.mtp_weight / len(further) * loss
         for weight in self.weights.values():
             weight.grad = None
         objective.backward()
@@ -96,25 +102,41 @@ class Plain:
             count_E = torch.stack([router.count_E for router in rows]).sum(0)
             self.biases[layer] += model.router.bias_rate * torch.sign(count_E.mean() - count_E)
         blocks = max(1, len(routers))
-        means = [language / counted, balance / sequences / blocks, z / sequences / blocks]
+        means = [language, balance / sequences / blocks, z / sequences / blocks]
+        means += [sum(further) / len(further)] if further else []
         return {"losses": [float(torch.as_tensor(mean).detach()) for mean in means], "norm": float(norm)}
 
-    def _logits(self, token_L: Tensor, segment_L: Tensor | None, routers: dict[int, list[Router]]) -> Tensor:
+    def _logits(self, token_L: Tensor, segment_L: Tensor | None, routers: dict[int, list[Router]]) -> list[Tensor]:
+        """Return the logits of the next token and of each further one."""
         x_LH = self.weights["embedding.weight"][token_L]
         if self.model.positions == "learned":
             x_LH = x_LH + self.weights["positions.weight"][: len(token_L)]
         for layer in range(self.model.layers):
-            name = f"blocks.{layer}"
-            x_LH = x_LH + self._attention(name, layer, self._norm(f"{name}.attention_norm", x_LH), segment_L)
-            h_LH = self._norm(f"{name}.ffn_norm", x_LH)
-            if layer in routers:
-                y_LH, router = self._mixture(name, layer, h_LH)
-                routers[layer].append(router)
-                x_LH = x_LH + y_LH
-            else:
-                x_LH = x_LH + self._feed_forward(f"{name}.ffn", h_LH)
+            x_LH = self._block(layer, layer, x_LH, segment_L, routers)
         head = "embedding.weight" if self.model.tied_embeddings else "head.weight"
-        return self._norm("final_norm", x_LH) @ self.weights[head].T
+        x_LH = self._norm("final_norm", x_LH)
+        logits = [x_LH @ self.weights[head].T]
+        for depth in range(1, self.model.mtp_depth + 1):
+            layer = self.model.layers + depth - 1
+            name = f"blocks.{layer}.mtp"
+            later_L = torch.cat([token_L[depth:], token_L[-1:].expand(min(depth, len(token_L)))])[: len(token_L)]
+            e_LH = self._norm(f"{name}.embedding_norm", self.weights["embedding.weight"][later_L])
+            both_LI = torch.cat([e_LH, self._norm(f"{name}.hidden_norm", x_LH)], dim=1)
+            x_LH = self._block(layer, self.model.layers - 1, both_LI @ self.weights[f"{name}.projection"], segment_L, routers)
+            x_LH = self._norm(f"{name}.final_norm", x_LH)
+            logits.append(x_LH @ self.weights[head].T)
+        return logits
+
+    def _block(self, layer: int, like: int, x_LH: Tensor, segment_L: Tensor | None, routers: dict[int, list[Router]]) -> Tensor:
+        """Return the output of a block that has the window of block `like`."""
+        name = f"blocks.{layer}"
+        x_LH = x_LH + self._attention(name, like, self._norm(f"{name}.attention_norm", x_LH), segment_L)
+        h_LH = self._norm(f"{name}.ffn_norm", x_LH)
+        if layer not in routers:
+            return x_LH + self._feed_forward(f"{name}.ffn", h_LH)
+        y_LH, router = self._mixture(name, layer, h_LH)
+        routers[layer].append(router)
+        return x_LH + y_LH
 
     def _norm(self, name: str, x_LH: Tensor) -> Tensor:
         weight_H = self.weights[f"{name}.weight"]

@@ -111,6 +111,7 @@ def _sections(chance: random.Random) -> dict[str, Any]:
         schedule = {key: value for key, value in schedule.items() if key not in ("lag", "backward_lag")}
         schedule |= {"kind": chance.choice(["af_pipe", "af_pipe", "list"]), "degree": chance.choice([1, 1, 2, 4]), "ahead": None}
         model["router"].pop("pad", None)
+        model["mtp_depth"] = 0
     if schedule.get("degree", 1) > 1 and model["router"].get("drop") == "probability":
         model["router"]["drop"] = "position"  # with probability, each piece would have its own capacity
     return {
@@ -179,6 +180,7 @@ def _model(chance: random.Random, layers: int) -> dict[str, Any]:
         "norm": chance.choice(["rmsnorm", "layernorm"]),
         "positions": chance.choice(["rope", "rope", "learned"]), "max_positions": 32,
         "ffn": chance.choice(["gated_silu", "gelu", "gated_clamped"]), "tied_embeddings": chance.random() < 0.3,
+        "mtp_depth": chance.choice([0, 0, 1, 2]), "mtp_weight": chance.choice([0.3, 1.0]),
         "init_std": 0.3, "router": router, **more,
     }  # fmt: skip
 

@@ -19,6 +19,7 @@ from foldray.blueprint import (
     check_length,
     count_parameters,
     forward_flops_per_token,
+    half_flops,
     make_stages,
     parameter_table,
     step_flops,
@@ -90,6 +91,25 @@ def test_published_sizes(preset):
 
 def test_every_published_model_is_a_preset():
     assert {name.lower() for name in PUBLISHED} == {name for name in PRESETS if not name.startswith("tiny")}
+
+
+def test_deepseeks_module_for_a_further_token_has_its_published_size() -> None:
+    """11.5 B parameters, without the embedding and the head, which it shares (`README_WEIGHTS.md` of DeepSeek-V3)."""
+    plain, further = (ModelSpec(preset="deepseek-v3", mtp_depth=depth) for depth in (0, 1))
+    assert count_parameters(further) - count_parameters(plain) == pytest.approx(11.5e9, rel=0.01)
+    assert further.moe_layers == (*plain.moe_layers, 61)
+    per_token = [forward_flops_per_token(model, 1) for model in (plain, further)]
+    block = sum(half_flops(plain, 1))
+    assert per_token[1] - per_token[0] == block + 2 * 7168 * 129280 + 2 * 2 * 7168 * 7168
+
+
+@pytest.mark.parametrize("change", [{}, {"norm": "layernorm"}, {"dense_first": 3, "shared_hidden": 8}, {"tied_embeddings": True}])
+def test_the_table_has_all_parameters_of_further_tokens(change: dict) -> None:
+    model = ModelSpec(preset="tiny", **{"layers": 3, "mtp_depth": 2, **change})
+    table = parameter_table(model)
+    assert sum(row.count for row in table) == count_parameters(model)
+    assert len({row.name for row in table}) == len(table)
+    assert sum(row.name.endswith("mtp.projection") for row in table) == 2
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -50,7 +50,8 @@ def difference(found: list[dict[str, Any]], expected: dict[str, Any]) -> tuple[f
                 whole = expected["weights"][name].detach()
                 apart.append((float((tensor.double() - whole[box]).abs().max() / whole.abs().max().clamp_min(_SMALL)), name))
         for step, (ours, theirs) in enumerate(zip(part["losses"], expected["losses"], strict=True)):
-            pairs = zip(("loss", "balance", "z"), ours, theirs, strict=True)
+            names = ("loss", "balance", "z", "further tokens")[: len(theirs)]
+            pairs = zip(names, ours, theirs, strict=True)
             apart += [(abs(a - b) / max(1.0, abs(b)), f"{name} of step {step}") for name, a, b in pairs]
         for step, (a, b) in enumerate(zip(part["norms"], expected["norms"], strict=True)):
             apart.append((abs(a - b) / max(1.0, b), f"norm of step {step}"))

@@ -126,7 +126,8 @@ def _umask() -> int:
 
 def _write(stored: Stored, recipe: Recipe, family: Family, dtype: torch.dtype, folder: Path, console: Console) -> Exported:
     tensors: dict[str, list[Tensor]] = {}
-    for part in tensors_of(family, recipe.model):
+    copies = list(family.copies(recipe.model))
+    for part in (*tensors_of(family, recipe.model), *copies):
         tensors.setdefault(part.name, []).append(part)
     forms = [_form(stored, parts[0], dtype) for parts in tensors.values()]
     files, placed = list(_files(forms)), dict[str, str]()
@@ -146,7 +147,8 @@ def _write(stored: Stored, recipe: Recipe, family: Family, dtype: torch.dtype, f
         "max_position_embeddings": recipe.data.seq_len, "bos_token_id": tokenizer.separator, "eos_token_id": ends, "dtype": kind,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    count = sum(math.prod(each.shape) for each in forms if not tensors[each.name][0].keeps)
+    twice = {each.name for each in copies}
+    count = sum(math.prod(each.shape) for each in forms if not tensors[each.name][0].keeps and each.name not in twice)
     return Exported("", family.architecture, stored.progress.step, count, kind, len(files), size)
 
 

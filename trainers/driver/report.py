@@ -139,6 +139,8 @@ class Progress:
         if self._began is None or step < self._began[0]:
             self._began = (step, now)
         parts = [f"loss {_number(record['loss'], '.3f')}"]
+        if (further := record.get("mtp_loss")) is not None:
+            parts.append(f"further tokens {_number(further, '.3f')}")
         if self._validation is not None:
             parts.append(f"validation {self._validation}")
         parts += [f"{_short(record['tokens_per_s'])} tokens/s", f"{self._left(step, now)} left"]

@@ -30,6 +30,7 @@ _STEP_METRICS = {
     "mfu": "mfu",
     "balance_loss": "balance_loss",
     "z_loss": "z_loss",
+    "mtp_loss": "mtp_loss",
     "drop_rate": "drop_rate",
     "trained_tokens": "trained_tokens",
     "expert_load/max_over_mean": "load_max_over_mean",

@@ -172,7 +172,7 @@ def _glm_config(model: ModelSpec) -> Values:
     return {
         "n_shared_experts": model.shared_hidden // model.expert_hidden, "attention_bias": model.attention_bias == "inputs",
         "use_qk_norm": model.qk_norm == "head", "partial_rotary_factor": share, "rope_parameters": rope,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": model.mtp_depth,
     }  # fmt: skip
 
 
@@ -275,7 +275,7 @@ def _deepseek2_config(model: ModelSpec) -> Values:
 
 def _deepseek3_config(model: ModelSpec) -> Values:
     router = {"n_group": model.router.groups, "topk_group": model.router.topk_groups, "norm_topk_prob": model.router.normalize}
-    turning = {"rope_interleave": model.rope_pairs == "interleaved", "num_nextn_predict_layers": 0}
+    turning = {"rope_interleave": model.rope_pairs == "interleaved", "num_nextn_predict_layers": model.mtp_depth}
     return _deepseek_config(model) | router | turning
 
 
@@ -337,7 +337,7 @@ FAMILIES = (
          "router.scale": "routed_scaling_factor"},
         {"n_group": 1, "topk_group": 1},
         _SIGMOID | {"moe_every": [1], "qk_norm": ["none", "head"], "attention_bias": ["none", "inputs"],
-                    "router.selection_bias": [False, True], "router.scale": None},
+                    "router.selection_bias": [False, True], "router.scale": None, "mtp_depth": None},
         mlp("shared_experts", _BIAS), _glm_needs, _glm_config, _glm_model,
     ),
     Family(
@@ -372,7 +372,8 @@ FAMILIES = (
     ),
     Family(
         "deepseek_v3", "DeepseekV3ForCausalLM", _DEEPSEEK, {"attention_bias": False},
-        _SIGMOID | _ANY | {"moe_every": [1], "rope_pairs": ["halves", "interleaved"], "router.selection_bias": [False, True]},
+        _SIGMOID | _ANY | {"moe_every": [1], "rope_pairs": ["halves", "interleaved"], "router.selection_bias": [False, True],
+                           "mtp_depth": None},
         mlp("shared_experts", _BIAS), _deepseek_needs, _deepseek3_config, _deepseek3_model, ("kimi_k2",),
     ),
 )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from foldray.blueprint import ModelSpec, RopeScaling
-from trainers.hugging_face.names import Block, Tensor, attention
+from trainers.hugging_face.names import Block, Tensor, attention, further
 
 Need = tuple[str, bool, Iterable[Any]]
 """A key of `model`, whether the model has what a family has, and the values that the family has."""
@@ -74,8 +74,10 @@ class Family(NamedTuple):
     def tensors(self, model: ModelSpec) -> Iterator[Tensor]:
         """Yield all tensors of a model."""
         yield Tensor("model.embed_tokens.weight", "embedding.weight")
-        for layer in range(model.layers):
+        for layer in model.all_layers:
             theirs, ours = f"model.layers.{layer}", f"blocks.{layer}"
+            if layer >= model.layers:
+                yield from further(theirs, f"{ours}.mtp")
             yield Tensor(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.weight")
             yield from attention(model, f"{theirs}.self_attn", f"{ours}.attention")
             yield Tensor(f"{theirs}.post_attention_layernorm.weight", f"{ours}.ffn_norm.weight")
@@ -83,6 +85,14 @@ class Family(NamedTuple):
         yield Tensor("model.norm.weight", "final_norm.weight")
         if not model.tied_embeddings:
             yield Tensor("lm_head.weight", "head.weight")
+
+    def copies(self, model: ModelSpec) -> Iterator[Tensor]:
+        """Yield tensors that repeat a parameter which is in another tensor: every block of multi-token prediction has the
+        embedding and the head once more."""
+        head = "embedding.weight" if model.tied_embeddings else "head.weight"
+        for layer in model.all_layers[model.layers :]:
+            yield Tensor(f"model.layers.{layer}.embed_tokens.weight", "embedding.weight")
+            yield Tensor(f"model.layers.{layer}.shared_head.head.weight", head)
 
 
 _KEYS = {
@@ -101,7 +111,7 @@ _OF_TRAINING = {"output_router_logits", "attention_dropout", "router_jitter_nois
 _ONLY: dict[str, Sequence[Any]] = {
     "norm": ["rmsnorm"], "positions": ["rope"], "ffn": ["gated_silu"], "router.scale": [1.0], "router.groups": [1],
     "router.selection_bias": [False], "router.logit_bias": [False], "expert_bias": [False], "attention_sinks": [False],
-    "shared_gate": [False], "qk_norm": ["none"], "attention_bias": ["none"], "rope_pairs": ["halves"],
+    "shared_gate": [False], "mtp_depth": [0], "qk_norm": ["none"], "attention_bias": ["none"], "rope_pairs": ["halves"],
 }  # fmt: skip
 
 
@@ -243,6 +253,8 @@ def computed(model: ModelSpec) -> Values:
         "router",
         "moe_every",
         "max_positions",
+        "mtp_depth",
+        "mtp_weight",
         *(("ffn_hidden",) if not dense_layers(model) else ()),
     }
     return model.model_dump(exclude=of_training) | {

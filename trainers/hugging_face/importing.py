@@ -62,6 +62,7 @@ def import_hf(folder: str, path: Path, as_json: bool = False, upcycling: Upcycli
         raise UserError("RECIPE", str(path), f"cannot be written ({error.strerror or error})") from None
     count = count_parameters(recipe.model)
     found = {"recipe": str(path), "folder": str(weights.folder), "parameters": count}
+    found["mtp_depth"] = recipe.model.mtp_depth
     found["left_out"] = left_out = len(weights.left_out(recipe.model))
     found["quantized"] = weights.format().method if weights.quantized(recipe.model) else None
     print(json.dumps(found) if as_json else _told(recipe, weights, path, count, left_out))
@@ -100,6 +101,8 @@ def _tokenizer(folder: Path) -> str:
 def _told(recipe: Recipe, weights: Weights, path: Path, count: int, left_out: int) -> str:
     own = recipe.data.tokenizer == str(weights.folder)
     further = [f"  left out    {left_out} tensors of blocks that predict further tokens"] if left_out else []
+    if depth := recipe.model.mtp_depth:
+        further.append(f"  mtp_depth   {depth}: training predicts further tokens, as the folder's model does; 0 leaves this out")
     if quantized := weights.quantized(recipe.model):
         told = f"{quantized:,} tensors, {weights.format().told()}; training starts from the values that they stand for"
         further.append(f"  quantized   {told}")

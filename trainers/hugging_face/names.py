@@ -88,6 +88,14 @@ def attention(model: ModelSpec, theirs: str, ours: str) -> Iterator[Tensor]:
         yield Tensor(f"{theirs}.sinks", f"{ours}.sinks")
 
 
+def further(theirs: str, ours: str) -> Iterator[Tensor]:
+    """Yield what a block of multi-token prediction has beside the block itself (DeepSeek-V3's `README_WEIGHTS.md`)."""
+    yield Tensor(f"{theirs}.enorm.weight", f"{ours}.embedding_norm.weight")
+    yield Tensor(f"{theirs}.hnorm.weight", f"{ours}.hidden_norm.weight")
+    yield Tensor(f"{theirs}.eh_proj.weight", f"{ours}.projection", True)
+    yield Tensor(f"{theirs}.shared_head.norm.weight", f"{ours}.final_norm.weight")
+
+
 def network(theirs: str, ours: str, names: Iterable[str] = ("gate_proj", "up_proj", "down_proj")) -> Iterator[Tensor]:
     """Yield the tensors of a gated feed-forward network.
 

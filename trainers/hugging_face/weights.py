@@ -102,9 +102,17 @@ class Weights:
         family = _family(config["model_type"])
         assert family
         try:
-            return family.model(config)
+            found = family.model(config)
         except ValueError as error:
             raise self.refused(f"its {_CONFIG} {error}") from None
+        depth = self._depth(config)
+        return found | ({"mtp_depth": depth} if depth else {})
+
+    def _depth(self, config: Mapping[str, Any]) -> int:
+        """Return the number of blocks of multi-token prediction that the folder has. transformers writes none of them, whatever
+        it says."""
+        layers, told = config["num_hidden_layers"], config.get("num_nextn_predict_layers") or 0
+        return sum(f"model.layers.{layers + number}.eh_proj.weight" in self.files for number in range(told))
 
     @property
     def dense(self) -> str | None:
@@ -124,6 +132,8 @@ class Weights:
                 raise self.refused(f"has a dense model, whose networks cannot become these experts: {rule}")
             own = {key: getattr(model, key) for key in ("experts", "topk", "expert_hidden", "dense_first", "moe_every", "router")}
             read |= own
+        if model.mtp_depth > (depth := read.get("mtp_depth", 0)):
+            raise self.refused(f"has a model of mtp_depth={depth}, and the recipe's model has {model.mtp_depth}")
         ours, theirs = computed(model), computed(ModelSpec.model_validate(read))
         for key, value in theirs.items():
             if ours.get(key) != value:
@@ -138,7 +148,7 @@ class Weights:
             pieces: the boxes (`state_pieces`).
 
         Raises:
-            UserError: a file is damaged, or a weight is not a finite number.
+            UserError: a file is damaged, a weight is not a finite number, or two tensors of one parameter differ.
         """
         family = self._owner(model)
         wanted = {each.ours: each for each in tensors_of(family, model)}
@@ -155,9 +165,27 @@ class Weights:
                     state[key].copy_(tensor.taken(read(tensor.name), box))
                     if not bool(state[key].isfinite().all()):
                         raise self.refused(f"has a number in {tensor.name} that is not finite")
+        self._check_copies(family, form, model, state, pieces)
         for key in state if family.dense else ():
             if key.startswith("model/") and key.endswith(".router.weight"):  # drawn at random, as there is none in the folder
                 group_columns(state[key], model)
+
+    def _check_copies(
+        self, family: Family, form: Format, model: ModelSpec, state: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]
+    ) -> None:
+        """Check that tensors which repeat a parameter have its values.
+
+        Raises:
+            UserError: one has other values.
+        """
+        held = {each.name: each for each in family.copies(model) if each.name in self.files and f"model/{each.ours}" in state}
+        for paths, names in self._by_files(form, held).items():
+            with self._reading(form, paths) as read:
+                for tensor in (held[name] for name in names):
+                    key = f"model/{tensor.ours}"
+                    copy = tensor.taken(read(tensor.name), pieces[key].box if key in pieces else ())
+                    if not torch.equal(copy.to(state[key].dtype), state[key]):
+                        raise self.refused(f"{tensor.name} differs from {tensor.ours}, which multi-token prediction shares")
 
     def format(self) -> Format:
         """Return how the folder has its tensors.
@@ -177,9 +205,9 @@ class Weights:
         return sum(form.parts(name, self.files) != (name,) for name in names)
 
     def left_out(self, model: ModelSpec) -> list[str]:
-        """Return the tensors of blocks that predict further tokens (DeepSeek-V3, section 2.2). foldray does not train them."""
+        """Return the tensors of blocks that predict further tokens (DeepSeek-V3, section 2.2), and that the model has not."""
         further = self.config().get("num_nextn_predict_layers") or 0
-        blocks = tuple(f"model.layers.{model.layers + number}." for number in range(further))
+        blocks = tuple(f"model.layers.{model.layers + number}." for number in range(model.mtp_depth, further))
         return [name for name in self.files if name.startswith(blocks)] if blocks else []
 
     def refused(self, rule: str, legal: Any = None) -> UserError:
@@ -202,6 +230,7 @@ class Weights:
     def _check_tensors(self, family: Family, model: ModelSpec) -> None:
         shapes = {row.name: tuple(row.shape) for row in parameter_table(model)}
         tensors = {each.name: each for each in tensors_of(family, model)}  # one for each tensor in the files
+        tensors |= {each.name: each for each in family.copies(model) if each.name in self.files}
         form = self.format()
         known = {part for name in tensors for part in form.parts(name, self.files)} | {*self.left_out(model)}
         if unknown := sorted(name for name in self.files if name not in known and not name.endswith(_NOT_LEARNT)):

@@ -313,9 +313,9 @@ class Model:
 
 
 def dropless(model: ModelSpec) -> ModelSpec:
-    """Return the same model, whose experts take every token."""
+    """Return the same model, whose experts take every token, without the blocks that predict further tokens in training."""
     router = model.router.model_copy(update={"capacity_factor": None, "drop_scope": "sub_sequence", "pad": False})
-    return model.model_copy(update={"router": router})
+    return model.model_copy(update={"router": router, "mtp_depth": 0})
 
 
 def check_count(field: str, count: int) -> None:

@@ -93,6 +93,7 @@ CASES: Mapping[str, Case] = {
         Case("idle experts", "experts without tokens: gradients that are missing, or left from before", _idle),
         Case("shared expert", "a shared expert that counts once per TP rank", _shared),
         Case("tied embedding", "an embedding whose two gradients do not meet", _model(tied_embeddings=True)),
+        Case("further tokens", "later tokens that are those of a rank's own piece", _model(mtp_depth=2)),
         Case("dropped tokens", "tokens that are dropped by the order of ranks", _dropped),
         Case("recomputation", "state that counts twice if a forward runs twice", _recomputed),
         Case("accumulation", "gradients scaled by the number of micro-batches", _accumulated),

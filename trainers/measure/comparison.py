@@ -59,9 +59,9 @@ def compare_gradients(recipe: Recipe, groups: Groups, device: torch.device, mask
     worst = next(iter(ranked))
     apart = (figures - reference).abs()
     return {
-        "loss_abs_diff": float(apart[:3].max()), "grad_max_rel_diff": ranked[worst], "worst_parameter": worst,
-        "worst": dict(list(ranked.items())[:_SHOWN]), "norm_rel_diff": float(apart[3] / reference[3]),
-        "evaluation_abs_diff": float(apart[4]),
+        "loss_abs_diff": float(apart[:-2].max()), "grad_max_rel_diff": ranked[worst], "worst_parameter": worst,
+        "worst": dict(list(ranked.items())[:_SHOWN]), "norm_rel_diff": float(apart[-2] / reference[-2]),
+        "evaluation_abs_diff": float(apart[-1]),
     }  # fmt: skip
 
 
@@ -83,13 +83,14 @@ def _by_times(recipe: Recipe, groups: Groups, device: torch.device, batches: Seq
 
 
 def _gradients(engine: Engine, batches: Sequence[Batch], control: Communicator) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Evaluate, then train a step. Return this rank's boxes of the gradients, and five figures over all ranks.
+    """Evaluate, then train a step. Return this rank's boxes of the gradients, and some figures over all ranks.
 
-    The figures are the mean cross-entropy, balance loss and z-loss of the step, its gradient norm, and the mean
-    cross-entropy of the evaluation.
+    The figures are the mean cross-entropy, balance loss and z-loss of the step, with multi-token prediction the mean
+    cross-entropy of further tokens, the gradient norm of the step, and the mean cross-entropy of the evaluation.
     """
     evaluated = all_losses(engine.execution.evaluate(batches), control).means()[:1]
-    means = all_losses(engine.train(batches), control).means()
+    total = all_losses(engine.train(batches), control)
+    means = torch.cat([total.means(), total.further().view(1)]) if engine.model.spec.mtp_depth else total.means()
     norm = engine.update(0.0).total
     gradients = _tensors(engine, "optimizer/{}/momentum_buffer")
     return dict(gradients), torch.cat([means, means.new_tensor([norm]), evaluated])

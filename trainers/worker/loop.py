@@ -77,6 +77,7 @@ class Totals(NamedTuple):
     language: float
     balance: float
     z: float
+    further: float | None
     dropped: float
     count_ME: torch.Tensor
     traffic: dict[str, Count]
@@ -196,6 +197,7 @@ class Worker:
         return {
             "kind": "step", "step": done, "loss": totals.language, "lr": rate, "grad_norm": norm,
             "balance_loss": totals.balance if moe else None, "z_loss": totals.z if moe else None,
+            "mtp_loss": totals.further,
             "drop_rate": totals.dropped / float(counts.sum()) if moe else None,
             "tokens_per_s": training.global_batch * length / seconds, "step_time_s": seconds, "trained_tokens": totals.tokens,
             "mfu": flops / seconds / self.peak,
@@ -300,7 +302,8 @@ class Worker:
         traffic = {name: Count(*map(int, row)) for name, row in zip(names, rows, strict=True)}
         language, balance, z = total.means().tolist()
         tokens, dropped, count_ME = int(total.tokens), float(total.dropped), total.count_ME.cpu()
-        return Totals(tokens, language, balance, z, dropped, count_ME, traffic, stop > 0, preempted > 0)
+        further = float(total.further()) if self.recipe.model.mtp_depth else None
+        return Totals(tokens, language, balance, z, further, dropped, count_ME, traffic, stop > 0, preempted > 0)
 
     def _all_ranks(self, value: float) -> float:
         return float(self.groups.control.all_reduce(torch.tensor(value, dtype=torch.float64, device=self.device)))

@@ -159,6 +159,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "latent": {"latent_rank": 48, "latent_query_rank": 32, "rope_dim": 4, "kv_heads": 8},
     "latent without queries, sinks": {"latent_rank": 48, "rope_dim": 4, "kv_heads": 8, "attention_sinks": True},
     "sinks, biases of experts": {"attention_sinks": True, "expert_bias": True, "ffn": "gated_clamped"},
+    "further tokens": {"mtp_depth": 2},
+    "further tokens, dense, layernorm": {"mtp_depth": 1, "moe_every": 2, "norm": "layernorm"},
     "biases, a gate": {"attention_bias": "all", "shared_hidden": 128, "shared_gate": True, "rope_pairs": "interleaved"},
 }
 
@@ -168,7 +170,7 @@ AGAIN = [[], ["expert"], ["attention", "ffn", "expert"]]
 
 @pytest.mark.parametrize(
     ("again", "name", "dtype", "change"),
-    rotated(12, AGAIN, ["sequential", "one_a_one_m-even:4"], ["fp32", "bf16"], [*CHANGES]),
+    rotated(13, AGAIN, ["sequential", "one_a_one_m-even:4"], ["fp32", "bf16"], [*CHANGES]),
     ids=str,
 )
 def test_activations_are_those_of_a_run(change: str, dtype: str, name: str, again: list[str]) -> None:
@@ -181,7 +183,7 @@ def test_activations_are_those_of_a_run(change: str, dtype: str, name: str, agai
     real = _kept(model, Groups.create(Fold(1)), ordering, Batch(text[:, :-1], text[:, 1:]))
     job = Job(model.spec, length, sequences, dtype)
     rank = RankCosts(job, Fold(1), Device.of(job, EOS), sequences)
-    blocks = map(model.spec.block, range(model.spec.layers))
+    blocks = map(model.spec.block, model.spec.all_layers)
     counted = sum(block_activations(rank, block, tuple(again), sliced=name != "sequential") for block in blocks)
     assert counted == pytest.approx(real, rel=0.02)
 
@@ -227,12 +229,11 @@ def _kept(model: Transformer, groups: Groups, ordering: Ordering, batch: Batch) 
         return tensor
 
     before = _alive()
-    weights = Weights([batch], groups, torch.float32)
+    weights = Weights([batch], groups, torch.float32, model.spec)
     micro_batch = micro_batch_type(groups)(model, graph, batch, gradients.sum_of, weights)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        for op in takewhile(lambda op: op.direction == "F", order):
-            if op.kind != HEAD:
-                micro_batch.run(op)
+        for op in takewhile(lambda op: op.direction == "F", (op for op in order if op.kind != HEAD)):
+            micro_batch.run(op)
     micro_batch.finish()
     after = held | _alive()
     ending = batch.token_BL.numel() * model.spec.hidden * next(model.parameters()).element_size()
@@ -289,7 +290,7 @@ def _peak(model: Transformer, ordering: Ordering, sequences: int, length: int, c
     graph, order = execution.step(batches)
     if ordering.forward.row.found:
         (order,) = find(graph, lambda op: (("link", 0.6) if graph.channel(op) else (COMPUTE, 1.0),), ordering.ahead).schedule
-    weights, before, most = Weights(batches, groups, torch.float32), _alive(), 0
+    weights, before, most = Weights(batches, groups, torch.float32, model.spec), _alive(), 0
     passes = [MicroBatch(model, graph, batch, gradients.sum_of, weights) for batch in batches]
     with Live(before) as live:
         for op in order:

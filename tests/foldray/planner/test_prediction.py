@@ -60,6 +60,17 @@ def test_parts_make_the_whole(kind: str, degree: int, fold: dict[str, int]) -> N
         assert Step(each, work).passes() == pytest.approx(whole, rel=4e-3 if late else 2e-4 if overlapping else 1e-9)
 
 
+@pytest.mark.parametrize("fold", [{"ep": 2}, {"cp": 2, "ep": 4}, {"pp": 4, "ep": 2}, {"pp": 8}], ids=str)
+@pytest.mark.parametrize(("kind", "degree"), [("sequential", 1), ("one_a_one_m", 4)])
+def test_parts_make_the_whole_with_further_tokens(kind: str, degree: int, fold: dict[str, int]) -> None:
+    plain, each = (candidate(kind, degree, fold, model=MODEL.model_copy(update={"mtp_depth": depth})) for depth in (0, 2))
+    device = Device.of(each.job, machines())
+    work = OpWork(each, device)
+    whole = simulate(each.graph, step_schedule(each.graph, each.ordering.forward, each.ordering.backward), work.cost).seconds
+    assert Step(each, work).passes() == pytest.approx(whole, rel=1e-9)
+    assert whole > Step(plain, OpWork(plain, device)).passes()
+
+
 @pytest.mark.parametrize("fold", [{"ep": 8}, {"tp": 2, "ep": 4}, {"pp": 2, "ep": 4}, {"pp": 4, "ep": 2}], ids=str)
 @pytest.mark.parametrize(("kind", "degree"), [("stream", 2), ("stream", 4), ("stream", 8)])
 def test_parts_are_close_to_the_whole_where_blocks_overlap(kind: str, degree: int, fold: dict[str, int]) -> None:

@@ -32,7 +32,7 @@ from foldray.schedule import (
     step_schedule,
     times,
 )
-from tests.foldray.blocks import DENSE, MOE
+from tests.foldray.blocks import DENSE, FURTHER, MOE
 from tests.foldray.order import check_lists
 
 COST = SliceCost.of_model(64, 4)
@@ -107,6 +107,24 @@ def test_a_stream_does_not_drain_between_blocks_nor_at_a_dense_one() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "forward"),
+    [
+        ("sequential", "A00 E00 M00 H00 A10 E10 M10 H10"),
+        ("one_a_one_m", "A00 A01 E00 E01 M00 M01 H00 H01 A10 A11 E10 E11 M10 M11 H10 H11"),
+        ("stream", "A00 A01 E00 M00 H00 E01 M01 H01 A10 A11 E10 M10 H10 E11 M11 H11"),
+    ],
+)
+def test_every_further_token_has_a_head(kind: str, forward: str) -> None:
+    graph = graph_of(((MOE, FURTHER),), degree=2, kind=kind, micro_batches=2, later=("head",))
+    assert graph.heads == (0, 1)
+    assert computed(stage_order(graph, 0, "F", Overlap(kind)), layers=True) == forward
+    (step,) = step_schedule(graph, Overlap(kind))
+    check(graph, (step,))
+    heads = [op for op in step if op.kind == "head" and op.direction in "FB"]
+    assert all(back == op._replace(direction="B") for op, back in zip(heads[::2], heads[1::2], strict=True))
+
+
 def test_one_piece_is_sequential_and_of_two_one_a_one_m_is_aaam() -> None:
     for direction in ("F", "B"):
         whole = {stage_order(graph_of(degree=1), 0, direction, Overlap(kind, lag)) for kind in OVERLAPS for lag in (1, 2, 3)}
@@ -123,7 +141,7 @@ BLOCKS = st.lists(st.sampled_from([DENSE, MOE]), min_size=1, max_size=3).map(tup
     st.sampled_from(list(OVERLAPS)), st.sampled_from(list(OVERLAPS)), st.sampled_from(SLICINGS), st.integers(1, 5),
     st.integers(1, 5), st.integers(1, 3),
     st.booleans(), st.sets(st.sampled_from(["attention", "ffn", "expert"])), st.booleans(), st.integers(1, 4), st.booleans(),
-    st.sets(st.sampled_from(WITH_WEIGHTS)),
+    st.sets(st.sampled_from(WITH_WEIGHTS)), st.integers(0, 2),
 )  # fmt: skip
 @settings(max_examples=200, deadline=None)
 def test_whatever_is_generated_passes_the_checker(
@@ -144,11 +162,13 @@ def test_whatever_is_generated_passes_the_checker(
     pp,
     gathers,
     later,
+    further,
 ) -> None:
     cut = slice_sequence(slicing, length, min(degree, length), SliceCost.of_model(hidden, heads))
     assert cut.supplies()
     pp = max(p for p in range(1, pp + 1) if len(stages) % p == 0)
     stages = stages if pp > 1 else stages[:1]
+    stages = (*stages[:-1], stages[-1] + (FURTHER,) * further)
     micro_batches *= pp  # interleaved 1F1B needs a multiple of pp
     graph = StepGraph(
         tuple(stages), cut, pp, micro_batches, ragged, tuple(sorted(again)), training, gathers=gathers, later=tuple(sorted(later))

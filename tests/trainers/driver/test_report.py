@@ -53,6 +53,13 @@ def test_a_log_gets_a_line_per_tenth_of_the_steps():
     assert "12.3k tokens/s" in lines[-1]
 
 
+def test_the_loss_of_further_tokens_is_told_apart():
+    shown = console(False)
+    with shown.progress("r-1", 1) as progress:
+        progress.receive({**step(1), "mtp_loss": 3.25})
+    assert "step 1/1 · loss 2.000 · further tokens 3.250 · " in text(shown)
+
+
 def test_a_log_gets_a_line_every_ten_seconds(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

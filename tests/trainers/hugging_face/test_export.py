@@ -34,8 +34,10 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def make_run(folder: Path, steps: tuple[int, ...] = (3,), precision: str = "float64", **model: Any) -> Transformer:
-    """Write the folder of a run with checkpoints of an untrained model. Return the model."""
+def make_run(
+    folder: Path, steps: tuple[int, ...] = (3,), precision: str = "float64", spread: float = 0.0, **model: Any
+) -> Transformer:
+    """Write the folder of a run with checkpoints of an untrained model, whose norms differ by `spread`. Return the model."""
     recipe = Recipe.parse({
         "model": {**SIZES, **model}, "data": {"seq_len": 32}, "precision": precision, "engine": {"kind": "torch"},
         "cluster": {"workers": 1},
@@ -43,6 +45,10 @@ def make_run(folder: Path, steps: tuple[int, ...] = (3,), precision: str = "floa
     folder.mkdir()
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     made = Transformer(Ownership(recipe.model, Fold(1)), Groups.create(Fold(1)), dtype=torch.float64)
+    torch.manual_seed(1)
+    for parameter in made.parameters() if spread else ():
+        if parameter.dim() == 1:  # norms begin as ones
+            parameter.data += spread * torch.randn_like(parameter)
     for bias in made.biases().values() if recipe.model.router.score == "sigmoid" else ():
         bias.copy_(torch.linspace(-1, 1, len(bias)))  # this changes which experts are chosen
     weights = {**by_name(made), **made.biases()}

@@ -189,7 +189,7 @@ def _norm_of_ones(rank: int, recipe: Recipe) -> float:
             buffer.sums.fill_(ones[buffer.name])
         for parameter in engine.model.tied():
             gradients.views[parameter].fill_(0.5 / places)
-        engine.execution.weights = Weights(given, groups, torch.float32)
+        engine.execution.weights = Weights(given, groups, torch.float32, engine.model.spec)
         return [engine.model.no_losses() for _ in given]
 
     engine.execution.train = fill  # type: ignore[assignment, method-assign]

@@ -1,0 +1,136 @@
+"""Multi-token prediction under folds and schedules gives what a plain model gives that shares no code with foldray's.
+
+The weights after SGD with lr 1 have every gradient, in float64.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from foldray.blueprint import parameter_table
+from foldray.errors import UserError
+from foldray.model.transformer import _drawn
+from foldray.recipe import Recipe
+from tests.foldray.folds import name
+from tests.foldray.parity import batches, drifted, make_recipe, train, worst
+from tests.foldray.plain import Plain
+
+_STEPS = 2
+_MODELS: dict[str, dict[str, Any]] = {
+    "one": {"mtp_depth": 1},
+    "two": {"mtp_depth": 2, "mtp_weight": 1.0, "layers": 3, "windows": ["full", "sliding:5"]},
+    "one-tied": {"mtp_depth": 1, "tied_embeddings": True, "shared_hidden": 0},
+    "two-tied": {"mtp_depth": 2, "tied_embeddings": True, "norm": "layernorm", "ffn": "gelu", "positions": "learned"},
+    "one-dense": {"mtp_depth": 1, "moe_every": 2, "layers": 3, "router": {"score": "sigmoid", "bias_rate": 0.1}},
+    "two-latent": {"mtp_depth": 2, "latent_rank": 10, "latent_query_rank": 6, "kv_heads": 8, "rope_dim": 2},
+}
+_SCHEDULES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "apart": {"weight_gradients": "apart", "recompute": ["attention", "expert", "ffn"]},
+    "moe_only": {"kind": "moe_only", "degree": 2, "reduction": "chunks", "sp_bytes": 512},
+    "one_a_one_m": {"kind": "one_a_one_m", "degree": 2, "recompute": ["attention"]},
+    "stream": {"kind": "stream", "degree": 2, "lag": 2, "reduction": "buckets", "sp_bytes": 3000},
+    "stream-apart": {
+        "kind": "stream", "degree": 4, "lag": 1, "weight_gradients": "apart", "reduction": "chunks", "sp_bytes": 512,
+    },
+    "flow": {"kind": "flow", "degree": 2, "batch_degree": 2, "weight_gradients": "apart"},
+    "weave": {"kind": "weave", "degree": 2, "weight_gradients": "apart"},
+    "list": {"kind": "list", "degree": 2, "reduction": "chunks", "sp_bytes": 3000},
+}  # fmt: skip
+_FOLDS: list[tuple[int, dict[str, int]]] = [
+    (1, {}),
+    (2, {"tp": 2}),
+    (2, {"ep": 2}),
+    (2, {"cp": 2}),
+    (2, {"pp": 2}),
+    (2, {"etp": 2}),
+    (4, {"tp": 2, "cp": 2, "ep": 2, "etp": 2}),
+    (4, {"pp": 2, "tp": 2, "ep": 2}),
+    (4, {"pp": 2, "cp": 2, "etp": 2}),
+]
+_COMBINED = [
+    pytest.param(*fold, model, schedule, marks=() if (f + 2 * m + s) % 18 == 0 else pytest.mark.nightly,
+                 id=f"{fold[0]}:{name(fold[1])}-{model}-{schedule}")
+    for f, fold in enumerate(_FOLDS) for m, model in enumerate(_MODELS) for s, schedule in enumerate(_SCHEDULES)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "fold", "model", "schedule"), _COMBINED)
+def test_further_tokens_equal_plain_torch(ranks, world: int, fold: dict, model: str, schedule: str) -> None:
+    _check(ranks, make_recipe(world, fold, model=_MODELS[model], schedule=_SCHEDULES[schedule]))
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("model", ["one", "two-tied"])
+@pytest.mark.parametrize(("world", "fold"), [(4, {"tp": 2, "ep": 2}), (4, {"cp": 2, "etp": 2}), (4, {"ep": 2})])
+def test_sharded_optimizers_equal_plain_torch(ranks, world: int, fold: dict, model: str, zero: int) -> None:
+    schedule = _SCHEDULES["stream" if zero == 1 else "stream-apart"]
+    _check(ranks, make_recipe(world, fold, model=_MODELS[model], schedule=schedule, engine={"kind": "torch", "zero": zero}))
+
+
+@pytest.mark.parametrize(
+    ("world", "fold", "model", "schedule"),
+    [
+        (2, {"pp": 2}, "one", {"virtual_stages": 2}),
+        (2, {"pp": 2}, "two-tied", {"stage_layers": [3, 1]}),
+        (4, {"pp": 2, "cp": 2, "ep": 2}, "one-tied", {"virtual_stages": 2, "kind": "stream", "degree": 2}),
+    ],
+)
+def test_further_tokens_behind_stages_of_any_length(ranks, world: int, fold: dict, model: str, schedule: dict) -> None:
+    _check(ranks, make_recipe(world, fold, model={**_MODELS[model], "layers": 4}, schedule=schedule))
+
+
+@pytest.mark.parametrize(("documents", "masked"), [(True, False), (False, True)], ids=["documents", "masked"])
+@pytest.mark.parametrize(("world", "fold"), [(1, {}), (4, {"tp": 2, "cp": 2, "ep": 2}), (2, {"pp": 2})])
+def test_further_tokens_count_as_next_tokens_do(ranks, world: int, fold: dict, documents: bool, masked: bool) -> None:
+    _check(ranks, make_recipe(world, fold, model=_MODELS["two"], schedule=_SCHEDULES["stream"]), documents, masked)
+
+
+def test_the_torch_engine_cannot_shard_an_embedding_of_two_stages() -> None:
+    with pytest.raises(UserError, match="two pipeline stages share"):
+        make_recipe(4, {"pp": 2}, model=_MODELS["one"], engine={"kind": "torch", "zero": 1})
+
+
+def test_experts_with_workers_of_their_own_have_no_further_tokens() -> None:
+    with pytest.raises(UserError, match=r"model\.mtp_depth"):
+        make_recipe(2, 1, model=_MODELS["one"], placement={"attention": 1, "experts": 1}, schedule={"kind": "af_pipe"})
+
+
+def _check(ranks, recipe: Recipe, documents: bool = False, masked: bool = False) -> None:
+    found = ranks(recipe.cluster.workers).run(train, recipe, _STEPS, documents, masked)
+    weights, losses, norms = _reference(recipe.model_dump_json(include={"model"}), documents, masked)
+    for part in found:
+        part["weights"] = {key: held for key, held in part["weights"].items() if not key.endswith(".router.bias")}
+    difference, where = worst(found, {"weights": weights}, relative=False)
+    assert difference <= 1e-10, where
+    assert drifted(found) == [], "copies of the same weights part"
+    for part in found:
+        for ours, theirs in zip(part["losses"], losses, strict=True):
+            assert len(ours) == 4
+            assert ours == pytest.approx(theirs, abs=1e-10)
+        assert part["norms"] == pytest.approx(norms, abs=1e-10)
+
+
+class _Whole:
+    """A weight of the whole model, as `worst` reads it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+
+@cache
+def _reference(sections: str, documents: bool, masked: bool) -> tuple[dict[str, _Whole], list[list[float]], list[float]]:
+    recipe = make_recipe(1, **json.loads(sections))
+    seed, rows = recipe.training.seed, parameter_table(recipe.model)
+    drawn = {row.name: _drawn(row.shape, row.init, seed, row.name).double() for row in rows}
+    plain, steps = Plain(recipe, drawn), []
+    for step in range(_STEPS):
+        parts = batches(recipe, 0, step, documents, masked)
+        steps.append(plain.step(*(None if parts[0][i] is None else torch.cat([part[i] for part in parts]) for i in range(3))))
+    weights = {f"model/{key}": _Whole(weight.detach()) for key, weight in plain.weights.items()}
+    return weights, [found["losses"] for found in steps], [found["norm"] for found in steps]
