@@ -45,7 +45,7 @@ def keep_within(
     """
     T, K = expert_TK.shape
     sequence_B11 = torch.arange(sequences, device=expert_TK.device).view(-1, 1, 1)
-    bucket_N = (sequence_B11 * experts + expert_TK.view(sequences, T // sequences, K)).flatten()
+    bucket_N = (sequence_B11 * experts + expert_TK.view(sequences, T // max(sequences, 1), K)).flatten()
     if drop == "probability":
         by_score_N = torch.argsort(score_TK.detach().flatten(), descending=True, stable=True)
         order_N = by_score_N[torch.argsort(bucket_N[by_score_N], stable=True)]

@@ -62,6 +62,9 @@ def test_uneven_shares_equal_one_process(ranks, world: int, fold: dict, size: in
     [
         {"router": {"score": "sigmoid", "bias_rate": 0.01, "balance_loss": 0.1}},
         {"router": {"capacity_factor": 1.0, "drop": "position"}},
+        {"router": {"capacity_factor": 1.0, "drop": "probability", "drop_scope": "sequence"}},
+        {"mtp_depth": 1},
+        {"latent_rank": 8, "rope_dim": 2, "kv_heads": 12},
         {"router": {"groups": 3, "topk_groups": 2, "softmax": "before_topk"}, "windows": ["sliding:5"]},
         {"tied_embeddings": True, "moe_every": 2},
     ],
