@@ -95,6 +95,7 @@ def _add_training(commands: Any) -> None:
     _add_recipe(command)
     command.add_argument("--address", required=True, help="address of the cluster's dashboard, such as http://HOST:8265")
     command.add_argument("--no-wait", action="store_true", help="return once the cluster has accepted the job")
+    command.add_argument("--stop", action="store_true", help="stop the job on Ctrl-C; without this, it goes on")
 
     command = _add(commands, "verify", "Compare the loss and every gradient of a recipe's fold with a single process.")
     _add_recipe(command, joins=True)

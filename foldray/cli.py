@@ -79,7 +79,7 @@ def submit(given: argparse.Namespace) -> int:
     recipe = _recipe(given)
     from trainers.cluster.jobs import submit as run
 
-    return run(recipe, given.address, as_json=given.json, wait=not given.no_wait)
+    return run(recipe, given.address, as_json=given.json, wait=not given.no_wait, stops=given.stop)
 
 
 def verify(given: argparse.Namespace) -> int:

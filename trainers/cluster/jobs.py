@@ -35,7 +35,7 @@ def in_job() -> bool:
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
-def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = True) -> int:
+def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = True, stops: bool = False) -> int:
     """Submit `foldray train` as a Ray job and follow its log.
 
     The job carries foldray's packages and the complete recipe. So the cluster needs foldray's dependencies, but not foldray
@@ -45,9 +45,11 @@ def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = Tru
         address: address of the cluster's dashboard.
         as_json: print the job's JSON document on standard output, and its log on standard error.
         wait: follow the log until the job ends; otherwise return once the cluster has accepted the job.
+        stops: Ctrl-C stops the job. Otherwise the job goes on, and only its log is no longer followed.
 
     Returns:
-        0 if the job succeeded or was accepted, 2 if it ended with a user's mistake, otherwise 1.
+        The exit code of the training; 0 if the job was accepted and nobody waits for it, 1 for a job without an exit code, and
+        130 after Ctrl-C.
 
     Raises:
         UserError: the cluster does not answer or refuses the token, or the recipe holds a secret that the job would need.
@@ -80,12 +82,19 @@ def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = Tru
         if as_json:
             print(json.dumps({"job_id": job, "address": address}))
         return 0
-    asyncio.run(_follow(client, job, as_json))
+    try:
+        asyncio.run(_follow(client, job, as_json))
+    except KeyboardInterrupt:
+        if stops:
+            client.stop_job(job)
+        rest = "stops" if stops else f"goes on; to stop it: ray job stop {job} --address {address}"
+        print(f"job {job} {rest}", file=sys.stderr)
+        return 130
     details = client.get_job_info(job)
     print(f"job {job}: {details.status.value.lower()}", file=sys.stderr)
     if details.status == JobStatus.SUCCEEDED:
         return 0
-    return 2 if details.driver_exit_code == 2 else 1
+    return details.driver_exit_code or 1
 
 
 def _check_address(address: str) -> None:
