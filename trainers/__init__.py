@@ -6,7 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainers.driver.trainer import DisagTrainer, FoldTrainer
+    from trainers.driver.disaggregated import DisagTrainer
+    from trainers.driver.trainer import FoldTrainer
     from trainers.inference.model import Model
 
 __all__ = ["DisagTrainer", "FoldTrainer", "Model"]
@@ -15,7 +16,6 @@ __all__ = ["DisagTrainer", "FoldTrainer", "Model"]
 def __getattr__(name: str) -> Any:
     # Importing Ray takes seconds. A program that uses another part of this package does not wait for it.
     if name in __all__:
-        return getattr(
-            importlib.import_module("trainers.inference.model" if name == "Model" else "trainers.driver.trainer"), name
-        )
+        rooms = {"Model": "inference.model", "FoldTrainer": "driver.trainer", "DisagTrainer": "driver.disaggregated"}
+        return getattr(importlib.import_module(f"trainers.{rooms[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -69,7 +69,7 @@ class Run:
         self.folder.tracked_by(self.tracker.uri, self.tracker.run_id, self.tracker.view_command())
         self.summary: Summary | None = None
         self.watch, self.stopped, self.grows = Watch(), False, False
-        self._recipe, self._worlds, self._sees_room = recipe, worlds, 0
+        self._recipe, self._worlds, self._sees_room, self._asked = recipe, worlds, 0, False
         last = recipe.training.stop_after or recipe.training.steps
         self._progress = None if console is None else console.progress(name, last)
         self._stack = ExitStack()
@@ -107,9 +107,9 @@ class Run:
     def _grow(self, workers: int) -> None:
         """Ask the workers to stop, so that more of them start, once the cluster has had room for more several times."""
         self._sees_room = self._sees_room + 1 if larger_world(self._recipe, self._worlds, workers) else 0
-        if self._sees_room >= _SURE and self.watch.beats:
+        if self._sees_room >= _SURE and self.watch.beats and not self._asked:
             self.grows = True
-            self.ask_to_stop()
+            self._inbox.ask_to_stop()
 
     def begin(self) -> None:
         """Forget the ranks of the attempt before."""
@@ -127,7 +127,8 @@ class Run:
         self._inbox.settle()
 
     def ask_to_stop(self) -> None:
-        """Ask the workers to save a checkpoint after their step, and to stop."""
+        """Ask the workers to save a checkpoint after their step, and to stop for good."""
+        self._asked, self.grows = True, False
         self._inbox.ask_to_stop()
 
     @property
