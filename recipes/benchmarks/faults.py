@@ -2,7 +2,7 @@
 
     python recipes/benchmarks/faults.py --json faults.jsonl
 
-A training of 40 steps with a checkpoint every 10 steps is hurt while its workers start, in mid-run, or while a checkpoint is
+A training of 120 steps with a checkpoint every 10 steps is hurt while its workers start, in mid-run, or while a checkpoint is
 written. The table has what foldray told, the seconds from the fault to the first new step (or to the end), the steps that ran
 again, and what is not as it has to be. It needs root for faults of full disks.
 """
