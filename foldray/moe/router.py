@@ -106,10 +106,11 @@ class Router(nn.Module):
         factor, experts, drop = self.spec.capacity_factor, self.model.experts, self.spec.drop
         if factor is None:
             return None, None, None
+        own = expert_TK.shape[0] // max(sequences, 1)
         shared = self.spec.drop_scope == "sequence" and self.sequences.ranks > 1
         ranks = self.sequences.ranks if shared else 1
         # "probability" chooses within a piece. "position" chooses within all pieces, and needs the counts of earlier pieces.
-        tokens = (expert_TK.shape[0] // max(sequences, 1) if drop == "probability" else length) * ranks
+        tokens = (own if drop == "probability" else length) * ranks
         limit = capacity(tokens, expert_TK.shape[1], experts, factor)
         if shared:
             expert_BLK, score_BLK = (self.sequences.whole(_by_sequence(x, sequences)) for x in (expert_TK, score_TK))
@@ -119,7 +120,7 @@ class Router(nn.Module):
         keep_TK = keep_within(limit, expert_TK, score_TK, sequences, experts, drop, before_BE)
         if shared:
             keep_TK = self.sequences.own(keep_TK.view_as(expert_BLK)).flatten(0, 1)
-        return keep_TK, min(limit, expert_TK.shape[0] // max(sequences, 1)) * sequences, competed_BE
+        return keep_TK, min(limit, own) * sequences, competed_BE
 
     @torch.no_grad()
     def update_bias(self, count_E: torch.Tensor) -> None:

@@ -93,6 +93,7 @@ def decide(attempts: Sequence[Attempt], most: int | None) -> Decision:
     since = takewhile(lambda attempt: attempt.saved == last.saved, reversed(attempts))
     failed = sum(attempt.failure.kind not in _FREE for attempt in since)
     if most is not None and failed > most:
-        count = "1 attempt" if failed == 1 else f"{failed} attempts"
-        return GiveUp(f"{count} failed without a new checkpoint; cluster.max_failures allows {most}")
+        if most == 0:
+            return GiveUp()
+        return GiveUp(f"{failed} attempts failed without a new checkpoint; cluster.max_failures allows {most}")
     return GoOn()

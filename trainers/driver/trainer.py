@@ -216,7 +216,7 @@ class FoldTrainer(TorchTrainer):
             if begin is None or begin.field == "resume":
                 list_checkpoints(self._folder, begin)
             outcome = self._attempt(run)
-            if isinstance(outcome, Result):
+            if not isinstance(outcome, tuple):
                 if run.stopped and run.grows:
                     run.tell({"kind": "grows", "step": run.folder.history.last_step})
                     begin = Beginning.newest(self._folder, damaged)

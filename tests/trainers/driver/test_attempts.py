@@ -26,7 +26,8 @@ def test_as_many_failures_without_a_new_checkpoint_as_allowed(kind: Kind) -> Non
     assert decide(failed[:3], 3) == GoOn()
     assert decide(failed, 3) == GiveUp("4 attempts failed without a new checkpoint; cluster.max_failures allows 3")
     assert decide(failed, None) == GoOn()
-    assert decide(failed[:1], 0) == GiveUp("1 attempt failed without a new checkpoint; cluster.max_failures allows 0")
+    assert decide(failed[:2], 1) == GiveUp("2 attempts failed without a new checkpoint; cluster.max_failures allows 1")
+    assert decide(failed[:1], 0) == GiveUp(), "the failure itself says all"
 
 
 def test_a_new_checkpoint_starts_the_count_again() -> None:

@@ -102,11 +102,11 @@ def test_mistakes_are_one_line(step: str, tmp_path: Path, capsys: pytest.Capture
     binary.write_bytes(b"a\xff")
     make_run(tmp_path / "damaged")
     flipped(FILE)(tmp_path / "damaged" / "step_00000003")
-    damaged, run = str(tmp_path / "damaged" / "step_00000003"), str(tmp_path / "run")
+    damaged, run = str(tmp_path / "damaged" / "step_00000003"), str(tmp_path)
     prompt = ["--prompt", "x"]
     for arguments, line in (
         (["generate", str(tmp_path / "none"), *prompt], "is not a checkpoint's folder, or does not exist"),
-        (["generate", run, *prompt], f"holds no checkpoint; legal: {step}"),
+        (["generate", run, *prompt], "holds no checkpoint"),
         (["generate", damaged, *prompt], "is damaged: __0_0.distcp has other bytes"),
         (["generate", step, *prompt, "--tokens", "0"], "tokens=0: must be at least 1"),
         (["generate", "none", *prompt, "--tokens", "0"], "tokens=0: must be at least 1"),  # before the checkpoint is looked for
