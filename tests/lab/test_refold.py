@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT)),
 ]
 
-STEPS = 80
+STEPS = 400
 RECIPE: dict[str, Any] = {
     "name": "refold",
     "precision": "float64",
