@@ -195,9 +195,11 @@ class Slow(TypedDict):
     rank: int
     node_ip: str
     over_others: float
-    """The rank's share of time without waiting, over the median share of the other ranks; below 1 when it is over."""
+    """The rank's share of time without waiting, over the median share of the other ranks."""
     over_before: float | None
     """The same over its own share before."""
+    goes_on: bool
+    """False when the others no longer wait for it."""
     time: NotRequired[float]
 
 
@@ -317,7 +319,7 @@ class History:
             self.slow.clear()
         elif record["kind"] == "slow":
             self.slow.pop(record["rank"], None)
-            if record["over_others"] > 1:
+            if record["goes_on"]:
                 self.slow[record["rank"]] = record
         else:
             self.resumes.append(record["step"])

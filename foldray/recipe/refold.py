@@ -90,7 +90,7 @@ def _needs(recipe: Recipe) -> float:
 
 
 def _seconds(recipe: Recipe, hardware: Hardware) -> float:
-    """Return the predicted seconds of a step, and more for another fold of equal speed, so that the choice is the same."""
+    """Return the predicted seconds of a step."""
     candidate = as_candidate(recipe)
     candidate = replace(candidate, job=replace(candidate.job, dtype="bf16"))  # hardware files may lack the others
     return Step(candidate, OpWork(candidate, Device.of(candidate.job, hardware))).prediction().seconds

@@ -69,8 +69,11 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def follows(error: BaseException) -> bool:
-    """Whether the error of a worker may follow from the end of another one, or from a broken connection."""
-    return isinstance(error, LOST) or bool(_CONNECTION.search(str(error)))
+    """Whether the error of a worker may follow from the end of another one, or from a broken connection.
+
+    torch's process groups raise RuntimeError. An error of a storage, which is an OSError, follows from no other worker.
+    """
+    return isinstance(error, LOST) or (isinstance(error, RuntimeError) and bool(_CONNECTION.search(str(error))))
 
 
 def _rank(error: BaseException) -> tuple[bool, bool, bool]:

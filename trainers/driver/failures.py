@@ -27,8 +27,8 @@ _TIMEOUT = re.compile("timed? ?out", re.IGNORECASE)
 def failure_of(error: Exception, places: Mapping[int, Place], watch: Watch, timeout: float) -> Failure:
     """Return why an attempt failed.
 
-    If a worker is lost, its peers fail, too. So lost workers count first, then errors of the workers' own code, then
-    broken connections.
+    One fault makes other ranks fail as well. So a lost node counts first, then errors of the workers' own code, then ranks that
+    stand still, then processes that ended, and broken connections last.
 
     Args:
         error: the exception of Ray Train.

@@ -119,7 +119,8 @@ class Progress:
             self._say(f"{self._name}: the cluster has room for more workers; they start from step {record['step']}")
         elif record["kind"] == "slow":
             name, over = f"rank {record['rank']} on {record['node_ip']}", record["over_others"]
-            what = f"the others wait for {name}, which works {over:.1f} × as long" if over > 1 else f"{name} keeps up again"
+            slow = f"the others wait for {name}, which works {over:.1f} × as long"
+            what = slow if record["goes_on"] else f"{name} keeps up again"
             self._say(f"{self._name}: {what}")
         elif record["kind"] == "settled":
             order = f"{record['forward']} forward, {record['backward']} backward"

@@ -69,14 +69,12 @@ class Beginning:
             UserError: all checkpoints of the run are damaged, or they cannot be reached.
         """
         skipped, known = list[str](), set[str]()
-        had_one = False
         try:
             try:
                 known = reported.listed(run)
-                had_one = bool(known)
             except DamagedFile as error:
                 skipped.append(str(error))
-                had_one = True
+            was_complete = bool(known or skipped)  # a damaged list had entries
             for name in sorted({*known, *reported.steps(run)} - {*without}, key=reported.step_of, reverse=True):
                 try:
                     stored, _ = _check(run / name)
@@ -88,7 +86,7 @@ class Beginning:
                 return cls("resume", run.last, run / name, stored)
         except _UNREACHED as error:
             raise UserError("resume", run.last, f"{run.name} cannot be reached ({error})") from None
-        if had_one and not without:
+        if was_complete and not without:
             raise UserError("resume", run.last, f"its {skipped[0]}; the run has no undamaged checkpoint")
         return None
 

@@ -95,10 +95,9 @@ class Run:
         for rank, pace in paces.items():
             self._gauges.waiting(rank, 1.0 - pace.busy)
             if rank in places and pace.is_slow != (rank in self.folder.history.slow):
-                over = pace.over_others or 0.0
                 self._inbox.tell({
                     "kind": "slow", "rank": rank, "node_ip": places[rank]["node_ip"], "over_before": pace.over_before,
-                    "over_others": over if pace.is_slow else min(over, 1.0), "time": time.time(),
+                    "over_others": pace.over_others or 0.0, "goes_on": pace.is_slow, "time": time.time(),
                 })  # fmt: skip
         self.folder.write_ranks(self.watch.beats, paces)
         if len(self._worlds) > 1 and not self.grows:

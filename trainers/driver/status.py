@@ -110,7 +110,7 @@ class RunStatus:
 
     def text(self) -> str:
         """Return the status as lines and a table of ranks, for people."""
-        found, out = self.document(), Console()
+        found, out = self.document(), Console(width=max(Console().width, _WIDTH))
         lines = [f"{self.name}: {_STATUS.get(found['status'], found['status'])}"]
         if found["status"] == "silent":
             lines[0] += f"; the last news is {_span(found['silent_s'])} old"
@@ -126,7 +126,7 @@ class RunStatus:
         for failure in found["failures"]:
             after = f"went on from step {failure['saved']}" if failure["goes_on"] else "gave up"
             lines.append(f"failed after step {failure['step']}: {failure['what']}; foldray {after}")
-        if found["ranks"]:
+        if found["ranks"] and found["status"] in ("running", "silent"):
             with out.capture() as captured:
                 out.print(self._table(found))
             lines += ["", *(line.rstrip() for line in captured.get().splitlines()), "", _LEGEND]
@@ -158,6 +158,7 @@ class RunStatus:
         return max(times, default=None)
 
 
+_WIDTH = 120  # of the table of ranks
 _FAILURE = ("time", "step", "failure", "what", "ranks", "goes_on", "saved", "reason")
 _STATUS = {"running": "is training", "silent": "should be training, but is silent", "finished": "has finished"}
 _LEGEND = """\

@@ -340,7 +340,7 @@ class FoldTrainer(TorchTrainer):
 def _train_loop_with_notes(config: dict[str, Any]) -> dict[str, Any]:
     """Run `train_loop`, and make its exceptions fit to travel.
 
-    A damaged checkpoint becomes a result. Ray would retry after an exception, and every attempt would fail in the same way.
+    A damaged checkpoint becomes a result with the name of the file, because it is no fault of the workers.
     """
     try:
         return train_loop(config)

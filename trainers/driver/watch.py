@@ -44,7 +44,7 @@ class Pace:
 
     @property
     def is_slow(self) -> bool:
-        """Whether the others wait for this rank: it works longer than they do, or than it did before while they do not."""
+        """Whether the others wait for this rank, because it works much longer than they do."""
         return (self.over_others or 0.0) > _SLOW
 
 

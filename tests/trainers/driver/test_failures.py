@@ -67,6 +67,11 @@ def test_an_error_of_a_worker() -> None:
     assert told(of_workers(r1=UserError("data.path", "x", "is gone")))[:2] == ("refused", "data.path=x: is gone")
 
 
+def test_a_storage_that_does_not_answer_is_no_rank_that_stands_still() -> None:
+    failure = of_workers(r0=CLOSED, r1=OSError("AWS Error NETWORK_CONNECTION: timeout was reached"))
+    assert told(failure) == ("raised", "OSError: AWS Error NETWORK_CONNECTION: timeout was reached", (1,))
+
+
 def test_ranks_that_wait_too_long() -> None:
     found = watch(beat(0, "F combine", WAITS), beat(1), ages=(0, 20))
     assert told(of_workers(found, r0=LATE)) == (
