@@ -62,7 +62,7 @@ def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) 
         step = result["step_ms"]
         assert 0 < step["min"] <= step["median"] <= step["max"]
         assert result["forward_ms"] + result["backward_ms"] == pytest.approx(step["median"], rel=0.5)
-        assert 0 <= result["exposed_comm_ms"] <= result["comm_ms"] <= step["max"]
+        assert 0 <= result["exposed_comm_ms"] <= result["comm_ms"]  # of other steps than the timed ones
         assert 0 < result["compute_ms"] <= step["max"]
 
 
