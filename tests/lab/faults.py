@@ -160,9 +160,14 @@ class Hurt:
     @property
     def newest(self) -> Path:
         """The folder of the newest checkpoint that Ray lists."""
-        assert self.run is not None
-        listed = json.loads((self.run / "checkpoint_manager_snapshot.json").read_text())["latest_checkpoint_result"]
-        return self.run / listed["checkpoint_dir_name"]
+        return max(self.checkpoints)
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The folders of the checkpoints that Ray lists."""
+        if self.run is None or not (file := self.run / "checkpoint_manager_snapshot.json").exists():
+            return []
+        return [self.run / each["checkpoint_dir_name"] for each in json.loads(file.read_text())["checkpoint_results"]]
 
     @property
     def driver(self) -> int:
@@ -262,9 +267,11 @@ def _unflag(name: str) -> Callable[[Hurt], object]:
 
 
 def _damaged(damage: Callable[[Hurt], object]) -> Callable[[Hurt], object]:
-    """Damage the newest checkpoint, then kill a worker, so that training needs it."""
+    """Damage the newest of at least two checkpoints, then kill a worker, so that training needs one."""
 
     def happen(hurt: Hurt) -> None:
+        while len(hurt.checkpoints) < 2:
+            time.sleep(0.05)
         damage(hurt)
         hurt.kill_rank(1)
 
@@ -272,7 +279,16 @@ def _damaged(damage: Callable[[Hurt], object]) -> Callable[[Hurt], object]:
 
 
 def _truncate(hurt: Hurt) -> None:
-    file = next(hurt.newest.glob("*.distcp"))
+    _halve(hurt.newest)
+
+
+def _truncate_all(hurt: Hurt) -> None:
+    for folder in hurt.checkpoints:
+        _halve(folder)
+
+
+def _halve(checkpoint: Path) -> None:
+    file = next(checkpoint.glob("*.distcp"))
     os.truncate(file, file.stat().st_size // 2)
 
 
@@ -318,6 +334,7 @@ FAULTS: Mapping[str, Fault] = {
         Fault("Ctrl-C", lambda hurt: hurt.process.send_signal(signal.SIGINT), r"stopped after step|interrupted", False, 130),
         Fault("SIGTERM", lambda hurt: hurt.process.send_signal(signal.SIGTERM), r"stopped after step|interrupted", False, 143),
         Fault("the checkpoint is truncated", _damaged(_truncate), r"is damaged: \S+ has \d+ bytes", moments=("step", "saving")),
+        Fault("all checkpoints are truncated", _damaged(_truncate_all), r"has no undamaged checkpoint", False, moments=("step",)),
         Fault("a bit of the checkpoint flips", _damaged(_flip), r"is damaged: .* other bytes", moments=("step", "saving")),
         Fault(
             "the checkpoint is deleted",

@@ -86,8 +86,9 @@ class Beginning:
                 return cls("resume", run.last, run / name, stored)
         except _UNREACHED as error:
             raise UserError("resume", run.last, f"{run.name} cannot be reached ({error})") from None
-        if was_complete and not without:
-            raise UserError("resume", run.last, f"its {skipped[0]}; the run has no undamaged checkpoint")
+        if was_complete:
+            damage = f"its {skipped[0]}; " if skipped else ""
+            raise UserError("resume", run.last, f"{damage}the run has no undamaged checkpoint")
         return None
 
     def look(self) -> Stored:

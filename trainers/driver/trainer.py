@@ -164,9 +164,9 @@ class FoldTrainer(TorchTrainer):
         Raises:
             UserError: the recipe cannot run on this cluster, its data cannot be read, a package is missing, or the checkpoint to
                 start from is damaged or has other data or another model.
-            DamagedCheckpoint: the run lost a worker, and all its checkpoints have been damaged meanwhile.
-            ray.train.TrainingFailedError: the workers failed, and `attempts.decide` gives up. The first line of the
-                message has the reason.
+            DamagedCheckpoint: the workers found the last checkpoint of the run damaged, like all others.
+            ray.train.TrainingFailedError: the workers failed, and `attempts.decide` gives up, or the run has only damaged
+                checkpoints. The first line of the message has the failure.
         """
         _check_packages(self.recipe)
         begin = self._begin()
@@ -223,11 +223,12 @@ class FoldTrainer(TorchTrainer):
                     continue
                 return outcome
             error, failure = outcome
-            begin = self._after(error, begin, damaged)
+            found = self._after(error, begin, damaged)
+            begin = None if isinstance(found, GiveUp) else found
             saved = begin.look().progress.step if begin else 0
             self.attempts.append(Attempt(run.folder.history.last_step, saved, failure))
             most = self.run_config.failure_config.max_failures
-            decision = decide(self.attempts, None if most < 0 else most)
+            decision = found if isinstance(found, GiveUp) else decide(self.attempts, None if most < 0 else most)
             reason = decision.reason if isinstance(decision, GiveUp) else ""
             run.tell({
                 "kind": "failed", "step": run.folder.history.last_step, "failure": failure.kind, "what": failure.what,
@@ -285,19 +286,29 @@ class FoldTrainer(TorchTrainer):
         origin = (read_run(self._root / self.resume) or {}).get("started_from")
         return Beginning.newest(self._folder) or (Beginning.at(origin) if origin else None)
 
-    def _after(self, error: Exception, begun: Beginning | None, damaged: set[str]) -> Beginning | None:
+    def _after(self, error: Exception, begun: Beginning | None, damaged: set[str]) -> Beginning | GiveUp | None:
         """Return the checkpoint for the next attempt, and add the one that the workers found damaged to `damaged`.
+
+        Returns:
+            None if the run has no checkpoint yet, and so begins anew; the end if it had some, and all are damaged.
 
         Raises:
             UserError: the checkpoint that the user named is damaged, and the run has no other.
-            DamagedCheckpoint: all checkpoints of the run are damaged.
         """
         if isinstance(error, DamagedCheckpoint):
             damaged.add(Path(error.path).name)
-        if begin := Beginning.newest(self._folder, damaged):
-            return begin
+        why = ""
+        try:
+            if begin := Beginning.newest(self._folder, damaged):
+                return begin
+        except UserError as none:
+            why = none.rule
         if isinstance(error, DamagedCheckpoint):
-            raise begun.refused(error.file, error.what) if begun and not self.attempts else error
+            if begun and not self.attempts:
+                raise begun.refused(error.file, error.what)
+            why = why or "the run has no other checkpoint"
+        if why:
+            return GiveUp(why)
         return begun if begun and begun.field == "from" else None
 
     def _prepare(self) -> PackedData:

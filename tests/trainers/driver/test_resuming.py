@@ -171,7 +171,12 @@ def test_a_run_without_an_undamaged_checkpoint(run: Path) -> None:
     reported(run, 1)
     with pytest.raises(UserError, match=r"^resume=run: its checkpoint step_00000003 .*; the run has no undamaged checkpoint$"):
         newest(run)
-    assert newest(run, "step_00000001") is None, "the caller knows that there is damage"
+    with pytest.raises(UserError, match=r"the run has no undamaged checkpoint$"):
+        newest(run, "step_00000001")
+    shutil.rmtree(run / "step_00000002")
+    shutil.rmtree(run / "step_00000003")
+    with pytest.raises(UserError, match=r"^resume=run: the run has no undamaged checkpoint$"):
+        newest(run, "step_00000001")
     (run / reported_list).write_text("{")
     with pytest.raises(UserError, match=r"^resume=run: its checkpoint_manager_snapshot\.json cannot be read \(Invalid JSON"):
         newest(run)
