@@ -318,6 +318,7 @@ def _lock(hurt: Hurt) -> None:
 
 
 _LOST = r"the process of rank 1 on \S+ ended|connections between ranks broke"
+_FULL = r"No space left on device|disk of Ray's files is full"
 _GONE = r"the process of the training was lost"
 FAULTS: Mapping[str, Fault] = {
     fault.name: fault
@@ -348,11 +349,11 @@ FAULTS: Mapping[str, Fault] = {
             r"checkpoint_manager_snapshot\.json cannot be read|" + _LOST,
             moments=("step", "saving"),
         ),
-        Fault("the temporary disk is full", _fill("tmp"), r"No space left on device", False, small="tmp"),
+        Fault("the temporary disk is full", _fill("tmp"), _FULL, False, small="tmp"),
         Fault(
             "the temporary disk is full for a while",
             _fill("tmp"),
-            r"No space left on device",
+            _FULL,
             mend=_unflag("tmp/filled"),
             small="tmp",
         ),
@@ -443,7 +444,8 @@ def _watch(training: Hurt, fault: Fault, began: float, patience: float = 240.0) 
 def _told(training: Hurt, fault: Fault) -> str:
     """Return the line in which foldray has told of a fault."""
     failures = [str(failure["what"]) for failure in training.document.get("failures", ())]
-    lines = [*failures, *training.errors.splitlines()]
+    ours = ("foldray:", "run hurt-", "hurt-", "checkpoint ")  # not those of Ray
+    lines = [*failures, *(line for line in training.errors.splitlines() if line.startswith(ours))]
     return next((line for line in lines if fault.told and re.search(fault.told, line)), "")
 
 

@@ -23,6 +23,7 @@ from trainers.records import Beat, Record
 Subscriber = Callable[[Record], None]
 
 _PAUSE_S = 0.1  # between two tries to reach a lost queue
+_ANSWER_S = 10.0  # seconds for a queue to answer; one that Ray cannot start again would never answer
 _log = logging.getLogger(__name__)
 
 
@@ -137,10 +138,10 @@ class Inbox:
     def forget_orders(self) -> None:
         """Take back orders that the workers before have followed."""
         with suppress(Exception):  # an empty queue, or one that Ray starts again
-            self.orders.get_nowait_batch(self.orders.qsize())
+            _take(self.orders)
 
     def settle(self) -> None:
-        """Wait until all records that have arrived in the queue are delivered."""
+        """Wait until all records that have arrived in the queue are delivered, or until the queue does not answer."""
         self._idle.clear()
         self._idle.wait(self._patience)
 
@@ -167,12 +168,13 @@ class Inbox:
             # This is read before the queue, so the last read still gets records that were sent before the context ended.
             leaving = self._leaving.is_set()
             try:
-                records = self.queue.get_nowait_batch(self.queue.qsize())
+                records = _take(self.queue)
             except Exception as error:
                 lost_since = lost_since or time.monotonic()
                 if leaving or time.monotonic() - lost_since > self._patience:
                     self._keep(error, "the queue is lost; training continues without records")
                     self._idle.set()
+                if leaving:
                     return
                 time.sleep(_PAUSE_S)
                 continue
@@ -188,3 +190,13 @@ class Inbox:
         if self._failure is None:
             self._failure = error
             _log.warning("telemetry: %s (%s: %s)", what, type(error).__name__, error)
+
+
+def _take(queue: Queue) -> list[Any]:
+    """Take everything out of a queue. `Queue`'s own methods would wait for ever for a lost queue.
+
+    Raises:
+        ray.exceptions.RayError: the queue is lost, or does not answer in time.
+    """
+    waiting = ray.get(queue.actor.qsize.remote(), timeout=_ANSWER_S)
+    return ray.get(queue.actor.get_nowait_batch.remote(waiting), timeout=_ANSWER_S)

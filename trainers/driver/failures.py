@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 
 import ray
+import ray._private.worker
 from ray.exceptions import RayError
 from ray.train import ControllerError, TrainingFailedError
 from ray.train.v2._internal.exceptions import (
@@ -21,6 +24,9 @@ from trainers.driver.watch import Watch, named
 from trainers.records import Place
 from trainers.worker.loop import Preempted
 
+_CONTROLLER = "the process of Ray Train that starts the workers"
+_LEAST_FREE = 32 * 2**20
+"""Bytes that the disk of Ray's files needs, at the least, because Ray starts no process whose log it cannot write."""
 _TIMEOUT = re.compile("timed? ?out", re.IGNORECASE)
 
 
@@ -48,7 +54,7 @@ def failure_of(error: Exception, places: Mapping[int, Place], watch: Watch, time
         return _of_controller(error.controller_failure)
     if not isinstance(error, TrainingFailedError):
         if isinstance(error, RayError):
-            return Failure("controller", f"the process of Ray Train that starts the workers was lost ({type(error).__name__})")
+            return Failure("controller", f"{_CONTROLLER} was lost ({type(error).__name__}{_full_disk()})")
         return Failure("raised", reason(cause))
     failures = dict(getattr(error, "worker_failures", None) or {})
     return _of_nodes(places) or _of_workers(failures, places, cause, watch, timeout)
@@ -58,8 +64,17 @@ def _of_controller(error: BaseException) -> Failure:
     if isinstance(error, WorkerGroupStartupTimeoutError):
         return Failure("unplaced", f"the cluster had no room for {error.num_workers} workers, and did not start them in time")
     if isinstance(error, WorkerGroupStartupFailedError):
-        return Failure("unplaced", f"the cluster did not start the workers ({reason(error)})")
-    return Failure("controller", f"Ray Train failed ({reason(error)})")
+        return Failure("unplaced", f"the cluster did not start the workers ({reason(error)}{_full_disk()})")
+    return Failure("controller", f"Ray Train failed ({reason(error)}{_full_disk()})")
+
+
+def _full_disk() -> str:
+    """Tell of a full disk of Ray's own files on this node, or return an empty text."""
+    node = ray._private.worker._global_node
+    with suppress(OSError):
+        if node is not None and shutil.disk_usage(folder := node.get_session_dir_path()).free < _LEAST_FREE:
+            return f"; the disk of Ray's files is full: {folder}"
+    return ""
 
 
 def _of_nodes(places: Mapping[int, Place]) -> Failure | None:

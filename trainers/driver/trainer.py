@@ -51,6 +51,9 @@ from trainers.worker.engines import make_backend
 from trainers.worker.loop import train_loop
 from trainers.worker.online import MakeSearch
 
+_START_S = 120.0
+"""Seconds for Ray to start the process of its controller."""
+
 
 class FoldTrainer(TorchTrainer):
     """Trains a recipe on Ray.
@@ -206,8 +209,13 @@ class FoldTrainer(TorchTrainer):
         return True
 
     def _register_sigint_handler(self, controller: Any) -> None:
-        """Keep Ray's handle of its controller. Ray would end the training at the first Ctrl-C."""
+        """Keep Ray's handle of its controller. Ray would end the training at the first Ctrl-C.
+
+        Raises:
+            GetTimeoutError: Ray does not start the controller's process, for which Ray itself would wait for ever.
+        """
         self._controller = controller
+        ray.get(controller.__ray_ready__.remote(), timeout=_START_S)
 
     def _persist(self, run: Run, begin: Beginning | None) -> Result:
         """Make attempts until one succeeds, or until no other would help."""

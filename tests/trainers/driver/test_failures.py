@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+import ray._private.worker
 from ray.exceptions import ActorDiedError
 from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
@@ -95,6 +98,17 @@ def test_what_is_not_a_workers_fault() -> None:
         (2, 3),
     )
     assert failure_of(ValueError("x"), {}, Watch(), 20).kind == "raised"
+
+
+def test_a_full_disk_of_rays_files_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = SimpleNamespace(get_session_dir_path=lambda: "/disk/ray")
+    monkeypatch.setattr(ray._private.worker, "_global_node", node)
+    for free, told_of in ((1 << 20, True), (1 << 30, False)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        what = failure_of(ActorDiedError(), {}, Watch(), 20).what
+        assert what.endswith("; the disk of Ray's files is full: /disk/ray)") == told_of
+    monkeypatch.setattr(ray._private.worker, "_global_node", None)
+    assert failure_of(ActorDiedError(), {}, Watch(), 20).what.endswith("(ActorDiedError)")
 
 
 def _notice() -> Any:
