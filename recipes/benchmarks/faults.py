@@ -1,10 +1,10 @@
-"""Hurts trainings on this machine in every way of `tests/lab/faults.py`, and prints what came of it.
+"""Hurts trainings in every way of `tests/lab/faults.py` or `tests/lab/host_faults.py`, and prints what came of it.
 
     python recipes/benchmarks/faults.py --json faults.jsonl
 
 A training of 120 steps with a checkpoint every 10 steps is hurt while its workers start, in mid-run, or while a checkpoint is
 written. The table has what foldray told, the seconds from the fault to the first new step (or to the end), the steps that ran
-again, and what is not as it has to be. It needs root for faults of full disks.
+again, and what is not as it has to be. It needs root for full disks and for hosts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.lab.faults import FAULTS, MOMENTS, Outcome, hurt, undisturbed
+from tests.lab.faults import FAULTS
+from tests.lab.host_faults import HOST_FAULTS, on_hosts
+from tests.lab.hurt import MOMENTS, Outcome, here, hurt, undisturbed
 
 
 def main() -> int:
@@ -29,14 +31,16 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="PATTERN", help="hurt only in ways whose name matches")
     parser.add_argument("--moment", choices=MOMENTS, action="append", help="only at this moment; may be given again")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append every outcome to this file, a line each")
+    parser.add_argument("--hosts", action="store_true", help="train on three hosts (network namespaces), and hurt these")
     given = parser.parse_args()
     moments, console = given.moment or MOMENTS, Console()
-    loss = undisturbed()
+    faults, trainings = (HOST_FAULTS, on_hosts) if given.hosts else (FAULTS, here)
+    loss = undisturbed(trainings)
     console.print(f"undisturbed: final loss {loss!r}")
     found: dict[tuple[str, str], Outcome] = {}
-    for fault in FAULTS.values():
+    for fault in faults.values():
         for moment in (each for each in fault.moments if each in moments and re.search(given.only, fault.name)):
-            outcome = found[fault.name, moment] = hurt(fault, moment, loss)
+            outcome = found[fault.name, moment] = hurt(fault, moment, loss, trainings)
             console.print(f"{fault.name}, {moment}: {'; '.join(outcome.wrong) or 'as it has to be'} ({outcome.seconds:.0f} s)")
             if given.json:
                 with given.json.open("a") as file:

@@ -106,7 +106,6 @@ def _environment(token: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_memory_monitor_refresh_ms": "0",  # otherwise Ray kills workers if other programs fill the memory
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
-        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # jobs run the command `python`
         "no_proxy": "*",
     }

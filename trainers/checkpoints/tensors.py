@@ -115,9 +115,19 @@ class Saver:
 
 
 def write(folder: Path, state: State, pieces: Pieces, progress: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Write this rank's share of a checkpoint into a folder. Every rank of the group must call this."""
+    """Write this rank's share of a checkpoint into a folder. Every rank of the group must call this.
+
+    Raises:
+        OSError: (on all ranks) some rank cannot write its files.
+    """
     writer, planner = dcp.FileSystemWriter(folder), SaveBoxes(pieces)
-    dcp.save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    try:
+        dcp.save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    except CheckpointException as error:  # a BaseException: Ray would neither tell of it nor end the training
+        failures = _failures(error)
+        ranks = "ranks" if len(failures) > 1 else "rank"
+        what = next(iter(failures.values()))
+        raise OSError(f"{ranks} {', '.join(map(str, failures))} cannot write the checkpoint of step {progress['step']}: {what}") from None
     rank = 0 if group is None else dist.get_rank(group)
     if rank == 0:
         (folder / PROGRESS).write_text(json.dumps(progress))
@@ -148,10 +158,15 @@ def load(stored: Stored, state: State, pieces: Pieces, group: dist.ProcessGroup 
     try:
         dcp.load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:  # it derives from BaseException, so `except Exception` would not catch it
-        failures = [failure[0] if isinstance(failure, tuple) else failure for failure in error.failures.values()]
+        failures = _failures(error).values()
         damage = next((failure for failure in failures if isinstance(failure, DamagedFile)), None)
         reasons = "; ".join(map(str, failures))[:300]
         raise damage or RuntimeError(f"checkpoint {stored.folder.path} cannot be read: {reasons}") from None
+
+
+def _failures(error: CheckpointException) -> dict[int, BaseException]:
+    """Return what failed, by rank."""
+    return {rank: failure[0] if isinstance(failure, tuple) else failure for rank, failure in sorted(error.failures.items())}
 
 
 def _look(folder: Folder, group: dist.ProcessGroup | None) -> Stored:
