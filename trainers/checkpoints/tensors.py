@@ -127,7 +127,9 @@ def write(folder: Path, state: State, pieces: Pieces, progress: dict[str, Any], 
         failures = _failures(error)
         ranks = "ranks" if len(failures) > 1 else "rank"
         what = next(iter(failures.values()))
-        raise OSError(f"{ranks} {', '.join(map(str, failures))} cannot write the checkpoint of step {progress['step']}: {what}") from None
+        raise OSError(
+            f"{ranks} {', '.join(map(str, failures))} cannot write the checkpoint of step {progress['step']}: {what}"
+        ) from None
     rank = 0 if group is None else dist.get_rank(group)
     if rank == 0:
         (folder / PROGRESS).write_text(json.dumps(progress))

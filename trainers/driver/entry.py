@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from contextlib import nullcontext, redirect_stdout
+import tempfile
+from contextlib import nullcontext, redirect_stdout, suppress
 from pathlib import Path
 
 from foldray.errors import UserError
@@ -71,7 +73,10 @@ def train(
 
 
 def _write_traceback(failure: Exception, folder: Path) -> Path:
-    """Write the tracebacks of a failure into a file, and return its path."""
-    file = folder / "error.txt"
-    file.write_text(tracebacks(failure))
-    return file
+    """Write the tracebacks of a failure into a file, and return its path. If the run's disk is full, it is a temporary file."""
+    text = tracebacks(failure)
+    for place in (folder, Path(tempfile.mkdtemp(prefix="foldray-error-"))):
+        with suppress(OSError):
+            (place / "error.txt").write_text(text)
+            return place / "error.txt"
+    return Path(os.devnull)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from trainers.driver.tracking import Status, Tracker
 from trainers.driver.watch import Watch
 from trainers.records import Beat, Record
 
+_log = logging.getLogger(__name__)
 _SURE = 2  # looks at a cluster that has room
 _LOOK_S = 10.0  # between two looks at what all ranks do
 
@@ -144,6 +146,16 @@ class Run:
         finally:
             killed = self.stopped or isinstance(error, KeyboardInterrupt)
             status: Status = "KILLED" if killed else "FINISHED" if error is None else "FAILED"
-            self.summary = self.folder.close("stopped" if self.stopped else status.lower())
+            self._close("stopped" if self.stopped else status.lower(), error)
             self.tracker.store(self.folder.artifacts)
             self.tracker.close(status)
+
+    def _close(self, status: str, error: BaseException | None) -> None:
+        """Close the folder. A full disk must not hide why training ended."""
+        try:
+            self.summary = self.folder.close(status)
+        except OSError as full:
+            self.summary = self.folder.summary(status)
+            if error is None:
+                raise
+            _log.warning("run %s: its folder cannot be written (%s)", self.folder.path.name, full)
