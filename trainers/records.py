@@ -18,6 +18,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from typing_extensions import TypedDict  # pydantic requires this one below Python 3.12
 
 from trainers.health import Course, Health, Layers, entropy, max_over_mean, unused
+from trainers.speed import Speed
 
 VALIDATED = ("validation/loss", "validation/bits_per_byte")
 REPORTED = ("step", "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_time_s", "mfu", *VALIDATED)
@@ -255,7 +256,7 @@ class History:
         """By step: the entropy of the load over ln(experts), for every MoE layer."""
         self.unused: dict[int, tuple[int, int]] = {}
         """By step: the number of dead and of starved experts over the `LOAD_WINDOW` steps up to this one."""
-        self.course = Course()
+        self.course, self.speed = Course(), Speed()
         self._loads: deque[tuple[int, np.ndarray]] = deque(maxlen=LOAD_WINDOW)
 
     @classmethod
@@ -291,6 +292,7 @@ class History:
 
     def receive(self, record: Record) -> None:
         """Add a record to the history."""
+        self.speed.receive(record)
         if record["kind"] == "place":
             self.places[record["rank"]] = record
         elif record["kind"] == "step":

@@ -19,6 +19,7 @@ from foldray.recipe import Recipe
 from trainers.driver.watch import Pace
 from trainers.folders import DamagedFile, Folder, read_json
 from trainers.pictures.health import draw_health
+from trainers.pictures.speed import draw_speed
 from trainers.pictures.training import draw_expert_load, draw_loss, draw_tried
 from trainers.records import LOAD_WINDOW, Beat, History, Record, as_json
 
@@ -144,6 +145,8 @@ class RunFolder:
         """Draw the pictures for which the run has data, and with `page` also the page of the experts' health."""
         if self.history.steps:
             draw_loss(self.history, self._baselines, self._loss, self.path.name, self._bytes_per_token)
+        if self.history.speed.steps:
+            draw_speed(self.history.speed, self._speed, self.path.name)
         if self.history.tried:
             draw_tried(self.history, self._online, self.path.name)
         if self.history.load is not None:
@@ -201,6 +204,10 @@ class RunFolder:
         return self.path / "loss.png"
 
     @property
+    def _speed(self) -> Path:
+        return self.path / "speed.png"
+
+    @property
     def _expert_load(self) -> Path:
         return self.path / "expert_load.png"
 
@@ -210,7 +217,7 @@ class RunFolder:
 
     @property
     def _pictures(self) -> tuple[Path, ...]:
-        return self._loss, self._expert_load, self._health
+        return self._loss, self._speed, self._expert_load, self._health
 
     @property
     def _online(self) -> Path:

@@ -36,7 +36,7 @@ def test_a_run_leaves_everything(recipe, tmp_path):
     layers, experts = len(recipe.model.moe_layers), recipe.model.experts
     summary = record_all(folder, *run(30, layers, experts)).close("finished")
     names = {path.name for path in folder.path.iterdir()}
-    assert names == {"recipe.yaml", "metrics.jsonl", "run.json", "loss.png", "expert_load.png", "expert_health.png"}
+    assert names == {"recipe.yaml", "metrics.jsonl", "run.json", "loss.png", "speed.png", "expert_load.png", "expert_health.png"}
     assert (summary.run_id, summary.steps, summary.dead_experts, summary.mfu) == ("r-1", 30, 0, 0.4)
     assert summary.checkpoint == "/storage/run/checkpoint_30"
     assert summary.load_max_over_mean is not None

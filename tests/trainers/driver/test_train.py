@@ -123,7 +123,7 @@ def test_a_run_leaves_what_people_look_at(whole: FoldTrainer) -> None:
     assert run.summary.val_bpb is not None
     assert losses(whole)[-1] < losses(whole)[0]
     folder = Path(run.summary.run_dir)
-    assert {"recipe.yaml", "run.json", "metrics.jsonl", "loss.png", "expert_load.png", "expert_health.png"} <= {
+    assert {"recipe.yaml", "run.json", "metrics.jsonl", "loss.png", "speed.png", "expert_load.png", "expert_health.png"} <= {
         path.name for path in folder.iterdir()
     }
     assert Recipe.load(folder / "recipe.yaml") == whole.recipe

@@ -1,0 +1,88 @@
+"""Draws a run's tokens per second over time, with the number of workers and what happened."""
+
+from __future__ import annotations
+
+import textwrap
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from trainers.pictures.canvas import BLUE, GREY, INK, ORANGE, RED, new_figure, plain, save
+from trainers.speed import Speed
+
+_TOLD = 8  # events with a line of text; all have a mark
+_UNITS = ((3 * 86400.0, 86400.0, "days"), (3 * 3600.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+
+
+def draw_speed(speed: Speed, path: Path, title: str) -> None:
+    """Draw tokens per second over the time since the run began. Steps that ran again are in it, and so are pauses.
+
+    Args:
+        speed: the run so far. It has at least one step.
+        path: the PNG to write.
+        title: heading, usually the run's id.
+    """
+    told = min(len(speed.events), _TOLD)
+    height = 4.6 + 0.24 * told
+    figure = new_figure(10.0, height, title, "Tokens per second over time; higher is better")
+    bottom = (0.75 + 0.24 * told) / height
+    axes = figure.add_axes((0.08, bottom, 0.88, 1 - bottom - 0.95 / height))
+    begin = min(speed.steps[0][0], *(time for time, _ in speed.workers), speed.steps[0][0])
+    end = max(speed.steps[-1][0], *(event.time for event in speed.events), speed.steps[-1][0])
+    _, unit, name = next(row for row in _UNITS if end - begin >= row[0])
+    times, values = (np.array(column) for column in zip(*speed.steps, strict=True))
+    for part in _attempts(speed, times):
+        axes.plot((times[part] - begin) / unit, values[part], color=BLUE, linewidth=0.6, alpha=0.3)
+        marker = "o" if part.stop == part.start + 1 else None
+        axes.plot((times[part] - begin) / unit, _medians(values[part]), color=BLUE, linewidth=2.0, marker=marker, clip_on=False)
+    axes.set_xlim(0, max((end - begin) / unit, 1.0))
+    axes.set_ylim(0, 1.25 * float(np.percentile(values, 99)))
+    axes.set_xlabel(f"{name} since the run began")
+    axes.set_ylabel("tokens per second")
+    plain(axes)
+    _mark_workers(axes, speed, begin, end, unit)
+    _mark_events(figure, axes, speed, begin, unit)
+    save(figure, path)
+
+
+def _attempts(speed: Speed, times: np.ndarray) -> list[slice]:
+    """Return the steps of every attempt that has some."""
+    cuts = np.searchsorted(times, [event.time for event in speed.events if event.stops], side="right")
+    ends = [0, *cuts.tolist(), len(times)]
+    return [slice(first, last) for first, last in pairwise(ends) if last > first]
+
+
+def _medians(values: np.ndarray) -> np.ndarray:
+    """Return the median of every value and its neighbours. One slow step, such as one that saves, does not show."""
+    reach = min(len(values) // 60 + 2, 50)
+    reach = min(reach, len(values))
+    padded = np.pad(values, reach, mode="symmetric")
+    return np.median(np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1), axis=1)
+
+
+def _mark_workers(axes: Axes, speed: Speed, begin: float, end: float, unit: float) -> None:
+    """Write the number of workers above each stretch of time, if it ever changed."""
+    changes = [*speed.workers, (end, 0)]
+    if len({workers for _, workers in speed.workers if workers}) < 2:
+        return
+    for (start, workers), (stop, _) in pairwise(changes):
+        if workers and stop > start:
+            axes.axvspan((start - begin) / unit, (stop - begin) / unit, ymin=0.975, color=GREY, alpha=0.15 + 0.1 * (workers % 3))
+            middle = ((start + stop) / 2 - begin) / unit
+            words = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "top", "fontsize": 9.5, "color": INK}
+            axes.annotate(f"{workers} workers", (middle, 0.965), **words)
+
+
+def _mark_events(figure: Figure, axes: Axes, speed: Speed, begin: float, unit: float) -> None:
+    for number, event in enumerate(speed.events, 1):
+        at, colour = (event.time - begin) / unit, RED if event.stops else ORANGE
+        axes.axvline(at, color=colour, linewidth=1.0, linestyle=(0, (4, 3)))
+        if number <= _TOLD:
+            axes.annotate(str(number), (at, 0.0), xycoords=("data", "axes fraction"), xytext=(3, 3),
+                          textcoords="offset points", color=colour, weight="bold", fontsize=10)  # fmt: skip
+            line = f"{number}   after step {event.step}: {event.what}"
+            place = (0.24 * (min(len(speed.events), _TOLD) - number) + 0.12) / figure.get_figheight()
+            figure.text(0.08, place, textwrap.shorten(line, 130, placeholder=" …"), fontsize=9, color=colour)
