@@ -122,11 +122,19 @@ class Hurt:
     def document(self) -> dict[str, Any]:
         return json.loads((self.run / "run.json").read_text()) if self.run else {}
 
-    def records(self, kind: str) -> list[dict[str, Any]]:
+    def records(self, kind: str, start: int = 0) -> list[dict[str, Any]]:
+        """Return the records of a kind that begin after `start` bytes."""
         if not self.run or not (self.run / "metrics.jsonl").exists():
             return []
-        lines = (self.run / "metrics.jsonl").read_text().splitlines()
+        with (self.run / "metrics.jsonl").open("rb") as file:
+            file.seek(start)
+            lines = file.read().decode(errors="replace").splitlines()
         return [record for record in map(json.loads, filter(_is_whole, lines)) if record["kind"] == kind]
+
+    @property
+    def written(self) -> int:
+        """Bytes of records."""
+        return (self.run / "metrics.jsonl").stat().st_size if self.run and (self.run / "metrics.jsonl").exists() else 0
 
     def wait_for(self, moment: str, patience: float = 400.0) -> None:
         """Wait until a moment of the training: "start" (workers exist), "step" (in mid-run), or "saving"."""
@@ -148,7 +156,7 @@ class Hurt:
 
     @property
     def last_step(self) -> int:
-        return max((record["step"] for record in self.records("step")), default=0)
+        return max((record["step"] for record in self.records("step", max(self.written - 2**16, 0))), default=0)
 
     def kill_rank(self, *ranks: int, sign: signal.Signals = signal.SIGKILL) -> None:
         for rank in ranks:
@@ -299,9 +307,7 @@ def hurt(fault: Fault, moment: Moment, loss: float | None, trainings: Trainings)
     """
     with trainings(fault.small) as training:
         training.wait_for(moment)
-        began = time.monotonic()
-        fault.happen(training)
-        told, seconds = _watch(training, fault, began)
+        told, seconds = follow(training, fault)
         code = training.finish()
         training.kept.clear()
         steps = [record["step"] for record in training.records("step")]
@@ -309,7 +315,7 @@ def hurt(fault: Fault, moment: Moment, loss: float | None, trainings: Trainings)
         document, left = training.document, training.left()
         found = document.get("final_loss")
         if not told:
-            told = _told(training, fault)
+            told = _told(training, fault, 0, 0)
     wrong = []
     if code is None:
         wrong.append("it hung")
@@ -327,25 +333,32 @@ def hurt(fault: Fault, moment: Moment, loss: float | None, trainings: Trainings)
     return Outcome(told, seconds, lost, code, found, left, wrong)
 
 
-def _watch(training: Hurt, fault: Fault, began: float, patience: float = 240.0) -> tuple[str, float]:
-    """Wait until the fault is told and training has gone on, or has ended. Mend the fault when it is told."""
-    told, mended, known = "", fault.mend is None, len(training.records("step"))
+def follow(training: Hurt, fault: Fault, patience: float = 240.0) -> tuple[str, float]:
+    """Let a fault happen. Wait until it is told and training has gone on, or has ended. Mend it when it is told.
+
+    Returns:
+        What foldray told, and the seconds that passed.
+    """
+    known = len(training.document.get("failures", ())), len(training.errors)
+    began = time.monotonic()
+    fault.happen(training)
+    told, mended, written = "", fault.mend is None, training.written
     while time.monotonic() - began < patience and training.process.poll() is None:
-        told = told or _told(training, fault)
+        told = told or _told(training, fault, *known)
         if told and not mended and fault.mend is not None:
             fault.mend(training)
-            mended, known = True, len(training.records("step"))
-        if (told or fault.told is None) and fault.goes_on and len(training.records("step")) > known + 1:
+            mended, written = True, training.written
+        if (told or fault.told is None) and fault.goes_on and len(training.records("step", written)) > 1:
             break
         time.sleep(0.1)
     return told, time.monotonic() - began
 
 
-def _told(training: Hurt, fault: Fault) -> str:
-    """Return the line in which foldray has told of a fault."""
-    failures = [str(failure["what"]) for failure in training.document.get("failures", ())]
+def _told(training: Hurt, fault: Fault, failures: int, errors: int) -> str:
+    """Return the line in which foldray has told of a fault, after so many failures and characters of standard error."""
+    told = [str(failure["what"]) for failure in training.document.get("failures", ())[failures:]]
     ours = ("foldray:", "run hurt-", "hurt-", "checkpoint ")  # not those of Ray
-    lines = [*failures, *(line for line in training.errors.splitlines() if line.startswith(ours))]
+    lines = [*told, *(line for line in training.errors[errors:].splitlines() if line.startswith(ours))]
     return next((line for line in lines if fault.told and re.search(fault.told, line)), "")
 
 

@@ -25,7 +25,8 @@ def step(number: int, loss: float = 2.0, load: list[list[int]] | None = None, mf
         tokens_per_s=12_345.0, step_time_s=0.1, mfu=mfu, load=load,
         load_max_over_mean=None if load is None else 1.5, dead_experts=None if load is None else 0,
         rank_max_over_mean=float(health.rank_max_over_mean.max()) if health else None,
-        load_entropy=float(health.entropy.min()) if health else None, by_layer=health.by_layer() if health else None, time=1e9 + number,
+        load_entropy=float(health.entropy.min()) if health else None, by_layer=health.by_layer() if health else None,
+        time=1e9 + number,
     )  # fmt: skip
 
 
