@@ -204,6 +204,17 @@ class Slow(TypedDict):
     time: NotRequired[float]
 
 
+class Spiked(TypedDict):
+    """The loss of a step is far above the losses before it (`worker.spikes`). Training goes on."""
+
+    kind: Literal["spiked"]
+    step: int
+    loss: float
+    median: float
+    """The median of the losses before; nats per token, like the loss."""
+    time: NotRequired[float]
+
+
 class Failed(TypedDict):
     """An attempt failed. The driver sends this record."""
 
@@ -222,7 +233,7 @@ class Failed(TypedDict):
     time: NotRequired[float]
 
 
-Record = Failed | Grows | Slow | Place | Step | Validation | Resumed | Tried | Settled | Listed | Drifted | Saved
+Record = Failed | Grows | Slow | Spiked | Place | Step | Validation | Resumed | Tried | Settled | Listed | Drifted | Saved
 _RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")], config=ConfigDict(strict=True))
 _FINITE = ("loss", "lr", "tokens_per_s", "step_time_s")
 _LONGEST_LINE = 1 << 28
@@ -248,6 +259,8 @@ class History:
         """The failed attempts, in order."""
         self.grown: list[int] = []
         """The steps after which training went on with more workers."""
+        self.spikes: dict[int, Spiked] = {}
+        """Losses that stood out, by step."""
         self.slow: dict[int, Slow] = {}
         """Ranks that the others wait for."""
         self.imbalance: dict[int, np.ndarray] = {}
@@ -319,6 +332,8 @@ class History:
             self.grown.append(record["step"])
             self.places.clear()
             self.slow.clear()
+        elif record["kind"] == "spiked":
+            self.spikes[record["step"]] = record
         elif record["kind"] == "slow":
             self.slow.pop(record["rank"], None)
             if record["goes_on"]:
@@ -366,7 +381,7 @@ class History:
 
     def _rewind(self, step: int) -> None:
         by_steps: tuple[dict[int, Any], ...] = (
-            self.steps, self.validations, self.checkpoints, self.imbalance, self.entropy, self.unused,
+            self.steps, self.validations, self.checkpoints, self.imbalance, self.entropy, self.unused, self.spikes,
         )  # fmt: skip
         for by_step in by_steps:
             for later in [key for key in by_step if key > step]:

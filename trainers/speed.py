@@ -49,7 +49,7 @@ class Speed:
             self.steps.append((time, record["tokens_per_s"]))
         elif kind == "place":
             self._place(time, record["rank"])
-        elif kind in ("failed", "grows", "slow"):
+        elif kind in ("failed", "grows", "slow", "spiked"):
             self._happen(time, kind, record)
 
     def _place(self, time: float, rank: int) -> None:
@@ -67,6 +67,9 @@ class Speed:
             self.events.append(Event(time, record["step"], f"{record['what']}{then}", True))
         elif kind == "grows":
             self.events.append(Event(time, record["step"], "the cluster has room for more workers", True))
+        elif kind == "spiked":
+            what = f"the loss is {record['loss']:.3g}, after a median of {record['median']:.3g}"
+            self.events.append(Event(time, record["step"], what, False))
         elif record["goes_on"]:
             self.events.append(Event(time, self._step, f"rank {record['rank']} on {record['node_ip']} is slow", False))
         if kind in ("failed", "grows"):

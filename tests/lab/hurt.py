@@ -53,6 +53,8 @@ def act(x):
         return y * float("nan")
     if (place / "zero").exists():
         return y * 0
+    if (place / "spike").exists():
+        return y + 30
     if (place / "raise").exists() and torch.distributed.get_rank() == 1:
         raise ValueError("a fault of the user's own")
     return y
@@ -259,6 +261,7 @@ class Fault:
         mend: what happens after foldray has told of it; None for nothing.
         moments: the moments at which it can happen.
         small: whether temporary files, or the storage, are on a small disk.
+        same: whether the final loss has to be the undisturbed one.
     """
 
     name: str
@@ -269,6 +272,7 @@ class Fault:
     mend: Callable[[Hurt], object] | None = None
     moments: Sequence[Moment] = MOMENTS
     small: Literal["tmp", "storage"] | None = None
+    same: bool = True
 
 
 @dataclass(frozen=True)
@@ -323,7 +327,7 @@ def hurt(fault: Fault, moment: Moment, loss: float | None, trainings: Trainings)
         wrong.append(f"exit code {code}")
     if fault.told and not told:
         wrong.append("it was not told")
-    if fault.goes_on and found != loss and loss is not None:
+    if fault.goes_on and fault.same and found != loss and loss is not None:
         wrong.append(f"final loss {found}")
     # A checkpoint that is under way at the fault does not count, and a damaged one costs those since the one before.
     if lost > (3 if "checkpoint" in fault.name else 2) * EVERY:

@@ -122,6 +122,9 @@ class Progress:
             slow = f"the others wait for {name}, which works {over:.1f} × as long"
             what = slow if record["goes_on"] else f"{name} keeps up again"
             self._say(f"{self._name}: {what}")
+        elif record["kind"] == "spiked":
+            loss, median = _number(record["loss"], ".3f"), _number(record["median"], ".3f")
+            self._say(f"{self._name}: in step {record['step']}, the loss is {loss}, after a median of {median}")
         elif record["kind"] == "settled":
             order = f"{record['forward']} forward, {record['backward']} backward"
             self._say(f"{self._name}: order of {record['degree']} pieces: {order}")

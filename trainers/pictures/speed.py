@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -72,7 +73,13 @@ def _mark_workers(axes: Axes, speed: Speed, begin: float, end: float, unit: floa
         if workers and stop > start:
             axes.axvspan((start - begin) / unit, (stop - begin) / unit, ymin=0.975, color=GREY, alpha=0.15 + 0.1 * (workers % 3))
             middle = ((start + stop) / 2 - begin) / unit
-            words = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "top", "fontsize": 9.5, "color": INK}
+            words: dict[str, Any] = {
+                "xycoords": ("data", "axes fraction"),
+                "ha": "center",
+                "va": "top",
+                "fontsize": 9.5,
+                "color": INK,
+            }
             axes.annotate(f"{workers} workers", (middle, 0.965), **words)
 
 

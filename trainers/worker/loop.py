@@ -36,6 +36,7 @@ from trainers.worker.engines import DTYPES, make_engine
 from trainers.worker.guard import Guard
 from trainers.worker.online import Knobs, MakeSearch, Online
 from trainers.worker.pulse import Pulse
+from trainers.worker.spikes import Spikes
 
 _LONGER = 1.5  # a rank that stands still ends itself after those that wait for it
 _EVALUATED = 8  # micro-batches in one evaluation, for each pipeline position
@@ -118,6 +119,7 @@ class Worker:
         self.guard = Guard(self.engine, self.groups, recipe.model)
         self.saver = tensors.Saver(recipe.checkpoint.asynchronous)
         self.peak = self._all_ranks(matmul_peak(self.device, DTYPES[recipe.precision]))
+        self.spikes = Spikes()
         self.validation: dict[str, Any] = {}
         self.last: Step
         self.search = search
@@ -173,6 +175,8 @@ class Worker:
         self.last = self._record(step + 1, totals, rate, norms.total, time.perf_counter() - started)
         if self.rank == 0:
             self.outbox.send(self.last)
+            if (median := self.spikes.look(totals.language)) is not None:
+                self.outbox.send({"kind": "spiked", "step": step + 1, "loss": totals.language, "median": median})
         return totals
 
     def _train_batch(self, step: int, m: int) -> Batch:
