@@ -4,6 +4,7 @@ from foldray.runtime.engine import Engine, State, TorchEngine, engine_state, sta
 from foldray.runtime.execution import Execution
 from foldray.runtime.gradients import GradientBuffer, Gradients, Norms, Owners, gradient_norms
 from foldray.runtime.optimizer import decay_groups, learning_rate, make_optimizer, state_keys
+from foldray.runtime.shards import Shard
 from foldray.runtime.shell import StepModule
 from foldray.runtime.trace import Trace
 
@@ -14,6 +15,7 @@ __all__ = [
     "Gradients",
     "Norms",
     "Owners",
+    "Shard",
     "State",
     "StepModule",
     "TorchEngine",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from foldray.blueprint import Piece
 from foldray.blueprint.parameters import GradientClass
+from foldray.blueprint.parts import Index
 from foldray.comm import Groups
 from foldray.model import Batch, Losses, Transformer
 from foldray.recipe import OptimizerSpec
@@ -17,6 +18,7 @@ from foldray.runtime.execution import Execution
 from foldray.runtime.gradients import Gradients, Norms
 from foldray.runtime.muon import Muon
 from foldray.runtime.optimizer import decay_groups, make_optimizer, state_keys
+from foldray.runtime.shards import Shard, cut
 from foldray.schedule import Ordering
 
 State = dict[str, torch.Tensor]
@@ -52,6 +54,12 @@ class Engine(Protocol):
 
     def load_state(self, state: State) -> None:
         """Restore a state that `state` has returned."""
+
+    def shards(self) -> list[Shard]:
+        """Return this rank's share of the state. Together, the shards of all ranks are the state."""
+
+    def load_shards(self, shards: Sequence[Shard]) -> None:
+        """Train with the values that were copied into the tensors of `shards`. All ranks must call this."""
 
     def close(self) -> None:
         """Free everything that would keep the engine in memory. The engine cannot be used afterwards."""
@@ -118,8 +126,30 @@ class TorchEngine:
             bias.copy_(state[f"model/{name}"])
         self._spread()
 
+    def shards(self) -> list[Shard]:
+        """Return views of what this rank owns: boxes of parameters, or of runs of them if the optimizer is sharded."""
+        found = [Shard.whole(f"model/{name}", bias) for name, bias in self.model.biases().items()]
+        for parameter, key, pattern, parts in tensors_of(self.model, self.spec):
+            own = self.masters[parameter].detach() if key is None else self._remembered(parameter, key)
+            for name, index in parts:
+                found += self._shards(pattern.format(name), parameter, own, self.model.pieces[name], index)
+        return found
+
+    def load_shards(self, shards: Sequence[Shard]) -> None:
+        self._spread()
+
     def close(self) -> None:
         """Do nothing: nothing keeps the engine in memory."""
+
+    def _shards(self, key: str, parameter: nn.Parameter, own: torch.Tensor, piece: Piece, index: Index) -> Iterable[Shard]:
+        buffer = self.gradients.buffer_of[parameter]
+        if own.dim() == 0:  # a number of steps
+            return [Shard.whole(key, own)]
+        if not buffer.sharded:
+            return [Shard.of_piece(key, own[index], piece)]
+        place = buffer.places[parameter]
+        start = buffer.sharding.within(place.start, place.stop).start
+        return cut(own, parameter.shape, start, index, piece, key)
 
     def _make_optimizers(self, groups: Groups) -> list[tuple[torch.optim.Optimizer, float]]:
         """Return the optimizers that have something to update, each with its share of the learning rate."""
@@ -188,18 +218,39 @@ def whole_tensors(
     The key is None for the weights, else one of the optimizer's state. A tensor has the shape of the parameter; the tensor
     of "step" is a scalar.
     """
+    for parameter, key, pattern, parts in tensors_of(model, optimizer):
+        if key == "step":  # a number, the same for all parts
+            yield parameter, key, state[pattern.format(parts[0][0])]
+            continue
+        whole = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+        for name, index in parts:
+            whole[index] = state[pattern.format(name)]
+        yield parameter, key, whole
+
+
+class StateTensor(NamedTuple):
+    """A tensor of the state, of one parameter of a rank.
+
+    Args:
+        parameter: the parameter.
+        key: None for the weights, else a key of the optimizer's state.
+        pattern: the global key, with a gap for the name of a part.
+        parts: the model's parameters in it.
+    """
+
+    parameter: nn.Parameter
+    key: str | None
+    pattern: str
+    parts: list[tuple[str, Index]]
+
+
+def tensors_of(model: Transformer, optimizer: OptimizerSpec) -> Iterator[StateTensor]:
+    """Yield the tensors of the state of a rank's model."""
     for local, parameter in model.named_parameters():
         parts = model.global_parts[local]
-        keys = state_keys(optimizer, model.pieces[parts[0][0]].spec)
-        patterns: dict[str | None, str] = {None: "model/{}"} | {key: f"optimizer/{{}}/{key}" for key in keys}
-        for key, pattern in patterns.items():
-            if key == "step":  # a number, the same for all parts
-                yield parameter, key, state[pattern.format(parts[0][0])]
-                continue
-            whole = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
-            for name, index in parts:
-                whole[index] = state[pattern.format(name)]
-            yield parameter, key, whole
+        yield StateTensor(parameter, None, "model/{}", parts)
+        for key in state_keys(optimizer, model.pieces[parts[0][0]].spec):
+            yield StateTensor(parameter, key, f"optimizer/{{}}/{key}", parts)
 
 
 def state_pieces(model: Transformer, state: State) -> dict[str, Piece]:
@@ -226,11 +277,9 @@ def engine_state(
         weight: parameter → its weights in the optimizer's precision.
         remembered: (parameter, key) → the optimizer's state of the parameter; "step" is a scalar.
     """
-    parameters, state = dict(model.named_parameters()), {}
-    for local, parts in model.global_parts.items():
-        parameter, memory = parameters[local], state_keys(optimizer, model.pieces[parts[0][0]].spec)
-        tensors = {"model/{}": weight(parameter)} | {f"optimizer/{{}}/{key}": remembered(parameter, key) for key in memory}
+    state: dict[str, torch.Tensor] = {}
+    for parameter, key, pattern, parts in tensors_of(model, optimizer):
+        tensor = weight(parameter) if key is None else remembered(parameter, key)
         for name, index in parts:
-            for pattern, tensor in tensors.items():
-                state[pattern.format(name)] = tensor if tensor.dim() == 0 else tensor[index]
+            state[pattern.format(name)] = tensor if tensor.dim() == 0 else tensor[index]
     return state | {f"model/{name}": bias for name, bias in model.biases().items()}

@@ -95,7 +95,7 @@ class Hurt:
 
     @property
     def temporary(self) -> Path:
-        """Where the workers write checkpoints before the storage has them."""
+        """The folder of temporary files."""
         return self.folder / "tmp"
 
     def __exit__(self, *_: object) -> None:
@@ -154,7 +154,11 @@ class Hurt:
         if not self.records_seen:
             self.records_seen = self.last_step > EVERY + 2  # the first checkpoint is written by then
             return self.records_seen and moment == "step"
-        return any(self.temporary.glob("foldray-checkpoint-*/*.distcp"))
+        checkpoints = self.run.glob("step_*") if self.run else ()
+        return any(
+            any(folder.glob("*.distcp")) and len(list(folder.glob("manifest.*"))) < RECIPE["cluster"]["workers"]
+            for folder in checkpoints
+        )
 
     @property
     def last_step(self) -> int:

@@ -6,7 +6,7 @@ under.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,53 +24,57 @@ from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
-from foldray.blueprint import Piece
+from foldray.runtime import Shard
+from trainers.checkpoints.staging import Index, Staged
 from trainers.checkpoints.stored import METADATA, Stored
 from trainers.folders import DamagedFile
 
-Pieces = Mapping[str, Piece]
-
 
 class SaveBoxes(DefaultSavePlanner):
-    """Writes each tensor as its box of the global tensor. A box that several ranks hold is written once.
+    """Writes shards. A box that several ranks hold is written once.
 
     Args:
-        pieces: the box of each key. A tensor whose key is not in it is a complete global tensor.
+        staged: the shards, of which each is copied when it is written.
     """
 
-    def __init__(self, pieces: Pieces):
+    def __init__(self, staged: Staged):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.pieces = pieces
+        self.staged = staged
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([self._item(key, tensor) for key, tensor in self.state_dict.items()])
+        self.plan = SavePlan([self._item(shard) for shard in self.staged.shards])
         return self.plan
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.state_dict[index.fqn]
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        self.staged.keep(map(_index, (item.index for item in plan.items)))
+        return plan
 
-    def _item(self, key: str, tensor: torch.Tensor) -> WriteItem:
-        shape, chunk = _box(self.pieces, key, tensor)
-        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor), shape)
-        return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.staged.take(_index(index))
+
+    def _item(self, shard: Shard) -> WriteItem:
+        data = TensorWriteData(_chunk(shard), TensorProperties.create_from_tensor(shard.tensor), torch.Size(shard.shape))
+        return WriteItem(MetadataIndex(shard.key, torch.Size(shard.offset)), WriteItemType.SHARD, tensor_data=data)
 
 
 class LoadBoxes(DefaultLoadPlanner):
-    """Fills each tensor with its box of the stored tensor. The boxes that were written may be others.
+    """Fills the tensors of shards. The boxes that were written may be others.
 
     Raises:
         DamagedFile: (in DCP's CheckpointException) a tensor is missing, or has another shape or kind in the checkpoint.
     """
 
-    def __init__(self, pieces: Pieces):
+    def __init__(self, shards: Sequence[Shard]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.pieces = pieces
+        self.shards = shards
+        self._tensors = {(shard.key, shard.offset): shard.tensor for shard in shards}
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         items = []
-        for key, tensor in self.state_dict.items():
-            shape, chunk = _box(self.pieces, key, tensor)
+        for shard in self.shards:
+            key, tensor, shape, chunk = shard.key, shard.tensor, torch.Size(shard.shape), _chunk(shard)
             stored = self.metadata.state_dict_metadata.get(key)
             if not isinstance(stored, TensorStorageMetadata):
                 raise DamagedFile(METADATA, f"has no tensor {key}")
@@ -82,7 +86,7 @@ class LoadBoxes(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self.state_dict[index.fqn]
+        return self._tensors[_index(index)]
 
 
 class ReadBoxes(FileSystemReader):
@@ -134,9 +138,9 @@ class ReadBoxes(FileSystemReader):
         return tensor
 
 
-def _box(pieces: Pieces, key: str, tensor: torch.Tensor) -> tuple[torch.Size, ChunkStorageMetadata]:
-    """Return the shape of the global tensor, and this rank's chunk of it."""
-    if key not in pieces:
-        return tensor.shape, ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
-    piece = pieces[key]
-    return torch.Size(piece.spec.shape), ChunkStorageMetadata(torch.Size(piece.offset), tensor.shape)
+def _chunk(shard: Shard) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(shard.offset), shard.tensor.shape)
+
+
+def _index(index: MetadataIndex) -> Index:
+    return index.fqn, tuple(index.offset or ())

@@ -136,11 +136,14 @@ def look(folder: Folder) -> Stored:
     return Stored(folder, entries, _contents(folder, entries), progress)
 
 
-def seal(folder: Path, rank: int) -> None:
-    """Write the manifest of the files that a rank has written."""
-    written = Folder(str(folder))
-    entries = {name: {"size": written.size(name), "sha256": written.sha256(name)} for name in written.names() or ()}
-    (folder / f"manifest.{rank}.json").write_text(json.dumps(entries))
+def seal(folder: Path, rank: int) -> list[str]:
+    """Write the manifest of the files that a rank has written. Return the names of all these files."""
+    written, manifest = Folder(str(folder)), f"manifest.{rank}.json"
+    names = [name for name in written.names() or () if name.startswith(f"__{rank}_")]
+    names += [METADATA, PROGRESS] if rank == 0 else []
+    entries = {name: {"size": written.size(name), "sha256": written.sha256(name)} for name in names}
+    (folder / manifest).write_text(json.dumps(entries))
+    return [*names, manifest]
 
 
 def _entries(folder: Folder, names: list[str]) -> dict[str, Entry]:

@@ -1,18 +1,18 @@
 """Saves and loads checkpoints: files of `torch.distributed.checkpoint` in a Ray `Checkpoint`.
 
-Tensors have global names, and every rank writes its boxes of the global tensors. A rank copies its state to host memory.
-Then a background thread writes the copy to Ray's storage while training continues. Ray registers a checkpoint only after the
-files of all ranks have arrived, so training never resumes from an incomplete one. Sizes and hashes of all files are written
-beside them (`stored.py`), so damage is detected before training continues from it.
+Tensors have global names, and every rank writes its boxes of the global tensors. A background thread copies one tensor after
+another to host memory and writes it, while training continues (`staging.py`). On a disk, the files are written where they
+stay; for other storages, they are copied from a temporary folder. Ray registers a checkpoint only after the files of all
+ranks have arrived, so training never resumes from an incomplete one. Sizes and hashes of all files are written beside them
+(`stored.py`), so damage is detected before training continues from it.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -22,13 +22,16 @@ import ray
 import ray.train
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from pyarrow.fs import LocalFileSystem
 from ray.train import Checkpoint
+from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2.api.report_config import CheckpointUploadMode
 from torch.distributed.checkpoint.api import CheckpointException
 
 from foldray.comm import host_group
-from foldray.runtime import State
-from trainers.checkpoints.boxes import LoadBoxes, Pieces, ReadBoxes, SaveBoxes
+from foldray.runtime import Shard
+from trainers.checkpoints.boxes import LoadBoxes, ReadBoxes, SaveBoxes
+from trainers.checkpoints.staging import Staged
 from trainers.checkpoints.stored import PROGRESS, Stored, look, seal
 from trainers.folders import DamagedFile, Folder
 
@@ -63,48 +66,52 @@ class Saver:
     def __init__(self, asynchronous: bool):
         self.asynchronous = asynchronous
         self.group = host_group(TIMEOUT)
+        self._staged: Staged | None = None
         self._written = threading.Event()
         self._written.set()
 
-    def save(self, state: State, pieces: Pieces, progress: dict[str, Any], metrics: dict[str, Any], last: bool = False) -> str:
+    def settle(self) -> None:
+        """Copy what the checkpoint under way has not written yet. The engine must not change a tensor before."""
+        if self._staged is not None:
+            self._staged.settle()
+            self._staged = None
+
+    def save(self, shards: Sequence[Shard], progress: dict[str, Any], metrics: dict[str, Any], last: bool = False) -> str:
         """Report a checkpoint to Ray, and return the path that it will have.
 
         Args:
-            state: tensors by global name; they are copied before this returns.
-            pieces: the box of the global tensor that each tensor is.
+            shards: this rank's share of the state. Call `settle` before their tensors change.
             progress: the other state (`stored.Progress`); `progress["step"]` names the checkpoint.
             metrics: metrics that Ray stores with the checkpoint.
             last: wait until the checkpoint is written.
         """
-        copy = {key: tensor.detach().to("cpu", copy=True) for key, tensor in state.items()}
         if not self._written.wait(TIMEOUT.total_seconds()):
             raise TimeoutError(f"the checkpoint before step {progress['step']} has not been written for {TIMEOUT}")
         self._written.clear()
-        storage = ray.train.get_context().get_storage()
-        folder = Path(tempfile.mkdtemp(prefix="foldray-checkpoint-"))
+        name, storage = f"step_{progress['step']:08d}", ray.train.get_context().get_storage()
+        place = Folder(storage.build_checkpoint_path_from_name(name), storage.storage_filesystem)
+        staged = self._staged = Staged(shards)
 
         def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
             try:
-                write(folder, copy, pieces, progress, self.group)
-                place = Folder(storage.build_checkpoint_path_from_name(name), storage.storage_filesystem)
                 self._clear(place)
-                stored = storage.persist_current_checkpoint(checkpoint, name)
-                place.flush(*(path.name for path in folder.iterdir()))
-                return stored
+                with _written_to(storage, place) as folder:
+                    names = write(folder, staged, progress, self.group)
+                place.flush(*names)
+                return place.checkpoint
             finally:
-                shutil.rmtree(folder, ignore_errors=True)
+                staged.drop()
                 self._written.set()
 
-        name = f"step_{progress['step']:08d}"
         ray.train.report(
             metrics,
-            checkpoint=Checkpoint.from_directory(str(folder)),
+            checkpoint=place.checkpoint,
             checkpoint_dir_name=name,
             checkpoint_upload_mode=CheckpointUploadMode.ASYNC if self.asynchronous and not last else CheckpointUploadMode.SYNC,
             delete_local_checkpoint_after_upload=False,
             checkpoint_upload_fn=upload,
         )
-        return storage.build_checkpoint_path_from_name(name)
+        return place.path
 
     def _clear(self, place: Folder) -> None:
         """Delete what an earlier attempt has left of a checkpoint with this name. It may have had other ranks."""
@@ -114,15 +121,28 @@ class Saver:
             dist.barrier(group=self.group)
 
 
-def write(folder: Path, state: State, pieces: Pieces, progress: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Write this rank's share of a checkpoint into a folder. Every rank of the group must call this.
+@contextmanager
+def _written_to(storage: StorageContext, place: Folder) -> Iterator[Path]:
+    """Open a folder whose files will be in a storage at the end of the context: on a disk, the place itself."""
+    if isinstance(place.filesystem, LocalFileSystem):
+        yield Path(place.path)
+        return
+    with tempfile.TemporaryDirectory(prefix="foldray-checkpoint-") as folder:
+        yield Path(folder)
+        storage.persist_current_checkpoint(Checkpoint.from_directory(folder), place.last)
+
+
+def write(folder: Path, staged: Staged, progress: dict[str, Any], group: dist.ProcessGroup | None) -> list[str]:
+    """Write this rank's share of a checkpoint into a folder, and return the names of its files.
+
+    Every rank of the group must call this. The folder may be one for all of them.
 
     Raises:
         OSError: (on all ranks) some rank cannot write its files.
     """
-    writer, planner = dcp.FileSystemWriter(folder), SaveBoxes(pieces)
+    writer, planner = dcp.FileSystemWriter(folder), SaveBoxes(staged)
     try:
-        dcp.save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+        dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:  # a BaseException: Ray would neither tell of it nor end the training
         failures = _failures(error)
         ranks = "ranks" if len(failures) > 1 else "rank"
@@ -133,7 +153,7 @@ def write(folder: Path, state: State, pieces: Pieces, progress: dict[str, Any], 
     rank = 0 if group is None else dist.get_rank(group)
     if rank == 0:
         (folder / PROGRESS).write_text(json.dumps(progress))
-    seal(folder, rank)
+    return seal(folder, rank)
 
 
 @contextmanager
@@ -150,15 +170,15 @@ def opened(checkpoint: Checkpoint, group: dist.ProcessGroup | None) -> Iterator[
             raise DamagedCheckpoint(checkpoint.path, error.name, error.what) from None
 
 
-def load(stored: Stored, state: State, pieces: Pieces, group: dist.ProcessGroup | None) -> None:
-    """Fill the tensors of `state`, each a box of a global tensor, from a checkpoint of any fold.
+def load(stored: Stored, shards: Sequence[Shard], group: dist.ProcessGroup | None) -> None:
+    """Fill the tensors of shards from a checkpoint of any fold.
 
     Raises:
         DamagedFile: (on all ranks) a tensor is missing, has another shape, or lies in a damaged file.
     """
-    reader, planner = ReadBoxes(stored), LoadBoxes(pieces)
+    reader, planner = ReadBoxes(stored), LoadBoxes(shards)
     try:
-        dcp.load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+        dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:  # it derives from BaseException, so `except Exception` would not catch it
         failures = _failures(error).values()
         damage = next((failure for failure in failures if isinstance(failure, DamagedFile)), None)

@@ -13,7 +13,7 @@ from ray.train import Checkpoint
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from foldray.runtime import State
+from foldray.runtime import Shard, State
 from trainers.checkpoints.stored import Stored
 from trainers.checkpoints.tensors import DamagedCheckpoint, load, opened
 from trainers.driver.resuming import Beginning
@@ -76,7 +76,7 @@ def fill(stored: Stored, state: State) -> None:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch says that one process loads, which is meant here
-        load(stored, state, {}, None)
+        load(stored, [Shard.whole(key, tensor) for key, tensor in state.items()], None)
 
 
 def _beginning(run: str | Path | Checkpoint) -> Beginning:

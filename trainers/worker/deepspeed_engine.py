@@ -33,6 +33,7 @@ from foldray.runtime import (
     Gradients,
     Norms,
     Owners,
+    Shard,
     State,
     StepModule,
     decay_groups,
@@ -40,6 +41,7 @@ from foldray.runtime import (
     gradient_norms,
     make_optimizer,
     state_keys,
+    state_pieces,
     whole_tensors,
 )
 from foldray.schedule import Ordering
@@ -136,6 +138,15 @@ class DeepSpeedEngine:
             step = next(tensor for key, tensor in state.items() if key.endswith("/step"))
             for memory in self._memories():
                 memory["step"] = step.clone()
+
+    def shards(self) -> list[Shard]:
+        """Return the state as copies of whole boxes, because DeepSpeed alone knows which runs of them a rank owns."""
+        state = self.state()
+        pieces = state_pieces(self.model, state)
+        return [Shard.of_piece(key, tensor, pieces.get(key)) for key, tensor in state.items()]
+
+    def load_shards(self, shards: Sequence[Shard]) -> None:
+        self.load_state({shard.key: shard.tensor for shard in shards})
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks. Autograd's nodes hold them, and so the engine, unseen by garbage collection."""

@@ -169,6 +169,7 @@ class Worker:
         losses = self.engine.train([self._train_batch(step, m) for m in range(self.recipe.accumulation)])
         rate = learning_rate(self.recipe.optimizer, step, training.steps)
         self.activity.doing = "updates weights"
+        self.saver.settle()
         norms = self.guard.update(step + 1, rate)
         totals = self._totals(losses, stops)
         self.engine.model.update_biases(totals.count_ME)
@@ -249,9 +250,8 @@ class Worker:
         found = {"chosen": self.online.chosen, "seconds": self.online.seconds}
         progress["online"] = {"on": self.ground, "speeds": self.speeds, **found}
         with self.activity.during("saves a checkpoint", tensors.TIMEOUT.total_seconds()):
-            state = self.engine.state()
-            pieces = state_pieces(self.engine.model, state)
-            path = self.saver.save(state, pieces, progress, reported(self.last, self.validation), last=final)
+            metrics = reported(self.last, self.validation)
+            path = self.saver.save(self.engine.shards(), progress, metrics, last=final)
         if self.rank == 0:
             self.outbox.send({"kind": "checkpoint", "step": done, "path": path})
 
@@ -264,9 +264,9 @@ class Worker:
             return 0
         loading = self.activity.during("loads a checkpoint", tensors.TIMEOUT.total_seconds())
         with loading, tensors.opened(checkpoint, self.saver.group) as stored:
-            state = self._own_state()
-            tensors.load(stored, state, state_pieces(self.engine.model, state), self.saver.group)
-            self.engine.load_state(state)
+            shards = self.engine.shards()
+            tensors.load(stored, shards, self.saver.group)
+            self.engine.load_shards(shards)
         step = stored.progress.step
         self.validation = stored.progress.validation
         self._recall(stored.progress.online)

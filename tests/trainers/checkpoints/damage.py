@@ -13,8 +13,9 @@ import torch
 from ray.train import Checkpoint
 from torch.distributed.checkpoint.metadata import Metadata
 
-from foldray.blueprint import Piece
+from foldray.runtime import Shard
 from trainers.checkpoints import tensors
+from trainers.checkpoints.staging import Staged
 from trainers.checkpoints.stored import seal
 
 FILE = "__0_0.distcp"
@@ -27,10 +28,14 @@ def state(step: int) -> dict[str, torch.Tensor]:
     return {**drawn, "optimizer/a/step": torch.tensor(float(step))}
 
 
+def shards_of(state: dict[str, torch.Tensor]) -> list[Shard]:
+    return [Shard.whole(key, tensor) for key, tensor in state.items()]
+
+
 def write(folder: Path, step: int) -> None:
     folder.mkdir(parents=True)
     progress = {"step": step, "data": "d", "fold": {}, "validation": {"loss": float("nan")}, "seed": 0, "global_batch": 8}
-    tensors.write(folder, state(step), {}, progress, None)
+    tensors.write(folder, Staged(shards_of(state(step))), progress, None)
 
 
 def make_run(folder: Path) -> Path:
@@ -43,10 +48,9 @@ def make_run(folder: Path) -> Path:
 def load(folder: Path | Checkpoint, into: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """Load a checkpoint as a worker does."""
     found = {key: torch.zeros_like(tensor) for key, tensor in state(0).items()} if into is None else into
-    pieces: dict[str, Piece] = {}
     handle = folder if isinstance(folder, Checkpoint) else Checkpoint.from_directory(str(folder))
     with tensors.opened(handle, None) as stored:
-        tensors.load(stored, found, pieces, None)
+        tensors.load(stored, shards_of(found), None)
     return found
 
 
@@ -67,7 +71,8 @@ def canary(folder: Path) -> Path:
 def forged(folder: Path) -> None:
     """Write a new manifest for the changed files, as a forger would."""
     (folder / "manifest.0.json").unlink()
-    seal(folder, 0)
+    for rank in {0, *(int(path.name.split("_")[2]) for path in folder.glob("__*.distcp"))}:
+        seal(folder, rank)
 
 
 def flipped(name: str) -> Damage:

@@ -13,9 +13,9 @@ from ray.train import Checkpoint
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.recipe import Recipe
-from foldray.runtime import state_pieces
 from tests.foldray.parity import engine_of, go_on, make_recipe, train
 from trainers.checkpoints import tensors
+from trainers.checkpoints.staging import Staged
 
 _SAVED, _THEN = 3, 5
 _MODEL = {"layers": 4, "tied_embeddings": True, "router": {"score": "sigmoid", "normalize": True, "bias_rate": 0.01}}
@@ -46,23 +46,18 @@ def _save(rank: int, recipe: Recipe, folder: Path) -> None:
     groups = Groups.create(recipe.placed_fold, rank)
     engine = engine_of(recipe, groups)
     go_on(engine, groups, recipe, range(_SAVED))
-    state = engine.state()
-    own = folder / f"rank{rank}"
-    own.mkdir()
     progress = {"step": _SAVED, "data": "", "fold": {}, "validation": {}}
-    tensors.write(own, state, state_pieces(engine.model, state), progress, dist.group.WORLD)
-    for path in own.iterdir():  # Ray merges the folders of the ranks in the same way
-        path.rename(folder / path.name)
+    tensors.write(folder, Staged(engine.shards()), progress, dist.group.WORLD)
     groups.close()
 
 
 def _resume(rank: int, recipe: Recipe, folder: Path) -> dict[str, Any]:
     groups = Groups.create(recipe.placed_fold, rank)
     engine = engine_of(recipe, groups)
-    state = {key: tensor.clone() for key, tensor in engine.state().items()}
+    shards = engine.shards()
     with tensors.opened(Checkpoint.from_directory(str(folder)), dist.group.WORLD) as stored:
-        tensors.load(stored, state, state_pieces(engine.model, state), dist.group.WORLD)
-    engine.load_state(state)
+        tensors.load(stored, shards, dist.group.WORLD)
+    engine.load_shards(shards)
     found = go_on(engine, groups, recipe, range(_SAVED, _SAVED + _THEN))
     groups.close()
     return found

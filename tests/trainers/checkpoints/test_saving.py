@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.trainers.checkpoints.damage import state
+from tests.trainers.checkpoints.damage import shards_of, state
 from trainers.checkpoints import tensors
+from trainers.checkpoints.staging import Staged
 
 
 def test_a_rank_that_cannot_write_is_named_on_all_ranks(ranks, tmp_path: Path) -> None:
@@ -21,7 +22,7 @@ def test_a_rank_that_cannot_write_is_named_on_all_ranks(ranks, tmp_path: Path) -
 def _write(rank: int, folders: list[Path]) -> str:
     progress = {"step": 3, "data": "d", "fold": {}, "validation": {}, "seed": 0, "global_batch": 8}
     try:
-        tensors.write(folders[rank], state(3), {}, progress, dist.group.WORLD)
+        tensors.write(folders[rank], Staged(shards_of(state(3))), progress, dist.group.WORLD)
     except Exception as error:
         return str(error)
     return "written"

@@ -17,7 +17,7 @@ from ray.train.v2._internal.execution.storage import StorageContext
 from torch.distributed.checkpoint.metadata import Metadata
 
 from foldray.errors import UserError
-from tests.trainers.checkpoints.damage import FILE, Damage, flipped, load, make_run, metadata, state
+from tests.trainers.checkpoints.damage import FILE, Damage, flipped, load, make_run, metadata, shards_of, state
 from trainers.checkpoints import tensors
 from trainers.checkpoints.reported import LIST as reported_list
 from trainers.checkpoints.stored import look
@@ -114,7 +114,7 @@ def test_what_a_worker_downloads_is_read_and_looked_at(run: Path) -> None:
     found = {key: torch.zeros_like(tensor) for key, tensor in state(3).items()}
     with tensors.opened(handle, None) as stored:
         assert stored.folder.path != str(run / "step_00000003")
-        tensors.load(stored, found, {}, None)
+        tensors.load(stored, shards_of(found), None)
     assert all(torch.equal(found[key], tensor) for key, tensor in state(3).items())
     flipped(FILE)(run / "step_00000003")
     Beginning("resume", "run", Folder("run/step_00000003", remote)).look()  # the driver does not hash remote files

@@ -20,7 +20,7 @@ from ray.train import RunConfig, ScalingConfig
 from foldray.cli import main
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from tests.trainers.checkpoints.damage import flipped
+from tests.trainers.checkpoints.damage import flipped, shards_of
 from trainers import FoldTrainer, Model
 from trainers.checkpoints import tensors
 from trainers.checkpoints.reported import LIST
@@ -84,7 +84,7 @@ def weights(trainer: FoldTrainer) -> dict[str, torch.Tensor]:
     assert trainer.run is not None
     stored = look(Folder(str(trainer.run.folder.path / f"step_{STEPS:08d}")))
     state = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in stored.contents.tensors.items()}
-    tensors.load(stored, state, {}, None)
+    tensors.load(stored, shards_of(state), None)
     return state
 
 

@@ -19,8 +19,9 @@ from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.model import Transformer
 from tests.foldray.model.test_transformer import by_name
-from tests.trainers.checkpoints.damage import FILE, flipped
+from tests.trainers.checkpoints.damage import FILE, flipped, shards_of
 from trainers.checkpoints import tensors
+from trainers.checkpoints.staging import Staged
 from trainers.data.tokenizers import ByteTokenizer, load_tokenizer
 from trainers.driver import export as module
 from trainers.driver.resuming import Beginning
@@ -57,7 +58,7 @@ def make_run(
         progress = {"step": step, "data": "d", "fold": {}, "validation": {"loss": 1.0}, "seed": 0, "global_batch": 8}
         at = folder / f"step_{step:08d}"
         at.mkdir()
-        tensors.write(at, state, {}, progress, None)
+        tensors.write(at, Staged(shards_of(state)), progress, None)
     return made
 
 

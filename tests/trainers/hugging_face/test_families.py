@@ -17,8 +17,10 @@ from foldray.model import Cache
 from foldray.runtime import state_pieces
 from tests.foldray.parity import IGNORED, batches, go_on, sample, weights
 from tests.rotation import rotated
+from tests.trainers.checkpoints.damage import shards_of
 from tests.trainers.hugging_face.oracle import ALL, FAMILIES, by_our_names, filled, loaded, mean_loss, saved, widened
 from trainers.checkpoints import tensors
+from trainers.checkpoints.staging import Staged
 
 BATCH, LENGTH = 8, 16
 FOLDS: list[tuple[str, int, dict[str, Any]]] = [
@@ -121,7 +123,7 @@ def test_import_and_export_change_no_bit(tmp_path: Path, family: str, sizes: dic
     step.mkdir(parents=True)
     (run / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     progress = {"step": 1, "data": "d", "fold": {}, "validation": {"loss": 1.0}, "seed": 0, "global_batch": 8}
-    tensors.write(step, state, {}, progress, None)
+    tensors.write(step, Staged(shards_of(state)), progress, None)
     assert main(["export-hf", str(step), str(tmp_path / "again")]) == 0
     first, second = ({name: tensor for path in sorted((tmp_path / place).glob("*.safetensors"))
                       for name, tensor in load_file(path).items()} for place in ("hub", "again"))  # fmt: skip

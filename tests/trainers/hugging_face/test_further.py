@@ -17,9 +17,11 @@ from foldray.comm import Groups
 from foldray.model import Batch, Transformer
 from foldray.runtime import Engine
 from tests.foldray.parity import sample
+from tests.trainers.checkpoints.damage import shards_of
 from tests.trainers.hugging_face.oracle import filled, loaded, widened
 from tests.trainers.hugging_face.test_export import GLM, make_run
 from trainers.checkpoints import tensors
+from trainers.checkpoints.staging import Staged
 from trainers.hugging_face.weights import Weights
 from trainers.inference.model import Model
 
@@ -82,7 +84,7 @@ def test_import_and_export_keep_every_bit(tmp_path: Path, name: str) -> None:
     again.mkdir(parents=True)
     (again.parent / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     progress = {"step": 3, "data": "d", "fold": {}, "validation": {"loss": 1.0}, "seed": 0, "global_batch": 8}
-    tensors.write(again, {key: tensor.contiguous() for key, tensor in state.items()}, {}, progress, None)
+    tensors.write(again, Staged(shards_of(state)), progress, None)
     assert main(["export-hf", str(again), str(tmp_path / "second")]) == 0
     first, second = ((tmp_path / each / "model.safetensors").read_bytes() for each in ("out", "second"))
     assert first == second
