@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -47,10 +46,6 @@ class HurtJob(Hurt):
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
-
-    @property
-    def temporary(self) -> Path:
-        return Path(tempfile.gettempdir())
 
     @property
     def victim(self) -> Host:
