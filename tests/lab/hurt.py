@@ -155,10 +155,7 @@ class Hurt:
             self.records_seen = self.last_step > EVERY + 2  # the first checkpoint is written by then
             return self.records_seen and moment == "step"
         checkpoints = self.run.glob("step_*") if self.run else ()
-        return any(
-            any(folder.glob("*.distcp")) and len(list(folder.glob("manifest.*"))) < RECIPE["cluster"]["workers"]
-            for folder in checkpoints
-        )
+        return any(len(list(folder.glob("manifest.*"))) < RECIPE["cluster"]["workers"] for folder in checkpoints)
 
     @property
     def last_step(self) -> int:
