@@ -9,6 +9,7 @@ from pathlib import Path
 from foldray.errors import MissingPackage, UserError
 from foldray.recipe import Recipe
 from foldray.urls import without_secrets
+from trainers.driver.mlflow_server import check_reachable
 from trainers.records import as_json as to_json
 from tuners import report
 from tuners.learning import write_corrected_hardware
@@ -29,6 +30,7 @@ def tune(recipe: Recipe, as_json: bool = False) -> int:
     Raises:
         UserError: the recipe cannot be tuned here.
     """
+    check_reachable(recipe)
     folder, learn = study_folder(recipe), recipe.tune.learn and Path(recipe.tune.learn)
     if learn and not learn.absolute().parent.is_dir():
         raise UserError("tune.learn", learn, "is in a folder that does not exist")
@@ -77,6 +79,7 @@ def dashboard(recipe: Recipe, host: str, port: int, as_json: bool = False) -> in
         raise MissingPackage("dashboard", host, error.name or "optuna-dashboard", "pip install optuna-dashboard") from None
     from optuna.artifacts import FileSystemArtifactStore
 
+    check_reachable(recipe)
     folder = study_folder(recipe)
     url = study_url(recipe, folder)
     if recipe.tune.storage is None and not (folder / "tune.db").exists():

@@ -23,7 +23,6 @@ _QUIET = {
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_DEDUP_LOGS": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # With this, Ray Train notices within a minute that it cannot place a worker group.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
