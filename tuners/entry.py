@@ -30,7 +30,6 @@ def tune(recipe: Recipe, as_json: bool = False) -> int:
     Raises:
         UserError: the recipe cannot be tuned here.
     """
-    check_reachable(recipe)
     folder, learn = study_folder(recipe), recipe.tune.learn and Path(recipe.tune.learn)
     if learn and not learn.absolute().parent.is_dir():
         raise UserError("tune.learn", learn, "is in a folder that does not exist")
@@ -79,9 +78,9 @@ def dashboard(recipe: Recipe, host: str, port: int, as_json: bool = False) -> in
         raise MissingPackage("dashboard", host, error.name or "optuna-dashboard", "pip install optuna-dashboard") from None
     from optuna.artifacts import FileSystemArtifactStore
 
-    check_reachable(recipe)
     folder = study_folder(recipe)
     url = study_url(recipe, folder)
+    check_reachable(recipe)  # before a database is made
     if recipe.tune.storage is None and not (folder / "tune.db").exists():
         raise UserError("tune.study", recipe.tune.study, f"has no database in {folder}; run foldray tune first")
     storage, artifacts = open_storage(url), artifact_folder(folder)

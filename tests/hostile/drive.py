@@ -28,6 +28,7 @@ from tests.hostile.table import ROWS
 
 SECONDS, MEMORY = 20, 10 * 2**30
 SECRETS = ("AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD", "PGPASSWORD", "HF_TOKEN", "WANDB_API_KEY")
+HERE = ("127.0.0.1", "::1", "localhost", "0.0.0.0", "", None)
 
 
 class TooLong(BaseException):
@@ -84,7 +85,7 @@ def run(command: list[str]) -> int | str:
         signal.alarm(0)
 
 
-def outcome(row: Row, root: Path, good: Path) -> dict[str, Any]:
+def outcome(row: Row, root: Path, good: Path, calls: Calls) -> dict[str, Any]:
     """Make the input of a row, run its command, and return what came of it."""
     work, logs = root / "work" / "place", root / "logs"
     shutil.rmtree(work.parent, ignore_errors=True)
@@ -99,6 +100,7 @@ def outcome(row: Row, root: Path, good: Path) -> dict[str, Any]:
     began = time.monotonic()
     Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins anew
     resting = peak_bytes()
+    calls.clear()
     with captured(logs):
         code = run(shlex.split(row.command))
     seconds, grown = time.monotonic() - began, peak_bytes() - resting
@@ -109,7 +111,7 @@ def outcome(row: Row, root: Path, good: Path) -> dict[str, Any]:
     told = SECRET in out + err or any(secret_files(folder) - given for folder, given in zip(watched, secrets, strict=True))
     return {
         "code": code, "out": out, "err": err, "changes": changes, "seconds": seconds, "grown": grown,
-        "ran": (work / CANARY).exists(), "secret": told,
+        "ran": (work / CANARY).exists(), "secret": told, "calls": [*calls],
     }  # fmt: skip
 
 
@@ -117,6 +119,17 @@ def secret_files(folder: Path) -> set[str]:
     """Return the files below a folder that hold the secret."""
     small = (path for path in folder.rglob("*") if path.is_file() and path.stat().st_size < 2**26)
     return {str(path.relative_to(folder)) for path in small if SECRET.encode() in path.read_bytes()}
+
+
+class Calls(list[str]):
+    """The addresses beyond this machine that Python code has connected to, or looked up."""
+
+    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("socket.connect", "socket.getaddrinfo"):
+            address = arguments[1] if event == "socket.connect" else arguments[0]
+            host = address[0] if isinstance(address, tuple) else address
+            if host not in HERE and not str(host).startswith("/"):
+                self.append(str(host))
 
 
 def _stop(*_: Any) -> None:
@@ -146,9 +159,11 @@ def main(root: Path, only: str = "") -> None:
 
     make_good(root / "good")
     hurried()
+    calls = Calls()
+    sys.addaudithook(calls.hear)
     for row in ROWS:
         if only in f"{row.kind}: {row.name}":
-            print(json.dumps({"row": f"{row.kind}: {row.name}", **outcome(row, root, root / "good")}), flush=True)
+            print(json.dumps({"row": f"{row.kind}: {row.name}", **outcome(row, root, root / "good", calls)}), flush=True)
 
 
 if __name__ == "__main__":

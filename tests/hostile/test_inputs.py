@@ -44,6 +44,7 @@ def faults(row: Row, found: dict[str, Any]) -> list[str]:
     checks.append((bool(found["out"]), f"on standard output: {found['out'][:1000]!r}"))
     checks.append((bool(found["changes"]), f"files changed: {found['changes']}"))
     checks.append((found["ran"], "code in the input ran"))
+    checks.append((bool(found["calls"]), f"it called {found['calls']}"))
     checks.append((found["secret"], "the secret was told"))
     checks.append((found["grown"] > BYTES, f"it took {found['grown'] >> 20} MiB more memory"))
     checks.append((found["seconds"] > SECONDS, f"it took {found['seconds']:.0f} s"))
@@ -74,6 +75,7 @@ def test_rows_have_names_of_their_own() -> None:
         ({"out": "table"}, "on standard output"),
         ({"changes": ["a: None → b"]}, "files changed"),
         ({"ran": True}, "code in the input ran"),
+        ({"calls": ["example.org"]}, "it called ['example.org']"),
         ({"secret": True}, "the secret was told"),
         ({"grown": 2 * BYTES}, "more memory"),
         ({"seconds": 30.0}, "it took 30 s"),
@@ -87,6 +89,7 @@ def test_every_fault_is_seen(change: dict[str, Any], told: str) -> None:
         "changes": [],
         "ran": False,
         "secret": False,
+        "calls": [],
         "grown": 0,
         "seconds": 0.1,
     }
