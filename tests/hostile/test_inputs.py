@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.hostile.row import Row
-from tests.hostile.table import ROWS
+from tests.hostile.table import ROWS, page
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
@@ -51,11 +51,17 @@ def faults(row: Row, found: dict[str, Any]) -> list[str]:
     return [text for is_wrong, text in checks if is_wrong]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_a_hostile_input_is_refused_in_one_line(row: Row, outcomes: dict[str, dict[str, Any]]) -> None:
     assert name_of(row) in outcomes, "the process ended"
     wrong = faults(row, outcomes[name_of(row)])
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_page_counts_the_rows() -> None:
+    again = "python -m tests.hostile.table > docs/measurements/hostile.md"
+    assert (ROOT / "docs" / "measurements" / "hostile.md").read_text() == page(), f"run {again}"
 
 
 def test_rows_have_names_of_their_own() -> None:
