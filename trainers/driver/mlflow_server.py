@@ -98,9 +98,9 @@ def check_reachable(recipe: Recipe) -> None:
     Raises:
         UserError: nobody answers at `tracking.uri`, or it has lost its secret.
     """
-    uri = recipe.tracking.uri
-    if uri is None:
+    if recipe.tracking.uri is None:
         return
+    uri = _absolute(recipe.tracking.uri)
     refuse_hidden("tracking.uri", uri)
     with _told(uri):
         if uri.startswith("sqlite:"):
@@ -208,7 +208,7 @@ def _check_database(path: Path) -> None:
     """Refuse a file that is no database of SQLite, or a place where none can be written.
 
     Raises:
-        sqlite3.Error, OSError, ValueError: so it is.
+        sqlite3.Error, ValueError: so it is.
     """
     if path.exists():
         if not path.is_file():
@@ -217,8 +217,11 @@ def _check_database(path: Path) -> None:
             database.execute("PRAGMA schema_version")
         return
     existing = next(parent for parent in path.parents if parent.exists())
-    with tempfile.TemporaryFile(dir=existing):
-        pass
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ValueError(f"{existing} is not a writable folder ({error.strerror})") from None
 
 
 def _sqlite_path(uri: str) -> Path:
