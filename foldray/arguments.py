@@ -225,12 +225,12 @@ def _add_status(commands: Any) -> None:
     command = _add(
         commands, "status", "Show how a run is doing: its step, its last checkpoint, its failures, and what its ranks do."
     )
-    command.add_argument("run", metavar="RUN", help="folder of a run, which may still train")
+    _add_run(command, "folder of a run, which may still train")
 
 
 def _add_health(commands: Any) -> None:
     command = _add(commands, "health", "Show how evenly a run uses its experts: full, dead and starved ones, by MoE layer.")
-    command.add_argument("run", metavar="RUN", help="folder of a run, which may still train")
+    _add_run(command, "folder of a run, which may still train")
     command.add_argument("--picture", metavar="FILE.png", help="also draw the whole run on one page")
 
 
@@ -305,10 +305,15 @@ def _add(commands: Any, name: str, meaning: str, epilog: str | None = None) -> a
     return command
 
 
-def _add_run(command: argparse.ArgumentParser) -> None:
-    """Add the argument for a trained model."""
-    meaning = "folder or URI of a run, for its newest checkpoint, or of a checkpoint: …/step_XXXXXXXX"
+_TRAINED = "folder or URI of a run, for its newest checkpoint, or of a checkpoint: …/step_XXXXXXXX"
+
+
+def _add_run(command: argparse.ArgumentParser, meaning: str = _TRAINED) -> None:
+    """Add the arguments for a run, or for a trained model."""
     command.add_argument("run", metavar="RUN", help=meaning)
+    command.add_argument(
+        "--trust", action="store_true", help="import the modules that the run's recipe names (module:NAME), which runs their code"
+    )
 
 
 def _add_recipe(command: argparse.ArgumentParser, joins: bool = False) -> None:

@@ -266,7 +266,7 @@ def generate(given: argparse.Namespace) -> int:
 
     sampling = {name: getattr(given, name) for name in ("temperature", "top_p", "top_k", "seed")}
     try:
-        return run(given.run, given.prompt, given.tokens, sampling, given.json, given.chat, given.system)
+        return run(given.run, given.prompt, given.tokens, sampling, given.json, given.chat, given.system, given.trust)
     except BrokenPipeError:
         _say_nothing_more()
         return 0
@@ -275,13 +275,13 @@ def generate(given: argparse.Namespace) -> int:
 def eval_(given: argparse.Namespace) -> int:
     from trainers.inference.entry import evaluate
 
-    return evaluate(given.run, given.files, given.seq_len, as_json=given.json)
+    return evaluate(given.run, given.files, given.seq_len, as_json=given.json, trust=given.trust)
 
 
 def status(given: argparse.Namespace) -> int:
     from trainers.driver.status import RunStatus
 
-    found = RunStatus.at(given.run)
+    found = RunStatus.at(given.run, given.trust)
     if given.json:
         _print(found.document())
     else:
@@ -292,7 +292,7 @@ def status(given: argparse.Namespace) -> int:
 def health(given: argparse.Namespace) -> int:
     from trainers.driver.health import RunHealth
 
-    found = RunHealth.at(given.run)
+    found = RunHealth.at(given.run, given.trust)
     if given.picture:
         _draw_into(given.picture, found.draw)
     if given.json:
@@ -305,7 +305,7 @@ def health(given: argparse.Namespace) -> int:
 def export_hf(given: argparse.Namespace) -> int:
     from trainers.driver.export import export
 
-    return export(given.run, given.folder, given.dtype, as_json=given.json)
+    return export(given.run, given.folder, given.dtype, as_json=given.json, trust=given.trust)
 
 
 def import_hf(given: argparse.Namespace) -> int:

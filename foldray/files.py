@@ -49,11 +49,22 @@ def load_yaml(field: str, path: str | Path) -> Any:
     Raises:
         UserError: `read_text` refuses the file, or its text is not YAML.
     """
-    text = read_text(field, path)
+    return parse_yaml(field, str(path), read_text(field, path))
+
+
+def parse_yaml(field: str, value: str, text: str) -> Any:
+    """Return the values of a YAML text.
+
+    Args:
+        field, value: what the user calls the text, and where it is from.
+
+    Raises:
+        UserError: the text is not YAML.
+    """
     try:
         return read_yaml(text)
     except Exception as error:
-        raise UserError(field, str(path), f"is not YAML ({one_line(error)})") from None
+        raise UserError(field, value, f"is not YAML ({one_line(error)})") from None
 
 
 def read_yaml(text: str) -> Any:

@@ -14,7 +14,8 @@ from foldray.errors import UserError
 Row = TypeVar("Row")
 OWN = "module:NAME"
 """The form in which a recipe names a row in a user's module."""
-_IMPORTABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+IMPORTABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""Texts of this form."""
 
 
 def find_row(field: str, table: Mapping[str, Row], kind: type[Row], name: str) -> Row:
@@ -30,7 +31,7 @@ def find_row(field: str, table: Mapping[str, Row], kind: type[Row], name: str) -
     if name in table:
         return table[name]
     legal = [*table, OWN]
-    if not _IMPORTABLE.fullmatch(name):
+    if not IMPORTABLE.fullmatch(name):
         raise UserError(field, name, "is not a legal value", legal)
     row = imported(field, name, legal)
     if not isinstance(row, kind):

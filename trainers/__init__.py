@@ -5,10 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from trainers.telemetry import turn_off
+
 if TYPE_CHECKING:
     from trainers.driver.disaggregated import DisagTrainer
     from trainers.driver.trainer import FoldTrainer
     from trainers.inference.model import Model
+
+turn_off()  # before Ray, MLflow or transformers are imported
 
 __all__ = ["DisagTrainer", "FoldTrainer", "Model"]
 

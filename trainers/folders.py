@@ -34,7 +34,7 @@ class DamagedFile(Exception):
 
     def __init__(self, name: str, what: str):
         super().__init__(name, what)
-        self.name, self.what = _printable(name), _printable(what)
+        self.name, self.what = printable(name), printable(what)
 
     def __str__(self) -> str:
         return f"{self.name} {self.what}"
@@ -152,14 +152,17 @@ class Folder:
         return f"{self.path}/{name}"
 
 
-def read_json(folder: Folder, name: str, kind: TypeAdapter[Model]) -> Model:
+def read_json(folder: Folder, name: str, kind: TypeAdapter[Model], limit: int = _MOST_JSON) -> Model:
     """Read a JSON file as a document of a type. Values of other types are refused, not converted.
+
+    Args:
+        limit: the largest size, in bytes.
 
     Raises:
         DamagedFile: the file cannot be read, or does not hold such a document.
     """
     try:
-        return kind.validate_json(folder.read(name, _MOST_JSON), strict=True)
+        return kind.validate_json(folder.read(name, limit), strict=True)
     except ValidationError as error:
         raise DamagedFile(name, f"cannot be read ({_first_fault(error)})") from None
 
@@ -171,8 +174,8 @@ def _first_fault(error: ValidationError) -> str:
     return f"{where[:80]}: {first['msg']}" if where else first["msg"]
 
 
-def _printable(text: str, limit: int = 200) -> str:
-    """Replace unprintable characters, because a forged file must not control the terminal."""
+def printable(text: str, limit: int = 200) -> str:
+    """Replace unprintable characters and cut the text, because a forged file must not control the terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:limit])
 
 

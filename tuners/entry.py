@@ -9,6 +9,7 @@ from pathlib import Path
 from foldray.errors import MissingPackage, UserError
 from foldray.recipe import Recipe
 from foldray.urls import without_secrets
+from trainers.driver.mlflow_server import check_reachable
 from trainers.records import as_json as to_json
 from tuners import report
 from tuners.learning import write_corrected_hardware
@@ -79,6 +80,7 @@ def dashboard(recipe: Recipe, host: str, port: int, as_json: bool = False) -> in
 
     folder = study_folder(recipe)
     url = study_url(recipe, folder)
+    check_reachable(recipe)  # before a database is made
     if recipe.tune.storage is None and not (folder / "tune.db").exists():
         raise UserError("tune.study", recipe.tune.study, f"has no database in {folder}; run foldray tune first")
     storage, artifacts = open_storage(url), artifact_folder(folder)

@@ -66,12 +66,11 @@ def open_storage(url: str) -> BaseStorage:
     """
     refuse_hidden("tune.storage", url)
     try:
-        if url.startswith("journal://"):
-            path = Path(url.removeprefix("journal://"))
+        if (path := _path(url)) is not None:
+            _check_file(path, b"{" if url.startswith("journal:") else b"SQLite format 3\0")
             path.parent.mkdir(parents=True, exist_ok=True)
-            return JournalStorage(JournalFileBackend(str(path)))
-        if url.startswith("sqlite:///"):
-            Path(url.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+            if url.startswith("journal:"):
+                return JournalStorage(JournalFileBackend(str(path)))
         with storage_lock(url, "tables"):  # two tuners that create the tables of a new database at once both fail
             return RDBStorage(url, engine_kwargs={"pool_pre_ping": True, **_connect_options(url)})
     except ModuleNotFoundError as error:
@@ -97,7 +96,9 @@ def storage_lock(url: str, name: str) -> Iterator[None]:
     if _is_server(url):
         lock = _server_lock(url, name)
     else:
-        lock = _file_lock(_lock_path(url)) if url.startswith(("sqlite:///", "journal://")) else nullcontext()
+        path = _path(url)
+        # Optuna's journal uses the ending .lock.
+        lock = nullcontext() if path is None else _file_lock(Path(f"{path}.turn"))
     with lock:
         yield
 
@@ -141,6 +142,22 @@ def _connect_options(url: str) -> dict[str, Any]:
     return {"connect_args": {"connect_timeout": _CONNECT_S}} if _is_server(url) else {}
 
 
-def _lock_path(url: str) -> Path:
-    path = url.removeprefix("sqlite:///").removeprefix("journal://")
-    return Path(f"{path}.turn")  # Optuna's journal uses the ending .lock
+def _path(url: str) -> Path | None:
+    """Return the file of a storage; None for a storage on a server."""
+    scheme = next((each for each in ("sqlite:///", "journal://") if url.startswith(each)), None)
+    return None if scheme is None else Path(url.removeprefix(scheme))
+
+
+def _check_file(path: Path, head: bytes) -> None:
+    """Refuse an existing file that is no storage, before a lock is written beside it. Reading a device might never end.
+
+    Raises:
+        OSError, ValueError: it is not a regular file, or begins otherwise.
+    """
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise ValueError("it is not a regular file")
+    with path.open("rb") as file:
+        if (found := file.read(len(head))) and found != head:
+            raise ValueError("the file there is something else")

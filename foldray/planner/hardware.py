@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
@@ -14,6 +14,12 @@ from foldray.errors import UserError, nearest
 from foldray.files import load_yaml
 
 _HERE = Path(__file__).parent
+_MOST = 1e9  # far above any machine; larger values would overflow
+Count = Annotated[int, Field(ge=1, le=2**17)]
+Tokens = Annotated[int, Field(ge=1, le=2**24)]
+Positive = Annotated[float, Field(gt=0, le=1e30)]
+Speed = Annotated[float, Field(ge=1e-9, le=_MOST)]
+Latency = Annotated[float, Field(ge=0, le=_MOST)]
 
 
 class Constant(Strict):
@@ -54,9 +60,9 @@ class Counts(Strict):
 class Link(Strict):
     """A link of a GPU to other GPUs. Speeds are those of one direction, and of this GPU's share of its node's links."""
 
-    gb_s: float = Field(gt=0, description="nominal GB/s of one GPU in one direction")
-    latency_us: float = Field(0.0, ge=0, description="until a message's first byte arrives")
-    by_size: tuple[tuple[int, float, float], ...] = Field(
+    gb_s: Speed = Field(description="nominal GB/s of one GPU in one direction")
+    latency_us: Latency = Field(0.0, description="until a message's first byte arrives")
+    by_size: tuple[tuple[Count, Speed, Latency], ...] = Field(
         (),
         description="measured: (ranks of a group on this lane, GB/s, µs), smallest first; a group goes by the next smaller one",
     )
@@ -74,19 +80,19 @@ class Hardware(Strict):
     name: str
     about: str = ""
     source: str = Field("", description="where the numbers come from")
-    gpus_per_node: int = Field(ge=1)
-    peak_tflops: dict[str, float] = Field(description="dense, by dtype")
-    processors: int = Field(1, ge=1, description="multiprocessors of a GPU: tiles of a product that run at once")
-    memory_gib: float = Field(gt=0, description="of one GPU")
-    memory_gb_s: float = Field(gt=0)
+    gpus_per_node: Count
+    peak_tflops: dict[str, Speed] = Field(description="dense, by dtype")
+    processors: Count = Field(1, description="multiprocessors of a GPU: tiles of a product that run at once")
+    memory_gib: float = Field(gt=0, le=_MOST, description="of one GPU")
+    memory_gb_s: Speed
     intra: Link = Field(description="within a node")
     inter: Link = Field(description="between nodes")
     constants: dict[str, float] = Field({}, description="constants that are other here")
-    gemm: tuple[tuple[float, float], ...] = Field(
+    gemm: tuple[tuple[Positive, Positive], ...] = Field(
         (),
         description="measured products: (FLOPs, share of the constant `gemm`), smallest first; between them by their logarithm",
     )
-    attention: tuple[tuple[int, float], ...] = Field(
+    attention: tuple[tuple[Tokens, Positive], ...] = Field(
         (), description="measured slices: (tokens, share of the constant `attention`), smallest first; between them likewise"
     )
 

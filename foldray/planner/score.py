@@ -39,6 +39,8 @@ METHODS: dict[str, dict[str, int]] = {
 # The weight of a constant's distance from its default (a fraction of its range); the error above which a row counts less.
 _PULL, _LENIENT = 0.1, 0.03
 
+_MOST = {"seq_len": 2**24, "gbs": 2**20}  # larger sizes would exhaust the machine
+
 COLUMNS = ("row_id", "model", "method", "gpus", "seq_len", "gbs", "cp", "tp", "ep", "pp", "etp_effective", "mfu_pct")
 
 
@@ -68,13 +70,16 @@ def read_rows(path: Path) -> list[Row]:
     missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
     if missing:
         raise UserError("score", str(path), f"has no column {missing[0]}", COLUMNS)
-    return [_told_row(fields) for fields in reader]
+    try:
+        return [_told_row(fields) for fields in reader]
+    except csv.Error as error:
+        raise UserError("score", str(path), f"is no table in CSV (line {reader.line_num}: {error})") from None
 
 
-def _told_row(fields: dict[str, str]) -> Row:
+def _told_row(fields: dict[str, str | None]) -> Row:
     """Return a row. A UserError names the row."""
     try:
-        return _row(fields)
+        return _row({key: value or "" for key, value in fields.items()})
     except UserError as error:
         raise UserError(f"{fields['row_id']}: {error.field}", error.value, error.rule, error.legal) from None
 
@@ -97,9 +102,10 @@ def _row(fields: dict[str, str]) -> Row:
 
 
 def _whole(key: str, text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise UserError(key, text, "must be a whole number, at least 1")
-    return int(text)
+    digits = text.strip()
+    if not digits.isdecimal() or len(digits) > 9 or not 1 <= int(digits) <= _MOST.get(key, 2**17):
+        raise UserError(key, text, f"must be a whole number, at least 1 and at most {_MOST.get(key, 2**17)}")
+    return int(digits)
 
 
 def _share(text: str) -> float | None:

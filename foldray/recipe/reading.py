@@ -13,8 +13,10 @@ from pydantic.fields import FieldInfo
 
 from foldray.errors import UserError, nearest
 from foldray.files import one_line, read_yaml
-from foldray.tables import Among, Refused
+from foldray.tables import IMPORTABLE, Among, Refused
+from foldray.urls import holds_secret
 
+_WITH_OWN = ("model", "schedule", "tune")  # sections with keys that take rows of the user's own (`tables.OWN`)
 _DEEPEST = 10  # levels of sections; no recipe has as many
 
 _PLAIN = {
@@ -80,6 +82,37 @@ def refuse_booleans(model: type[BaseModel], given: Any, prefix: str = "") -> Non
             refuse_booleans(section, value, f"{prefix}{key}.")
         elif any(isinstance(item, bool) for item in values) and _is_number(field.annotation):
             raise UserError(f"{prefix}{key}", str(value).lower(), "is not a valid number")
+
+
+def refuse_own(given: Any, key: str = "") -> None:
+    """Refuse values that name a row in a module (`module:NAME`), in the sections whose keys take such rows.
+
+    Raises:
+        UserError: there is such a value.
+    """
+    if isinstance(given, dict):
+        for name, value in given.items():
+            if key or name in _WITH_OWN:
+                refuse_own(value, f"{key}.{name}" if key else name)
+    elif isinstance(given, list):
+        for number, value in enumerate(given):
+            refuse_own(value, f"{key}.{number}")
+    elif isinstance(given, str) and IMPORTABLE.fullmatch(given):
+        rule = "names code, which a stored recipe runs only if you trust it: --trust, or trust=True in Python"
+        raise UserError(key, given, rule)
+
+
+def refuse_secrets(shown: Any, key: str = "") -> None:
+    """Refuse secrets in what files show of a recipe. Addresses that may hold one are shown without it (`bounds.Url`).
+
+    Raises:
+        UserError: a text has a password, a key or a token.
+    """
+    if isinstance(shown, dict):
+        for name, value in shown.items():
+            refuse_secrets(value, f"{key}.{name}" if key else name)
+    elif isinstance(shown, str) and holds_secret(shown):
+        raise UserError(key, shown, "holds a password, a key or a token, and foldray writes recipes to files")
 
 
 def _is_number(annotation: Any) -> bool:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from pydantic import model_validator
 
 from foldray.errors import UserError
-from foldray.files import load_yaml
+from foldray.files import load_yaml, parse_yaml
 from foldray.fold import divisors
 from foldray.recipe.checks import check_all
 from foldray.recipe.description import Description
-from foldray.recipe.reading import apply
+from foldray.recipe.reading import apply, refuse_own, refuse_secrets
 from foldray.schedule import AF_PIPE, LIST, OVERLAPS, Ordering, named_ordering
 
 
@@ -25,13 +26,39 @@ class Recipe(Description):
 
     @classmethod
     def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-        """Read a YAML file, apply `key.sub=value` overrides (values are YAML) and validate."""
-        given = load_yaml("recipe", path)
-        if not isinstance(given, dict):
-            raise UserError("recipe", path, "must be a mapping of sections", cls.model_fields)
+        """Read a YAML file, apply `key.sub=value` overrides (values are YAML) and validate.
+
+        Raises:
+            UserError: the recipe is illegal, or a value has a secret that files would show.
+        """
+        given = cls._sections(str(path), load_yaml("recipe", path))
         for override in overrides:
             apply(given, override)
+        recipe = cls.parse(given)
+        refuse_secrets(recipe.model_dump(mode="json"))
+        return recipe
+
+    @classmethod
+    def stored(cls, path: str, text: str, trust: bool = False) -> Recipe:
+        """Read a recipe that lies beside a trained model, and may come from another person.
+
+        Args:
+            path: where it lies, for messages.
+            trust: whether to import the modules that it names (`module:NAME`), which runs their code.
+
+        Raises:
+            UserError: the recipe is illegal, or names a module without `trust`.
+        """
+        given = cls._sections(path, parse_yaml("recipe", path, text))
+        if not trust:
+            refuse_own(given)
         return cls.parse(given)
+
+    @classmethod
+    def _sections(cls, path: str, given: Any) -> dict[str, Any]:
+        if not isinstance(given, dict):
+            raise UserError("recipe", path, "must be a mapping of sections", cls.model_fields)
+        return given
 
     @property
     def orderings(self) -> dict[int, Ordering]:

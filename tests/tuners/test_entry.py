@@ -54,9 +54,9 @@ def test_the_dashboard_tells_programs_where_it_is(
     study.mkdir(parents=True)
     open_storage(f"sqlite:///{study}/tune.db")
     served = []
-    monkeypatch.setattr("optuna_dashboard.run_server", lambda storage, host, port, artifact_store: served.append(port))
+    monkeypatch.setattr("optuna_dashboard.run_server", lambda storage, host, port, artifact_store: served.append((host, port)))
     assert main(["dashboard", "recipe.yaml", "tracking.uri=null", "--port", "8123", "--json"]) == 0
-    assert served == [8123]
+    assert served == [("127.0.0.1", 8123)]
     out, error = capfd.readouterr()
     document = json.loads(out)
     assert document["dashboard"] == "http://127.0.0.1:8123/"

@@ -110,9 +110,19 @@ def _check_address(address: str) -> None:
 
 def _send_token() -> None:
     """Make Ray's job client send the token if the user has one. With RAY_AUTH_MODE=token, the client requires a token."""
-    named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
-    if named or (Path.home() / ".ray" / "auth_token").exists():
+    if has_token():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+def has_token() -> bool:
+    """Whether this user has a token for Ray clusters."""
+    named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return bool(named) or token_file().exists()
+
+
+def token_file() -> Path:
+    """Return the file of the user's token for Ray clusters."""
+    return Path.home() / ".ray" / "auth_token"
 
 
 def _pack(folder: Path, recipe: Recipe) -> None:

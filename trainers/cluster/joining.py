@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
+import tempfile
+from contextlib import suppress
 
 import grpc
 import ray
@@ -16,14 +19,13 @@ from foldray.errors import UserError
 from foldray.planner.memory import GIB, parameters
 from foldray.recipe import Recipe
 from foldray.urls import told_without
-from trainers.cluster.jobs import WANTS_TOKEN, in_job
+from trainers.cluster.jobs import WANTS_TOKEN, has_token, in_job, token_file
 
 # Environment variables for Ray's processes. They are set before Ray starts, and never replace a user's value.
 _QUIET = {
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_DEDUP_LOGS": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # With this, Ray Train notices within a minute that it cannot place a worker group.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
@@ -56,6 +58,7 @@ def connect(recipe: Recipe, crowded: bool = False) -> None:
     if address is None and not in_job() and "RAY_ADDRESS" not in os.environ:
         _check_memory(recipe, get_system_memory(), "this machine")
         cpus = max(os.cpu_count() or 1, recipe.cluster.workers * recipe.cluster.cpus_per_worker) if crowded else None
+        _make_token()
         try:
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=_OBJECT_STORE, **quiet)
         except Exception as error:  # Ray raises plain exceptions if its processes do not start in time
@@ -72,6 +75,22 @@ def connect(recipe: Recipe, crowded: bool = False) -> None:
         reason = told_without(" ".join(str(error).split()), named)[:160]
         rule = f"no Ray cluster answers there, or it refuses the token ({reason})"
         raise UserError("cluster.address", named, rule) from None
+
+
+def _make_token() -> None:
+    """Make the token of Ray clusters on this machine, if the user has none. Only the user may read it.
+
+    Ray would make it itself, but let everybody on the machine read it, who could then run code in the cluster.
+    """
+    if has_token() or "RAY_AUTH_MODE" in os.environ:
+        return
+    path = token_file()
+    with suppress(OSError):  # Ray then tries itself
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent) as draft:
+            draft.write(secrets.token_hex(32))
+            draft.flush()
+            os.link(draft.name, path)  # at once, and never over the token of another process
 
 
 def _knock(address: str) -> None:

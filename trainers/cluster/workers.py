@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,13 @@ def release(placement_groups: Iterable[str | None]) -> None:
             remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
 
 
-def on_workers(recipe: Recipe, loop: Callable[[dict[str, Any]], Any], name: str, **config: Any) -> dict[str, Any]:
+def on_workers(recipe: Recipe, loop: Callable[[dict[str, Any]], Any], name: str, told: str = "", **config: Any) -> dict[str, Any]:
     """Run a function once on a recipe's workers with Ray Train, and return the result of the first worker.
 
     Args:
         loop: the function. It gets a dict with `config` and the recipe, which `worker` reads.
         name: name of the task, for the folder that Ray uses meanwhile.
+        told: what to say on standard error when the workers start.
 
     Raises:
         UserError: the recipe cannot run here.
@@ -71,6 +73,8 @@ def on_workers(recipe: Recipe, loop: Callable[[dict[str, Any]], Any], name: str,
     storage, folder = storage_folder(recipe), f"{name}-{secrets.token_hex(4)}"
     connect(recipe, crowded=True)
     check_room(recipe)
+    if told:
+        print(told, file=sys.stderr)
     trainer = TorchTrainer(
         loop,
         train_loop_config={"recipe": recipe.model_dump(mode="json"), **config},

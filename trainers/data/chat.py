@@ -17,7 +17,11 @@ A token is the assistant's if it has a character that the assistant wrote.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +31,7 @@ from trainers.data.tokenizers import FolderTokenizer, Tokenizer
 
 Messages = Sequence[dict[str, Any]]
 _MOST_TEXT = 1 << 24  # characters of a conversation; tokenizers need about 250 bytes of memory for each
+_LONGEST_S = 10.0  # seconds in which a template makes the text of a conversation; most need less than a millisecond
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 
@@ -61,6 +66,8 @@ class Chat:
         except ValueError:  # there is none, or only named ones
             rule = "has no chat template; it needs one in tokenizer_config.json or chat_template.jinja"
             raise self._refused(rule) from None
+        if not isinstance(self._template, str):
+            raise self._refused(f"has a chat template that is no text but {type(self._template).__name__}")
         self.has_tags = bool(_GENERATION.search(self._template))
 
     def encode(self, messages: Messages, place: object, masked: bool = True) -> tuple[np.ndarray, np.ndarray]:
@@ -121,7 +128,8 @@ class Chat:
 
     def _render(self, messages: Messages, place: object, prompt: bool = False) -> str:
         try:
-            return self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
+            with _in_time():
+                return self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
         except Exception as error:  # a template may raise anything that Python raises
             raise self._at_fault(place, error) from None
 
@@ -132,7 +140,8 @@ class Chat:
 
         options: dict[str, Any] = {"chat_template": self._template, "return_assistant_tokens_mask": True}
         try:
-            found: Any = render_jinja_template([list(messages)], **options, **self._inner.special_tokens_map)
+            with _in_time():
+                found: Any = render_jinja_template([list(messages)], **options, **self._inner.special_tokens_map)
         except Exception as error:
             raise self._at_fault(place, error) from None
         (text,), (spans,) = found
@@ -144,6 +153,33 @@ class Chat:
 
     def _refused(self, rule: str) -> UserError:
         return UserError("data.tokenizer", self.tokenizer.name, rule)
+
+
+@contextmanager
+def _in_time() -> Iterator[None]:
+    """Interrupt a template that takes longer than `_LONGEST_S`. Its loops may have any number of turns.
+
+    Only the main thread can be interrupted; data are prepared there.
+
+    Raises:
+        TimeoutError: the time is over.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it takes longer than {_LONGEST_S:.0f} s")
+
+    began, before = time.monotonic(), signal.signal(signal.SIGALRM, stop)
+    left, every = signal.setitimer(signal.ITIMER_REAL, _LONGEST_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        if left:  # of a timer that somebody else had set
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), every)
 
 
 def covered(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -24,6 +24,7 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests"
 STORED = re.compile(r"/documents/sha256-[0-9a-f]{64}\.parquet$")
 """Paths of files that `datasets.py` wrote, which are named by the hash of their documents."""
 _PART_BYTES = 8 << 20
+_LONGEST_LINE = 1 << 28  # bytes of a document in a jsonl file
 _HEAD_BYTES = 8 << 10  # the beginning of a file that is checked for zero bytes
 
 
@@ -257,9 +258,13 @@ def _jsonl_rows(part: Part, field: str, key: str) -> Iterator[Row]:
         if part.start:
             # The line that holds the byte before this part belongs to the previous part.
             lines.seek(part.start - 1)
-            lines.readline()
+            while (skipped := lines.readline(_LONGEST_LINE)) and not skipped.endswith(b"\n"):
+                pass
         while (offset := lines.tell()) < part.stop:
-            line = lines.readline()
+            line = lines.readline(_LONGEST_LINE)
+            if len(line) == _LONGEST_LINE:
+                rule = f"line {_line_number(part.file, offset)} has more than {_LONGEST_LINE >> 20} MiB"
+                raise UserError("data.path", part.file.locate(), rule)
             if line.strip():
                 yield Row(_value_of(line, part.file, offset, field, key), part.file, offset)
 
@@ -278,7 +283,8 @@ def _value_of(line: bytes, file: SourceFile, offset: int, field: str, key: str) 
 
 def _line_number(file: SourceFile, offset: int) -> int:
     with open(file.locate(), "rb") as lines:
-        return lines.read(offset).count(b"\n") + 1
+        pieces = (lines.read(min(_PART_BYTES, offset - start)) for start in range(0, offset, _PART_BYTES))
+        return sum(piece.count(b"\n") for piece in pieces) + 1
 
 
 def _parquet_rows(part: Part, field: str, key: str) -> Iterator[Row]:

@@ -16,6 +16,7 @@ from foldray.errors import MissingPackage, UserError
 _PIECE = 1 << 20
 # A tokenizer's folder may also hold a model's weights. Only files with these endings define the tokens.
 DEFINING = {".json", ".txt", ".model", ".tiktoken", ".jinja"}
+_MOST_BYTES = 1 << 28  # of such a file; the largest in use have a tenth of it
 _SIGNS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")  # every tokenizer's folder has at least one of these files
 
 
@@ -158,16 +159,37 @@ def _spread(total: int, count: int) -> np.ndarray:
 def _from_folder(name: str, folder: Path) -> Any:
     try:
         from transformers import AutoTokenizer
+        from transformers.utils import logging
     except ImportError:
         raise MissingPackage("data.tokenizer", name, "transformers", "pip install transformers") from None
     if not any(path for sign in _SIGNS for path in folder.glob(sign)):
         raise UserError("data.tokenizer", name, "holds no Hugging Face tokenizer; it lacks tokenizer.json or a similar file")
+    _check_files(name, folder)
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # transformers would warn of other mistakes than the one that it then raises
     try:
         # Without trust_remote_code=False, transformers would ask on the terminal whether to run code in the folder.
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers documents no type; it raises OSError, ValueError, JSONDecodeError, KeyError
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError("data.tokenizer", name, f"holds no Hugging Face tokenizer that can be loaded ({reason})") from None
+    finally:
+        logging.set_verbosity(before)
+
+
+def _check_files(name: str, folder: Path) -> None:
+    """Refuse files that transformers might never have read: pipes, devices, and files of more than `_MOST_BYTES`.
+
+    Raises:
+        UserError: there is such a file.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.suffix not in DEFINING or not path.exists():
+            continue
+        if not path.is_file():
+            raise UserError("data.tokenizer", name, f"cannot be read: {path.name} is not a regular file")
+        if path.stat().st_size > _MOST_BYTES:
+            raise UserError("data.tokenizer", name, f"cannot be read: {path.name} is larger than {_MOST_BYTES >> 20} MiB")
 
 
 def _content_hash(folder: Path) -> str:

@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,13 +58,14 @@ class Exported(NamedTuple):
     bytes: int
 
 
-def export(run: str, folder: Path, dtype: str | None = None, as_json: bool = False) -> int:
+def export(run: str, folder: Path, dtype: str | None = None, as_json: bool = False, trust: bool = False) -> int:
     """Write the model of a run, or of one of its checkpoints, for transformers. Say what was written, and return 0.
 
     Args:
         run: folder or URI of a run, or of a checkpoint in it.
         folder: the folder to write; it must not exist.
         dtype: type of the weights; None is that of the training.
+        trust: whether to import the modules that the run's recipe names.
 
     Raises:
         UserError: there is no undamaged checkpoint or no recipe, the model is in no known family, or the folder exists or
@@ -71,7 +73,7 @@ def export(run: str, folder: Path, dtype: str | None = None, as_json: bool = Fal
     """
     if os.path.lexists(folder):
         raise UserError("DIR", str(folder), "exists already; give the name of a new folder")
-    trained = Trained.at(run)
+    trained = Trained.at(run, trust=trust)
     family, console = family_of(trained.recipe.model), Console(stderr=True)
     wanted = getattr(torch, dtype or trained.recipe.precision)
     try:
@@ -102,6 +104,7 @@ class _new_folder:
         self.folder = folder.absolute()
 
     def __enter__(self) -> Path:
+        self.made = [parent for parent in self.folder.parents if not parent.exists()]
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.written = Path(tempfile.mkdtemp(dir=self.folder.parent, prefix=f".{self.folder.name}-"))
         return self.written
@@ -116,6 +119,9 @@ class _new_folder:
                 self.written.rename(self.folder)
         finally:
             shutil.rmtree(self.written, ignore_errors=True)
+            for parent in self.made if kind is not None else ():
+                with suppress(OSError):
+                    parent.rmdir()
 
 
 def _umask() -> int:

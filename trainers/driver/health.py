@@ -12,6 +12,8 @@ from rich.table import Table
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers.driver.recorder import read_history
+from trainers.driver.trained import recipe_of
+from trainers.folders import Folder
 from trainers.health import STARVED, Health
 from trainers.records import History
 
@@ -41,8 +43,11 @@ class RunHealth:
     steps: range
 
     @classmethod
-    def at(cls, run: str) -> RunHealth:
+    def at(cls, run: str, trust: bool = False) -> RunHealth:
         """Read the folder of a run, which may still train. Loads of experts are in the records of all versions of foldray.
+
+        Args:
+            trust: whether to import the modules that its recipe names (`Recipe.stored`).
 
         Raises:
             UserError: the folder is not that of a run, a file of it cannot be read, its files do not belong to each other, or
@@ -51,7 +56,7 @@ class RunHealth:
         path = Path(run).expanduser().absolute()
         if not (path / "metrics.jsonl").exists():
             raise UserError(_FIELD, run, "has no metrics.jsonl, so it is not the folder of a run on this machine")
-        recipe, history = Recipe.load(path / "recipe.yaml"), read_history(path, _FIELD)
+        recipe, history = recipe_of(Folder(str(path)), _FIELD, run, trust), read_history(path, _FIELD)
         load, steps = history.load, history.newest
         if load is None or steps is None:
             raise UserError(_FIELD, run, "has no loads of experts: it has finished no step, or its model has no MoE layer")

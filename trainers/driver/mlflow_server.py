@@ -11,8 +11,9 @@ import shutil
 import socket
 import sqlite3
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -92,17 +93,22 @@ class TrackingServer:
 
 
 def check_reachable(recipe: Recipe) -> None:
-    """Refuse a server or database that nobody answers for. This takes seconds at most, and starts nothing.
+    """Refuse a server or database that nobody answers for. This takes seconds at most, and starts and writes nothing.
 
     Raises:
         UserError: nobody answers at `tracking.uri`, or it has lost its secret.
     """
-    uri = recipe.tracking.uri
-    if uri is None or uri.startswith("sqlite:"):
+    if recipe.tracking.uri is None:
         return
+    uri = _absolute(recipe.tracking.uri)
     refuse_hidden("tracking.uri", uri)
     with _told(uri):
-        _knock(uri)
+        if uri.startswith("sqlite:"):
+            _check_database(_sqlite_path(uri))
+        elif _scheme(uri) in _PORTS:
+            _knock(uri)
+        else:
+            _connect(uri)  # only MLflow and its plugins know what this is
 
 
 @contextmanager
@@ -144,10 +150,9 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def _connect(uri: str) -> MlflowClient:
     _knock(uri)
-    # MLflow reads these settings only from the environment, and the first one during its import. URLs must not be printed,
-    # because standard output may be reserved for a JSON document. The default HTTP settings would retry a dead server for many
-    # minutes, which is not needed, because the tracker's thread tries again later.
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    # MLflow reads these settings only from the environment. URLs must not be printed, because standard output may be reserved
+    # for a JSON document. The default HTTP settings would retry a dead server for many minutes, which is not needed, because the
+    # tracker's thread tries again later.
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     if _is_http(uri):
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -175,11 +180,8 @@ def _alone(uri: str) -> Iterator[None]:
 
 def _knock(uri: str) -> None:
     """Fail in seconds if nobody answers at the address. MLflow takes seconds to import, and would try a database for an hour."""
-    parts = urlsplit(uri)
-    scheme = parts.scheme.split("+")[0]
+    parts, scheme = urlsplit(uri), _scheme(uri)
     if scheme == "sqlite":
-        if not uri.startswith("sqlite:///"):
-            raise ValueError("a SQLite URI has three slashes before its path")
         _sqlite_path(uri).parent.mkdir(parents=True, exist_ok=True)
         with sqlite3.connect(_sqlite_path(uri), timeout=5) as database:
             database.execute("PRAGMA schema_version")
@@ -197,7 +199,34 @@ def _absolute(uri: str) -> str:
     return f"sqlite:///{_sqlite_path(uri)}" if uri.startswith("sqlite:///") else uri
 
 
+def _scheme(uri: str) -> str:
+    """Return the kind of a server or database, without the driver of a database behind it."""
+    return urlsplit(uri).scheme.split("+")[0]
+
+
+def _check_database(path: Path) -> None:
+    """Refuse a file that is no database of SQLite, or a place where none can be written.
+
+    Raises:
+        sqlite3.Error, ValueError: so it is.
+    """
+    if path.exists():
+        if not path.is_file():
+            raise ValueError("it is not a regular file")
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=5)) as database:
+            database.execute("PRAGMA schema_version")
+        return
+    existing = next(parent for parent in path.parents if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ValueError(f"{existing} is not a writable folder ({error.strerror})") from None
+
+
 def _sqlite_path(uri: str) -> Path:
+    if not uri.startswith("sqlite:///"):
+        raise ValueError("a SQLite URI has three slashes before its path")
     return Path(uri.removeprefix("sqlite:///")).absolute()
 
 

@@ -250,10 +250,11 @@ class RunFolder:
 
 
 class _Run(TypedDict, total=False):
-    """The keys of `run.json` that a resumed run needs."""
+    """The keys of `run.json` that are read."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic documents this attribute
 
+    status: str
     mlflow_run_id: str | None
     started_from: str | None
 

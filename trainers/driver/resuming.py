@@ -13,6 +13,7 @@ from pyarrow.fs import FileSystem, LocalFileSystem
 
 from foldray.blueprint import parameter_table
 from foldray.errors import UserError
+from foldray.files import read_text
 from foldray.recipe import Recipe
 from foldray.runtime import state_keys
 from trainers.checkpoints import reported
@@ -165,22 +166,31 @@ def check_resumable(begin: Beginning, stored: Stored, recipe: Recipe, data: Pack
         if before != (now := getattr(recipe.training, key)):
             rule = f"{_run(begin)} takes its text in another order; keep its value"
             raise UserError(f"training.{key}", now, rule, [before])
-    _check_tensors(begin, stored, recipe)
+    check_model(begin, stored, recipe)
+    _check_optimizer(begin, stored, recipe)
     last = recipe.training.stop_after or recipe.training.steps
     if begin.field == "from" and progress.step >= last:
         field = "stop_after" if recipe.training.stop_after else "steps"
         raise UserError(f"training.{field}", last, f"the checkpoint has {progress.step} finished steps already")
 
 
-def _check_tensors(begin: Beginning, stored: Stored, recipe: Recipe) -> None:
+def check_model(begin: Beginning, stored: Stored, recipe: Recipe) -> None:
+    """Refuse a checkpoint of another model than the recipe's. No tensor is made, which might take all memory.
+
+    Raises:
+        UserError: a parameter is missing, there is one too many, or one has another shape.
+    """
     tensors = stored.contents.tensors
     theirs = {name.removeprefix("model/"): tuple(tensor.size) for name, tensor in tensors.items() if name.startswith("model/")}
-    rows = parameter_table(recipe.model)
-    ours = {row.name: row.shape for row in rows}
+    ours = {row.name: row.shape for row in parameter_table(recipe.model)}
     for name in [*ours, *sorted(name for name in theirs if not name.endswith(".router.bias"))]:
         if theirs.get(name) != ours.get(name):
             sizes = f"{_size(theirs.get(name))}, but this recipe's is {_size(ours.get(name))}"
             raise UserError(begin.field, begin.value, f"has another model: its {name} is {sizes}")
+
+
+def _check_optimizer(begin: Beginning, stored: Stored, recipe: Recipe) -> None:
+    tensors, rows = stored.contents.tensors, parameter_table(recipe.model)
     wanted = {f"optimizer/{row.name}/{key}" for row in rows for key in state_keys(recipe.optimizer, row)}
     if not wanted <= tensors.keys():
         moments, momentum = (any(name.endswith(key) for name in tensors) for key in ("/exp_avg", "/momentum_buffer"))
@@ -196,7 +206,7 @@ def _order(begin: Beginning, progress: Progress) -> Mapping[str, int]:
     recipe = Path(begin.folder.parent.path, "recipe.yaml")
     if known or not (isinstance(begin.folder.filesystem, LocalFileSystem) and recipe.is_file()):
         return known
-    training = Recipe.load(recipe).training
+    training = Recipe.stored(str(recipe), read_text("recipe", recipe)).training
     return {key: getattr(training, key) for key in keys}
 
 

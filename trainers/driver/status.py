@@ -11,11 +11,13 @@ from typing import Any
 from pydantic import Field, TypeAdapter
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers.driver.recorder import RANKS, read_history, read_run
-from trainers.folders import Checked, DamagedFile, Folder, read_json
+from trainers.driver.trained import recipe_of
+from trainers.folders import Checked, DamagedFile, Folder, printable, read_json
 from trainers.records import LOAD_WINDOW, History
 
 _FIELD = "RUN"
@@ -66,8 +68,11 @@ class RunStatus:
     now: float
 
     @classmethod
-    def at(cls, run: str) -> RunStatus:
+    def at(cls, run: str, trust: bool = False) -> RunStatus:
         """Read the folder of a run.
+
+        Args:
+            trust: whether to import the modules that its recipe names (`Recipe.stored`).
 
         Raises:
             UserError: the folder is not that of a run, or a file of it cannot be read.
@@ -79,8 +84,9 @@ class RunStatus:
             ranks = read_json(Folder(str(path)), RANKS, TypeAdapter(_Ranks)) if (path / RANKS).exists() else None
         except DamagedFile as error:
             raise UserError(_FIELD, run, f"its {error}") from None
-        told = str((read_run(path, _FIELD) or {}).get("status", "unknown"))
-        return cls(path.name, Recipe.load(path / "recipe.yaml"), read_history(path, _FIELD), told, ranks, time.time())
+        told = (read_run(path, _FIELD) or {}).get("status", "unknown")
+        recipe = recipe_of(Folder(str(path)), _FIELD, run, trust)
+        return cls(path.name, recipe, read_history(path, _FIELD), told, ranks, time.time())
 
     def document(self) -> dict[str, Any]:
         """Return the status as a JSON document. Times are in seconds."""
@@ -111,7 +117,7 @@ class RunStatus:
     def text(self) -> str:
         """Return the status as lines and a table of ranks, for people."""
         found, out = self.document(), Console(width=max(Console().width, _WIDTH))
-        lines = [f"{self.name}: {_STATUS.get(found['status'], found['status'])}"]
+        lines = [f"{self.name}: {_STATUS.get(found['status'], printable(found['status']))}"]
         if found["status"] == "silent":
             lines[0] += f"; the last news is {_span(found['silent_s'])} old"
         speed = ""
@@ -125,7 +131,7 @@ class RunStatus:
         lines.append(f"last checkpoint: step {saved['step']}, {_span(saved['age_s'])} ago" if saved else "no checkpoint yet")
         for failure in found["failures"]:
             after = f"went on from step {failure['saved']}" if failure["goes_on"] else "gave up"
-            lines.append(f"failed after step {failure['step']}: {failure['what']}; foldray {after}")
+            lines.append(f"failed after step {failure['step']}: {printable(failure['what'], _LONGEST)}; foldray {after}")
         if found["ranks"] and found["status"] in ("running", "silent"):
             with out.capture() as captured:
                 out.print(self._table(found))
@@ -141,7 +147,8 @@ class RunStatus:
             works = f"{pace['busy']:.0%}" if pace else "–"
             ratios = (f"{pace[key]:.2f}" if pace.get(key) is not None else "–" for key in ("over_others", "over_before"))
             name = f"{each['rank']}{' !' if each['rank'] in found['slow'] else ''}"
-            table.add_row(name, each["node_ip"], works, *ratios, each["doing"], ", ".join(each["waits"]) or "nothing")
+            texts = (each["node_ip"], works, *ratios, each["doing"], ", ".join(each["waits"]) or "nothing")
+            table.add_row(name, *(Text(printable(text)) for text in texts))
         return table
 
     def _checkpoint(self) -> dict[str, Any] | None:
@@ -159,6 +166,7 @@ class RunStatus:
 
 
 _WIDTH = 120  # of the table of ranks
+_LONGEST = 2000  # characters of what failed
 _FAILURE = ("time", "step", "failure", "what", "ranks", "goes_on", "saved", "reason")
 _STATUS = {"running": "is training", "silent": "should be training, but is silent", "finished": "has finished"}
 _LEGEND = """\

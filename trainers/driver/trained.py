@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from foldray.recipe import Recipe
 from foldray.runtime import Shard, State
 from trainers.checkpoints.stored import Stored
 from trainers.checkpoints.tensors import DamagedCheckpoint, load, opened
-from trainers.driver.resuming import Beginning
+from trainers.driver.resuming import Beginning, check_model
 from trainers.folders import DamagedFile, Folder
 
 _FIELD = "RUN"
@@ -40,19 +39,22 @@ class Trained:
     recipe: Recipe
 
     @classmethod
-    def at(cls, run: str | Path | Checkpoint, recipe: Recipe | None = None) -> Trained:
+    def at(cls, run: str | Path | Checkpoint, recipe: Recipe | None = None, trust: bool = False) -> Trained:
         """Find a trained model.
 
         Args:
             run: path or URI of a run, for its newest checkpoint, or of a checkpoint; or Ray's handle of a checkpoint.
             recipe: the recipe of the training; None reads `recipe.yaml` beside the checkpoint.
+            trust: whether to import the modules that `recipe.yaml` names (`Recipe.stored`).
 
         Raises:
-            UserError: there is no undamaged checkpoint, or no recipe.
+            UserError: there is no undamaged checkpoint, or no recipe, or the checkpoint has another model.
         """
         begin = _beginning(run)
-        step = begin.look().progress.step
-        return cls(begin.value, begin, step, recipe or recipe_of(begin.folder.parent, _FIELD, begin.value))
+        stored = begin.look()
+        recipe = recipe or recipe_of(begin.folder.parent, _FIELD, begin.value, trust)
+        check_model(begin, stored, recipe)
+        return cls(begin.value, begin, stored.progress.step, recipe)
 
     @contextmanager
     def opened(self) -> Iterator[Stored]:
@@ -89,25 +91,28 @@ def _beginning(run: str | Path | Checkpoint) -> Beginning:
     return begin
 
 
-def recipe_of(run: Folder, field: str, value: str) -> Recipe:
+def recipe_of(run: Folder, field: str, value: str, trust: bool = False) -> Recipe:
     """Return the recipe in the folder of a run.
 
     Args:
         field, value: what the user calls the run.
+        trust: whether to import the modules that the recipe names (`Recipe.stored`).
 
     Raises:
         UserError: there is no recipe that can be read.
     """
     try:
-        text = run.read(_RECIPE, _MOST_RECIPE)
+        text = run.read(_RECIPE, _MOST_RECIPE).decode()
     except DamagedFile as error:
         raise UserError(field, value, f"its {error}; it says how the model is made") from None
+    except UnicodeDecodeError:
+        raise UserError(field, value, f"its {_RECIPE} is not UTF-8 text") from None
     except OSError as error:
         raise UserError(field, value, f"its {_RECIPE} cannot be read ({error.strerror or error})") from None
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place, _RECIPE)
-        path.write_bytes(text)
-        return Recipe.load(path)
+    try:
+        return Recipe.stored(f"{run.name}/{_RECIPE}", text, trust)
+    except UserError as error:
+        raise UserError(field, value, f"its {_RECIPE} is refused ({error})") from None
 
 
 @dataclass(frozen=True)

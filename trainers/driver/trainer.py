@@ -130,12 +130,15 @@ class FoldTrainer(TorchTrainer):
         )
 
     @classmethod
-    def restore(cls, path: str | Path, storage_filesystem: FileSystem | None = None, **arguments: Any) -> Self:
+    def restore(
+        cls, path: str | Path, storage_filesystem: FileSystem | None = None, trust: bool = False, **arguments: Any
+    ) -> Self:
         """Return a trainer that continues a run from its last checkpoint, with the recipe of the run.
 
         Args:
             path: folder of the run, a path or a URI.
             storage_filesystem: the filesystem of the path.
+            trust: whether to import the modules that the recipe names (`module:NAME`), which runs their code.
             **arguments: other arguments of the trainer.
 
         Raises:
@@ -143,7 +146,7 @@ class FoldTrainer(TorchTrainer):
         """
         folder = Beginning.at(str(path).rstrip("/"), storage_filesystem).folder
         given = arguments.pop("run_config", None) or RunConfig()
-        recipe = recipe_of(folder, "path", str(path))
+        recipe = recipe_of(folder, "path", str(path), trust)
         run = dataclasses.replace(given, storage_path=folder.parent.name, storage_filesystem=storage_filesystem)
         return cls(recipe, run_config=run, resume=folder.last, **arguments)
 
@@ -152,7 +155,7 @@ class FoldTrainer(TorchTrainer):
         """Whether a folder holds a run that `restore` can continue."""
         try:
             folder = Beginning.at(str(path).rstrip("/"), storage_filesystem).folder
-            recipe_of(folder, "path", str(path))
+            recipe_of(folder, "path", str(path), trust=True)
         except (UserError, OSError):
             return False
         return True

@@ -54,7 +54,10 @@ def import_hf(folder: str, path: Path, as_json: bool = False, upcycling: Upcycli
         "training": {"weights": str(weights.folder)},
         "optimizer": {"lr": 1e-5},
     }
-    recipe = Recipe.parse(given)
+    try:
+        recipe = Recipe.parse(given)
+    except UserError as error:
+        raise weights.refused(f"its config.json means a recipe that is refused ({error})") from None
     weights.check(recipe.model)
     try:
         path.write_text(yaml.safe_dump(given, sort_keys=False))

@@ -5,7 +5,6 @@ A rank reads only its own boxes of the tensors, so every fold can start from the
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from foldray.blueprint import ModelSpec, Piece, parameter_table
 from foldray.errors import MissingPackage, UserError
+from trainers.folders import DamagedFile, Folder, read_json
 from trainers.hugging_face.dense import DENSE, group_columns, preserves
 from trainers.hugging_face.families import FAMILIES, family_of, tensors_of
 from trainers.hugging_face.family import Family, computed
@@ -24,6 +25,8 @@ from trainers.hugging_face.names import Tensor
 from trainers.hugging_face.quantized import Format, Stored, format_of
 
 _INDEX, _CONFIG = "model.safetensors.index.json", "config.json"
+_OBJECT = TypeAdapter(dict[str, Any])
+_MOST_JSON = 1 << 26  # bytes of an index; that of a model with a hundred thousand tensors has 10 MB
 _NOT_LEARNT = ".rotary_emb.inv_freq"
 _INSTALL = "pip install 'foldray[hf]'"
 
@@ -58,7 +61,10 @@ class Weights:
             placed = found._json(_INDEX).get("weight_map")
             if not isinstance(placed, dict):
                 raise found.refused(f"its {index.name} has no weight_map")
-            return cls(path, field, {name: path / str(file) for name, file in placed.items()})
+            for name, file in placed.items():
+                if not isinstance(file, str) or file in ("", "..") or os.path.basename(file) != file:
+                    raise found.refused(f"its {index.name} places {name} in {file!r}, which is no name of a file in the folder")
+            return cls(path, field, {name: path / file for name, file in placed.items()})
         files = sorted(path.glob("*.safetensors"))
         if not files:
             raise found.refused("must hold the weights in files in the format of safetensors, and has none")
@@ -298,21 +304,23 @@ class Weights:
         except ModuleNotFoundError:
             raise MissingPackage(self.field, self.folder, "safetensors", _INSTALL) from None
         try:
+            Folder(str(self.folder)).size(path.name)  # refuses a pipe, which nobody might ever write to
             with safe_open(path, framework="pt") as file:
                 yield file
+        except DamagedFile as error:
+            raise self.refused(f"its {path.name} cannot be read (it {error.what})") from None
         except (SafetensorError, OSError) as error:
             raise self.refused(f"its {path.name} cannot be read ({' '.join(str(error).split())[:160]})") from None
 
     def _json(self, name: str) -> dict[str, Any]:
+        if not (self.folder / name).exists():
+            raise self.refused(f"has no {name}")
         try:
-            found = json.loads((self.folder / name).read_text())
-        except FileNotFoundError:
-            raise self.refused(f"has no {name}") from None
-        except (OSError, ValueError) as error:
-            raise self.refused(f"its {name} cannot be read ({error})") from None
-        if not isinstance(found, dict):
-            raise self.refused(f"its {name} is no JSON object")
-        return found
+            return read_json(Folder(str(self.folder)), name, _OBJECT, _MOST_JSON)
+        except DamagedFile as error:
+            raise self.refused(f"its {error}") from None
+        except OSError as error:
+            raise self.refused(f"its {name} cannot be read ({error.strerror or error})") from None
 
 
 def _family(kind: Any) -> Family | None:

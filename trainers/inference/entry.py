@@ -31,6 +31,7 @@ def generate(
     as_json: bool = False,
     chat: bool = False,
     system: str | None = None,
+    trust: bool = False,
 ) -> int:
     """Print a continuation of a prompt, or an answer, as its tokens come, and return 0.
 
@@ -42,6 +43,7 @@ def generate(
         as_json: print one document at the end instead.
         chat: answer the prompt in the chat template of the tokenizer.
         system: with `chat`, the message of the system before the prompt.
+        trust: whether to import the modules that the run's recipe names.
 
     Raises:
         UserError: as `Model.generate` and `Model.chat`; or there is no undamaged checkpoint. Values are checked before weights
@@ -51,7 +53,7 @@ def generate(
     check_count("tokens", tokens)
     if system is not None and not chat:
         raise UserError("system", system, "is a message of a conversation, so it needs --chat")
-    trained = Trained.at(run)
+    trained = Trained.at(run, trust=trust)
     model, told = Model.of(trained), None if as_json else _write
     if chat:
         before = [] if system is None else [{"role": "system", "content": system}]
@@ -65,7 +67,7 @@ def generate(
     return 0
 
 
-def evaluate(run: str, files: Sequence[str], seq_len: int | None = None, as_json: bool = False) -> int:
+def evaluate(run: str, files: Sequence[str], seq_len: int | None = None, as_json: bool = False, trust: bool = False) -> int:
     """Print how well a model predicts text files, each on its own and all together, and return 0.
 
     Args:
@@ -73,6 +75,7 @@ def evaluate(run: str, files: Sequence[str], seq_len: int | None = None, as_json
         files: UTF-8 text; each file is one document.
         seq_len: tokens of a window; None is that of the training.
         as_json: print one document instead of a table.
+        trust: whether to import the modules that the run's recipe names.
 
     Raises:
         UserError: as `Model.evaluate`; a file cannot be read or is empty; or there is no undamaged checkpoint. All files are
@@ -81,7 +84,7 @@ def evaluate(run: str, files: Sequence[str], seq_len: int | None = None, as_json
     texts = [_text(file) for file in files]
     if seq_len is not None:
         check_count("seq_len", seq_len)
-    trained = Trained.at(run)
+    trained = Trained.at(run, trust=trust)
     model, length = Model.of(trained), seq_len or trained.recipe.data.seq_len
     scores, errors = list[Score](), Console(stderr=True)
     with Progress(console=errors, disable=not errors.is_terminal, transient=True) as progress:

@@ -69,7 +69,13 @@ class Model:
         self.recipe, self.transformer, self.name, self.step = recipe, transformer.requires_grad_(False), name, step
 
     @classmethod
-    def load(cls, run: str | Path | Checkpoint, recipe: Recipe | None = None, device: torch.device | str | None = None) -> Model:
+    def load(
+        cls,
+        run: str | Path | Checkpoint,
+        recipe: Recipe | None = None,
+        device: torch.device | str | None = None,
+        trust: bool = False,
+    ) -> Model:
         """Load a model in the precision of its training. Ray need not run.
 
         Args:
@@ -77,11 +83,12 @@ class Model:
                 (`result.checkpoint`).
             recipe: the recipe of the training. None reads `recipe.yaml` in the folder of the run.
             device: where the model computes. None is the GPU, or the CPU without one.
+            trust: whether to import the modules that `recipe.yaml` names (`module:NAME`), which runs their code.
 
         Raises:
-            UserError: there is no undamaged checkpoint, or no recipe.
+            UserError: there is no undamaged checkpoint, or no recipe, or the checkpoint has another model.
         """
-        return cls.of(Trained.at(run, recipe), device)
+        return cls.of(Trained.at(run, recipe, trust), device)
 
     @classmethod
     def of(cls, trained: Trained, device: torch.device | str | None = None) -> Model:

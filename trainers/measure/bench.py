@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,8 +47,8 @@ def bench(recipe: Recipe, names: Sequence[str], rounds: int, as_json: bool = Fal
     if rounds < 1:
         raise UserError("rounds", rounds, "must be at least 1")
     chosen = {name: recipe.named_ordering(name) for name in names} or _defaults(recipe)
-    print(f"{len(chosen)} schedules, {rounds} rounds, on {recipe.cluster.workers} workers …", file=sys.stderr)
-    timings = workers.on_workers(recipe, _bench_loop, "bench", orderings=list(chosen.values()), rounds=rounds)
+    told = f"{len(chosen)} schedules, {rounds} rounds, on {recipe.cluster.workers} workers …"
+    timings = workers.on_workers(recipe, _bench_loop, "bench", told, orderings=list(chosen.values()), rounds=rounds)
     measured = zip(chosen.values(), timings["measured"], strict=True)
     results = [_result(recipe, ordering, times) for ordering, times in measured]
     for result, bound in zip(results, timings["bounds"], strict=True):
@@ -80,8 +79,7 @@ def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: 
     for name, path in (("picture", picture), ("trace", trace)):
         if path is not None and not path.parent.is_dir():
             raise UserError(name, path, f"cannot be written (the folder {path.parent} does not exist)")
-    print(f"a step on {recipe.cluster.workers} workers …", file=sys.stderr)
-    result = workers.on_workers(recipe, _timeline_loop, "timeline")
+    result = workers.on_workers(recipe, _timeline_loop, "timeline", f"a step on {recipe.cluster.workers} workers …")
     graph, recordings = result["graph"], result["recordings"]
     ranks = [recording.spans for recording in recordings]
     expected = {name: replay(graph, recordings, rank) for name, rank in shown(recipe).items()}

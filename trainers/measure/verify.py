@@ -10,7 +10,6 @@ recipe's own precision, the change of every weight must agree. With `--all`, the
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -91,8 +90,8 @@ def verify(recipe: Recipe, shrink: bool = False, as_json: bool = False) -> int:
         UserError: the recipe cannot run here.
     """
     recipe = small(recipe) if shrink else recipe
-    print(f"{recipe.placed_fold} on {recipe.cluster.workers} workers against one process …", file=sys.stderr)
-    result = compared(recipe, workers.on_workers(recipe, _loop, "verify"))
+    told = f"{recipe.placed_fold} on {recipe.cluster.workers} workers against one process …"
+    result = compared(recipe, workers.on_workers(recipe, _loop, "verify", told))
     print(to_json(result.as_dict()) if as_json else _report(result))
     return 0 if result.passed else 1
 
@@ -104,8 +103,8 @@ def verify_all(recipe: Recipe, as_json: bool = False) -> int:
         UserError: the recipe cannot run here.
     """
     recipe = small(recipe)
-    print(f"{recipe.placed_fold} on {recipe.cluster.workers} workers: {len(CASES)} cases …", file=sys.stderr)
-    checked = judged(recipe, workers.on_workers(recipe, _case_loop, "verify"))
+    told = f"{recipe.placed_fold} on {recipe.cluster.workers} workers: {len(CASES)} cases …"
+    checked = judged(recipe, workers.on_workers(recipe, _case_loop, "verify", told))
     print(to_json({"cases": checked}) if as_json else _case_table(checked))
     return 0 if all(case["passed"] for case in checked if "refused" not in case) else 1
 

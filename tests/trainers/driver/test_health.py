@@ -86,7 +86,7 @@ def test_what_is_no_run_is_refused(run, tmp_path, capsys):
     write(run, [step(1, load=[[1, 2, 3, 4]])], recipe())
     assert "of different models: 1 MoE layers of 4 experts and 2 MoE layers of 4 experts" in refused(capsys, str(run))
     (run / "recipe.yaml").unlink()
-    assert "cannot be read" in refused(capsys, str(run))
+    assert "its recipe.yaml is missing" in refused(capsys, str(run))
 
 
 @pytest.mark.parametrize("load", [[[1, 2], [3, 4]], [[1, 2], [3]], [[1, -2, 3, 4], [1, 2, 3, 4]], [[[1]]], "x", {"a": 1}])

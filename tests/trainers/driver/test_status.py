@@ -103,3 +103,19 @@ def test_damaged_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], file:
     assert line.startswith("foldray: RUN=")
     assert f"its {file} cannot be read" in line
     assert line.count("\n") == 1
+
+
+def test_texts_of_a_run_do_not_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path, *({**each, "what": "\x1b[2J lost"} if each is FAILED else each for each in RECORDS))
+    ranks = json.loads((run / RANKS).read_text())
+    ranks["ranks"][0]["doing"] = "\x1b[31m computes"
+    (run / RANKS).write_text(json.dumps(ranks))
+    (run / "run.json").write_text(json.dumps({"status": "running"}))
+    assert main(["status", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "failed after step 3: ?[2J lost" in out
+    assert "?[31m computes" in out
+    assert "\x1b" not in out
+    (run / "run.json").write_text(json.dumps({"status": "\x1b[2J"}))
+    assert main(["status", str(run)]) == 0
+    assert capsys.readouterr().out.startswith("r-1: ?[2J\n")
