@@ -271,7 +271,11 @@ def _add_slice(commands: Any) -> None:
 
 def _add_explain(commands: Any) -> None:
     command = _add(commands, "explain", "Draw the groups of a fold, or say why it is illegal and which folds are near.")
-    command.add_argument("--world-size", type=int, required=True, metavar="W", help="number of ranks")
+    command.add_argument(
+        "recipe", nargs="?", metavar="RECIPE", help="YAML file whose fold to draw, in place of the options below"
+    )
+    _add_overrides(command)
+    command.add_argument("--world-size", type=int, metavar="W", help="number of ranks")
     for axis, meaning in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
         command.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{meaning}-parallel size (default 1)")
     command.add_argument(
@@ -288,6 +292,11 @@ def _add_explain(commands: Any) -> None:
     command.add_argument(
         "--best-order", action="store_true", help="also find the axis orders that keep the busiest groups inside nodes"
     )
+    command.add_argument(
+        "--cluster", metavar="NODES",
+        help="also find the nodes of all ranks that let the least traffic cross; NODES are their sizes (3,5 or 16x8), a known "
+        "cluster, a hardware file, or the address of a Ray cluster (auto: on this machine)",
+    )  # fmt: skip
     command.add_argument("--picture", metavar="FILE.png", help="also draw both grids as a picture")
 
 
@@ -318,7 +327,11 @@ def _add_recipe(command: argparse.ArgumentParser, joins: bool = False) -> None:
         joins: whether the command joins a Ray cluster. Then it also takes the cluster's address.
     """
     command.add_argument("recipe", metavar="RECIPE", help="YAML file; docs/recipe.md describes its keys")
-    command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="changes to the recipe, such as fold.ep=4")
+    _add_overrides(command)
     if joins:
         meaning = "Ray cluster to join (cluster.address, default that of RAY_ADDRESS); without any, Ray starts on this machine"
         command.add_argument("--address", dest="joined", metavar="ADDRESS", help=meaning)
+
+
+def _add_overrides(command: argparse.ArgumentParser) -> None:
+    command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="changes to the recipe, such as fold.ep=4")
