@@ -88,7 +88,8 @@ def _add_training(commands: Any) -> None:
     command = _add(commands, "train", "Train a model as a recipe describes it.", epilog=key_help())
     _add_recipe(command, joins=True)
     begin = command.add_mutually_exclusive_group()
-    begin.add_argument("--resume", metavar="RUN_ID", help="continue this run from its last checkpoint, in the same storage")
+    meaning = "continue this run of the same storage from its last checkpoint; newest: the recipe's newest run, or a new one"
+    begin.add_argument("--resume", metavar="RUN_ID", help=meaning)
     begin.add_argument("--from", dest="start", metavar="PATH", help="start a new run from a checkpoint: …/RUN_ID/step_XXXXXXXX")
 
     command = _add(commands, "submit", "Send a recipe to a Ray cluster as a job, and print the job's log.")

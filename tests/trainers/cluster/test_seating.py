@@ -121,7 +121,8 @@ def test_the_traffic_of_a_recipe(fold: dict[str, int]) -> None:
 
 def on_several_nodes(nodes: str, what: str, folder: Path) -> dict[str, Any]:
     """Run `several_nodes`, and return what it found. TP groups and EP groups are ranks 0 and 2, and ranks 1 and 3."""
-    (folder / "texts.txt").write_text("".join(f"{j} squared is {j * j}. " for j in range(2000)))
+    for i in range(3):
+        (folder / f"{i}.txt").write_text("".join(f"{i} times {j} is {i * j}. " for j in range(2000)))
     recipe = {
         "name": "test", "model": _MODEL,
         "data": {"source": "text", "path": str(folder / "*.txt"), "seq_len": 32, "validation": {"fraction": 0.3}},
