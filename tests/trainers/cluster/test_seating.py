@@ -164,3 +164,12 @@ def test_actors_have_nodes_that_hold_their_groups(tmp_path: Path) -> None:
     assert sorted(Counter(ray).values()) == [1, 3]
     assert sorted(Counter(foldray).values()) == [2, 2]
     assert foldray[0] == foldray[2] != foldray[1] == foldray[3]
+
+
+def test_explain_asks_a_cluster_that_runs(ray_session: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--world-size", "2", "--tp", "2", "--cluster", "auto", "--json"]) == 0
+    (node,) = json.loads(capsys.readouterr().out)["seats"]["nodes"]
+    assert (node["seats"], node["before"], node["after"]) == (2, [0, 1], [0, 1])
+    assert node["name"] == ray.util.get_node_ip_address()
+    assert main(["explain", "--world-size", "4", "--cluster", "auto"]) == 2
+    assert "cluster=2: have room for 2 of 4 ranks" in capsys.readouterr().err
