@@ -27,6 +27,7 @@ def job() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def recipe(job: dict[str, Any]) -> Recipe:
     """The recipe with its changes, as the entry point's arguments parse."""
+    assert job["submissionMode"] == "HTTPMode"  # the others let a shell read the entry point before
     words = shlex.split(job["entrypoint"].split("exec ")[1])
     assert words[:3] == ["python", "-m", "foldray"]
     given = make_parser().parse_args(words[3:])
