@@ -14,7 +14,7 @@ from foldray.planner.hardware import load_hardware
 
 _SIZES = re.compile(r"(\d+x)?\d+(,(\d+x)?\d+)*")
 _SHOWN = 16  # nodes in the table
-_MOST_NODES = 1 << 17
+_MOST_NODES, _MOST_RANKS = 1 << 17, 2048
 
 
 class Node(NamedTuple):
@@ -68,8 +68,10 @@ class Seats:
         """Find the best arrangement.
 
         Raises:
-            UserError: the nodes have too few seats.
+            UserError: the nodes have too few seats, or there are too many ranks.
         """
+        if (world := edges.fold.world_size) > _MOST_RANKS:
+            raise UserError("world_size", world, f"at most {_MOST_RANKS} ranks are put on nodes")
         fold, rooms = edges.fold, [Room(number, node.seats) for number, node in enumerate(nodes)]
         try:
             after = arrange(edges, rooms)

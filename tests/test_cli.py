@@ -296,6 +296,7 @@ EXPLAIN: list[tuple[str, tuple[str, ...]]] = [
     ("good.yaml --ep 2", ("ep=2", "is for a fold without a recipe")),
     ("--world-size 8 --cluster 3,4", ("cluster=3 4", "have room for 7 of 8 ranks")),
     ("--world-size 8 --cluster 99999999x8", ("cluster=99999999x8", "at most 131072 nodes")),
+    ("--world-size 4096 --cluster h200", ("world_size=4096", "at most 2048 ranks are put on nodes")),
     ("--world-size 8 --cluster eos", ("cluster=eos", "is no known cluster nor a YAML file", "eos-h100")),
     ("--world-size 8 --cluster 3,5 --ranks-per-node 4", ("cluster=3,5", "leave out --ranks-per-node")),
     ("--world-size 8 --cluster 3,5 --best-order", ("best_order=asked for", "needs --ranks-per-node")),

@@ -22,7 +22,7 @@ from foldray.fold.grid import Grid
 from foldray.fold.traffic import Edges
 
 _IMPROVED, _SMALL = 3, 512  # beginnings that swaps improve: so many, or more as long as all their seats are at most 512
-_MOST_SEATS = 2048  # above, swaps take too long, and the best beginning is the answer
+_MOST_SEATS = 1280  # above, swaps take too long, and the best beginning is the answer
 _EQUAL = 1e-9  # relative difference of traffic below which two arrangements are equally good
 
 
@@ -114,9 +114,10 @@ def _beginnings(fold: Fold, rooms: Sequence[Room], kinds: Sequence[str]) -> Iter
     """Yield arrangements: ranks in an order of the axes of a grid, whole groups first, into rooms in some order."""
     large = sorted(rooms, key=lambda room: -room.seats)
     most = large[0].seats
+    orders = (rooms,) if most == large[-1].seats else (rooms, large, large[::-1])
     for order, sizes in _orders(fold):
         units = {math.prod(sizes[:count]) for count in range(len(sizes))}
-        for unit, into in itertools.product(sorted(units), (rooms, large, large[::-1])):
+        for unit, into in itertools.product(sorted(units), orders):
             if unit <= most:
                 yield filled(order, into, kinds, unit)
 

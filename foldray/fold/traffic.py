@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -48,7 +47,7 @@ class Edges:
 
     Args:
         fold: the fold.
-        flows: its traffic. Groups of one rank have none.
+        flows: its traffic, one for each family. Groups of one rank have none.
     """
 
     fold: Fold
@@ -97,39 +96,40 @@ class Edges:
         return first, second, sent
 
     @cached_property
-    def _by_family(self) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """By family: senders, receivers, and what each of them sends."""
-        found: dict[str, list[tuple[int, int, float]]] = {}
+    def _by_family(self) -> dict[str, _Sent]:
+        found: dict[str, _Sent] = {}
         for flow in self.flows:
-            found.setdefault(flow.family, []).extend(_edges(self.fold, flow))
-        return {family: _columns(edges, self.fold.offset) for family, edges in found.items()}
+            first, second, sent = _sent(self.fold, flow)
+            found[flow.family] = first - self.fold.offset, second - self.fold.offset, sent
+        return found
 
 
-def _columns(edges: list[tuple[int, int, float]], offset: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    ends = np.array([edge[:2] for edge in edges], int).reshape(-1, 2) - offset
-    return ends[:, 0], ends[:, 1], np.array([edge[2] for edge in edges])
+_Sent = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Senders, receivers, and the bytes from each sender to its receiver."""
 
 
-def _edges(fold: Fold, flow: Flow) -> Iterator[tuple[int, int, float]]:
-    """Yield (sender, receiver, bytes)."""
+def _sent(fold: Fold, flow: Flow) -> _Sent:
     if flow.way == "routes":
-        yield from _routes(fold, flow.sent)
-        return
-    for group in fold.groups(flow.family):
-        if len(group) == 1:
-            continue
-        if flow.way == "exchange":
-            yield from ((a, b, flow.sent / (len(group) - 1)) for a, b in itertools.permutations(group, 2))
-        elif flow.way == "ring":
-            yield from ((a, b, flow.sent) for a, b in zip(group, (*group[1:], group[0]), strict=True))
-        else:
-            yield from (pair for a, b in itertools.pairwise(group) for pair in ((a, b, flow.sent), (b, a, flow.sent)))
+        return _by_routes(fold, flow.sent)
+    groups = np.array(fold.groups(flow.family))  # [groups, members]
+    size, each = groups.shape[1], flow.sent
+    if size == 1:
+        pairs = np.empty((2, 0), int)
+    elif flow.way == "exchange":
+        first, second = np.nonzero(~np.eye(size, dtype=bool))
+        pairs, each = np.stack([groups[:, first].ravel(), groups[:, second].ravel()]), flow.sent / (size - 1)
+    elif flow.way == "ring":
+        pairs = np.stack([groups.ravel(), np.roll(groups, -1, axis=1).ravel()])
+    else:
+        up = np.stack([groups[:, :-1].ravel(), groups[:, 1:].ravel()])
+        pairs = np.concatenate([up, up[::-1]], axis=1)
+    return pairs[0], pairs[1], np.full(pairs.shape[1], each)
 
 
-def _routes(fold: Fold, sent: float) -> Iterator[tuple[int, int, float]]:
-    routes = Routes(fold)
+def _by_routes(fold: Fold, sent: float) -> _Sent:
+    routes, pairs = Routes(fold), list[tuple[int, int]]()
     for rank in fold.attention.ranks:
-        receivers = [each for position in range(fold.moe_pp) for each in routes.receivers(rank, position)]
-        yield from (
-            pair for each in receivers for pair in ((rank, each, sent / len(receivers)), (each, rank, sent / len(receivers)))
-        )
+        pairs += [(rank, each) for position in range(fold.moe_pp) for each in routes.receivers(rank, position)]
+    up = np.array(pairs).T
+    each = sent * fold.attention_ranks / len(pairs)  # all ranks send to as many
+    return np.append(up[0], up[1]), np.append(up[1], up[0]), np.full(2 * len(pairs), each)
