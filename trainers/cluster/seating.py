@@ -77,7 +77,7 @@ def hosts(needs: Mapping[str, float], free: bool = False) -> list[Host]:
     for node in ray.nodes():
         if node["Alive"]:
             has = left.get(node["NodeID"], {}) if free else node["Resources"]
-            seats = min(int(has.get(name, 0) // amount) for name, amount in needs.items() if amount)
+            seats = min((int(has.get(name, 0) // amount) for name, amount in needs.items() if amount), default=0)
             found.append(Host(node["NodeID"], node["NodeManagerAddress"], seats))
     return found
 
