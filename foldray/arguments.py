@@ -88,7 +88,8 @@ def _add_training(commands: Any) -> None:
     command = _add(commands, "train", "Train a model as a recipe describes it.", epilog=key_help())
     _add_recipe(command, joins=True)
     begin = command.add_mutually_exclusive_group()
-    begin.add_argument("--resume", metavar="RUN_ID", help="continue this run from its last checkpoint, in the same storage")
+    meaning = "continue this run of the same storage from its last checkpoint; newest: the recipe's newest run, or a new one"
+    begin.add_argument("--resume", metavar="RUN_ID", help=meaning)
     begin.add_argument("--from", dest="start", metavar="PATH", help="start a new run from a checkpoint: …/RUN_ID/step_XXXXXXXX")
 
     command = _add(commands, "submit", "Send a recipe to a Ray cluster as a job, and print the job's log.")
@@ -271,7 +272,11 @@ def _add_slice(commands: Any) -> None:
 
 def _add_explain(commands: Any) -> None:
     command = _add(commands, "explain", "Draw the groups of a fold, or say why it is illegal and which folds are near.")
-    command.add_argument("--world-size", type=int, required=True, metavar="W", help="number of ranks")
+    command.add_argument(
+        "recipe", nargs="?", metavar="RECIPE", help="YAML file whose fold to draw, in place of the options below"
+    )
+    _add_overrides(command)
+    command.add_argument("--world-size", type=int, metavar="W", help="number of ranks")
     for axis, meaning in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
         command.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{meaning}-parallel size (default 1)")
     command.add_argument(
@@ -288,6 +293,11 @@ def _add_explain(commands: Any) -> None:
     command.add_argument(
         "--best-order", action="store_true", help="also find the axis orders that keep the busiest groups inside nodes"
     )
+    command.add_argument(
+        "--cluster", metavar="NODES",
+        help="also find the nodes of all ranks that let the least traffic cross; NODES are their sizes (3,5 or 16x8), a known "
+        "cluster, a hardware file, or the address of a Ray cluster (auto: on this machine)",
+    )  # fmt: skip
     command.add_argument("--picture", metavar="FILE.png", help="also draw both grids as a picture")
 
 
@@ -323,7 +333,11 @@ def _add_recipe(command: argparse.ArgumentParser, joins: bool = False) -> None:
         joins: whether the command joins a Ray cluster. Then it also takes the cluster's address.
     """
     command.add_argument("recipe", metavar="RECIPE", help="YAML file; docs/recipe.md describes its keys")
-    command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="changes to the recipe, such as fold.ep=4")
+    _add_overrides(command)
     if joins:
         meaning = "Ray cluster to join (cluster.address, default that of RAY_ADDRESS); without any, Ray starts on this machine"
         command.add_argument("--address", dest="joined", metavar="ADDRESS", help=meaning)
+
+
+def _add_overrides(command: argparse.ArgumentParser) -> None:
+    command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="changes to the recipe, such as fold.ep=4")

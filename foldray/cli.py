@@ -14,7 +14,7 @@ from foldray import __version__, completion
 from foldray.arguments import AXES, ORDERS, make_parser
 from foldray.drawing import explanation
 from foldray.errors import MissingPackage, UserError
-from foldray.fold import Fold, Placement, best_order, nearest_disjoint, nearest_folds
+from foldray.fold import Edges, Fold, Placement, best_order, nearest_disjoint, nearest_folds
 from foldray.recipe import Recipe
 from foldray.schedule import SliceCost, Slicing, slice_sequence
 
@@ -124,21 +124,58 @@ def _tuners(given: argparse.Namespace) -> Any:
 
 
 def explain(given: argparse.Namespace) -> int:
-    fold = _legal_fold(given)
+    recipe = _explained_recipe(given)
+    fold = recipe.placed_fold if recipe else _legal_fold(given)
     if given.best_order and given.ranks_per_node is None:
         raise UserError("best_order", "asked for", "needs --ranks-per-node, which decides which groups fit into a node")
-    nodes = None if given.ranks_per_node is None else Placement(fold, given.ranks_per_node)
-    best = Placement(best_order(fold, nodes.ranks_per_node), nodes.ranks_per_node) if nodes and given.best_order else None
+    seats = _seats(given, fold, recipe) if given.cluster else None
+    nodes = Placement(fold, given.ranks_per_node) if given.ranks_per_node is not None else seats and seats.after
+    best = Placement(best_order(fold, given.ranks_per_node), given.ranks_per_node) if given.best_order else None
     if given.picture:
-        _draw_into(given.picture, lambda path: _fold_picture(fold, given.ranks_per_node, path))
+        _draw_into(given.picture, lambda path: _fold_picture(fold, nodes, path))
     if given.json:
         document = fold.as_dict() | ({"placement": nodes.as_dict()} if nodes else {})
         if best:
             document["best"] = {"order": best.fold.order, "moe_order": best.fold.moe_order, "score": best.score()}
-        _print(document)
+        _print(document | ({"seats": seats.document()} if seats else {}))
     else:
-        _say(explanation(fold, nodes, best))
+        _say(explanation(fold, nodes, best) + (f"\n\n{seats.text()}" if seats else ""))
     return 0
+
+
+def _explained_recipe(given: argparse.Namespace) -> Recipe | None:
+    """Return the recipe whose fold is explained; None if options say the fold.
+
+    Raises:
+        UserError: both or neither say the fold.
+    """
+    if given.recipe is None:
+        if given.world_size is None:
+            raise UserError("arguments", "nothing", "the following arguments are required: --world-size, or a RECIPE")
+        return None
+    unset = {"world_size": None, **dict.fromkeys(AXES, 1), "expert_ranks": 0, "expert_pp": None}
+    for name, value in {**unset, "order": ORDERS[0], "moe_order": ORDERS[1]}.items():
+        if getattr(given, name) != value:
+            raise UserError(name, getattr(given, name), f"is for a fold without a recipe; {given.recipe} has a fold of its own")
+    return _recipe(given)
+
+
+def _seats(given: argparse.Namespace, fold: Fold, recipe: Recipe | None) -> Any:
+    """Put the ranks on the nodes of a cluster: one that is described, or a Ray cluster that runs."""
+    from foldray.explaining import Node, Seats, named_nodes
+    from foldray.planner import traffic
+    from foldray.recipe.refold import as_candidate
+
+    if given.ranks_per_node is not None:
+        raise UserError("cluster", given.cluster, "says how many ranks a node has; leave out --ranks-per-node")
+    edges = traffic.edges(as_candidate(recipe)) if recipe else Edges.by_heat(fold)
+    if given.cluster == "auto" or (":" in given.cluster and not Path(given.cluster).exists()):
+        from trainers.cluster.seating import joined_hosts
+
+        nodes = [Node(host.address, host.seats) for host in joined_hosts(given.cluster, recipe)]
+    else:
+        nodes = named_nodes(given.cluster, fold.world_size)
+    return Seats.of(edges, nodes, recipe is not None)
 
 
 def calibrate(given: argparse.Namespace) -> int:
@@ -379,10 +416,10 @@ def _legal_fold(given: argparse.Namespace) -> Fold:
         raise UserError(error.field, error.value, f"{error.rule}; nearest legal folds: {legal}") from None
 
 
-def _fold_picture(fold: Fold, ranks_per_node: int | None, path: Path) -> None:
+def _fold_picture(fold: Fold, nodes: Placement | None, path: Path) -> None:
     from trainers.pictures.fold import draw_fold
 
-    draw_fold(fold, path, ranks_per_node)
+    draw_fold(fold, path, nodes)
 
 
 def _draw_into(path: str, draw: Callable[[Path], None]) -> None:

@@ -52,13 +52,16 @@ class Table:
         return cls(names.get(outer, ()), names.get(inner, ()), tuple(zip(labels, rows, strict=True)))
 
 
-def draw(fold: Fold, ranks_per_node: int | None = None) -> str:
+def draw(fold: Fold, nodes: Placement | int | None = None) -> str:
     """Draw attention's grid on the left and the experts' grid on the right, with one table per pipeline stage.
 
     A `┃` marks the place where a row enters another node. A fold of more than 64 ranks is drawn as the first rows of its
     first stage, followed by a line about the other stages.
+
+    Args:
+        nodes: the ranks on nodes, or the number of ranks on each node; None draws no nodes.
     """
-    nodes = None if ranks_per_node is None else Placement(fold, ranks_per_node)
+    nodes = Placement(fold, nodes) if isinstance(nodes, int) else nodes
     complete = fold.world_size <= _ALL_RANKS
     sides = [[name] for name in ("attention", "experts")]
     for stage in range(max(fold.pp, fold.moe_pp) if complete else 1):
@@ -107,8 +110,8 @@ def _chunks(ranks: Sequence[int], size: int) -> list[tuple[int, ...]]:
 
 def explanation(fold: Fold, nodes: Placement | None, best: Placement | None) -> str:
     """Return the text that `foldray explain` prints: the grids, every family of groups, and the score of their placement."""
-    ranks = f"{fold.world_size} rank{'s' * (fold.world_size > 1)}" + (f", {nodes.ranks_per_node} per node" if nodes else "")
-    lines = [f"{ranks}: {fold}", "", draw(fold, nodes.ranks_per_node if nodes else None)]
+    ranks = f"{fold.world_size} rank{'s' * (fold.world_size > 1)}" + (f", {nodes.told}" if nodes else "")
+    lines = [f"{ranks}: {fold}", "", draw(fold, nodes)]
     for view, families in FAMILIES.items():
         ranks_of_view = fold.views[view].ranks
         on = f" on ranks {ranks_of_view[0]}–{ranks_of_view[-1]}" if fold.disjoint else ""

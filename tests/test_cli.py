@@ -292,7 +292,14 @@ EXPLAIN: list[tuple[str, tuple[str, ...]]] = [
     ("--world-size eight", ("--world-size=eight", "must be a whole number")),
     ("--world-size 8 --tp 1.5", ("--tp=1.5", "must be a whole number")),
     ("--world-size 8 --dp 2", ("argument=--dp", "is not known to foldray explain", "legal: --help, --json, --world-size, --tp")),
-    ("--world-size 8 more", ("argument=more", "is not known to foldray explain")),
+    ("--world-size 8 more", ("world_size=8", "is for a fold without a recipe; more has a fold of its own")),
+    ("good.yaml --ep 2", ("ep=2", "is for a fold without a recipe")),
+    ("--world-size 8 --cluster 3,4", ("cluster=3 4", "have room for 7 of 8 ranks")),
+    ("--world-size 8 --cluster 99999999x8", ("cluster=99999999x8", "at most 131072 nodes")),
+    ("--world-size 4096 --cluster h200", ("world_size=4096", "at most 2048 ranks are put on nodes")),
+    ("--world-size 8 --cluster eos", ("cluster=eos", "is no known cluster nor a YAML file", "eos-h100")),
+    ("--world-size 8 --cluster 3,5 --ranks-per-node 4", ("cluster=3,5", "leave out --ranks-per-node")),
+    ("--world-size 8 --cluster 3,5 --best-order", ("best_order=asked for", "needs --ranks-per-node")),
     ("--world-size 8 --ranks-per-node 0", ("ranks_per_node=0", "must be at least 1")),
     ("--world-size 8 --ranks-per-node four", ("--ranks-per-node=four", "must be a whole number")),
     ("--world-size 8 --best-order", ("best_order=asked for", "needs --ranks-per-node")),
@@ -474,6 +481,32 @@ def test_placement_and_best_order_are_in_the_document(capsys: pytest.CaptureFixt
     assert document["placement"] == placement
     assert document["best"] == {"order": "tp-cp-dp-pp", "moe_order": "etp-ep-edp-pp", "score": 4}
     assert set(document["attention"]["groups"]) | set(document["moe"]["groups"]) == set(placement["families"])
+
+
+def test_explain_puts_ranks_on_the_nodes_of_a_cluster(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--world-size 8 --tp 2 --ep 4 --order dp-cp-tp-pp --cluster"
+    out = explained(capsys, f"{asked} 3,5 --picture fold.png")
+    said(
+        out,
+        "8 ranks, on 2 nodes",
+        "node 0  3      0–2             0–1 4\n",
+        "12 (75%)        3 of 4 groups  4 (25%)           1 of 4 groups",
+    )
+    said(out, "by traffic, 35% less crosses nodes\n")
+    assert (here / "fold.png").exists()
+    said(explained(capsys, f"{asked} 2x4"), "node 1  4      4–7 ")
+    said(explained(capsys, "--world-size 16 --tp 2 --cluster h200"), "node 1  8      8–15", "ranks in order are as good as any")
+
+
+def test_explain_knows_the_bytes_of_a_recipe(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seats = json.loads(explained(capsys, "good.yaml cluster.workers=4 fold.tp=2 fold.ep=2 --cluster 1,2,1 --json"))["seats"]
+    assert seats["unit"] == "bytes"
+    assert [node["before"] for node in seats["nodes"]] == [[0], [1, 2], [3]]
+    assert [node["seats"] for node in seats["nodes"]] == [1, 2, 1]
+    tp = seats["families"]["tp"]
+    assert (tp["before"]["groups"], tp["before"]["crossing"], tp["after"]["crossing"]) == (2, 2, 1)
+    assert tp["before"]["across"] == 2 * tp["after"]["across"] == tp["after"]["across"] + tp["after"]["inside"]
+    assert seats["across"]["after"] == sum(each["after"]["across"] for each in seats["families"].values())
 
 
 def test_explain_draws_a_picture(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

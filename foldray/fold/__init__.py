@@ -1,11 +1,14 @@
-"""Folds: axes, rank tables, validity, advice, placement on nodes. This package computes with integers only."""
+"""Folds: axes, rank tables, validity, advice, placement on nodes, and the traffic that crosses them. This package needs no
+torch."""
 
 from foldray.fold.advice import nearest_disjoint, nearest_folds
+from foldray.fold.arranging import Room, arrange, filled
 from foldray.fold.fold import ATTENTION_AXES, FAMILIES, MOE_AXES, Fold, divisors
 from foldray.fold.grid import Grid, listed
-from foldray.fold.placement import HEAT, Placement, best_order
+from foldray.fold.placement import HEAT, Arrangement, Placement, best_order
+from foldray.fold.traffic import ROWS, Edges, Flow, Share
 
 __all__ = [
-    "ATTENTION_AXES", "FAMILIES", "HEAT", "MOE_AXES", "Fold", "Grid", "Placement",
-    "best_order", "divisors", "listed", "nearest_disjoint", "nearest_folds",
+    "ATTENTION_AXES", "FAMILIES", "HEAT", "MOE_AXES", "ROWS", "Arrangement", "Edges", "Flow", "Fold", "Grid", "Placement", "Room",
+    "Share", "arrange", "best_order", "divisors", "filled", "listed", "nearest_disjoint", "nearest_folds",
 ]  # fmt: skip

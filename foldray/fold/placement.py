@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,6 +55,11 @@ class Placement:
     def node(self, rank: int) -> int:
         return rank // self.ranks_per_node
 
+    @property
+    def told(self) -> str:
+        """How the ranks are on nodes, in words."""
+        return f"{self.ranks_per_node} per node"
+
     def named(self, ranks: Iterable[int]) -> str:
         """Name the nodes that hold these ranks: "node 0", "nodes 0–3", "nodes 0 2", or "5 nodes" if they are many."""
         on = sorted({self.node(rank) for rank in ranks})
@@ -93,7 +98,39 @@ class Placement:
 
     def _shares(self, family: str) -> Iterator[Counter[int]]:
         """Count, for each group, its ranks on each node."""
-        return (Counter([rank // self.ranks_per_node for rank in group]) for group in self.fold.groups(family))
+        return (Counter(map(self.node, group)) for group in self.fold.groups(family))
+
+
+@dataclass(frozen=True)
+class Arrangement(Placement):
+    """The ranks of a fold on any nodes, such as nodes of different sizes.
+
+    Args:
+        fold: the fold.
+        ranks_per_node: most ranks that share a node.
+        where: the node of every rank of the fold.
+    """
+
+    where: tuple[int, ...]
+
+    @classmethod
+    def of(cls, fold: Fold, where: Sequence[int]) -> Arrangement:
+        return cls(fold, max(Counter(where).values()), tuple(where))
+
+    @property
+    def nodes(self) -> int:
+        return len(set(self.where))
+
+    @property
+    def told(self) -> str:
+        return f"on {self.nodes} node{'s' * (self.nodes > 1)}"
+
+    def node(self, rank: int) -> int:
+        return self.where[rank - self.fold.offset]
+
+    def ranks(self, node: int) -> list[int]:
+        """Return the ranks on a node."""
+        return [rank for rank, own in enumerate(self.where, self.fold.offset) if own == node]
 
 
 def best_order(fold: Fold, ranks_per_node: int, heat: Mapping[str, float] = HEAT) -> Fold:

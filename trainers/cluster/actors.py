@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
+from trainers.cluster.seating import NODE_ID, chosen_nodes, resources, seated, traffic_of
 from trainers.cluster.workers import environment
 
 MEMORY = "memory"
@@ -56,31 +57,33 @@ class Ranks:
     """
 
     def __init__(self, recipe: Recipe, nodes: Sequence[str] | None = None):
-        spec = recipe.cluster
-        resources = {"CPU": float(spec.cpus_per_worker), **({"GPU": 1.0} if spec.gpu else {})}
-        bundles, options = [resources] * spec.workers, {}
+        spec, self._traffic = recipe.cluster, traffic_of(recipe)
+        needs, options = resources(recipe), {}
         if nodes is not None:
             share = -(-spec.workers // len(nodes))
-            options["bundle_label_selector"] = [{"ray.io/node-id": nodes[rank // share]} for rank in range(spec.workers)]
-        self._placement: PlacementGroup = placement_group(bundles, strategy=spec.placement, **options)
+            chosen: list[str] | None = [nodes[rank // share] for rank in range(spec.workers)]
+        else:
+            chosen = chosen_nodes(self._traffic, needs) if spec.placement == "PACK" else None
+        if chosen is not None:
+            options["bundle_label_selector"] = [{NODE_ID: node} for node in chosen]
+        self._placement: PlacementGroup = placement_group([needs] * spec.workers, strategy=spec.placement, **options)
         if not self._placement.wait(_PLACED_S):
             self.close()
             raise UserError("cluster.workers", spec.workers, f"found no room on the cluster within {_PLACED_S:.0f} s")
-        self._actors = self._start(recipe, resources)
+        self._actors = self._start(recipe, needs)
 
-    def _start(self, recipe: Recipe, resources: dict[str, float]) -> list[Any]:
+    def _start(self, recipe: Recipe, needs: dict[str, float]) -> list[Any]:
         make = ray.remote(_Rank).options
         started = []
         for bundle in range(recipe.cluster.workers):
             strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
-            options: dict[str, Any] = {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0), "max_restarts": 0}
+            options: dict[str, Any] = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0), "max_restarts": 0}
             options["scheduling_strategy"], options["runtime_env"] = strategy, {"env_vars": environment(recipe)}
             started.append(make(**options).remote(recipe.cluster.cpus_per_worker))
         self._actors = started
         places = self._wait([actor.where.remote() for actor in started], _JOINED_S)
-        # Ranks of a node get consecutive numbers, as in Ray Train.
-        first = {node: number for number, (node, _) in reversed(list(enumerate(places)))}
-        order = sorted(range(len(started)), key=lambda number: (first[places[number][0]], number))
+        anywhere = [""] * len(started)
+        order = seated(self._traffic, [node for node, _ in places], anywhere, anywhere)
         actors = [started[number] for number in order]
         host = places[order[0]][1]
         address = f"tcp://{host}:{self._wait([actors[0].free_port.remote()], _JOINED_S)[0]}"

@@ -28,6 +28,10 @@ _STORED = (
     "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, PGPASSWORD, or AWS_SECRET_ACCESS_KEY"
 )
 _PACKAGES = ("foldray", "trainers", "tuners")
+_ROOT = Path(__file__).parents[2]
+_TAKEN = (".py", ".yaml")  # all files that the packages have
+_NEVER = ("__pycache__", "runs", "mlruns", "mlartifacts")  # folders
+_MOST = 16 * 2**20  # bytes that a job carries; the packages have a few MiB, and Ray's dashboard refuses 100
 
 
 def in_job() -> bool:
@@ -52,7 +56,8 @@ def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = Tru
         130 after Ctrl-C.
 
     Raises:
-        UserError: the cluster does not answer or refuses the token, or the recipe holds a secret that the job would need.
+        UserError: the cluster does not answer or refuses the token, the recipe holds a secret that the job would need, or
+            foldray's packages are too large.
     """
     _check_address(address)
     for key, url in (("tracking.uri", recipe.tracking.uri), ("cluster.storage", recipe.cluster.storage)):
@@ -125,13 +130,37 @@ def token_file() -> Path:
     return Path.home() / ".ray" / "auth_token"
 
 
-def _pack(folder: Path, recipe: Recipe) -> None:
-    root = Path(__file__).parents[2]
+def _pack(folder: Path, recipe: Recipe, root: Path = _ROOT) -> None:
+    """Put what a job carries into a folder: foldray's packages, without what else lies beside their files, and the recipe.
+
+    Raises:
+        UserError: the packages are too large.
+    """
     for package in _PACKAGES:
-        shutil.copytree(root / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(root / package, folder / package, ignore=_left_out)
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    if (total := sum(sizes.values())) > _MOST:
+        largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+        told = ", ".join(f"{name} ({sizes[name] / 2**20:.1f} MiB)" for name in largest)
+        rule = f"a job carries at most {_MOST / 2**20:.0f} MiB of the packages in {root}; move away what is not theirs: {told}"
+        raise UserError("packages", f"{total / 2**20:.1f} MiB", rule)
     plain = recipe.model_dump(mode="json")
     plain["cluster"]["address"] = None  # the job runs on the cluster that it is sent to
     (folder / "recipe.yaml").write_text(yaml.safe_dump(plain, sort_keys=False))
+
+
+def _left_out(folder: str, names: list[str]) -> list[str]:
+    """Return the entries of a folder that do not belong to the packages: caches, runs, environments, links, other files."""
+    found = []
+    for name in names:
+        path = Path(folder, name)
+        if path.is_symlink() or name.startswith("."):
+            found.append(name)
+        elif path.is_dir():
+            found += [name] * (name in _NEVER or (path / "pyvenv.cfg").exists())
+        elif path.suffix not in _TAKEN or not path.is_file():
+            found.append(name)
+    return found
 
 
 async def _follow(client: JobSubmissionClient, job: str, as_json: bool) -> None:

@@ -6,6 +6,7 @@ import os
 import secrets
 import tempfile
 from contextlib import suppress
+from typing import Any
 
 import grpc
 import ray
@@ -30,6 +31,7 @@ _QUIET = {
     # With this, Ray Train notices within a minute that it cannot place a worker group.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
 }
+_SILENT: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 _ANSWER_S = 10.0  # seconds for a cluster to answer at its address
 _PROCESS_BYTES, _GPU_BYTES = 128 * 2**20, 512 * 2**30  # less than any worker's process needs, more than any GPU has
 _STATES = {"adamw": 1.0, "muon": 0.5}
@@ -53,28 +55,40 @@ def connect(recipe: Recipe, crowded: bool = False) -> None:
         os.environ.setdefault(key, value)
     if ray.is_initialized():
         return
-    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     address = recipe.cluster.address
     if address is None and not in_job() and "RAY_ADDRESS" not in os.environ:
         _check_memory(recipe, get_system_memory(), "this machine")
         cpus = max(os.cpu_count() or 1, recipe.cluster.workers * recipe.cluster.cpus_per_worker) if crowded else None
         _make_token()
         try:
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=_OBJECT_STORE, **quiet)
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=_OBJECT_STORE, **_SILENT)
         except Exception as error:  # Ray raises plain exceptions if its processes do not start in time
             reason = " ".join(str(error).split())[:160]
             raise UserError("cluster.address", None, f"Ray does not start on this machine ({reason})") from None
         return
+    join(address)
+
+
+def join(address: str | None, field: str = "cluster.address") -> None:
+    """Join the cluster at an address; None is the one that the environment names.
+
+    If this process has already joined a cluster, nothing happens.
+
+    Raises:
+        UserError: no cluster answers at the address, or the cluster refuses the token.
+    """
+    if ray.is_initialized():
+        return
     named = address or os.environ.get("RAY_ADDRESS", "auto")
     try:
         _knock(named)
-        ray.init(address=address, **quiet)
+        ray.init(address=address, **_SILENT)
     except AuthenticationError:
-        raise UserError("cluster.address", named, WANTS_TOKEN) from None
+        raise UserError(field, named, WANTS_TOKEN) from None
     except (OSError, RuntimeError, ValueError) as error:
         reason = told_without(" ".join(str(error).split()), named)[:160]
         rule = f"no Ray cluster answers there, or it refuses the token ({reason})"
-        raise UserError("cluster.address", named, rule) from None
+        raise UserError(field, named, rule) from None
 
 
 def _make_token() -> None:

@@ -17,9 +17,11 @@ from ray.train.torch import TorchTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from foldray.comm import Groups, nccl
+from foldray.fold import Edges
 from foldray.recipe import Recipe
 from trainers.cluster.joining import check_room, connect
 from trainers.cluster.run_storage import storage_folder
+from trainers.cluster.seating import Seating, resources, traffic_of
 
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
 """Environment of workers on CPUs. By default, glibc returns large blocks to the kernel, and steps get new pages for them."""
@@ -34,17 +36,16 @@ def environment(recipe: Recipe) -> dict[str, str]:
 def scaling(recipe: Recipe) -> ScalingConfig:
     """Return the workers that a recipe needs, for Ray Train.
 
-    Ray Train numbers workers node by node, and begins with the node of the first worker. So nodes whose label only attention
-    needs come first, and roles may go by rank.
+    `Seating` numbers them. Where it may also choose their nodes, they have a selector each, without labels.
     """
     spec = recipe.cluster
-    resources = {"CPU": spec.cpus_per_worker, **({"GPU": 1} if spec.gpu else {})}
+    chooses = spec.placement == "PACK" and spec.min_workers is None
     return ScalingConfig(
         num_workers=spec.workers if spec.min_workers is None else (spec.min_workers, spec.workers),
         use_gpu=spec.gpu,
-        resources_per_worker=resources,
+        resources_per_worker=resources(recipe),
         placement_strategy=spec.placement,
-        label_selector=[_selector(label) for label in recipe.labels] if any(recipe.labels) else None,
+        label_selector=[_selector(label) for label in recipe.labels] if chooses or any(recipe.labels) else None,
     )
 
 
@@ -59,13 +60,16 @@ def release(placement_groups: Iterable[str | None]) -> None:
             remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
 
 
-def on_workers(recipe: Recipe, loop: Callable[[dict[str, Any]], Any], name: str, told: str = "", **config: Any) -> dict[str, Any]:
+def on_workers(
+    recipe: Recipe, loop: Callable[[dict[str, Any]], Any], name: str, told: str = "", by_node: bool = False, **config: Any
+) -> dict[str, Any]:
     """Run a function once on a recipe's workers with Ray Train, and return the result of the first worker.
 
     Args:
         loop: the function. It gets a dict with `config` and the recipe, which `worker` reads.
         name: name of the task, for the folder that Ray uses meanwhile.
         told: what to say on standard error when the workers start.
+        by_node: whether ranks are numbered node by node, instead of by the traffic of the recipe.
 
     Raises:
         UserError: the recipe cannot run here.
@@ -75,6 +79,7 @@ def on_workers(recipe: Recipe, loop: Callable[[dict[str, Any]], Any], name: str,
     check_room(recipe)
     if told:
         print(told, file=sys.stderr)
+    traffic = Edges(recipe.placed_fold, ()) if by_node else traffic_of(recipe)
     trainer = TorchTrainer(
         loop,
         train_loop_config={"recipe": recipe.model_dump(mode="json"), **config},
@@ -84,6 +89,7 @@ def on_workers(recipe: Recipe, loop: Callable[[dict[str, Any]], Any], name: str,
             storage_path=storage,
             failure_config=FailureConfig(max_failures=0, controller_failure_limit=2),
             worker_runtime_env={"env_vars": environment(recipe)},
+            callbacks=[Seating({recipe.cluster.workers: traffic})],
         ),
     )
     try:

@@ -13,9 +13,12 @@ from foldray.recipe import Recipe
 from trainers.driver import guardian
 from trainers.driver.causes import reason, root_cause, tracebacks
 from trainers.driver.report import Console
+from trainers.driver.resuming import newest_run
 from trainers.driver.trainer import FoldTrainer
 from trainers.records import as_json as to_json
 from trainers.worker.online import MakeSearch
+
+NEWEST = "newest"
 
 
 def train(
@@ -28,7 +31,7 @@ def train(
     """Train and report. Return 0 on success, 1 if training failed, and 128 + its number if a signal has stopped it.
 
     Args:
-        resume: id of a run to continue.
+        resume: id of a run to continue; `NEWEST` continues the recipe's newest run in its storage, or starts a new one.
         start: folder of a checkpoint to start a new run from.
         as_json: print a JSON document on standard output instead of the closing table.
         search: makes the search for `schedule.sp_bytes: auto` and `schedule.degrees`.
@@ -37,6 +40,8 @@ def train(
         UserError: the recipe cannot run here. No file has been written.
     """
     console = Console(as_json)
+    if resume == NEWEST:
+        resume = newest_run(recipe)
     if again := guardian.run_to_resume():
         resume, start = again, None
     trainer = FoldTrainer(recipe, resume=resume, start=start, search=search, console=console)

@@ -22,6 +22,7 @@ from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers.cluster import workers
 from trainers.cluster.run_storage import check_filesystem, checked_storage, storage_folder
+from trainers.cluster.seating import Seating, traffic_of
 from trainers.records import REPORTED, VALIDATED
 
 _CONTROLLER_FAILURES = 2  # how often Ray may fail to place the workers; without a limit it tries forever
@@ -140,7 +141,7 @@ def check_backend(recipe: Recipe, config: TorchConfig | None) -> None:
         raise UserError("torch_config.backend", config.backend, f"is not there for workers on {where}", legal)
 
 
-def merged_run(recipe: Recipe, base: RunConfig | None, resume: str | None) -> RunConfig:
+def merged_run(recipe: Recipe, base: RunConfig | None, resume: str | None, worlds: Mapping[int, Recipe]) -> RunConfig:
     """Return Ray's configuration of a run, with what the user leaves open as in the recipe.
 
     Ray fills what a `RunConfig` does not name. So a value that equals Ray's default counts as not given.
@@ -167,6 +168,7 @@ def merged_run(recipe: Recipe, base: RunConfig | None, resume: str | None) -> Ru
         failure_config=_failures(recipe, base.failure_config),
         checkpoint_config=_checkpoints(recipe, base.checkpoint_config),
         worker_runtime_env=environment,
+        callbacks=[*(base.callbacks or []), Seating({world: traffic_of(each) for world, each in worlds.items()})],
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,12 +19,14 @@ from foldray.recipe import Recipe
 from foldray.runtime import state_keys
 from trainers.checkpoints import reported
 from trainers.checkpoints.stored import METADATA, Progress, Stored, look
+from trainers.cluster.run_storage import storage_folder
 from trainers.data.packed import PackedData
 from trainers.folders import DamagedFile, Folder
 
 _OURS = (METADATA, "manifest.", "sizes.")  # even a damaged checkpoint has at least one of these files
 _MOST_HASHED = 1 << 30
 """Largest checkpoint, in bytes, that the driver hashes itself, which takes a second. The workers hash larger ones."""
+_RUN = r"-\d{8}-\d{6}-[0-9a-f]{4}"  # what follows a recipe's name in the id of a run: day, time and a random number
 _UNREACHED = (OSError, ValueError, pyarrow.ArrowException)
 _log = logging.getLogger(__name__)
 
@@ -238,3 +241,18 @@ def _run(begin: Beginning) -> str:
 
 def _size(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else "×".join(map(str, shape))
+
+
+def newest_run(recipe: Recipe) -> str | None:
+    """Return the id of the recipe's newest run in its storage; None if it has none.
+
+    Raises:
+        UserError: the storage cannot be written to or read.
+    """
+    storage = storage_folder(recipe)
+    try:
+        place = Folder(storage)
+        runs = [name for name in place.names() or [] if re.fullmatch(re.escape(recipe.name) + _RUN, name)]
+        return next((name for name in reversed(runs) if "recipe.yaml" in ((place / name).names() or [])), None)
+    except _UNREACHED as error:
+        raise UserError("cluster.storage", storage, f"cannot be read ({error})") from None

@@ -126,7 +126,7 @@ class FoldTrainer(TorchTrainer):
             train_loop_config={},
             torch_config=torch_config or TorchConfig(timeout_s=math.ceil(self.recipe.cluster.timeout)),
             scaling_config=merged_scaling(self.recipe, scaling_config),
-            run_config=merged_run(self.recipe, run_config, resume),
+            run_config=merged_run(self.recipe, run_config, resume, self.worlds),
         )
 
     @classmethod

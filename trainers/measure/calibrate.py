@@ -25,7 +25,7 @@ def calibrate(recipe: Recipe, path: Path, as_json: bool = False) -> int:
     if path.suffix not in (".yaml", ".yml") or not path.absolute().parent.is_dir():
         raise UserError("out", path, "must be a .yaml file in a folder that exists")
     told = f"measuring {recipe.cluster.workers} workers …"
-    result = workers.on_workers(recipe, _loop, "calibrate", told, hardware_name=path.stem)
+    result = workers.on_workers(recipe, _loop, "calibrate", told, by_node=True, hardware_name=path.stem)
     hardware = Hardware.model_validate(result["hardware"])
     try:
         path.write_text(yaml.safe_dump(hardware.model_dump(mode="json"), sort_keys=False, allow_unicode=True))

@@ -71,18 +71,19 @@ class _Panel:
         return len(self.tables[stage].rows) * (self.cell + self.gap) + 0.25
 
 
-def draw_fold(fold: Fold, path: Path, ranks_per_node: int | None = None) -> None:
+def draw_fold(fold: Fold, path: Path, nodes: Placement | int | None = None) -> None:
     """Draw attention's grid and the experts' grid of a fold into a PNG.
 
     Args:
         fold: the fold. Of a large fold, only the first rows of the first pipeline stages are drawn, and the picture says so.
         path: the file to write.
-        ranks_per_node: ranks on a node. A border surrounds the ranks of each node. None draws no nodes.
+        nodes: the ranks on nodes, or the number of ranks on each node. A border surrounds the ranks of each node. None draws no
+            nodes.
 
     Raises:
-        UserError: `ranks_per_node` is less than 1.
+        UserError: there is less than one rank on a node.
     """
-    nodes = None if ranks_per_node is None else Placement(fold, ranks_per_node)
+    nodes = Placement(fold, nodes) if isinstance(nodes, int) else nodes
     panels = _panels(fold, nodes)
     stages = range(max(len(panel.tables) for panel in panels))
     heights = [max(panel.height(stage) for panel in panels if stage < len(panel.tables)) for stage in stages]
@@ -117,7 +118,7 @@ def _panels(fold: Fold, nodes: Placement | None) -> list[_Panel]:
 
 def _subtitle(fold: Fold, panels: Sequence[_Panel]) -> str:
     nodes = panels[0].nodes
-    parts = [f"{fold.world_size} rank{'s' * (fold.world_size > 1)}" + (f", {nodes.ranks_per_node} per node" if nodes else "")]
+    parts = [f"{fold.world_size} rank{'s' * (fold.world_size > 1)}" + (f", {nodes.told}" if nodes else "")]
     if fold.disjoint:
         parts.append(f"experts on ranks {fold.moe.ranks[0]}–{fold.moe.ranks[-1]}")
     elif fold.tp * fold.cp > 1:

@@ -17,13 +17,14 @@ from ray.train.v2._internal.execution.storage import StorageContext
 from torch.distributed.checkpoint.metadata import Metadata
 
 from foldray.errors import UserError
+from tests.foldray.parity import make_recipe
 from tests.trainers.checkpoints.damage import FILE, Damage, flipped, load, make_run, metadata, shards_of, state
 from trainers.checkpoints import tensors
 from trainers.checkpoints.reported import LIST as reported_list
 from trainers.checkpoints.stored import look
 from trainers.checkpoints.tensors import DamagedCheckpoint
 from trainers.driver import resuming
-from trainers.driver.resuming import Beginning, list_checkpoints
+from trainers.driver.resuming import Beginning, list_checkpoints, newest_run
 from trainers.folders import Folder
 
 
@@ -260,3 +261,17 @@ def test_metadata_is_what_torch_reads(run: Path) -> None:
     ours = look(Folder(str(folder))).contents
     assert ours.tensors == theirs.state_dict_metadata
     assert ours.places == theirs.storage_data
+
+
+def test_the_newest_run_of_a_recipe(tmp_path: Path) -> None:
+    recipe = make_recipe(1).model_copy(update={"name": "a+"})
+    recipe = recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"storage": str(tmp_path / "runs")})})
+    assert newest_run(recipe) is None
+    others = ["a+", "a+-20270101", "a+b-20270101-000000-0000", "aa-20270101-000000-0000", "data"]
+    for name in ("a+-20261231-235959-ffff", "a+-20260101-000000-0000", *others):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "recipe.yaml").touch()
+    (tmp_path / "runs" / "a+-20270202-000000-0000").mkdir()  # stopped before it had a recipe
+    assert newest_run(recipe) == "a+-20261231-235959-ffff"
+    uri = recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"storage": f"file://{tmp_path}/runs"})})
+    assert newest_run(uri) == "a+-20261231-235959-ffff"

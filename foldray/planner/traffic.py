@@ -1,0 +1,78 @@
+"""The bytes that a step sends over each group family of a fold, from the same formulas as its seconds.
+
+The planner writes every transfer as seconds of a link. On links of one byte per second, without latency and within one node,
+these seconds are the bytes that a rank sends: those that `comm.Traffic` counts, if tokens are spread evenly over experts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from foldray.blueprint import BlockSpec
+from foldray.fold.traffic import ROWS, Edges, Flow, Way
+from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EMBED, EXPERT, FFN, HEAD, MERGE, ROUTE
+from foldray.planner.apart import ApartWork, Sides, ranks_of_a_token
+from foldray.planner.candidate import Candidate
+from foldray.planner.costs import OpWork
+from foldray.planner.device import Device
+from foldray.planner.hardware import Hardware, Link
+from foldray.planner.layout import Content, StageForm
+from foldray.planner.network import INTRA
+
+_ONE_BYTE_S = Link(gb_s=1e-9)
+_WAYS: Mapping[str, Way] = MappingProxyType({"ep": "exchange", "pp": "chain", ROWS: "routes"})
+"""How families send, if not around a ring."""
+
+
+def edges(candidate: Candidate) -> Edges:
+    """Return the traffic of a step, the mean over ranks. Counts of rows, losses and norms are left out: they are few bytes."""
+    return Edges(candidate.fold, tuple(Flow(family, _WAYS.get(family, "ring"), each) for family, each in sent(candidate).items()))
+
+
+def sent(candidate: Candidate) -> dict[str, float]:
+    """Return the bytes that a rank with a place in the family's grid sends in a step, by family, the mean over these ranks.
+
+    For `pp` and `ROWS` they are those of one direction.
+    """
+    fold, job = candidate.fold, candidate.job
+    device = Device.of(job, _links_alone(job.dtype))
+    work = ApartWork(candidate, Sides(device, device)) if fold.disjoint else OpWork(candidate, device)
+    rank, experts = work.rank, work.expert_rank if isinstance(work, ApartWork) else work.rank
+    tokens = range(job.seq_len // (fold.cp * fold.tp))
+    parts = candidate.micro_batches * candidate.ordering.batch_degree
+    found = defaultdict[str, float](float)
+
+    def add(kind: str, block: BlockSpec | None, positions: int) -> None:
+        for back in (False, True):
+            for each in (experts if kind == EXPERT else rank).price(kind, back, tokens, block).works:
+                if each.lane == INTRA:
+                    found[each.what] += each.seconds * parts / positions
+
+    for block in job.blocks:
+        moe = (ROUTE, EXPERT, MERGE) if fold.disjoint else (ROUTE, DISPATCH, EXPERT, COMBINE, MERGE)
+        for kind in (ATTENTION, *(moe if block.moe else (FFN,))):
+            add(kind, block, fold.moe_pp if kind == EXPERT else fold.pp)
+        if fold.disjoint and block.moe:
+            rows = len(tokens) * rank.sequences * ranks_of_a_token(job.model, fold.ep)
+            found[ROWS] += 2 * parts * rows * job.model.hidden * device.bytes / fold.pp
+    add(EMBED, None, fold.pp)
+    add(HEAD, job.blocks[-1], fold.pp)
+    found["pp"] = parts * candidate.virtual_stages * rank.handover.seconds if fold.pp > 1 else 0.0
+    whole = Content.of([StageForm(job.blocks, first=True, last=True)])
+    for family, count in rank.elements(whole).items():
+        held = count / (fold.moe_pp if family == "edp" else fold.pp)
+        gradients = rank.network.gather(family, 4 * held).seconds
+        gathered = rank.network.gather(family, device.bytes * held).seconds
+        found[family] += gradients + gathered if candidate.zero else 2 * gradients
+    return {family: each for family, each in found.items() if each}
+
+
+def _links_alone(dtype: str) -> Hardware:
+    """Return GPUs of one node that compute in no time, and send a byte per second."""
+    no_time = 1e300
+    return Hardware(
+        name="bytes", gpus_per_node=1 << 40, peak_tflops={dtype: no_time, "bf16": no_time}, memory_gib=1, memory_gb_s=no_time,
+        intra=_ONE_BYTE_S, inter=_ONE_BYTE_S, constants={"intra": 1.0, "exchange": 1.0, "contention": 0.0},
+    )  # fmt: skip
