@@ -36,8 +36,10 @@ def check_datasets(datasets: Mapping[str, Any], data: DataSpec) -> None:
     """Refuse datasets that cannot become the training and validation text of a recipe. Nothing is read.
 
     Raises:
-        UserError: a name is unknown or missing, or a value is no dataset.
+        UserError: a name is unknown or missing, a value is no dataset, or the recipe has a mixture of sources.
     """
+    if data.sources is not None:
+        raise UserError("datasets", ", ".join(datasets), "cannot be combined with data.sources; give one of both")
     for name, dataset in datasets.items():
         if name not in _NAMES:
             raise UserError("datasets", name, "is not a name of a dataset", _NAMES)

@@ -11,8 +11,9 @@ Of a split with masks, only some tokens count in the loss when they are targets.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import torch
@@ -35,13 +36,17 @@ class PackedData:
         meta: counts, tokenizer and inputs, as in `meta.json`.
         train: sequences in the order of the files.
         validation: sequences in a fixed random order, so the first n are a sample of all files.
+        parts: the data itself, as the only part (`mixture.Mixture`).
     """
+
+    weights = (1,)
 
     def __init__(self, folder: Path, meta: dict[str, Any]):
         self.folder, self.meta = folder, meta
         self.train = Split(folder, "train", meta)
         self.validation = Split(folder, "validation", meta)
         masked = self.validation.masked
+        self.parts = {"": self}
         self._bits = None if masked else _mapped(folder, "validation-bits", "f", (2, len(self.validation) + 1))
 
     @classmethod
@@ -100,6 +105,10 @@ class Split:
         """Whether some tokens do not count in the loss."""
         return bool(self._masks)
 
+    def order(self, seed: int) -> SampleOrder:
+        """Return the order in which training takes the sequences."""
+        return SampleOrder(seed, len(self))
+
     def tokens(self, indices: ArrayLike) -> torch.Tensor:
         """Return the tokens of n sequences: int64 [n, seq_len + 1]. The targets are the inputs, shifted by one."""
         return torch.from_numpy(self._read(self._shards, indices, np.dtype(np.int64)))
@@ -152,12 +161,13 @@ class SampleOrder:
     Args:
         seed: seed of the training.
         count: sequences in an epoch.
+        source: number of the source in a mixture. Sources have orders of their own, also if they have equally many sequences.
     """
 
-    def __init__(self, seed: int, count: int):
+    def __init__(self, seed: int, count: int, source: int = 0):
         if count < 1:
             raise ValueError(f"count={count} sequences cannot be ordered")
-        self._seed, self._count = seed, count
+        self._seed, self._count, self._source = seed, count, source
         self._epoch, self._permutation = -1, np.empty(0, np.int64)
 
     def __call__(self, start: int, stop: int) -> np.ndarray:
@@ -171,7 +181,7 @@ class SampleOrder:
 
     def _of_epoch(self, epoch: int) -> np.ndarray:
         if epoch != self._epoch:
-            keys = np.random.Philox([self._seed, epoch]).random_raw(self._count)
+            keys = np.random.Philox([self._seed, epoch, self._source]).random_raw(self._count)
             self._epoch, self._permutation = epoch, np.argsort(keys, kind="stable")
         return self._permutation
 
@@ -179,6 +189,23 @@ class SampleOrder:
 def sample_order(seed: int, count: int, start: int, stop: int) -> np.ndarray:
     """Return `SampleOrder(seed, count)(start, stop)`, for a single use."""
     return SampleOrder(seed, count)(start, stop)
+
+
+class Sequences(Protocol):
+    """Sequences that training takes: those of a split, or of several (`mixture.MixedSplit`). They have the methods of `Split`."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def masked(self) -> bool: ...
+
+    def order(self, seed: int) -> Callable[[int, int], np.ndarray]: ...
+
+    def tokens(self, indices: ArrayLike) -> torch.Tensor: ...
+
+    def trained(self, indices: ArrayLike) -> torch.Tensor: ...
+
+    def segments(self, indices: ArrayLike) -> torch.Tensor: ...
 
 
 class Batches:
@@ -189,8 +216,8 @@ class Batches:
         seed: seed of the order.
     """
 
-    def __init__(self, split: Split, seed: int):
-        self._order = SampleOrder(seed, len(split))
+    def __init__(self, split: Sequences, seed: int):
+        self._order = split.order(seed)
 
     def indices(
         self, step: int, accumulation_index: int, dp_rank: int, dp: int, micro_batch: int, global_batch: int

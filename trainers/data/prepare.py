@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,13 @@ import numpy as np
 import ray
 
 from foldray.errors import UserError
-from foldray.recipe import DataSpec
+from foldray.recipe import DataSpec, SourceSpec
 from trainers.data import conversations
 from trainers.data.baselines import PAIRS, SMOOTHING, fit
 from trainers.data.chat import Chat
 from trainers.data.conversations import Reader
 from trainers.data.encode import Encoded, Work, deal, encode, encode_all, token_dtype
+from trainers.data.mixture import FILE, Mixture, document, is_whole, opened
 from trainers.data.packed import FORMAT, PackedData, is_intact
 from trainers.data.shards import SplitWriter
 from trainers.data.sources import STORED, SourceFile, check_field, cut, python_version, split_files
@@ -32,8 +33,11 @@ Progress = Callable[[int, int, str], None]
 """A function that is called with the number of finished files, the number of all files, and the name of the work."""
 
 
-def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | None = None) -> PackedData:
+def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | None = None) -> PackedData | Mixture:
     """Tokenize and pack the recipe's documents into `<cache>/<digest>/`, unless this folder exists.
+
+    Each source of a mixture has a folder of its own, so weights may change without new preparation. One more folder names
+    the sources and their weights.
 
     The work runs on Ray, which the caller must have initialised. Every node must see the files, and every worker must see
     the cache. The result does not depend on the number of CPUs. The folder appears only when it is complete.
@@ -48,6 +52,39 @@ def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | 
         UserError: the data cannot be found, read, split or stored, or the tokenizer has more ids than the model.
         RuntimeError: the data have to be prepared, and Ray is not initialised.
     """
+    if data.sources is None:
+        return _prepare(data, vocab, cache, progress)
+    parts = dict[str, PackedData]()
+    for name, part in data.parts.items():
+        with _named(name):
+            parts[name] = _prepare(part, vocab, cache, progress)
+    content = document(parts.values(), data.weights)
+    folder = cache_folder(cache) / _digest(content)
+    if not is_whole(folder, content):
+        with _draft(folder, lambda: is_whole(folder, content)) as draft, _writing(folder):
+            (draft / FILE).write_text(json.dumps(content, indent=1))
+    return opened(folder, list(parts))
+
+
+@contextmanager
+def _named(source: str) -> Iterator[None]:
+    """Give errors the names of the keys of one source."""
+    try:
+        yield
+    except UserError as error:
+        key = error.field.removeprefix("data.")
+        if key == "seq_len":
+            raise UserError(error.field, error.value, f"source {source}: {error.rule}", error.legal) from None
+        if key.partition(".")[0] not in SourceSpec.model_fields:
+            raise
+        raise UserError(f"data.sources.{source}.{key}", error.value, error.rule, error.legal) from None
+
+
+def _digest(inputs: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | None) -> PackedData:
     tokenizer = load_tokenizer(data.tokenizer)
     if vocab < tokenizer.vocab_size:
         rule = f"must be at least {tokenizer.vocab_size}, the ids of data.tokenizer={data.tokenizer}"
@@ -57,12 +94,11 @@ def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | 
     for files in (train, validation):
         encoding.check(files[0])
     inputs = _inputs(data, tokenizer, train, validation)
-    digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
-    folder = cache_folder(cache) / digest
+    folder = cache_folder(cache) / _digest(inputs)
     if not is_intact(folder):
         if not ray.is_initialized():
             raise RuntimeError("prepare() needs an initialised Ray: call ray.init() first")
-        with _draft(folder) as draft:
+        with _draft(folder, lambda: is_intact(folder)) as draft:
             _write(draft, data, tokenizer, encoding, inputs, train, validation, progress)
     return PackedData.open(folder)
 
@@ -209,27 +245,31 @@ def _write_meta(folder: Path, data: DataSpec, tokenizer: Tokenizer, inputs: dict
 
 
 @contextmanager
-def _draft(folder: Path) -> Iterator[Path]:
-    """Make a new folder beside `folder`. It becomes `folder` at the end, or is deleted after an error."""
+def _draft(folder: Path, is_done: Callable[[], bool]) -> Iterator[Path]:
+    """Make a new folder beside `folder`. It becomes `folder` at the end, or is deleted after an error.
+
+    Args:
+        is_done: whether `folder` is whole already.
+    """
     draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     with _writing(folder):
         draft.mkdir(parents=True)
     try:
         yield draft
         with _writing(folder):
-            _publish(draft, folder)
+            _publish(draft, folder, is_done)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _publish(draft: Path, folder: Path) -> None:
-    if folder.exists() and not is_intact(folder):
+def _publish(draft: Path, folder: Path, is_done: Callable[[], bool]) -> None:
+    if folder.exists() and not is_done():
         shutil.rmtree(folder)
     try:
         os.replace(draft, folder)
     except OSError:
         # Another driver has prepared the same data meanwhile. Its folder is as good as this one.
-        if not is_intact(folder):
+        if not is_done():
             raise
 
 

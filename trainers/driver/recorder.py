@@ -35,7 +35,8 @@ class Summary:
     """The results of a run, for the closing table, `run.json` and `train --json`.
 
     Rates are medians over all steps. Figures of experts cover the newest steps (`LOAD_WINDOW`; `health.Health`).
-    `val_loss` is in nats per token that counts, `val_bpb` in bits per byte (None for conversations).
+    `val_loss` is in nats per token that counts, `val_bpb` in bits per byte (None for conversations). `val_sources` has loss and
+    bits_per_byte of each source of a mixture (None without one).
     `load_max_over_mean` is the load of the busiest expert over the mean load, averaged over these steps, in the worst layer;
     `rank_max_over_mean` is that of the busiest rank, and `load_entropy` the lowest entropy of a layer. A dead expert got no
     token in any of these steps, and a starved one less than a tenth of the even share.
@@ -48,6 +49,7 @@ class Summary:
     final_loss: float | None
     val_loss: float | None
     val_bpb: float | None
+    val_sources: dict[str, Any] | None
     unigram_bpb: float | None
     bigram_bpb: float | None
     tokens_per_s: float | None
@@ -173,6 +175,7 @@ class RunFolder:
             final_loss=last["loss"] if last else None,
             val_loss=validation["loss"] if validation else None,
             val_bpb=validation["bits_per_byte"] if validation else None,
+            val_sources=dict(validation["sources"]) if validation and "sources" in validation else None,
             unigram_bpb=self._baselines.get("unigram"),
             bigram_bpb=self._baselines.get("bigram"),
             tokens_per_s=_median([step["tokens_per_s"] for step in steps]),

@@ -25,6 +25,7 @@ from trainers.cluster import joining, workers
 from trainers.cluster.elastic import LegalWorlds
 from trainers.data.conversations import told
 from trainers.data.datasets import Documents, check_datasets, store
+from trainers.data.mixture import Mixture
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
 from trainers.driver.attempts import Attempt, Failure, GiveUp, GoOn, decide
@@ -300,7 +301,7 @@ class FoldTrainer(TorchTrainer):
             raise begun.refused(error.file, error.what) if begun and not self.attempts else error
         return begun if begun and begun.field == "from" else None
 
-    def _prepare(self) -> PackedData:
+    def _prepare(self) -> PackedData | Mixture:
         spec = self.recipe.data
         cache = self._root / "data" if spec.cache is None else spec.cache
         if self._documents:
@@ -308,8 +309,9 @@ class FoldTrainer(TorchTrainer):
             self.recipe = self.recipe.model_copy(update={"data": spec})
         progress = None if self.console is None else self.console.files
         data = prepare(spec, self.recipe.model.vocab, cache, progress)
-        if self.console is not None and spec.masked:
-            self.console.say(told(data.meta))
+        for name, part in data.parts.items():
+            if self.console is not None and "counts" in part.meta["train"]:
+                self.console.say(f"{name and f'{name}: '}{told(part.meta)}")
         return data
 
     @property

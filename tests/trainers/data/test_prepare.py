@@ -15,7 +15,7 @@ from foldray.errors import UserError
 from foldray.recipe import DataSpec
 from trainers.data.baselines import byte_pairs, count_pairs, fit
 from trainers.data.encode import Work, deal, encode, encode_all
-from trainers.data.packed import PackedData
+from trainers.data.packed import PackedData, is_intact
 from trainers.data.prepare import _publish, prepare
 from trainers.data.sources import cut, split_files
 from trainers.data.tokenizers import ByteTokenizer, load_tokenizer
@@ -142,7 +142,7 @@ def test_whoever_is_first_publishes(tmp_path: Path):
     folder = prepare(data, 257, tmp_path / "cache").folder
     shutil.copytree(folder, draft := tmp_path / "draft")
     (draft / "mine").touch()
-    _publish(draft, folder)
+    _publish(draft, folder, lambda: is_intact(folder))
     assert not (folder / "mine").exists()
 
 
