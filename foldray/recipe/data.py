@@ -17,6 +17,7 @@ MOST_PARTS = 2**20
 """Largest sum of the weights of a mixture as whole numbers. Training keeps a table of this length."""
 Kind = Literal["stdlib", "text", "jsonl", "parquet", "conversations"]
 Counted = Literal["assistant", "all"]
+Invalid = Literal["refuse", "skip", "replace"]
 
 
 class ValidationSplit(Strict):
@@ -57,7 +58,9 @@ class DataSpec(Strict):
         "`.parquet`; the chat template of `tokenizer` makes text of them.",
     )
     path: str | None = Field(
-        None, description="File or glob to read; every node must see the files. Null is for `source: stdlib` and for `sources`."
+        None,
+        description="File or glob to read, on a disk that every node sees, or in a store (`s3://`, `gs://`, `https://`). Names "
+        "that end in `.gz`, `.zst`, `.xz` or `.bz2` are decompressed. Null is for `source: stdlib` and for `sources`.",
     )
     text_field: str = Field("text", description="Key (jsonl) or column (parquet) that holds the text of a document.")
     messages_field: str = Field(
@@ -69,6 +72,11 @@ class DataSpec(Strict):
     )
     sources: Annotated[dict[Name, SourceSpec], Field(min_length=1, max_length=256)] | None = Field(
         None, description="A mixture of sources, by name. Null is the one source that `source` and `path` name."
+    )
+    invalid: Invalid = Field(
+        "refuse",
+        description="What becomes of documents that are not UTF-8. `refuse` ends the preparation at the first one, and names its "
+        "place; `skip` leaves them out; `replace` puts U+FFFD in place of the bytes. The run says how many there are.",
     )
     tokenizer: str = Field(
         "byte",

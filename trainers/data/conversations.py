@@ -17,10 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from foldray.errors import UserError
+from foldray.recipe.data import Invalid
 from trainers.data.chat import Chat
 from trainers.data.encode import Encoded, Work, token_dtype
-from trainers.data.sources import Part, SourceFile, as_utf8, cut, read_rows
+from trainers.data.rows import Part, cut, read_rows
+from trainers.data.sources import SourceFile
 from trainers.data.tokenizers import Tokenizer
+from trainers.data.unfit import Unfit, mended
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -45,11 +48,13 @@ class Reader:
         chat: the chat template.
         messages_field: the key or column of the messages.
         masked: whether only the assistant's tokens count; False counts all.
+        rule: what becomes of conversations that are not UTF-8.
     """
 
     chat: Chat
     messages_field: str
     masked: bool = True
+    rule: Invalid = "refuse"
 
     def check(self, file: SourceFile) -> None:
         """Check the first conversation of a file.
@@ -57,16 +62,16 @@ class Reader:
         Raises:
             UserError: as `read`.
         """
-        next(self.read(next(cut([file]))), None)
+        next(self.read(next(cut([file])), Unfit(self.rule)), None)
 
-    def read(self, part: Part) -> Iterator[Conversation]:
+    def read(self, part: Part, unfit: Unfit) -> Iterator[Conversation]:
         """Yield the conversations of a part of a file, in order. The first token of each does not count.
 
         Raises:
             UserError: the file cannot be read, has something else than conversations, or the chat template cannot take one of
                 them.
         """
-        for row in read_rows(part, "data.messages_field", self.messages_field):
+        for row in read_rows(part, "data.messages_field", self.messages_field, unfit):
             tokens, trained = self.chat.encode(
                 messages_of(row.value, row, "data.messages_field", self.messages_field), row, self.masked
             )
@@ -84,9 +89,9 @@ def encode(work: Work, reader: Reader, seq_len: int) -> Encoded:
     """
     tokenizer = reader.chat.tokenizer
     counts = dict.fromkeys(("conversations", "cut", "left_out", "trained", "filled"), 0)
-    kept = list[Conversation]()
+    kept, unfit = list[Conversation](), Unfit(reader.rule)
     for part in work.parts:
-        for whole in reader.read(part):
+        for whole in reader.read(part, unfit):
             found = Conversation(whole.tokens[:seq_len], whole.trained[:seq_len])
             if found.trained.any():
                 kept.append(found)
@@ -114,6 +119,7 @@ def encode(work: Work, reader: Reader, seq_len: int) -> Encoded:
         files=sum(part.last for part in work.parts),
         trained=trained.reshape(-1),
         counts=counts,
+        unfit=unfit.found,
     )
 
 
@@ -189,7 +195,7 @@ def _message(given: Any, refused: Callable[[str, Sequence[str] | None], UserErro
     if not isinstance(given, dict):
         raise refused(f"is not an object but {type(given).__name__}", None)
     try:
-        message = _clean({key: value for key, value in given.items() if value is not None})
+        message = mended({key: value for key, value in given.items() if value is not None})
     except RecursionError:
         raise refused("is nested too deeply", None) from None
     if "role" not in message:
@@ -201,12 +207,3 @@ def _message(given: Any, refused: Callable[[str, Sequence[str] | None], UserErro
     if not isinstance(content, str) and not (content is None and message["role"] == "assistant" and message.get("tool_calls")):
         raise refused(f'has no text as "content" but {"nothing" if content is None else type(content).__name__}', None)
     return message
-
-
-def _clean(value: Any) -> Any:
-    """Return a value of JSON with texts that UTF-8 can encode."""
-    if isinstance(value, str):
-        return as_utf8(value)
-    if isinstance(value, list):
-        return [_clean(each) for each in value]
-    return {_clean(key): _clean(each) for key, each in value.items()} if isinstance(value, dict) else value

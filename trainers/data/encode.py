@@ -13,9 +13,11 @@ import ray.data
 from ray.data import DataContext
 
 from foldray.errors import UserError
+from foldray.recipe.data import Invalid
 from trainers.data.baselines import byte_pairs, count_pairs
-from trainers.data.sources import Part, read_documents
+from trainers.data.rows import Part, read_documents
 from trainers.data.tokenizers import Tokenizer
+from trainers.data.unfit import Found, Unfit
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Encoded:
         files: number of files whose last part is in this work.
         trained: whether each token counts in the loss when it is a target, uint8 [N]; None if all count.
         counts: further numbers for `meta.json`, which are summed over works.
+        unfit: the documents that are not UTF-8, by file (`Unfit`).
     """
 
     tokens: np.ndarray
@@ -52,6 +55,7 @@ class Encoded:
     files: int
     trained: np.ndarray | None = None
     counts: dict[str, int] = field(default_factory=dict)
+    unfit: Found = field(default_factory=dict)
 
 
 def deal(parts: Iterable[Part], validation: bool, least: int = 1 << 20, most: int = 32 << 20) -> list[Work]:
@@ -68,17 +72,18 @@ def deal(parts: Iterable[Part], validation: bool, least: int = 1 << 20, most: in
     return works + ([Work(group, validation)] if group else [])
 
 
-def encode(work: Work, tokenizer: Tokenizer, text_field: str) -> Encoded:
+def encode(work: Work, tokenizer: Tokenizer, text_field: str, rule: Invalid = "refuse") -> Encoded:
     """Read and tokenize the documents of a work. A document without tokens is left out, also from the byte pairs.
 
     Raises:
-        UserError: a file cannot be read or lacks the text field.
+        UserError: as `read_documents`.
     """
     dtype = token_dtype(tokenizer.vocab_size)
     separator, no_bytes = np.asarray([tokenizer.separator], dtype), np.zeros(1, np.uint32)
     tokens, lengths, sizes, texts = [np.zeros(0, dtype)], [np.zeros(0, np.uint32)], [0], []
+    unfit = Unfit(rule)
     for part in work.parts:
-        for text in read_documents(part, text_field):
+        for text in read_documents(part, text_field, unfit):
             ids, id_bytes = tokenizer.measure(text)
             if len(ids):
                 tokens += [separator, ids.astype(dtype)]
@@ -93,6 +98,7 @@ def encode(work: Work, tokenizer: Tokenizer, text_field: str) -> Encoded:
         pairs=pairs if work.validation else count_pairs(pairs),
         validation=work.validation,
         files=sum(part.last for part in work.parts),
+        unfit=unfit.found,
     )
 
 

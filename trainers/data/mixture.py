@@ -243,3 +243,15 @@ def baselines(data: PackedData | Mixture, sequences: int | None) -> tuple[Baseli
         return None, None
     unigram, bigram = (mean([each and each[model] for each in bits], data.weights) or 0.0 for model in (0, 1))
     return Baselines(unigram / length, bigram / length), length
+
+
+def told_data(data: PackedData | Mixture) -> dict[str, Any]:
+    """Return counts of the data of each source, for `run.json`."""
+    keys = ("documents", "bytes", "tokens", "sequences")
+    return {
+        name: {
+            **{split: {key: part.meta[split][key] for key in keys} for split in ("train", "validation")},
+            "unfit": part.meta["unfit"],
+        }
+        for name, part in data.parts.items()
+    }

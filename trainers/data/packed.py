@@ -24,8 +24,8 @@ from foldray.errors import UserError
 from trainers.data.baselines import Baselines
 from trainers.folders import Checked, Count, DamagedFile, Folder, read_json
 
-FORMAT = 1
-"""Version of the files on disk. It is part of the cache's digest."""
+FORMAT = 2
+"""Version of the files on disk."""
 
 
 class PackedData:
@@ -242,6 +242,21 @@ class _SplitMeta(Checked):
     shuffled: bool
 
 
+class _File(Checked):
+    file: str
+    documents: Count
+    bytes: Count
+    at: str
+
+
+class _Unfit(Checked):
+    rule: str
+    documents: Count
+    bytes: Count
+    files: Count
+    first: list[_File]
+
+
 class _Meta(Checked):
     """The keys of `meta.json` that `is_intact` needs."""
 
@@ -250,6 +265,7 @@ class _Meta(Checked):
     sizes: dict[Annotated[str, Field(pattern=r"^[\w-]+\.(npy|json)$")], Count]
     train: _SplitMeta
     validation: _SplitMeta
+    unfit: _Unfit
 
 
 def is_intact(folder: Path) -> bool:

@@ -25,10 +25,14 @@ from trainers.data.conversations import Reader
 from trainers.data.encode import Encoded, Work, deal, encode, encode_all, token_dtype
 from trainers.data.mixture import FILE, Mixture, document, is_whole, opened
 from trainers.data.packed import FORMAT, PackedData, is_intact
+from trainers.data.rows import check_field, cut
 from trainers.data.shards import SplitWriter
-from trainers.data.sources import STORED, SourceFile, check_field, cut, python_version, split_files
+from trainers.data.sources import STORED, SourceFile, python_version, split_files
 from trainers.data.tokenizers import Tokenizer, load_tokenizer
+from trainers.data.unfit import Tally, refused
 
+_PACKING = 1
+"""Version of the rules by which documents become sequences. Other rules would change the data of runs that go on."""
 Progress = Callable[[int, int, str], None]
 """A function that is called with the number of finished files, the number of all files, and the name of the work."""
 
@@ -100,7 +104,10 @@ def _prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress |
             raise RuntimeError("prepare() needs an initialised Ray: call ray.init() first")
         with _draft(folder, lambda: is_intact(folder)) as draft:
             _write(draft, data, tokenizer, encoding, inputs, train, validation, progress)
-    return PackedData.open(folder)
+    packed = PackedData.open(folder)
+    if data.invalid == "refuse" and (first := packed.meta["unfit"]["first"]):  # prepared under another rule
+        raise refused(first[0]["file"], first[0]["at"])
+    return packed
 
 
 def cache_folder(cache: str | Path) -> Path:
@@ -133,9 +140,9 @@ class _Encoding(NamedTuple):
 
 def _encoding(data: DataSpec, tokenizer: Tokenizer) -> _Encoding:
     if data.source != "conversations":
-        check = partial(check_field, text_field=data.text_field)
-        return _Encoding(check, partial(encode, tokenizer=tokenizer, text_field=data.text_field))
-    reader = Reader(Chat(tokenizer), data.messages_field, data.train_on == "assistant")
+        check = partial(check_field, text_field=data.text_field, rule=data.invalid)
+        return _Encoding(check, partial(encode, tokenizer=tokenizer, text_field=data.text_field, rule=data.invalid))
+    reader = Reader(Chat(tokenizer), data.messages_field, data.train_on == "assistant", data.invalid)
     pack = partial(conversations.encode, reader=reader, seq_len=data.seq_len)
     # Works are packed one by one, so each has enough text for many sequences.
     return _Encoding(reader.check, pack, conversations.end(tokenizer), least=max(1 << 20, 256 * data.seq_len))
@@ -155,11 +162,13 @@ def _inputs(data: DataSpec, tokenizer: Tokenizer, train: list[SourceFile], valid
         return [file.name, file.size] if file.kind == "stdlib" else [file.path, file.size, file.mtime_ns]
 
     return {
-        "format": FORMAT,
+        "format": _PACKING,
         "source": data.source,
         "python": python_version() if data.source == "stdlib" else None,
         "text_field": data.text_field if data.source in ("jsonl", "parquet") else None,
         **({"messages_field": data.messages_field, "train_on": data.train_on} if data.masked else {}),
+        # What other rules accept does not depend on the rule.
+        **({"invalid": "skip"} if data.invalid == "skip" else {}),
         "tokenizer": tokenizer.fingerprint,
         "seq_len": data.seq_len,
         "split": split,
@@ -185,12 +194,13 @@ def _write(
         for files, held_back in ((train, False), (validation, True))
         for work in deal(cut(files), validation=held_back, least=encoding.least)
     ]
-    costs = _Costs()
+    costs, tally = _Costs(), Tally()
     done, total = 0, len(train) + len(validation)
     with closing(encode_all(works, encoding.encode)) as pieces:
         for piece in pieces:
             with _writing(folder):
                 writers[piece.validation].add(piece, costs.of(piece))
+            tally.add(piece.unfit)
             done += piece.files
             if progress is not None:
                 progress(done, total, "tokenizing")
@@ -204,7 +214,7 @@ def _write(
             raise UserError("data.seq_len", data.seq_len, rule)
     with _writing(folder):
         counts = [writer.finish(shuffled) for writer, shuffled in zip(writers, (False, True), strict=True)]
-        _write_meta(folder, data, tokenizer, inputs, counts)
+        _write_meta(folder, data, tokenizer, inputs, counts, {"rule": data.invalid, **tally.as_dict()})
 
 
 class _Costs:
@@ -225,7 +235,14 @@ class _Costs:
         return self._table[:, piece.pairs]
 
 
-def _write_meta(folder: Path, data: DataSpec, tokenizer: Tokenizer, inputs: dict[str, Any], counts: list[dict[str, Any]]) -> None:
+def _write_meta(
+    folder: Path,
+    data: DataSpec,
+    tokenizer: Tokenizer,
+    inputs: dict[str, Any],
+    counts: list[dict[str, Any]],
+    unfit: dict[str, Any],
+) -> None:
     (folder / "inputs.json").write_text(json.dumps(inputs, indent=1))
     train, validation = counts
     meta = {
@@ -237,6 +254,7 @@ def _write_meta(folder: Path, data: DataSpec, tokenizer: Tokenizer, inputs: dict
         "separator": tokenizer.separator,
         "seq_len": data.seq_len,
         "baseline_smoothing": SMOOTHING,
+        "unfit": unfit,
         "train": {"files": len(inputs["train"]), **train},
         "validation": {"files": len(inputs["validation"]), **validation},
         "sizes": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},

@@ -84,6 +84,7 @@ class RunFolder:
         bytes_per_token: mean length of a token; 1 for the byte tokenizer. None for conversations, whose losses are per token.
         history: records of the run so far; None reads them from the folder.
         start: the checkpoint that the run starts from; None keeps the one in `run.json`.
+        data: what is told about the data of each source, by its name (`mixture.told_data`).
 
     Raises:
         UserError: a file of the earlier run cannot be read.
@@ -97,7 +98,9 @@ class RunFolder:
         bytes_per_token: float | None = 1.0,
         history: History | None = None,
         start: str | None = None,
+        data: Mapping[str, Any] | None = None,
     ):
+        self._data = data
         self.path = path.absolute()
         self.previous = read_run(path)
         self.history = read_history(path) if history is None else history
@@ -235,7 +238,7 @@ class RunFolder:
         told = ("time", "step", "failure", "what", "ranks", "goes_on", "saved", "reason")
         failures = [{key: failure.get(key) for key in told} for failure in self.history.failures]
         origin = {"started_from": self._start, "resumed_at": self.history.resumes, "failures": failures}
-        document = summary.as_dict() | origin | {"workers": workers}
+        document = summary.as_dict() | origin | {"data": self._data, "workers": workers}
         _replace(self.path / "run.json", json.dumps(json.loads(as_json(document)), indent=2))
         return summary
 

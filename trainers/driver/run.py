@@ -14,7 +14,7 @@ from ray.util.queue import Queue
 from foldray.recipe import Recipe
 from trainers.cluster.elastic import larger_world
 from trainers.cluster.mailbox import Inbox
-from trainers.data.mixture import Mixture, baselines
+from trainers.data.mixture import Mixture, baselines, told_data
 from trainers.data.packed import PackedData
 from trainers.driver.gauges import Gauges
 from trainers.driver.recorder import RunFolder, Summary, read_history, read_run
@@ -63,7 +63,7 @@ class Run:
         history = read_history(root / name)
         self.tracker = Tracker(recipe, name, root, (read_run(root / name) or {}).get("mlflow_run_id"))
         bits = {} if found is None else found._asdict()
-        self.folder = RunFolder(root / name, recipe, bits, length, history, start)
+        self.folder = RunFolder(root / name, recipe, bits, length, history, start, told_data(data))
         self.folder.tracked_by(self.tracker.uri, self.tracker.run_id, self.tracker.view_command())
         self.summary: Summary | None = None
         self.watch, self.stopped, self.grows = Watch(), False, False

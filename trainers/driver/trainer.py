@@ -28,6 +28,7 @@ from trainers.data.datasets import Documents, check_datasets, store
 from trainers.data.mixture import Mixture
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
+from trainers.data.unfit import told_unfit
 from trainers.driver.attempts import Attempt, Failure, GiveUp, GoOn, decide
 from trainers.driver.causes import sendable, told_first
 from trainers.driver.failures import failure_of
@@ -309,9 +310,12 @@ class FoldTrainer(TorchTrainer):
             self.recipe = self.recipe.model_copy(update={"data": spec})
         progress = None if self.console is None else self.console.files
         data = prepare(spec, self.recipe.model.vocab, cache, progress)
+        if self.console is None:
+            return data
         for name, part in data.parts.items():
-            if self.console is not None and "counts" in part.meta["train"]:
-                self.console.say(f"{name and f'{name}: '}{told(part.meta)}")
+            about = told(part.meta) if "counts" in part.meta["train"] else None
+            for line in filter(None, (about, told_unfit(part.meta))):
+                self.console.say(f"{name and f'{name}: '}{line}")
         return data
 
     @property

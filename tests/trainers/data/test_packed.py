@@ -13,7 +13,7 @@ import pytest
 
 from foldray.errors import UserError
 from trainers.data.encode import Encoded
-from trainers.data.packed import Batches, PackedData, SampleOrder, Split, sample_order
+from trainers.data.packed import FORMAT, Batches, PackedData, SampleOrder, Split, sample_order
 from trainers.data.shards import SplitWriter
 
 SEP, SEQ_LEN = 256, 5  # no document has a multiple of 5 tokens
@@ -143,7 +143,7 @@ def test_resume_by_step(tmp_path: Path):
 def test_open_refuses_what_is_not_whole(tmp_path: Path):
     with pytest.raises(UserError, match="holds no complete packed data"):
         PackedData.open(tmp_path)
-    (tmp_path / "meta.json").write_text(json.dumps({"format": 1, "sizes": {"train-00000.npy": 10}}))
+    (tmp_path / "meta.json").write_text(json.dumps({"format": FORMAT, "sizes": {"train-00000.npy": 10}}))
     with pytest.raises(UserError, match="holds no complete packed data"):
         PackedData.open(tmp_path)
 
@@ -156,7 +156,8 @@ def packed(folder: Path) -> dict[str, Any]:
         writer.add(whole := piece(DOCUMENTS), np.ones((2, len(whole.tokens))))
         counts[name] = writer.finish(shuffled=name == "validation")
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-    meta = {"format": 1, "seq_len": SEQ_LEN, "sizes": sizes, **counts}
+    unfit = {"rule": "refuse", "documents": 0, "bytes": 0, "files": 0, "first": []}
+    meta = {"format": FORMAT, "seq_len": SEQ_LEN, "sizes": sizes, "unfit": unfit, **counts}
     (folder / "meta.json").write_text(json.dumps(meta))
     return meta
 

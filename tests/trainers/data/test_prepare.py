@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import shutil
 import time
@@ -17,7 +20,8 @@ from trainers.data.baselines import byte_pairs, count_pairs, fit
 from trainers.data.encode import Work, deal, encode, encode_all
 from trainers.data.packed import PackedData, is_intact
 from trainers.data.prepare import _publish, prepare
-from trainers.data.sources import cut, split_files
+from trainers.data.rows import cut
+from trainers.data.sources import split_files
 from trainers.data.tokenizers import ByteTokenizer, load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -191,6 +195,29 @@ def test_worker_meets_a_mistake(tmp_path: Path):
     assert len(list(encode_all([Work([], False)], partial(encode, tokenizer=load_tokenizer("byte"), text_field="text")))) == 1
 
 
+def test_compressed_plain_and_parquet_are_the_same_data(tmp_path: Path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [f"line {number} é {'x' * (number % 40)}" for number in range(400)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    pack = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    pack[".zst"] = partial(pyarrow.Codec("zstd").compress, asbytes=True)
+    for ending, each in pack.items():
+        for name in ("a", "v"):
+            (tmp_path / f"{name}.jsonl{ending}").write_bytes(each(lines))
+    for name in ("a", "v"):
+        parquet.write_table(pyarrow.table({"text": texts}), tmp_path / f"{name}.parquet", row_group_size=64)
+    found = []
+    for source, ending in [*(("jsonl", f".jsonl{ending}") for ending in pack), ("parquet", ".parquet")]:
+        path, validation = (str(tmp_path / f"{name}{ending}") for name in ("a", "v"))
+        data = DataSpec(source=source, path=path, seq_len=16, validation={"path": validation})
+        found.append(prepare(data, 257, tmp_path / "cache"))
+    assert stream(found[0].train) == expected(texts, 16)
+    for other in found[1:]:
+        assert other.folder != found[0].folder
+        for path in sorted(found[0].folder.glob("*.npy")):
+            assert (other.folder / path.name).read_bytes() == path.read_bytes()
+
+
 @pytest.mark.parametrize(("sizes", "name"), [([30, 7], "training"), ([7, 30], "validation"), ([0, 30], "validation")])
 def test_too_little_text(tmp_path: Path, sizes: list[int], name: str):
     data = corpus(tmp_path / "text", sizes)
@@ -218,6 +245,28 @@ def test_cache_that_cannot_be_written(tmp_path: Path):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(UserError, match=r"^data.cache=.*cannot be written"):
         prepare(corpus(tmp_path / "text", [30, 30]), 257, tmp_path / "cache")
+
+
+def test_text_that_is_not_utf8(tmp_path: Path):
+    data = corpus(tmp_path / "text", [30, 30, 30])
+    (tmp_path / "text" / "01.txt").write_bytes(b"b" * 29 + b"\xff" + b"b" * 10)
+    with pytest.raises(UserError, match=r"^data.invalid=refuse: byte 29 of .*01.txt is not UTF-8; skip leaves"):
+        prepare(data, 257, tmp_path / "cache")
+    assert os.listdir(tmp_path / "cache") == []
+    packed = {rule: prepare(data.model_copy(update={"invalid": rule}), 257, tmp_path / "cache") for rule in ("skip", "replace")}
+    texts = ["b" * 29 + "\ufffd" + "b" * 10, "c" * 30]
+    assert stream(packed["replace"].train) == expected(texts, 8)
+    assert stream(packed["skip"].train) == expected(texts[1:], 8)
+    named = {"file": str(tmp_path / "text" / "01.txt"), "documents": 1, "bytes": 1, "at": "byte 29"}
+    for rule, each in packed.items():
+        assert each.meta["unfit"] == {"rule": rule, "documents": 1, "bytes": 1, "files": 1, "first": [named]}
+    with pytest.raises(UserError, match=r"^data.invalid=refuse: byte 29 of .*01.txt is not UTF-8"):
+        prepare(data, 257, tmp_path / "cache")  # what another rule has prepared
+    (tmp_path / "text" / "01.txt").write_text("fine" * 9)
+    assert (
+        prepare(data, 257, tmp_path / "cache").folder
+        == prepare(data.model_copy(update={"invalid": "replace"}), 257, tmp_path / "cache").folder
+    )  # without such text, the rule does not matter
 
 
 def test_library(tmp_path: Path):

@@ -22,8 +22,9 @@ from trainers.data.chat import Chat
 from trainers.data.conversations import Reader, encode, end
 from trainers.data.encode import Work, token_dtype
 from trainers.data.packed import Batches, Split
+from trainers.data.rows import cut
 from trainers.data.shards import SplitWriter
-from trainers.data.sources import cut, split_files
+from trainers.data.sources import split_files
 from trainers.data.tokenizers import load_tokenizer
 from trainers.measure.comparison import random_batch
 from trainers.worker.loop import batch_of
