@@ -19,12 +19,14 @@ import numpy as np
 from foldray.errors import UserError
 from foldray.recipe.data import Invalid
 from trainers.data.chat import Chat
-from trainers.data.encode import Encoded, Work, token_dtype
+from trainers.data.encode import Work, token_dtype
 from trainers.data.rows import Part, cut, read_rows
+from trainers.data.shards import Piece
 from trainers.data.sources import SourceFile
 from trainers.data.tokenizers import Tokenizer
 from trainers.data.unfit import Unfit, mended
 
+_MOST_PACKED = 1 << 26  # tokens that are packed together; only a large compressed file has more
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -79,28 +81,37 @@ class Reader:
             yield Conversation(tokens, trained)
 
 
-def encode(work: Work, reader: Reader, seq_len: int) -> Encoded:
-    """Read, tokenize and pack the conversations of a work. Its N tokens are a multiple of `seq_len`.
+def encode(work: Work, unfit: Unfit, reader: Reader, seq_len: int) -> Iterator[Piece]:
+    """Read, tokenize and pack the conversations of a work. The tokens of each piece are a multiple of `seq_len`.
 
     A conversation without a token that counts is left out.
+
+    Args:
+        unfit: takes the conversations that are not UTF-8.
 
     Raises:
         UserError: as `Reader.read`.
     """
-    tokenizer = reader.chat.tokenizer
-    counts = dict.fromkeys(("conversations", "cut", "left_out", "trained", "filled"), 0)
-    kept, unfit = list[Conversation](), Unfit(reader.rule)
+    kept, tokens, counts = list[Conversation](), 0, Counter[str]()
     for part in work.parts:
         for whole in reader.read(part, unfit):
             found = Conversation(whole.tokens[:seq_len], whole.trained[:seq_len])
             if found.trained.any():
                 kept.append(found)
+                tokens += len(found.tokens)
                 counts["cut"] += len(whole.tokens) > seq_len
             else:
                 counts["left_out"] += 1
+            if tokens >= _MOST_PACKED:
+                yield _packed(kept, counts, reader.chat.tokenizer, seq_len)
+                kept, tokens, counts = [], 0, Counter()
+    yield _packed(kept, counts, reader.chat.tokenizer, seq_len)
+
+
+def _packed(kept: list[Conversation], counts: Counter[str], tokenizer: Tokenizer, seq_len: int) -> Piece:
     sequences = pack([len(each.tokens) for each in kept], seq_len)
     tokens = np.full((len(sequences), seq_len), tokenizer.separator, token_dtype(tokenizer.vocab_size))
-    trained, starts = np.zeros(tokens.shape, np.uint8), list[int]()
+    trained, starts, filled = np.zeros(tokens.shape, np.uint8), list[int](), 0
     for row, numbers in enumerate(sequences):
         at = 0
         for each in (kept[number] for number in numbers):
@@ -108,26 +119,22 @@ def encode(work: Work, reader: Reader, seq_len: int) -> Encoded:
             tokens[row, at:stop], trained[row, at:stop] = each.tokens, each.trained
             starts.append(row * seq_len + at)
             at = stop
-        counts["filled"] += seq_len - at
-    counts |= {"conversations": len(kept), "trained": int(trained.sum())}
-    return Encoded(
+        filled += seq_len - at
+    found = {"conversations": len(kept), "cut": counts["cut"], "left_out": counts["left_out"]}
+    return Piece(
         tokens=tokens.reshape(-1),
         lengths=np.zeros(tokens.size, np.uint32),
         starts=np.asarray(starts, np.int64),
         pairs=None,
-        validation=work.validation,
-        files=sum(part.last for part in work.parts),
         trained=trained.reshape(-1),
-        counts=counts,
-        unfit=unfit.found,
+        counts={**found, "trained": int(trained.sum()), "filled": filled},
     )
 
 
-def end(tokenizer: Tokenizer) -> Encoded:
+def end(tokenizer: Tokenizer) -> Piece:
     """Return the end of a split: one separator, the target of its last token."""
     separator = np.asarray([tokenizer.separator], token_dtype(tokenizer.vocab_size))
-    none = np.zeros(0, np.int64)
-    return Encoded(separator, np.zeros(1, np.uint32), none, None, False, 0, np.zeros(1, np.uint8))
+    return Piece(separator, np.zeros(1, np.uint32), np.zeros(0, np.int64), None, np.zeros(1, np.uint8))
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:

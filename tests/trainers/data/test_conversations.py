@@ -16,8 +16,9 @@ from tests.trainers.data.chats import CHATS, chat, make_tokenizer
 from trainers.data import conversations
 from trainers.data.chat import Chat
 from trainers.data.conversations import Reader, encode, pack, told
-from trainers.data.encode import Encoded, Work
+from trainers.data.encode import Work
 from trainers.data.rows import cut
+from trainers.data.shards import Piece
 from trainers.data.sources import split_files
 from trainers.data.tokenizers import load_tokenizer
 from trainers.data.unfit import Unfit
@@ -40,8 +41,9 @@ def files(folder: Path, name: str = "a.jsonl") -> list:
     return split_files(spec)[0]
 
 
-def encoded(folder: Path, reader: Reader, seq_len: int, name: str = "a.jsonl") -> Encoded:
-    return encode(Work(list(cut(files(folder, name))), validation=False), reader, seq_len)
+def encoded(folder: Path, reader: Reader, seq_len: int, name: str = "a.jsonl") -> Piece:
+    (piece,) = encode(Work(list(cut(files(folder, name))), validation=False), Unfit("refuse"), reader, seq_len)
+    return piece
 
 
 def test_conversations_are_packed_whole_with_their_masks(tmp_path: Path, chatml: Chat):

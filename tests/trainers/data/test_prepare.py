@@ -17,12 +17,14 @@ import ray
 from foldray.errors import UserError
 from foldray.recipe import DataSpec
 from trainers.data.baselines import byte_pairs, count_pairs, fit
-from trainers.data.encode import Work, deal, encode, encode_all
+from trainers.data.drafts import draft, publish
+from trainers.data.encode import Work, deal, encode, run_all
 from trainers.data.packed import PackedData, is_intact
-from trainers.data.prepare import _publish, prepare
+from trainers.data.prepare import prepare
 from trainers.data.rows import cut
 from trainers.data.sources import split_files
 from trainers.data.tokenizers import ByteTokenizer, load_tokenizer
+from trainers.data.unfit import Unfit
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -66,8 +68,12 @@ def test_order_of_results_is_that_of_the_works(tmp_path: Path):
 
     # The first work is the slowest, so its result would come last if the order were not kept.
     works = [Work([part], validation=True) for part in cut(split_files(corpus(tmp_path / "text", [9] * 10))[0])]
-    pieces = list(encode_all(works, partial(encode, tokenizer=SlowFirst(), text_field="text")))
-    assert [int(piece.tokens[1]) for piece in pieces] == list(range(ord("b"), ord("b") + 9))
+
+    def task(work: Work) -> int:
+        (piece,) = encode(work, Unfit("refuse"), SlowFirst(), "text")
+        return int(piece.tokens[1])
+
+    assert list(run_all(works, task)) == list(range(ord("b"), ord("b") + 9))
 
 
 @pytest.mark.parametrize(("least", "works"), [(1, 9), (25, 4), (1 << 20, 1)])
@@ -123,30 +129,86 @@ def test_cache_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_broken_cache_is_made_anew(tmp_path: Path):
     data = corpus(tmp_path / "text", [30, 30])
     folder = prepare(data, 257, tmp_path / "cache").folder
-    tokens = (folder / "train-00000.npy").read_bytes()
-    (folder / "train-00000.npy").write_bytes(tokens[:-1])
+    tokens = (folder / "train-000000.tokens").read_bytes()
+    (folder / "train-000000.tokens").write_bytes(tokens[:-1])
     assert prepare(data, 257, tmp_path / "cache").folder == folder
-    assert (folder / "train-00000.npy").read_bytes() == tokens
+    assert (folder / "train-000000.tokens").read_bytes() == tokens
     assert os.listdir(tmp_path / "cache") == [folder.name]
 
 
-def test_interruption_leaves_nothing(tmp_path: Path):
-    data = corpus(tmp_path / "text", [30, 30])
+def test_what_an_interruption_leaves_is_not_whole_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(prepare.__globals__, "deal", lambda parts, validation, **_: deal(parts, validation, least=1))
+    data = corpus(tmp_path / "text", [30, 30, 40, 50, 60])
+    expected_folder = prepare(data, 257, tmp_path / "other").folder
 
     def interrupt(done: int, total: int, what: str) -> None:
-        raise KeyboardInterrupt
+        if done == 3:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         prepare(data, 257, tmp_path / "cache", interrupt)
+    draft = tmp_path / "cache" / f".{expected_folder.name}"
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [draft.name]
+    assert not is_intact(draft)
+    kept = {path.name: path.stat().st_ino for path in draft.glob("train-00000[012].tokens")}
+    assert len(kept) == 3
+    (draft / "train-000001.tokens").write_bytes(b"half")  # damaged meanwhile
+    (draft / "train-000002.done").write_text("{")
+    (draft / ".train-000003.tokens.0123abcd").write_text("of a task that was killed")
+    told = []
+    packed = prepare(data, 257, tmp_path / "cache", lambda *state: told.append(state))
+    assert told[-1] == (5, 5, "tokenizing")
+    again = {name: (packed.folder / name).stat().st_ino == number for name, number in kept.items()}
+    assert again == {"train-000000.tokens": True, "train-000001.tokens": False, "train-000002.tokens": False}
+    assert os.listdir(tmp_path / "cache") == [expected_folder.name]
+    assert contents(packed.folder) == contents(expected_folder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_two_preparations_at_once_have_drafts_of_their_own(tmp_path: Path):
+    folder = tmp_path / "0123456789abcdef"
+    with draft(folder, lambda: (folder / "mine").exists()) as one:
+        with draft(folder, lambda: (folder / "mine").exists()) as two:
+            assert one != two
+            (two / "mine").write_text("two")
+        (one / "mine").write_text("one")
+    assert (folder / "mine").read_text() == "two"
+    assert os.listdir(tmp_path) == [folder.name]
+    assert os.listdir(folder) == ["mine"]
+
+
+def test_drafts_that_nobody_needs_are_swept(tmp_path: Path):
+    names = [".0123456789abcdef", ".0123456789abcdee.01234567", ".other", ".0123456789abcdea"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    for name in names[:3]:
+        os.utime(tmp_path / name, (1, 1))
+    with draft(tmp_path / "0123456789abcdeb", lambda: False):
+        assert {path.name for path in tmp_path.iterdir()} == {*names[2:], ".0123456789abcdeb"}
+
+
+def test_a_cache_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A task that writes to a disk of its own node leaves nothing where the driver looks."""
+    data, other = corpus(tmp_path / "text", [30, 30]), tmp_path / "elsewhere"
+    other.mkdir()
+    task = prepare.__globals__["_Task"](other, partial(encode, tokenizer=ByteTokenizer(), text_field="text"), "refuse")
+    monkeypatch.setitem(prepare.__globals__, "_LOOKS", 1)
+    monkeypatch.setitem(prepare.__globals__, "_LOOK_S", 0.0)
+    monkeypatch.setitem(prepare.__globals__, "run_all", lambda calls, _: (task(call) for call in calls))
+    with pytest.raises(UserError, match=r"^data.cache=.*: is not the same folder everywhere: node .* has written files"):
+        prepare(data, 257, tmp_path / "cache")
     assert os.listdir(tmp_path / "cache") == []
 
 
 def test_whoever_is_first_publishes(tmp_path: Path):
     data = corpus(tmp_path / "text", [30, 30])
     folder = prepare(data, 257, tmp_path / "cache").folder
-    shutil.copytree(folder, draft := tmp_path / "draft")
-    (draft / "mine").touch()
-    _publish(draft, folder, lambda: is_intact(folder))
+    shutil.copytree(folder, other := tmp_path / "draft")
+    (other / "mine").touch()
+    publish(other, folder, lambda: is_intact(folder))
     assert not (folder / "mine").exists()
 
 
@@ -192,7 +254,6 @@ def test_worker_meets_a_mistake(tmp_path: Path):
         prepare(data, 257, tmp_path / "cache")
     assert caught.value.__cause__ is None
     assert os.listdir(tmp_path / "cache") == []
-    assert len(list(encode_all([Work([], False)], partial(encode, tokenizer=load_tokenizer("byte"), text_field="text")))) == 1
 
 
 def test_compressed_plain_and_parquet_are_the_same_data(tmp_path: Path):
@@ -214,8 +275,9 @@ def test_compressed_plain_and_parquet_are_the_same_data(tmp_path: Path):
     assert stream(found[0].train) == expected(texts, 16)
     for other in found[1:]:
         assert other.folder != found[0].folder
-        for path in sorted(found[0].folder.glob("*.npy")):
-            assert (other.folder / path.name).read_bytes() == path.read_bytes()
+        for path in sorted(found[0].folder.iterdir()):
+            if path.suffix != ".json":
+                assert (other.folder / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize(("sizes", "name"), [([30, 7], "training"), ([7, 30], "validation"), ([0, 30], "validation")])
@@ -227,7 +289,7 @@ def test_too_little_text(tmp_path: Path, sizes: list[int], name: str):
 
 
 def test_cheap_checks_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(prepare.__globals__, "encode_all", lambda *_: pytest.fail("went to work"))
+    monkeypatch.setitem(prepare.__globals__, "run_all", lambda *_: pytest.fail("went to work"))
     (tmp_path / "a.jsonl").write_text('{"body": "b"}\n')
     (tmp_path / "v.jsonl").write_text('{"text": "b"}\n')
     data = DataSpec(source="jsonl", path=str(tmp_path / "a.jsonl"), validation={"path": str(tmp_path / "v.jsonl")})
@@ -276,4 +338,4 @@ def test_library(tmp_path: Path):
         len(Path(file.locate()).read_text("utf-8", "replace").encode()) for side in split_files(DataSpec()) for file in side
     )
     assert 3.2 < packed.baselines().bigram < 3.9
-    assert sizes[0] - 256 < packed.train.bytes() <= sizes[0]
+    assert sizes[1] - 256 < packed.validation.bytes() <= sizes[1]
