@@ -211,7 +211,7 @@ def is_whole(folder: Path, content: dict[str, Any]) -> bool:
     """Whether a folder holds a mixture with this content."""
     try:
         return json.loads((folder / FILE).read_text()) == content
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
 
 

@@ -37,6 +37,8 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "texts" / f"{i}.txt").write_text("".join(f"{i} times {j} is {i * j}. " for j in range(100)))
     for name in ("few", "held"):  # a source that training sees several times
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"body": f"{name} {j} " * 5}) + "\n" for j in range(12)))
+    with (folder / "few.jsonl").open("ab") as lines:
+        lines.write(b'{"body": "not \xff UTF-8"}\n')
     return folder
 
 
@@ -48,7 +50,8 @@ def mixed(storage: Path, shares: tuple[float, float] = (0.75, 0.25), **sections:
         "validation": {"path": f"{storage}/held.jsonl"},
     }
     sources = {"sums": {"path": f"{storage}/texts/*.txt", "weight": shares[0]}, "few": {**few, "weight": shares[1]}}
-    data = {"source": "text", "path": None, "seq_len": 32, "validation": {"fraction": 0.3}, "sources": sources}
+    data = {"source": "text", "path": None, "seq_len": 32, "validation": {"fraction": 0.3}, "invalid": "skip"}
+    data["sources"] = sources
     training = {"steps": STEPS, "eval_sequences": 8, **sections.pop("training", {})}
     checkpoint = {"every": STOP, "keep": 3}
     return recipe(storage, data=data, engine={"kind": "torch"}, training=training, checkpoint=checkpoint, **sections)
@@ -82,7 +85,11 @@ def test_a_run_reports_every_source(storage: Path, whole: Any) -> None:
     assert {key: last[key] for key in ("loss", "bits_per_byte", "sequences")} == averaged(list(last["sources"].values()), [3, 1])
     assert whole.run.summary.val_sources == last["sources"]
     assert last["sources"]["sums"]["sequences"] == min(8, len(data.parts["sums"].validation))
-    assert json.loads((whole.run.folder.path / "run.json").read_text())["val_sources"] == last["sources"]
+    told = json.loads((whole.run.folder.path / "run.json").read_text())
+    assert told["val_sources"] == last["sources"]
+    assert [told["data"][name]["unfit"]["documents"] for name in ("sums", "few")] == [0, 1]
+    assert told["data"]["few"]["unfit"]["first"][0]["file"] == f"{storage}/few.jsonl"
+    assert told["data"]["few"]["train"]["documents"] == 12
     assert whole.run.summary.bigram_bpb is not None
 
 
