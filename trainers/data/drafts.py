@@ -30,7 +30,7 @@ def draft(folder: Path, is_done: Callable[[], bool]) -> Iterator[Path]:
     """
     made, handle = folder.with_name(f".{folder.name}"), None
     with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        made.mkdir(parents=True, exist_ok=True)
         _sweep(folder.parent)
         if (handle := _locked(made)) is None:
             made = made.with_name(f"{made.name}.{uuid.uuid4().hex[:8]}")

@@ -313,7 +313,7 @@ class FoldTrainer(TorchTrainer):
         if self.console is None:
             return data
         for name, part in data.parts.items():
-            about = told(part.meta) if "counts" in part.meta["train"] else None
+            about = told(part.meta) if part.train.masked else None
             for line in filter(None, (about, told_unfit(part.meta))):
                 self.console.say(f"{name and f'{name}: '}{line}")
         return data
