@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -79,15 +79,27 @@ class Step(TypedDict):
     time: NotRequired[float]
 
 
+class Measured(TypedDict):
+    """The loss on the validation text of one source."""
+
+    loss: float | None
+    """Cross entropy, nats per token that counts; None if it is no number and comes from a file."""
+    bits_per_byte: float | None
+    """None for conversations."""
+    sequences: int
+
+
 class Validation(TypedDict):
-    """The loss on the validation text after `step` steps."""
+    """The loss on the validation text after `step` steps. With a mixture, this is the mean over sources, by their weights."""
 
     kind: Literal["validation"]
     step: int
     loss: float
     bits_per_byte: float | None
-    """None for conversations."""
+    """None if there are conversations."""
     sequences: int
+    sources: NotRequired[dict[str, Measured]]
+    """The sources of a mixture."""
     time: NotRequired[float]
 
 
@@ -402,6 +414,22 @@ def reported(step: Step, validation: Mapping[str, Any]) -> dict[str, float | Non
     if validation.get("step") == step["step"]:
         values = {**values, **{name: validation[name.rpartition("/")[2]] for name in VALIDATED}}
     return {name: values[name] for name in REPORTED if name in values}
+
+
+def averaged(parts: Sequence[Measured], weights: Sequence[int]) -> Measured:
+    """Return the loss and the bits per byte of a text whose tokens come from sources in the ratio of weights.
+
+    Losses are means over tokens, and so is the number of bytes that a token stands for. So bits per byte are not averaged
+    themselves.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    losses, bits = ([number(part[key]) for part in parts] for key in ("loss", "bits_per_byte"))  # type: ignore[literal-required]
+    loss = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
+    lengths = sum(loss / each * weight for loss, each, weight in zip(losses, bits, weights, strict=True))
+    known = all(part["bits_per_byte"] is not None for part in parts)
+    sequences = sum(part["sequences"] for part in parts)
+    return {"loss": loss / sum(weights), "bits_per_byte": loss / lengths if known else None, "sequences": sequences}
 
 
 def number(value: float | None) -> float:

@@ -1,19 +1,18 @@
 """The recipe: the one description that every command reads."""
 
+from foldray.recipe.data import DataSpec, SourceSpec, ValidationSplit
 from foldray.recipe.reading import describe
 from foldray.recipe.recipe import Recipe
 from foldray.recipe.schedule import ScheduleSpec
 from foldray.recipe.sections import (
     CheckpointSpec,
     ClusterSpec,
-    DataSpec,
     EngineSpec,
     FoldSpec,
     MoeSpec,
     OptimizerSpec,
     TrackingSpec,
     TrainingSpec,
-    ValidationSplit,
 )
 
 __all__ = [
@@ -26,6 +25,7 @@ __all__ = [
     "OptimizerSpec",
     "Recipe",
     "ScheduleSpec",
+    "SourceSpec",
     "TrackingSpec",
     "TrainingSpec",
     "ValidationSplit",

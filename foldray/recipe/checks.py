@@ -6,6 +6,7 @@ from foldray.blueprint import check_length, count_by_cut
 from foldray.errors import UserError, multiples_near
 from foldray.fold import divisors, nearest_disjoint, nearest_folds
 from foldray.recipe.bounds import MOST_SETTINGS
+from foldray.recipe.data import check_data
 from foldray.recipe.description import Description
 from foldray.recipe.sections import OptimizerSpec
 from foldray.schedule import AF_PIPE, LIST, OVERLAPS, PipelineGraph, Slicing, check_pipeline, overlap_kind
@@ -197,19 +198,7 @@ def _check_batch(recipe: Description) -> None:
 
 def _check_data(recipe: Description) -> None:
     data, model = recipe.data, recipe.model
-    if data.source == "stdlib" and data.path is not None:
-        kinds = ["text", "jsonl", "parquet", "conversations"]
-        raise UserError("data.path", data.path, "has no meaning with source=stdlib; name the kind of file", kinds)
-    if data.source != "stdlib" and data.path is None:
-        raise UserError("data.path", "null", f"source={data.source} needs a file or a glob")
-    if data.source == "conversations":
-        if data.tokenizer == "byte":
-            raise UserError("data.tokenizer", "byte", "has no chat template; name a folder with a tokenizer that has one")
-    else:
-        for key in ("messages_field", "train_on"):
-            if (value := getattr(data, key)) != (default := type(data).model_fields[key].default):
-                rule = f"has no meaning with source={data.source}, only with conversations"
-                raise UserError(f"data.{key}", value, rule, [default])
+    check_data(data)
     if model.positions == "learned" and data.seq_len > model.max_positions:
         raise UserError("data.seq_len", data.seq_len, f"must be at most model.max_positions={model.max_positions}")
 

@@ -9,12 +9,12 @@ from pydantic import Field, ValidationError, model_validator
 from foldray.blueprint import ModelSpec, Ownership, Strict, smallest_slice
 from foldray.fold import Fold
 from foldray.recipe.bounds import Name
+from foldray.recipe.data import DataSpec
 from foldray.recipe.reading import first_mistake, refuse_booleans
 from foldray.recipe.schedule import ScheduleSpec
 from foldray.recipe.sections import (
     CheckpointSpec,
     ClusterSpec,
-    DataSpec,
     EngineSpec,
     FoldSpec,
     MoeSpec,

@@ -18,12 +18,15 @@ from foldray.urls import holds_secret
 
 _WITH_OWN = ("model", "schedule", "tune")  # sections with keys that take rows of the user's own (`tables.OWN`)
 _DEEPEST = 10  # levels of sections; no recipe has as many
+NAME = "NAME"
+"""What stands for the name of a section that the user names."""
 
 _PLAIN = {
     "int": "is not a valid integer",
     "float": "is not a valid number",
     "bool": "is not a valid boolean",
     "string_type": "is not a text; quotes make it one",
+    "dict_type": "is not a mapping from names to sections",
     "tuple_type": "is not a list",
     "model_type": "is a section and needs a valid dictionary of its keys",
 }
@@ -33,9 +36,12 @@ _PLAIN = {
 def describe(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
     """Yield a row (key, legal values, default, description) for every recipe key."""
     for name, field in model.model_fields.items():
-        section = _section(field.annotation)
+        section, named = _section(field.annotation), _named_section(field.annotation)
         if section is not None:
             yield from describe(section, f"{prefix}{name}.")
+        elif named is not None:
+            yield f"{prefix}{name}", "sections by name|null", _as_yaml(field.default), field.description or ""
+            yield from describe(named, f"{prefix}{name}.{NAME}.")
         else:
             default = "required" if field.is_required() else _as_yaml(field.default)
             yield f"{prefix}{name}", _legal(field), default, field.description or ""
@@ -47,6 +53,9 @@ def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, st
         if (section := _section(field.annotation)) is not None:
             yield f"{prefix}{name}", inspect.cleandoc(section.__doc__ or "")
             yield from sections(section, f"{prefix}{name}.")
+        if (named := _named_section(field.annotation)) is not None:
+            yield f"{prefix}{name}.{NAME}", inspect.cleandoc(named.__doc__ or "")
+            yield from sections(named, f"{prefix}{name}.{NAME}.")
 
 
 def apply(given: dict[str, Any], override: str) -> None:
@@ -76,10 +85,13 @@ def refuse_booleans(model: type[BaseModel], given: Any, prefix: str = "") -> Non
         field = model.model_fields.get(key)
         if field is None:
             continue
-        section = _section(field.annotation)
+        section, named = _section(field.annotation), _named_section(field.annotation)
         values = value if isinstance(value, list) else [value]
         if section is not None:
             refuse_booleans(section, value, f"{prefix}{key}.")
+        elif named is not None:
+            for name, part in value.items() if isinstance(value, dict) else ():
+                refuse_booleans(named, part, f"{prefix}{key}.{name}.")
         elif any(isinstance(item, bool) for item in values) and _is_number(field.annotation):
             raise UserError(f"{prefix}{key}", str(value).lower(), "is not a valid number")
 
@@ -123,7 +135,7 @@ def _is_number(annotation: Any) -> bool:
 def first_mistake(model: type[BaseModel], error: ValidationError) -> UserError:
     """Return the first mistake that pydantic found, as an error of one line in plain words."""
     first = error.errors(include_url=False)[0]
-    path = [str(part) for part in first["loc"]]
+    path = [str(part) for part in first["loc"] if part != "[key]"]  # of a mapping whose name is illegal
     field, kind = ".".join(path), first["type"]
     value = "null" if first["input"] is None else first["input"]
     section, key = _lookup(model, path)
@@ -151,8 +163,14 @@ def _rule(kind: str, message: str) -> str:
 
 def _lookup(model: type[BaseModel], path: list[str]) -> tuple[type[BaseModel], FieldInfo | None]:
     """Return the section and the key that a path names. After the key, a path may continue with indices of its list."""
+    named: type[BaseModel] | None = None
     for part in path:
+        if named is not None:  # the part is the name of a section
+            model, named = named, None
+            continue
         field = model.model_fields.get(part)
+        if (named := field and _named_section(field.annotation)) is not None:
+            continue
         section = field and _section(field.annotation)
         if section is None:
             return model, field
@@ -166,6 +184,16 @@ def _section(annotation: Any) -> type[BaseModel] | None:
         annotation, *others = [part for part in get_args(annotation) if part is not type(None)]
         annotation = None if others else annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _named_section(annotation: Any) -> type[BaseModel] | None:
+    """Return the section of a mapping from names to sections, also if null may stand for the mapping."""
+    if get_origin(annotation) in (types.UnionType, Union):
+        found = (_named_section(part) for part in get_args(annotation))
+        return next((section for section in found if section is not None), None)
+    if get_origin(annotation) is Annotated:
+        return _named_section(get_args(annotation)[0])
+    return _section(get_args(annotation)[1]) if get_origin(annotation) is dict else None
 
 
 def _words(annotation: Any) -> list[Any]:

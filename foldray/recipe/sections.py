@@ -1,4 +1,4 @@
-"""The sections of a recipe except `schedule` and `tune`: their keys, defaults, and the rules of single keys."""
+"""The sections of a recipe except `data`, `schedule` and `tune`: their keys, defaults, and the rules of single keys."""
 
 from __future__ import annotations
 
@@ -7,77 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from foldray.blueprint import Strict
-from foldray.recipe.bounds import LONGEST, MOST_SEQUENCES, MOST_STEPS, MOST_WORKERS, Beta, Label, Url
-
-
-class ValidationSplit(Strict):
-    """Which text is held back from training, to measure the model on text that it has not seen."""
-
-    fraction: float = Field(
-        0.05,
-        gt=0,
-        lt=1,
-        description="Share of the files that is held back. A hash of a file's name decides; at least one file is held back.",
-    )
-    path: str | None = Field(
-        None, description="File or glob of a validation set. Null holds back `fraction` of the training files instead."
-    )
-
-
-class DataSpec(Strict):
-    """The text to train on, and how it is cut into sequences."""
-
-    source: Literal["stdlib", "text", "jsonl", "parquet", "conversations"] = Field(
-        "stdlib",
-        description="Kind of text. `stdlib` is the source code of Python's standard library and needs no files; the other kinds "
-        "read `path`. `conversations` are lists of messages in files of JSON lines, or of Parquet if their names end in "
-        "`.parquet`; the chat template of `tokenizer` makes text of them.",
-    )
-    path: str | None = Field(
-        None, description="File or glob to read; every node must see the files. Null is for `source: stdlib` only."
-    )
-    text_field: str = Field("text", description="Key (jsonl) or column (parquet) that holds the text of a document.")
-    messages_field: str = Field(
-        "messages", description="Key or column that holds the messages of a conversation, each with `role` and `content`."
-    )
-    train_on: Literal["assistant", "all"] = Field(
-        "assistant",
-        description="Tokens of a conversation that count in the loss: those that the assistant writes, or all but its first one.",
-    )
-    tokenizer: str = Field(
-        "byte",
-        description="`byte` makes one token of each byte. Or name a folder with a Hugging Face tokenizer, which makes fewer "
-        "tokens.",
-    )
-    seq_len: int = Field(
-        256,
-        ge=1,
-        le=LONGEST,
-        description="Tokens per sequence. Activation memory grows with it in proportion, attention's compute with its square.",
-    )
-    mask_documents: bool = Field(
-        False,
-        description="Attention stops at document boundaries. By default a token also attends to earlier documents of its "
-        "sequence. The default is true with `source: conversations`.",
-    )
-    validation: ValidationSplit = ValidationSplit()
-    cache: str | None = Field(
-        None,
-        description="Folder for tokenized and packed data, which later runs use again; every node must see it. Null is the "
-        "folder `data` in the run storage.",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _conversations_stand_alone(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("source") == "conversations":
-            return {"mask_documents": True, **given}
-        return given
-
-    @property
-    def masked(self) -> bool:
-        """Whether some tokens do not count in the loss."""
-        return self.source == "conversations"
+from foldray.recipe.bounds import MOST_SEQUENCES, MOST_STEPS, MOST_WORKERS, Beta, Label, Url
 
 
 class FoldSpec(Strict):
@@ -277,7 +207,8 @@ class TrainingSpec(Strict):
         None,
         ge=1,
         le=MOST_STEPS,
-        description="Sequences per validation. Fewer are faster, and measure less exactly. Null takes the whole validation set.",
+        description="Sequences per validation, of every source of a mixture. Fewer are faster, and measure less exactly. Null "
+        "takes the whole validation set.",
     )
     seed: int = Field(
         0,

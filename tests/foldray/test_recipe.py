@@ -103,6 +103,21 @@ def test_conversations_stand_alone_by_default():
     assert (text.mask_documents, text.masked) == (False, False)
 
 
+def test_sources_of_a_mixture_inherit_what_they_leave_out(good):
+    changes = ["data.source=jsonl", "data.sources.a={path: a, weight: 0.7}", "data.sources.b={source: stdlib, weight: 0.3}"]
+    data = Recipe.load(good, [*changes, "data.sources.a.weight=0.9", "data.validation.fraction=0.2"]).data
+    assert data.weights == (3, 1)
+    assert [(name, part.source, part.path, part.sources) for name, part in data.parts.items()] == [
+        ("a", "jsonl", "a", None), ("b", "stdlib", None, None),
+    ]  # fmt: skip
+    assert {part.validation.fraction for part in data.parts.values()} == {0.2}
+    assert not data.mask_documents
+    chats = {"tokenizer": "folder", "sources": {"a": {}, "b": {"source": "conversations", "path": "c"}}}
+    assert Recipe.parse({"model": {"preset": "tiny"}, "data": chats}).data.mask_documents
+    alone = Recipe.load(good).data
+    assert (alone.parts, alone.weights) == ({"": alone}, (1,))
+
+
 def test_a_model_without_preset():
     sizes = {
         "layers": 2, "hidden": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "ffn_hidden": 16, "experts": 4, "topk": 2,
@@ -183,6 +198,21 @@ BAD = [
     ("data.train_on=all", "data.train_on", "has no meaning with source=stdlib, only with conversations; legal: assistant"),
     ("data.messages_field=turns", "data.messages_field", "only with conversations; legal: messages"),
     ("data.train_on=user", "data.train_on", "legal: assistant, all"),
+    ("data.sources={}", "data.sources", "at least 1 item"),
+    ("data.sources=[{path: a}]", "data.sources", "is not a mapping from names to sections"),
+    ("data.sources.a=3", "data.sources.a", "valid dictionary of its keys; legal: weight, source"),
+    ("data.sources={a b: {}}", "data.sources.a b", "letters, digits"),
+    ("data.sources.a.weigth=3", "data.sources.a.weigth", "did you mean 'weight'?"),
+    ("data.sources.a.weight=0", "data.sources.a.weight", "greater than 0"),
+    ("data.sources.a.weight=true", "data.sources.a.weight", "is not a valid number"),
+    ("data.sources.a.source=web", "data.sources.a.source", "legal: stdlib, text, jsonl, parquet, conversations, null"),
+    ("data.sources.a.source=text", "data.sources.a.path", "source=text needs a file or a glob"),
+    ("data.sources.a.path=b", "data.sources.a.path", "has no meaning with source=stdlib"),
+    ("data.sources.a.train_on=all", "data.sources.a.train_on", "has no meaning with source=stdlib"),
+    ("data={path: a, sources: {a: {}}}", "data.path", "has no meaning with data.sources"),
+    ("data={validation: {path: a}, sources: {a: {}}}", "data.validation.path", "has no meaning with data.sources"),
+    ("data={train_on: all, sources: {a: {}}}", "data.train_on", "only with conversations"),
+    ("data.sources={a: {weight: 0.123456789}, b: {weight: 0.876543211}}", "data.sources.*.weight", "near them are 1235, 8765"),
     ("model={preset: tiny-gpt, max_positions: 128}", "data.seq_len", "must be at most model.max_positions=128"),
     # engines and backends
     ("schedule={reduction: chunks, sp_bytes: 0}", "schedule.sp_bytes", "at least 1, or auto"),

@@ -17,11 +17,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from foldray.errors import UserError
+from foldray.recipe.data import Invalid
 from trainers.data.chat import Chat
-from trainers.data.encode import Encoded, Work, token_dtype
-from trainers.data.sources import Part, SourceFile, as_utf8, cut, read_rows
+from trainers.data.encode import Work, token_dtype
+from trainers.data.rows import Part, cut, read_rows
+from trainers.data.shards import Piece
+from trainers.data.sources import SourceFile
 from trainers.data.tokenizers import Tokenizer
+from trainers.data.unfit import Unfit, mended
 
+_MOST_PACKED = 1 << 26  # tokens that are packed together; only a large compressed file has more
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -45,11 +50,13 @@ class Reader:
         chat: the chat template.
         messages_field: the key or column of the messages.
         masked: whether only the assistant's tokens count; False counts all.
+        rule: what becomes of conversations that are not UTF-8.
     """
 
     chat: Chat
     messages_field: str
     masked: bool = True
+    rule: Invalid = "refuse"
 
     def check(self, file: SourceFile) -> None:
         """Check the first conversation of a file.
@@ -57,16 +64,16 @@ class Reader:
         Raises:
             UserError: as `read`.
         """
-        next(self.read(next(cut([file]))), None)
+        next(self.read(next(cut([file])), Unfit(self.rule)), None)
 
-    def read(self, part: Part) -> Iterator[Conversation]:
+    def read(self, part: Part, unfit: Unfit) -> Iterator[Conversation]:
         """Yield the conversations of a part of a file, in order. The first token of each does not count.
 
         Raises:
             UserError: the file cannot be read, has something else than conversations, or the chat template cannot take one of
                 them.
         """
-        for row in read_rows(part, "data.messages_field", self.messages_field):
+        for row in read_rows(part, "data.messages_field", self.messages_field, unfit):
             tokens, trained = self.chat.encode(
                 messages_of(row.value, row, "data.messages_field", self.messages_field), row, self.masked
             )
@@ -74,28 +81,37 @@ class Reader:
             yield Conversation(tokens, trained)
 
 
-def encode(work: Work, reader: Reader, seq_len: int) -> Encoded:
-    """Read, tokenize and pack the conversations of a work. Its N tokens are a multiple of `seq_len`.
+def encode(work: Work, unfit: Unfit, reader: Reader, seq_len: int) -> Iterator[Piece]:
+    """Read, tokenize and pack the conversations of a work. The tokens of each piece are a multiple of `seq_len`.
 
     A conversation without a token that counts is left out.
+
+    Args:
+        unfit: takes the conversations that are not UTF-8.
 
     Raises:
         UserError: as `Reader.read`.
     """
-    tokenizer = reader.chat.tokenizer
-    counts = dict.fromkeys(("conversations", "cut", "left_out", "trained", "filled"), 0)
-    kept = list[Conversation]()
+    kept, tokens, counts = list[Conversation](), 0, Counter[str]()
     for part in work.parts:
-        for whole in reader.read(part):
+        for whole in reader.read(part, unfit):
             found = Conversation(whole.tokens[:seq_len], whole.trained[:seq_len])
             if found.trained.any():
                 kept.append(found)
+                tokens += len(found.tokens)
                 counts["cut"] += len(whole.tokens) > seq_len
             else:
                 counts["left_out"] += 1
+            if tokens >= _MOST_PACKED:
+                yield _packed(kept, counts, reader.chat.tokenizer, seq_len)
+                kept, tokens, counts = [], 0, Counter()
+    yield _packed(kept, counts, reader.chat.tokenizer, seq_len)
+
+
+def _packed(kept: list[Conversation], counts: Counter[str], tokenizer: Tokenizer, seq_len: int) -> Piece:
     sequences = pack([len(each.tokens) for each in kept], seq_len)
     tokens = np.full((len(sequences), seq_len), tokenizer.separator, token_dtype(tokenizer.vocab_size))
-    trained, starts = np.zeros(tokens.shape, np.uint8), list[int]()
+    trained, starts, filled = np.zeros(tokens.shape, np.uint8), list[int](), 0
     for row, numbers in enumerate(sequences):
         at = 0
         for each in (kept[number] for number in numbers):
@@ -103,25 +119,22 @@ def encode(work: Work, reader: Reader, seq_len: int) -> Encoded:
             tokens[row, at:stop], trained[row, at:stop] = each.tokens, each.trained
             starts.append(row * seq_len + at)
             at = stop
-        counts["filled"] += seq_len - at
-    counts |= {"conversations": len(kept), "trained": int(trained.sum())}
-    return Encoded(
+        filled += seq_len - at
+    found = {"conversations": len(kept), "cut": counts["cut"], "left_out": counts["left_out"]}
+    return Piece(
         tokens=tokens.reshape(-1),
         lengths=np.zeros(tokens.size, np.uint32),
         starts=np.asarray(starts, np.int64),
         pairs=None,
-        validation=work.validation,
-        files=sum(part.last for part in work.parts),
         trained=trained.reshape(-1),
-        counts=counts,
+        counts={**found, "trained": int(trained.sum()), "filled": filled},
     )
 
 
-def end(tokenizer: Tokenizer) -> Encoded:
+def end(tokenizer: Tokenizer) -> Piece:
     """Return the end of a split: one separator, the target of its last token."""
     separator = np.asarray([tokenizer.separator], token_dtype(tokenizer.vocab_size))
-    none = np.zeros(0, np.int64)
-    return Encoded(separator, np.zeros(1, np.uint32), none, None, False, 0, np.zeros(1, np.uint8))
+    return Piece(separator, np.zeros(1, np.uint32), np.zeros(0, np.int64), None, np.zeros(1, np.uint8))
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -189,7 +202,7 @@ def _message(given: Any, refused: Callable[[str, Sequence[str] | None], UserErro
     if not isinstance(given, dict):
         raise refused(f"is not an object but {type(given).__name__}", None)
     try:
-        message = _clean({key: value for key, value in given.items() if value is not None})
+        message = mended({key: value for key, value in given.items() if value is not None})
     except RecursionError:
         raise refused("is nested too deeply", None) from None
     if "role" not in message:
@@ -201,12 +214,3 @@ def _message(given: Any, refused: Callable[[str, Sequence[str] | None], UserErro
     if not isinstance(content, str) and not (content is None and message["role"] == "assistant" and message.get("tool_calls")):
         raise refused(f'has no text as "content" but {"nothing" if content is None else type(content).__name__}', None)
     return message
-
-
-def _clean(value: Any) -> Any:
-    """Return a value of JSON with texts that UTF-8 can encode."""
-    if isinstance(value, str):
-        return as_utf8(value)
-    if isinstance(value, list):
-        return [_clean(each) for each in value]
-    return {_clean(key): _clean(each) for key, each in value.items()} if isinstance(value, dict) else value

@@ -7,6 +7,7 @@ finds them again, also from the command line.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,9 +26,11 @@ from foldray.recipe import DataSpec
 from trainers.data.encode import quiet_console
 from trainers.data.prepare import cache_folder
 from trainers.data.sources import STORED
+from trainers.data.unfit import Unfit, as_utf8, halves_in
 
 Documents = Any
 """A dataset of Ray, a function that makes one, or rows in memory: mappings with the text field, or texts."""
+_log = logging.getLogger(__name__)
 _NAMES = ("train", "validation")
 _GROUP = 8 << 20  # bytes of text in a row group, which one task reads
 
@@ -36,8 +39,10 @@ def check_datasets(datasets: Mapping[str, Any], data: DataSpec) -> None:
     """Refuse datasets that cannot become the training and validation text of a recipe. Nothing is read.
 
     Raises:
-        UserError: a name is unknown or missing, or a value is no dataset.
+        UserError: a name is unknown or missing, a value is no dataset, or the recipe has a mixture of sources.
     """
+    if data.sources is not None:
+        raise UserError("datasets", ", ".join(datasets), "cannot be combined with data.sources; give one of both")
     for name, dataset in datasets.items():
         if name not in _NAMES:
             raise UserError("datasets", name, "is not a name of a dataset", _NAMES)
@@ -64,28 +69,30 @@ def store(datasets: Mapping[str, Documents], data: DataSpec, cache: str | Path) 
         UserError: a dataset cannot be read, has no documents, or lacks the text field; or a file cannot be written.
     """
     folder = cache_folder(cache) / "documents"
-    paths = {name: str(_stored(name, dataset, data.text_field, folder)) for name, dataset in datasets.items()}
+    paths = {name: str(_stored(name, dataset, data, folder)) for name, dataset in datasets.items()}
     if paths.get("validation") == paths["train"]:
         raise UserError("datasets.validation", "the same documents", "must differ from those of datasets.train")
     validation = data.validation.model_copy(update={"path": paths.get("validation", data.validation.path)})
     return data.model_copy(update={"source": "parquet", "path": paths["train"], "validation": validation})
 
 
-def _stored(name: str, dataset: Documents, text_field: str, folder: Path) -> Path:
+def _stored(name: str, dataset: Documents, data: DataSpec, folder: Path) -> Path:
     """Write the documents of one dataset, unless their file exists already, and return its path."""
     draft, digest, count = folder / f".{uuid.uuid4().hex[:8]}", hashlib.sha256(), 0
-    schema = pyarrow.schema([(text_field, pyarrow.large_string())])
+    schema, unfit = pyarrow.schema([(data.text_field, pyarrow.large_string())]), Unfit(data.invalid)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with pyarrow.parquet.ParquetWriter(draft, schema) as writer:
-                for texts in _groups(_texts(name, dataset, text_field)):
+                for texts in _groups(_texts(name, dataset, data.text_field, unfit)):
                     writer.write_table(pyarrow.table([pyarrow.array(texts, pyarrow.large_string())], schema=schema))
                     count += len(texts)
                     for text in map(str.encode, texts):
                         digest.update(len(text).to_bytes(8) + text)
             if not count:
                 raise UserError(f"datasets.{name}", "no rows", "has no documents")
+            for field, (documents, bytes_, first) in unfit.found.items():
+                _log.warning("%s: %d documents are not UTF-8, %d bytes of them, the first in %s", field, documents, bytes_, first)
             path = folder / f"sha256-{digest.hexdigest()}.parquet"
             assert STORED.search(str(path)), "the preparation knows stored documents by their path"
             os.replace(draft, path)
@@ -108,8 +115,8 @@ def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
         yield group
 
 
-def _texts(name: str, dataset: Documents, text_field: str) -> Iterator[str]:
-    """Yield the documents of a dataset, in order."""
+def _texts(name: str, dataset: Documents, text_field: str, unfit: Unfit) -> Iterator[str]:
+    """Yield the documents of a dataset, in order. Halves of surrogate pairs have no UTF-8."""
     field = f"datasets.{name}"
     try:
         for number, row in enumerate(_rows(dataset, text_field)):
@@ -119,7 +126,9 @@ def _texts(name: str, dataset: Documents, text_field: str) -> Iterator[str]:
             if not isinstance(text, str):
                 rule = f"is not text but {type(text).__name__} in row {number} of {field}"
                 raise UserError("data.text_field", text_field, rule)
-            yield text.encode("utf-8", "replace").decode()  # half a surrogate pair has no UTF-8
+            halves = halves_in(text)
+            if not halves or unfit.keeps(field, 3 * halves, f"row {number}"):
+                yield as_utf8(text)
     except RayError as error:
         first = str(error).partition("\n\nThe above exception was")[0]  # the exception of a user's function comes first
         reason = (first.strip().splitlines() or [type(error).__name__])[-1]

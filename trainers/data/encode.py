@@ -2,56 +2,50 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import pickle
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import ray.data
 from ray.data import DataContext
 
 from foldray.errors import UserError
-from trainers.data.baselines import byte_pairs, count_pairs
-from trainers.data.sources import Part, read_documents
+from trainers.data.baselines import byte_pairs
+from trainers.data.rows import Part, read_documents
+from trainers.data.shards import Piece
 from trainers.data.tokenizers import Tokenizer
+from trainers.data.unfit import Unfit
 
 
 @dataclass(frozen=True)
 class Work:
-    """Consecutive parts of one split. One task encodes them."""
+    """Consecutive parts of one split. One task encodes them, and writes their files."""
 
     parts: list[Part]
     validation: bool
 
+    @property
+    def split(self) -> str:
+        return "validation" if self.validation else "train"
 
-@dataclass(frozen=True)
-class Encoded:
-    """The result of one `Work`: N tokens of D documents with T bytes of text. A separator precedes each document.
+    @property
+    def files(self) -> int:
+        """Number of files whose last part is in this work."""
+        return sum(part.last for part in self.parts)
 
-    Conversations have no separators, lengths or pairs, but a mask (`conversations.encode`).
+    @property
+    def mark(self) -> str:
+        """A hash of what is in the work."""
+        spans = [(part.file.path, part.file.name, part.start, part.stop) for part in self.parts]
+        return hashlib.sha256(repr(spans).encode()).hexdigest()[:16]
 
-    Args:
-        tokens: ids, uint16 or uint32 [N].
-        lengths: bytes of text that each token stands for, uint32 [N]; 0 for a separator.
-        starts: positions of the documents' first tokens, int64 [D].
-        pairs: for training text the count of each byte pair, int64 [PAIRS]; for validation text the pairs in order, uint32
-            [T]; None for conversations.
-        validation: whether the text is validation text.
-        files: number of files whose last part is in this work.
-        trained: whether each token counts in the loss when it is a target, uint8 [N]; None if all count.
-        counts: further numbers for `meta.json`, which are summed over works.
-    """
 
-    tokens: np.ndarray
-    lengths: np.ndarray
-    starts: np.ndarray
-    pairs: np.ndarray | None
-    validation: bool
-    files: int
-    trained: np.ndarray | None = None
-    counts: dict[str, int] = field(default_factory=dict)
+_PIECE = 4 << 20  # characters of text that are encoded before they are written
 
 
 def deal(parts: Iterable[Part], validation: bool, least: int = 1 << 20, most: int = 32 << 20) -> list[Work]:
@@ -68,32 +62,40 @@ def deal(parts: Iterable[Part], validation: bool, least: int = 1 << 20, most: in
     return works + ([Work(group, validation)] if group else [])
 
 
-def encode(work: Work, tokenizer: Tokenizer, text_field: str) -> Encoded:
-    """Read and tokenize the documents of a work. A document without tokens is left out, also from the byte pairs.
+def encode(work: Work, unfit: Unfit, tokenizer: Tokenizer, text_field: str) -> Iterator[Piece]:
+    """Read and tokenize the documents of a work, and yield them piece by piece.
+
+    A document without tokens is left out, also from the byte pairs.
+
+    Args:
+        unfit: takes the documents that are not UTF-8.
 
     Raises:
-        UserError: a file cannot be read or lacks the text field.
+        UserError: as `read_documents`.
     """
-    dtype = token_dtype(tokenizer.vocab_size)
-    separator, no_bytes = np.asarray([tokenizer.separator], dtype), np.zeros(1, np.uint32)
-    tokens, lengths, sizes, texts = [np.zeros(0, dtype)], [np.zeros(0, np.uint32)], [0], []
+    found, size = list[tuple[np.ndarray, np.ndarray, bytes]](), 0
     for part in work.parts:
-        for text in read_documents(part, text_field):
+        for text in read_documents(part, text_field, unfit):
             ids, id_bytes = tokenizer.measure(text)
             if len(ids):
-                tokens += [separator, ids.astype(dtype)]
-                lengths += [no_bytes, id_bytes]
-                sizes.append(len(ids) + 1)
-                texts.append(text.encode())
-    pairs = byte_pairs(texts)
-    return Encoded(
-        tokens=np.concatenate(tokens),
-        lengths=np.concatenate(lengths),
-        starts=np.cumsum(sizes)[:-1],
-        pairs=pairs if work.validation else count_pairs(pairs),
-        validation=work.validation,
-        files=sum(part.last for part in work.parts),
-    )
+                found.append((ids, id_bytes, text.encode()))
+                size += len(text)
+            if size >= _PIECE:
+                yield _piece(found, tokenizer)
+                found, size = [], 0
+    yield _piece(found, tokenizer)
+
+
+def _piece(found: list[tuple[np.ndarray, np.ndarray, bytes]], tokenizer: Tokenizer) -> Piece:
+    dtype = token_dtype(tokenizer.vocab_size)
+    separator, no_bytes = np.asarray([tokenizer.separator], dtype), np.zeros(1, np.uint32)
+    tokens, lengths, sizes = [np.zeros(0, dtype)], [np.zeros(0, np.uint32)], [0]
+    for ids, id_bytes, _ in found:
+        tokens += [separator, ids.astype(dtype)]
+        lengths += [no_bytes, id_bytes]
+        sizes.append(len(ids) + 1)
+    pairs = byte_pairs([text for *_, text in found])
+    return Piece(np.concatenate(tokens), np.concatenate(lengths), np.cumsum(sizes)[:-1], pairs)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -101,24 +103,24 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
-def encode_all(works: list[Work], encode: Callable[[Work], Encoded]) -> Generator[Encoded, None, None]:
-    """Encode works in parallel with Ray Data, and yield the results in the order of `works`.
+def run_all(calls: list[Any], task: Callable[[Any], Any]) -> Generator[Any, None, None]:
+    """Call a function with each of some values, in parallel with Ray Data, and yield the results in the order of the values.
 
     Args:
-        works: the works.
-        encode: encodes one of them. It is pickled and sent to the workers.
+        calls: the values. Each is pickled and sent to a worker.
+        task: the function. It is pickled as well.
 
     Raises:
-        UserError: a worker cannot encode a work; the first such error in the order of `works`. The error travels as a
-            result, so Ray does not wrap it into an error of its own.
+        UserError: a worker raised it; the first such error in the order of the values. The error travels as a result, so Ray
+            does not wrap it into an error of its own.
     """
     context = DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True
-    rows = [{"work": pickle.dumps(work)} for work in works]
+    rows = [{"call": pickle.dumps(call)} for call in calls]
     with quiet_console(), DataContext.current(context):
-        # With one block per work, Ray Data runs one task per work for any number of CPUs.
-        dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map(_Encode(encode))
+        # With one block per value, Ray Data runs one task per value for any number of CPUs.
+        dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map(_Call(task))
         for row in dataset.iter_rows():
             result = pickle.loads(row["result"])
             if isinstance(result, UserError):
@@ -127,13 +129,12 @@ def encode_all(works: list[Work], encode: Callable[[Work], Encoded]) -> Generato
 
 
 @dataclass(frozen=True)
-class _Encode:
-    encode: Callable[[Work], Encoded]
+class _Call:
+    task: Callable[[Any], Any]
 
     def __call__(self, row: dict[str, bytes]) -> dict[str, bytes]:
-        result: Encoded | UserError
         try:
-            result = self.encode(pickle.loads(row["work"]))
+            result = self.task(pickle.loads(row["call"]))
         except UserError as error:
             result = error
         return {"result": pickle.dumps(result)}

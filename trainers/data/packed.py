@@ -11,8 +11,10 @@ Of a split with masks, only some tokens count in the loss when they are targets.
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -23,8 +25,9 @@ from foldray.errors import UserError
 from trainers.data.baselines import Baselines
 from trainers.folders import Checked, Count, DamagedFile, Folder, read_json
 
-FORMAT = 1
-"""Version of the files on disk. It is part of the cache's digest."""
+FORMAT = 2
+"""Version of the files on disk."""
+_MOST_OPEN = 1024  # files of a split that are mapped into memory; a process may have some 65 000 maps
 
 
 class PackedData:
@@ -35,13 +38,17 @@ class PackedData:
         meta: counts, tokenizer and inputs, as in `meta.json`.
         train: sequences in the order of the files.
         validation: sequences in a fixed random order, so the first n are a sample of all files.
+        parts: the data itself, as the only part (`mixture.Mixture`).
     """
+
+    weights = (1,)
 
     def __init__(self, folder: Path, meta: dict[str, Any]):
         self.folder, self.meta = folder, meta
         self.train = Split(folder, "train", meta)
         self.validation = Split(folder, "validation", meta)
         masked = self.validation.masked
+        self.parts = {"": self}
         self._bits = None if masked else _mapped(folder, "validation-bits", "f", (2, len(self.validation) + 1))
 
     @classmethod
@@ -72,7 +79,7 @@ class PackedData:
 
 
 class Split:
-    """The sequences of one split, mapped into memory. `len()` returns their number.
+    """The sequences of one split. `len()` returns their number.
 
     Args:
         folder: the packed data's folder.
@@ -83,63 +90,111 @@ class Split:
     def __init__(self, folder: Path, name: str, meta: dict[str, Any]):
         self.seq_len: int = meta["seq_len"]
         self._count: int = meta[name]["sequences"]
-        self._per_shard: int = meta[name]["shard_sequences"]
-        self._shards = self._mapped_shards(folder, meta[name]["shards"])
-        self._masks = self._mapped_shards(folder, meta[name].get("masks", []))
-        if len(self._masks) not in (0, len(self._shards)):
-            raise ValueError(f"{name} has {len(self._shards)} shards, but {len(self._masks)} masks")
-        self._starts = _mapped(folder, f"{name}-starts", "i", (meta[name]["documents"],))
-        self._bytes = _mapped(folder, f"{name}-bytes", "i", (self._count + 1,))
+        self.masked: bool = meta[name]["masked"]
+        index = _mapped(folder, f"{name}-index", "i", (2, meta[name]["works"]))
+        token_ends, document_ends = (np.cumsum([0, *row]) for row in np.asarray(index))
+        if token_ends[-1] != meta[name]["tokens"] or document_ends[-1] != meta[name]["documents"] or index.min(initial=0) < 0:
+            raise ValueError(f"{name}-index.npy has other counts than meta.json")
+        self._works = _Works(folder, name, token_ends, document_ends, np.dtype(meta["dtype"]))
         self._order = _mapped(folder, f"{name}-order", "i", (self._count,)) if meta[name]["shuffled"] else None
+        has_bytes = meta[name]["shuffled"] and not self.masked
+        self._bytes = _mapped(folder, f"{name}-bytes", "i", (self._count + 1,)) if has_bytes else None
 
     def __len__(self) -> int:
         return self._count
 
-    @property
-    def masked(self) -> bool:
-        """Whether some tokens do not count in the loss."""
-        return bool(self._masks)
+    def order(self, seed: int) -> SampleOrder:
+        """Return the order in which training takes the sequences."""
+        return SampleOrder(seed, len(self))
 
     def tokens(self, indices: ArrayLike) -> torch.Tensor:
         """Return the tokens of n sequences: int64 [n, seq_len + 1]. The targets are the inputs, shifted by one."""
-        return torch.from_numpy(self._read(self._shards, indices, np.dtype(np.int64)))
+        return torch.from_numpy(self._read(indices, self._works.tokens, self.seq_len + 1).astype(np.int64))
 
     def trained(self, indices: ArrayLike) -> torch.Tensor:
         """Return whether each target of n sequences counts in the loss: bool [n, seq_len]."""
         if not self.masked:
             return torch.ones((len(self._places(indices)), self.seq_len), dtype=torch.bool)
-        return torch.from_numpy(self._read(self._masks, indices, np.dtype(bool))[:, 1:])
+        return torch.from_numpy(self._read(indices, self._works.trained, self.seq_len + 1)[:, 1:].astype(bool))
 
     def segments(self, indices: ArrayLike) -> torch.Tensor:
         """Return the document's number at each input position: int64 [n, seq_len]. The separator belongs to its document."""
-        positions = self._places(indices)[:, None] * self.seq_len + np.arange(self.seq_len)
-        return torch.from_numpy(np.searchsorted(self._starts, positions, side="right") - 1)
+        return torch.from_numpy(self._read(indices, self._works.documents, self.seq_len).astype(np.int64))
 
     def bytes(self, sequences: int | None = None) -> int:
-        """Return the bytes of text in the targets of the first `sequences` sequences (None: all). A separator has none."""
+        """Return the bytes of text in the targets of the first `sequences` sequences (None: all). A separator has none.
+
+        Only validation text has these counts.
+        """
+        assert self._bytes is not None
         return int(self._bytes[self._count if sequences is None else sequences])
 
-    def _read(self, shards: list[np.ndarray], indices: ArrayLike, dtype: np.dtype) -> np.ndarray:
-        """Return what shards have of n sequences: [n, seq_len + 1]."""
-        places = self._places(indices)
-        out = np.empty((len(places), self.seq_len + 1), dtype)
-        for row, place in enumerate(places):
-            shard, within = divmod(int(place), self._per_shard)
-            out[row] = shards[shard][within * self.seq_len : (within + 1) * self.seq_len + 1]
-        return out
-
-    def _mapped_shards(self, folder: Path, files: list[str]) -> list[np.ndarray]:
-        shapes = ((self._in_shard(number) * self.seq_len + 1,) for number in range(len(files)))
-        return [_mapped(folder, file.removesuffix(".npy"), "u", shape) for file, shape in zip(files, shapes, strict=True)]
-
-    def _in_shard(self, number: int) -> int:
-        return min(self._per_shard, self._count - number * self._per_shard)
+    def _read(self, indices: ArrayLike, read: Callable[[int, int], np.ndarray], length: int) -> np.ndarray:
+        """Return what the works have of n sequences: [n, length]."""
+        rows = [read(start, start + length) for start in (self._places(indices) * self.seq_len).tolist()]
+        return np.stack(rows) if rows else np.zeros((0, length))
 
     def _places(self, indices: ArrayLike) -> np.ndarray:
         places = np.asarray(indices, np.int64).reshape(-1)
         if len(places) and not 0 <= places.min() <= places.max() < self._count:
             raise IndexError(f"sequence {places.min()}…{places.max()} of {self._count}")
         return places if self._order is None else self._order[places]
+
+
+class _Works:
+    """The files of a split's works, read as one stream. Few of them are mapped into memory at a time.
+
+    Args:
+        folder: the packed data's folder.
+        name: train or validation.
+        token_ends: tokens before each work and before the end, int64 [works + 1].
+        document_ends: the same for documents.
+        dtype: type of the tokens.
+    """
+
+    def __init__(self, folder: Path, name: str, token_ends: np.ndarray, document_ends: np.ndarray, dtype: np.dtype):
+        self._folder, self._name, self._tokens, self._documents = folder, name, token_ends, document_ends
+        self._dtypes = {"tokens": dtype, "starts": np.dtype(np.int64), "trained": np.dtype(np.uint8)}
+        self._open: OrderedDict[tuple[str, int], np.ndarray] = OrderedDict()
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Return the tokens at positions [start, stop) of the stream."""
+        return self._pieces("tokens", start, stop)
+
+    def trained(self, start: int, stop: int) -> np.ndarray:
+        """Return whether the tokens at positions [start, stop) count."""
+        return self._pieces("trained", start, stop)
+
+    def documents(self, start: int, stop: int) -> np.ndarray:
+        """Return the numbers of the documents at positions [start, stop)."""
+        found = [
+            self._documents[work] + np.searchsorted(self._of("starts", work), np.arange(first, last), side="right") - 1
+            for work, first, last in self._inside(start, stop)
+        ]
+        return np.concatenate(found)
+
+    def _pieces(self, ending: str, start: int, stop: int) -> np.ndarray:
+        return np.concatenate([self._of(ending, work)[first:last] for work, first, last in self._inside(start, stop)])
+
+    def _inside(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the works that have positions [start, stop), with the positions inside each."""
+        work = int(np.searchsorted(self._tokens, start, side="right")) - 1
+        while start < stop:
+            begin, end = int(self._tokens[work]), int(self._tokens[work + 1])
+            if end > start:
+                yield work, start - begin, min(stop, end) - begin
+            start, work = max(start, min(stop, end)), work + 1
+
+    def _of(self, ending: str, work: int) -> np.ndarray:
+        key = ending, work
+        if key not in self._open:
+            count = np.diff((self._documents if ending == "starts" else self._tokens)[work : work + 2])
+            path = self._folder / f"{self._name}-{work:06d}.{ending}"
+            self._open[key] = np.memmap(path, self._dtypes[ending], mode="r", shape=(int(count[0]),))
+            if len(self._open) > _MOST_OPEN:
+                self._open.popitem(last=False)
+        self._open.move_to_end(key)
+        return self._open[key]
 
 
 class SampleOrder:
@@ -152,12 +207,13 @@ class SampleOrder:
     Args:
         seed: seed of the training.
         count: sequences in an epoch.
+        source: number of the source in a mixture. Sources have orders of their own, also if they have equally many sequences.
     """
 
-    def __init__(self, seed: int, count: int):
+    def __init__(self, seed: int, count: int, source: int = 0):
         if count < 1:
             raise ValueError(f"count={count} sequences cannot be ordered")
-        self._seed, self._count = seed, count
+        self._seed, self._count, self._source = seed, count, source
         self._epoch, self._permutation = -1, np.empty(0, np.int64)
 
     def __call__(self, start: int, stop: int) -> np.ndarray:
@@ -171,7 +227,7 @@ class SampleOrder:
 
     def _of_epoch(self, epoch: int) -> np.ndarray:
         if epoch != self._epoch:
-            keys = np.random.Philox([self._seed, epoch]).random_raw(self._count)
+            keys = np.random.Philox([self._seed, epoch, self._source]).random_raw(self._count)
             self._epoch, self._permutation = epoch, np.argsort(keys, kind="stable")
         return self._permutation
 
@@ -179,6 +235,23 @@ class SampleOrder:
 def sample_order(seed: int, count: int, start: int, stop: int) -> np.ndarray:
     """Return `SampleOrder(seed, count)(start, stop)`, for a single use."""
     return SampleOrder(seed, count)(start, stop)
+
+
+class Sequences(Protocol):
+    """Sequences that training takes: those of a split, or of several (`mixture.MixedSplit`). They have the methods of `Split`."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def masked(self) -> bool: ...
+
+    def order(self, seed: int) -> Callable[[int, int], np.ndarray]: ...
+
+    def tokens(self, indices: ArrayLike) -> torch.Tensor: ...
+
+    def trained(self, indices: ArrayLike) -> torch.Tensor: ...
+
+    def segments(self, indices: ArrayLike) -> torch.Tensor: ...
 
 
 class Batches:
@@ -189,8 +262,8 @@ class Batches:
         seed: seed of the order.
     """
 
-    def __init__(self, split: Split, seed: int):
-        self._order = SampleOrder(seed, len(split))
+    def __init__(self, split: Sequences, seed: int):
+        self._order = split.order(seed)
 
     def indices(
         self, step: int, accumulation_index: int, dp_rank: int, dp: int, micro_batch: int, global_batch: int
@@ -208,11 +281,26 @@ class Batches:
 
 class _SplitMeta(Checked):
     documents: Count
+    tokens: Count
     sequences: Annotated[int, Field(ge=1)]
-    shard_sequences: Annotated[int, Field(ge=1)]
-    shards: list[Annotated[str, Field(pattern=r"^[\w-]+\.npy$")]]
-    masks: Annotated[list[Annotated[str, Field(pattern=r"^[\w-]+\.npy$")]], Field(default_factory=list)]
+    works: Annotated[int, Field(ge=1)]
+    masked: bool
     shuffled: bool
+
+
+class _File(Checked):
+    file: str
+    documents: Count
+    bytes: Count
+    at: str
+
+
+class _Unfit(Checked):
+    rule: str
+    documents: Count
+    bytes: Count
+    files: Count
+    first: list[_File]
 
 
 class _Meta(Checked):
@@ -220,9 +308,11 @@ class _Meta(Checked):
 
     format: Annotated[int, Field(ge=FORMAT, le=FORMAT)]
     seq_len: Annotated[int, Field(ge=1)]
+    dtype: Literal["uint16", "uint32"]
     sizes: dict[Annotated[str, Field(pattern=r"^[\w-]+\.(npy|json)$")], Count]
     train: _SplitMeta
     validation: _SplitMeta
+    unfit: _Unfit
 
 
 def is_intact(folder: Path) -> bool:
@@ -230,9 +320,22 @@ def is_intact(folder: Path) -> bool:
     files = Folder(str(folder))
     try:
         meta = read_json(files, "meta.json", TypeAdapter(_Meta))
-        return all(files.size(name) == size for name, size in meta.sizes.items())
-    except (DamagedFile, OSError):
+        whole = all(files.size(name) == size for name, size in meta.sizes.items())
+        splits = {"train": meta.train, "validation": meta.validation}
+        return whole and all(_has_works(files, folder, name, split, meta.dtype) for name, split in splits.items())
+    except (DamagedFile, OSError, ValueError):
         return False
+
+
+def _has_works(files: Folder, folder: Path, name: str, split: _SplitMeta, dtype: str) -> bool:
+    """Whether all files of a split's works have their full sizes."""
+    index = _mapped(folder, f"{name}-index", "i", (2, split.works))
+    endings = {"tokens": np.dtype(dtype).itemsize, **({"trained": 1} if split.masked else {})}
+    for work, (tokens, documents) in enumerate(index.T.tolist()):
+        expected = {ending: tokens * size for ending, size in endings.items()} | {"starts": documents * 8}
+        if any(files.size(f"{name}-{work:06d}.{ending}") != size for ending, size in expected.items()):
+            return False
+    return True
 
 
 def _mapped(folder: Path, name: str, kind: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import uuid
-from collections.abc import Callable, Iterator
+import platform
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,26 +17,50 @@ import numpy as np
 import ray
 
 from foldray.errors import UserError
-from foldray.recipe import DataSpec
+from foldray.recipe import DataSpec, SourceSpec
+from foldray.recipe.data import Invalid
 from trainers.data import conversations
 from trainers.data.baselines import PAIRS, SMOOTHING, fit
 from trainers.data.chat import Chat
 from trainers.data.conversations import Reader
-from trainers.data.encode import Encoded, Work, deal, encode, encode_all, token_dtype
+from trainers.data.drafts import draft, writing
+from trainers.data.encode import Work, deal, encode, run_all, token_dtype
+from trainers.data.mixture import FILE, Mixture, document, is_whole, opened
 from trainers.data.packed import FORMAT, PackedData, is_intact
-from trainers.data.shards import SplitWriter
-from trainers.data.sources import STORED, SourceFile, check_field, cut, python_version, split_files
+from trainers.data.rows import check_field, cut
+from trainers.data.shards import (
+    Costs,
+    Index,
+    Piece,
+    Written,
+    costs,
+    file_of,
+    is_seen,
+    passing,
+    read,
+    write,
+    written,
+)
+from trainers.data.sources import STORED, SourceFile, python_version, split_files
 from trainers.data.tokenizers import Tokenizer, load_tokenizer
+from trainers.data.unfit import Tally, Unfit, refused
 
+_PACKING = 1
+"""Version of the rules by which documents become sequences. Other rules would change the data of runs that go on."""
+_LOOKS, _LOOK_S = 11, 1.0
 Progress = Callable[[int, int, str], None]
 """A function that is called with the number of finished files, the number of all files, and the name of the work."""
 
 
-def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | None = None) -> PackedData:
+def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | None = None) -> PackedData | Mixture:
     """Tokenize and pack the recipe's documents into `<cache>/<digest>/`, unless this folder exists.
 
-    The work runs on Ray, which the caller must have initialised. Every node must see the files, and every worker must see
-    the cache. The result does not depend on the number of CPUs. The folder appears only when it is complete.
+    Each source of a mixture has a folder of its own, so weights may change without new preparation. One more folder names
+    the sources and their weights.
+
+    The work runs on Ray, which the caller must have initialised. Tasks read, tokenize and write files; the driver gathers
+    counts alone. Every node must see the files and the cache. The result does not depend on the number of tasks. The folder
+    appears only when it is complete.
 
     Args:
         data: section `data` of the recipe.
@@ -48,6 +72,39 @@ def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | 
         UserError: the data cannot be found, read, split or stored, or the tokenizer has more ids than the model.
         RuntimeError: the data have to be prepared, and Ray is not initialised.
     """
+    if data.sources is None:
+        return _prepare(data, vocab, cache, progress)
+    parts = dict[str, PackedData]()
+    for name, part in data.parts.items():
+        with _named(name):
+            parts[name] = _prepare(part, vocab, cache, progress)
+    content = document(parts.values(), data.weights)
+    folder = cache_folder(cache) / _digest(content)
+    if not is_whole(folder, content):
+        with draft(folder, lambda: is_whole(folder, content)) as made, writing(folder):
+            (made / FILE).write_text(json.dumps(content, indent=1))
+    return opened(folder, list(parts))
+
+
+@contextmanager
+def _named(source: str) -> Iterator[None]:
+    """Give errors the names of the keys of one source."""
+    try:
+        yield
+    except UserError as error:
+        key = error.field.removeprefix("data.")
+        if key == "seq_len":
+            raise UserError(error.field, error.value, f"source {source}: {error.rule}", error.legal) from None
+        if key.partition(".")[0] not in SourceSpec.model_fields:
+            raise
+        raise UserError(f"data.sources.{source}.{key}", error.value, error.rule, error.legal) from None
+
+
+def _digest(inputs: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | None) -> PackedData:
     tokenizer = load_tokenizer(data.tokenizer)
     if vocab < tokenizer.vocab_size:
         rule = f"must be at least {tokenizer.vocab_size}, the ids of data.tokenizer={data.tokenizer}"
@@ -57,14 +114,16 @@ def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | 
     for files in (train, validation):
         encoding.check(files[0])
     inputs = _inputs(data, tokenizer, train, validation)
-    digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
-    folder = cache_folder(cache) / digest
+    folder = cache_folder(cache) / _digest(inputs)
     if not is_intact(folder):
         if not ray.is_initialized():
             raise RuntimeError("prepare() needs an initialised Ray: call ray.init() first")
-        with _draft(folder) as draft:
-            _write(draft, data, tokenizer, encoding, inputs, train, validation, progress)
-    return PackedData.open(folder)
+        with draft(folder, lambda: is_intact(folder)) as made:
+            _write(made, data, tokenizer, encoding, inputs, train, validation, progress)
+    packed = PackedData.open(folder)
+    if data.invalid == "refuse" and (first := packed.meta["unfit"]["first"]):  # prepared under another rule
+        raise refused(first[0]["file"], first[0]["at"])
+    return packed
 
 
 def cache_folder(cache: str | Path) -> Path:
@@ -84,22 +143,22 @@ class _Encoding(NamedTuple):
 
     Args:
         check: checks the beginning of a file.
-        encode: encodes a work (`encode_all`).
+        encode: encodes a work, and fills an `Unfit`.
         end: what follows the last token of a split, or nothing.
         least: bytes of text of the smallest work.
     """
 
     check: Callable[[SourceFile], None]
-    encode: Callable[[Work], Encoded]
-    end: Encoded | None = None
+    encode: Callable[[Work, Unfit], Iterator[Piece]]
+    end: Piece | None = None
     least: int = 1 << 20
 
 
 def _encoding(data: DataSpec, tokenizer: Tokenizer) -> _Encoding:
     if data.source != "conversations":
-        check = partial(check_field, text_field=data.text_field)
+        check = partial(check_field, text_field=data.text_field, rule=data.invalid)
         return _Encoding(check, partial(encode, tokenizer=tokenizer, text_field=data.text_field))
-    reader = Reader(Chat(tokenizer), data.messages_field, data.train_on == "assistant")
+    reader = Reader(Chat(tokenizer), data.messages_field, data.train_on == "assistant", data.invalid)
     pack = partial(conversations.encode, reader=reader, seq_len=data.seq_len)
     # Works are packed one by one, so each has enough text for many sequences.
     return _Encoding(reader.check, pack, conversations.end(tokenizer), least=max(1 << 20, 256 * data.seq_len))
@@ -119,17 +178,43 @@ def _inputs(data: DataSpec, tokenizer: Tokenizer, train: list[SourceFile], valid
         return [file.name, file.size] if file.kind == "stdlib" else [file.path, file.size, file.mtime_ns]
 
     return {
-        "format": FORMAT,
+        "format": _PACKING,
         "source": data.source,
         "python": python_version() if data.source == "stdlib" else None,
         "text_field": data.text_field if data.source in ("jsonl", "parquet") else None,
         **({"messages_field": data.messages_field, "train_on": data.train_on} if data.masked else {}),
+        # What other rules accept does not depend on the rule.
+        **({"invalid": "skip"} if data.invalid == "skip" else {}),
         "tokenizer": tokenizer.fingerprint,
         "seq_len": data.seq_len,
         "split": split,
         "train": [listed(file) for file in train],
         "validation": [listed(file) for file in validation],
     }
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A task that encodes a work and writes its files. It returns what the driver gathers.
+
+    Args:
+        folder: folder of the files.
+        encode: encodes a work.
+        rule: what becomes of documents that are not UTF-8.
+    """
+
+    folder: Path
+    encode: Callable[[Work, Unfit], Iterator[Piece]]
+    rule: Invalid
+
+    def __call__(self, call: tuple[Work, int]) -> Written:
+        work, number = call
+        unfit = Unfit(self.rule)
+        try:
+            return write(self.folder, work.split, number, self.encode(work, unfit), unfit.found, work.mark)
+        except OSError as error:  # those of reading are UserErrors
+            rule = f"cannot be written on node {platform.node()} ({error.strerror or error}); every node must see it"
+            raise UserError("data.cache", self.folder.parent, rule) from None
 
 
 def _write(
@@ -142,56 +227,86 @@ def _write(
     validation: list[SourceFile],
     progress: Progress | None,
 ) -> None:
-    dtype = token_dtype(tokenizer.vocab_size)
-    writers = [SplitWriter(folder, name, data.seq_len, dtype) for name in ("train", "validation")]
-    works = [
-        work
-        for files, held_back in ((train, False), (validation, True))
-        for work in deal(cut(files), validation=held_back, least=encoding.least)
-    ]
-    costs = _Costs()
+    works = {
+        split: deal(cut(files), validation=split == "validation", least=encoding.least)
+        for split, files in (("train", train), ("validation", validation))
+    }
+    index, tally = {split: Index(data.seq_len) for split in works}, Tally()
+    calls = [(work, number) for each in works.values() for number, work in enumerate(each)]
     done, total = 0, len(train) + len(validation)
-    with closing(encode_all(works, encoding.encode)) as pieces:
-        for piece in pieces:
-            with _writing(folder):
-                writers[piece.validation].add(piece, costs.of(piece))
-            done += piece.files
+    with closing(_written(folder, calls, _Task(folder, encoding.encode, data.invalid))) as results:
+        for (work, _), result in zip(calls, results, strict=True):
+            index[work.split].add(result)
+            tally.add(result.unfit)
+            done += work.files
             if progress is not None:
                 progress(done, total, "tokenizing")
-    for name, writer in zip(("training", "validation"), writers, strict=True):
-        if encoding.end is not None:
-            writer.add(encoding.end)
-        if not writer.sequences:
-            rule = f"one sequence needs {data.seq_len + 1} tokens, but the {name} documents have {writer.tokens} in all"
-            if data.masked:
-                rule = f"no conversation for {name} has a token to train on among its first {data.seq_len}"
-            raise UserError("data.seq_len", data.seq_len, rule)
-    with _writing(folder):
-        counts = [writer.finish(shuffled) for writer, shuffled in zip(writers, (False, True), strict=True)]
-        _write_meta(folder, data, tokenizer, inputs, counts)
+    with writing(folder):
+        for (split, each), name in zip(index.items(), ("training", "validation"), strict=True):
+            if encoding.end is not None:
+                each.add(write(folder, split, len(works[split]), [encoding.end], {}))
+            if not each.sequences:
+                raise _too_short(data, name, each.tokens)
+        masked = encoding.end is not None
+        if not masked:
+            index["validation"].add_costs(_costs(folder, len(works["train"]), index["validation"]))
+        counts = {split: each.finish(folder, split, masked) for split, each in index.items()}
+        for path in passing(folder):
+            path.unlink()
+        _write_meta(folder, data, tokenizer, inputs, counts, {"rule": data.invalid, **tally.as_dict()})
 
 
-class _Costs:
-    """What validation text costs under the byte models of the training text, which comes first."""
+def _written(folder: Path, calls: list[tuple[Work, int]], task: _Task) -> Generator[Written, None, None]:
+    """Yield what the works have written, in order. Those that an earlier preparation has written are not encoded again.
 
-    def __init__(self) -> None:
-        self._counts, self._table = np.zeros(PAIRS, np.int64), np.empty(0)
+    Raises:
+        UserError: as `run_all`; or the files of a work are not seen here.
+    """
+    known = [written(folder, work.split, number, work.mark) for work, number in calls]
+    missing = [call for call, result in zip(calls, known, strict=True) if result is None]
+    new = run_all(missing, task) if missing else iter(())
+    for (work, number), result in zip(calls, known, strict=True):
+        found = next(new) if result is None else result
+        if not _is_shared(folder, work.split, number, found):
+            rule = f"is not the same folder everywhere: node {found.node} has written files there that the driver does not see"
+            raise UserError("data.cache", folder.parent, f"{rule}; every node must see it, such as on a shared disk")
+        yield found
 
-    def of(self, piece: Encoded) -> np.ndarray | None:
-        """Return the bits of each byte of a piece, float64 [2, T]; None for training text and for conversations."""
-        if piece.pairs is None:
-            return None
-        if not piece.validation:
-            self._counts += piece.pairs
-            return None
-        if not self._table.size:
-            self._table = fit(self._counts)
-        return self._table[:, piece.pairs]
+
+def _is_shared(folder: Path, split: str, number: int, found: Written) -> bool:
+    for _ in range(_LOOKS):  # the files of other nodes may come late
+        if is_seen(folder, split, number, found):
+            return True
+        time.sleep(_LOOK_S)
+    return False
 
 
-def _write_meta(folder: Path, data: DataSpec, tokenizer: Tokenizer, inputs: dict[str, Any], counts: list[dict[str, Any]]) -> None:
+def _costs(folder: Path, train_works: int, index: Index) -> Iterator[Costs]:
+    """Yield what validation text costs under the byte models of the training text."""
+    pairs = np.zeros(PAIRS, np.int64)
+    for number in range(train_works):
+        pairs += read(file_of(folder, "train", number, "counts"), pairs.dtype)
+    table = fit(pairs)
+    seq_len = index.seq_len
+    yield from run_all(list(enumerate(index.offsets)), lambda call: costs(folder, call[0], call[1], seq_len, table))
+
+
+def _too_short(data: DataSpec, name: str, tokens: int) -> UserError:
+    rule = f"one sequence needs {data.seq_len + 1} tokens, but the {name} documents have {tokens} in all"
+    if data.masked:
+        rule = f"no conversation for {name} has a token to train on among its first {data.seq_len}"
+    return UserError("data.seq_len", data.seq_len, rule)
+
+
+def _write_meta(
+    folder: Path,
+    data: DataSpec,
+    tokenizer: Tokenizer,
+    inputs: dict[str, Any],
+    counts: dict[str, dict[str, Any]],
+    unfit: dict[str, Any],
+) -> None:
     (folder / "inputs.json").write_text(json.dumps(inputs, indent=1))
-    train, validation = counts
     meta = {
         "format": FORMAT,
         "source": data.source,
@@ -199,43 +314,11 @@ def _write_meta(folder: Path, data: DataSpec, tokenizer: Tokenizer, inputs: dict
         "fingerprint": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "separator": tokenizer.separator,
+        "dtype": token_dtype(tokenizer.vocab_size).name,
         "seq_len": data.seq_len,
         "baseline_smoothing": SMOOTHING,
-        "train": {"files": len(inputs["train"]), **train},
-        "validation": {"files": len(inputs["validation"]), **validation},
-        "sizes": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
+        "unfit": unfit,
+        **{split: {"files": len(inputs[split]), **each} for split, each in counts.items()},
+        "sizes": {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.suffix in (".npy", ".json")},
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
-
-
-@contextmanager
-def _draft(folder: Path) -> Iterator[Path]:
-    """Make a new folder beside `folder`. It becomes `folder` at the end, or is deleted after an error."""
-    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
-    with _writing(folder):
-        draft.mkdir(parents=True)
-    try:
-        yield draft
-        with _writing(folder):
-            _publish(draft, folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _publish(draft: Path, folder: Path) -> None:
-    if folder.exists() and not is_intact(folder):
-        shutil.rmtree(folder)
-    try:
-        os.replace(draft, folder)
-    except OSError:
-        # Another driver has prepared the same data meanwhile. Its folder is as good as this one.
-        if not is_intact(folder):
-            raise
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError("data.cache", folder.parent, f"cannot be written ({error.strerror or error})") from None

@@ -1,111 +1,310 @@
-"""Writes a split: its tokens go into shards, and its documents and bytes are counted."""
+"""Files of packed data. A task writes those of its own work; the driver gathers counts, and writes one index.
+
+The files of work 7 of a split are, in NumPy's raw form:
+
+| file | holds |
+|---|---|
+| `train-000007.tokens` | the tokens, uint16 or uint32 |
+| `train-000007.starts` | the positions of documents in these tokens, int64 |
+| `train-000007.trained` | with masks: whether each token counts as a target, uint8 |
+| `train-000007.lengths`, `.pairs` | of validation text, until they are summed: bytes per token, and byte pairs, uint32 |
+| `train-000007.counts` | of training text, until they are summed: how often each byte pair occurs, int64 |
+| `train-000007.done` | written last: what the driver gathers, as JSON |
+
+The tokens of all works, one after another, are the split's stream. So the sequences do not depend on how works are dealt.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
+import uuid
+from array import array
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import IO, Annotated, Any
 
 import numpy as np
+from pydantic import Field, TypeAdapter
 
-from trainers.data.encode import Encoded
+from trainers.data.baselines import PAIRS, count_pairs
 from trainers.data.packed import sample_order
+from trainers.data.unfit import Found
+from trainers.folders import Checked, Count, DamagedFile, Folder, read_json
+
+_PASSING = {"lengths": np.dtype(np.uint32), "pairs": np.dtype(np.uint32)}
+_UNIT = 2.0**-30  # of bits: whole numbers have the same sum in every order
+_BYTES = 1 << 20  # whose costs are summed at once
 
 
-class SplitWriter:
-    """Writes the text of a split piece by piece, and holds at most one shard of tokens.
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive documents of a work: N tokens of D documents with T bytes of text. A separator precedes each document.
 
-    A shard has a whole number of sequences. So its last target is the first token of the next shard. If pieces have masks, every
-    shard has a file with the mask of its tokens.
+    Conversations have no separators, lengths or pairs, but a mask (`conversations.encode`).
+
+    Args:
+        tokens: ids, uint16 or uint32 [N].
+        lengths: bytes of text that each token stands for, uint32 [N]; 0 for a separator.
+        starts: positions of the documents' first tokens, int64 [D].
+        pairs: the byte pairs in order, uint32 [T]; None for conversations.
+        trained: whether each token counts in the loss when it is a target, uint8 [N]; None if all count.
+        counts: further numbers for `meta.json`, which are summed over works.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    starts: np.ndarray
+    pairs: np.ndarray | None
+    trained: np.ndarray | None = None
+    counts: dict[str, int] | None = None
+
+
+class Written(Checked):
+    """What a work has written.
+
+    Args:
+        tokens, documents, bytes: how many.
+        counts: sums of the pieces' counts.
+        unfit: documents that are not UTF-8 (`unfit.Unfit`).
+        sizes: sizes of the files that stay or are read once more, by the ending of their names.
+        node: name of the node.
+        mark: of the work that they belong to (`Work.mark`).
+    """
+
+    tokens: Count
+    documents: Count
+    bytes: Count
+    counts: dict[str, Count]
+    unfit: dict[str, tuple[Count, Count, str]]
+    sizes: dict[Annotated[str, Field(pattern=r"^[a-z]+$")], Count]
+    node: str
+    mark: str
+
+
+def file_of(folder: Path, split: str, work: int, ending: str) -> Path:
+    """Return the path of a file of a work."""
+    return folder / f"{split}-{work:06d}.{ending}"
+
+
+def write(folder: Path, split: str, work: int, pieces: Iterable[Piece], unfit: Found, mark: str = "") -> Written:
+    """Write the files of a work, piece by piece, and return what the driver gathers.
 
     Args:
         folder: folder of the files.
-        name: train or validation, the first part of the files' names.
-        seq_len: number of targets of a sequence.
-        dtype: type of the stored tokens.
-        shard_bytes: largest size of a shard. A shard has at least one sequence.
+        split: train or validation.
+        work: number of the work in its split.
+        pieces: the pieces, in order.
+        unfit: what the reading of the pieces fills.
+        mark: stands for the work.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    tokens, documents, bytes_, has_pairs = 0, 0, 0, False
+    counts, pair_counts = dict[str, int](), np.zeros(PAIRS, np.int64)
+    with _Files(folder, split, work) as files:
+        for piece in pieces:
+            files.add("tokens", piece.tokens)
+            files.add("starts", piece.starts + tokens)
+            if piece.trained is not None:
+                files.add("trained", piece.trained)
+            has_pairs |= piece.pairs is not None
+            if piece.pairs is not None and split == "validation":
+                files.add("lengths", piece.lengths)
+                files.add("pairs", piece.pairs)
+            elif piece.pairs is not None:
+                pair_counts += count_pairs(piece.pairs)
+            tokens, documents = tokens + len(piece.tokens), documents + len(piece.starts)
+            bytes_ += int(piece.lengths.sum(dtype=np.int64))
+            for key, value in (piece.counts or {}).items():
+                counts[key] = counts.get(key, 0) + value
+        if has_pairs and split == "train":
+            files.add("counts", pair_counts)
+        files.close()
+    done = Written(
+        tokens=tokens, documents=documents, bytes=bytes_, counts=counts, unfit=unfit, sizes=files.sizes, node=platform.node(),
+        mark=mark,
+    )  # fmt: skip
+    with _Files(folder, split, work) as record:
+        record.add("done", np.frombuffer(done.model_dump_json().encode(), np.uint8))
+        record.close()
+    return done
+
+
+def written(folder: Path, split: str, work: int, mark: str) -> Written | None:
+    """Return what a work has written earlier; None if it is not there, not whole, or of another work."""
+    try:
+        done = read_json(Folder(str(folder)), file_of(folder, split, work, "done").name, TypeAdapter(Written))
+    except (DamagedFile, OSError):
+        return None
+    return done if done.mark == mark and is_seen(folder, split, work, done) else None
+
+
+def is_seen(folder: Path, split: str, work: int, done: Written) -> bool:
+    """Whether this machine sees all files of a work, at their full sizes."""
+    try:
+        return all(file_of(folder, split, work, ending).stat().st_size == size for ending, size in done.sizes.items())
+    except OSError:
+        return False
+
+
+class _Files:
+    """Files that appear at once, when they are closed. Other processes may write the same ones meanwhile."""
+
+    def __init__(self, folder: Path, split: str, work: int):
+        self._folder, self._split, self._work = folder, split, work
+        self._mark, self._open = uuid.uuid4().hex[:8], dict[str, IO[bytes]]()
+        self.sizes = dict[str, int]()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def add(self, ending: str, values: np.ndarray) -> None:
+        """Append values to a file."""
+        if ending not in self._open:
+            draft = self._draft(ending)
+            self._stack.callback(draft.unlink, missing_ok=True)
+            self._open[ending] = self._stack.enter_context(draft.open("wb"))
+        self._open[ending].write(np.ascontiguousarray(values).data)
+
+    def close(self) -> None:
+        for ending, file in self._open.items():
+            file.close()
+            self.sizes[ending] = self._draft(ending).stat().st_size
+            os.replace(self._draft(ending), file_of(self._folder, self._split, self._work, ending))
+
+    def _draft(self, ending: str) -> Path:
+        return self._folder / f".{self._split}-{self._work:06d}.{ending}.{self._mark}"
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the bytes of some sequences cost: those from `first` on.
+
+    Args:
+        first: number of the first sequence.
+        bytes: bytes in the targets of each, int64 [n].
+        units: cost under both byte models, in units of 2⁻³⁰ bits, int64 [2, n].
     """
 
-    def __init__(self, folder: Path, name: str, seq_len: int, dtype: np.dtype, shard_bytes: int = 64 << 20):
-        self._folder, self._name, self._seq_len = folder, name, seq_len
-        self._per_shard = max((shard_bytes // dtype.itemsize - 1) // seq_len, 1)
-        self._buffer, self._buffered = [np.zeros(0, dtype)], 0
-        self._trained: list[np.ndarray] = []
-        self._shards: list[str] = []
-        self._masks: list[str] = []
-        self._starts, self._byte_ends = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        self._bits, self._bit_ends = np.zeros((2, 1)), [np.zeros((2, 0))]
-        self.tokens = self.bytes = 0
+    first: int
+    bytes: np.ndarray
+    units: np.ndarray
+
+
+def costs(folder: Path, work: int, offset: int, seq_len: int, table: np.ndarray) -> Costs:
+    """Return what the text of a work of validation costs, by sequence.
+
+    Token p of the stream is a target of sequence (p − 1) // S. Token 0 is a separator, which has no bytes.
+
+    Args:
+        folder: folder of the files.
+        work: number of the work.
+        offset: position of its first token in the stream.
+        seq_len: S, number of targets of a sequence.
+        table: bits that each pair costs, float64 [2, PAIRS] (`baselines.fit`).
+    """
+    lengths, pairs = (read(file_of(folder, "validation", work, name), dtype) for name, dtype in _PASSING.items())
+    begin, end = max(offset, 1), offset + len(lengths)
+    if begin >= end:
+        return Costs(0, np.zeros(0, np.int64), np.zeros((2, 0), np.int64))
+    first = (begin - 1) // seq_len
+    begins = np.asarray([begin, *range((first + 1) * seq_len + 1, end, seq_len)]) - offset
+    bytes_ = np.add.reduceat(lengths, begins, dtype=np.int64)
+    whole, ends = np.round(table / _UNIT).astype(np.int64), np.cumsum(bytes_)
+    sums, running = np.zeros((2, len(ends)), np.int64), np.zeros((2, 1), np.int64)
+    for start in range(0, len(pairs), _BYTES):
+        cost = running + np.cumsum(whole[:, pairs[start : start + _BYTES]], axis=1)
+        inside = np.flatnonzero((ends > start) & (ends <= start + cost.shape[1]))
+        sums[:, inside], running = cost[:, ends[inside] - start - 1], cost[:, -1:]
+    return Costs(first, bytes_, np.diff(sums, axis=1, prepend=0))
+
+
+def read(path: Path, dtype: np.dtype) -> np.ndarray:
+    """Map a file into memory. An empty file, or none, is an empty array."""
+    if not path.exists() or not path.stat().st_size:
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype, mode="r")
+
+
+def passing(folder: Path) -> Iterator[Path]:
+    """Yield the files that only preparation needs."""
+    for ending in (*_PASSING, "counts", "done"):
+        yield from folder.glob(f"*.{ending}")
+    yield from folder.glob(".*")  # of tasks that were killed
+
+
+class Index:
+    """What the driver gathers of a split: counts of its works, in order.
+
+    Args:
+        seq_len: number of targets of a sequence.
+    """
+
+    def __init__(self, seq_len: int):
+        self.seq_len = seq_len
+        self._tokens, self._documents = array("q"), array("q")
+        self.tokens = self._bytes = 0
         self._counts: Counter[str] = Counter()
+        self._costs: tuple[np.ndarray, np.ndarray] | None = None
+
+    def add(self, work: Written) -> None:
+        """Add the next work."""
+        self._tokens.append(work.tokens)
+        self._documents.append(work.documents)
+        self.tokens, self._bytes = self.tokens + work.tokens, self._bytes + work.bytes
+        self._counts.update(work.counts)
 
     @property
     def sequences(self) -> int:
-        """Number of sequences that the tokens so far fill."""
-        return max(self.tokens - 1, 0) // self._seq_len
+        """Number of sequences that the tokens fill."""
+        return max(self.tokens - 1, 0) // self.seq_len
 
-    def add(self, piece: Encoded, bits: np.ndarray | None = None) -> None:
-        """Append a piece. `bits` is the cost of its T bytes under the two byte models, float64 [2, T]."""
-        # Sequence i ends with token (i + 1)·seq_len of the stream. Token 0 is the separator of the first document.
-        at_ends = np.cumsum(piece.lengths, dtype=np.int64)[-self.tokens % self._seq_len :: self._seq_len]
-        if bits is not None:
-            running = self._bits + np.concatenate([np.zeros((2, 1)), np.cumsum(bits, axis=1)], axis=1)
-            self._bit_ends.append(running[:, at_ends])
-            self._bits = running[:, -1:]
-        self._byte_ends.append(self.bytes + at_ends)
-        self._starts.append(self.tokens + piece.starts)
-        self.tokens += len(piece.tokens)
-        self.bytes += int(piece.lengths.sum(dtype=np.int64))
-        self._counts.update(piece.counts)
-        self._buffer.append(piece.tokens)
-        if piece.trained is not None:
-            self._trained.append(piece.trained)
-        self._buffered += len(piece.tokens)
-        while self._buffered > self._per_shard * self._seq_len:
-            self._flush(self._per_shard)
+    @property
+    def offsets(self) -> list[int]:
+        """The position of each work's first token in the stream."""
+        return [*accumulate(self._tokens, initial=0)][:-1]
 
-    def finish(self, shuffled: bool = False) -> dict[str, Any]:
-        """Write the last shard and the indices, and return the counts for `meta.json`.
+    def add_costs(self, works: Iterable[Costs]) -> None:
+        """Take what the text of all works costs. The works of a sequence that is in several are summed."""
+        bytes_, units = np.zeros(self.sequences + 1, np.int64), np.zeros((2, self.sequences + 1), np.int64)
+        for work in works:  # what fills no sequence is behind the last one
+            place = slice(work.first, work.first + len(work.bytes))
+            bytes_[place] += work.bytes
+            units[:, place] += work.units
+        self._costs = bytes_[:-1], units[:, :-1]
 
-        Args:
-            shuffled: store a fixed random order of the sequences.
-        """
-        rest = self.sequences - len(self._shards) * self._per_shard
-        if rest:
-            self._flush(rest)
-        starts = np.concatenate(self._starts)
-        np.save(self._folder / f"{self._name}-starts.npy", starts)
-        order = sample_order(0, self.sequences, 0, self.sequences) if shuffled else np.arange(self.sequences)
-        if shuffled:
-            np.save(self._folder / f"{self._name}-order.npy", order)
-        np.save(self._folder / f"{self._name}-bytes.npy", _reordered(np.concatenate(self._byte_ends), order))
-        bit_ends = np.concatenate(self._bit_ends, axis=1)
-        if bit_ends.size:
-            np.save(self._folder / f"{self._name}-bits.npy", _reordered(bit_ends, order))
+    def finish(self, folder: Path, split: str, masked: bool) -> dict[str, Any]:
+        """Write the index, and return the counts for `meta.json`. The validation sequences get a fixed random order."""
+        np.save(folder / f"{split}-index.npy", np.asarray([self._tokens, self._documents], np.int64))
+        if shuffled := split == "validation":
+            order = sample_order(0, self.sequences, 0, self.sequences)
+            np.save(folder / f"{split}-order.npy", order)
+            if self._costs is not None:
+                bytes_, units = self._costs
+                np.save(folder / f"{split}-bytes.npy", _sums(bytes_[order]))
+                np.save(folder / f"{split}-bits.npy", _sums(units[:, order] * _UNIT))
         return {
-            "documents": len(starts),
-            "bytes": self.bytes,
+            "documents": sum(self._documents),
+            "bytes": self._bytes,
             "tokens": self.tokens,
             "sequences": self.sequences,
-            "shards": self._shards,
-            "shard_sequences": self._per_shard,
+            "works": len(self._tokens),
+            "masked": masked,
             "shuffled": shuffled,
-            **({"masks": self._masks, "counts": dict(self._counts)} if self._masks else {}),
+            "counts": dict(self._counts),
         }
 
-    def _flush(self, sequences: int) -> None:
-        stream = np.concatenate(self._buffer)
-        used = sequences * self._seq_len
-        self._shards.append(f"{self._name}-{len(self._shards):05d}.npy")
-        np.save(self._folder / self._shards[-1], stream[: used + 1])
-        self._buffer, self._buffered = [stream[used:]], len(stream) - used
-        if self._trained:
-            trained = np.concatenate(self._trained)
-            self._masks.append(f"{self._name}-mask-{len(self._masks):05d}.npy")
-            np.save(self._folder / self._masks[-1], trained[: used + 1])
-            self._trained = [trained[used:]]
 
-
-def _reordered(ends: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Turn running sums [… , n + 1] at the ends of sequences, in the order of the stream, into sums in another order."""
-    per_sequence = np.diff(ends, axis=-1)[..., order]
-    return np.concatenate([np.zeros_like(ends[..., :1]), np.cumsum(per_sequence, axis=-1)], axis=-1)
+def _sums(values: np.ndarray) -> np.ndarray:
+    """Return the sums of the first 0, 1, … n values: [… , n + 1]."""
+    return np.concatenate([np.zeros_like(values[..., :1]), np.cumsum(values, axis=-1)], axis=-1)

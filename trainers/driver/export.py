@@ -147,7 +147,7 @@ def _write(stored: Stored, recipe: Recipe, family: Family, dtype: torch.dtype, f
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     tokenizer, kind = write_tokenizer(recipe.data.tokenizer, folder), str(dtype).removeprefix("torch.")
     # A text ends where the next one would begin. An answer in a conversation ends with a token of its own.
-    ends = tokenizer.eos if recipe.data.source == "conversations" and tokenizer.eos is not None else tokenizer.separator
+    ends = tokenizer.eos if recipe.data.masked and tokenizer.eos is not None else tokenizer.separator
     config = {
         "architectures": [family.architecture], "model_type": family.model_type, **family.config(recipe.model),
         "max_position_embeddings": recipe.data.seq_len, "bos_token_id": tokenizer.separator, "eos_token_id": ends, "dtype": kind,

@@ -36,7 +36,8 @@ class Summary:
     """The results of a run, for the closing table, `run.json` and `train --json`.
 
     Rates are medians over all steps. Figures of experts cover the newest steps (`LOAD_WINDOW`; `health.Health`).
-    `val_loss` is in nats per token that counts, `val_bpb` in bits per byte (None for conversations).
+    `val_loss` is in nats per token that counts, `val_bpb` in bits per byte (None for conversations). `val_sources` has loss and
+    bits_per_byte of each source of a mixture (None without one).
     `load_max_over_mean` is the load of the busiest expert over the mean load, averaged over these steps, in the worst layer;
     `rank_max_over_mean` is that of the busiest rank, and `load_entropy` the lowest entropy of a layer. A dead expert got no
     token in any of these steps, and a starved one less than a tenth of the even share.
@@ -49,6 +50,7 @@ class Summary:
     final_loss: float | None
     val_loss: float | None
     val_bpb: float | None
+    val_sources: dict[str, Any] | None
     unigram_bpb: float | None
     bigram_bpb: float | None
     tokens_per_s: float | None
@@ -83,6 +85,7 @@ class RunFolder:
         bytes_per_token: mean length of a token; 1 for the byte tokenizer. None for conversations, whose losses are per token.
         history: records of the run so far; None reads them from the folder.
         start: the checkpoint that the run starts from; None keeps the one in `run.json`.
+        data: what is told about the data of each source, by its name (`mixture.told_data`).
 
     Raises:
         UserError: a file of the earlier run cannot be read.
@@ -96,7 +99,9 @@ class RunFolder:
         bytes_per_token: float | None = 1.0,
         history: History | None = None,
         start: str | None = None,
+        data: Mapping[str, Any] | None = None,
     ):
+        self._data = data
         self.path = path.absolute()
         self.previous = read_run(path)
         self.history = read_history(path) if history is None else history
@@ -176,6 +181,7 @@ class RunFolder:
             final_loss=last["loss"] if last else None,
             val_loss=validation["loss"] if validation else None,
             val_bpb=validation["bits_per_byte"] if validation else None,
+            val_sources=dict(validation["sources"]) if validation and "sources" in validation else None,
             unigram_bpb=self._baselines.get("unigram"),
             bigram_bpb=self._baselines.get("bigram"),
             tokens_per_s=_median([step["tokens_per_s"] for step in steps]),
@@ -239,7 +245,7 @@ class RunFolder:
         told = ("time", "step", "failure", "what", "ranks", "goes_on", "saved", "reason")
         failures = [{key: failure.get(key) for key in told} for failure in self.history.failures]
         origin = {"started_from": self._start, "resumed_at": self.history.resumes, "failures": failures}
-        document = summary.as_dict() | origin | {"workers": workers}
+        document = summary.as_dict() | origin | {"data": self._data, "workers": workers}
         _replace(self.path / "run.json", json.dumps(json.loads(as_json(document)), indent=2))
         return summary
 

@@ -186,6 +186,9 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "validation", f"{summary.val_bpb:.3f} bits per byte: {_verdict(summary)}"
     elif summary.val_loss is not None:
         yield "validation", f"{_number(summary.val_loss, '.4f')} nats per token that counts"
+    for name, part in (summary.val_sources or {}).items():
+        bits = "" if part["bits_per_byte"] is None else f", {_number(part['bits_per_byte'], '.3f')} bits per byte"
+        yield f"  {escape(name)}", f"{_number(part['loss'], '.4f')} nats per token{bits}"
     if summary.tokens_per_s is not None:
         yield "speed", f"{_short(summary.tokens_per_s)} tokens/s (median)"
     if summary.mfu is not None:

@@ -20,6 +20,7 @@ from foldray.runtime import state_keys
 from trainers.checkpoints import reported
 from trainers.checkpoints.stored import METADATA, Progress, Stored, look
 from trainers.cluster.run_storage import storage_folder
+from trainers.data.mixture import Mixture
 from trainers.data.packed import PackedData
 from trainers.folders import DamagedFile, Folder
 
@@ -154,7 +155,7 @@ def offer(run: Folder, damaged: str | None = None) -> str:
     return f"the run has no {'earlier ' if damaged else ''}undamaged checkpoint"
 
 
-def check_resumable(begin: Beginning, stored: Stored, recipe: Recipe, data: PackedData) -> None:
+def check_resumable(begin: Beginning, stored: Stored, recipe: Recipe, data: PackedData | Mixture) -> None:
     """Refuse a checkpoint that workers cannot continue from with this recipe.
 
     Raises:
@@ -162,7 +163,8 @@ def check_resumable(begin: Beginning, stored: Stored, recipe: Recipe, data: Pack
     """
     progress = stored.progress
     if progress.data != data.folder.name:
-        rule = "was trained on other data, or other sequence lengths, than this recipe's section data"
+        what = "other data, other weights of sources, or other sequence lengths"
+        rule = f"was trained on {what} than this recipe's section data"
         raise UserError(begin.field, begin.value, rule)
     # With another order, training would see some text twice and some text never.
     for key, before in _order(begin, progress).items():

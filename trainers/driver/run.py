@@ -15,6 +15,7 @@ from ray.util.queue import Queue
 from foldray.recipe import Recipe
 from trainers.cluster.elastic import larger_world
 from trainers.cluster.mailbox import Inbox
+from trainers.data.mixture import Mixture, baselines, told_data
 from trainers.data.packed import PackedData
 from trainers.driver.gauges import Gauges
 from trainers.driver.recorder import RunFolder, Summary, read_history, read_run
@@ -54,20 +55,17 @@ class Run:
         recipe: Recipe,
         name: str,
         root: Path,
-        data: PackedData,
+        data: PackedData | Mixture,
         console: Console | None,
         start: str | None = None,
         worlds: Sequence[int] = (),
     ):
-        held_back = min(len(data.validation), recipe.training.eval_sequences or len(data.validation))
-        baselines, length = data.baselines(held_back), None
-        if baselines is not None:
-            length = data.validation.bytes(held_back) / (held_back * recipe.data.seq_len)
+        found, length = baselines(data, recipe.training.eval_sequences)
         # These two may raise a UserError. They come first, so that an error leaves no folder behind.
         history = read_history(root / name)
         self.tracker = Tracker(recipe, name, root, (read_run(root / name) or {}).get("mlflow_run_id"))
-        bits = {} if baselines is None else baselines._asdict()
-        self.folder = RunFolder(root / name, recipe, bits, length, history, start)
+        bits = {} if found is None else found._asdict()
+        self.folder = RunFolder(root / name, recipe, bits, length, history, start, told_data(data))
         self.folder.tracked_by(self.tracker.uri, self.tracker.run_id, self.tracker.view_command())
         self.summary: Summary | None = None
         self.watch, self.stopped, self.grows = Watch(), False, False

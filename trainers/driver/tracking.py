@@ -79,6 +79,8 @@ class Tracker:
             self._send("loss", record["step"], values | self._per_layer(record) | _traffic(record))
         elif record["kind"] == "validation":
             values = {"validation/loss": record["loss"], "validation/bits_per_byte": record["bits_per_byte"]}
+            for name, part in record.get("sources", {}).items():
+                values |= {f"validation/{name}/loss": part["loss"], f"validation/{name}/bits_per_byte": part["bits_per_byte"]}
             self._send("validation/loss", record["step"], values)
         elif record["kind"] == "tried":
             self._tried += 1

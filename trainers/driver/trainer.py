@@ -25,8 +25,10 @@ from trainers.cluster import joining, workers
 from trainers.cluster.elastic import LegalWorlds
 from trainers.data.conversations import told
 from trainers.data.datasets import Documents, check_datasets, store
+from trainers.data.mixture import Mixture
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
+from trainers.data.unfit import told_unfit
 from trainers.driver.attempts import Attempt, Failure, GiveUp, GoOn, decide
 from trainers.driver.causes import sendable, told_first
 from trainers.driver.failures import failure_of
@@ -322,7 +324,7 @@ class FoldTrainer(TorchTrainer):
             return GiveUp(why)
         return begun if begun and begun.field == "from" else None
 
-    def _prepare(self) -> PackedData:
+    def _prepare(self) -> PackedData | Mixture:
         spec = self.recipe.data
         cache = self._root / "data" if spec.cache is None else spec.cache
         if self._documents:
@@ -330,8 +332,12 @@ class FoldTrainer(TorchTrainer):
             self.recipe = self.recipe.model_copy(update={"data": spec})
         progress = None if self.console is None else self.console.files
         data = prepare(spec, self.recipe.model.vocab, cache, progress)
-        if self.console is not None and spec.masked:
-            self.console.say(told(data.meta))
+        if self.console is None:
+            return data
+        for name, part in data.parts.items():
+            about = told(part.meta) if part.train.masked else None
+            for line in filter(None, (about, told_unfit(part.meta))):
+                self.console.say(f"{name and f'{name}: '}{line}")
         return data
 
     @property

@@ -27,10 +27,11 @@ from foldray.runtime.peak import matmul_peak
 from trainers.checkpoints import tensors
 from trainers.checkpoints.stored import Found
 from trainers.cluster.mailbox import Outbox
-from trainers.data.packed import Batches, PackedData, Split
+from trainers.data.mixture import Mixture, opened
+from trainers.data.packed import Batches, PackedData, Sequences, Split
 from trainers.health import Health
 from trainers.hugging_face.weights import Weights
-from trainers.records import Place, Step, Validation, reported
+from trainers.records import Measured, Place, Step, Validation, averaged, number, reported
 from trainers.worker import ground
 from trainers.worker.engines import DTYPES, make_engine
 from trainers.worker.guard import Guard
@@ -54,7 +55,7 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
     """
     recipe = Recipe.parse(config["recipes"][ray.train.get_context().get_world_size()])
     torch.set_num_threads(recipe.cluster.cpus_per_worker)
-    data, outbox = PackedData.open(config["data"]), Outbox(config["queue"])
+    data, outbox = opened(config["data"], list(recipe.data.parts)), Outbox(config["queue"])
     worker = Worker(recipe, data, outbox, config.get("search"), config.get("start"))
     beats, orders = Outbox(config["queue"], limit=1), config["orders"] if worker.rank == 0 else None
     try:
@@ -100,7 +101,7 @@ class Worker:
     def __init__(
         self,
         recipe: Recipe,
-        data: PackedData,
+        data: PackedData | Mixture,
         outbox: Outbox,
         search: MakeSearch | None = None,
         start: ray.train.Checkpoint | None = None,
@@ -216,31 +217,41 @@ class Worker:
         }  # fmt: skip
 
     def _validate(self, done: int) -> None:
-        """Measure the loss on the first validation sequences.
-
-        Every rank runs the same number of micro-batches, because ranks of different data-parallel places share all-to-alls.
-        """
-        size, fold, split = self.recipe.training.micro_batch, self.groups.fold, self.data.validation
-        count = min(len(split), self.recipe.training.eval_sequences or len(split))
-        passes, most, losses = range(math.ceil(count / (fold.dp * size))), _EVALUATED * fold.positions, list[Losses]()
-        for first in range(0, len(passes), most):
-            batches = [self._validation_batch(m, size, count) for m in passes[first : first + most]]
-            losses += self.engine.execution.evaluate(batches)
-        loss = float(all_losses(losses, self.groups.control).means()[0])
-        nats = loss * count * self.recipe.data.seq_len
-        bits = None if split.masked else nats / math.log(2) / split.bytes(count)
-        record: Validation = {"kind": "validation", "step": done, "loss": loss, "bits_per_byte": bits, "sequences": count}
+        """Measure the loss on the first validation sequences of every source, and average it by the sources' weights."""
+        parts = {name: self._measure(part.validation) for name, part in self.data.parts.items()}
+        whole = averaged(list(parts.values()), self.data.weights)
+        record: Validation = {
+            "kind": "validation", "step": done, "loss": number(whole["loss"]), "bits_per_byte": whole["bits_per_byte"],
+            "sequences": whole["sequences"],
+        }  # fmt: skip
+        if isinstance(self.data, Mixture):
+            record["sources"] = parts
         self.validation = dict(record)
         if self.rank == 0:
             self.outbox.send(record)
 
-    def _validation_batch(self, m: int, size: int, count: int) -> Batch:
-        """Make micro-batch m of this rank's data-parallel place, of the first `count` validation sequences."""
+    def _measure(self, split: Split) -> Measured:
+        """Measure the loss on the first sequences of a split.
+
+        Every rank runs the same number of micro-batches, because ranks of different data-parallel places share all-to-alls.
+        """
+        size, fold = self.recipe.training.micro_batch, self.groups.fold
+        count = min(len(split), self.recipe.training.eval_sequences or len(split))
+        passes, most, losses = range(math.ceil(count / (fold.dp * size))), _EVALUATED * fold.positions, list[Losses]()
+        for first in range(0, len(passes), most):
+            batches = [self._validation_batch(split, m, size, count) for m in passes[first : first + most]]
+            losses += self.engine.execution.evaluate(batches)
+        loss = float(all_losses(losses, self.groups.control).means()[0])
+        length = None if split.masked else split.bytes(count) / (count * split.seq_len)
+        return {"loss": loss, "bits_per_byte": length and loss / math.log(2) / length, "sequences": count}
+
+    def _validation_batch(self, split: Split, m: int, size: int, count: int) -> Batch:
+        """Make micro-batch m of this rank's data-parallel place, of the first `count` sequences of a split."""
         if not self.groups.owns_tokens:
             return self._no_sequences
         start = (m * self.groups.fold.dp + self.groups.dp_rank) * size
         indices = range(start, min(count, start + size))
-        return batch_of(self.data.validation, indices, self.recipe.data.mask_documents, self.device)
+        return batch_of(split, indices, self.recipe.data.mask_documents, self.device)
 
     def _save(self, done: int, final: bool) -> None:
         fold, data = self.recipe.fold.model_dump(), self.data.folder.name
@@ -318,7 +329,7 @@ def _is_preempted() -> bool:
     return get_internal_train_context().preemption_context.preemption_info is not None
 
 
-def batch_of(split: Split, indices: Sequence[int] | np.ndarray, documents: bool, device: torch.device) -> Batch:
+def batch_of(split: Sequences, indices: Sequence[int] | np.ndarray, documents: bool, device: torch.device) -> Batch:
     """Make a batch of some sequences: inputs, and targets, of which those that do not count are ignored.
 
     Args:

@@ -16,9 +16,12 @@ from tests.trainers.data.chats import CHATS, chat, make_tokenizer
 from trainers.data import conversations
 from trainers.data.chat import Chat
 from trainers.data.conversations import Reader, encode, pack, told
-from trainers.data.encode import Encoded, Work
-from trainers.data.sources import cut, split_files
+from trainers.data.encode import Work
+from trainers.data.rows import cut
+from trainers.data.shards import Piece
+from trainers.data.sources import split_files
 from trainers.data.tokenizers import load_tokenizer
+from trainers.data.unfit import Unfit
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +41,9 @@ def files(folder: Path, name: str = "a.jsonl") -> list:
     return split_files(spec)[0]
 
 
-def encoded(folder: Path, reader: Reader, seq_len: int, name: str = "a.jsonl") -> Encoded:
-    return encode(Work(list(cut(files(folder, name))), validation=False), reader, seq_len)
+def encoded(folder: Path, reader: Reader, seq_len: int, name: str = "a.jsonl") -> Piece:
+    (piece,) = encode(Work(list(cut(files(folder, name))), validation=False), Unfit("refuse"), reader, seq_len)
+    return piece
 
 
 def test_conversations_are_packed_whole_with_their_masks(tmp_path: Path, chatml: Chat):
@@ -132,7 +136,7 @@ def test_parquet_and_jsonl_give_the_same(tmp_path: Path, chatml: Chat):
 
 def test_half_a_surrogate_and_keys_that_are_null(tmp_path: Path, chatml: Chat):
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "a\\ud83d", "name": null}]}\n')
-    (row,) = conversations.read_rows(next(cut(files(tmp_path))), "field", "messages")
+    (row,) = conversations.read_rows(next(cut(files(tmp_path))), "field", "messages", Unfit("replace"))
     assert conversations.messages_of(row.value, row, "field", "messages") == [{"role": "user", "content": "a?"}]
 
 

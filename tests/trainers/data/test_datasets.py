@@ -112,3 +112,14 @@ def test_a_dataset_that_cannot_be_read_is_one_line(tmp_path: Path, train: Any, t
         store({"train": train, "validation": TEXTS[:9]}, SPEC, tmp_path)
     left = list((tmp_path / "documents").iterdir())
     assert [path for path in left if not path.name.startswith("sha256-")] == []
+
+
+def test_halves_of_surrogate_pairs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = {"train": ["fine", "a\ud83d"], "validation": TEXTS[:3]}
+    with pytest.raises(UserError, match=r"^data.invalid=refuse: row 1 of datasets.train is not UTF-8; skip leaves"):
+        store(given, SPEC, tmp_path)
+    assert not caplog.messages
+    for rule, texts in (("skip", ["fine"]), ("replace", ["fine", "a?"])):
+        caplog.clear()
+        assert documents(store(given, SPEC.model_copy(update={"invalid": rule}), tmp_path)) == texts
+        assert caplog.messages == ["datasets.train: 1 documents are not UTF-8, 3 bytes of them, the first in row 1"]

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import shutil
 import time
@@ -14,11 +17,14 @@ import ray
 from foldray.errors import UserError
 from foldray.recipe import DataSpec
 from trainers.data.baselines import byte_pairs, count_pairs, fit
-from trainers.data.encode import Work, deal, encode, encode_all
-from trainers.data.packed import PackedData
-from trainers.data.prepare import _publish, prepare
-from trainers.data.sources import cut, split_files
+from trainers.data.drafts import draft, publish
+from trainers.data.encode import Work, deal, encode, run_all
+from trainers.data.packed import PackedData, is_intact
+from trainers.data.prepare import prepare
+from trainers.data.rows import cut
+from trainers.data.sources import split_files
 from trainers.data.tokenizers import ByteTokenizer, load_tokenizer
+from trainers.data.unfit import Unfit
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -62,8 +68,12 @@ def test_order_of_results_is_that_of_the_works(tmp_path: Path):
 
     # The first work is the slowest, so its result would come last if the order were not kept.
     works = [Work([part], validation=True) for part in cut(split_files(corpus(tmp_path / "text", [9] * 10))[0])]
-    pieces = list(encode_all(works, partial(encode, tokenizer=SlowFirst(), text_field="text")))
-    assert [int(piece.tokens[1]) for piece in pieces] == list(range(ord("b"), ord("b") + 9))
+
+    def task(work: Work) -> int:
+        (piece,) = encode(work, Unfit("refuse"), SlowFirst(), "text")
+        return int(piece.tokens[1])
+
+    assert list(run_all(works, task)) == list(range(ord("b"), ord("b") + 9))
 
 
 @pytest.mark.parametrize(("least", "works"), [(1, 9), (25, 4), (1 << 20, 1)])
@@ -119,30 +129,86 @@ def test_cache_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_broken_cache_is_made_anew(tmp_path: Path):
     data = corpus(tmp_path / "text", [30, 30])
     folder = prepare(data, 257, tmp_path / "cache").folder
-    tokens = (folder / "train-00000.npy").read_bytes()
-    (folder / "train-00000.npy").write_bytes(tokens[:-1])
+    tokens = (folder / "train-000000.tokens").read_bytes()
+    (folder / "train-000000.tokens").write_bytes(tokens[:-1])
     assert prepare(data, 257, tmp_path / "cache").folder == folder
-    assert (folder / "train-00000.npy").read_bytes() == tokens
+    assert (folder / "train-000000.tokens").read_bytes() == tokens
     assert os.listdir(tmp_path / "cache") == [folder.name]
 
 
-def test_interruption_leaves_nothing(tmp_path: Path):
-    data = corpus(tmp_path / "text", [30, 30])
+def test_what_an_interruption_leaves_is_not_whole_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(prepare.__globals__, "deal", lambda parts, validation, **_: deal(parts, validation, least=1))
+    data = corpus(tmp_path / "text", [30, 30, 40, 50, 60])
+    expected_folder = prepare(data, 257, tmp_path / "other").folder
 
     def interrupt(done: int, total: int, what: str) -> None:
-        raise KeyboardInterrupt
+        if done == 3:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         prepare(data, 257, tmp_path / "cache", interrupt)
+    draft = tmp_path / "cache" / f".{expected_folder.name}"
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [draft.name]
+    assert not is_intact(draft)
+    kept = {path.name: path.stat().st_ino for path in draft.glob("train-00000[012].tokens")}
+    assert len(kept) == 3
+    (draft / "train-000001.tokens").write_bytes(b"half")  # damaged meanwhile
+    (draft / "train-000002.done").write_text("{")
+    (draft / ".train-000003.tokens.0123abcd").write_text("of a task that was killed")
+    told = []
+    packed = prepare(data, 257, tmp_path / "cache", lambda *state: told.append(state))
+    assert told[-1] == (5, 5, "tokenizing")
+    again = {name: (packed.folder / name).stat().st_ino == number for name, number in kept.items()}
+    assert again == {"train-000000.tokens": True, "train-000001.tokens": False, "train-000002.tokens": False}
+    assert os.listdir(tmp_path / "cache") == [expected_folder.name]
+    assert contents(packed.folder) == contents(expected_folder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_two_preparations_at_once_have_drafts_of_their_own(tmp_path: Path):
+    folder = tmp_path / "0123456789abcdef"
+    with draft(folder, lambda: (folder / "mine").exists()) as one:
+        with draft(folder, lambda: (folder / "mine").exists()) as two:
+            assert one != two
+            (two / "mine").write_text("two")
+        (one / "mine").write_text("one")
+    assert (folder / "mine").read_text() == "two"
+    assert os.listdir(tmp_path) == [folder.name]
+    assert os.listdir(folder) == ["mine"]
+
+
+def test_drafts_that_nobody_needs_are_swept(tmp_path: Path):
+    names = [".0123456789abcdef", ".0123456789abcdee.01234567", ".other", ".0123456789abcdea"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    for name in names[:3]:
+        os.utime(tmp_path / name, (1, 1))
+    with draft(tmp_path / "0123456789abcdeb", lambda: False):
+        assert {path.name for path in tmp_path.iterdir()} == {*names[2:], ".0123456789abcdeb"}
+
+
+def test_a_cache_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A task that writes to a disk of its own node leaves nothing where the driver looks."""
+    data, other = corpus(tmp_path / "text", [30, 30]), tmp_path / "elsewhere"
+    other.mkdir()
+    task = prepare.__globals__["_Task"](other, partial(encode, tokenizer=ByteTokenizer(), text_field="text"), "refuse")
+    monkeypatch.setitem(prepare.__globals__, "_LOOKS", 1)
+    monkeypatch.setitem(prepare.__globals__, "_LOOK_S", 0.0)
+    monkeypatch.setitem(prepare.__globals__, "run_all", lambda calls, _: (task(call) for call in calls))
+    with pytest.raises(UserError, match=r"^data.cache=.*: is not the same folder everywhere: node .* has written files"):
+        prepare(data, 257, tmp_path / "cache")
     assert os.listdir(tmp_path / "cache") == []
 
 
 def test_whoever_is_first_publishes(tmp_path: Path):
     data = corpus(tmp_path / "text", [30, 30])
     folder = prepare(data, 257, tmp_path / "cache").folder
-    shutil.copytree(folder, draft := tmp_path / "draft")
-    (draft / "mine").touch()
-    _publish(draft, folder)
+    shutil.copytree(folder, other := tmp_path / "draft")
+    (other / "mine").touch()
+    publish(other, folder, lambda: is_intact(folder))
     assert not (folder / "mine").exists()
 
 
@@ -188,7 +254,30 @@ def test_worker_meets_a_mistake(tmp_path: Path):
         prepare(data, 257, tmp_path / "cache")
     assert caught.value.__cause__ is None
     assert os.listdir(tmp_path / "cache") == []
-    assert len(list(encode_all([Work([], False)], partial(encode, tokenizer=load_tokenizer("byte"), text_field="text")))) == 1
+
+
+def test_compressed_plain_and_parquet_are_the_same_data(tmp_path: Path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [f"line {number} é {'x' * (number % 40)}" for number in range(400)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    pack = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    pack[".zst"] = partial(pyarrow.Codec("zstd").compress, asbytes=True)
+    for ending, each in pack.items():
+        for name in ("a", "v"):
+            (tmp_path / f"{name}.jsonl{ending}").write_bytes(each(lines))
+    for name in ("a", "v"):
+        parquet.write_table(pyarrow.table({"text": texts}), tmp_path / f"{name}.parquet", row_group_size=64)
+    found = []
+    for source, ending in [*(("jsonl", f".jsonl{ending}") for ending in pack), ("parquet", ".parquet")]:
+        path, validation = (str(tmp_path / f"{name}{ending}") for name in ("a", "v"))
+        data = DataSpec(source=source, path=path, seq_len=16, validation={"path": validation})
+        found.append(prepare(data, 257, tmp_path / "cache"))
+    assert stream(found[0].train) == expected(texts, 16)
+    for other in found[1:]:
+        assert other.folder != found[0].folder
+        for path in sorted(found[0].folder.iterdir()):
+            if path.suffix != ".json":
+                assert (other.folder / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize(("sizes", "name"), [([30, 7], "training"), ([7, 30], "validation"), ([0, 30], "validation")])
@@ -200,7 +289,7 @@ def test_too_little_text(tmp_path: Path, sizes: list[int], name: str):
 
 
 def test_cheap_checks_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(prepare.__globals__, "encode_all", lambda *_: pytest.fail("went to work"))
+    monkeypatch.setitem(prepare.__globals__, "run_all", lambda *_: pytest.fail("went to work"))
     (tmp_path / "a.jsonl").write_text('{"body": "b"}\n')
     (tmp_path / "v.jsonl").write_text('{"text": "b"}\n')
     data = DataSpec(source="jsonl", path=str(tmp_path / "a.jsonl"), validation={"path": str(tmp_path / "v.jsonl")})
@@ -220,6 +309,28 @@ def test_cache_that_cannot_be_written(tmp_path: Path):
         prepare(corpus(tmp_path / "text", [30, 30]), 257, tmp_path / "cache")
 
 
+def test_text_that_is_not_utf8(tmp_path: Path):
+    data = corpus(tmp_path / "text", [30, 30, 30])
+    (tmp_path / "text" / "01.txt").write_bytes(b"b" * 29 + b"\xff" + b"b" * 10)
+    with pytest.raises(UserError, match=r"^data.invalid=refuse: byte 29 of .*01.txt is not UTF-8; skip leaves"):
+        prepare(data, 257, tmp_path / "cache")
+    assert os.listdir(tmp_path / "cache") == []
+    packed = {rule: prepare(data.model_copy(update={"invalid": rule}), 257, tmp_path / "cache") for rule in ("skip", "replace")}
+    texts = ["b" * 29 + "\ufffd" + "b" * 10, "c" * 30]
+    assert stream(packed["replace"].train) == expected(texts, 8)
+    assert stream(packed["skip"].train) == expected(texts[1:], 8)
+    named = {"file": str(tmp_path / "text" / "01.txt"), "documents": 1, "bytes": 1, "at": "byte 29"}
+    for rule, each in packed.items():
+        assert each.meta["unfit"] == {"rule": rule, "documents": 1, "bytes": 1, "files": 1, "first": [named]}
+    with pytest.raises(UserError, match=r"^data.invalid=refuse: byte 29 of .*01.txt is not UTF-8"):
+        prepare(data, 257, tmp_path / "cache")  # what another rule has prepared
+    (tmp_path / "text" / "01.txt").write_text("fine" * 9)
+    assert (
+        prepare(data, 257, tmp_path / "cache").folder
+        == prepare(data.model_copy(update={"invalid": "replace"}), 257, tmp_path / "cache").folder
+    )  # without such text, the rule does not matter
+
+
 def test_library(tmp_path: Path):
     packed = prepare(DataSpec(), 257, tmp_path)
     sizes = [packed.meta[name]["bytes"] for name in ("train", "validation")]
@@ -227,4 +338,4 @@ def test_library(tmp_path: Path):
         len(Path(file.locate()).read_text("utf-8", "replace").encode()) for side in split_files(DataSpec()) for file in side
     )
     assert 3.2 < packed.baselines().bigram < 3.9
-    assert sizes[0] - 256 < packed.train.bytes() <= sizes[0]
+    assert sizes[1] - 256 < packed.validation.bytes() <= sizes[1]

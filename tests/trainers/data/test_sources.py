@@ -9,8 +9,10 @@ import pytest
 
 from foldray.errors import UserError
 from foldray.recipe import DataSpec
-from trainers.data import sources
-from trainers.data.sources import Part, cut, read_documents, split_files
+from trainers.data import rows, sources
+from trainers.data.rows import Part, cut, read_documents
+from trainers.data.sources import split_files
+from trainers.data.unfit import Unfit
 
 
 def spec(source: str, path: Path | str, **more) -> DataSpec:
@@ -93,7 +95,7 @@ def test_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def documents(path: Path, kind: str, field: str = "text") -> list[list[str]]:
     file = sources._list_files(kind, str(path), "data.path")[0]
-    return [list(read_documents(part, field)) for part in cut([file])]
+    return [list(read_documents(part, field, Unfit("replace"))) for part in cut([file])]
 
 
 def test_text_replaces_what_is_not_utf8(tmp_path: Path):
@@ -103,7 +105,7 @@ def test_text_replaces_what_is_not_utf8(tmp_path: Path):
 
 @pytest.mark.parametrize("part_bytes", [1, 7, 30, 1 << 20])
 def test_jsonl_in_parts_reads_every_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int):
-    monkeypatch.setattr(sources, "_PART_BYTES", part_bytes)
+    monkeypatch.setattr(rows, "_PART_BYTES", part_bytes)
     wanted = ["first", "", "漢字\n", "x" * 50, "last"]
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in wanted]
     (tmp_path / "a.jsonl").write_text("\ufeff" + lines[0] + "\r\n\n" + "\n".join(lines[1:]))
@@ -130,7 +132,7 @@ def table(path: Path, columns: dict, **options) -> None:
 
 
 def test_every_file_has_one_last_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sources, "_PART_BYTES", 4)
+    monkeypatch.setattr(rows, "_PART_BYTES", 4)
     for name, text in [("0.jsonl", ""), ("1.jsonl", '{"text": "abc"}\n')]:
         (tmp_path / name).write_text(text)
     parts = list(cut(sources._list_files("jsonl", str(tmp_path / "*.jsonl"), "data.path")))
@@ -170,7 +172,7 @@ def test_file_that_a_node_does_not_see(tmp_path: Path):
     part = Part(file, 0, file.size, file.size, last=True)
     (tmp_path / "a.txt").write_text("longer text")
     with pytest.raises(UserError, match="has another size on node"):
-        list(read_documents(part, "text"))
+        list(read_documents(part, "text", Unfit("refuse")))
     (tmp_path / "a.txt").unlink()
     with pytest.raises(UserError, match=r"cannot be read on node .*No such file"):
-        list(read_documents(part, "text"))
+        list(read_documents(part, "text", Unfit("refuse")))

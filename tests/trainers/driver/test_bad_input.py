@@ -459,8 +459,8 @@ def test_a_failure_in_the_middle(place: Path, storage: Path, tmp_path: Path, cap
 def damage(spec: DataSpec, cache: Path, samples: range) -> None:
     """Prepare data, and put a token beyond the vocabulary into some samples of the seeded order."""
     data = prepare(spec, 264, cache)
-    shard = data.folder / data.meta["train"]["shards"][0]
-    tokens = np.load(shard)
+    (work,) = data.folder.glob("train-*.tokens")
+    tokens = np.memmap(work, data.meta["dtype"])
     for sequence in sample_order(0, len(data.train), samples.start, samples.stop):
         tokens[sequence * spec.seq_len + 1] = 60_000
-    np.save(shard, tokens)
+    tokens.flush()

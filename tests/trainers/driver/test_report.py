@@ -25,8 +25,8 @@ def text(of: Console) -> str:
 def summary(**changes: Any) -> Summary:
     values: dict[str, Any] = {
         "run_id": "quickstart-1", "run_dir": "/runs/quickstart-1", "status": "finished", "steps": 300, "final_loss": 1.5,
-        "val_loss": 1.75, "val_bpb": 2.5, "unigram_bpb": 4.87, "bigram_bpb": 3.62, "tokens_per_s": 12345.0, "mfu": 0.413,
-        "load_max_over_mean": 1.18, "busiest_layer": 2, "dead_experts": 0,
+        "val_loss": 1.75, "val_bpb": 2.5, "val_sources": None, "unigram_bpb": 4.87, "bigram_bpb": 3.62, "tokens_per_s": 12345.0,
+        "mfu": 0.413, "load_max_over_mean": 1.18, "busiest_layer": 2, "dead_experts": 0,
         "rank_max_over_mean": 1.07, "load_entropy": 0.9912, "starved_experts": 0, "drop_rate": 0.012,
         "checkpoint": "/runs/quickstart-1/checkpoint_300", "pictures": ("/runs/quickstart-1/loss.png",),
         "mlflow_uri": "sqlite:////runs/mlflow.db", "mlflow_run_id": "ab", "mlflow_command": "mlflow server --port 5000",
@@ -181,3 +181,10 @@ def test_commands_are_printed_unbroken():
     shown.close(summary(mlflow_command=command), "http://127.0.0.1:5000/#/experiments/1/runs/abc")
     assert command in text(shown)
     assert "http://127.0.0.1:5000/#/experiments/1/runs/abc" in text(shown)
+
+
+def test_the_sources_of_a_mixture_have_rows_of_their_own():
+    sources = {"code": {"loss": 1.25, "bits_per_byte": 1.5}, "[chats]": {"loss": None, "bits_per_byte": None}}
+    lines = table(summary(val_sources=sources)).splitlines()
+    assert any("code" in line and "1.2500 nats per token, 1.500 bits per byte" in line for line in lines)
+    assert any("[chats]" in line and line.strip().endswith("not a number nats per token") for line in lines)

@@ -22,9 +22,11 @@ from trainers.data.chat import Chat
 from trainers.data.conversations import Reader, encode, end
 from trainers.data.encode import Work, token_dtype
 from trainers.data.packed import Batches, Split
-from trainers.data.shards import SplitWriter
-from trainers.data.sources import cut, split_files
+from trainers.data.rows import cut
+from trainers.data.shards import Index, write
+from trainers.data.sources import split_files
 from trainers.data.tokenizers import load_tokenizer
+from trainers.data.unfit import Unfit
 from trainers.measure.comparison import random_batch
 from trainers.worker.loop import batch_of
 
@@ -42,10 +44,12 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in chats))
     held = {"path": str(folder / "held.jsonl")}
     train, _ = split_files(DataSpec(source="conversations", path=str(folder / "a.jsonl"), tokenizer="x", validation=held))
-    writer = SplitWriter(folder, "train", SEQ_LEN, token_dtype(tokenizer.vocab_size))
-    writer.add(encode(Work(list(cut(train)), validation=False), Reader(Chat(tokenizer), "messages"), SEQ_LEN))
-    writer.add(end(tokenizer))
-    return folder, {"seq_len": SEQ_LEN, "train": writer.finish()}
+    unfit, index = Unfit("refuse"), Index(SEQ_LEN)
+    pieces = encode(Work(list(cut(train)), validation=False), unfit, Reader(Chat(tokenizer), "messages"), SEQ_LEN)
+    for number, each in enumerate((pieces, [end(tokenizer)])):
+        index.add(write(folder, "train", number, each, unfit.found))
+    dtype = token_dtype(tokenizer.vocab_size).name
+    return folder, {"seq_len": SEQ_LEN, "dtype": dtype, "train": index.finish(folder, "train", masked=True)}
 
 
 def recipe_of(workers: int, fold: dict[str, Any], **sections: Any) -> Recipe:

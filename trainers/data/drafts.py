@@ -1,0 +1,98 @@
+"""Drafts of folders in the cache. A folder has its name only when it is whole; a draft that was left goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from foldray.errors import UserError
+
+_LOCK, _DRAFT = "lock", re.compile(r"\.[0-9a-f]{16}(\.[0-9a-f]{8})?")
+_FORGOTTEN_S = 7 * 86400.0
+
+
+@contextmanager
+def draft(folder: Path, is_done: Callable[[], bool]) -> Iterator[Path]:
+    """Make a hidden folder beside `folder`. It becomes `folder` at the end, or is deleted after a UserError.
+
+    If this process is killed, the draft stays, and the next one that prepares the same data goes on with its files. Whoever
+    has locked the draft works on it; another process meanwhile has a draft of its own.
+
+    Args:
+        is_done: whether `folder` is whole already.
+    """
+    made, handle = folder.with_name(f".{folder.name}"), None
+    with writing(folder):
+        made.mkdir(parents=True, exist_ok=True)
+        _sweep(folder.parent)
+        if (handle := _locked(made)) is None:
+            made = made.with_name(f"{made.name}.{uuid.uuid4().hex[:8]}")
+            handle = _locked(made)
+    try:
+        yield made
+        with writing(folder):
+            publish(made, folder, is_done)
+            (folder / _LOCK).unlink(missing_ok=True)
+        shutil.rmtree(made, ignore_errors=True)  # if another was first
+    except UserError:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _locked(draft: Path) -> int | None:
+    """Make a draft, if it is not there, and lock it. Return None if another process has locked it."""
+    draft.mkdir(exist_ok=True)
+    handle = os.open(draft / _LOCK, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _sweep(cache: Path) -> None:
+    """Delete drafts that nobody has worked on for long."""
+    for draft in cache.glob(".*"):
+        with suppress(OSError):  # another process may sweep as well
+            if not _DRAFT.fullmatch(draft.name) or time.time() - draft.stat().st_mtime < _FORGOTTEN_S:
+                continue
+            handle = _locked(draft)
+            if handle is not None:
+                shutil.rmtree(draft, ignore_errors=True)
+                os.close(handle)
+
+
+def publish(draft: Path, folder: Path, is_done: Callable[[], bool]) -> None:
+    """Give a draft its name, unless another process has prepared the same data meanwhile.
+
+    Raises:
+        OSError: the draft cannot be moved.
+    """
+    if folder.exists() and not is_done():
+        shutil.rmtree(folder)
+    try:
+        os.replace(draft, folder)
+    except OSError:
+        # Another driver has prepared the same data meanwhile. Its folder is as good as this one.
+        if not is_done():
+            raise
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn errors of the disk into a UserError about the cache that holds `folder`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError("data.cache", folder.parent, f"cannot be written ({error.strerror or error})") from None

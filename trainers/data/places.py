@@ -1,0 +1,173 @@
+"""Where files of text are: on a disk, or in a store that a URI names; as they are, or compressed.
+
+pyarrow knows the stores `s3://`, `gs://`, `abfss://` and `hdfs://`; fsspec knows the others, such as `https://`. Clients of a
+store may wait for minutes, so a store is listed in another process, which can be stopped.
+"""
+
+from __future__ import annotations
+
+import bz2
+import glob
+import gzip
+import io
+import json
+import lzma
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+from urllib.parse import unquote, urlsplit
+
+import pyarrow
+import pyarrow.fs
+
+from foldray.errors import UserError
+from foldray.urls import holds_secret
+from trainers.data import store_listing
+
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_REACHED_S, _LISTED_S = 20.0, 600.0  # seconds for a store to answer at all, and to list its files
+_BUFFER = 1 << 20
+_SECRET = (
+    "holds a password, a key or a token, which the run's files would keep; put the secret into the environment, such as "
+    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or into the configuration of the store's client"
+)
+
+
+class Place(NamedTuple):
+    """A file that a pattern matches.
+
+    Args:
+        path: absolute path, or URI.
+        name: name below the fixed folder of the pattern.
+        size: in bytes.
+        mtime_ns: time of the last change; 0 if the store does not tell it.
+    """
+
+    path: str
+    name: str
+    size: int
+    mtime_ns: int
+
+
+def is_uri(path: str) -> bool:
+    """Whether a path names a store. `file:` names the disk."""
+    return "://" in path and not path.startswith("file:")
+
+
+def find(field: str, pattern: str) -> list[Place]:
+    """Return the files that a path, a URI or a glob of either matches, in the order of their names.
+
+    Args:
+        field: name of the recipe key, for messages.
+
+    Raises:
+        UserError: there is no such file, or the store does not answer in time, or refuses to list its files.
+    """
+    return _in_store(field, pattern) if is_uri(pattern) else _on_disk(field, pattern)
+
+
+def _on_disk(field: str, pattern: str) -> list[Place]:
+    plain = unquote(urlsplit(pattern).path) if pattern.startswith("file:") else pattern
+    expanded = os.path.abspath(os.path.expanduser(plain))
+    if os.path.isdir(expanded):
+        raise UserError(field, pattern, "is a folder; name a file or a glob, such as " + os.path.join(pattern, "*"))
+    # The name of an existing file is not a glob, even if it has brackets in it.
+    exists = os.path.isfile(expanded)
+    paths = [expanded] if exists else sorted(filter(os.path.isfile, glob.glob(expanded, recursive=True)))
+    if not paths:
+        raise UserError(field, pattern, f"matches no file (looked for {expanded})")
+    root = os.path.dirname(expanded if exists else re.split(r"[*?\[]", expanded, maxsplit=1)[0])
+    return [Place(path, os.path.relpath(path, root), *_stat(path)) for path in paths]
+
+
+def _stat(path: str) -> tuple[int, int]:
+    stat = os.stat(path)
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _in_store(field: str, pattern: str) -> list[Place]:
+    if holds_secret(pattern):
+        raise UserError(field, pattern, _SECRET)
+    command = [sys.executable, "-P", store_listing.__file__, pattern]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            told, _ = process.communicate(timeout=_REACHED_S)
+        except subprocess.TimeoutExpired as error:
+            if not (error.stdout or b"").startswith(store_listing.REACHED.encode()):
+                process.kill()
+                raise UserError(field, pattern, f"is in a store that gives no answer in {_REACHED_S:.0f} s") from None
+            told = _rest(field, pattern, process)
+    last = told.strip().splitlines()[-1] if told.strip() else ""
+    if process.returncode != 0:
+        reason = last[:300] or f"its client ended with {process.returncode}"
+        raise UserError(field, pattern, f"cannot be listed ({reason})")
+    places = [Place(*row) for row in json.loads(last)]
+    if not places:
+        raise UserError(field, pattern, "matches no file that the store shows")
+    return sorted(places)
+
+
+def _rest(field: str, pattern: str, process: subprocess.Popen[str]) -> str:
+    try:
+        return process.communicate(timeout=_LISTED_S)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise UserError(field, pattern, f"is in a store that does not list its files in {_LISTED_S:.0f} s") from None
+
+
+def size_of(path: str) -> int:
+    """Return the size of a file in bytes.
+
+    Raises:
+        OSError: there is no such file, or its store cannot be reached.
+    """
+    if not is_uri(path):
+        return os.stat(path).st_size
+    files, inside = store_listing.store(path)
+    info = files.get_file_info(inside)
+    if info.type != pyarrow.fs.FileType.File:
+        raise FileNotFoundError(2, "No such file", path)
+    return info.size
+
+
+def open_plain(path: str) -> IO[bytes]:
+    """Open a file as it is. It can seek.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if not is_uri(path):
+        return open(path, "rb")
+    files, inside = store_listing.store(path)
+    return _buffered(files.open_input_file(inside))
+
+
+def open_text(path: str) -> IO[bytes]:
+    """Open a file, and decompress it by the ending of its name. Only a file that is not compressed can seek.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    file, ending = open_plain(path), suffix(path)
+    if ending == ".gz":
+        return cast(IO[bytes], gzip.GzipFile(fileobj=file))
+    if ending == ".bz2":
+        return bz2.BZ2File(file)
+    if ending == ".xz":
+        return lzma.LZMAFile(file)
+    if ending == ".zst":
+        return _buffered(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd"))
+    return file
+
+
+def suffix(path: str) -> str:
+    """Return the ending of a compressed file's name, or an empty text."""
+    ending = Path(urlsplit(path).path if is_uri(path) else path).suffix.lower()
+    return ending if ending in COMPRESSED else ""
+
+
+def _buffered(stream: Any) -> IO[bytes]:
+    return io.BufferedReader(stream, _BUFFER)

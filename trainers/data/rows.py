@@ -1,0 +1,282 @@
+"""Documents in files: files are cut into parts, and parts are read row by row."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import platform
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from foldray.errors import UserError
+from foldray.recipe.data import Invalid
+from trainers.data.places import is_uri, open_plain, open_text, size_of, suffix
+from trainers.data.sources import SourceFile
+from trainers.data.unfit import Unfit, decode, halves_in, mended
+
+_PART_BYTES = 8 << 20
+_HEAD_BYTES = 8 << 10  # the beginning of a file that is checked for zero bytes
+_MOST_DOCUMENT = 1 << 30  # bytes of a text that is decompressed
+_LONGEST_LINE = 1 << 28  # bytes of a document in a jsonl file
+_EXPANDS = 4  # a compressed file is taken to hold this many times its bytes of text
+_END = 2**63 - 1
+_BOM = "\ufeff"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a file that is read at once.
+
+    A part is a whole text file, the lines that begin in bytes [start, stop) of a jsonl file, all lines of a compressed one, or
+    the row group `start` of a parquet file.
+    """
+
+    file: SourceFile
+    start: int
+    stop: int
+    size: int
+    """Bytes of text, used to group parts into works."""
+    last: bool
+    """Whether this is the last part of its file."""
+
+
+def cut(files: Iterable[SourceFile]) -> Iterator[Part]:
+    """Yield the parts of files, in order. The parts do not depend on the number of workers.
+
+    Raises:
+        UserError: a Parquet file cannot be read.
+    """
+    for file in files:
+        if file.kind == "parquet":
+            with _reading(file), _open_parquet(file) as table:
+                sizes = [table.metadata.row_group(group).total_byte_size for group in range(table.metadata.num_row_groups)]
+            spans = [(group, group + 1, size) for group, size in enumerate(sizes)]
+        elif suffix(file.path):
+            spans = [(0, _END, _EXPANDS * file.size)]
+        elif file.kind == "jsonl":
+            starts = range(0, file.size, _PART_BYTES)
+            spans = [(start, min(start + _PART_BYTES, file.size), _PART_BYTES) for start in starts]
+        else:
+            spans = [(0, file.size, file.size)]
+        # A file without rows gets one empty part, so the file is counted as done.
+        spans = spans or [(0, 0, 0)]
+        for index, (start, stop, size) in enumerate(spans):
+            yield Part(file, start, stop, size, last=index == len(spans) - 1)
+
+
+def check_field(file: SourceFile, text_field: str, rule: Invalid) -> None:
+    """Check the beginning of a file: the text field in the schema or the first line, or zero bytes in a text file.
+
+    Raises:
+        UserError: the text field is missing (the error lists the fields), or the file is not of its kind.
+    """
+    if file.kind in ("parquet", "jsonl"):
+        if file.kind == "parquet":
+            with _reading(file), _open_parquet(file) as table:
+                _check_schema(file, table.schema_arrow, "data.text_field", text_field)
+        else:
+            next(read_documents(Part(file, 0, _END, file.size, last=True), text_field, Unfit(rule)), None)
+        return
+    with _reading(file), open_text(file.locate()) as content:
+        if rule != "skip":
+            _refuse_zeros(content.read(_HEAD_BYTES), file)
+
+
+def read_documents(part: Part, text_field: str, unfit: Unfit) -> Iterator[str]:
+    """Yield the documents of a part, in order.
+
+    Raises:
+        UserError: as `read_rows`; or a document is not text.
+    """
+    if part.file.kind in ("jsonl", "parquet"):
+        for row in read_rows(part, "data.text_field", text_field, unfit):
+            if not isinstance(row.value, str):
+                kind = type(row.value).__name__
+                raise UserError("data.text_field", text_field, f"is not text but {kind} in {row}")
+            yield row.value
+        return
+    with _reading(part.file), open_text(part.file.locate()) as content:
+        found = content.read(_MOST_DOCUMENT + 1) if suffix(part.file.path) else content.read()
+    if suffix(part.file.path) and len(found) > _MOST_DOCUMENT:
+        rule = f"holds more than {_MOST_DOCUMENT} bytes of text, one document; use lines of JSON for many documents in a file"
+        raise UserError("data.path", part.file.locate(), rule)
+    if unfit.rule == "skip" and (zero := found.find(b"\0", 0, _HEAD_BYTES)) >= 0:
+        unfit.keeps(part.file.locate(), len(found), f"byte {zero}")
+        return
+    _refuse_zeros(found, part.file)
+    text, many, first = decode(found)
+    if not many or unfit.keeps(part.file.locate(), many, f"byte {first}"):
+        yield text
+
+
+class Row(NamedTuple):
+    """One row of a jsonl or parquet file.
+
+    Args:
+        value: the value of the field that is read.
+        file: the file.
+        at: for jsonl the offset of its line in bytes, for parquet its row group.
+    """
+
+    value: Any
+    file: SourceFile
+    at: int
+
+    def __str__(self) -> str:
+        """Return where the row is, for messages. This counts the lines before it."""
+        where = f"row group {self.at}" if self.file.kind == "parquet" else f"line {_line_number(self.file, self.at)}"
+        return f"{where} of {self.file.locate()}"
+
+
+def read_rows(part: Part, field: str, key: str, unfit: Unfit) -> Iterator[Row]:
+    """Yield the rows of a part of a jsonl or parquet file, in order.
+
+    Args:
+        part: the part.
+        field: name of the recipe key that says which field to read, for messages.
+        key: its value: the field of every row that is read.
+        unfit: takes the rows that are not UTF-8.
+
+    Raises:
+        UserError: the file cannot be read on this machine, has another size than when it was listed, is damaged, or lacks the
+            field; or a row is not UTF-8, and the recipe refuses such rows.
+    """
+    with _reading(part.file):
+        yield from (_parquet_rows if part.file.kind == "parquet" else _jsonl_rows)(part, field, key, unfit)
+
+
+@contextmanager
+def _reading(file: SourceFile) -> Iterator[None]:
+    import pyarrow
+
+    path, ending = file.locate(), suffix(file.path)
+    try:
+        if size_of(path) != file.size:
+            rule = f"has another size on node {platform.node()} than on the driver, or it is being written"
+            raise UserError("data.path", path, rule)
+        if ending and not file.size:
+            raise EOFError("it has no bytes")
+        yield
+    except (EOFError, zlib.error, lzma.LZMAError) as error:
+        raise UserError("data.path", path, f"is a compressed file that is cut or damaged ({error})") from None
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
+        if ending and not getattr(error, "errno", None):  # decompressors have no numbers for what they find
+            raise UserError("data.path", path, f"is a compressed file that is cut or damaged ({reason})") from None
+        see = "its store must be in reach of every node" if is_uri(path) else "every node must see the files"
+        raise UserError("data.path", path, f"cannot be read on node {platform.node()} ({reason}); {see}") from None
+
+
+def _refuse_zeros(content: bytes, file: SourceFile) -> None:
+    if b"\0" in content[:_HEAD_BYTES]:
+        rule = "is not UTF-8 text but binary, or in another encoding: it has zero bytes"
+        raise UserError("data.path", file.locate(), rule)
+
+
+def _jsonl_rows(part: Part, field: str, key: str, unfit: Unfit) -> Iterator[Row]:
+    with open_text(part.file.locate()) as lines:
+        offset = part.start
+        if offset:
+            # The line that holds the byte before this part belongs to the previous part.
+            lines.seek(offset - 1)
+            offset -= 1
+            while line := lines.readline(_LONGEST_LINE):
+                offset += len(line)
+                if line.endswith(b"\n"):
+                    break
+        while offset < part.stop and (line := lines.readline(_LONGEST_LINE)):
+            if len(line) == _LONGEST_LINE:
+                rule = f"line {_line_number(part.file, offset)} has more than {_LONGEST_LINE >> 20} MiB"
+                raise UserError("data.path", part.file.locate(), rule)
+            if line.strip():
+                yield from _row_of(line, part.file, offset, field, key, unfit)
+            offset += len(line)
+
+
+def _row_of(line: bytes, file: SourceFile, offset: int, field: str, key: str, unfit: Unfit) -> Iterator[Row]:
+    text, many, first = decode(line)
+    where = f"byte {offset + first}"
+    if many and unfit.rule != "replace":
+        unfit.keeps(file.locate(), many, where)
+        return
+    value = _value_of(text.removeprefix(_BOM), file, offset, field, key)
+    halves = halves_in(value) if b"\\ud" in line or b"\\uD" in line else 0
+    if not many + halves or unfit.keeps(file.locate(), many + 3 * halves, where):
+        yield Row(mended(value) if halves else value, file, offset)
+
+
+def _value_of(line: str, file: SourceFile, offset: int, field: str, key: str) -> Any:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError("data.path", file.locate(), f"line {_line_number(file, offset)} is not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise UserError("data.path", file.locate(), f"line {_line_number(file, offset)} is not a JSON object")
+    if key not in found:
+        raise UserError(field, key, f"is not a field of line {_line_number(file, offset)} of {file.locate()}", found)
+    return found[key]
+
+
+def _line_number(file: SourceFile, offset: int) -> int:
+    number = 1
+    with open_text(file.locate()) as lines:
+        while offset and (chunk := lines.read(min(offset, _PART_BYTES))):
+            number, offset = number + chunk.count(b"\n"), offset - len(chunk)
+    return number
+
+
+def _parquet_rows(part: Part, field: str, key: str, unfit: Unfit) -> Iterator[Row]:
+    with _open_parquet(part.file) as table:
+        _check_schema(part.file, table.schema_arrow, field, key)
+        groups, before = list(range(part.start, part.stop)), 0
+        for batch in table.iter_batches(batch_size=1024, row_groups=groups, columns=[key]) if groups else ():
+            column = batch.column(0)
+            try:
+                yield from (Row(value, part.file, part.start) for value in column.to_pylist())
+            except UnicodeDecodeError:  # raised before the first row
+                yield from _mixed_rows(column, part, before, unfit)
+            before += len(column)
+
+
+def _mixed_rows(column: Any, part: Part, before: int, unfit: Unfit) -> Iterator[Row]:
+    """Yield the rows of a column of which some are not UTF-8."""
+    for number, cell in enumerate(column, before):
+        try:
+            yield Row(cell.as_py(), part.file, part.start)
+        except UnicodeDecodeError:
+            value, many = _decoded(cell)
+            if unfit.keeps(part.file.locate(), many, f"row {number} of row group {part.start}"):
+                yield Row(value, part.file, part.start)
+
+
+def _decoded(cell: Any) -> tuple[Any, int]:
+    """Return the value of a cell of Arrow with U+FFFD in place of what is not UTF-8, and how many bytes these are."""
+    import pyarrow
+
+    if isinstance(cell, pyarrow.StringScalar) and cell.is_valid:  # also large ones
+        return decode(cell.as_buffer().to_pybytes())[:2]
+    if isinstance(cell, pyarrow.StructScalar) and cell.is_valid:
+        parts = {name: _decoded(each) for name, each in cell.items()}
+        return {name: value for name, (value, _) in parts.items()}, sum(many for _, many in parts.values())
+    if isinstance(cell, pyarrow.ListScalar) and cell.is_valid:
+        several = [_decoded(each) for each in cell.values]
+        return [value for value, _ in several], sum(many for _, many in several)
+    return cell.as_py(), 0
+
+
+def _open_parquet(file: SourceFile) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(pyarrow.PythonFile(open_plain(file.locate()), "r") if is_uri(file.path) else file.path)
+    except pyarrow.ArrowInvalid as error:
+        raise UserError("data.path", file.locate(), f"is not Parquet ({error})") from None
+
+
+def _check_schema(file: SourceFile, schema: Any, field: str, key: str) -> None:
+    if key not in schema.names:
+        raise UserError(field, key, f"is not a column of {file.locate()}", schema.names)

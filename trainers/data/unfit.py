@@ -1,0 +1,143 @@
+"""Text that is not UTF-8: it is found, counted and told, and the recipe decides what becomes of it (`data.invalid`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from foldray.errors import UserError
+from foldray.recipe.data import Invalid
+
+_MOST_FILES = 10  # that are named
+Found = dict[str, tuple[int, int, str]]
+"""By file, in the order of reading: documents, bytes that are not UTF-8, and the first place in the file."""
+
+
+@dataclass
+class Unfit:
+    """Documents that are not UTF-8, and what becomes of them.
+
+    Args:
+        rule: what the recipe wants (`data.invalid`).
+        found: the documents so far.
+    """
+
+    rule: Invalid
+    found: Found = field(default_factory=dict)
+
+    def keeps(self, file: str, many: int, where: str) -> bool:
+        """Count a document. Return whether it is kept, with U+FFFD in place of what is not UTF-8.
+
+        Args:
+            file: path of its file.
+            many: bytes that are not UTF-8.
+            where: the first of them.
+
+        Raises:
+            UserError: the recipe refuses such documents.
+        """
+        if self.rule == "refuse":
+            raise refused(file, where)
+        documents, bytes_, first = self.found.get(file, (0, 0, where))
+        self.found[file] = documents + 1, bytes_ + many, first
+        return self.rule == "replace"
+
+
+def refused(file: str, where: str) -> UserError:
+    """Return the error for a document that is not UTF-8."""
+    rule = f"{where} of {file} is not UTF-8; skip leaves such documents out, replace puts U+FFFD in place of their bad bytes"
+    return UserError("data.invalid", "refuse", rule, ["refuse", "skip", "replace"])
+
+
+def decode(content: bytes) -> tuple[str, int, int]:
+    """Decode UTF-8 with U+FFFD in place of what is none.
+
+    Returns:
+        The text, the number of bytes that are not UTF-8, and the position of the first of them.
+    """
+    try:
+        return content.decode(), 0, 0
+    except UnicodeDecodeError as error:
+        text = content.decode("utf-8", "replace")
+        # U+FFFD itself is three bytes. Those bytes are never a part of anything else, so they can be counted.
+        replaced = text.count("\ufffd") - content.count(b"\xef\xbf\xbd")
+        return text, len(content) - (len(text.encode()) - 3 * replaced), error.start
+
+
+class Tally:
+    """Sums up what parts of the data have found, in the order of the data. It holds the names of the first few files alone."""
+
+    def __init__(self) -> None:
+        self._documents = self._bytes = self._files = 0
+        self._last: str | None = None
+        self._first: dict[str, dict[str, Any]] = {}
+
+    def add(self, found: Found) -> None:
+        """Add what the next part has found. Parts of one file follow each other."""
+        for file, (documents, bytes_, at) in found.items():
+            self._documents, self._bytes = self._documents + documents, self._bytes + bytes_
+            self._files += file != self._last
+            self._last = file
+            if file in self._first:
+                self._first[file]["documents"] += documents
+                self._first[file]["bytes"] += bytes_
+            elif len(self._first) < _MOST_FILES:
+                self._first[file] = {"file": file, "documents": documents, "bytes": bytes_, "at": at}
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"documents": self._documents, "bytes": self._bytes, "files": self._files, "first": [*self._first.values()]}
+
+
+def told_unfit(meta: Mapping[str, Any]) -> str | None:
+    """Return a line about the documents that are not UTF-8; None if there are none.
+
+    Args:
+        meta: content of `meta.json`.
+    """
+    found = meta["unfit"]
+    if not found["documents"]:
+        return None
+    kept = "their bad bytes are U+FFFD" if found["rule"] == "replace" else "they are left out"
+    named = [f"{each['file']} ({each['documents']}, the first at {each['at']})" for each in found["first"][:3]]
+    more = [f"and {found['files'] - 3} more files"] if found["files"] > 3 else []
+    count = f"{found['documents']} documents in {found['files']} files are not UTF-8, {found['bytes']} bytes of them"
+    return f"{count}; {kept}: {', '.join([*named, *more])}"
+
+
+def as_utf8(text: str) -> str:
+    """Return a text that UTF-8 can encode. JSON may hold half a surrogate pair, which becomes a question mark."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def halves_in(value: Any) -> int:
+    """Return the number of halves of surrogate pairs in the texts of a value of JSON. Escapes make them; UTF-8 has none."""
+    try:
+        return sum(map(_halves, _texts(value)))
+    except RecursionError:  # whoever reads the value refuses it
+        return 0
+
+
+def _halves(text: str) -> int:
+    try:
+        text.encode()
+        return 0
+    except UnicodeEncodeError:
+        return sum("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for each in value if isinstance(value, list) else (*value, *value.values()):
+            yield from _texts(each)
+
+
+def mended(value: Any) -> Any:
+    """Return a value of JSON with texts that UTF-8 can encode."""
+    if isinstance(value, str):
+        return as_utf8(value)
+    if isinstance(value, list):
+        return [mended(each) for each in value]
+    return {mended(key): mended(each) for key, each in value.items()} if isinstance(value, dict) else value
