@@ -71,13 +71,14 @@ def test_cut_and_damaged_files_are_one_line(tmp_path: Path, ending: str, kind: s
 
 def test_a_file_that_expands_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "_MOST_DOCUMENT", 1 << 20)
+    monkeypatch.setattr(rows, "_LONGEST_LINE", 1 << 20)
     for ending, pack in COMPRESS.items():
         path = tmp_path / f"a{ending}"
         path.write_bytes(pack(b"a" * (64 << 20)))
         assert path.stat().st_size < 1 << 17
         with pytest.raises(UserError, match="holds more than 1048576 bytes of text, one document"):
             documents(path, "text")
-        with pytest.raises(UserError, match="has a line of more than 1048576 bytes, 0 bytes from its beginning"):
+        with pytest.raises(UserError, match="line 1 has more than 1 MiB"):
             documents(path, "jsonl")
 
 
