@@ -206,7 +206,7 @@ _DATA = [
     ("a line of 6 GiB", CHAT, "line 1", both(*(hole(f"chats/{name}.jsonl") for name in "abcd"))),
     ("Parquet that is none", "train chat.yaml data.path=chats/*.parquet", "is not Parquet",
      both(text("chats/a.parquet", b"PAR1" + b"\0" * 100), text("chats/b.parquet", b"PAR1xxxxPAR1"))),
-    ("a compressed file", "train recipe.yaml data.source=jsonl data.path=texts/*.gz", "is a compressed file that is cut or damaged",
+    ("a compressed file", "train recipe.yaml data.source=jsonl data.path=texts/*.gz", "file that is cut or damaged",
      both(*(text(f"texts/{name}.gz", b"\x1f\x8b\x08" + b"\0" * 100) for name in "ab"))),
     ("a pipe as text", "train recipe.yaml data.path=pipe", "matches no file", fifo("pipe")),
     ("a binary file", "train recipe.yaml", "is not UTF-8 text but binary",
