@@ -13,7 +13,7 @@ from foldray.recipe.page import key_help, page
 from foldray.recipe.reading import sections
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = sorted((ROOT / "recipes").rglob("*.yaml"))
+SHIPPED = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "kubernetes")
 GOOD = {
     "name": "good",
     "model": {"preset": "tiny"},

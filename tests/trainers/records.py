@@ -26,7 +26,6 @@ def step(number: int, loss: float = 2.0, load: list[list[int]] | None = None, mf
         load_max_over_mean=None if load is None else 1.5, dead_experts=None if load is None else 0,
         rank_max_over_mean=float(health.rank_max_over_mean.max()) if health else None,
         load_entropy=float(health.entropy.min()) if health else None, by_layer=health.by_layer() if health else None,
-        time=1e9 + number,
     )  # fmt: skip
 
 
@@ -49,7 +48,7 @@ def run(steps: int, layers: int = 4, experts: int = 8, eval_every: int = 10) -> 
     for number in range(1, steps + 1):
         bits = 2.4 + 5.6 * math.exp(-number / 20) + chance.normal(0, 0.1)
         load = chance.integers(50, 150, (layers, experts)).tolist() if layers else None
-        yield step(number, bits * math.log(2), load)
+        yield {**step(number, bits * math.log(2), load), "time": 1e9 + number}
         if number % eval_every == 0:
             yield validation(number, bits + 0.1)
             yield saved(number)

@@ -153,11 +153,11 @@ class FoldTrainer(TorchTrainer):
         return cls(recipe, run_config=run, resume=folder.last, **arguments)
 
     @classmethod
-    def can_restore(cls, path: str | Path, storage_filesystem: FileSystem | None = None) -> bool:
-        """Whether a folder holds a run that `restore` can continue."""
+    def can_restore(cls, path: str | Path, storage_filesystem: FileSystem | None = None, trust: bool = False) -> bool:
+        """Whether a folder holds a run that `restore` can continue, with the same `trust`."""
         try:
             folder = Beginning.at(str(path).rstrip("/"), storage_filesystem).folder
-            recipe_of(folder, "path", str(path), trust=True)
+            recipe_of(folder, "path", str(path), trust=trust)
         except (UserError, OSError):
             return False
         return True

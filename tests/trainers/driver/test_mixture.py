@@ -16,6 +16,7 @@ import yaml
 from foldray.cli import main
 from foldray.errors import UserError
 from foldray.recipe import Recipe
+from tests.trainers.checkpoints.damage import shards_of
 from tests.trainers.data.chats import CHATS, make_tokenizer
 from tests.trainers.driver.test_train import _MODEL, fit, losses, recipe, same
 from trainers.checkpoints import tensors
@@ -61,7 +62,7 @@ def weights(trainer: Any) -> dict[str, torch.Tensor]:
     """Return the weights and the optimizer state after the last step."""
     stored = look(Folder(str(trainer.run.folder.path / f"step_{STEPS:08d}")))
     state = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in stored.contents.tensors.items()}
-    tensors.load(stored, state, {}, None)
+    tensors.load(stored, shards_of(state), None)
     return state
 
 

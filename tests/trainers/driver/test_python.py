@@ -93,7 +93,7 @@ def result(place: Path, failed: Exception) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         config = RunConfig(callbacks=[Told(place)], checkpoint_config=CHECKPOINTS)
-        return FoldTrainer.restore("runs/mine", run_config=config).fit()
+        return FoldTrainer.restore("runs/mine", run_config=config, trust=True).fit()
 
 
 def test_the_error_of_a_users_function_comes_first(failed: Exception, place: Path) -> None:
@@ -161,12 +161,12 @@ def test_a_model_is_loaded_in_another_process(result: Result, place: Path) -> No
     script = (
         "from trainers import Model\n"
         "for each in ('runs/mine', 'runs/mine/step_00000006'):\n"
-        "    print(repr(Model.load(each, device='cpu').generate('2 times', 5, seed=1).text))\n"
+        "    print(repr(Model.load(each, device='cpu', trust=True).generate('2 times', 5, seed=1).text))\n"
     )
     path = {**os.environ, "PYTHONPATH": str(repository())}
     done = subprocess.run([sys.executable, "-c", script], cwd=place, env=path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    own = repr(Model.load(result.checkpoint, device="cpu").generate("2 times", 5, seed=1).text)
+    own = repr(Model.load(result.checkpoint, device="cpu", trust=True).generate("2 times", 5, seed=1).text)
     assert done.stdout.splitlines() == [own] * 2
 
 
@@ -190,5 +190,6 @@ def test_another_filesystem_takes_a_run_that_starts_from_a_checkpoint(
     assert trainer.run.folder.history.resumes == [6]
     assert trainer.run.folder.path == tmp_path / "runs" / "far"
     assert (tmp_path / "bucket" / "runs" / "far" / "step_00000007").is_dir()
-    assert Model.load(found.checkpoint, device="cpu").step == 7
-    assert FoldTrainer.can_restore("bucket/runs/far", files)
+    assert Model.load(found.checkpoint, device="cpu", trust=True).step == 7
+    assert FoldTrainer.can_restore("bucket/runs/far", files, trust=True)
+    assert not FoldTrainer.can_restore("bucket/runs/far", files), "its recipe names code"
