@@ -55,5 +55,6 @@ def test_python_code_runs_them_only_with_trust(place: Path) -> None:
     assert Model.load(checkpoint, trust=True).step == 3
     with pytest.raises(UserError, match="trust=True in Python"):
         FoldTrainer.restore(place / "run")
-    assert FoldTrainer.can_restore(place / "run")
+    assert not FoldTrainer.can_restore(place / "run")
+    assert FoldTrainer.can_restore(place / "run", trust=True)
     assert FoldTrainer.restore(place / "run", trust=True).recipe.model.ffn == NAME
