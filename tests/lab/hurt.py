@@ -202,8 +202,8 @@ class Hurt:
     def errors(self) -> str:
         return (self.folder / "err").read_text()
 
-    def left(self, patience: float = 20.0) -> list[str]:
-        """Return the names of processes of the training that still run after its end."""
+    def left(self, patience: float = 60.0) -> list[str]:
+        """Return the names of processes of the training that still run after its end. Agents of a lost Ray need a while."""
         deadline = time.monotonic() + patience
         while True:
             alive = []

@@ -225,14 +225,14 @@ class FoldTrainer(TorchTrainer):
     def _persist(self, run: Run, begin: Beginning | None) -> Result:
         """Make attempts until one succeeds, or until no other would help."""
         damaged = set[str]()
+        self._list(begin)
         while True:
-            if begin is None or begin.field == "resume":
-                list_checkpoints(self._folder, begin)
             outcome = self._attempt(run)
             if not isinstance(outcome, tuple):
                 if run.stopped and run.grows:
                     run.tell({"kind": "grows", "step": run.folder.history.last_step})
                     begin = Beginning.newest(self._folder, damaged)
+                    self._list(begin)
                     continue
                 return outcome
             error, failure = outcome
@@ -303,26 +303,31 @@ class FoldTrainer(TorchTrainer):
         """Return the checkpoint for the next attempt, and add the one that the workers found damaged to `damaged`.
 
         Returns:
-            None if the run has no checkpoint yet, and so begins anew; the end if it had some, and all are damaged.
+            None if the run has no checkpoint yet, and so begins anew; the end if it had some, and all are damaged, or if the
+            storage takes no files any more.
 
         Raises:
             UserError: the checkpoint that the user named is damaged, and the run has no other.
         """
         if isinstance(error, DamagedCheckpoint):
             damaged.add(Path(error.path).name)
-        why = ""
+        why = "the run has no other checkpoint"
         try:
-            if begin := Beginning.newest(self._folder, damaged):
+            begin = Beginning.newest(self._folder, damaged)
+            if begin or not isinstance(error, DamagedCheckpoint):
+                begin = begin or (begun if begun and begun.field == "from" else None)
+                self._list(begin)
                 return begin
         except UserError as none:
             why = none.rule
-        if isinstance(error, DamagedCheckpoint):
-            if begun and not self.attempts:
-                raise begun.refused(error.file, error.what)
-            why = why or "the run has no other checkpoint"
-        if why:
-            return GiveUp(why)
-        return begun if begun and begun.field == "from" else None
+        if isinstance(error, DamagedCheckpoint) and begun and not self.attempts:
+            raise begun.refused(error.file, error.what)
+        return GiveUp(why)
+
+    def _list(self, begin: Beginning | None) -> None:
+        """Make Ray's list of checkpoints end with the one to begin with. That of another run does not come into it."""
+        if begin is None or begin.field == "resume":
+            list_checkpoints(self._folder, begin)
 
     def _prepare(self) -> PackedData | Mixture:
         spec = self.recipe.data
