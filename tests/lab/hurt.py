@@ -362,7 +362,7 @@ def follow(training: Hurt, fault: Fault, patience: float = 240.0) -> tuple[str, 
 def _told(training: Hurt, fault: Fault, failures: int, errors: int) -> str:
     """Return the line in which foldray has told of a fault, after so many failures and characters of standard error."""
     told = [str(failure["what"]) for failure in training.document.get("failures", ())[failures:]]
-    ours = ("foldray:", "run hurt-", "hurt-", "checkpoint ")  # not those of Ray
+    ours = ("foldray:", "run hurt-", "hurt-", "checkpoint ", "MLflow at ")  # not those of Ray or of MLflow itself
     lines = [*told, *(line for line in training.errors[errors:].splitlines() if line.startswith(ours))]
     return next((line for line in lines if fault.told and re.search(fault.told, line)), "")
 
