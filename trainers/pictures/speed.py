@@ -31,8 +31,8 @@ def draw_speed(speed: Speed, path: Path, title: str) -> None:
     figure = new_figure(10.0, height, title, "Tokens per second over time; higher is better")
     bottom = (0.75 + 0.24 * told) / height
     axes = figure.add_axes((0.08, bottom, 0.88, 1 - bottom - 0.95 / height))
-    begin = min(speed.steps[0][0], *(time for time, _ in speed.workers), speed.steps[0][0])
-    end = max(speed.steps[-1][0], *(event.time for event in speed.events), speed.steps[-1][0])
+    begin = min(time for time, _ in (*speed.steps[:1], *speed.workers))
+    end = max(speed.steps[-1][0], *(event.time for event in speed.events[-1:]), begin)
     _, unit, name = next(row for row in _UNITS if end - begin >= row[0])
     times, values = (np.array(column) for column in zip(*speed.steps, strict=True))
     for part in _attempts(speed, times):
