@@ -110,16 +110,17 @@ def killed_late(state: dict[str, Any], given: dict[str, Any], steps: int, keep: 
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_a_rank_lost_while_the_winner_is_compared(ray_session, tmp_path: Path) -> None:
-    """After one loss, the tuner compares again. Two losses end it with one line, and the next tuner continues the study."""
-    (tmp_path / "deaths").write_text("1")
+    """Two losses end the tuner with one line, and the next tuner continues the study. After one loss, a tuner compares again."""
+    (tmp_path / "deaths").write_text("3")
     given = recipe(tmp_path, sampler="random", trials=6)
-    outcome = FoldTuner(given, tmp_path, measure_turn=killed_late).fit()
-    assert outcome.gain is not None
-    assert outcome.gain.times == pytest.approx(4)
-    (tmp_path / "deaths").write_text("2")
     with pytest.raises(RuntimeError, match=r"^all trials are done, but .* lost a worker.*; the same command tries it again$"):
         FoldTuner(given, tmp_path, measure_turn=killed_late).fit()
-    assert len(FoldTuner(given, tmp_path, measure_turn=killed_late).fit().trials) == 6
+    assert (tmp_path / "deaths").read_text() == "1"
+    outcome = FoldTuner(given, tmp_path, measure_turn=killed_late).fit()
+    assert (tmp_path / "deaths").read_text() == "0"
+    assert len(outcome.trials) == 6
+    assert outcome.gain is not None
+    assert outcome.gain.times == pytest.approx(4)
 
 
 @pytest.mark.slow
