@@ -81,7 +81,7 @@ def _command(pid: int) -> str:
 def on_hosts(small: str | None = None) -> Iterator[HurtJob]:
     """Train on the first two or three of three hosts."""
     with hosts(4) as lab, ray_cluster(lab[:3]) as cluster, place(None) as folder:
-        changes = ["model.ffn=swiglu", "model.expert_hidden=512"]
+        changes = ["model.ffn=gated_silu", "model.expert_hidden=512"]
         with HurtJob(folder, changes, cluster=cluster, nodes=lab[:3], user=lab[3]) as job:
             yield job
 
