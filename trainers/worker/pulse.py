@@ -7,7 +7,9 @@ import threading
 import time
 from contextlib import suppress
 from types import TracebackType
+from typing import Any
 
+import ray
 from ray.exceptions import RayError
 from ray.util.queue import Queue
 
@@ -42,6 +44,7 @@ class Pulse:
         self._rank, self._activity, self._outbox, self._orders = rank, activity, outbox, orders
         self._patience, self._period = patience, period
         self.stops = False
+        self._asked: Any = None
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="foldray-pulse", daemon=True)
         self._began = time.monotonic()
@@ -65,9 +68,15 @@ class Pulse:
                 os._exit(STALLED)
 
     def _read_orders(self) -> None:
-        if self._orders is not None and not self.stops:
-            with suppress(RayError):
-                self.stops = self._orders.qsize() > 0
+        """Ask whether to stop. An answer that does not come at once is read at a later beat, because the driver may be gone."""
+        if self._orders is None or self.stops:
+            return
+        with suppress(RayError):
+            if self._asked is None:
+                self._asked = self._orders.actor.qsize.remote()
+            if ray.wait([self._asked], timeout=self._period / 2)[0]:
+                asked, self._asked = self._asked, None
+                self.stops = ray.get(asked, timeout=0) > 0
 
     def _beat(self) -> None:
         activity, now = self._activity, time.monotonic()

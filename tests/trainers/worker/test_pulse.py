@@ -1,0 +1,73 @@
+"""A rank that stands still is ended by its pulse, whatever else does not answer, and orders of the driver reach it."""
+
+from __future__ import annotations
+
+import os
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from foldray.comm import Activity
+from trainers.worker.pulse import STALLED, Pulse
+
+
+class Telling:
+    """An outbox that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, record: dict[str, Any]) -> None:
+        self.sent.append(record)
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        return True
+
+
+@ray.remote(num_cpus=0)
+class Orders:
+    def __init__(self, answer_s: float, waiting: int) -> None:
+        self.answer_s, self.waiting = answer_s, waiting
+
+    def qsize(self) -> int:
+        time.sleep(self.answer_s)
+        return self.waiting
+
+
+def until(done: Any, patience: float = 20.0) -> None:
+    deadline = time.monotonic() + patience
+    while not done():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Exit codes with which the pulse would have ended this process."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    return codes
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_is_ended_although_the_driver_does_not_answer(ray_session, ends: list[int]) -> None:
+    orders: Any = SimpleNamespace(actor=Orders.remote(3600.0, 0))
+    with Pulse(0, Activity(), Telling(), orders, patience=1.0, period=0.2) as pulse:  # type: ignore[arg-type]
+        until(lambda: ends)
+    assert set(ends) == {STALLED}
+    assert not pulse.stops
+    ray.kill(orders.actor)
+
+
+@pytest.mark.slow
+def test_an_order_to_stop_is_read(ray_session, ends: list[int]) -> None:
+    orders: Any = SimpleNamespace(actor=Orders.remote(0.5, 1))
+    telling = Telling()
+    with Pulse(0, Activity(), telling, orders, patience=60.0, period=0.2) as pulse:  # type: ignore[arg-type]
+        until(lambda: pulse.stops)
+    assert not ends
+    assert {record["kind"] for record in telling.sent} == {"beat"}
+    ray.kill(orders.actor)
