@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="append every outcome to this file, a line each")
     parser.add_argument("--hosts", action="store_true", help="train on three hosts (network namespaces), and hurt these")
     given = parser.parse_args()
-    moments, console = given.moment or MOMENTS, Console()
+    moments, console = given.moment or MOMENTS, Console(markup=False)
     faults, trainings = (HOST_FAULTS, on_hosts) if given.hosts else (FAULTS, here)
     loss = undisturbed(trainings)
     console.print(f"undisturbed: final loss {loss!r}")

@@ -73,14 +73,14 @@ def _lock(hurt: Hurt) -> None:
     hurt.kept.append(database)
 
 
-_LOST = r"the process of rank 1 on \S+ ended|connections between ranks broke"
+_LOST = r"the process of rank 1 on \S+ ended|connections .* broke"
 _FULL = r"No space left on device|disk of Ray's files is full"
 _GONE = r"the process of the training was lost"
 FAULTS: Mapping[str, Fault] = {
     fault.name: fault
     for fault in (
         Fault("a worker is killed", lambda hurt: hurt.kill_rank(1), _LOST),
-        Fault("rank 0 is killed", lambda hurt: hurt.kill_rank(0), r"rank 0 on \S+ ended|connections between ranks broke"),
+        Fault("rank 0 is killed", lambda hurt: hurt.kill_rank(0), r"rank 0 on \S+ ended|connections .* broke"),
         Fault("both workers are killed", lambda hurt: hurt.kill_rank(0, 1), r"ranks? [01].* ended|connections"),
         Fault("a worker stands still", lambda hurt: hurt.kill_rank(1, sign=signal.SIGSTOP), r"rank 1 showed no sign of life"),
         Fault("Ray Train's controller is killed", lambda hurt: hurt.kill("TrainController"), r"process of Ray Train .* was lost"),

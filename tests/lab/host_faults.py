@@ -139,7 +139,7 @@ def _kill(job: Hurt) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-_NODE = r"node \S+ was lost, with rank|connections between ranks broke|process of rank \d on \S+ ended"
+_NODE = r"node \S+ was lost, with rank|connections .* broke|process of rank \d on \S+ ended"
 HOST_FAULTS: Mapping[str, Fault] = {
     fault.name: fault
     for fault in (

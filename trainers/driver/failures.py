@@ -27,6 +27,8 @@ from trainers.worker.loop import Preempted
 _CONTROLLER = "the process of Ray Train that starts the workers"
 _LEAST_FREE = 32 * 2**20
 """Bytes that the disk of Ray's files needs, at the least, because Ray starts no process whose log it cannot write."""
+_ADDRESS = re.compile(r"\[([0-9a-fA-F.:]+)\]:\d+")
+_BROKE = re.compile("connection (closed|reset|refused)( by peer)?|broken pipe|no route to host", re.IGNORECASE)
 _TIMEOUT = re.compile("timed? ?out", re.IGNORECASE)
 
 
@@ -100,7 +102,20 @@ def _of_workers(
         at = ", ".join(sorted({places[rank]["node_ip"] for rank in lost if rank in places}))
         text = f"the {'process' if len(lost) == 1 else 'processes'} of {named(lost)}{' on ' + at if at else ''} ended"
         return Failure("lost", text, lost)
-    return Failure("lost", f"connections between ranks broke ({reason(cause)})", tuple(sorted(failures)))
+    return _of_connection(failures, places, cause)
+
+
+def _of_connection(failures: Mapping[int, Exception], places: Mapping[int, Place], cause: BaseException) -> Failure:
+    """Return the failure of ranks that can no longer reach others. It names the others if they are on another host.
+
+    Ray tells only later that a host was lost. gloo's error has the address that did not answer.
+    """
+    address, what = _ADDRESS.search(str(cause)), _BROKE.search(str(cause))
+    why = what[0].lower() if address and what else reason(cause)
+    ranks = tuple(rank for rank, place in sorted(places.items()) if address and place["node_ip"] == address[1])
+    if not ranks or set(ranks) & set(failures):
+        return Failure("lost", f"connections between ranks broke ({why})", tuple(sorted(failures)))
+    return Failure("lost", f"connections to {named(ranks)} on {places[ranks[0]]['node_ip']} broke ({why})", ranks)
 
 
 def _lost_nodes(places: Iterable[Place]) -> Iterator[tuple[str, str]]:

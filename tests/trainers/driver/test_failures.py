@@ -54,9 +54,14 @@ def test_lost_workers() -> None:
         "the processes of ranks 1, 3 on 10.0.0.1, 10.0.0.2 ended",
         (1, 3),
     )
-    kind, what, ranks = told(of_workers(r0=CLOSED))
-    assert (kind, ranks) == ("lost", (0,))
-    assert what.startswith("connections between ranks broke (RuntimeError: [gloo/")
+    assert told(of_workers(r0=CLOSED)) == ("lost", "connections between ranks broke (connection closed by peer)", (0,))
+
+
+def test_broken_connections_to_another_host() -> None:
+    text = "[gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:47320: Connection reset by peer. This is typically caused by"
+    found = told(of_workers(r0=RuntimeError(text), r1=CLOSED))
+    assert found == ("lost", "connections to ranks 2, 3 on 10.0.0.2 broke (connection reset by peer)", (2, 3))
+    assert told(of_workers(r1=CLOSED, r2=RuntimeError(text)))[1] == "connections between ranks broke (connection closed by peer)"
 
 
 def test_a_lost_node(nodes: list[dict[str, Any]]) -> None:
