@@ -101,6 +101,7 @@ def _add_training(commands: Any) -> None:
     command = _add(commands, "verify", "Compare the loss and every gradient of a recipe's fold with a single process.")
     _add_recipe(command, joins=True)
     command.add_argument("--shrink", action="store_true", help="make the model as small as the fold allows")
+    _add_skew(command)
     command.add_argument(
         "--all", action="store_true", help="compare small recipes for all known ways in which parallel training goes wrong"
     )
@@ -116,6 +117,12 @@ def _add_measuring(commands: Any) -> None:
     command.add_argument(
         "--rounds", type=int, default=7, metavar="N", help="rounds; each round runs every schedule once (default %(default)s)"
     )
+    command.add_argument(
+        "--skew", dest="skews", type=float, action="append", default=[], metavar="S",
+        help="instead of schedules, measure the recipe's own one under uneven routing: expert e gets tokens as (e + 1)^-S; "
+        "repeat the option to compare several",
+    )  # fmt: skip
+    command.add_argument("--picture", type=Path, metavar="FILE.png", help="with --skew: also draw the step over the overload")
 
     command = _add(commands, "timeline", "Draw one training step, measured and simulated: what computes, what travels.")
     _add_recipe(command, joins=True)
@@ -153,6 +160,7 @@ def _add_planning(commands: Any) -> None:
     for axis in AXES:
         command.add_argument(f"--{axis}", type=int, metavar="N", help=f"only folds with this {axis} (default: all legal sizes)")
     command.add_argument("--dtype", help="type of weights and activations (default: that of the recipe, else bf16)")
+    _add_skew(command)
     command.add_argument(
         "--imbalance", type=float, default=1.0, metavar="X",
         help="plan memory for ranks whose experts get X times the mean number of rows (default %(default)s)",
@@ -337,6 +345,11 @@ def _add_recipe(command: argparse.ArgumentParser, joins: bool = False) -> None:
     if joins:
         meaning = "Ray cluster to join (cluster.address, default that of RAY_ADDRESS); without any, Ray starts on this machine"
         command.add_argument("--address", dest="joined", metavar="ADDRESS", help=meaning)
+
+
+def _add_skew(command: argparse.ArgumentParser) -> None:
+    meaning = "uneven routing: expert e (from 0) gets tokens as (e + 1)^-S (model.router.skew)"
+    command.add_argument("--skew", type=float, metavar="S", help=meaning)
 
 
 def _add_overrides(command: argparse.ArgumentParser) -> None:

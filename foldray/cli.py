@@ -92,9 +92,17 @@ def verify(given: argparse.Namespace) -> int:
 
 def bench(given: argparse.Namespace) -> int:
     recipe = _recipe(given)
-    from trainers.measure.bench import bench as run
+    if given.picture and not given.skews:
+        raise UserError("picture", given.picture, "needs --skew")
+    if not given.skews:
+        from trainers.measure.bench import bench as run
 
-    return run(recipe, given.schedules, given.rounds, as_json=given.json)
+        return run(recipe, given.schedules, given.rounds, as_json=given.json)
+    if given.schedules:
+        raise UserError("skew", given.skews[0], "is measured with the recipe's own schedule; leave out --schedule")
+    from trainers.measure.uneven import bench_skews
+
+    return bench_skews(recipe, given.skews, given.rounds, given.picture, as_json=given.json)
 
 
 def timeline(given: argparse.Namespace) -> int:
@@ -273,7 +281,8 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     _check_range(given, gpus=_MOST_RANKS, seq_len=2**24, global_batch=2**20, top=1000, **dict.fromkeys(AXES, _MOST_RANKS))
     if not 1 <= given.imbalance <= 1000:
         raise UserError("imbalance", given.imbalance, "must be at least 1", ["1…1000"])
-    model = recipe.model if recipe and given.model is None else ModelSpec.model_validate({"preset": given.model})
+    named = {"preset": given.model, **({} if given.skew is None else {"router": {"skew": given.skew}})}
+    model = recipe.model if recipe and given.model is None else ModelSpec.model_validate(named)
     iterations = recipe.optimizer.iterations if recipe else 0
     job = Job(model, given.seq_len, given.global_batch, given.dtype or "bf16", iterations)
     machines.peak(job.dtype)
@@ -442,8 +451,9 @@ def _draw_into(path: str, draw: Callable[[Path], None]) -> None:
 
 
 def _recipe(given: argparse.Namespace) -> Recipe:
-    joined = getattr(given, "joined", None)
-    return Recipe.load(given.recipe, [*given.overrides, *([f"cluster.address={joined}"] if joined else [])])
+    changes = {"cluster.address": getattr(given, "joined", None), "model.router.skew": getattr(given, "skew", None)}
+    changed = [f"{key}={value}" for key, value in changes.items() if value is not None]
+    return Recipe.load(given.recipe, [*given.overrides, *changed])
 
 
 def _print(document: Any) -> None:

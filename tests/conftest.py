@@ -24,8 +24,8 @@ _FLOORS = (
 # after another.
 _WITH_RAY = (
     "tests/trainers/cluster", "tests/trainers/data/test_datasets", "tests/trainers/data/test_prepare", "tests/trainers/driver",
-    "tests/trainers/measure", "tests/trainers/test_records", "tests/trainers/worker/test_online", "tests/trainers/worker/test_pulse",
-    "tests/tuners/test_entry", "tests/tuners/test_study", "tests/test_recipes", "tests/lab",
+    "tests/trainers/measure", "tests/trainers/test_records", "tests/trainers/worker/test_online",
+    "tests/trainers/worker/test_pulse", "tests/tuners/test_entry", "tests/tuners/test_study", "tests/test_recipes", "tests/lab",
 )  # fmt: skip
 
 

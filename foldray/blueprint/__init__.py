@@ -15,6 +15,7 @@ from foldray.blueprint.parameters import (
 from foldray.blueprint.placement import GradientPart, Maker, Ownership, Piece, made_at
 from foldray.blueprint.presets import PRESETS
 from foldray.blueprint.sections import RopeScaling, RouterSpec, Strict
+from foldray.blueprint.skew import expert_shares, overload, rank_shares
 from foldray.blueprint.stages import Stage, make_stages, stage_positions
 
 __all__ = [
@@ -40,12 +41,15 @@ __all__ = [
     "count_by_cut",
     "count_by_op",
     "count_parameters",
+    "expert_shares",
     "forward_flops_per_token",
     "half_flops",
     "hidden_matrices",
     "made_at",
     "make_stages",
+    "overload",
     "parameter_table",
+    "rank_shares",
     "smallest_slice",
     "stage_positions",
     "step_flops",

@@ -141,3 +141,11 @@ class RouterSpec(Strict):
         description="Fill every expert up to its capacity with rows of zeros. Shapes are then static and no row counts travel, "
         "but the zeros cost time and traffic.",
     )
+    skew: float | None = Field(
+        None,
+        ge=0,
+        le=16,
+        description="Choose the experts of each token by a pattern instead of by their scores, to measure an uneven routing. "
+        "Expert e (from 0) gets tokens as (e + 1) to the power of −skew (Zipf's law), at most all of them. 0 is even. `foldray "
+        "train` needs null.",
+    )

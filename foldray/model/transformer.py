@@ -247,12 +247,12 @@ class Transformer(nn.Module):
         Args:
             count_ME: number of assignments per MoE block and expert, over a whole optimizer step and all ranks.
         """
-        for layer, router in self._routers():
+        for layer, router in self.routers():
             router.update_bias(count_ME[self.spec.moe_layers.index(layer)])
 
     def biases(self) -> dict[str, torch.Tensor]:
         """Return the routers' selection biases [E] by global name."""
-        return {f"blocks.{layer}.moe.router.bias": router.bias for layer, router in self._routers()}
+        return {f"blocks.{layer}.moe.router.bias": router.bias for layer, router in self.routers()}
 
     def by_class(self, kind: GradientClass) -> list[nn.Parameter]:
         """Return this rank's parameters of a gradient class."""
@@ -377,6 +377,10 @@ class Transformer(nn.Module):
         """Return the ops whose backward has a gradient for a parameter (`Ownership.makers`)."""
         return self._makers[parameter]
 
+    def positions_of(self, batch: Batch, tokens: range) -> torch.Tensor:
+        """Return the positions of some tokens of this rank's piece in their sequences: int64 [s]."""
+        return self._pieces(batch.token_BL.shape[1])[self.layout.tp_rank, tokens.start : tokens.stop]
+
     def _pieces(self, length: int) -> torch.Tensor:
         """Return the positions of every tensor-parallel rank's piece of this shard: int64 [tp, s]."""
         if length not in self._positions:
@@ -385,7 +389,8 @@ class Transformer(nn.Module):
             self._positions[length] = to_device([layout.piece(length) for layout in layouts], device, torch.int64)
         return self._positions[length]
 
-    def _routers(self) -> Iterator[tuple[int, Router]]:
+    def routers(self) -> Iterator[tuple[int, Router]]:
+        """Yield the routers of this rank, with the numbers of their blocks."""
         for layer, block in self.blocks.items():
             if isinstance(moe := getattr(block, "moe", None), (MoELayer, TokenHalf)):
                 yield int(layer), moe.router

@@ -17,6 +17,7 @@ from foldray.moe.contracts import (
 from foldray.moe.exchange import AllToAll
 from foldray.moe.experts import Experts
 from foldray.moe.layer import MoeBackend, MoELayer
+from foldray.moe.pattern import Pattern
 from foldray.moe.router import Gate, Router, Routing
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Layer",
     "MoELayer",
     "MoeBackend",
+    "Pattern",
     "Permutation",
     "PlainExchange",
     "PlainLayer",

@@ -20,6 +20,7 @@ from foldray.comm import Communicator, Groups, Line, Pending, gather_rows, scatt
 from foldray.fold.routes import Routes
 from foldray.kernels.later import Later
 from foldray.moe import once
+from foldray.moe.balance import Tally
 from foldray.moe.experts import Experts
 from foldray.moe.router import Gate, Router, Routing
 
@@ -132,8 +133,15 @@ class TokenHalf(nn.Module):
         self.router = Router(model, groups, gate, device, dtype)
         self.shared = shared
 
-    def route(self, h_TH: torch.Tensor, sequences: int, length: int | None = None, before: object = None) -> Routing:
-        return self.router(h_TH, sequences, length, before)
+    def route(
+        self,
+        h_TH: torch.Tensor,
+        sequences: int,
+        length: int | None = None,
+        before: Tally | None = None,
+        position_s: torch.Tensor | None = None,
+    ) -> Routing:
+        return self.router(h_TH, sequences, length, before, position_s)
 
     def encode(self, h_TH: torch.Tensor, routing: Routing) -> once.Rows:
         return once.encode(h_TH, routing, self.all_experts, self.ranks)

@@ -168,7 +168,14 @@ class Layer(Protocol):
     def shared(self) -> Expert | None:
         """The shared expert: [B, s, H] → [B, s, H]; None if the layer has none."""
 
-    def route(self, h_TH: torch.Tensor, sequences: int, length: int | None = None, before: Tally | None = None) -> Routing:
+    def route(
+        self,
+        h_TH: torch.Tensor,
+        sequences: int,
+        length: int | None = None,
+        before: Tally | None = None,
+        position_s: torch.Tensor | None = None,
+    ) -> Routing:
         """Choose the experts of each token of a piece (`Router.forward`)."""
 
     def dispatch_preprocess(self, h_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Sent]:
@@ -243,8 +250,15 @@ class PlainLayer:
     def __init__(self, router: Router, experts: Sequence[Expert], shared: Expert | None = None):
         self.exchange, self.router, self.experts, self.shared = PlainExchange(), router, experts, shared
 
-    def route(self, h_TH: torch.Tensor, sequences: int, length: int | None = None, before: Tally | None = None) -> Routing:
-        return self.router(h_TH, sequences, length, before)
+    def route(
+        self,
+        h_TH: torch.Tensor,
+        sequences: int,
+        length: int | None = None,
+        before: Tally | None = None,
+        position_s: torch.Tensor | None = None,
+    ) -> Routing:
+        return self.router(h_TH, sequences, length, before, position_s)
 
     def dispatch_preprocess(self, h_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Sent]:
         chosen, keep_TK = routing.expert_TK.tolist(), routing.keep_TK

@@ -62,8 +62,15 @@ class MoELayer(nn.Module):
         """Run all phases one after another in one autograd graph (`run_layer`)."""
         return run_layer(self, h_BSH)
 
-    def route(self, h_TH: torch.Tensor, sequences: int, length: int | None = None, before: Tally | None = None) -> Routing:
-        return self.router(h_TH, sequences, length, before)
+    def route(
+        self,
+        h_TH: torch.Tensor,
+        sequences: int,
+        length: int | None = None,
+        before: Tally | None = None,
+        position_s: torch.Tensor | None = None,
+    ) -> Routing:
+        return self.router(h_TH, sequences, length, before, position_s)
 
     def dispatch_preprocess(self, h_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Sent]:
         return self.permutation.encode(h_TH, routing)

@@ -19,6 +19,7 @@ from foldray.comm import Groups
 from foldray.kernels.capacity import capacity, keep_within
 from foldray.kernels.wide import wide_product
 from foldray.moe.balance import Balance, Tally
+from foldray.moe.pattern import Pattern
 from foldray.moe.sequence import Sequences
 
 # Chooses experts from logits: (logits_TE, bias_E) -> (expert_TK, weight_TK).
@@ -49,6 +50,9 @@ class Router(nn.Module):
 
     `bias` [E] is the selection bias of auxiliary-loss-free balancing (DeepSeek-V3, section 2.1.2). It changes which experts
     are chosen, but not their weights. `update_bias` moves it once per optimizer step.
+
+    Attributes:
+        pattern: chooses the experts instead of the gate, for measurements; None for the gate.
     """
 
     def __init__(
@@ -62,12 +66,21 @@ class Router(nn.Module):
         super().__init__()
         self.model, self.spec, self.sequences = model, model.router, Sequences(groups)
         self.gate: Gate = gate or TopKGate(model)
+        skew = model.router.skew
+        self.pattern = None if skew is None else Pattern(model.experts, model.topk, skew)
         self.weight = nn.Parameter(torch.empty(model.hidden, model.experts, device=device, dtype=dtype))
         self.logit_bias = nn.Parameter(self.weight.new_empty(model.experts)) if model.router.logit_bias else None
         self.bias: torch.Tensor
         self.register_buffer("bias", torch.zeros(model.experts, device=device, dtype=_at_least_float32(dtype or torch.float32)))
 
-    def forward(self, x_TH: torch.Tensor, sequences: int, length: int | None = None, before: Tally | None = None) -> Routing:
+    def forward(
+        self,
+        x_TH: torch.Tensor,
+        sequences: int,
+        length: int | None = None,
+        before: Tally | None = None,
+        position_s: torch.Tensor | None = None,
+    ) -> Routing:
         """Route one piece of a micro-batch. Pieces must come in the order of their tokens.
 
         With `drop_scope: sequence`, all ranks that share the sequences must call this.
@@ -77,12 +90,19 @@ class Router(nn.Module):
             sequences: B, the number of sequences; the piece has T / B tokens of each.
             length: tokens of each sequence that this rank has in all pieces; None if it has only this piece.
             before: sum of the tallies of earlier pieces; None for the first piece.
+            position_s: positions of the piece in the sequences, for a pattern; None if it has whole sequences.
         """
         experts, logits_TE = self.model.experts, wide_product(x_TH, self.weight)
         if self.logit_bias is not None:
             logits_TE = logits_TE + self.logit_bias
-        expert_TK, weight_TK = self.gate(logits_TE, self.bias)
-        length = x_TH.shape[0] // max(sequences, 1) if length is None else length
+        own = x_TH.shape[0] // max(sequences, 1)
+        length = own if length is None else length
+        if self.pattern is None:
+            expert_TK, weight_TK = self.gate(logits_TE, self.bias)
+        else:
+            position_s = torch.arange(own, device=x_TH.device) if position_s is None else position_s
+            expert_TK = self.pattern.choose(position_s, sequences)
+            weight_TK = weights(values(logits_TE, self.spec), expert_TK, self.spec)
         keep_TK, limit, competed_BE = self._keep(expert_TK, weight_TK.detach(), sequences, length, before)
         count_BE = _count(expert_TK, sequences, experts)
         tally = Tally(
@@ -141,16 +161,10 @@ class TopKGate:
         self.topk, self.spec = model.topk, model.router
 
     def __call__(self, logits_TE: torch.Tensor, bias_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        spec = self.spec
-        if spec.score == "softmax" and spec.softmax == "after_topk":
-            top_TK, expert_TK = logits_TE.topk(self.topk, dim=-1)
-            return expert_TK, top_TK.softmax(-1) * spec.scale
-        score_TE = logits_TE.softmax(-1) if spec.score == "softmax" else logits_TE.sigmoid()
-        expert_TK = self._of_best_groups(score_TE.detach() + bias_E).topk(self.topk, dim=-1).indices
-        weight_TK = score_TE.gather(-1, expert_TK)
-        if spec.normalize:
-            weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True).clamp_min(1e-20)
-        return expert_TK, weight_TK * spec.scale
+        value_TE = values(logits_TE, self.spec)
+        ranked_TE = value_TE.detach() if _softmax_is_last(self.spec) else self._of_best_groups(value_TE.detach() + bias_E)
+        expert_TK = ranked_TE.topk(self.topk, dim=-1).indices
+        return expert_TK, weights(value_TE, expert_TK, self.spec)
 
     def _of_best_groups(self, score_TE: torch.Tensor) -> torch.Tensor:
         """Return scores of −inf for the experts of all but a token's best groups (DeepSeek-V3, section 2.1.2)."""
@@ -162,6 +176,27 @@ class TopKGate:
         best_TG = grouped_TGE.topk(deciding, dim=-1).values.sum(-1).topk(spec.topk_groups, dim=-1).indices
         out_TG = torch.ones_like(grouped_TGE[..., 0], dtype=torch.bool).scatter_(-1, best_TG, False)
         return grouped_TGE.masked_fill(out_TG.unsqueeze(-1), -math.inf).flatten(-2)
+
+
+def values(logits_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+    """Return what top-k compares: the logits if the softmax comes after it, else the scores."""
+    if _softmax_is_last(spec):
+        return logits_TE
+    return logits_TE.softmax(-1) if spec.score == "softmax" else logits_TE.sigmoid()
+
+
+def weights(value_TE: torch.Tensor, expert_TK: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+    """Return the weights of chosen experts [T, K], from `values`."""
+    weight_TK = value_TE.gather(-1, expert_TK)
+    if _softmax_is_last(spec):
+        weight_TK = weight_TK.softmax(-1)
+    if spec.normalize:
+        weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True).clamp_min(1e-20)
+    return weight_TK * spec.scale
+
+
+def _softmax_is_last(spec: RouterSpec) -> bool:
+    return spec.score == "softmax" and spec.softmax == "after_topk"
 
 
 def scores(logits_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from foldray.blueprint import BlockSpec, ModelSpec, Stage
+from foldray.blueprint import BlockSpec, ModelSpec, Stage, expert_shares
 from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork, RankCosts
@@ -96,7 +96,9 @@ class ApartWork(OpWork):
         inside = fold.world_size <= together
         speed, start = device.hardware.intra.of(ranks) if inside else device.hardware.inter.of(max(2, nodes))
         speed *= device.share["exchange"] / (1 + device.share["contention"] * math.log2(nodes))
-        slower = max(1 / self.sides.nics[0], self.senders / self.receivers / self.sides.nics[1])
+        visits = visits_of_a_token(model, fold.ep)
+        fullest = max(visits) * fold.ep / sum(visits)
+        slower = max(1 / self.sides.nics[0], self.senders / self.receivers * fullest / self.sides.nics[1])
         return start * fold.ep + sent * slower / speed
 
     # After the last backward.
@@ -183,6 +185,7 @@ class ApartWork(OpWork):
         if EXPERT in again:
             return rows * (model.hidden * rank.device.bytes + model.topk * (4 + 8))  # with their weights and experts
         # The gradients of weights need the results. Weights and numbers belong to rows, and other numbers to assignments.
+        tokens, rows = tokens * rank.overload, rows * rank.overload
         results, numbers = model.hidden * rank.device.bytes, rows * (8 + model.topk * (4 + 8 + 1))
         return expert_activations(rank, block) + fold.etp * (tokens * model.topk * (results + 16) + numbers)
 
@@ -193,11 +196,23 @@ class ApartWork(OpWork):
 
 
 def ranks_of_a_token(model: ModelSpec, ep: int) -> float:
-    """Return the mean number of ranks that hold one of a token's experts, if every choice of experts is equally likely."""
-    others, missed = model.experts - model.experts // ep, 1.0
+    """Return the mean number of ranks that hold one of a token's experts."""
+    return sum(visits_of_a_token(model, ep))
+
+
+def visits_of_a_token(model: ModelSpec, ep: int) -> list[float]:
+    """Return, for each rank of an expert-parallel group, the share of all tokens that have an expert there.
+
+    Every choice of experts is equally likely; with a routing pattern, experts are chosen independently.
+    """
+    local, skew = model.experts // ep, model.router.skew
+    if skew is not None:
+        missed_E = [1 - share for share in expert_shares(model.experts, model.topk, skew)]
+        return [1 - math.prod(missed_E[rank * local : (rank + 1) * local]) for rank in range(ep)]
+    others, missed = model.experts - local, 1.0
     for chosen in range(model.topk):
         missed *= max(0, others - chosen) / (model.experts - chosen)
-    return ep * (1 - missed)
+    return [1 - missed] * ep
 
 
 def most_kept(order: Iterable[Op], kind: str) -> Counter[int]:

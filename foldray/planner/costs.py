@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
 
-from foldray.blueprint import AttentionSpec, BlockSpec, MixtureSpec, count_by_op
+from foldray.blueprint import AttentionSpec, BlockSpec, MixtureSpec, count_by_op, overload
 from foldray.fold import Fold
 from foldray.kinds import (
     ATTENTION,
@@ -111,6 +111,11 @@ class RankCosts(Parts):
         self.tables = self.memo.folds[fold, zero]
         self.network = self.tables.network
         self._own: dict[tuple[str, BlockSpec | None], OpTables] = {}
+
+    @cached_property
+    def overload(self) -> float:
+        """Rows of the fullest rank over the mean, by the model's routing pattern. The costs are those of the fullest rank."""
+        return overload(self.model, self.fold.ep)
 
     def price(self, kind: str, back: bool, tokens: range, block: BlockSpec | None) -> Price:
         """Return the price of an op.
@@ -337,14 +342,16 @@ class RankCosts(Parts):
         yield self._launch(ROUTE, back)
 
     def _dispatch(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
-        yield self._travel("ep", self.network.exchange("ep", self._rows(tokens) * _mixture(block).topk * self._width))
+        # All ranks send alike, and the fullest one receives most, or sends most on the way back.
+        rows = self._rows(tokens) * _mixture(block).topk * self.overload
+        yield self._travel("ep", self.network.exchange("ep", rows * self._width))
 
     def _combine(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         yield from self._dispatch(block, tokens, back)
 
     def _expert(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         moe, fold, device, hidden = _mixture(block), self.fold, self.device, self.model.hidden
-        rows, local = self._rows(tokens) * moe.topk * fold.etp, moe.experts / fold.ep
+        rows, local = self._rows(tokens) * moe.topk * fold.etp * self.overload, moe.experts / fold.ep
         inner, width = moe.expert.inner / fold.etp, moe.expert.width / fold.etp
         yield from self._zero3(EXPERT, block, back)
         for _ in range(2):  # gather before the experts, scatter after them; in backward the reverse

@@ -62,7 +62,7 @@ def ledger(candidate: Candidate, rank: RankCosts, imbalance: float = 1.0) -> Mem
     Args:
         candidate: the candidate.
         rank: the costs of the candidate's ranks.
-        imbalance: rows of the fullest rank over the mean.
+        imbalance: rows of the fullest rank over the mean, beyond the model's routing pattern.
     """
     ordering = candidate.ordering
     row = ordering.forward.row
@@ -311,7 +311,7 @@ def expert_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...]
     """Return those bytes of `block_activations` that belong to the experts: their rows, and what they compute."""
     assert block.moe
     model, fold, b = rank.model, rank.fold, rank.device.bytes
-    rows = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences * block.moe.topk * imbalance
+    rows = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences * block.moe.topk * imbalance * rank.overload
     if EXPERT in again:
         return rows * model.hidden * b  # dispatched rows
     return rows * (fold.etp * model.hidden + block.moe.expert.width) * b  # as the products take them: gathered, by expert
@@ -335,7 +335,8 @@ def expert_operands(rank: RankCosts, block: BlockSpec, imbalance: float = 1.0) -
     """Return those bytes of `operands` that belong to the experts."""
     assert block.moe
     fold, expert = rank.fold, block.moe.expert
-    rows = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences * block.moe.topk * fold.etp * imbalance
+    tokens = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
+    rows = tokens * block.moe.topk * fold.etp * imbalance * rank.overload
     return rows * (2 * rank.model.hidden + (expert.width + expert.inner) / fold.etp) * rank.device.bytes
 
 

@@ -31,7 +31,7 @@ def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
     """
     model, fold, b = rank.model, rank.fold, rank.device.bytes
     rows = max(slicing.moe) * rank.sequences * model.topk * model.hidden * b
-    found = 2 * rows * (1 + imbalance) * (fold.ep > 1)
+    found = 2 * rows * (1 + imbalance * rank.overload) * (fold.ep > 1)
     found += 2 * slicing.length * rank.sequences * model.hidden * b * (fold.pp > 1)
     if slicing.degree > 1:
         attention = rank.job.blocks[0].attention
@@ -73,7 +73,7 @@ def networks(rank: RankCosts, block: BlockSpec, slicing: Slicing, imbalance: flo
         wide = tokens * fold.tp
         found = 2 * wide * row + _backward(rank, FFN, block, wide / fold.tp, block.dense)
     if block.moe:
-        rows = tokens * block.moe.topk * imbalance
+        rows = tokens * block.moe.topk * imbalance * rank.overload
         sorts = fold.etp > 1 or (fold.ep > 1 and block.moe.experts > fold.ep)
         # Rows as they have arrived; rows of all ETP ranks, also sorted by expert if there are several; their gradients.
         back = rows * row * (1 + fold.etp * (1 + sorts)) + _backward(rank, EXPERT, block, rows, block.moe.expert)

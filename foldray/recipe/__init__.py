@@ -1,5 +1,6 @@
 """The recipe: the one description that every command reads."""
 
+from foldray.recipe.checks import check_trains
 from foldray.recipe.data import DataSpec, SourceSpec, ValidationSplit
 from foldray.recipe.reading import describe
 from foldray.recipe.recipe import Recipe
@@ -29,5 +30,6 @@ __all__ = [
     "TrackingSpec",
     "TrainingSpec",
     "ValidationSplit",
+    "check_trains",
     "describe",
 ]

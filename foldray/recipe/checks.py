@@ -228,6 +228,8 @@ def _check_engine(recipe: Description) -> None:
 
 def _check_backend(recipe: Description) -> None:
     backend, router = recipe.moe.backend, recipe.model.router
+    if router.skew is not None and backend != "torch":
+        raise UserError("moe.backend", backend, "has gates of its own, which know no pattern (model.router.skew)", ["torch"])
     if backend == "tutel" and recipe.precision == "float64":
         raise UserError("moe.backend", backend, "Tutel's kernels compute in float32 and would round float64", ["torch"])
     if backend == "deepspeed":
@@ -245,3 +247,13 @@ def _check_space(recipe: Description) -> None:
     if (settings := recipe.tune.space.settings_of_a_fold) > MOST_SETTINGS:
         rule = f"must make at most {MOST_SETTINGS} settings of every fold; list fewer values"
         raise UserError("tune.space", f"{settings} settings of every fold", rule)
+
+
+def check_trains(recipe: Description) -> None:
+    """Check that a recipe is for training, and not for measurements alone.
+
+    Raises:
+        UserError: a pattern chooses the experts.
+    """
+    if (skew := recipe.model.router.skew) is not None:
+        raise UserError("model.router.skew", skew, "is for measurements: a model cannot learn from a pattern", ["null"])

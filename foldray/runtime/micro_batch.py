@@ -335,11 +335,12 @@ class MicroBatch:
         """
         block, z_BsH = self.model.block(op.layer), self.middles[op.layer].take(self._tokens(op))
         length, before = self.graph.slicing.length, self._tallies.get(op.layer)
+        position_s = self.model.positions_of(self.batch, self._tokens(op))
 
         def route(z_BsH: torch.Tensor) -> Computed:
             h_BsH = block.ffn_norm(z_BsH)
             h_TH = h_BsH.flatten(0, 1)
-            routing = layer.route(h_TH, len(h_BsH), length, before)
+            routing = layer.route(h_TH, len(h_BsH), length, before, position_s)
             (rows, weight), kept = rows_of(h_TH, routing)
             shared = [] if layer.shared is None else [layer.shared(h_BsH)]
             return Computed([rows, weight, routing.tally.score_BE, routing.tally.z, *shared], (kept, routing.tally.detach()))

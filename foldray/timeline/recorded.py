@@ -145,7 +145,15 @@ class _Ranks:
         return {position: ahead.get(position, 0.0) for position in self.at}
 
 
-def replay(graph: Graph, recordings: Sequence[Recording], shown: int = 0) -> Simulation:
+Scale = Callable[[Op, int], float]
+"""(op, rank) → factor on the seconds of an op; the rank is -1 for an op that several ranks share."""
+
+
+def _as_recorded(op: Op, rank: int) -> float:
+    return 1.0
+
+
+def replay(graph: Graph, recordings: Sequence[Recording], shown: int = 0, scale: Scale = _as_recorded) -> Simulation:
     """Run a recorded step again on the simulator's clock.
 
     An op that computes takes as long as it did on its rank. A collective takes the time until its end, from the moment when
@@ -155,6 +163,7 @@ def replay(graph: Graph, recordings: Sequence[Recording], shown: int = 0) -> Sim
         graph: the graph of the recorded step.
         recordings: one recording per rank.
         shown: the rank whose spans the result has.
+        scale: factors on the recorded seconds, to ask what the step would take with other ops.
 
     Raises:
         ScheduleError: the recorded lists cannot finish.
@@ -165,9 +174,9 @@ def replay(graph: Graph, recordings: Sequence[Recording], shown: int = 0) -> Sim
     def cost(ranked: _RankedOp) -> tuple[tuple[str, float], ...]:
         channel = graph.channel(ranked.op)
         if channel is not None:
-            return ((channel[0], travel[ranked]),)
+            return ((channel[0], travel[ranked] * scale(ranked.op, -1)),)
         span = recordings[ranked.rank].spans[ranked.op]
-        return ((COMPUTE, span.end - span.start),)
+        return ((COMPUTE, (span.end - span.start) * scale(*ranked)),)
 
     # The clock only passes the entries of its lists to the graph, so these entries may be ranked ops.
     spans = times(cast(Graph, ranks), cast(Schedule, ranks.lists), cast(Callable, cost))

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from foldray.errors import UserError
-from foldray.recipe import Recipe
+from foldray.recipe import Recipe, check_trains
 from foldray.urls import holds_secret
 
 if TYPE_CHECKING:
@@ -56,9 +56,10 @@ def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = Tru
         130 after Ctrl-C.
 
     Raises:
-        UserError: the cluster does not answer or refuses the token, the recipe holds a secret that the job would need, or
-            foldray's packages are too large.
+        UserError: the recipe is for measurements alone or holds a secret that the job would need, the cluster does not answer or
+            refuses the token, or foldray's packages are too large.
     """
+    check_trains(recipe)
     _check_address(address)
     for key, url in (("tracking.uri", recipe.tracking.uri), ("cluster.storage", recipe.cluster.storage)):
         if url is not None and holds_secret(url):

@@ -18,7 +18,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.execution.failure_handling import create_failure_policy
 
 from foldray.errors import MissingPackage, UserError
-from foldray.recipe import Recipe
+from foldray.recipe import Recipe, check_trains
 from foldray.recipe.refold import worlds
 from trainers.checkpoints.tensors import DamagedCheckpoint
 from trainers.cluster import joining, workers
@@ -86,8 +86,9 @@ class FoldTrainer(TorchTrainer):
         worlds: the recipe for every number of workers that training may go on with (`cluster.min_workers`).
 
     Raises:
-        UserError: the recipe does not fit Ray's configurations, the recipe needs a search but `search` is None, the run
-            to resume does not exist, a dataset is none, an argument has no use, or both `resume` and `start` are set.
+        UserError: the recipe is for measurements alone or does not fit Ray's configurations, it needs a search but `search` is
+            None, the run to resume does not exist, a dataset is none, an argument has no use, or both `resume` and `start` are
+            set.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class FoldTrainer(TorchTrainer):
         **others: Any,
     ):
         refuse_arguments(others)
+        check_trains(recipe)
         self.recipe = recipe if scaling_config is None else scaled(recipe, scaling_config)
         self.worlds = worlds(self.recipe)
         if resume is not None and start is not None:

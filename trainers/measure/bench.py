@@ -15,6 +15,7 @@ import torch.distributed as dist
 from foldray.comm import Groups
 from foldray.errors import MissingPackage, UserError
 from foldray.finding import recorded_bound
+from foldray.model import Losses
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, Trace
 from foldray.schedule import SLICINGS, Op, Ordering, SliceCost, Span, StepGraph
@@ -28,7 +29,7 @@ from trainers.worker.engines import make_engine
 DEFAULT = ("sequential", "moe_only:2", "moe_only:4", "one_a_one_m:2", "one_a_one_m:4", "stream:4")
 APART = ("af_pipe", "af_pipe:2", "af_pipe:4")
 """The same for experts with workers of their own."""
-_WARM_UP = 2
+WARM_UP = 2  # rounds that are not measured
 _COLUMNS = ("step", "min", "max", "forward", "backward", "compute", "comm", "exposed", "× bound")
 
 
@@ -132,23 +133,23 @@ def _bench_loop(config: dict[str, Any]) -> dict[str, Any] | None:
     slices: list[tuple[int, int, float]] = []
     bounds: list[float] = []
     learnt: dict[Ordering, Ordering] = {}  # orderings whose chunks depend on measured op times → the same with these times
-    for number in range(_WARM_UP + config["rounds"]):
+    for number in range(WARM_UP + config["rounds"]):
         for ordering, rounds in zip(config["orderings"], measured, strict=True):
             execution.reorder(learnt.get(ordering, ordering))
             execution.trace = trace
-            graph, _ = _step(recipe, engine, groups, device)
+            graph, *_ = timed_step(recipe, engine, groups, device)
             times = trace.times(graph)
             if execution.lacks_costs:
                 execution.learn_costs()
                 learnt[ordering] = execution.ordering
             execution.trace = None
-            _, seconds = _step(recipe, engine, groups, device)  # recording takes time, so another step is timed
-            slowest = _slowest(groups, times | {"step_ms": seconds * 1e3}, device)
-            if number >= _WARM_UP:
-                rounds.append(slowest)
+            _, seconds, _ = timed_step(recipe, engine, groups, device)  # recording takes time, so another step is timed
+            longest = slowest(groups, times | {"step_ms": seconds * 1e3}, device)
+            if number >= WARM_UP:
+                rounds.append(longest)
                 slices += slice_timings(graph, trace.spans, groups.fold.cp * groups.fold.tp)
-            if number == _WARM_UP + config["rounds"] - 1:
-                bounds.append(recorded_bound(graph, _recordings(engine, trace, groups, graph)) * 1e3)
+            if number == WARM_UP + config["rounds"] - 1:
+                bounds.append(recorded_bound(graph, recordings_of(engine, trace, groups, graph)) * 1e3)
     return {"measured": measured, "slices": slices, "bounds": bounds} if groups.rank == groups.fold.offset else None
 
 
@@ -156,18 +157,18 @@ def _timeline_loop(config: dict[str, Any]) -> dict[str, Any] | None:
     recipe, groups, device = workers.worker(config)
     engine = make_engine(recipe, groups, device)
     trace = engine.execution.trace = Trace(device)
-    for _ in range(_WARM_UP + 1):
-        graph, _ = _step(recipe, engine, groups, device)
+    for _ in range(WARM_UP + 1):
+        graph, *_ = timed_step(recipe, engine, groups, device)
         if engine.execution.lacks_costs:
             engine.execution.learn_costs()
-    recordings = _recordings(engine, trace, groups, graph)
-    times = _slowest(groups, trace.times(graph), device)
+    recordings = recordings_of(engine, trace, groups, graph)
+    times = slowest(groups, trace.times(graph), device)
     if groups.rank != groups.fold.offset:
         return None
     return {"graph": graph, "recordings": recordings, "times": times}
 
 
-def _recordings(engine: Engine, trace: Trace, groups: Groups, graph: StepGraph) -> list[Recording]:
+def recordings_of(engine: Engine, trace: Trace, groups: Groups, graph: StepGraph) -> list[Recording]:
     """Return the last step as all ranks have recorded it."""
     recording = Recording(engine.execution.order(graph), trace.spans)
     recordings: list[Any] = [recording] * groups.control.size
@@ -176,22 +177,26 @@ def _recordings(engine: Engine, trace: Trace, groups: Groups, graph: StepGraph) 
     return recordings
 
 
-def _step(recipe: Recipe, engine: Engine, groups: Groups, device: torch.device) -> tuple[StepGraph, float]:
-    """Run one step on random text with learning rate 0, which changes no weight. Return its graph, and seconds without update."""
+def timed_step(recipe: Recipe, engine: Engine, groups: Groups, device: torch.device) -> tuple[StepGraph, float, list[Losses]]:
+    """Run one step on random text with learning rate 0, which changes no weight.
+
+    Returns:
+        Its graph, its seconds without the update, and its losses on this rank.
+    """
     batches = random_batches(recipe, groups, device)
     execution = engine.execution
     graph, _ = execution.step(batches)  # builds the graph before the clock starts
     groups.control.all_reduce(torch.zeros(1, device=device))  # makes all ranks start together
     wait_for(device)
     begin = time.perf_counter()
-    engine.train(batches)
+    losses = engine.train(batches)
     wait_for(device)
     seconds = time.perf_counter() - begin
     engine.update(0.0)
-    return graph, seconds
+    return graph, seconds, losses
 
 
-def _slowest(groups: Groups, times: dict[str, float], device: torch.device) -> dict[str, float]:
+def slowest(groups: Groups, times: dict[str, float], device: torch.device) -> dict[str, float]:
     """Return the largest value of all ranks for every time, because a step ends when all ranks have finished."""
     values = groups.control.all_reduce(torch.tensor(list(times.values()), dtype=torch.float64, device=device), "max")
     return dict(zip(times, values.tolist(), strict=True))

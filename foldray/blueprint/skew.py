@@ -1,0 +1,51 @@
+"""Routing patterns: how many tokens experts get if a pattern, and not the router, chooses (`model.router.skew`). No torch.
+
+The popularity of expert e falls as (e + 1)^−skew (Zipf's law), but no expert gets more than all tokens. So the first ranks of
+an expert-parallel group are the fullest.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from foldray.blueprint.model import ModelSpec
+
+
+@lru_cache(maxsize=256)
+def expert_shares(experts: int, topk: int, skew: float) -> tuple[float, ...]:
+    """Return the share of all tokens that each expert gets. The shares sum to `topk`, and each is at most 1.
+
+    Args:
+        experts: number of experts of a block.
+        topk: experts per token.
+        skew: exponent of the popularity; 0 is even.
+    """
+    popularity = [(expert + 1) ** -skew for expert in range(experts)]
+    rest = [sum(popularity[full:]) for full in range(topk + 1)]  # popularity of all but the first `full`, which get all tokens
+    full = next(full for full in range(topk + 1) if full == topk or (topk - full) * popularity[full] <= rest[full])
+    return tuple(1.0 if expert < full else (topk - full) * each / rest[full] for expert, each in enumerate(popularity))
+
+
+def rank_shares(model: ModelSpec, ep: int) -> list[float]:
+    """Return the rows of every rank of an expert-parallel group, over the mean of an even routing.
+
+    An expert drops what is beyond its capacity. Without a pattern, and with padding, all ranks have equally many rows.
+
+    Args:
+        model: the model, with its pattern.
+        ep: expert-parallel size.
+    """
+    router = model.router
+    if router.skew is None or router.pad:
+        return [1.0] * ep
+    even = model.topk / model.experts
+    most = 1.0 if router.capacity_factor is None else router.capacity_factor * even
+    shares = [min(share, most) for share in expert_shares(model.experts, model.topk, router.skew)]
+    local = model.experts // ep
+    # Rounded, because costs of matrix products jump where a number of rows passes a whole number of tiles.
+    return [round(sum(shares[rank * local : (rank + 1) * local]) / (even * local), 9) for rank in range(ep)]
+
+
+def overload(model: ModelSpec, ep: int) -> float:
+    """Return the overload factor of a pattern: rows of the fullest rank of an expert-parallel group over the mean."""
+    return max(rank_shares(model, ep))

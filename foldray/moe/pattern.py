@@ -1,0 +1,50 @@
+"""Routing by a pattern, for measurements: the same experts for a position of a sequence, under every fold and schedule.
+
+Legend: s positions, B sequences, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from random import Random
+
+import torch
+
+from foldray.blueprint import expert_shares
+
+_GOLDEN = 0.6180339887498949  # multiples of the golden ratio fill the unit interval evenly
+
+
+class Pattern:
+    """Chooses experts by systematic sampling (Madow 1949): each has exactly its share of the tokens, up to a token or so.
+
+    Args:
+        experts, topk, skew: as for `expert_shares`.
+    """
+
+    def __init__(self, experts: int, topk: int, skew: float):
+        self.topk = topk
+        # Neighbours never go together, so the order is not that of the popularity.
+        self._order = Random(0).sample(range(experts), experts)
+        shares = expert_shares(experts, topk, skew)
+        *bounds, _ = accumulate(shares[expert] for expert in self._order)
+        self._bounds = [*bounds, float(topk)]
+        self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def choose(self, position_s: torch.Tensor, sequences: int) -> torch.Tensor:
+        """Return the experts of all tokens of a piece, int64 [B·s, K], all different for a token.
+
+        Args:
+            position_s: positions of the piece in their sequences.
+            sequences: B, which all have these positions.
+        """
+        bound_E, order_E = self._on(position_s.device)
+        point_sK = (position_s.double() * _GOLDEN % 1.0).unsqueeze(1) + torch.arange(self.topk, device=position_s.device)
+        return order_E[torch.searchsorted(bound_E, point_sK, right=True)].repeat(sequences, 1)
+
+    def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the upper bounds of the experts' intervals, and their numbers."""
+        if device not in self._tables:
+            bounds = torch.tensor(self._bounds, dtype=torch.float64, device=device)
+            self._tables[device] = bounds, torch.tensor(self._order, device=device)
+        return self._tables[device]

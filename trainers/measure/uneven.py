@@ -1,0 +1,153 @@
+"""`foldray bench --skew`: what a step costs when ranks get unevenly many rows, measured and predicted.
+
+Patterns choose the experts (`model.router.skew`) and take turns on one engine. The first pattern is even. The prediction
+takes its recorded step, and lengthens the experts' ops of each rank by the rank's rows, and what travels by the rows of the
+fullest rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from foldray.blueprint import ModelSpec, overload, rank_shares
+from foldray.comm import Groups
+from foldray.errors import MissingPackage, UserError
+from foldray.kinds import COMBINE, DISPATCH, EXPERT
+from foldray.moe import Pattern
+from foldray.recipe import Recipe
+from foldray.runtime import Engine, Trace
+from foldray.schedule import Op, StepGraph
+from foldray.timeline import Recording, replay
+from trainers.cluster import workers
+from trainers.health import max_over_mean, on_ranks
+from trainers.measure.bench import WARM_UP, recordings_of, slowest, timed_step
+from trainers.records import as_json as to_json
+from trainers.worker.engines import make_engine
+
+
+def bench_skews(recipe: Recipe, skews: Sequence[float], rounds: int, picture: Path | None = None, as_json: bool = False) -> int:
+    """Measure a recipe's step under routing patterns, and print a report.
+
+    Args:
+        skews: exponents of the patterns; 0 is measured in any case.
+        rounds: number of rounds. The patterns take turns within a round.
+        picture: PNG to write, if any.
+        as_json: print a JSON document instead of a table.
+
+    Raises:
+        UserError: a pattern does not fit the recipe, a file cannot be written, or the recipe cannot run here.
+    """
+    if rounds < 1:
+        raise UserError("rounds", rounds, "must be at least 1")
+    if picture is not None and (picture.suffix.lower() != ".png" or not picture.parent.is_dir()):
+        raise UserError("picture", picture, "must be the name of a PNG in a folder that exists")
+    chosen = sorted({0.0, *skews})
+    checked = [Recipe.parse(_skewed(recipe, skew)) for skew in chosen]
+    told = f"{len(chosen)} routing patterns, {rounds} rounds, on {recipe.cluster.workers} workers …"
+    models = [each.model.model_dump(mode="json") for each in checked]
+    found = workers.on_workers(recipe, _loop, "bench", told, models=models, rounds=rounds)["measured"]
+    results = [_result(skew, turns) for skew, turns in zip(chosen, found, strict=True)]
+    if picture is not None:
+        _draw(recipe, results, picture)
+    print(to_json({"results": results}) if as_json else _table(results, rounds))
+    return 0
+
+
+def _skewed(recipe: Recipe, skew: float) -> dict[str, Any]:
+    """Return a recipe's document with another pattern."""
+    document = recipe.model_dump(mode="json")
+    document["model"]["router"]["skew"] = skew
+    return document
+
+
+def _loop(config: dict[str, Any]) -> dict[str, Any] | None:
+    recipe, groups, device = workers.worker(config)
+    engine, models = make_engine(recipe, groups, device), [ModelSpec.model_validate(each) for each in config["models"]]
+    measured: list[list[dict[str, float]]] = [[] for _ in models]
+    trace = Trace(device)
+    for number in range(WARM_UP + config["rounds"]):
+        even: tuple[StepGraph, list[Recording]] | None = None
+        for model, turns in zip(models, measured, strict=True):
+            _route_by(engine, model)
+            if even is None:
+                engine.execution.trace = trace
+                graph, _, _ = timed_step(recipe, engine, groups, device)
+                if engine.execution.lacks_costs:
+                    engine.execution.learn_costs()
+                even = graph, recordings_of(engine, trace, groups, graph)
+                engine.execution.trace = None
+            _, seconds, losses = timed_step(recipe, engine, groups, device)
+            count_ME = groups.control.all_reduce(torch.stack([each.count_ME for each in losses]).sum(0))
+            turn = slowest(groups, {"step_ms": seconds * 1e3}, device)
+            turn["overload"] = float(max_over_mean(on_ranks(count_ME.cpu().numpy(), groups.fold.ep)).mean())
+            turn["predicted"] = predicted(model, groups, *even)
+            if number >= WARM_UP:
+                turns.append(turn)
+    return {"measured": measured} if groups.rank == groups.fold.offset else None
+
+
+def _route_by(engine: Engine, model: ModelSpec) -> None:
+    """Let the pattern of a model choose the experts."""
+    for _, router in engine.model.routers():
+        assert model.router.skew is not None
+        router.pattern = Pattern(model.experts, model.topk, model.router.skew)
+
+
+def predicted(model: ModelSpec, groups: Groups, graph: StepGraph, recordings: Sequence[Recording]) -> float:
+    """Return the step under a model's pattern over a recorded step with an even one.
+
+    Args:
+        model: the model with the pattern.
+        groups: the fold's communicators.
+        graph: the graph of the recorded step.
+        recordings: the recorded step of every rank.
+    """
+    fold = groups.fold
+    shares, most = rank_shares(model, fold.ep), overload(model, fold.ep)
+
+    def scale(op: Op, rank: int) -> float:
+        if op.kind in (DISPATCH, COMBINE):
+            return most
+        return shares[fold.moe.coordinate(fold.offset + rank)["ep"]] if op.kind == EXPERT else 1.0
+
+    return replay(graph, recordings, scale=scale).seconds / replay(graph, recordings).seconds
+
+
+def _result(skew: float, turns: Sequence[dict[str, float]]) -> dict[str, Any]:
+    step = [turn["step_ms"] for turn in turns]
+    return {
+        "skew": skew, "overload": median(turn["overload"] for turn in turns),
+        "step_ms": {"min": min(step), "median": median(step), "max": max(step)},
+        "predicted_ratio": median(turn["predicted"] for turn in turns),
+    }  # fmt: skip
+
+
+def _table(results: Sequence[dict[str, Any]], rounds: int) -> str:
+    even = results[0]["step_ms"]["median"]
+    lines = [
+        f"milliseconds per step, medians of {rounds} rounds in turns; overload: rows of the fullest rank over the mean",
+        "× even: the step over that of an even routing, measured, and predicted from the ops of the even step",
+        f"{'skew':<8}" + "".join(f"{name:>10}" for name in ("overload", "step", "min", "max", "× even", "predicted")),
+    ]
+    for result in results:
+        step = result["step_ms"]
+        times = "".join(f"{figure:>10.1f}" for figure in (step["median"], step["min"], step["max"]))
+        ratios = f"{step['median'] / even:>10.2f}{result['predicted_ratio']:>10.2f}"
+        lines.append(f"{result['skew']:<8g}{result['overload']:>10.2f}{times}{ratios}")
+    return "\n".join(lines)
+
+
+def _draw(recipe: Recipe, results: Sequence[dict[str, Any]], path: Path) -> None:
+    try:
+        from trainers.pictures.uneven import draw_uneven
+    except ModuleNotFoundError as error:
+        raise MissingPackage("picture", path, error.name or "matplotlib", "pip install matplotlib") from None
+    try:
+        draw_uneven(results, path, f"{recipe.name}: {recipe.placed_fold}, {recipe.schedule.kind}")
+    except OSError as error:
+        raise UserError("picture", path, f"cannot be written ({error.strerror or error})") from None
