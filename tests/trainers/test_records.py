@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 import time
 
 import pytest
@@ -9,6 +11,7 @@ import ray
 from ray.util.queue import Queue
 
 from tests.trainers.records import history, place, resumed, saved, step, validation
+from trainers.cluster import mailbox
 from trainers.cluster.mailbox import Inbox, Outbox
 from trainers.records import LOAD_WINDOW, History, Record, as_json, number
 
@@ -89,6 +92,26 @@ def test_an_inbox_that_lost_its_queue_says_so(ray_session, caplog):
     with pytest.raises(ray.exceptions.RayError), Inbox([lambda record: None], period=0.01) as inbox:
         ray.kill(inbox.queue.actor)
     assert "the queue is lost" in caplog.text
+
+
+def test_a_queue_that_comes_back_costs_nothing(ray_session, caplog, monkeypatch):
+    monkeypatch.setattr(mailbox, "_ANSWER_S", 0.2)
+    seen: list[Record] = []
+    with Inbox([seen.append], period=0.01, patience=0.3) as inbox:
+        pid = ray.get(inbox.queue.actor.__ray_call__.remote(lambda _: os.getpid()))
+        os.kill(pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 20
+        while "the queue is lost" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(pid, signal.SIGCONT)
+        while "the queue is back" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        outbox = Outbox(inbox.queue)
+        outbox.send(step(1))
+        assert outbox.flush()
+    assert [record["step"] for record in seen] == [1]
 
 
 def test_a_history_keeps_the_records_by_step():

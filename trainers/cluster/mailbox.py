@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -88,7 +89,7 @@ class Inbox:
     Use it as a context manager around the training, and make an `Outbox` from its `queue`; `ask_to_stop` goes the other way.
     If a subscriber raises an exception, the exception is logged, and the thread and the other subscribers continue. The first
     such exception is raised at the end of the context, unless another exception is already raised. If the queue's process
-    ends, Ray starts it again.
+    ends, Ray starts it again; a queue that is still lost at the end raises an exception, too.
 
     Args:
         subscribers: functions that take a record. The thread calls them in this order.
@@ -108,13 +109,15 @@ class Inbox:
         self._period, self._patience = period, patience
         self._leaving, self._idle, self._delivering = threading.Event(), threading.Event(), threading.Lock()
         self._failure: Exception | None = None
+        self._lost: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="foldray-inbox", daemon=True)
         self.queue: Queue
         self.orders: Queue
 
     def __enter__(self) -> Inbox:
-        # The queue runs on the driver's node. On another node it would be lost with that node.
-        strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        # The queue runs on the driver's node. On another node it would be lost with that node. Ray puts an actor without CPUs on
+        # any node, unless its affinity is hard.
+        strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy}
         self.queue, self.orders = Queue(actor_options=options), Queue(actor_options=options)
         self._thread.start()
@@ -128,8 +131,8 @@ class Inbox:
         for queue in (self.queue, self.orders):
             with suppress(Exception):  # a queue is lost if Ray has stopped
                 queue.shutdown(force=True)
-        if self._failure is not None and error is None:
-            raise self._failure
+        if (failure := self._failure or self._lost) is not None and error is None:
+            raise failure
 
     def ask_to_stop(self) -> None:
         """Ask the workers to save a checkpoint after their step, and to stop."""
@@ -138,7 +141,7 @@ class Inbox:
     def forget_orders(self) -> None:
         """Take back orders that the workers before have followed."""
         with suppress(Exception):  # an empty queue, or one that Ray starts again
-            _take(self.orders)
+            _Reader(self.orders).take()
 
     def settle(self) -> None:
         """Wait until all records that have arrived in the queue are delivered, or until the queue does not answer."""
@@ -164,21 +167,26 @@ class Inbox:
 
     def _run(self) -> None:
         lost_since: float | None = None
+        reader = _Reader(self.queue)
         while True:
             # This is read before the queue, so the last read still gets records that were sent before the context ended.
             leaving = self._leaving.is_set()
             try:
-                records = _take(self.queue)
+                records = reader.take()
             except Exception as error:
                 lost_since = lost_since or time.monotonic()
                 if leaving or time.monotonic() - lost_since > self._patience:
-                    self._keep(error, "the queue is lost; training continues without records")
+                    if self._lost is None:
+                        _warn("the queue is lost; training continues without records", error)
+                    self._lost = error
                     self._idle.set()
                 if leaving:
                     return
                 time.sleep(_PAUSE_S)
                 continue
-            lost_since = None
+            if self._lost is not None:
+                _log.warning("telemetry: the queue is back")
+            lost_since = self._lost = None
             self.deliver(*records)
             if not records:
                 self._idle.set()
@@ -189,14 +197,34 @@ class Inbox:
     def _keep(self, error: Exception, what: str) -> None:
         if self._failure is None:
             self._failure = error
-            _log.warning("telemetry: %s (%s: %s)", what, type(error).__name__, error)
+            _warn(what, error)
 
 
-def _take(queue: Queue) -> list[Any]:
-    """Take everything out of a queue. `Queue`'s own methods would wait for ever for a lost queue.
+def _warn(what: str, error: Exception) -> None:
+    _log.warning("telemetry: %s (%s: %s)", what, type(error).__name__, error)
 
-    Raises:
-        ray.exceptions.RayError: the queue is lost, or does not answer in time.
-    """
-    waiting = ray.get(queue.actor.qsize.remote(), timeout=_ANSWER_S)
-    return ray.get(queue.actor.get_nowait_batch.remote(waiting), timeout=_ANSWER_S)
+
+class _Reader:
+    """Takes everything out of a queue. `Queue`'s own methods would wait for ever for a lost queue."""
+
+    def __init__(self, queue: Queue):
+        self._actor, self._coming = queue.actor, None
+
+    def take(self) -> list[Any]:
+        """Return what is in the queue, or was when the last call gave up.
+
+        Raises:
+            ray.exceptions.RayError: the queue is lost, or does not answer in time.
+        """
+        if self._coming is None:
+            waiting = ray.get(self._actor.qsize.remote(), timeout=_ANSWER_S)
+            self._coming = self._actor.get_nowait_batch.remote(waiting)
+        try:
+            taken = ray.get(self._coming, timeout=_ANSWER_S)
+        except GetTimeoutError:
+            raise  # the answer may still come, and the queue no longer has these records
+        except Exception:
+            self._coming = None
+            raise
+        self._coming = None
+        return taken

@@ -64,9 +64,9 @@ def train(
     else:
         console.close(summary, trainer.run.tracker.view_url)
     if failure is not None:
-        file, attempt = _write_traceback(failure, Path(summary.run_dir)), trainer.attempts[-1] if trainer.attempts else None
-        what = attempt.failure.what if attempt else reason(failure)
-        why = f" ({trainer.gave_up.reason})" if trainer.gave_up.reason else ""
+        file, gave_up = _write_traceback(failure, Path(summary.run_dir)), trainer.gave_up
+        what = trainer.attempts[-1].failure.what if gave_up else reason(failure)
+        why = f" ({gave_up.reason})" if gave_up and gave_up.reason else ""
         text = f"training failed after step {summary.steps}: {what}{why}; the traceback is in {file}"
         print(f"foldray: {text}", file=sys.stderr)
         return 1

@@ -118,7 +118,8 @@ class FoldTrainer(TorchTrainer):
             raise UserError(f"schedule.{opened[0]}", getattr(self.recipe.schedule, opened[0]), rule)
         self.search = search if opened else None
         self.run: Run | None = None
-        self.attempts, self.gave_up = list[Attempt](), GiveUp()
+        self.attempts = list[Attempt]()
+        self.gave_up: GiveUp | None = None
         self.stopped: int | None = None
         self._controller: Any = None
         check_backend(self.recipe, torch_config)
@@ -168,8 +169,8 @@ class FoldTrainer(TorchTrainer):
         """Train to the last step of the recipe, or to `training.stop_after`.
 
         If workers fail, training goes on from the newest undamaged checkpoint. `attempts` has the attempts that failed, and
-        `gave_up` the reason if no other one would have helped. After the first Ctrl-C or SIGTERM, the workers save a checkpoint
-        and stop; `stopped` is the number of the signal.
+        `gave_up` the reason if no other one would have helped, else None. After the first Ctrl-C or SIGTERM, the workers save a
+        checkpoint and stop; `stopped` is the number of the signal.
 
         Raises:
             UserError: the recipe cannot run on this cluster, its data cannot be read, a package is missing, or the checkpoint to
