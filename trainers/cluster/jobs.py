@@ -31,6 +31,7 @@ _PACKAGES = ("foldray", "trainers", "tuners")
 _ROOT = Path(__file__).parents[2]
 _TAKEN = (".py", ".yaml")  # all files that the packages have
 _NEVER = ("__pycache__", "runs", "mlruns", "mlartifacts")  # folders
+_STOP_S = 600  # seconds that `ray job stop` waits for a step and its checkpoint; Ray's default is 3
 _MOST = 16 * 2**20  # bytes that a job carries; the packages have a few MiB, and Ray's dashboard refuses 100
 
 
@@ -73,7 +74,8 @@ def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = Tru
         entrypoint = shlex.join(["python", "-m", "foldray", "train", "recipe.yaml", *(["--json"] if as_json else [])])
         try:
             client = JobSubmissionClient(address)
-            environment = {"working_dir": folder, "env_vars": {"PYTHONUNBUFFERED": "1"}}
+            variables = {"PYTHONUNBUFFERED": "1", "RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_S)}
+            environment = {"working_dir": folder, "env_vars": variables}
             job = client.submit_job(entrypoint=entrypoint, runtime_env=environment, metadata={"recipe": recipe.name})
         except AuthenticationError as error:
             reason = error.message.split("\n")[0].split(". ")[0]

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
+
+_SAME_S = 1.0
 
 
 class Stopping:
     """A context in which SIGINT and SIGTERM stop a training in order.
 
     The first signal asks the workers to save a checkpoint after their step, and to stop. The second one, or the first one if
-    nobody can be asked, raises KeyboardInterrupt. Only the main thread gets signals; in other threads the context does
-    nothing.
+    nobody can be asked, raises KeyboardInterrupt. What arrives within a second of the first one is the same signal: `ray job
+    stop` sends it to all processes of a job, and the parent of this process passes it on. Only the main thread gets signals; in
+    other threads the context does nothing.
 
     Attributes:
         signal: the number of the first signal; None if there was none.
@@ -26,6 +30,7 @@ class Stopping:
     def __init__(self, ask: Callable[[], bool]):
         self._ask = ask
         self.signal: int | None = None
+        self._began = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stopping:
@@ -38,6 +43,10 @@ class Stopping:
             signal.signal(number, handler)
 
     def _receive(self, number: int, _: FrameType | None) -> None:
-        first, self.signal = self.signal is None, self.signal or number
-        if not (first and self._ask()):
-            raise KeyboardInterrupt
+        if self.signal is None:
+            self.signal, self._began = number, time.monotonic()
+            if self._ask():
+                return
+        elif time.monotonic() - self._began < _SAME_S:
+            return
+        raise KeyboardInterrupt

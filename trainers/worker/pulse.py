@@ -60,12 +60,14 @@ class Pulse:
         self._outbox.flush(self._period)
 
     def _run(self) -> None:
-        while not self._ends.wait(self._period):
+        while True:
             self._beat()
             self._read_orders()
             if time.monotonic() - self._activity.since > (self._activity.may_take_s or self._patience):
                 self._outbox.flush()
                 os._exit(STALLED)
+            if self._ends.wait(self._period):
+                return
 
     def _read_orders(self) -> None:
         """Ask whether to stop. An answer that does not come at once is read at a later beat, because the driver may be gone."""

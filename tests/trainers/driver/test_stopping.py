@@ -1,0 +1,43 @@
+"""Signals to a training: the first one asks, the second one ends it, and one signal that comes twice is one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from trainers.driver import stopping
+from trainers.driver.stopping import Stopping
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_second_one_ends(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "_SAME_S", 0.05)
+    asked: list[int] = []
+    with Stopping(lambda: not asked.append(1)) as found:
+        send(number)
+        assert (asked, found.signal) == ([1], number)
+        time.sleep(0.1)
+        with pytest.raises(KeyboardInterrupt):
+            send(number)
+    assert asked == [1]
+
+
+def test_a_signal_that_is_also_passed_on_by_the_parent_is_one() -> None:
+    """`ray job stop` sends SIGTERM to the training and to its parent, which passes it on."""
+    asked: list[int] = []
+    with Stopping(lambda: not asked.append(1)) as found:
+        send(signal.SIGTERM)
+        send(signal.SIGTERM)
+    assert (asked, found.signal) == ([1], signal.SIGTERM)
+
+
+def test_a_signal_before_anybody_can_be_asked_ends() -> None:
+    with pytest.raises(KeyboardInterrupt), Stopping(lambda: False):
+        send(signal.SIGTERM)
