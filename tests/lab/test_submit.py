@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.lab.hosts import Host, hosts, why_not
+from tests.lab.outcomes import outcome, run_folder
 from tests.lab.ray_cluster import PACKAGES, Cluster, ray_cluster
 from tests.pool import repository
 
@@ -47,7 +48,7 @@ def alone(lab: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Path:
     storage = tmp_path_factory.mktemp("alone")
     done = lab[2].run([*_FOLDRAY, "train", _RECIPE, *_SHORT, f"cluster.storage={storage}"], timeout=_LIMIT, cwd=repository())
     assert done.returncode == 0, done.stdout + done.stderr
-    return _run_folder(storage)
+    return run_folder(storage)
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +72,10 @@ def submit(lab: list[Host], cluster: Cluster, tmp_path: Path) -> Command:
 def test_foldray_submit_trains_over_both_nodes(submit: Command, lab: list[Host], alone: Path, tmp_path: Path) -> None:
     done = submit("--json")
     assert done.returncode == 0, done.stdout + done.stderr
-    run = _run_folder(tmp_path / "runs")
+    run = run_folder(tmp_path / "runs")
     assert json.loads(done.stdout)["run_dir"] == str(run), "standard output is one JSON document"
     _assert_one_expert_half_per_node(run, lab)
-    assert _outcome(run) == _outcome(alone)
+    assert outcome(run) == outcome(alone)
 
 
 def test_plain_ray_job_submit_trains_what_it_uploads(lab: list[Host], cluster: Cluster, alone: Path, tmp_path: Path) -> None:
@@ -85,8 +86,8 @@ def test_plain_ray_job_submit_trains_what_it_uploads(lab: list[Host], cluster: C
     assert done.returncode == 0, done.stdout + done.stderr
     used = done.stdout.partition("foldray is ")[2].partition("\n")[0]
     assert "/working_dir_files/_ray_pkg_" in used, done.stdout
-    _assert_one_expert_half_per_node(_run_folder(tmp_path / "runs"), lab)
-    assert _outcome(_run_folder(tmp_path / "runs")) == _outcome(alone)
+    _assert_one_expert_half_per_node(run_folder(tmp_path / "runs"), lab)
+    assert outcome(run_folder(tmp_path / "runs")) == outcome(alone)
 
 
 def test_more_workers_than_the_cluster_has_room_for_are_refused_at_once(submit: Command, tmp_path: Path) -> None:
@@ -130,25 +131,8 @@ def _checkout(folder: Path) -> Path:
     return folder
 
 
-def _run_folder(storage: Path) -> Path:
-    (record,) = storage.glob("*/run.json")
-    return record.parent
-
-
 def _assert_one_expert_half_per_node(run: Path, lab: list[Host]) -> None:
     workers: list[dict[str, Any]] = json.loads((run / "run.json").read_text())["workers"]
     assert [(worker["rank"], worker["moe"]["ep"]) for worker in workers] == [(0, 0), (1, 1)]
     assert len({worker["node"] for worker in workers}) == 2
     assert {worker["node_ip"] for worker in workers} == {lab[0].address, lab[1].address}
-
-
-def _outcome(run: Path) -> list[tuple[Any, ...]]:
-    """Return the results of every step and validation, to compare them bit by bit."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    outcome = [
-        (record["kind"], record["step"], record["loss"], record.get("grad_norm"), record.get("load"))
-        for record in records
-        if record["kind"] in ("step", "validation")
-    ]
-    assert len(outcome) == 8 + 2
-    return outcome

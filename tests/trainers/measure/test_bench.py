@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from foldray.blueprint import ModelSpec, expert_shares
 from foldray.cli import main
 from foldray.errors import UserError
 from foldray.recipe import Recipe
@@ -135,3 +136,42 @@ def test_the_default_schedules_fit_a_plain_recipe() -> None:
     shared = {"fold": {"tp": 2, "cp": 2}, "cluster": {"workers": 4}, "training": {"global_batch": 4}}
     with pytest.raises(UserError, match="at most 64 slices of 4"):
         Recipe.parse({"model": {"preset": "tiny"}, **shared}).named_ordering("stream:65")
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_uneven_routing_is_measured_beside_even_routing(ray_session, recipe: Path, capsys) -> None:
+    asked = ["--rounds", "2", "--skew", "16", "--skew", "1", "--picture", "uneven.png"]
+    assert main(["bench", str(recipe), "--json", *asked]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [result["skew"] for result in results] == [0, 1, 16]
+    experts, topk = 8, 2
+    model = ModelSpec.model_validate({"preset": "tiny", "layers": 2})
+    assert (model.experts, model.topk) == (experts, topk)
+    for result in results:
+        expected = sum(expert_shares(experts, topk, result["skew"])[: experts // 2]) / topk * 2
+        assert result["overload"] == pytest.approx(expected, abs=0.05)
+        assert 0 < result["step_ms"]["min"] <= result["step_ms"]["median"] <= result["step_ms"]["max"]
+    predicted = [result["predicted_ratio"] for result in results]
+    assert predicted[0] == 1
+    assert 1 < predicted[1] < predicted[2] < 2
+    assert Path("uneven.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        (["--skew", "-1"], "model.router.skew=-1.0: must be greater than or equal to 0"),
+        (["--skew", "1", "--rounds", "0"], "rounds=0: must be at least 1"),
+        (["--skew", "1", "--schedule", "stream:2"], "skew=1.0: is measured with the recipe's own schedule; leave out --schedule"),
+        (["--skew", "1", "--picture", "x.pdf"], "picture=x.pdf: must be the name of a PNG in a folder that exists"),
+        (["--picture", "x.png"], "picture=x.png: needs --skew"),
+        (["--skew", "1", "moe.backend=deepspeed"], "moe.backend=deepspeed: has gates of its own"),
+    ],
+    ids=str,
+)
+def test_mistakes_about_uneven_routing(recipe: Path, asked: list[str], line: str, capsys) -> None:
+    assert main(["bench", str(recipe), *asked]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"foldray: {line}"), error
+    assert error.count("\n") == 1
