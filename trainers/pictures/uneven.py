@@ -8,37 +8,39 @@ from typing import Any
 
 from matplotlib.ticker import AutoLocator
 
-from trainers.pictures.canvas import BLUE, INK, ORANGE, new_figure, plain
+from trainers.pictures.canvas import BLUE, GREEN, INK, ORANGE, label_right, new_figure, plain, save
+
+_PREDICTED = {"predicted_ratio": ("predicted", "from the even step", ORANGE), "planned_ratio": ("planned", "calibrated", GREEN)}
 
 
 def draw_uneven(results: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Draw measured steps with their range, and predicted ones, relative to the step of an even routing.
 
     Args:
-        results: one for each pattern, the even one first, as `bench_skews` reports them.
+        results: one for each pattern, the even one first, as `bench_skews` reports them; `planned_ratio` may be the prediction
+            of the planner.
         path: the PNG to write.
         title: title of the picture.
     """
-    figure = new_figure(8, 5, title, "step time over the rows of the fullest rank, relative to an even routing")
-    axes = figure.add_axes((0.1, 0.13, 0.76, 0.66))
+    figure = new_figure(8, 5, title, "step time over the rows of the fullest rank, relative to even routing")
+    axes = figure.add_axes((0.09, 0.13, 0.72, 0.66))
     plain(axes)
     axes.xaxis.set_major_locator(AutoLocator())
     even, overloads = results[0]["step_ms"]["median"], [each["overload"] for each in results]
-    measured = [each["step_ms"]["median"] / even for each in results]
-    low = [value - each["step_ms"]["min"] / even for value, each in zip(measured, results, strict=True)]
-    high = [each["step_ms"]["max"] / even - value for value, each in zip(measured, results, strict=True)]
-    predicted = [each["predicted_ratio"] for each in results]
-    axes.errorbar(overloads, measured, (low, high), color=BLUE, marker="o", capsize=3, linewidth=2)
-    axes.plot(overloads, predicted, color=ORANGE, marker="o", linewidth=2, linestyle="--")
-    ends = [("measured", measured[-1], BLUE), ("predicted", predicted[-1], ORANGE)]
-    room = 0.05 * (axes.get_ylim()[1] - axes.get_ylim()[0])
-    near = abs(measured[-1] - predicted[-1]) < room
-    for name, value, colour in ends:
-        moved = room / 2 * (1 if value == max(measured[-1], predicted[-1]) else -1) * near
-        axes.annotate(name, (overloads[-1], value + moved), (12, 0), textcoords="offset points", color=colour, va="center")
-    for each, value in zip(results, measured, strict=True):
-        below = (each["overload"], value), (0, -16)
-        axes.annotate(f"skew {each['skew']:g}", *below, textcoords="offset points", color=INK, fontsize=8, ha="center")
+    low, measured, high = ([each["step_ms"][key] / even for each in results] for key in ("min", "median", "max"))
+    axes.fill_between(overloads, low, high, color=BLUE, alpha=0.15, linewidth=0)
+    axes.plot(overloads, measured, color=BLUE, marker="o", linewidth=2)
+    labels = [(measured[-1], "measured", "", BLUE)]
+    for key, (name, hint, colour) in _PREDICTED.items():
+        if key in results[0]:
+            predicted = [each[key] for each in results]
+            axes.plot(overloads, predicted, color=colour, marker="o", markersize=4, linewidth=2, linestyle="--")
+            labels.append((predicted[-1], name, hint, colour))
+    axes.set_ylim(bottom=min(*low, 1.0) - 0.02)
+    for each in results:
+        place = (each["overload"], 0.02)
+        axes.annotate(f"skew {each['skew']:g}", place, xycoords=("data", "axes fraction"), color=INK, fontsize=8, ha="center")
+    label_right(axes, labels)
     axes.set_xlabel("overload factor: rows of the fullest rank over the mean")
-    axes.set_ylabel("step, × even")
-    figure.savefig(path)
+    axes.set_ylabel("step over even step")
+    save(figure, path)
