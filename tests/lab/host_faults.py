@@ -57,8 +57,10 @@ class HurtJob(Hurt):
     def victims_worker(self) -> dict[str, Any]:
         return next(worker for worker in self.document["workers"] if worker["node_ip"] == self.victim.address)
 
-    def left(self, patience: float = 20.0) -> list[str]:
-        """Return the names of workers that still run after the end."""
+    def left(self, patience: float = 90.0) -> list[str]:
+        """Return the names of workers that still run after the end. Nobody can end those on a host before its link is back."""
+        for host in self.nodes:
+            _link(host, "up")
         deadline = time.monotonic() + patience
         while left := [name for name in map(_command, self._pids()) if "RayTrainWorker" in name]:
             if time.monotonic() > deadline:
