@@ -1,4 +1,4 @@
-"""Records of a training, and the history that they make up.
+"""Records of a training.
 
 Records are dicts, not classes of this package, so the queue that carries them (`cluster/mailbox.py`) need not import this
 package.
@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Any, Literal, NotRequired
 
-import numpy as np
-from pydantic import ConfigDict, Field, TypeAdapter
 from typing_extensions import TypedDict  # pydantic requires this one below Python 3.12
 
-from trainers.health import Course, Health, Layers, entropy, max_over_mean, unused
-from trainers.speed import Speed
+from trainers.health import Layers
 
 VALIDATED = ("validation/loss", "validation/bits_per_byte")
 REPORTED = ("step", "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_time_s", "mfu", *VALIDATED)
 """Metrics that Ray gets with each checkpoint, by the names that MLflow has (`reported`)."""
-LOAD_WINDOW = 20  # steps to sum expert loads over, because the load of one step depends mostly on its batch
 
 
 class Place(TypedDict):
@@ -246,162 +240,6 @@ class Failed(TypedDict):
 
 
 Record = Failed | Grows | Slow | Spiked | Place | Step | Validation | Resumed | Tried | Settled | Listed | Drifted | Saved
-_RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")], config=ConfigDict(strict=True))
-_FINITE = ("loss", "lr", "tokens_per_s", "step_time_s")
-_LONGEST_LINE = 1 << 28
-
-
-class History:
-    """The records of a run by step. Records of steps that ran again replace the earlier ones."""
-
-    def __init__(self) -> None:
-        self.places: dict[int, Place] = {}
-        self.steps: dict[int, Step] = {}
-        self.validations: dict[int, Validation] = {}
-        self.checkpoints: dict[int, Saved] = {}
-        self.resumes: list[int] = []
-        self.tried: list[Tried] = []
-        """Trials in order; a new search clears the trials of an earlier one."""
-        self.settled: dict[int, Settled] = {}
-        """The chosen order by degree; the newest counts."""
-        self.listed: dict[int, Listed] = {}
-        """The found lists by degree; the newest count."""
-        self.drifts: list[Drifted] = []
-        self.failures: list[Failed] = []
-        """The failed attempts, in order."""
-        self.grown: list[int] = []
-        """The steps after which training went on with more workers."""
-        self.spikes: dict[int, Spiked] = {}
-        """Losses that stood out, by step."""
-        self.slow: dict[int, Slow] = {}
-        """Ranks that the others wait for."""
-        self.imbalance: dict[int, np.ndarray] = {}
-        """By step: the load of the busiest expert over the mean load, for every MoE layer."""
-        self.entropy: dict[int, np.ndarray] = {}
-        """By step: the entropy of the load over ln(experts), for every MoE layer."""
-        self.unused: dict[int, tuple[int, int]] = {}
-        """By step: the number of dead and of starved experts over the `LOAD_WINDOW` steps up to this one."""
-        self.course, self.speed = Course(), Speed()
-        self._loads: deque[tuple[int, np.ndarray]] = deque(maxlen=LOAD_WINDOW)
-
-    @classmethod
-    def read(cls, path: Path) -> History:
-        """Read the history in a `metrics.jsonl`, and skip lines that a crash cut off.
-
-        Raises:
-            ValueError: a line is JSON, but not a record.
-        """
-        history = cls()
-        if path.exists():
-            with path.open() as lines:
-                for number, line in enumerate(iter(lambda: lines.readline(_LONGEST_LINE), ""), 1):
-                    history._read_line(number, line)
-        return history
-
-    def _read_line(self, number: int, line: str) -> None:
-        if len(line) == _LONGEST_LINE:
-            raise ValueError(f"line {number} is too long")
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            return
-        except (RecursionError, ValueError):
-            raise ValueError(f"line {number} is not a record") from None
-        try:
-            # Infinite numbers and NaN are written as null.
-            known = {key: 0.0 if value is None and key in _FINITE else value for key, value in record.items()}
-            _RECORD.validate_python(known)
-            self.receive(record)
-        except (AttributeError, ArithmeticError, LookupError, TypeError, ValueError):
-            raise ValueError(f"line {number} is not a record of a run") from None
-
-    def receive(self, record: Record) -> None:
-        """Add a record to the history."""
-        self.speed.receive(record)
-        if record["kind"] == "place":
-            self.places[record["rank"]] = record
-        elif record["kind"] == "step":
-            self._take_step(record)
-        elif record["kind"] == "validation":
-            self.validations[record["step"]] = record
-        elif record["kind"] == "checkpoint":
-            self.checkpoints[record["step"]] = record
-        elif record["kind"] == "tried":
-            if self.tried and self.tried[-1]["chosen"]:
-                self.tried.clear()
-            self.tried.append(record)
-        elif record["kind"] == "settled":
-            self.settled[record["degree"]] = record
-        elif record["kind"] == "listed":
-            self.listed[record["degree"]] = record
-        elif record["kind"] == "drifted":
-            self.drifts.append(record)
-        elif record["kind"] == "failed":
-            self.failures.append(record)
-            self.places.clear()  # the next attempt may have fewer ranks
-            self.slow.clear()
-        elif record["kind"] == "grows":
-            self.grown.append(record["step"])
-            self.places.clear()
-            self.slow.clear()
-        elif record["kind"] == "spiked":
-            self.spikes[record["step"]] = record
-        elif record["kind"] == "slow":
-            self.slow.pop(record["rank"], None)
-            if record["goes_on"]:
-                self.slow[record["rank"]] = record
-        else:
-            self.resumes.append(record["step"])
-            self._rewind(record["step"])
-
-    @property
-    def last_step(self) -> int:
-        return next(reversed(self.steps), 0)  # the dict has the steps in order
-
-    @property
-    def load(self) -> np.ndarray | None:
-        """Tokens per MoE layer and expert over at most `LOAD_WINDOW` of the newest steps; None if no step has them."""
-        return np.sum([load for _, load in self._loads], axis=0) if self._loads else None
-
-    @property
-    def newest(self) -> range | None:
-        """The steps that `load` sums over, from the first to the last; None if no step has loads."""
-        return range(self._loads[0][0], self._loads[-1][0] + 1) if self._loads else None
-
-    def health(self, ep: int) -> Health | None:
-        """Return the balance over the newest steps, with the experts on `ep` ranks; None if no step has loads."""
-        return Health.of([load for _, load in self._loads], ep) if self._loads else None
-
-    def _take_step(self, record: Step) -> None:
-        step, load = record["step"], np.asarray(record["load"] or [], dtype=np.int64)
-        if step <= self.last_step:  # an attempt that starts at step 0 sends no "resumed" record
-            self._rewind(step - 1)
-        # With many experts, the loads of all steps would fill the driver's memory. metrics.jsonl has them.
-        self.steps[step] = {**record, "load": None, "by_layer": None}
-        if load.size:
-            self._take_load(step, load)
-
-    def _take_load(self, step: int, load: np.ndarray) -> None:
-        if load.ndim != 2 or load.min() < 0 or (self._loads and load.shape != self._loads[-1][1].shape):
-            raise ValueError(f"step {step} has loads of another shape, or negative ones")
-        self._loads.append((step, load))
-        self.imbalance[step] = max_over_mean(load).astype(np.float32)
-        self.entropy[step] = entropy(load).astype(np.float32)
-        dead_M, starved_M = unused(np.sum([each for _, each in self._loads], axis=0))
-        self.unused[step] = int(dead_M.sum()), int(starved_M.sum())
-        self.course.add(step, load)
-
-    def _rewind(self, step: int) -> None:
-        by_steps: tuple[dict[int, Any], ...] = (
-            self.steps, self.validations, self.checkpoints, self.imbalance, self.entropy, self.unused, self.spikes,
-        )  # fmt: skip
-        for by_step in by_steps:
-            for later in [key for key in by_step if key > step]:
-                del by_step[later]
-        earlier = [(at, load) for at, load in self._loads if at <= step]
-        self._loads.clear()
-        self._loads.extend(earlier)
-        self.course.rewind(step)
 
 
 def reported(step: Step, validation: Mapping[str, Any]) -> dict[str, float | None]:

@@ -28,7 +28,8 @@ import ray
 
 from foldray import Recipe
 from trainers import FoldTrainer
-from trainers.records import History, number
+from trainers.history import History
+from trainers.records import number
 
 Curves = dict[str, dict[int, float]]
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainers.health import Health
-from trainers.records import History, Place, Record, Resumed, Saved, Step, Validation
+from trainers.history import History
+from trainers.records import Place, Record, Resumed, Saved, Step, Validation
 
 
 def place(rank: int) -> Place:

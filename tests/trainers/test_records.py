@@ -13,7 +13,8 @@ from ray.util.queue import Queue
 from tests.trainers.records import history, place, resumed, saved, step, validation
 from trainers.cluster import mailbox
 from trainers.cluster.mailbox import Inbox, Outbox
-from trainers.records import LOAD_WINDOW, History, Record, as_json, number
+from trainers.history import LOAD_WINDOW, History
+from trainers.records import Record, as_json, number
 
 
 @ray.remote(num_cpus=0)

@@ -15,7 +15,7 @@ from trainers.driver.recorder import read_history
 from trainers.driver.trained import recipe_of
 from trainers.folders import Folder
 from trainers.health import STARVED, Health
-from trainers.records import History
+from trainers.history import History
 
 _FIELD = "RUN"
 _LEGEND = f"""\
@@ -26,7 +26,7 @@ dead: experts without a token in these steps; starved: those with less than {STA
 
 @dataclass(frozen=True)
 class RunHealth:
-    """The balance of a run's experts in its newest steps, at most `records.LOAD_WINDOW`.
+    """The balance of a run's experts in its newest steps, at most `history.LOAD_WINDOW`.
 
     Args:
         name: the run's id.

@@ -18,10 +18,11 @@ from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers.driver.watch import Pace
 from trainers.folders import DamagedFile, Folder, read_json
+from trainers.history import LOAD_WINDOW, History
 from trainers.pictures.health import draw_health
 from trainers.pictures.speed import draw_speed
 from trainers.pictures.training import draw_expert_load, draw_loss, draw_tried
-from trainers.records import LOAD_WINDOW, Beat, History, Record, as_json
+from trainers.records import Beat, Record, as_json
 
 _BALANCE = (
     "load_max_over_mean", "busiest_layer", "rank_max_over_mean", "load_entropy", "dead_experts", "starved_experts",

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from trainers.health import STARVED, Course, overlaps, similarity
+from trainers.history import LOAD_WINDOW, History
 from trainers.pictures.canvas import (
     BLUE,
     GREEN,
@@ -29,7 +30,7 @@ from trainers.pictures.canvas import (
     share_norm,
     smoothed,
 )
-from trainers.records import LOAD_WINDOW, History, number
+from trainers.records import number
 
 _MAPS, _ABREAST = 8, 4  # heat maps on the page, and in a row of it
 _PIXELS = 1024  # most columns of a heat map

@@ -11,7 +11,8 @@ from foldray.cli import main
 from tests.trainers.pictures.test_training import size
 from tests.trainers.records import step
 from trainers.driver.recorder import as_yaml
-from trainers.records import LOAD_WINDOW, Step, as_json
+from trainers.history import LOAD_WINDOW
+from trainers.records import Step, as_json
 
 STEPS = 30
 
