@@ -1,16 +1,18 @@
-"""Reads files that a user names: only regular files of a bounded size, and only YAML without duplicate keys."""
+"""Files that a user names: only regular ones of a bounded size, and only YAML without duplicate keys, are read; pictures are
+written."""
 
 from __future__ import annotations
 
 import os
 import stat
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from foldray.errors import UserError
+from foldray.errors import MissingPackage, UserError
 
 _MOST_BYTES = 2**18
 _LONGEST = 2**13  # characters of a value; a longer number would take minutes to read
@@ -125,3 +127,42 @@ class _Loader(yaml.SafeLoader):
             what = "a zero byte" if control == "\0" else f"the control character {control!r}"
             raise ValueError(f"{what} in line {node.start_mark.line + 1}, which names and paths must not hold")
         return node
+
+
+def check_folder(field: str, path: Path) -> None:
+    """Check that the folder of a file to write exists.
+
+    Raises:
+        UserError: it does not.
+    """
+    if not path.parent.is_dir():
+        raise UserError(field, path, f"cannot be written (the folder {path.parent} does not exist)")
+
+
+def check_picture(path: Path) -> None:
+    """Check the name of a picture before work begins that it will show.
+
+    Raises:
+        UserError: the name does not end in .png, or its folder does not exist.
+    """
+    if path.suffix.lower() != ".png":
+        raise UserError("picture", path, "is written as PNG: the name must end in .png")
+    check_folder("picture", path)
+
+
+def write_picture(path: str | Path, draw: Callable[[Path], None]) -> None:
+    """Write a PNG with `draw`.
+
+    Raises:
+        UserError: the name does not end in .png, or the file cannot be written.
+        MissingPackage: matplotlib is not installed.
+    """
+    check_picture(Path(path))
+    try:
+        draw(Path(path))
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "matplotlib":
+            raise
+        raise MissingPackage("picture", path, "matplotlib", "pip install matplotlib") from None
+    except OSError as error:
+        raise UserError("picture", path, f"cannot be written ({error.strerror or error})") from None

@@ -305,7 +305,10 @@ EXPLAIN: list[tuple[str, tuple[str, ...]]] = [
     ("--world-size 8 --best-order", ("best_order=asked for", "needs --ranks-per-node")),
     ("--world-size 8 --json --best-order", ("best_order=asked for", "needs --ranks-per-node")),
     ("--world-size 8 --picture fold.pdf", ("picture=fold.pdf", "must end in .png")),
-    ("--world-size 8 --picture absent/fold.png", ("picture=absent/fold.png", "cannot be written (No such file or directory)")),
+    (
+        "--world-size 8 --picture absent/fold.png",
+        ("picture=absent/fold.png", "cannot be written (the folder absent does not exist)"),
+    ),
     ("--world-size 8 --ranks-per-node 0 --picture fold.png", ("ranks_per_node=0",)),
 ]
 ILLEGAL: list[tuple[str, tuple[str, ...]]] = [

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from foldray.comm import Groups
-from foldray.errors import MissingPackage, UserError
+from foldray.errors import UserError
+from foldray.files import check_folder, check_picture, write_picture
 from foldray.finding import recorded_bound
 from foldray.model import Losses
 from foldray.recipe import Recipe
@@ -75,11 +76,10 @@ def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: 
     Raises:
         UserError: a file cannot be written, or the recipe cannot run here.
     """
-    if picture is not None and picture.suffix.lower() != ".png":
-        raise UserError("picture", picture, "is written as PNG: the name must end in .png")
-    for name, path in (("picture", picture), ("trace", trace)):
-        if path is not None and not path.parent.is_dir():
-            raise UserError(name, path, f"cannot be written (the folder {path.parent} does not exist)")
+    if picture is not None:
+        check_picture(picture)
+    if trace is not None:
+        check_folder("trace", trace)
     result = workers.on_workers(recipe, _timeline_loop, "timeline", f"a step on {recipe.cluster.workers} workers …")
     graph, recordings = result["graph"], result["recordings"]
     ranks = [recording.spans for recording in recordings]
@@ -89,7 +89,8 @@ def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: 
         _write(trace, json.dumps(perfetto(graph, ranks, begin)))
     if picture is not None:
         rows = {f"measured{name}": shifted(ranks[rank], begin) for name, rank in shown(recipe).items()}
-        _draw(recipe, graph, rows | {f"simulated{name}": each.spans for name, each in expected.items()}, picture)
+        drawn = rows | {f"simulated{name}": each.spans for name, each in expected.items()}
+        write_picture(picture, lambda path: _draw(recipe, graph, drawn, path))
     simulated, bound = next(iter(expected.values())).seconds * 1e3, recorded_bound(graph, recordings) * 1e3
     measured = result["times"]["step_ms"]
     if as_json:
@@ -258,11 +259,6 @@ def _write(path: Path, text: str) -> None:
 
 
 def _draw(recipe: Recipe, graph: StepGraph, rows: Mapping[str, Mapping[Op, Span]], path: Path) -> None:
-    try:
-        from trainers.pictures.timeline import draw_timelines
-    except ModuleNotFoundError as error:
-        raise MissingPackage("picture", path, error.name or "matplotlib", "pip install matplotlib") from None
-    try:
-        draw_timelines(graph, rows, path, f"{recipe.name}: {recipe.schedule.kind}, degree {recipe.schedule.degree}")
-    except OSError as error:
-        raise UserError("picture", path, f"cannot be written ({error.strerror or error})") from None
+    from trainers.pictures.timeline import draw_timelines
+
+    draw_timelines(graph, rows, path, f"{recipe.name}: {recipe.schedule.kind}, degree {recipe.schedule.degree}")

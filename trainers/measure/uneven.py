@@ -16,7 +16,8 @@ import torch
 
 from foldray.blueprint import ModelSpec, overload, rank_shares
 from foldray.comm import Groups
-from foldray.errors import MissingPackage, UserError
+from foldray.errors import UserError
+from foldray.files import check_picture, write_picture
 from foldray.kinds import COMBINE, DISPATCH, EXPERT
 from foldray.moe import Pattern
 from foldray.recipe import Recipe
@@ -44,8 +45,8 @@ def bench_skews(recipe: Recipe, skews: Sequence[float], rounds: int, picture: Pa
     """
     if rounds < 1:
         raise UserError("rounds", rounds, "must be at least 1")
-    if picture is not None and (picture.suffix.lower() != ".png" or not picture.parent.is_dir()):
-        raise UserError("picture", picture, "must be the name of a PNG in a folder that exists")
+    if picture is not None:
+        check_picture(picture)
     chosen = sorted({0.0, *skews})
     checked = [Recipe.parse(_skewed(recipe, skew)) for skew in chosen]
     told = f"{len(chosen)} routing patterns, {rounds} rounds, on {recipe.cluster.workers} workers …"
@@ -53,7 +54,7 @@ def bench_skews(recipe: Recipe, skews: Sequence[float], rounds: int, picture: Pa
     found = workers.on_workers(recipe, _loop, "bench", told, models=models, rounds=rounds)["measured"]
     results = [_result(skew, turns) for skew, turns in zip(chosen, found, strict=True)]
     if picture is not None:
-        _draw(recipe, results, picture)
+        write_picture(picture, lambda path: _draw(recipe, results, path))
     print(to_json({"results": results}) if as_json else _table(results, rounds))
     return 0
 
@@ -143,11 +144,6 @@ def _table(results: Sequence[dict[str, Any]], rounds: int) -> str:
 
 
 def _draw(recipe: Recipe, results: Sequence[dict[str, Any]], path: Path) -> None:
-    try:
-        from trainers.pictures.uneven import draw_uneven
-    except ModuleNotFoundError as error:
-        raise MissingPackage("picture", path, error.name or "matplotlib", "pip install matplotlib") from None
-    try:
-        draw_uneven(results, path, f"{recipe.name}: {recipe.placed_fold}, {recipe.schedule.kind}")
-    except OSError as error:
-        raise UserError("picture", path, f"cannot be written ({error.strerror or error})") from None
+    from trainers.pictures.uneven import draw_uneven
+
+    draw_uneven(results, path, f"{recipe.name}: {recipe.placed_fold}, {recipe.schedule.kind}")

@@ -164,7 +164,7 @@ def test_uneven_routing_is_measured_beside_even_routing(ray_session, recipe: Pat
         (["--skew", "-1"], "model.router.skew=-1.0: must be greater than or equal to 0"),
         (["--skew", "1", "--rounds", "0"], "rounds=0: must be at least 1"),
         (["--skew", "1", "--schedule", "stream:2"], "skew=1.0: is measured with the recipe's own schedule; leave out --schedule"),
-        (["--skew", "1", "--picture", "x.pdf"], "picture=x.pdf: must be the name of a PNG in a folder that exists"),
+        (["--skew", "1", "--picture", "x.pdf"], "picture=x.pdf: is written as PNG: the name must end in .png"),
         (["--picture", "x.png"], "picture=x.png: needs --skew"),
         (["--skew", "1", "moe.backend=deepspeed"], "moe.backend=deepspeed: has gates of its own"),
     ],

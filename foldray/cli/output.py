@@ -1,0 +1,47 @@
+"""What commands share: the recipe of a command, ranges of numbers, and standard output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+from foldray.errors import UserError
+from foldray.recipe import Recipe
+
+MOST_RANKS = 2**17  # limit of `explain` and `plan`: tables of more ranks take minutes and gigabytes
+
+
+def recipe_of(given: argparse.Namespace) -> Recipe:
+    """Return the recipe that the arguments name, with its changes."""
+    changes = {"cluster.address": getattr(given, "joined", None), "model.router.skew": getattr(given, "skew", None)}
+    changed = [f"{key}={value}" for key, value in changes.items() if value is not None]
+    return Recipe.load(given.recipe, [*given.overrides, *changed])
+
+
+def check_range(given: argparse.Namespace, **most: int) -> None:
+    """Raise a UserError for a size outside 1 … limit. Larger sizes would exhaust the machine before another check."""
+    for name, limit in most.items():
+        value = getattr(given, name)
+        if value is not None and not 1 <= value <= limit:
+            raise UserError(name, value, f"must be at least 1, and at most {limit}")
+
+
+def say_json(document: Any) -> None:
+    """Print a document for programs."""
+    say(json.dumps(document))
+
+
+def say(text: str) -> None:
+    """Print a text."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        say_nothing_more()
+
+
+def say_nothing_more() -> None:
+    """Turn off standard output, because its reader stopped, as `| head` does. Otherwise Python reports the error at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,120 @@
+"""The command `foldray plan`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from foldray.arguments import AXES
+from foldray.cli.output import MOST_RANKS, check_range, recipe_of, say, say_json
+from foldray.errors import UserError
+from foldray.files import write_picture
+
+
+def plan(given: argparse.Namespace) -> int:
+    from foldray.planner import hardware, report, score
+
+    machines = hardware.load_hardware(given.cluster)
+    if given.fit:
+        return _fit(given, machines)
+    if given.score:
+        scored = score.score(score.read_rows(given.score), machines)
+        say(json.dumps(report.scores(scored)) if given.json else report.score_table(scored))
+        return 0
+    if given.disaggregate:
+        return _plan_placements(given, machines)
+    from foldray.planner import listed, search
+
+    found = search.search(_space(given, machines), given.top)
+    lists = [listed.with_list(each, machines, imbalance=given.imbalance) for each in found.best[: given.list]]
+    if given.picture:
+        write_picture(given.picture, lambda path: _plan_picture(found, machines, path))
+    say(json.dumps(report.document(found.best, lists)) if given.json else report.table(found, machines, given.imbalance, lists))
+    return 0
+
+
+def _plan_placements(given: argparse.Namespace, machines: Any) -> int:
+    """Find workers of their own for the experts, and compare them with the best plan whose workers have both halves."""
+    from foldray.planner import placed_report, placing, search
+    from foldray.planner.apart import ApartWork
+
+    space = _space(given, machines)
+    print(f"trying placements on {space.gpus} GPUs; this takes minutes …", file=sys.stderr)
+    demand, allocation = placing.roofline(space)
+    placed = placing.search_placements(space, given.top)
+    best = placed[0]
+    work = ApartWork(best.candidate, placing.sides(space, placing.adapters(allocation)))
+    shared = search.search(space, 1).best[0]
+    found = placed_report.Comparison(placed, shared, demand, allocation, placing.apart_seconds(work))
+    if given.picture:
+        write_picture(given.picture, lambda path: _roofline_picture(found, space, path))
+    say(json.dumps(placed_report.placements_document(found)) if given.json else placed_report.placements_table(found, machines))
+    return 0
+
+
+def _roofline_picture(found: Any, space: Any, path: Path) -> None:
+    from trainers.pictures.roofline import draw_roofline
+
+    draw_roofline(found, space, path)
+
+
+def _fit(given: argparse.Namespace, machines: Any) -> int:
+    """Fit the constants to published rows. Print the errors, and the error of each row by constants fitted to the others."""
+    from foldray.planner import report, score
+
+    rows = score.read_rows(given.fit)
+    found = score.fit(rows, machines)
+    scored, apart = score.score(rows, machines, found), list(score.left_out(rows, machines))
+    if given.json:
+        say_json({"constants": found, "mape": score.mape(scored), "mape_left_out": score.mape(apart)})
+    else:
+        say("\n\n".join([report.constants_table(found), report.score_table(scored), "each row by the others' constants:",
+                          report.score_table(apart)]))  # fmt: skip
+    return 0
+
+
+def _space(given: argparse.Namespace, machines: Any) -> Any:
+    """Return the space that `foldray plan` searches.
+
+    Raises:
+        UserError: a required option is missing, or an option has an illegal value.
+    """
+    from foldray.blueprint import ModelSpec
+    from foldray.planner.candidate import DTYPES, Job
+    from foldray.planner.space import KINDS, Space
+
+    recipe = recipe_of(given) if given.recipe else None
+    if recipe and recipe.placement and not given.disaggregate:
+        rule = "gives the experts workers of their own, which only foldray plan --disaggregate plans"
+        raise UserError("placement", str(recipe.placed_fold), rule, ["null"])
+    if recipe:
+        for name, value in (("gpus", recipe.cluster.workers), ("seq_len", recipe.data.seq_len),
+                            ("global_batch", recipe.training.global_batch), ("dtype", DTYPES[recipe.precision])):  # fmt: skip
+            setattr(given, name, value if getattr(given, name) is None else getattr(given, name))
+    for name in (*(() if recipe else ("model",)), "gpus", "seq_len", "global_batch"):
+        if getattr(given, name) is None:
+            raise UserError(name, "nothing", "is required, except with a recipe, --score or --fit")
+    if not 0 <= given.list <= 1000:
+        raise UserError("list", given.list, "must be a number of results", ["0…1000"])
+    check_range(given, gpus=MOST_RANKS, seq_len=2**24, global_batch=2**20, top=1000, **dict.fromkeys(AXES, MOST_RANKS))
+    if not 1 <= given.imbalance <= 1000:
+        raise UserError("imbalance", given.imbalance, "must be at least 1", ["1…1000"])
+    named = {"preset": given.model, **({} if given.skew is None else {"router": {"skew": given.skew}})}
+    model = recipe.model if recipe and given.model is None else ModelSpec.model_validate(named)
+    iterations = recipe.optimizer.iterations if recipe else 0
+    job = Job(model, given.seq_len, given.global_batch, given.dtype or "bf16", iterations)
+    machines.peak(job.dtype)
+    pins = {axis: getattr(given, axis) for axis in AXES if getattr(given, axis) is not None}
+    own = [recipe.schedule.kind] if recipe and recipe.ordering.of_stages else []
+    kinds = dict.fromkeys([*KINDS, *own])
+    zero = {"zero1": 1, "zero3": 3}[given.sharding]
+    return Space(job, machines, given.gpus, pins, zero, kinds=tuple(kinds), imbalance=given.imbalance)
+
+
+def _plan_picture(found: Any, machines: Any, path: Path) -> None:
+    from trainers.pictures.plan import draw_plan
+
+    draw_plan(found, machines, path)

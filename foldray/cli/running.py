@@ -1,0 +1,159 @@
+"""The commands that train, measure and serve. Each imports the upper floor that it needs inside its function."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from foldray import completion
+from foldray.cli.output import recipe_of, say, say_json, say_nothing_more
+from foldray.errors import MissingPackage, UserError
+from foldray.files import write_picture
+from foldray.recipe import Recipe
+
+
+def train(given: argparse.Namespace) -> int:
+    recipe = recipe_of(given)
+    from trainers.driver.entry import train as run
+
+    return run(recipe, resume=given.resume, start=given.start, as_json=given.json, search=_search(recipe))
+
+
+def _search(recipe: Recipe) -> Any:
+    """Return the search for the values that a recipe leaves open, or None if the recipe leaves none open."""
+    if not recipe.schedule.opened:
+        return None
+    from tuners import OnlineSearch
+
+    return OnlineSearch
+
+
+def submit(given: argparse.Namespace) -> int:
+    recipe = recipe_of(given)
+    from trainers.cluster.jobs import submit as run
+
+    return run(recipe, given.address, as_json=given.json, wait=not given.no_wait, stops=given.stop)
+
+
+def verify(given: argparse.Namespace) -> int:
+    recipe = recipe_of(given)
+    from trainers.measure.verify import verify as run
+    from trainers.measure.verify import verify_all
+
+    return verify_all(recipe, as_json=given.json) if given.all else run(recipe, shrink=given.shrink, as_json=given.json)
+
+
+def bench(given: argparse.Namespace) -> int:
+    recipe = recipe_of(given)
+    if given.picture and not given.skews:
+        raise UserError("picture", given.picture, "needs --skew")
+    if not given.skews:
+        from trainers.measure.bench import bench as run
+
+        return run(recipe, given.schedules, given.rounds, as_json=given.json)
+    if given.schedules:
+        raise UserError("skew", given.skews[0], "is measured with the recipe's own schedule; leave out --schedule")
+    from trainers.measure.uneven import bench_skews
+
+    return bench_skews(recipe, given.skews, given.rounds, given.picture, as_json=given.json)
+
+
+def timeline(given: argparse.Namespace) -> int:
+    recipe = recipe_of(given)
+    from trainers.measure.bench import timeline as run
+
+    return run(recipe, given.picture, given.trace, as_json=given.json)
+
+
+def tune(given: argparse.Namespace) -> int:
+    recipe = recipe_of(given)
+    return _tuners(given).tune(recipe, as_json=given.json)
+
+
+def dashboard(given: argparse.Namespace) -> int:
+    recipe = recipe_of(given)
+    return _tuners(given).dashboard(recipe, given.host, given.port, as_json=given.json)
+
+
+def _tuners(given: argparse.Namespace) -> Any:
+    try:
+        from tuners import entry
+    except ModuleNotFoundError as error:
+        name = error.name or "optuna"
+        raise MissingPackage("command", given.command, name, f"pip install {name.replace('_', '-')}") from None
+    return entry
+
+
+def calibrate(given: argparse.Namespace) -> int:
+    recipe = recipe_of(given)
+    from trainers.measure.calibrate import calibrate as run
+
+    return run(recipe, given.out, as_json=given.json)
+
+
+def generate(given: argparse.Namespace) -> int:
+    from trainers.inference.entry import generate as run
+
+    sampling = {name: getattr(given, name) for name in ("temperature", "top_p", "top_k", "seed")}
+    try:
+        return run(given.run, given.prompt, given.tokens, sampling, given.json, given.chat, given.system, given.trust)
+    except BrokenPipeError:
+        say_nothing_more()
+        return 0
+
+
+def eval_(given: argparse.Namespace) -> int:
+    from trainers.inference.entry import evaluate
+
+    return evaluate(given.run, given.files, given.seq_len, as_json=given.json, trust=given.trust)
+
+
+def status(given: argparse.Namespace) -> int:
+    from trainers.driver.status import RunStatus
+
+    found = RunStatus.at(given.run, given.trust)
+    if given.json:
+        say_json(found.document())
+    else:
+        say(found.text())
+    return 0
+
+
+def health(given: argparse.Namespace) -> int:
+    from trainers.driver.health import RunHealth
+
+    found = RunHealth.at(given.run, given.trust)
+    if given.picture:
+        write_picture(given.picture, found.draw)
+    if given.json:
+        say_json(found.document())
+    else:
+        say(found.text())
+    return 0
+
+
+def export_hf(given: argparse.Namespace) -> int:
+    from trainers.driver.export import export
+
+    return export(given.run, given.folder, given.dtype, as_json=given.json, trust=given.trust)
+
+
+def import_hf(given: argparse.Namespace) -> int:
+    from trainers.hugging_face.importing import Upcycling
+    from trainers.hugging_face.importing import import_hf as run
+
+    for field in ("topk", "granularity"):
+        if getattr(given, field) is not None and given.upcycle is None:
+            raise UserError(field, getattr(given, field), "needs --upcycle")
+    topk, parts = (default if value is None else value for value, default in ((given.topk, 2), (given.granularity, 1)))
+    upcycling = None if given.upcycle is None else Upcycling(given.upcycle, topk, parts)
+    return run(given.folder, given.path, as_json=given.json, upcycling=upcycling)
+
+
+def complete(given: argparse.Namespace) -> int:
+    script = completion.script(given.shell)
+    if given.json:
+        say_json({"shell": given.shell, "script": script})
+    else:
+        say(script)
+    return 0
