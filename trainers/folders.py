@@ -60,11 +60,11 @@ class Folder:
         self._filesystem_argument = filesystem
 
     def __truediv__(self, part: str) -> Folder:
-        return Folder(_with_path(self.name, lambda path: f"{path.rstrip('/')}/{part}"), self._filesystem_argument)
+        return Folder(with_path(self.name, lambda path: f"{path.rstrip('/')}/{part}"), self._filesystem_argument)
 
     @property
     def parent(self) -> Folder:
-        return Folder(_with_path(self.name, os.path.dirname), self._filesystem_argument)
+        return Folder(with_path(self.name, os.path.dirname), self._filesystem_argument)
 
     @property
     def last(self) -> str:
@@ -179,7 +179,7 @@ def printable(text: str, limit: int = 200) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text[:limit])
 
 
-def _with_path(name: str, change: Callable[[str], str]) -> str:
+def with_path(name: str, change: Callable[[str], str]) -> str:
     """Change a path, or the path of a URI. Parts of a URI after the path, such as `?region=…`, stay."""
     if "://" not in name:
         return change(name)

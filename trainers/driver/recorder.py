@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,9 @@ from typing_extensions import TypedDict  # pydantic requires this one below Pyth
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
+from foldray.urls import without_secrets
 from trainers.driver.watch import Pace
-from trainers.folders import DamagedFile, Folder, read_json
+from trainers.folders import DamagedFile, Folder, read_json, with_path
 from trainers.history import LOAD_WINDOW, History
 from trainers.pictures.health import draw_health
 from trainers.pictures.speed import draw_speed
@@ -173,7 +175,6 @@ class RunFolder:
         history, steps = self.history, list(self.history.steps.values())
         last = history.steps[history.last_step] if steps else None
         validation = history.validations[max(history.validations)] if history.validations else None
-        checkpoint = history.checkpoints[max(history.checkpoints)]["path"] if history.checkpoints else None
         return Summary(
             run_id=self.path.name,
             run_dir=str(self.path),
@@ -189,12 +190,22 @@ class RunFolder:
             mfu=_median([step["mfu"] for step in steps]),
             **self._balance(),
             drop_rate=_mean([step["drop_rate"] for step in steps[-LOAD_WINDOW:]]),
-            checkpoint=checkpoint,
+            checkpoint=self._checkpoint(),
             pictures=tuple(str(path) for path in (*self._pictures, self._online) if path.exists()),
             mlflow_uri=self._mlflow[0],
             mlflow_run_id=self._mlflow[1],
             mlflow_command=self._mlflow[2],
         )
+
+    def _checkpoint(self) -> str | None:
+        """Return the newest checkpoint as `--from` takes it. Ray knows only the path in a storage elsewhere."""
+        if not (checkpoints := self.history.checkpoints):
+            return None
+        path, storage = checkpoints[max(checkpoints)]["path"], self._recipe.cluster.storage or ""
+        if "://" not in storage:
+            return path
+        inside = f"{self.path.name}/{os.path.basename(path)}"
+        return without_secrets(with_path(storage, lambda folder: f"{folder}/{inside}"))
 
     @property
     def artifacts(self) -> list[Path]:

@@ -8,8 +8,6 @@ import json
 import lzma
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +18,7 @@ import pyarrow
 import pytest
 
 from foldray.errors import UserError
+from tests.s3 import ENVIRONMENT, NO_MOTO, moto_server, s3_server
 from trainers.data import places, rows
 from trainers.data.places import find, open_text, size_of
 from trainers.data.rows import cut, read_documents
@@ -145,48 +144,21 @@ def test_files_of_a_web_server(web: str) -> None:
         find("data.path", f"{web}/b.jsonl")
 
 
-NO_MOTO = "moto is not installed; pip install 'moto[server]', or name its moto_server in MOTO_SERVER"
-
-
-def moto_server() -> str | None:
-    """Return the command that starts a server of S3; None if there is none."""
-    beside = Path(sys.executable).with_name("moto_server")
-    return os.environ.get("MOTO_SERVER") or (str(beside) if beside.exists() else None)
-
-
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
     """A server of S3 with the bucket `texts`. Its value is the options of a URI."""
-    command = moto_server()
-    if command is None:
+    if moto_server() is None:
         pytest.skip(NO_MOTO)
-    from pyarrow.fs import S3FileSystem
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with pytest.MonkeyPatch.context() as patch:
-        for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            patch.setenv(key, "testing")
-        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        process = subprocess.Popen([command, "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            for _ in range(200):
-                with socket.socket() as knock:
-                    if knock.connect_ex(("127.0.0.1", port)) == 0:
-                        break
-                time.sleep(0.1)
-            files = S3FileSystem(
-                endpoint_override=f"127.0.0.1:{port}", scheme="http", region="us-east-1", allow_bucket_creation=True
-            )
-            files.create_dir("texts")
-            stored = {f"deep/er/c.jsonl{ending}": pack(JSONL) for ending, pack in COMPRESS.items()}
-            for name, content in {"a.jsonl": JSONL, "b.jsonl.gz": gzip.compress(JSONL), "x.md": b"x", **stored}.items():
-                with files.open_output_stream(f"texts/{name}", compression=None) as stream:
-                    stream.write(content)
-            yield f"?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
-        finally:
-            process.kill()
-            process.wait()
+    with pytest.MonkeyPatch.context() as patch, s3_server() as server:
+        for key, value in ENVIRONMENT.items():
+            patch.setenv(key, value)
+        files = server.files()
+        files.create_dir("texts")
+        stored = {f"deep/er/c.jsonl{ending}": pack(JSONL) for ending, pack in COMPRESS.items()}
+        for name, content in {"a.jsonl": JSONL, "b.jsonl.gz": gzip.compress(JSONL), "x.md": b"x", **stored}.items():
+            with files.open_output_stream(f"texts/{name}", compression=None) as stream:
+                stream.write(content)
+        yield server.options
 
 
 def test_files_of_s3(s3: str) -> None:
