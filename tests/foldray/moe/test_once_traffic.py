@@ -12,12 +12,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from foldray.blueprint import Ownership
+from foldray.blueprint import Ownership, ranks_of_a_token
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.moe import MoeBackend, MoELayer, Sent, combine, dispatch
 from foldray.moe.once import OncePerRank
-from foldray.planner.apart import ranks_of_a_token
 from foldray.recipe import Recipe
 from tests.foldray.moe.test_layer import spec
 from tests.foldray.parity import engine_of, make_recipe, own_batches
