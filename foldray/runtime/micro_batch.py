@@ -226,7 +226,8 @@ class MicroBatch:
     def merge_forward(self, op: Op) -> None:
         layer, part = self._layer(op), _part(op)
         sent, (weight_TK, residual_BsH) = self._sent[part], self._bypasses.pop(part)
-        # The weights are a leaf of this graph. `route_backward` passes their gradient on to the router.
+        # The weights are a leaf of this graph. `route_backward` passes their gradient on to the router. If the weights have
+        # travelled with the rows, the layer does not need them here, and this gradient is zero.
         (y_TH,), _ = self._compute(
             op, lambda y_NH, weight_TK: Computed([layer.combine_postprocess(y_NH, sent, weight_TK)]),
             self._arrived(op, COMBINE), weight_TK,
