@@ -15,7 +15,7 @@ from foldray.blueprint.parameters import (
 from foldray.blueprint.placement import GradientPart, Maker, Ownership, Piece, made_at
 from foldray.blueprint.presets import PRESETS
 from foldray.blueprint.sections import RopeScaling, RouterSpec, Strict
-from foldray.blueprint.skew import expert_shares, overload, rank_shares
+from foldray.blueprint.skew import expert_shares, overload, rank_shares, ranks_of_a_token, visits_of_a_token
 from foldray.blueprint.stages import Stage, make_stages, stage_positions
 
 __all__ = [
@@ -50,7 +50,9 @@ __all__ = [
     "overload",
     "parameter_table",
     "rank_shares",
+    "ranks_of_a_token",
     "smallest_slice",
     "stage_positions",
     "step_flops",
+    "visits_of_a_token",
 ]

@@ -1,4 +1,4 @@
-"""Routing patterns: how many tokens experts get if a pattern, and not the router, chooses (`model.router.skew`). No torch.
+"""How many tokens experts and their ranks get. Routing patterns may choose, and not the router (`model.router.skew`). No torch.
 
 The popularity of expert e falls as (e + 1)^−skew (Zipf's law), but no expert gets more than all tokens. So the first ranks of
 an expert-parallel group are the fullest.
@@ -6,6 +6,7 @@ an expert-parallel group are the fullest.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from foldray.blueprint.model import ModelSpec
@@ -49,3 +50,23 @@ def rank_shares(model: ModelSpec, ep: int) -> list[float]:
 def overload(model: ModelSpec, ep: int) -> float:
     """Return the overload factor of a pattern: rows of the fullest rank of an expert-parallel group over the mean."""
     return max(rank_shares(model, ep))
+
+
+def ranks_of_a_token(model: ModelSpec, ep: int) -> float:
+    """Return the mean number of ranks that hold one of a token's experts."""
+    return sum(visits_of_a_token(model, ep))
+
+
+def visits_of_a_token(model: ModelSpec, ep: int) -> list[float]:
+    """Return, for each rank of an expert-parallel group, the share of all tokens that have an expert there.
+
+    Every choice of experts is equally likely; with a routing pattern, experts are chosen independently.
+    """
+    local, skew = model.experts // ep, model.router.skew
+    if skew is not None:
+        missed_E = [1 - share for share in expert_shares(model.experts, model.topk, skew)]
+        return [1 - math.prod(missed_E[rank * local : (rank + 1) * local]) for rank in range(ep)]
+    others, missed = model.experts - local, 1.0
+    for chosen in range(model.topk):
+        missed *= max(0, others - chosen) / (model.experts - chosen)
+    return [1 - missed] * ep

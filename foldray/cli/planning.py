@@ -104,12 +104,12 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
         raise UserError("imbalance", given.imbalance, "must be at least 1", ["1…1000"])
     named = {"preset": given.model, **({} if given.skew is None else {"router": {"skew": given.skew}})}
     model = recipe.model if recipe and given.model is None else ModelSpec.model_validate(named)
-    iterations = recipe.optimizer.iterations if recipe else 0
-    job = Job(model, given.seq_len, given.global_batch, given.dtype or "bf16", iterations)
+    own = (recipe.optimizer.iterations, recipe.moe.dispatch) if recipe else ()
+    job = Job(model, given.seq_len, given.global_batch, given.dtype or "bf16", *own)
     machines.peak(job.dtype)
     pins = {axis: getattr(given, axis) for axis in AXES if getattr(given, axis) is not None}
-    own = [recipe.schedule.kind] if recipe and recipe.ordering.of_stages else []
-    kinds = dict.fromkeys([*KINDS, *own])
+    named_kinds = [recipe.schedule.kind] if recipe and recipe.ordering.of_stages else []
+    kinds = dict.fromkeys([*KINDS, *named_kinds])
     zero = {"zero1": 1, "zero3": 3}[given.sharding]
     return Space(job, machines, given.gpus, pins, zero, kinds=tuple(kinds), imbalance=given.imbalance)
 

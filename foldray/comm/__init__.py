@@ -2,7 +2,15 @@
 
 from foldray.comm.activity import Activity
 from foldray.comm.communicator import Communicator, Count, Pending, Traffic
-from foldray.comm.exchange import gather_rows, gather_sequence, mirrored, scatter_rows, scatter_sequence, sum_over_members
+from foldray.comm.exchange import (
+    gather_rows,
+    gather_sequence,
+    mirrored,
+    mirrored_together,
+    scatter_rows,
+    scatter_sequence,
+    sum_over_members,
+)
 from foldray.comm.groups import APART, TRAFFIC, Groups, host_group
 from foldray.comm.line import Line
 from foldray.comm.probe import UnsupportedBackend, probe
@@ -22,6 +30,7 @@ __all__ = [
     "gather_sequence",
     "host_group",
     "mirrored",
+    "mirrored_together",
     "probe",
     "scatter_rows",
     "scatter_sequence",

@@ -253,17 +253,25 @@ class Communicator:
         """
         return self.start_all_to_all(x, received, sent).wait()[0]
 
-    def start_all_to_all(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
-        """Start `all_to_all`."""
+    def start_all_to_all(self, x: Tensor, received: Sequence[int], sent: Sequence[int], room: int | None = None) -> Pending:
+        """Start `all_to_all`.
+
+        Args:
+            room: number of rows of the result; those behind the received ones are zero. None has room for no more.
+        """
+        rows = sum(received)
         if self.group is None:
-            return Pending([], (x,))
+            return Pending([], (x if room in (None, rows) else torch.cat([x, x.new_zeros((room - rows, *x.shape[1:]))]),))
         row = _bytes(x) // max(1, x.shape[0])
         self._count("all_to_all", {member: rows * row for member, rows in enumerate(sent)})
-        out, x = x.new_empty((sum(received), *x.shape[1:])), x.contiguous()
+        whole, x = x.new_empty((rows if room is None else room, *x.shape[1:])), x.contiguous()
+        if room is not None:
+            whole[rows:] = 0
+        out = whole[:rows]
         if self._sends_first:
-            return self._message_by_message("all-to-all", out, out.split(list(received)), x.split(list(sent)))
+            return self._message_by_message("all-to-all", whole, out.split(list(received)), x.split(list(sent)))
         work = dist.all_to_all_single(out, x, list(received), list(sent), group=self.group, async_op=True)
-        return self._pending("all-to-all", [work], (out,), (x,))
+        return self._pending("all-to-all", [work], (whole,), (x,))
 
     @property
     def _sends_first(self) -> bool:

@@ -2,7 +2,7 @@
 
 | function | forward | gradient |
 |---|---|---|
-| `mirrored` | any exchange | the exchange that brings it back |
+| `mirrored`, `mirrored_together` | any exchange | the exchange that brings it back |
 | `gather_rows` | all-gather-v | reduce-scatter-v |
 | `scatter_rows` | reduce-scatter-v | all-gather-v |
 | `gather_sequence` | all-gather along the sequence | reduce-scatter |
@@ -20,58 +20,68 @@ from torch import Tensor
 
 from foldray.comm.communicator import Communicator
 
+Exchanged = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Sends tensors, and returns those that arrive."""
+
 
 def mirrored(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
     """Send a tensor one way, and its gradient the other way."""
-    return _Mirrored.apply(x, there, back)
+    (out,) = mirrored_together([x], lambda tensors: (there(*tensors),), lambda gradients: (back(*gradients),))
+    return out
+
+
+def mirrored_together(tensors: Sequence[Tensor], there: Exchanged, back: Exchanged) -> tuple[Tensor, ...]:
+    """Send tensors one way, and their gradients the other way. Whole numbers have no gradients."""
+    return _Mirrored.apply(there, back, *tensors)
 
 
 def gather_rows(x_NH: Tensor, communicator: Communicator, rows: Sequence[int]) -> Tensor:
     """Gather the rows of all members; member i has `rows[i]` of them (all-gather-v): [rows[index], H] → [Σ rows, H]."""
     if communicator.size == 1:
         return x_NH
-    return _Mirrored.apply(x_NH, lambda x: _gather_v(x, communicator, rows), lambda grad: _scatter_v(grad, communicator, rows))
+    return mirrored(x_NH, lambda x: _gather_v(x, communicator, rows), lambda grad: _scatter_v(grad, communicator, rows))
 
 
 def scatter_rows(x_NH: Tensor, communicator: Communicator, rows: Sequence[int]) -> Tensor:
     """Return this member's `rows[index]` rows of the sum over members (reduce-scatter-v): [Σ rows, H] → [rows[index], H]."""
     if communicator.size == 1:
         return x_NH
-    return _Mirrored.apply(x_NH, lambda x: _scatter_v(x, communicator, rows), lambda grad: _gather_v(grad, communicator, rows))
+    return mirrored(x_NH, lambda x: _scatter_v(x, communicator, rows), lambda grad: _gather_v(grad, communicator, rows))
 
 
 def gather_sequence(x_BSH: Tensor, communicator: Communicator) -> Tensor:
     """Gather the members' pieces of a sequence, one after another: [B, S, H] → [B, size · S, H]."""
     if communicator.size == 1:
         return x_BSH
-    return _Mirrored.apply(x_BSH, lambda x: _gather_s(x, communicator), lambda grad: _scatter_s(grad, communicator))
+    return mirrored(x_BSH, lambda x: _gather_s(x, communicator), lambda grad: _scatter_s(grad, communicator))
 
 
 def scatter_sequence(x_BSH: Tensor, communicator: Communicator) -> Tensor:
     """Sum a sequence over the members, and return this member's piece: [B, size · S, H] → [B, S, H]."""
     if communicator.size == 1:
         return x_BSH
-    return _Mirrored.apply(x_BSH, lambda x: _scatter_s(x, communicator), lambda grad: _gather_s(grad, communicator))
+    return mirrored(x_BSH, lambda x: _scatter_s(x, communicator), lambda grad: _gather_s(grad, communicator))
 
 
 def sum_over_members(x: Tensor, communicator: Communicator) -> Tensor:
     """Sum a tensor over the members. Each member may use the sum for something else, so its gradient is a sum, too."""
     if communicator.size == 1:
         return x
-    return _Mirrored.apply(x, *[lambda part: communicator.all_reduce(part.clone(memory_format=torch.contiguous_format))] * 2)
+    return mirrored(x, *[lambda part: communicator.all_reduce(part.clone(memory_format=torch.contiguous_format))] * 2)
 
 
 class _Mirrored(torch.autograd.Function):
     """A collective, with another collective as its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, collective: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.back = back
-        return collective(x)
+    def forward(ctx: Any, there: Exchanged, back: Exchanged, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.back, ctx.have_gradients = back, [x.is_floating_point() for x in tensors]
+        return tuple(there(tensors))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grads[0]), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        found = iter(ctx.back([gradient for gradient, has in zip(gradients, ctx.have_gradients, strict=True) if has]))
+        return None, None, *(next(found) if has else None for has in ctx.have_gradients)
 
 
 def _gather_v(x_NH: Tensor, communicator: Communicator, rows: Sequence[int]) -> Tensor:

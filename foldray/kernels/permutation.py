@@ -32,21 +32,24 @@ class Padded(NamedTuple):
     position_TK: Tensor
 
 
-def sort_by_expert(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_by_expert(
+    expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int, kept: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the kept assignments by expert. Assignments of one expert stay in the order of tokens.
 
     Args:
         expert_TK: the chosen experts, int64.
         keep_TK: false for a dropped assignment; None keeps all.
         num_experts: number of experts.
+        kept: number of kept assignments, if the host knows it; None if not.
 
     Returns:
         token_N, the token of each row; position_TK, the row of each assignment or -1 if dropped; counts_E, rows per expert.
     """
     num_tokens, topk = expert_TK.shape
     order_M, _, start_E = _sorted(expert_TK, keep_TK, num_experts)
-    # Without drops the host knows the number of rows. With drops it has to wait for the device.
-    order_N = order_M if keep_TK is None else order_M[: int(start_E[-1])]
+    # Without drops the host knows the number of rows. With drops it has to wait for the device, unless the caller knows it.
+    order_N = order_M if keep_TK is None else order_M[: int(start_E[-1]) if kept is None else kept]
     rows_N = torch.arange(order_N.numel(), device=order_N.device)
     position_M = torch.full_like(order_M, -1).scatter_(0, order_N, rows_N)
     return order_N // topk, position_M.view(num_tokens, topk), start_E.diff()
@@ -121,6 +124,32 @@ def combine(y_NH: Tensor, position_TK: Tensor, weight_TK: Tensor, *, drops: bool
     return _Combine.apply(y_NH, position_TK, weight_TK, drops)
 
 
+def sum_rows(y_NH: Tensor, token_N: Tensor, position_TK: Tensor) -> Tensor:
+    """Sum the rows of each token: out_TH[t] = Σ_k y_NH[position_TK[t, k]]. It is the transpose of `permute`.
+
+    Backward copies the gradients of tokens to rows, and needs none of the rows.
+
+    Args:
+        y_NH: the rows.
+        token_N: the token of each row, int64.
+        position_TK: the rows of each token; -1 adds nothing.
+    """
+    return _SumRows.apply(y_NH, token_N, position_TK)
+
+
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_NH: Tensor, token_N: Tensor, position_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(token_N)
+        return _unpermute(y_NH, position_TK, drops=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_TH: Tensor) -> tuple[Tensor | None, ...]:
+        (token_N,) = ctx.saved_tensors
+        return dout_TH.index_select(0, token_N), None, None
+
+
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, token_N: Tensor, position_TK: Tensor | None, drops: bool, gaps: bool) -> Tensor:
@@ -134,15 +163,11 @@ class _Permute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dx_NH: Tensor) -> tuple[Tensor | None, ...]:
         token_N, position_TK = ctx.saved_tensors
-        if position_TK is not None and fused.fits(dx_NH):
-            return fused.sum_rows(dx_NH, position_TK), None, None, None, None
         if position_TK is not None:
-            bags = _bags(position_TK, ctx.drops, dx_NH.shape[0])
-            weight_M = None if bags.kept_TK is None else bags.kept_TK.reshape(-1)
-        else:
-            sorted_N, row_N = torch.sort(token_N, stable=True)
-            bags, weight_M = _Bags(row_N, _starts(sorted_N, ctx.num_tokens), None), None
-        return _sum_rows(dx_NH, bags, weight_M), None, None, None, None
+            return _unpermute(dx_NH, position_TK, ctx.drops), None, None, None, None
+        sorted_N, row_N = torch.sort(token_N, stable=True)
+        bags = _Bags(row_N, _starts(sorted_N, ctx.num_tokens), None)
+        return _sum_rows(dx_NH, bags, None), None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -178,6 +203,14 @@ class _Combine(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             dweight_TK = _kept(_dot_rows(dout_TH, y_NH, bags, token_M).to(weight_TK.dtype).view_as(weight_TK), bags)
         return dy_NH, None, dweight_TK, None
+
+
+def _unpermute(rows_NH: Tensor, position_TK: Tensor, drops: bool) -> Tensor:
+    """Sum the rows of each token, without weights."""
+    if fused.fits(rows_NH):
+        return fused.sum_rows(rows_NH, position_TK)
+    bags = _bags(position_TK, drops, rows_NH.shape[0])
+    return _sum_rows(rows_NH, bags, None if bags.kept_TK is None else bags.kept_TK.reshape(-1))
 
 
 class _Bags(NamedTuple):

@@ -21,10 +21,9 @@ from foldray.fold.routes import Routes
 from foldray.kernels.later import Later
 from foldray.moe import once
 from foldray.moe.balance import Tally
+from foldray.moe.contracts import Rows
 from foldray.moe.experts import Experts
 from foldray.moe.router import Gate, Router, Routing
-
-Rows = Sequence[torch.Tensor]
 
 
 class TokenExchange:
@@ -143,7 +142,7 @@ class TokenHalf(nn.Module):
     ) -> Routing:
         return self.router(h_TH, sequences, length, before, position_s)
 
-    def encode(self, h_TH: torch.Tensor, routing: Routing) -> once.Rows:
+    def encode(self, h_TH: torch.Tensor, routing: Routing) -> once.Encoded:
         return once.encode(h_TH, routing, self.all_experts, self.ranks)
 
 
@@ -174,8 +173,8 @@ class ExpertHalf(nn.Module):
         With ETP, the ranks that share the experts gather each other's rows, and sum their parts of the results.
         """
         if self.slices.size == 1:
-            return once.run_experts(self.experts, rows_NH, weight_NK, expert_NK)
+            return self.experts.weighted_sum(rows_NH, weight_NK, expert_NK)
         count = torch.full((1,), len(rows_NH), device=rows_NH.device)
         rows = self.slices.all_gather(count).tolist()
-        parts = [gather_rows(each, self.slices, rows) for each in (rows_NH, weight_NK, expert_NK)]
-        return scatter_rows(once.run_experts(self.experts, *parts), self.slices, rows)
+        rows_NH, weight_NK, expert_NK = (gather_rows(each, self.slices, rows) for each in (rows_NH, weight_NK, expert_NK))
+        return scatter_rows(self.experts.weighted_sum(rows_NH, weight_NK, expert_NK), self.slices, rows)

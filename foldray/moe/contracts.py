@@ -10,9 +10,12 @@ Folding, section 3.3). Each phase runs on one side; only the exchange runs on bo
 
 In backward, the gradient of the rows that went out comes back, and the gradient of the rows that came back goes out.
 
+A token has a row for each of its assignments, or one for each rank with experts of it (`once.py`). Then its weights and the
+numbers of its experts travel beside the row, and the receiver sums the results of its experts.
+
 Legend: B sequences, s positions of a rank's piece, T = B·s tokens, H hidden, K experts per token, N rows that travel
-(assignments that are not dropped, and padding), E experts, X expert-tensor-parallel ranks (ETP), R expert-parallel ranks
-(EP).
+(assignments that are not dropped, and padding; or pairs of a token and a rank), E experts, X expert-tensor-parallel ranks
+(ETP), R expert-parallel ranks (EP).
 """
 
 from __future__ import annotations
@@ -24,12 +27,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from foldray.comm import Pending, mirrored
+from foldray.comm import Pending, mirrored_together
 from foldray.kernels.transfer import start_reading
 from foldray.moe.balance import Balance, Tally
 from foldray.moe.router import Router, Routing
 
 Expert = Callable[[torch.Tensor], torch.Tensor]
+Rows = Sequence[torch.Tensor]
+"""Rows [N, H], and what travels beside them: nothing, or their weights [N, K] and the numbers of their experts [N, K]."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +42,24 @@ class Sent:
     """The state that a sender keeps of a dispatch.
 
     Args:
-        rows_E: number of rows for every global expert, int64, on the rows' device.
-        memory: state that the permutation needs to sum rows back into tokens.
+        rows_E: number of rows that every global expert computes, int64, on the rows' device.
+        memory: state that is needed to sum rows back into tokens.
         known_E: the same numbers, if the host knows them without waiting for the device; else None.
+        rows_R: number of rows that travel to every EP rank, int64, if these are not the rows of its experts; else None.
+        room: number of rows of the tensors that leave, if the last ones are room that no row needs; else None. So the host need
+            not know how many rows there are before their counts arrive.
     """
 
     rows_E: torch.Tensor
     memory: Any
     known_E: list[int] | None = None
+    rows_R: torch.Tensor | None = None
+    room: int | None = None
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """The numbers that the receivers need: rows_E, and rows_R if there are any."""
+        return self.rows_E if self.rows_R is None else torch.cat([self.rows_E, self.rows_R])
 
 
 class RowCounts(NamedTuple):
@@ -53,10 +68,13 @@ class RowCounts(NamedTuple):
     Args:
         rows_XRE: number of rows for each ETP rank of this rank's group, from each EP rank, for each local expert.
         leaving_R: number of rows that this rank sends to each EP rank.
+        arriving_XR: number of rows that travel to each ETP rank of this rank's group from each EP rank, if these are not the rows
+            of its experts; else None.
     """
 
     rows_XRE: list[list[list[int]]]
     leaving_R: list[int]
+    arriving_XR: list[list[int]] | None = None
 
 
 class Received:
@@ -102,7 +120,7 @@ class Received:
 
     @property
     def rows_by_runs(self) -> list[list[int]]:
-        """Number of rows of each run that arrives: for each ETP rank and EP rank in order, for each local expert."""
+        """Number of rows for each local expert that each ETP rank gets from each EP rank, in this order."""
         return [rows_E for rows_RE in self.counts.rows_XRE for rows_E in rows_RE]
 
     @property
@@ -113,16 +131,21 @@ class Received:
     @cached_property
     def rows_by_rank(self) -> list[int]:
         """Number of rows that each EP rank sends to this receiver."""
-        return [sum(rows_E) for rows_E in self.counts.rows_XRE[self.index]]
+        return self._arriving_XR[self.index]
 
     @cached_property
     def rows_by_slice(self) -> list[int]:
         """Number of rows that each ETP rank receives."""
-        return [sum(sum(rows_E) for rows_E in rows_RE) for rows_RE in self.counts.rows_XRE]
+        return [sum(rows_R) for rows_R in self._arriving_XR]
+
+    @property
+    def _arriving_XR(self) -> list[list[int]]:
+        counts = self.counts
+        return counts.arriving_XR or [[sum(rows_E) for rows_E in rows_RE] for rows_RE in counts.rows_XRE]
 
     @cached_property
     def rows_by_expert(self) -> list[int]:
-        """Number of rows of each local expert after the gather over ETP."""
+        """Number of rows that each local expert computes, after the gather over ETP."""
         return [sum(rows) for rows in zip(*self.rows_by_runs, strict=True)]
 
 
@@ -148,11 +171,15 @@ class Exchange(Protocol):
         Nothing travels, and the host does not wait. `sent.known_E` must not be None.
         """
 
-    def start_out(self, rows_NH: torch.Tensor, sent: Sent, received: Received) -> Pending:
-        """Send rows to the owners of their experts, as soon as the counts have arrived."""
+    def start_out(self, rows: Rows, sent: Sent, received: Received) -> Pending:
+        """Send rows to the owners of their experts, as soon as the counts have arrived. Rows behind the last one stay here."""
 
-    def start_back(self, rows_NH: torch.Tensor, sent: Sent, received: Received) -> Pending:
-        """Start to send rows to the owners of their tokens."""
+    def start_back(self, rows: Rows, sent: Sent, received: Received, room: int | None = None) -> Pending:
+        """Start to send rows to the owners of their tokens.
+
+        Args:
+            room: number of rows of the tensors that come back; those behind the last row are zero. None has room for no more.
+        """
 
 
 class Layer(Protocol):
@@ -178,14 +205,14 @@ class Layer(Protocol):
     ) -> Routing:
         """Choose the experts of each token of a piece (`Router.forward`)."""
 
-    def dispatch_preprocess(self, h_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Sent]:
+    def dispatch_preprocess(self, h_TH: torch.Tensor, routing: Routing) -> tuple[Rows, Sent]:
         """Copy tokens to rows [N, H], in the order in which rows leave."""
 
-    def run_experts(self, rows_NH: torch.Tensor, received: Received) -> torch.Tensor:
+    def run_experts(self, rows: Rows, received: Received) -> torch.Tensor:
         """Compute the rows in the order of their arrival; the results are in the order of their return: [N, H] → [N, H]."""
 
     def combine_postprocess(self, y_NH: torch.Tensor, sent: Sent, weight_TK: torch.Tensor) -> torch.Tensor:
-        """Sum the results that have come back into tokens: [N, H] → [T, H]."""
+        """Sum the results that have come back into tokens: [N, H] → [T, H]. Weights that have travelled are in the results."""
 
 
 def run_layer(layer: Layer, h_BSH: torch.Tensor) -> tuple[torch.Tensor, Balance]:
@@ -195,9 +222,9 @@ def run_layer(layer: Layer, h_BSH: torch.Tensor) -> tuple[torch.Tensor, Balance]
     """
     h_TH, exchange, sequences = h_BSH.flatten(0, 1), layer.exchange, h_BSH.shape[0]
     routing = layer.route(h_TH, sequences)
-    rows_NH, sent = layer.dispatch_preprocess(h_TH, routing)
+    rows, sent = layer.dispatch_preprocess(h_TH, routing)
     received = exchange.start_counts(sent)
-    y_NH = layer.run_experts(dispatch(exchange, rows_NH, sent, received), received)
+    y_NH = layer.run_experts(dispatch(exchange, rows, sent, received), received)
     y_NH = combine(exchange, y_NH, sent, received)
     y_TH = layer.combine_postprocess(y_NH, sent, routing.weight_TK)
     y_BSH = y_TH.to(h_BSH.dtype).view_as(h_BSH)
@@ -205,22 +232,23 @@ def run_layer(layer: Layer, h_BSH: torch.Tensor) -> tuple[torch.Tensor, Balance]
     return y_BSH, routing.tally.balance(layer.router.sequences, h_BSH.shape[1])
 
 
-def dispatch(exchange: Exchange, rows_NH: torch.Tensor, sent: Sent, received: Received) -> torch.Tensor:
-    """Send rows to the owners of their experts, and their gradient back."""
-    return mirrored(
-        rows_NH,
-        lambda rows_NH: exchange.start_out(rows_NH, sent, received).wait()[0],
-        lambda gradient_NH: exchange.start_back(gradient_NH, sent, received).wait()[0],
+def dispatch(exchange: Exchange, rows: Rows, sent: Sent, received: Received) -> Rows:
+    """Send rows to the owners of their experts, and their gradients back."""
+    return mirrored_together(
+        rows,
+        lambda rows: exchange.start_out(rows, sent, received).wait(),
+        lambda gradients: exchange.start_back(gradients, sent, received, sent.room).wait(),
     )
 
 
 def combine(exchange: Exchange, y_NH: torch.Tensor, sent: Sent, received: Received) -> torch.Tensor:
     """Send results to the owners of their tokens, and their gradient back."""
-    return mirrored(
-        y_NH,
-        lambda y_NH: exchange.start_back(y_NH, sent, received).wait()[0],
-        lambda gradient_NH: exchange.start_out(gradient_NH, sent, received).wait()[0],
+    (back_NH,) = mirrored_together(
+        [y_NH],
+        lambda results: exchange.start_back(results, sent, received).wait(),
+        lambda gradients: exchange.start_out(gradients, sent, received).wait(),
     )
+    return back_NH
 
 
 class PlainExchange:
@@ -232,10 +260,11 @@ class PlainExchange:
 
     equal_counts = start_counts
 
-    def start_out(self, rows_NH: torch.Tensor, sent: Sent, received: Received) -> Pending:
-        return Pending([], (rows_NH,))
+    def start_out(self, rows: Rows, sent: Sent, received: Received) -> Pending:
+        return Pending([], rows)
 
-    start_back = start_out
+    def start_back(self, rows: Rows, sent: Sent, received: Received, room: int | None = None) -> Pending:
+        return Pending([], rows)
 
 
 class PlainLayer:
@@ -260,15 +289,15 @@ class PlainLayer:
     ) -> Routing:
         return self.router(h_TH, sequences, length, before, position_s)
 
-    def dispatch_preprocess(self, h_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Sent]:
+    def dispatch_preprocess(self, h_TH: torch.Tensor, routing: Routing) -> tuple[Rows, Sent]:
         chosen, keep_TK = routing.expert_TK.tolist(), routing.keep_TK
         kept = [(t, k) for t, row in enumerate(chosen) for k in range(len(row)) if keep_TK is None or keep_TK[t, k]]
         slots = sorted(kept, key=lambda slot: chosen[slot[0]][slot[1]])
         rows_E = [sum(chosen[t][k] == expert for t, k in slots) for expert in range(len(self.experts))]
-        return torch.stack([h_TH[t] for t, _ in slots]), Sent(torch.tensor(rows_E), (slots, len(chosen)))
+        return [torch.stack([h_TH[t] for t, _ in slots])], Sent(torch.tensor(rows_E), (slots, len(chosen)))
 
-    def run_experts(self, rows_NH: torch.Tensor, received: Received) -> torch.Tensor:
-        parts = rows_NH.split(received.rows_by_expert)
+    def run_experts(self, rows: Rows, received: Received) -> torch.Tensor:
+        parts = rows[0].split(received.rows_by_expert)
         return torch.cat([expert(part_nH) for expert, part_nH in zip(self.experts, parts, strict=True)])
 
     def combine_postprocess(self, y_NH: torch.Tensor, sent: Sent, weight_TK: torch.Tensor) -> torch.Tensor:

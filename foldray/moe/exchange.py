@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from foldray.comm import Groups, Pending
-from foldray.moe.contracts import Received, RowCounts, Sent
+from foldray.moe.contracts import Received, RowCounts, Rows, Sent
 
 
 class AllToAll:
@@ -22,41 +24,56 @@ class AllToAll:
         self._etp_then_ep = sorted(range(len(places)), key=lambda member: (places[member]["etp"], places[member]["ep"]))
 
     def start_counts(self, sent: Sent) -> Received:
-        coming = self.counts.start_all_gather(sent.rows_E)
-        stream = self._stream_after(sent.rows_E) if sent.rows_E.is_cuda else None
-        return Received(coming, self._arrange, self._slices.index, stream)
+        coming = self.counts.start_all_gather(counts := sent.counts)
+        stream = self._stream_after(counts) if counts.is_cuda else None
+        return Received(coming, partial(self._arrange, len(sent.rows_E)), self._slices.index, stream)
 
-    def _stream_after(self, rows_E: torch.Tensor) -> torch.cuda.Stream:
+    def _stream_after(self, counts: torch.Tensor) -> torch.cuda.Stream:
         """Return a stream of a GPU beside the current one, which waits until the counts are known."""
-        self._stream = self._stream or torch.cuda.Stream(rows_E.device)
-        self._stream.wait_stream(torch.cuda.current_stream(rows_E.device))
+        self._stream = self._stream or torch.cuda.Stream(counts.device)
+        self._stream.wait_stream(torch.cuda.current_stream(counts.device))
         return self._stream
 
     def equal_counts(self, sent: Sent) -> Received:
         assert sent.known_E is not None, "the host does not know how many rows leave"
-        return Received.of(self._arrange(sent.known_E * self.counts.size), self._slices.index)
+        return Received.of(self._arrange(len(sent.known_E), sent.known_E * self.counts.size), self._slices.index)
 
-    def _arrange(self, rows: list[int]) -> RowCounts:
-        """Put the counts of all members in order: for each member, its rows for every global expert."""
-        ranks, experts = self.tokens.size, len(rows) // self.counts.size
+    def _arrange(self, experts: int, numbers: list[int]) -> RowCounts:
+        """Put the counts of all members in order: for each member `Sent.counts`."""
+        ranks, each = self.tokens.size, len(numbers) // self.counts.size
         local = experts // ranks
 
-        def between(member: int, rank: int) -> list[int]:
-            """Return the rows that a member sends to each expert of an EP rank."""
-            return rows[(first := member * experts + rank * local) : first + local]
+        def by_expert(member: int, rank: int) -> list[int]:
+            """Return the rows that a member has for each expert of an EP rank."""
+            return numbers[(first := member * each + rank * local) : first + local]
 
-        here = [between(member, self.tokens.index) for member in self._etp_then_ep]
-        leaving_R = [sum(between(self.counts.index, rank)) for rank in range(ranks)]
-        return RowCounts([here[x * ranks :][:ranks] for x in range(self._slices.size)], leaving_R)
+        def travelling(member: int, rank: int) -> int:
+            """Return the number of rows that a member sends to an EP rank."""
+            return sum(by_expert(member, rank)) if each == experts else numbers[member * each + experts + rank]
 
-    def start_out(self, rows_NH: torch.Tensor, sent: Sent, received: Received) -> Pending:
+        def by_slice(values: list) -> list[list]:
+            return [values[x * ranks :][:ranks] for x in range(self._slices.size)]
+
+        here = self.tokens.index
+        return RowCounts(
+            by_slice([by_expert(member, here) for member in self._etp_then_ep]),
+            [travelling(self.counts.index, rank) for rank in range(ranks)],
+            by_slice([travelling(member, here) for member in self._etp_then_ep]),
+        )
+
+    def start_out(self, rows: Rows, sent: Sent, received: Received) -> Pending:
         def begin() -> Pending:
-            return self.tokens.start_all_to_all(rows_NH, received.rows_by_rank, received.leaving_by_rank)
+            leaving = sum(received.leaving_by_rank)
+            return Pending.of(
+                self.tokens.start_all_to_all(each[:leaving], received.rows_by_rank, received.leaving_by_rank) for each in rows
+            )
 
-        return self._line.start(begin, ready=received.are_here, device=rows_NH.device)
+        return self._line.start(begin, ready=received.are_here, device=rows[0].device)
 
-    def start_back(self, rows_NH: torch.Tensor, sent: Sent, received: Received) -> Pending:
+    def start_back(self, rows: Rows, sent: Sent, received: Received, room: int | None = None) -> Pending:
         def begin() -> Pending:
-            return self.tokens.start_all_to_all(rows_NH, received.leaving_by_rank, received.rows_by_rank)
+            return Pending.of(
+                self.tokens.start_all_to_all(each, received.leaving_by_rank, received.rows_by_rank, room) for each in rows
+            )
 
-        return self._line.start(begin, ready=True, device=rows_NH.device)
+        return self._line.start(begin, ready=True, device=rows[0].device)

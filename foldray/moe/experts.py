@@ -1,6 +1,7 @@
 """The receiver's side of a MoE layer: this rank's shares of its experts, and the order of their rows.
 
-Legend: N rows, H hidden, F inner width of this rank's share of an expert, W width of its first product (2F with a gate).
+Legend: N rows, K experts per token, M rows of experts (N, unless a row has several experts), H hidden, F inner width of this
+rank's share of an expert, W width of its first product (2F with a gate).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from foldray.blueprint.parts import Parts, columns, ffn_columns
 from foldray.comm import Communicator, gather_rows, scatter_rows
 from foldray.kernels.experts import Biases, expert_ffn
 from foldray.kernels.later import Later
-from foldray.moe.contracts import Received
+from foldray.kernels.permutation import combine, permute, sort_by_expert
+from foldray.moe.contracts import Received, Rows
 
 
 class Experts(nn.Module):
@@ -52,14 +54,34 @@ class Experts(nn.Module):
         self.up_bias = nn.Parameter(self.up.new_empty(len(ids) * share.width)) if share.bias else None
         self.down_bias = nn.Parameter(self.up.new_empty(len(ids) * hidden)) if share.bias else None
 
-    def forward(self, rows_NH: torch.Tensor, received: Received) -> torch.Tensor:
+    def forward(self, rows: Rows, received: Received) -> torch.Tensor:
         """Compute the rows in the order of their arrival; the results are in the order of their return: [N, H] → [N, H].
 
         Rows are gathered over ETP, and results are summed over ETP.
         """
-        rows_NH = gather_rows(rows_NH, self.slices, received.rows_by_slice)
-        y_NH = combine_preprocess(self.compute(dispatch_postprocess(rows_NH, received), received.rows_by_expert), received)
+        rows_NH, *beside = (gather_rows(each, self.slices, received.rows_by_slice) for each in rows)
+        if beside:
+            weight_NK, expert_NK = beside
+            y_NH = self.weighted_sum(rows_NH, weight_NK, expert_NK, received.rows_by_expert)
+        else:
+            y_NH = combine_preprocess(self.compute(dispatch_postprocess(rows_NH, received), received.rows_by_expert), received)
         return scatter_rows(y_NH, self.slices, received.rows_by_slice)
+
+    def weighted_sum(
+        self, rows_NH: torch.Tensor, weight_NK: torch.Tensor, expert_NK: torch.Tensor, counts: list[int] | None = None
+    ) -> torch.Tensor:
+        """Return the weighted sum of each row's experts on this rank: [N, H] → [N, H].
+
+        Args:
+            rows_NH: the rows, in any order.
+            weight_NK: the weights of their experts.
+            expert_NK: the numbers of their experts on this rank; −1 for experts of other ranks.
+            counts: number of rows of each local expert, if the host knows it; with None, it waits for the device.
+        """
+        kept = None if counts is None else sum(counts)
+        token_M, position_NK, count_E = sort_by_expert(expert_NK.to(torch.int64), expert_NK >= 0, len(self.ids), kept)
+        y_MH = self.compute(permute(rows_NH, token_M, position_NK), count_E.tolist() if counts is None else counts)
+        return combine(y_MH, position_NK, weight_NK)
 
     def compute(self, rows_NH: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Compute each local expert on its rows, which are sorted by expert."""

@@ -12,26 +12,29 @@ from foldray.blueprint import Ownership
 from foldray.comm import Groups
 from foldray.kernels.later import Later
 from foldray.moe.balance import Balance, Tally
-from foldray.moe.contracts import Permutation, Received, Sent, run_layer
+from foldray.moe.contracts import Permutation, Received, Rows, Sent, run_layer
 from foldray.moe.exchange import AllToAll
 from foldray.moe.experts import Experts
+from foldray.moe.once import OncePerRank
 from foldray.moe.router import Gate, Router, Routing
 from foldray.moe.torch_backend import TorchPermutation
 
 
 @dataclass(frozen=True)
 class MoeBackend:
-    """The kernels of a MoE layer.
+    """The kernels of a MoE layer, and how its tokens travel.
 
     Args:
         gate: chooses experts from logits; None is `TopKGate`.
-        permutation: copies tokens to rows, and sums rows; None is `TorchPermutation`.
+        permutation: copies tokens to rows for each assignment, and sums rows; None is `TorchPermutation`.
         experts: how `expert_ffn` computes the experts.
+        dispatch: whether a token travels for each assignment, or once to each rank.
     """
 
     gate: Gate | None = None
     permutation: Permutation | None = None
     experts: Literal["grouped", "loop"] = "grouped"
+    dispatch: Literal["assignment", "rank"] = "assignment"
 
 
 class MoELayer(nn.Module):
@@ -57,6 +60,7 @@ class MoELayer(nn.Module):
         self.shared = shared
         self.exchange = AllToAll(groups)
         self.permutation = backend.permutation or TorchPermutation()
+        self.once = OncePerRank(ownership.fold.ep) if backend.dispatch == "rank" else None
 
     def forward(self, h_BSH: torch.Tensor) -> tuple[torch.Tensor, Balance]:
         """Run all phases one after another in one autograd graph (`run_layer`)."""
@@ -72,11 +76,14 @@ class MoELayer(nn.Module):
     ) -> Routing:
         return self.router(h_TH, sequences, length, before, position_s)
 
-    def dispatch_preprocess(self, h_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Sent]:
-        return self.permutation.encode(h_TH, routing)
+    def dispatch_preprocess(self, h_TH: torch.Tensor, routing: Routing) -> tuple[Rows, Sent]:
+        if self.once is not None:
+            return self.once.encode(h_TH, routing)
+        rows_NH, sent = self.permutation.encode(h_TH, routing)
+        return (rows_NH,), sent
 
-    def run_experts(self, rows_NH: torch.Tensor, received: Received) -> torch.Tensor:
-        return self.experts(rows_NH, received)
+    def run_experts(self, rows: Rows, received: Received) -> torch.Tensor:
+        return self.experts(rows, received)
 
     def combine_postprocess(self, y_NH: torch.Tensor, sent: Sent, weight_TK: torch.Tensor) -> torch.Tensor:
-        return self.permutation.decode(y_NH, sent, weight_TK)
+        return self.permutation.decode(y_NH, sent, weight_TK) if self.once is None else self.once.decode(y_NH, sent)

@@ -3,7 +3,8 @@
 The weights travel with the rows, and the rank of the experts sums the results of its experts. So a token has at most one row
 for each rank, in both directions (DisagMoE, section 4.2; MegaScale-Infer, section 4).
 
-Legend: T tokens, K experts per token, R ranks of experts, N rows (pairs of a token and a rank, rank by rank), H hidden.
+Legend: T tokens, K experts per token, R ranks of experts, N rows (pairs of a token and a rank, rank by rank), D = min(K, R) the
+most rows of a token, H hidden, E experts.
 """
 
 from __future__ import annotations
@@ -12,28 +13,63 @@ from typing import NamedTuple
 
 import torch
 
-from foldray.kernels.permutation import combine, permute, sort_by_expert
-from foldray.moe.experts import Experts
+from foldray.kernels.permutation import combine, permute, sum_rows
+from foldray.moe.contracts import Sent
 from foldray.moe.router import Routing
 
 
-class Rows(NamedTuple):
-    """The rows of one rank's tokens, sorted by the rank that they go to.
+class OncePerRank(NamedTuple):
+    """How ordinary expert parallelism sends a token once to every rank. The host does not wait for the device.
+
+    So it does not know how many rows there are before it reads their counts, and the tensors that leave have room for T · D
+    rows. `Sent.memory` is the token of each row and the rows of each token (`Encoded`).
+
+    Args:
+        ranks: number of EP ranks. Each has a run of the experts.
+    """
+
+    ranks: int
+
+    def encode(self, x_TH: torch.Tensor, routing: Routing) -> tuple[tuple[torch.Tensor, ...], Sent]:
+        """Return rows [T · D, H], their weights, and the numbers of their experts; and the state that `decode` needs."""
+        experts, room = routing.tally.count_BE.shape[1], len(x_TH) * min(routing.expert_TK.shape[1], self.ranks)
+        found = encode(x_TH, routing, experts, self.ranks, room)
+        chosen_TK = routing.expert_TK
+        if routing.keep_TK is not None:
+            chosen_TK = chosen_TK.masked_fill(~routing.keep_TK, experts)
+        chosen_M = chosen_TK.flatten()
+        rows_E = chosen_M.new_zeros(experts + 1).scatter_add_(0, chosen_M, torch.ones_like(chosen_M))[:experts]
+        memory = found.token_N, found.position_TD
+        sent = Sent(rows_E, memory, rows_R=found.goes_TR.sum(0), room=room)
+        return (found.rows_NH, found.weight_NK, found.expert_NK), sent
+
+    def decode(self, y_NH: torch.Tensor, sent: Sent) -> torch.Tensor:
+        """Return the sum of each token's rows: [N, H] → [T, H]."""
+        token_N, position_TD = sent.memory
+        return sum_rows(y_NH, token_N[: len(y_NH)], position_TD)
+
+
+class Encoded(NamedTuple):
+    """The rows of one rank's tokens, sorted by the rank that they go to. There may be more of them than pairs.
 
     Args:
         rows_NH: the tokens.
         weight_NK: the weights of a token's experts; 0 for those of other ranks.
-        expert_NK: the numbers of the experts on the rank that the row goes to, int64; −1 for experts of other ranks.
+        expert_NK: the numbers of the experts on the rank that the row goes to, int32; −1 for experts of other ranks.
+        token_N: the token of each row, int64.
+        position_TD: the rows of each token; −1 if it has fewer.
         goes_TR: whether a token has a row for a rank, bool.
     """
 
     rows_NH: torch.Tensor
     weight_NK: torch.Tensor
     expert_NK: torch.Tensor
+    token_N: torch.Tensor
+    position_TD: torch.Tensor
     goes_TR: torch.Tensor
 
 
-def encode(x_TH: torch.Tensor, routing: Routing, experts: int, ranks: int) -> Rows:
+def encode(x_TH: torch.Tensor, routing: Routing, experts: int, ranks: int, room: int | None = None) -> Encoded:
     """Copy tokens to rows.
 
     Args:
@@ -41,32 +77,41 @@ def encode(x_TH: torch.Tensor, routing: Routing, experts: int, ranks: int) -> Ro
         routing: their assignments. Dropped ones make no rows.
         experts: number of all experts, a multiple of `ranks`. Each rank has a run of them.
         ranks: R.
+        room: number of rows to make, at least as many as there are pairs of a token and a rank. Those behind the pairs hold any
+            token, no weight and no expert. With None, the host waits for the device, and makes as many rows as pairs.
     """
-    local = experts // ranks
+    (tokens, topk), local = routing.expert_TK.shape, experts // ranks
     owner_TK = routing.expert_TK // local
     if routing.keep_TK is not None:
         owner_TK = owner_TK.masked_fill(~routing.keep_TK, ranks)
-    goes_TR = owner_TK.new_zeros(len(x_TH), ranks + 1, dtype=torch.bool).scatter_(1, owner_TK, True)[:, :ranks]
-    rank_N, token_N = goes_TR.T.nonzero(as_tuple=True)
-    here_NK = owner_TK[token_N] == rank_N[:, None]
-    expert_NK = torch.where(here_NK, routing.expert_TK[token_N] % local, -1)
-    return Rows(permute(x_TH, token_N), routing.weight_TK[token_N] * here_NK, expert_NK, goes_TR)
-
-
-def run_experts(experts: Experts, rows_NH: torch.Tensor, weight_NK: torch.Tensor, expert_NK: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of each row's experts on this rank: [N, H] → [N, H]."""
-    token_M, position_NK, count_E = sort_by_expert(expert_NK, expert_NK >= 0, len(experts.ids))
-    y_MH = experts.compute(permute(rows_NH, token_M, position_NK), count_E.tolist())
-    return combine(y_MH, position_NK, weight_NK)
+    goes_TR = owner_TK.new_zeros(tokens, ranks + 1, dtype=torch.bool).scatter_(1, owner_TK, True)[:, :ranks]
+    position_TR = _positions(goes_TR)
+    rows = int(goes_TR.sum()) if room is None else room
+    # What belongs to no row goes to one more row, which is cut off.
+    place_TR = torch.where(goes_TR, position_TR, rows)
+    each_T = torch.arange(tokens, device=owner_TK.device)
+    token_N = each_T.new_zeros(rows + 1).scatter_(0, place_TR.flatten(), each_T.repeat_interleave(ranks))[:rows]
+    place_TK = torch.cat([place_TR, place_TR.new_full((tokens, 1), rows)], 1).gather(1, owner_TK)
+    slot_M = (place_TK * topk + torch.arange(topk, device=place_TK.device)).flatten()
+    weight_NK = routing.weight_TK.new_zeros((rows + 1) * topk).scatter(0, slot_M, routing.weight_TK.flatten())
+    local_M = (routing.expert_TK % local).to(torch.int32).flatten()
+    expert_NK = local_M.new_full(((rows + 1) * topk,), -1).scatter_(0, slot_M, local_M)
+    weight_NK, expert_NK = (x.view(rows + 1, topk)[:rows] for x in (weight_NK, expert_NK))
+    position_TD = position_TR if ranks <= topk else position_TR.topk(topk, 1).values
+    return Encoded(permute(x_TH, token_N, position_TD), weight_NK, expert_NK, token_N, position_TD, goes_TR)
 
 
 def decode(y_NH: torch.Tensor, goes_TR: torch.Tensor) -> torch.Tensor:
     """Return the sum of each token's rows: [N, H] → [T, H]. Its backward is `copy_to_ranks`."""
-    position_TR = torch.where(goes_TR, goes_TR.T.flatten().cumsum(0).view(goes_TR.shape[1], -1).T - 1, -1)
-    return combine(y_NH, position_TR, y_NH.new_ones(goes_TR.shape))
+    return combine(y_NH, _positions(goes_TR), y_NH.new_ones(goes_TR.shape))
 
 
 def copy_to_ranks(x_TH: torch.Tensor, goes_TR: torch.Tensor) -> torch.Tensor:
     """Copy tokens to their rows: [T, H] → [N, H]."""
     _, token_N = goes_TR.T.nonzero(as_tuple=True)
     return x_TH[token_N]
+
+
+def _positions(goes_TR: torch.Tensor) -> torch.Tensor:
+    """Return the row of each token for each rank, −1 if it has none."""
+    return torch.where(goes_TR, goes_TR.T.flatten().cumsum(0).view(goes_TR.shape[1], -1).T - 1, -1)

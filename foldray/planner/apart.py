@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from foldray.blueprint import BlockSpec, ModelSpec, Stage, expert_shares
+from foldray.blueprint import BlockSpec, Stage, ranks_of_a_token, visits_of_a_token
 from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork, RankCosts
@@ -34,6 +34,7 @@ from foldray.planner.memory import (
     kept_by_list,
     operands,
     parameters,
+    summed_rows,
 )
 from foldray.planner.muon import elements, matrices, round_bytes
 from foldray.planner.shares import Price, Work
@@ -69,6 +70,8 @@ class ApartWork(OpWork):
 
     def __init__(self, candidate: Candidate, sides: Sides, memos: tuple[Memo, Memo] | None = None):
         self.memos = memos or (Memo(), Memo())
+        # Rows go once to each rank whatever the job says. Their prices are here, and those of other ops are the same.
+        candidate = replace(candidate, job=replace(candidate.job, dispatch="assignment"))
         super().__init__(candidate, sides.attention, memo=self.memos[0])
         fold = candidate.fold
         self.sides, self.senders, self.receivers = sides, fold.attention_ranks // fold.pp, fold.moe_ranks // fold.moe_pp
@@ -177,42 +180,20 @@ class ApartWork(OpWork):
         tokens = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
         rows = tokens * ranks_of_a_token(model, fold.ep)
         if family == "dp_cp":
-            # A sum without weights keeps only which ranks have a row, and a router the token and the experts of each row,
-            # instead of 20 bytes for an assignment.
-            own = tokens * (fold.ep - 20 * model.topk) + rows * (16 + model.topk)
+            # A sum without weights keeps only which ranks have a row. A router keeps the token of each row and the rows of each
+            # token, instead of as many as there are assignments.
+            own = tokens * (fold.ep - 8 * model.topk + 8 * min(model.topk, fold.ep)) + rows * 8
             shared = expert_activations(rank, block, again) + combined_rows(rank, block)
             return block_activations(rank, block, again, sliced) - shared + own
         if EXPERT in again:
             return rows * (model.hidden * rank.device.bytes + model.topk * (4 + 8))  # with their weights and experts
-        # The gradients of weights need the results. Weights and numbers belong to rows, and other numbers to assignments.
-        tokens, rows = tokens * rank.overload, rows * rank.overload
-        results, numbers = model.hidden * rank.device.bytes, rows * (8 + model.topk * (4 + 8 + 1))
-        return expert_activations(rank, block) + fold.etp * (tokens * model.topk * (results + 16) + numbers)
+        summed = summed_rows(rank, block, tokens * model.topk * rank.overload, rows * rank.overload)
+        return expert_activations(rank, block) + fold.etp * summed
 
     def _operands(self, rank: RankCosts, block: BlockSpec, family: str) -> float:
         """Return the bytes that the gradients of a half's weights are computed from."""
         experts = expert_operands(rank, block) if block.moe else 0.0
         return operands(rank, block) - experts if family == "dp_cp" else experts
-
-
-def ranks_of_a_token(model: ModelSpec, ep: int) -> float:
-    """Return the mean number of ranks that hold one of a token's experts."""
-    return sum(visits_of_a_token(model, ep))
-
-
-def visits_of_a_token(model: ModelSpec, ep: int) -> list[float]:
-    """Return, for each rank of an expert-parallel group, the share of all tokens that have an expert there.
-
-    Every choice of experts is equally likely; with a routing pattern, experts are chosen independently.
-    """
-    local, skew = model.experts // ep, model.router.skew
-    if skew is not None:
-        missed_E = [1 - share for share in expert_shares(model.experts, model.topk, skew)]
-        return [1 - math.prod(missed_E[rank * local : (rank + 1) * local]) for rank in range(ep)]
-    others, missed = model.experts - local, 1.0
-    for chosen in range(model.topk):
-        missed *= max(0, others - chosen) / (model.experts - chosen)
-    return [1 - missed] * ep
 
 
 def most_kept(order: Iterable[Op], kind: str) -> Counter[int]:

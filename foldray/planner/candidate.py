@@ -45,6 +45,7 @@ class Job:
         global_batch: sequences of an optimizer step.
         dtype: dtype of activations and weights.
         iterations: iterations of Newton-Schulz of Muon in a step; 0 is AdamW.
+        dispatch: what a token travels for (`moe.dispatch` of a recipe).
     """
 
     model: ModelSpec
@@ -52,6 +53,7 @@ class Job:
     global_batch: int
     dtype: str = "bf16"
     iterations: int = 0
+    dispatch: Literal["assignment", "rank"] = "assignment"
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:

@@ -37,6 +37,7 @@ from foldray.planner.lists import block_of
 from foldray.planner.memo import BlockKey, BlockTables, FoldTables, Memo, OpKey, OpTables, Totals
 from foldray.planner.network import Network, Travel
 from foldray.planner.parts import Parts
+from foldray.planner.rows import Travelling, travelling
 from foldray.planner.shares import Price, Work
 from foldray.schedule import COMPUTE, Chunk, LaneSeconds, Op
 
@@ -117,6 +118,11 @@ class RankCosts(Parts):
         """Rows of the fullest rank over the mean, by the model's routing pattern. The costs are those of the fullest rank."""
         return overload(self.model, self.fold.ep)
 
+    @cached_property
+    def travelling(self) -> Travelling:
+        """The rows of a token that travel."""
+        return travelling(self.job, self.fold.ep, self.device.bytes)
+
     def price(self, kind: str, back: bool, tokens: range, block: BlockSpec | None) -> Price:
         """Return the price of an op.
 
@@ -180,17 +186,18 @@ class RankCosts(Parts):
         fold, shape = self.fold, network.shape
         tensor = fold.tp, shape("tp")
         spread = (shape("dp_cp"), shape("edp")) if self.zero == 3 else ()
+        rows = (fold.ep,) if self.job.dispatch == "rank" else ()
         own: dict[str, tuple] = {
             EMBED: tensor,
             PROJECT: tensor,
             GATHER: (*tensor, fold.cp, shape("cp")),
             ATTENTION: (*tensor, fold.cp, shape("cp")),
             FFN: tensor,
-            ROUTE: tensor if self.model.shared_hidden else (),
+            ROUTE: (*tensor, *rows) if self.model.shared_hidden else rows,
             DISPATCH: (shape("ep"),),
             EXPERT: (fold.ep, fold.etp, shape("etp")),
             COMBINE: (shape("ep"),),
-            MERGE: (),
+            MERGE: rows,
             HEAD: tensor,
         }
         return {kind: (*each, *spread) for kind, each in own.items()}
@@ -334,31 +341,39 @@ class RankCosts(Parts):
 
     def _route(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         n, moe = self._rows(tokens), _mixture(block)
-        yield self._permuted((2 if back else 1) * (2 + 2 * moe.topk) * n * self._width)
+        yield self._permuted((2 if back else 1) * (2 + 2 * self.travelling.room) * n * self._width)
         yield from self._products("gemm", n, self.model.hidden, moe.experts, back, wide=True)
         if moe.shared:
             yield from self._zero3(ROUTE, block, back)
             yield from self._dense(n, moe.shared, back)
         yield self._launch(ROUTE, back)
+        if self.travelling.beside:
+            yield self._launch("once_route", back)
 
     def _dispatch(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
-        # All ranks send alike, and the fullest one receives most, or sends most on the way back.
-        rows = self._rows(tokens) * _mixture(block).topk * self.overload
-        yield self._travel("ep", self.network.exchange("ep", rows * self._width))
+        # All ranks send alike, and the fullest one receives most, or sends most on the way back. Numbers have no gradients.
+        beside = self.travelling.beside
+        for each in (self._width, *(beside[:1] if back else beside)):
+            yield self._travel("ep", self.network.exchange("ep", self._rows(tokens) * self.travelling.fullest * each))
 
     def _combine(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
-        yield from self._dispatch(block, tokens, back)
+        yield self._travel("ep", self.network.exchange("ep", self._rows(tokens) * self.travelling.fullest * self._width))
 
     def _expert(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         moe, fold, device, hidden = _mixture(block), self.fold, self.device, self.model.hidden
         rows, local = self._rows(tokens) * moe.topk * fold.etp * self.overload, moe.experts / fold.ep
+        arrived, beside = self._rows(tokens) * self.travelling.fullest * fold.etp, self.travelling.beside
         inner, width = moe.expert.inner / fold.etp, moe.expert.width / fold.etp
         yield from self._zero3(EXPERT, block, back)
-        for _ in range(2):  # gather before the experts, scatter after them; in backward the reverse
-            yield self._travel("etp", self.network.gather("etp", rows * self._width))
+        # Gather before the experts, scatter after them; in backward the reverse.
+        for each in (self._width, self._width, *(beside[:1] if back else beside)):
+            yield self._travel("etp", self.network.gather("etp", arrived * each))
         times = 2 if back else 1
-        # Rows are sorted by expert and back. The activation is between the two products.
-        if local > 1:
+        # Rows are sorted by expert and back, or copied to their experts and summed. The activation is between the products.
+        if beside:
+            yield self._permuted(times * (3 * rows + arrived) * self._width)
+            yield self._launch("once_expert", back)
+        elif local > 1:
             yield self._permuted(times * 4 * rows * self._width)
         yield self._memory(times * rows * (width + inner + moe.expert.bias * (width + hidden)) * device.bytes)
         for inside, outside in ((hidden, width), (inner, hidden)):
@@ -372,8 +387,10 @@ class RankCosts(Parts):
             yield self._launch("expert_bias", back)
 
     def _merge(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
-        yield self._memory((2 if back else 1) * (_mixture(block).topk + 3) * self._rows(tokens) * self._width)
+        yield self._memory((2 if back else 1) * (self.travelling.mean + 3) * self._rows(tokens) * self._width)
         yield self._launch(MERGE, back)
+        if self.travelling.beside:
+            yield self._launch("once_merge", back)
 
     def _head(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         n, vocab = self._rows(tokens), self.model.vocab / self.fold.tp

@@ -292,7 +292,10 @@ def _block_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...]
         return total
     experts, topk = block.moe.experts, block.moe.topk
     if ROUTE not in again:
-        total += n * (model.hidden * b + experts * 8 + topk * 32)
+        total += n * (model.hidden * b + experts * 8 + topk * 16)
+        room = rank.travelling.room
+        # Tokens of rows, and rows of tokens. If the weights travel, there are their places in the rows besides.
+        total += n * (16 * room + 8 * topk * bool(rank.travelling.beside))
         if block.moe.shared:
             # Without TP, the shared expert and the router have the same input tensor.
             total += _feed_forward(rank, n, block.moe.shared) - n * model.hidden * b * (fold.tp == 1)
@@ -301,8 +304,13 @@ def _block_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...]
 
 
 def combined_rows(rank: RankCosts, block: BlockSpec) -> float:
-    """Return those bytes of `block_activations` that the weighted sum of rows keeps: the rows, their weights and places."""
+    """Return those bytes of `block_activations` that the weighted sum of rows keeps: the rows, their weights and places.
+
+    A sum of rows whose weights have travelled keeps nothing.
+    """
     assert block.moe
+    if rank.travelling.beside:
+        return 0.0
     n = rank.job.seq_len / (rank.fold.cp * rank.fold.tp) * rank.sequences
     return n * block.moe.topk * (rank.model.hidden * rank.device.bytes + 16)
 
@@ -310,11 +318,29 @@ def combined_rows(rank: RankCosts, block: BlockSpec) -> float:
 def expert_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...] = (), imbalance: float = 1.0) -> float:
     """Return those bytes of `block_activations` that belong to the experts: their rows, and what they compute."""
     assert block.moe
-    model, fold, b = rank.model, rank.fold, rank.device.bytes
-    rows = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences * block.moe.topk * imbalance * rank.overload
+    fold, row, beside = rank.fold, rank.model.hidden * rank.device.bytes, rank.travelling.beside
+    tokens = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences * imbalance
+    rows, arrived = tokens * block.moe.topk * rank.overload, tokens * rank.travelling.fullest
     if EXPERT in again:
-        return rows * model.hidden * b  # dispatched rows
-    return rows * (fold.etp * model.hidden + block.moe.expert.width) * b  # as the products take them: gathered, by expert
+        return arrived * (row + sum(beside))
+    # As the products take them: gathered, by expert.
+    computed = rows * (fold.etp * row + block.moe.expert.width * rank.device.bytes)
+    return computed + (fold.etp * summed_rows(rank, block, rows, arrived) if beside else 0.0)
+
+
+def summed_rows(rank: RankCosts, block: BlockSpec, rows: float, arrived: float) -> float:
+    """Return the bytes that the experts' weighted sum keeps if the weights have travelled, without those that ETP gathers.
+
+    The gradients of weights need the results. Weights and numbers belong to rows that have arrived, and other numbers to
+    assignments.
+
+    Args:
+        rows: number of the experts' rows.
+        arrived: number of rows that have arrived.
+    """
+    assert block.moe
+    numbers = 8 + block.moe.topk * (max(4, rank.device.bytes) + 8 + 1)
+    return rows * (rank.model.hidden * rank.device.bytes + 16) + arrived * numbers
 
 
 def operands(rank: RankCosts, block: BlockSpec, imbalance: float = 1.0) -> float:

@@ -17,13 +17,13 @@ from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
-from foldray.blueprint import half_flops
+from foldray.blueprint import half_flops, ranks_of_a_token
 from foldray.blueprint.placement import check_apart
 from foldray.errors import UserError
 from foldray.fold import Fold, divisors
 from foldray.kinds import HANDOVER, REDUCE
 from foldray.planner.allocator import Allocation, Demand, Machines, allocate
-from foldray.planner.apart import ApartWork, Sides, ranks_of_a_token
+from foldray.planner.apart import ApartWork, Sides
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device

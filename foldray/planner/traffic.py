@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from foldray.blueprint import BlockSpec
+from foldray.blueprint import BlockSpec, ranks_of_a_token
 from foldray.fold.traffic import ROWS, Edges, Flow, Way
 from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EMBED, EXPERT, FFN, HEAD, MERGE, ROUTE
-from foldray.planner.apart import ApartWork, Sides, ranks_of_a_token
+from foldray.planner.apart import ApartWork, Sides
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device

@@ -29,9 +29,10 @@ def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
         slicing: how a rank's share of a sequence is cut.
         imbalance: rows of the fullest rank over the mean.
     """
-    model, fold, b = rank.model, rank.fold, rank.device.bytes
-    rows = max(slicing.moe) * rank.sequences * model.topk * model.hidden * b
-    found = 2 * rows * (1 + imbalance * rank.overload) * (fold.ep > 1)
+    model, fold, b, travelling = rank.model, rank.fold, rank.device.bytes, rank.travelling
+    row = model.hidden * b + sum(travelling.beside)
+    rows = max(slicing.moe) * rank.sequences * (travelling.room + imbalance * travelling.fullest)
+    found = 2 * rows * row * (fold.ep > 1)
     found += 2 * slicing.length * rank.sequences * model.hidden * b * (fold.pp > 1)
     if slicing.degree > 1:
         attention = rank.job.blocks[0].attention
@@ -72,7 +73,10 @@ def networks(rank: RankCosts, block: BlockSpec, slicing: Slicing, imbalance: flo
     if block.dense:
         wide = tokens * fold.tp
         found = 2 * wide * row + _backward(rank, FFN, block, wide / fold.tp, block.dense)
-    if block.moe:
+    if block.moe and rank.travelling.beside:
+        here = tokens * (rank.travelling.room + imbalance * rank.travelling.fullest)  # in `buffers`
+        found = max(found, _summing(rank, block, tokens * imbalance) - here * row * (fold.ep > 1))
+    elif block.moe:
         rows = tokens * block.moe.topk * imbalance * rank.overload
         sorts = fold.etp > 1 or (fold.ep > 1 and block.moe.experts > fold.ep)
         # Rows as they have arrived; rows of all ETP ranks, also sorted by expert if there are several; their gradients.
@@ -84,6 +88,28 @@ def networks(rank: RankCosts, block: BlockSpec, slicing: Slicing, imbalance: flo
         beside = rows * row * (1 + 2 * (fold.ep > 1))
         found = max(found, max(back, gathered) - beside)
     return found
+
+
+def _summing(rank: RankCosts, block: BlockSpec, tokens: float) -> float:
+    """Return the bytes that experts need in backward if their rank sums the results, with the rows that have arrived.
+
+    There are three full moments: when the gradients of sums become those of results, between the products of the experts, and
+    when the gradients of the experts' rows are summed. On a CPU, such sums have float32 copies of both sides.
+
+    Args:
+        tokens: tokens of a rank, times the imbalance.
+    """
+    assert block.moe
+    fold, b, moe = rank.fold, rank.device.bytes, block.moe
+    rows, arrived = tokens * moe.topk * rank.overload, tokens * rank.travelling.fullest * fold.etp
+    both = (rows * fold.etp + arrived) * rank.model.hidden
+    results = rows * fold.etp * rank.model.hidden * b
+    wide = both * _SUM * (rank.device.hardware.processors == 1 and b < _SUM)
+    # By the last moment, results, rows and first products that were kept are not there any more.
+    freed = 2 * results + rows * moe.expert.width * b
+    last = both * b + wide + b * _weight_gradients(rank, EXPERT, block, moe.expert) - freed
+    here = arrived * rank.model.hidden * b * (1 / fold.etp + (fold.etp > 1))  # as they have arrived, and gathered
+    return here + max(results + wide, results + _backward(rank, EXPERT, block, rows, moe.expert), last)
 
 
 def _backward(rank: RankCosts, kind: str, block: BlockSpec, rows: float, spec: FeedForwardSpec) -> float:

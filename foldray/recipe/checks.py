@@ -228,6 +228,12 @@ def _check_engine(recipe: Description) -> None:
 
 def _check_backend(recipe: Description) -> None:
     backend, router = recipe.moe.backend, recipe.model.router
+    if recipe.moe.dispatch == "rank" and backend == "tutel":
+        rule = "is for foldray's own kernels; Tutel's copy a row for each assignment (moe.backend)"
+        raise UserError("moe.dispatch", "rank", rule, ["assignment"])
+    if recipe.moe.dispatch == "rank" and router.pad:
+        rule = "sends rows for workers, and padding is for experts (model.router.pad)"
+        raise UserError("moe.dispatch", "rank", rule, ["assignment"])
     if router.skew is not None and backend != "torch":
         raise UserError("moe.backend", backend, "has gates of its own, which know no pattern (model.router.skew)", ["torch"])
     if backend == "tutel" and recipe.precision == "float64":

@@ -28,7 +28,8 @@ def as_candidate(recipe: Recipe) -> Candidate:
     """Convert a recipe to a candidate, whose step the planner can predict. Uneven shares take as long as the largest one."""
     training, schedule = recipe.training, recipe.schedule
     batch = recipe.accumulation * recipe.placed_fold.dp * training.micro_batch
-    job = Job(recipe.model, recipe.data.seq_len, batch, DTYPES[recipe.precision], recipe.optimizer.iterations)
+    dtype, iterations = DTYPES[recipe.precision], recipe.optimizer.iterations
+    job = Job(recipe.model, recipe.data.seq_len, batch, dtype, iterations, recipe.moe.dispatch)
     return Candidate(job, recipe.placed_fold, recipe.ordering, training.micro_batch, schedule.virtual_stages, recipe.engine.zero)
 
 

@@ -87,7 +87,8 @@ class PlacementSpec(Strict):
 
 
 class MoeSpec(Strict):
-    """The kernels of the MoE layers. They change the speed. They change the results by no more than rounding."""
+    """The kernels of the MoE layers, and how their tokens travel. All keys change the speed, and the results by no more than
+    rounding."""
 
     backend: Literal["torch", "tutel", "deepspeed"] = Field(
         "torch",
@@ -99,6 +100,14 @@ class MoeSpec(Strict):
         "grouped",
         description="`grouped` takes the fastest kernels for the experts' matrix products. `loop` is a slow reference: one "
         "expert after another, in plain autograd.",
+    )
+    dispatch: Literal["assignment", "rank"] = Field(
+        "assignment",
+        description="What a token travels for. `assignment` sends a row to each of its experts, and brings back as many. `rank` "
+        "sends one row to each worker of the expert-parallel group that has experts of the token; this worker sums their "
+        "results. So fewer bytes travel if a worker has several experts of a token, which `topk` and `fold.ep` decide. `rank` "
+        "needs `backend: torch` or `deepspeed`, and `model.router.pad: false`. With `placement`, rows always travel once to each "
+        "worker.",
     )
 
 

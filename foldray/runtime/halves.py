@@ -37,7 +37,7 @@ class _Past:
     """The data that go from the router of a piece past the experts. They may still be on their way.
 
     Args:
-        coming: brings goes_TR (`once.Rows`) as uint8, and the residual stream, with the output of the shared expert.
+        coming: brings goes_TR (`once.Encoded`) as uint8, and the residual stream, with the output of the shared expert.
     """
 
     def __init__(self, coming: Pending):
@@ -120,11 +120,11 @@ class TokenMicroBatch(MicroBatch):
 
         def rows_of(h_TH: torch.Tensor, routing: Routing) -> Computed:
             rows = half.encode(h_TH, routing)
-            return Computed([rows.rows_NH, rows.weight_NK], (rows.expert_NK, rows.goes_TR))
+            return Computed([rows.rows_NH, rows.weight_NK, rows.expert_NK], rows.goes_TR)
 
-        rows, (expert_NK, goes_TR), residual_BsH = self._route(op, half, rows_of)
+        rows, goes_TR, residual_BsH = self._route(op, half, rows_of)
         self._goes[part], self._pasts[part] = goes_TR, _Past(Pending([], (goes_TR.to(torch.uint8), residual_BsH)))
-        self.flight[op._replace(kind=DISPATCH)] = Pending([], (*rows, expert_NK))
+        self.flight[op._replace(kind=DISPATCH)] = Pending([], rows)
 
     def counts_forward(self, op: Op) -> None:
         self.flight[op] = self._exchange(op).start_counts(self._goes[op.layer, op.part].sum(0))
@@ -177,7 +177,7 @@ class TokenMicroBatch(MicroBatch):
     def route_backward(self, op: Op) -> None:
         rows_NH, weight_NK = self.flight.pop(op._replace(kind=DISPATCH)).wait()
         (residual_BsH,) = self._past_gradients.pop((op.layer, op.part)).wait()
-        self._route_back(op, rows_NH, weight_NK, residual_BsH)
+        self._route_back(op, [rows_NH, weight_NK], residual_BsH)
 
     def _exchange(self, op: Op) -> TokenExchange:
         """Return the exchange with a block's experts. A rank that sums their results may lack the block's router."""

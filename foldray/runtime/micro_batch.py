@@ -197,12 +197,12 @@ class MicroBatch:
         layer, part = self._layer(op), _part(op)
 
         def rows_of(h_TH: torch.Tensor, routing: Routing) -> Computed:
-            rows_NH, sent = layer.dispatch_preprocess(h_TH, routing)
-            return Computed([rows_NH, routing.weight_TK], sent)
+            rows, sent = layer.dispatch_preprocess(h_TH, routing)
+            return Computed([*rows, routing.weight_TK], sent)
 
-        (rows_NH, weight_TK), sent, residual_BsH = self._route(op, layer, rows_of)
+        (*rows, weight_TK), sent, residual_BsH = self._route(op, layer, rows_of)
         self._sent[part], self._bypasses[part] = sent, _Bypass(weight_TK, residual_BsH)
-        self.flight[op._replace(kind=DISPATCH)] = Pending([], (rows_NH,))  # until the dispatch op sends it
+        self.flight[op._replace(kind=DISPATCH)] = Pending([], rows)  # until the dispatch op sends them
         if not self.graph.ragged:
             self._received[part] = layer.exchange.equal_counts(sent)
 
@@ -216,9 +216,8 @@ class MicroBatch:
 
     def expert_forward(self, op: Op) -> None:
         layer, received = self._layer(op), self._received[_part(op)]
-        (y_NH,), _ = self._compute(
-            op, lambda rows_NH: Computed([layer.run_experts(rows_NH, received)]), self._arrived(op, DISPATCH)
-        )
+        rows = self.flight.pop(op._replace(kind=DISPATCH)).wait()
+        (y_NH,), _ = self._compute(op, lambda *rows: Computed([layer.run_experts(rows, received)]), *rows)
         self.flight[op._replace(kind=COMBINE)] = Pending([], (y_NH,))
 
     def combine_forward(self, op: Op) -> None:
@@ -227,7 +226,8 @@ class MicroBatch:
     def merge_forward(self, op: Op) -> None:
         layer, part = self._layer(op), _part(op)
         sent, (weight_TK, residual_BsH) = self._sent[part], self._bypasses.pop(part)
-        # The weights are a leaf of this graph. `route_backward` passes their gradient on to the router.
+        # The weights are a leaf of this graph. `route_backward` passes their gradient on to the router. If the weights have
+        # travelled with the rows, the layer does not need them here, and this gradient is zero.
         (y_TH,), _ = self._compute(
             op, lambda y_NH, weight_TK: Computed([layer.combine_postprocess(y_NH, sent, weight_TK)]),
             self._arrived(op, COMBINE), weight_TK,
@@ -263,16 +263,17 @@ class MicroBatch:
         self._start_out(op)
 
     def expert_backward(self, op: Op) -> None:
-        (rows_NH,) = self._differentiate(op, [self._arrived(op, COMBINE)])
-        self.flight[op._replace(kind=DISPATCH)] = Pending([], (rows_NH,))
+        rows = self._differentiate(op, [self._arrived(op, COMBINE)])
+        self.flight[op._replace(kind=DISPATCH)] = Pending([], rows)
 
     def dispatch_backward(self, op: Op) -> None:
-        self._start_back(op)
+        self._start_back(op, self._sent[_part(op)].room)
         del self._sent[_part(op)], self._received[_part(op)]
 
     def route_backward(self, op: Op) -> None:
         weight_TK, residual_BsH = self._bypasses.pop(_part(op))
-        self._route_back(op, self._arrived(op, DISPATCH), weight_TK, residual_BsH)
+        rows = self.flight.pop(op._replace(kind=DISPATCH)).wait()
+        self._route_back(op, [*rows, weight_TK], residual_BsH)
 
     def ffn_backward(self, op: Op) -> None:
         (gradient,) = self._differentiate(op, [self._output_gradient(op)])
@@ -328,10 +329,10 @@ class MicroBatch:
 
         Args:
             layer: the layer, or its half.
-            rows_of: normed tokens and their routing → rows and weights, and what is kept aside.
+            rows_of: normed tokens and their routing → rows, weights and what else leaves, and what is kept aside.
 
         Returns:
-            The rows and weights, what is kept aside, and the residual stream with the output of the shared expert.
+            What leaves, what is kept aside, and the residual stream with the output of the shared expert.
         """
         block, z_BsH = self.model.block(op.layer), self.middles[op.layer].take(self._tokens(op))
         length, before = self.graph.slicing.length, self._tallies.get(op.layer)
@@ -341,24 +342,25 @@ class MicroBatch:
             h_BsH = block.ffn_norm(z_BsH)
             h_TH = h_BsH.flatten(0, 1)
             routing = layer.route(h_TH, len(h_BsH), length, before, position_s)
-            (rows, weight), kept = rows_of(h_TH, routing)
+            leaving, kept = rows_of(h_TH, routing)
             shared = [] if layer.shared is None else [layer.shared(h_BsH)]
-            return Computed([rows, weight, routing.tally.score_BE, routing.tally.z, *shared], (kept, routing.tally.detach()))
+            return Computed([routing.tally.score_BE, routing.tally.z, *leaving, *shared], (kept, routing.tally.detach()))
 
-        (rows, weight, _, _, *shared), (kept, tally) = self._compute(op, route, z_BsH)
+        (_, _, *leaving), (kept, tally) = self._compute(op, route, z_BsH)
+        residual_BsH = z_BsH.detach() if layer.shared is None else z_BsH.detach() + leaving.pop()
         self._tallies[op.layer] = tally if before is None else before + tally
         if op.part == self.graph.slicing.degree - 1:
             self._balances[op.layer] = self._tallies.pop(op.layer).balance(layer.router.sequences, length)
             self.losses = self.model.with_router(self.losses, op.layer, self._balances[op.layer])
-        return [rows, weight], kept, z_BsH.detach() + shared[0] if shared else z_BsH.detach()
+        return leaving, kept, residual_BsH
 
-    def _route_back(self, op: Op, rows: torch.Tensor, weight: torch.Tensor, residual_BsH: torch.Tensor) -> None:
-        """Go backward through a router, from the gradients of rows, weights and residual stream."""
+    def _route_back(self, op: Op, left: Sequence[torch.Tensor], residual_BsH: torch.Tensor) -> None:
+        """Go backward through a router, from the gradients of what has left and of the residual stream."""
         assert self.weights is not None
         (slope_BE, slope), share = self._balances[op.layer].slopes(), self.weights.sequence
         router = self.model.spec.router
         losses = slope_BE * (share * router.balance_loss), share * (slope * router.z_loss)
-        (gradient,) = self._differentiate(op, [rows, weight, *losses, residual_BsH])
+        (gradient,) = self._differentiate(op, [*losses, *left, residual_BsH])
         self.middle_gradients[op.layer].put(self._tokens(op), gradient + residual_BsH)
 
     @cached_property
@@ -373,16 +375,16 @@ class MicroBatch:
 
     def _start_out(self, op: Op) -> None:
         """Start to send the rows that wait for this op to the owners of experts."""
-        (rows_NH,) = self.flight.pop(op).wait()
-        self.flight[op] = self._layer(op).exchange.start_out(rows_NH, self._sent[_part(op)], self._received[_part(op)])
+        rows, sent, received = self.flight.pop(op).wait(), self._sent[_part(op)], self._received[_part(op)]
+        self.flight[op] = self._layer(op).exchange.start_out(rows, sent, received)
 
-    def _start_back(self, op: Op) -> None:
-        """Start to send the rows that wait for this op to the owners of tokens."""
-        (rows_NH,) = self.flight.pop(op).wait()
-        self.flight[op] = self._layer(op).exchange.start_back(rows_NH, self._sent[_part(op)], self._received[_part(op)])
+    def _start_back(self, op: Op, room: int | None = None) -> None:
+        """Start to send the rows that wait for this op to the owners of tokens (`Exchange.start_back`)."""
+        rows, sent, received = self.flight.pop(op).wait(), self._sent[_part(op)], self._received[_part(op)]
+        self.flight[op] = self._layer(op).exchange.start_back(rows, sent, received, room)
 
     def _arrived(self, op: Op, kind: str) -> torch.Tensor:
-        """Wait for the op of this kind for the same piece, and return the rows that it has brought."""
+        """Wait for the op of this kind for the same piece, and return the one tensor that it has brought."""
         (tensor,) = self.flight.pop(op._replace(kind=kind)).wait()
         return tensor
 

@@ -14,7 +14,7 @@ class Computed(NamedTuple):
     """The results of an op.
 
     Args:
-        ends: tensors that may have a gradient.
+        ends: tensors that may have a gradient. Whole numbers among them have none.
         aside: other results.
     """
 
@@ -65,7 +65,7 @@ class OpGraph(NamedTuple):
         """Return the gradients of the inputs, and those of parameters; None for a parameter that was not used.
 
         Args:
-            gradients: the gradients of the results.
+            gradients: the gradients of the results, but not of whole numbers. Nor do these have gradients among the inputs.
         """
         ends = [(edge, gradient) for edge, gradient in zip(self.ends, gradients, strict=False) if edge is not None]
         wanted: list[Any] = [*(each.edge for each in self.inputs), *parameters]
@@ -79,8 +79,8 @@ def build(compute: Compute, inputs: Sequence[torch.Tensor]) -> tuple[Computed, O
     """Return the detached results of `compute(*inputs)`, and the graph that goes back to the inputs."""
     with torch.enable_grad():
         anchor = torch.empty(0, requires_grad=True)
-        sources = [_Source.apply(anchor, x.detach()) for x in inputs]
+        sources = [_Source.apply(anchor, x.detach()) if x.is_floating_point() else x for x in inputs]
         results, aside = compute(*sources)
-    edges = [get_gradient_edge(result) if result.requires_grad else None for result in results]
-    starts = [_Input(get_gradient_edge(x), (x.shape, x.dtype, x.device)) for x in sources]
+    edges = [get_gradient_edge(x) if x.requires_grad else None for x in results if x.is_floating_point()]
+    starts = [_Input(get_gradient_edge(x), (x.shape, x.dtype, x.device)) for x in sources if x.is_floating_point()]
     return Computed([result.detach() for result in results], aside), OpGraph(edges, starts)

@@ -28,7 +28,7 @@ from foldray.comm import Groups, Pending
 from foldray.finding import Found
 from foldray.fold import Fold
 from foldray.model import Batch, Transformer, all_losses
-from foldray.moe import Exchange, Layer, Received, Sent
+from foldray.moe import Exchange, Layer, Received, Rows, Sent
 from foldray.runtime import Execution, Gradients, Trace
 from foldray.schedule import Op, Ordering, SliceCost, Span, StepGraph, named_ordering
 from foldray.timeline import Recording, held_up, overlaps, perfetto, recorded_cost, replay, simulate
@@ -71,15 +71,15 @@ class Silent:
         self.recorded = self.recorded or (sent, self.real.equal_counts(sent))
         return self.recorded[1]
 
-    def start_out(self, rows_NH: Tensor, sent: Sent, received: Received) -> Pending:
+    def start_out(self, rows: Rows, sent: Sent, received: Received) -> Pending:
         if not self.silent:
-            return self.real.start_out(rows_NH, sent, received)
-        return _instead(rows_NH, sum(received.rows_by_rank))
+            return self.real.start_out(rows, sent, received)
+        return _instead(rows, sum(received.rows_by_rank))
 
-    def start_back(self, rows_NH: Tensor, sent: Sent, received: Received) -> Pending:
+    def start_back(self, rows: Rows, sent: Sent, received: Received, room: int | None = None) -> Pending:
         if not self.silent:
-            return self.real.start_back(rows_NH, sent, received)
-        return _instead(rows_NH, sum(received.leaving_by_rank))
+            return self.real.start_back(rows, sent, received, room)
+        return _instead(rows, sum(received.leaving_by_rank) if room is None else room)
 
     def rows(self) -> tuple[list[int], list[int]]:
         """Return the numbers of rows that come from every rank, and that go to every rank."""
@@ -88,12 +88,15 @@ class Silent:
         return received.rows_by_rank, received.leaving_by_rank
 
 
-def _instead(rows_NH: Tensor, count: int) -> Pending:
-    if count > len(rows_NH):
-        rows_NH = (
-            rows_NH.repeat(-(-count // max(1, len(rows_NH))), 1) if len(rows_NH) else rows_NH.new_zeros(count, rows_NH.shape[1])
-        )
-    return Pending([], (rows_NH[:count],))
+def _instead(rows: Rows, count: int) -> Pending:
+    return Pending([], [_stretched(rows_NH, count)[:count] for rows_NH in rows])
+
+
+def _stretched(rows_NH: Tensor, count: int) -> Tensor:
+    """Return the rows, again and again, until there are at least `count`."""
+    if count <= len(rows_NH):
+        return rows_NH
+    return rows_NH.repeat(-(-count // len(rows_NH)), 1) if len(rows_NH) else rows_NH.new_zeros(count, rows_NH.shape[1])
 
 
 class SilentRing(NamedTuple):

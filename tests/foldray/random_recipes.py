@@ -114,7 +114,7 @@ def _sections(chance: random.Random) -> dict[str, Any]:
         model["mtp_depth"] = 0
     if schedule.get("degree", 1) > 1 and model["router"].get("drop") == "probability":
         model["router"]["drop"] = "position"  # with probability, each piece would have its own capacity
-    return {
+    found: dict[str, Any] = {
         **({"placement": placement} if placement else {}),
         "model": model,
         "data": {"seq_len": chance.choice([8, 16, 24, 32])},
@@ -127,6 +127,9 @@ def _sections(chance: random.Random) -> dict[str, Any]:
         "moe": {"experts": chance.choice(["loop", "grouped"]), "backend": backend},
         "schedule": schedule,
     }
+    once = backend != "tutel" and not model["router"].get("pad")
+    found["moe"]["dispatch"] = chance.choice(["assignment", "rank"]) if once else "assignment"
+    return found
 
 
 def _placement(chance: random.Random, workers: int) -> tuple[dict[str, int], dict[str, int]]:

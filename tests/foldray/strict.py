@@ -142,11 +142,11 @@ class StrictCommunicator(Communicator):
         sent = [(x, _copy(x))]
         return self._collective("reduce-scatter", super().start_reduce_scatter(sent[0][1], torch.empty_like(out)), [out], sent)
 
-    def start_all_to_all(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
+    def start_all_to_all(self, x: Tensor, received: Sequence[int], sent: Sequence[int], room: int | None = None) -> Pending:
         if self.group is None:
-            return super().start_all_to_all(x, received, sent)
-        inputs, out = [(x, _copy(x))], _poisoned((sum(received), *x.shape[1:]), x)
-        return self._collective("all-to-all", super().start_all_to_all(inputs[0][1], received, sent), [out], inputs)
+            return super().start_all_to_all(x, received, sent, room)
+        inputs, out = [(x, _copy(x))], _poisoned((sum(received) if room is None else room, *x.shape[1:]), x)
+        return self._collective("all-to-all", super().start_all_to_all(inputs[0][1], received, sent, room), [out], inputs)
 
     def send_rows(self, tensors: Sequence[Tensor], to: Mapping[int, int]) -> Pending:
         sent = [(tensor, _copy(tensor)) for tensor in tensors]

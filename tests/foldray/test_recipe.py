@@ -237,6 +237,13 @@ BAD = [
     ("moe.backend=deepspeed model.preset=tiny-fine", "moe.backend", "legal: torch, tutel"),
     ("moe.backend=deepspeed model.topk=1", "moe.backend", "softmax over all experts"),
     ("moe.backend=tutel precision=float64 engine.kind=torch", "moe.backend", "would round float64"),
+    ("moe.dispatch=expert", "moe.dispatch", "legal: assignment, rank"),
+    ("moe.dispatch=rank moe.backend=tutel", "moe.dispatch", "a row for each assignment (moe.backend); legal: assignment"),
+    (
+        "moe.dispatch=rank model.router.capacity_factor=1.0 model.router.pad=true",
+        "moe.dispatch",
+        "(model.router.pad); legal: assignment",
+    ),
 ]
 
 

@@ -10,11 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foldray.blueprint import ModelSpec, expert_shares, overload, rank_shares
+from foldray.blueprint import ModelSpec, expert_shares, overload, rank_shares, ranks_of_a_token, visits_of_a_token
 from foldray.errors import UserError
 from foldray.fold import Fold
 from foldray.moe import Pattern
-from foldray.planner.apart import ranks_of_a_token, visits_of_a_token
 from foldray.planner.candidate import Job
 from foldray.planner.hardware import load_hardware
 from foldray.planner.search import search

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from time import perf_counter, sleep
 from typing import Any
 from unittest.mock import patch
@@ -42,10 +43,10 @@ def test_a_planted_missing_wait(strict_ranks: StrictPools) -> None:
 def with_early_reuse(rank: int, recipe: Recipe) -> dict[str, Any]:
     start_out = AllToAll.start_out
 
-    def start_and_reuse(self: AllToAll, rows_NH: torch.Tensor, *others: Any) -> Any:
-        pending = start_out(self, rows_NH, *others)
+    def start_and_reuse(self: AllToAll, rows: Sequence[torch.Tensor], *others: Any) -> Any:
+        pending = start_out(self, rows, *others)
         with torch.no_grad():
-            rows_NH.mul_(2)
+            rows[0].mul_(2)
         return pending
 
     with patch.object(AllToAll, "start_out", start_and_reuse):

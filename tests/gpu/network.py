@@ -48,7 +48,8 @@ class Copies(Communicator):
         object.__setattr__(found, "pinned", torch.empty(most, dtype=torch.uint8, pin_memory=True))
         return found
 
-    def start_all_to_all(self, x: torch.Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
+    def start_all_to_all(self, x: torch.Tensor, received: Sequence[int], sent: Sequence[int], room: int | None = None) -> Pending:
+        assert room is None, "tokens travel for each assignment here"
         out = x.new_zeros((sum(received), *x.shape[1:]))
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -74,7 +75,8 @@ class Same(Communicator):
     def start_all_reduce(self, x: torch.Tensor, reduction: str = "sum") -> Pending:
         return Pending([], (x.mul_(self.size) if reduction == "sum" else x,))
 
-    def start_all_to_all(self, x: torch.Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
+    def start_all_to_all(self, x: torch.Tensor, received: Sequence[int], sent: Sequence[int], room: int | None = None) -> Pending:
+        assert room is None, "tokens travel for each assignment here"
         own = x.split(list(sent))[self.index]
         return Pending([], (torch.cat([own[:rows] for rows in received]),))
 

@@ -20,20 +20,21 @@ from trainers.worker.engines import make_engine
 _ROOT = Path(__file__).resolve().parents[2]
 _MODEL = {"layers": 2, "hidden": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn_hidden": 512, "experts": 8, "topk": 2,
           "expert_hidden": 256, "vocab": 512, "moe_every": 1}  # fmt: skip
-_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
-    # schedule, router, waits that a step may have: one for each dispatch of a piece without padding
-    "sequential": ({}, {}, 2),
-    "stream, 4 pieces": ({"kind": "stream", "degree": 4}, {}, 8),
-    "padded, 4 pieces": ({"kind": "stream", "degree": 4}, {"capacity_factor": 1.0, "pad": True}, 0),
+_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
+    # schedule, router, kernels, waits that a step may have: one for each dispatch of a piece without padding
+    "sequential": ({}, {}, {}, 2),
+    "stream, 4 pieces": ({"kind": "stream", "degree": 4}, {}, {}, 8),
+    "padded, 4 pieces": ({"kind": "stream", "degree": 4}, {"capacity_factor": 1.0, "pad": True}, {}, 0),
+    "once to each rank, 4 pieces": ({"kind": "stream", "degree": 4}, {"capacity_factor": 1.0}, {"dispatch": "rank"}, 8),
 }
 
 
 def run(report: Report) -> None:
-    for name, (schedule, router, most) in _CASES.items():
-        report.check("waits", name, lambda s=schedule, r=router, m=most: waits(report, s, r, m))
+    for name, (schedule, router, moe, most) in _CASES.items():
+        report.check("waits", name, lambda s=schedule, r=router, k=moe, m=most: waits(report, s, r, k, m))
 
 
-def waits(report: Report, schedule: dict[str, Any], router: dict[str, Any], most: int) -> int:
+def waits(report: Report, schedule: dict[str, Any], router: dict[str, Any], moe: dict[str, Any], most: int) -> int:
     """Return how often the host waits in `engine.train`, and say where."""
     recipe = Recipe.parse(
         {
@@ -43,6 +44,7 @@ def waits(report: Report, schedule: dict[str, Any], router: dict[str, Any], most
             "engine": {"kind": "torch"},
             "training": {"global_batch": 1},
             "schedule": schedule,
+            "moe": moe,
         }
     )
     engine = make_engine(recipe, Groups.create(recipe.placed_fold), torch.device("cuda"))

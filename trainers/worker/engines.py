@@ -37,16 +37,16 @@ def make_backend(recipe: Recipe) -> MoeBackend:
     Raises:
         MissingPackage: the recipe needs a package that is not installed.
     """
-    kind, experts = recipe.moe.backend, recipe.moe.experts
+    kind, kernels = recipe.moe.backend, recipe.moe.model_dump(include={"experts", "dispatch"})
     if kind == "tutel":
         from foldray.moe.tutel import TutelPermutation, tutel_gate
 
-        return MoeBackend(gate=tutel_gate(recipe.model), permutation=TutelPermutation(), experts=experts)
+        return MoeBackend(gate=tutel_gate(recipe.model), permutation=TutelPermutation(), **kernels)
     if kind == "deepspeed":
         try:
             from trainers.worker.deepspeed_gates import deepspeed_gate
 
-            return MoeBackend(gate=deepspeed_gate(recipe.model), experts=experts)
+            return MoeBackend(gate=deepspeed_gate(recipe.model), **kernels)
         except ModuleNotFoundError as error:
             raise MissingPackage("moe.backend", kind, error.name or kind, "pip install deepspeed") from None
-    return MoeBackend(experts=experts)
+    return MoeBackend(**kernels)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foldray.kernels.permutation import combine, pad_by_expert, permute, sort_by_expert
+from foldray.kernels.permutation import combine, pad_by_expert, permute, sort_by_expert, sum_rows
 
 TOKENS, TOPK, EXPERTS, HIDDEN = 23, 3, 7, 5
 DROPS = [0.0, 0.3, 1.0]
@@ -43,6 +43,14 @@ def test_sort_by_expert(drop: float) -> None:
     assert counts_E.tolist() == [sum(e == expert for e, _, _ in want) for expert in range(EXPERTS)]
     rows = {(t, k): n for n, (_, t, k) in enumerate(want)}
     assert position_TK.tolist() == [[rows.get((t, k), -1) for k in range(TOPK)] for t in range(TOKENS)]
+
+
+@pytest.mark.parametrize("drop", DROPS)
+def test_a_number_of_kept_assignments_that_is_known_changes_nothing(drop: float) -> None:
+    expert_TK, keep_TK = routes(drop)
+    found = sort_by_expert(expert_TK, keep_TK, EXPERTS)
+    for one, other in zip(found, sort_by_expert(expert_TK, keep_TK, EXPERTS, int(found[2].sum())), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_sort_without_tokens() -> None:
@@ -110,6 +118,17 @@ def test_combine(drop: float) -> None:
         grads = [torch.autograd.grad(out, (y_NH, weight_TK), dout_TH) for out in (combine(y_NH, position_TK, weight_TK), want)]
         torch.testing.assert_close(grads[0], grads[1])
         assert torch.autograd.gradcheck(lambda y, w: combine(y, position_TK, w), (y_NH, weight_TK))
+
+
+@pytest.mark.parametrize("drop", DROPS)
+def test_sum_rows_is_the_transpose_of_permute(drop: float) -> None:
+    token_N, position_TK, _ = sort_by_expert(*routes(drop), EXPERTS)
+    y_NH, x_TH = values(token_N.numel(), HIDDEN), values(TOKENS, HIDDEN, seed=4)
+    out_TH = sum_rows(y_NH, token_N, position_TK)
+    torch.testing.assert_close(out_TH, naive_combine(y_NH, position_TK, torch.ones(TOKENS, TOPK, dtype=torch.float64)))
+    rows_NH = permute(x_TH, token_N, position_TK)
+    torch.testing.assert_close((out_TH * x_TH).sum(), (rows_NH * y_NH).sum())
+    assert torch.equal(torch.autograd.grad(out_TH, y_NH, x_TH)[0], rows_NH)
 
 
 def test_dropped_assignments_get_no_gradient() -> None:

@@ -107,7 +107,8 @@ def round_trip(groups: Groups, case: str) -> dict[str, tuple[int, int, int]]:
     assert groups.traffic.counts == {}
     received = exchange.start_counts(sides)
     measure("exchange")
-    rows_NH = gather_rows(dispatch(exchange, rows_NH, sides, received), slices, received.rows_by_slice)
+    (rows_NH,) = dispatch(exchange, [rows_NH], sides, received)
+    rows_NH = gather_rows(rows_NH, slices, received.rows_by_slice)
     measure("dispatch")
     rows_NH = dispatch_postprocess(rows_NH, received)
     _check_arrivals(rows_NH, received.rows_by_expert, groups, case)
@@ -230,7 +231,8 @@ def _volumes(rank: int, fold: Fold) -> list[tuple[int, int, int]]:
     exchange, slices = AllToAll(groups), groups.expert_slices
     rows_NH, sides = TorchPermutation().encode(x_TH, routing)
     arrived = exchange.start_counts(sides)
-    y_NH = gather_rows(dispatch(exchange, rows_NH, sides, arrived), slices, arrived.rows_by_slice)
+    (y_NH,) = dispatch(exchange, [rows_NH], sides, arrived)
+    y_NH = gather_rows(y_NH, slices, arrived.rows_by_slice)
     combine(exchange, scatter_rows(y_NH, slices, arrived.rows_by_slice), sides, arrived)
     received = list(arrived.rows_by_slice)
     from_self = sum(arrived.counts.rows_XRE[slices.index][groups.tokens.index])

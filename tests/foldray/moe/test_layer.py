@@ -165,7 +165,7 @@ def test_tutel_copies_bfloat16_exactly_and_rounds_sums_once(topk: int) -> None:
         made = layer(model, torch.bfloat16, permutation=backend.permutation)
         x_TH = torch.randn(24, 16, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(2)).requires_grad_()
         routing = made.router(x_TH, 2)
-        rows_NH, sent = made.dispatch_preprocess(x_TH, routing)
+        (rows_NH,), sent = made.dispatch_preprocess(x_TH, routing)
         rows_by_expert = [part[part.abs().sum(1) > 0] for part in rows_NH.split(sent.rows_E.tolist())]
         y_TH = made.combine_postprocess(rows_NH, sent, routing.weight_TK)
         y_TH.float().square().sum().backward()

@@ -15,7 +15,7 @@ from foldray.fold import Fold
 from foldray.fold.routes import Routes
 from foldray.moe import Routing, Tally
 from foldray.moe.apart import ExpertExchange, TokenExchange
-from foldray.moe.once import Rows, encode
+from foldray.moe.once import Encoded, encode
 
 K, LOCAL = 2, 2  # experts per token, experts per rank
 
@@ -66,7 +66,7 @@ def test_rows_are_conserved_on_every_route(tp, cp, dp, pp, etp, ep, edp, expert_
                 assert arrived[sender] == Counter(kept.flatten().tolist())
 
 
-def _by_receiver(rows: Rows, receivers: tuple[int, ...]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+def _by_receiver(rows: Encoded, receivers: tuple[int, ...]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Return what goes to each receiver: the rows, and the numbers of their experts there."""
     count_R = rows.goes_TR.sum(0).tolist()
     return dict(zip(receivers, zip(rows.rows_NH.split(count_R), rows.expert_NK.split(count_R), strict=True), strict=True))
@@ -79,7 +79,7 @@ FOLDS = [
 ]
 
 
-def own_rows(rank: int, fold: Fold, empty: bool) -> Rows:
+def own_rows(rank: int, fold: Fold, empty: bool) -> Encoded:
     """Return the rows of a rank of attention."""
     return encode(*routed(rank, fold.ep, 0 if empty else 3 + rank), LOCAL * fold.ep, fold.ep)
 

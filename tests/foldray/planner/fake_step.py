@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from foldray.blueprint import Ownership
+from foldray.blueprint import ModelSpec, Ownership, ranks_of_a_token
 from foldray.comm import Groups
 from foldray.comm.communicator import Count
 from foldray.kernels import experts
 from foldray.model import Batch, Transformer
+from foldray.moe import MoeBackend
 from foldray.moe.contracts import Received, RowCounts, Sent
 from foldray.moe.exchange import AllToAll
 from foldray.planner.candidate import Candidate
@@ -69,9 +70,10 @@ class Step(NamedTuple):
 
 def run_step(candidate: Candidate) -> Step:
     """Run a step of a candidate in bfloat16."""
-    with _fakes(candidate.fold.world_size), Live() as live:
+    with _fakes(candidate), Live() as live:
         groups = Groups.create(candidate.fold, 0)
-        model = Transformer(Ownership(candidate.job.model, candidate.fold), groups, dtype=torch.bfloat16)
+        backend = MoeBackend(dispatch=candidate.job.dispatch)
+        model = Transformer(Ownership(candidate.job.model, candidate.fold), groups, backend, dtype=torch.bfloat16)
         engine = TorchEngine(model, groups, OptimizerSpec(), candidate.ordering, candidate.zero)
         moments = [engine._remembered(parameter, key) for parameter in engine.masters for key in ("exp_avg", "exp_avg_sq")]
         held, shape = live.now, (candidate.micro_batch, candidate.job.seq_len)
@@ -102,14 +104,15 @@ def _train(engine: TorchEngine, batches: list[Batch], live: Live, held: int) -> 
 
 
 @contextmanager
-def _fakes(ranks: int) -> Iterator[None]:
+def _fakes(candidate: Candidate) -> Iterator[None]:
     """Replace tensors, the network, and whatever reads numbers or draws weights."""
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=candidate.fold.world_size, store=FakeStore())
+    model = candidate.job.model
     try:
         with ExitStack() as stack:
             stack.enter_context(patched(Transformer, "_initialise", lambda self, seed: None))
             stack.enter_context(patched(Execution, "_compare", lambda self, order: None))
-            stack.enter_context(patched(AllToAll, "start_counts", _even_counts))
+            stack.enter_context(patched(AllToAll, "start_counts", lambda *given: _even_counts(model, *given)))
             stack.enter_context(patched(experts, "_implementation", _of_a_gpu))
             stack.enter_context(FakeTensorMode())
             yield
@@ -117,13 +120,17 @@ def _fakes(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _even_counts(exchange: AllToAll, sent: Sent) -> Received:
-    """Return the counts of tokens that choose all experts equally often."""
+def _even_counts(model: ModelSpec, exchange: AllToAll, sent: Sent) -> Received:
+    """Return the counts of tokens that choose all experts equally often, and go to as many ranks as tokens do in the mean."""
     ranks, slices, members = exchange.tokens.size, exchange._slices, sent.rows_E.numel()
-    each, rest = divmod(sent.memory[0].numel(), members)
-    assert not rest, "the experts cannot have equally many rows"
     local = members // ranks
-    return Received.of(RowCounts([[[each] * local] * ranks] * slices.size, [each * local] * ranks), slices.index)
+    once = sent.rows_R is not None
+    tokens = len(sent.memory[1 if once else 0])
+    each, rest = divmod(tokens * model.topk, members)
+    assert not rest, "the experts cannot have equally many rows"
+    there = round(tokens * ranks_of_a_token(model, ranks) / ranks) if once else each * local
+    counts = RowCounts([[[each] * local] * ranks] * slices.size, [there] * ranks, [[there] * ranks] * slices.size)
+    return Received.of(counts, slices.index)
 
 
 def _of_a_gpu(x_NH: torch.Tensor, count: int, inner: int) -> type[torch.autograd.Function]:

@@ -7,10 +7,10 @@ from itertools import combinations
 
 import pytest
 
-from foldray.blueprint import ModelSpec
+from foldray.blueprint import ModelSpec, ranks_of_a_token
 from foldray.fold import Fold
 from foldray.kinds import COMBINE, DISPATCH, EXPERT
-from foldray.planner.apart import ApartWork, Sides, most_kept, ranks_of_a_token
+from foldray.planner.apart import ApartWork, Sides, most_kept
 from foldray.planner.candidate import Candidate, Job
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device

@@ -18,6 +18,7 @@ from foldray.fold import Fold
 from foldray.kernels import experts
 from foldray.kinds import HEAD
 from foldray.model import Batch, Transformer
+from foldray.moe import MoeBackend
 from foldray.planner.apart import ApartWork, Sides
 from foldray.planner.candidate import Candidate, Job
 from foldray.planner.costs import RankCosts
@@ -192,28 +193,33 @@ SHARED, APART = Fold(2, ep=2), Fold(3, ep=2, expert_ranks=2)
 
 
 @pytest.mark.parametrize("again", [(), ("attention", "ffn", "expert")], ids=str)
-@pytest.mark.parametrize("fold", [SHARED, APART], ids=["shared", "apart"])
-def test_activations_of_ranks_with_several_experts_are_those_of_a_run(ranks, fold: Fold, again: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("fold", "way"), [(SHARED, "assignment"), (SHARED, "rank"), (APART, "rank")], ids=["shared", "once", "apart"]
+)
+def test_activations_of_ranks_with_several_experts_are_those_of_a_run(
+    ranks, fold: Fold, way: Any, again: tuple[str, ...]
+) -> None:
     """Two ranks have two of the four experts each, and every token has all four, so that no rank has more rows by chance."""
     length, sequences = 256, 2
     model = ModelSpec(**MODEL | WIDE | {"topk": 4})
-    job = Job(model, length, sequences * fold.dp, "fp32")
+    job = Job(model, length, sequences * fold.dp, "fp32", dispatch=way)
     candidate, device = Candidate(job, fold, Ordering(recompute=again), sequences), Device.of(job, EOS)
     if fold.disjoint:
         attention, experts = ApartWork(candidate, Sides(device, device)).memory()
         counted = [attention.activations, *[experts.activations] * 2]
     else:
         counted = [ledger(candidate, RankCosts(job, fold, device, sequences)).activations] * 2
-    real = ranks(fold.world_size).run(_kept_by_rank, fold, model, again, sequences, length)
+    real = ranks(fold.world_size).run(_kept_by_rank, fold, model, way, again, sequences, length)
     assert real == pytest.approx(counted, rel=0.02)
 
 
-def _kept_by_rank(rank: int, fold: Fold, spec: ModelSpec, again: tuple[str, ...], sequences: int, length: int) -> int:
+def _kept_by_rank(rank: int, fold: Fold, spec: ModelSpec, way: Any, again: tuple[str, ...], sequences: int, length: int) -> int:
     """Return the bytes that a rank of a fold holds between forward and backward of a micro-batch."""
     groups = Groups.create(fold, rank)
     text = sample(rank, sequences, length + 1, spec.vocab)
     batch = Batch(text[:, :-1], text[:, 1:]) if groups.owns_tokens else Batch.empty(length)
-    found = _kept(Transformer(Ownership(spec, fold), groups), groups, Ordering(recompute=again), batch)
+    model = Transformer(Ownership(spec, fold), groups, MoeBackend(dispatch=way))
+    found = _kept(model, groups, Ordering(recompute=again), batch)
     groups.close()
     return found
 

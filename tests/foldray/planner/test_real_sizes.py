@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 
@@ -34,6 +34,7 @@ class Case(NamedTuple):
 
     Args:
         micro: micro-batches of a step, of one sequence each.
+        dispatch: what a token travels for.
     """
 
     preset: str
@@ -41,6 +42,7 @@ class Case(NamedTuple):
     sizes: dict[str, int]
     zero: int = 1
     micro: int = 1
+    dispatch: Literal["assignment", "rank"] = "assignment"
 
     @property
     def candidate(self) -> Candidate:
@@ -48,7 +50,8 @@ class Case(NamedTuple):
         layers = 2 if self.preset.startswith("gpt-moe") else 1
         model = ModelSpec.model_validate({"preset": self.preset, "layers": layers, "dense_first": 0})
         fold = Fold(self.ranks, **self.sizes)
-        return Candidate(Job(model, LENGTH, fold.dp * self.micro), fold, zero=self.zero)
+        job = Job(model, LENGTH, fold.dp * self.micro, dispatch=self.dispatch)
+        return Candidate(job, fold, zero=self.zero)
 
 
 CASES = [
@@ -67,15 +70,21 @@ CASES = [
     Case("minimax-m2", 16, {"ep": 16, "tp": 2}),
     Case("gpt-oss-20b", 8, {"ep": 8, "tp": 2}, 0),
     Case("qwen3-30b-a3b", 8, {"ep": 8}, 2),
+    Case("qwen3-30b-a3b", 8, {"ep": 8}, 1, 1, "rank"),
+    Case("mixtral-8x22b-g8t8", 16, {"ep": 8, "etp": 2}, 0, 1, "rank"),
+    Case("deepseek-moe", 16, {"ep": 16}, 1, 1, "rank"),
+    Case("deepseek-v3", 32, {"ep": 32, "tp": 4}, 0, 1, "rank"),
+    Case("qwen2-57b-a14b", 16, {"ep": 2}, 0, 1, "rank"),
 ]
-QUICK = {("qwen2-57b-a14b", 2), ("gpt-oss-120b", 0), ("mixtral-8x22b-g8t8", 0), ("deepseek-v3", 1)}
+QUICK = {("qwen3-30b-a3b", 1), ("qwen2-57b-a14b", 2), ("gpt-oss-120b", 0), ("mixtral-8x22b-g8t8", 0), ("deepseek-v3", 1)}
 
 
 def cases(chosen: Any = lambda case: True) -> Any:
     """Parametrize a test with cases; a normal run takes a few of them."""
     found = [
         pytest.param(case, marks=() if (case.preset, case.zero) in QUICK else pytest.mark.nightly,
-                     id=f"{case.preset}-{'-'.join(f'{key}{size}' for key, size in case.sizes.items())}-zero{case.zero}")
+                     id=f"{case.preset}-{'-'.join(f'{key}{size}' for key, size in case.sizes.items())}-zero{case.zero}"
+                     + ("-once" if case.dispatch == "rank" else ""))
         for case in CASES if chosen(case)
     ]  # fmt: skip
     return pytest.mark.parametrize("case", found)
@@ -247,4 +256,5 @@ def test_kernels(case: Case, record_property: Any) -> None:
     for kind in (EXPERT, MERGE):
         biased = found.candidate.job.model.expert_bias and kind == EXPERT
         most = counts().kernels[kind] + biased * counts().kernels["expert_bias"]
+        most += counts().kernels[f"once_{kind}"] * (case.dispatch == "rank")
         assert 0 < found.step.find("F", kind).kernels <= most

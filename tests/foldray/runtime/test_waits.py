@@ -20,6 +20,7 @@ DROPS = {**COUNTS, "route F": 1}
 """Without padding, the number of rows that are left after dropping sets the size of a tensor."""
 
 PAD = {"router": {"capacity_factor": 1.0, "pad": True}}
+ONCE = {"experts": "grouped", "dispatch": "rank"}
 RECOMPUTE = ["attention", "expert", "ffn"]
 
 
@@ -58,6 +59,11 @@ CASES = {
         {"model": {"router": {**PAD["router"], "drop_scope": "sequence"}}, "schedule": {"context": "all_gather"}}, {},
     ),
     "slices over ranks": Case(2, {"cp": 2, "ep": 2}, {"model": PAD, "schedule": {"kind": "stream", "degree": 2}}, {}),
+    "tokens once to each rank": Case(2, {"ep": 2}, {"moe": ONCE, "schedule": {"kind": "aaam", "degree": 2}}, COUNTS),
+    "tokens once to each rank, dropping, computed again": Case(
+        4, {"tp": 2, "cp": 2, "ep": 2, "etp": 2},
+        {"moe": ONCE, "model": {"router": {"capacity_factor": 1.0}}, "schedule": {"recompute": RECOMPUTE}}, COUNTS,
+    ),
     "a pipeline": Case(
         4, {"pp": 2, "ep": 2}, {"schedule": {"virtual_stages": 2, "reduction": "chunks"}, "engine": {"zero": 1}}, COUNTS
     ),

@@ -219,6 +219,15 @@ def test_all_cases_pass(ranks, fold: str, engine: dict[str, Any]) -> None:
     assert sum("refused" in case for case in checked) <= 2
 
 
+@pytest.mark.parametrize("fold", FOLDS)
+def test_cases_pass_with_tokens_that_travel_once_to_each_rank(ranks, fold: str) -> None:
+    recipe = recipe_of(fold, moe={"dispatch": "rank", "experts": "grouped"})
+    names = ["as it is", "idle experts", "dropped tokens", "recomputation"]
+    found = ranks(4).run(run_cases, recipe, names)[0]
+    checked = {case["case"]: case for case in judged(recipe, found) if case["case"] in names}
+    assert {name: case["passed"] for name, case in checked.items()} == dict.fromkeys(names, True)
+
+
 def test_a_case_that_a_recipe_cannot_have_says_why() -> None:
     recipe = recipe_of("tp2-ep2-etp2", moe={"backend": "deepspeed", "experts": "grouped"})
     refused = case_recipe(CASES["sigmoid scores"], recipe)

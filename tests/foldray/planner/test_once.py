@@ -1,0 +1,91 @@
+"""Plans of recipes whose tokens travel once to each rank: what travels, what it costs, and that the setting reaches the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import comb
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foldray import cli
+from foldray.blueprint import ModelSpec, visits_of_a_token
+from foldray.fold import Fold
+from foldray.kinds import COMBINE, DISPATCH
+from foldray.planner.candidate import Candidate, Job
+from foldray.planner.costs import RankCosts
+from foldray.planner.device import Device
+from foldray.planner.hardware import load_hardware
+from foldray.planner.prediction import predict
+from foldray.planner.search import search
+from foldray.planner.traffic import sent
+from foldray.recipe.refold import as_candidate
+from tests.foldray.parity import make_recipe
+
+MODEL = ModelSpec(
+    layers=2, hidden=64, heads=8, kv_heads=4, head_dim=8, ffn_hidden=64, experts=16, topk=4, expert_hidden=64, vocab=64,
+)  # fmt: skip
+MACHINES = load_hardware("eos-h100")
+
+
+def candidate(ep: int, **model: Any) -> Candidate:
+    job = Job(MODEL.model_copy(update=model), 256, 16, dispatch="rank")
+    return Candidate(job, Fold(8, ep=ep), micro_batch=2)
+
+
+@pytest.mark.parametrize("ep", [2, 4, 8])
+@pytest.mark.parametrize("topk", [1, 4, 8])
+def test_planned_bytes_are_those_of_the_formula(ep: int, topk: int) -> None:
+    D = ep * (1 - comb(16 - 16 // ep, topk) / comb(16, topk))
+    rows = 2 * 256 * D * (ep - 1) / ep  # of a micro-batch of a rank in a layer; a step has one, and two layers
+    # Rows go out and back in both directions, with their weights and numbers, and come with the gradients of the weights.
+    assert sent(candidate(ep, topk=topk))["ep"] == pytest.approx(2 * rows * (4 * 64 * 2 + 3 * 4 * topk))
+
+
+def test_the_fullest_rank_decides() -> None:
+    model = MODEL.model_copy(update={"router": MODEL.router.model_copy(update={"skew": 1.0})})
+    job = Job(model, 256, 16, dispatch="rank")
+    rank = RankCosts(job, Fold(8, ep=4), Device.of(job, MACHINES), 2)
+    visits = visits_of_a_token(model, 4)
+    assert rank.travelling.fullest == pytest.approx(4 * visits[0])
+    assert rank.travelling.mean == pytest.approx(sum(visits))
+    assert rank.travelling.mean < rank.travelling.fullest
+
+
+@pytest.mark.parametrize(("topk", "faster"), [(8, True), (1, False)])
+def test_fewer_rows_take_less_time(topk: int, faster: bool) -> None:
+    once = candidate(2, topk=topk, hidden=1024, expert_hidden=1024)
+    job = replace(once.job, seq_len=8192)
+    times = []
+    for dispatch in ("assignment", "rank"):
+        rank = RankCosts(replace(job, dispatch=dispatch), once.fold, Device.of(job, MACHINES), 2)
+        block = job.model.block(0)
+        times.append(sum(rank.price(kind, back, range(8192), block).seconds for kind in (DISPATCH, COMBINE) for back in (0, 1)))
+    assert (times[1] < 0.5 * times[0]) == faster
+    if not faster:
+        assert times[1] > times[0], "the weights travel besides"
+
+
+def test_a_candidate_has_the_setting_of_its_recipe() -> None:
+    for dispatch in ("assignment", "rank"):
+        made = as_candidate(make_recipe(4, 4, moe={"dispatch": dispatch}))
+        assert made.job.dispatch == dispatch
+        assert predict(replace(made, job=replace(made.job, dtype="bf16")), MACHINES).seconds > 0
+
+
+def test_a_plan_has_the_setting_of_its_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = []
+
+    def searched(space: Any, top: int) -> Any:
+        found.append(space.job.dispatch)
+        return search(space, top)
+
+    monkeypatch.setattr("foldray.planner.search.search", searched)
+    (tmp_path / "recipe.yaml").write_text(
+        "model: {preset: tiny}\nfold: {ep: 4}\ntraining: {global_batch: 8}\ncluster: {workers: 4}\n"
+    )
+    for changes in ([], ["moe.dispatch=rank"]):
+        command = ["plan", str(tmp_path / "recipe.yaml"), *changes, "--cluster", "eos-h100", "--top", "1", "--dtype", "bf16"]
+        assert cli.main(command) == 0
+    assert found == ["assignment", "rank"]

@@ -1,0 +1,131 @@
+"""Training with tokens that travel once to each rank gives the results of one process, which has a row for each assignment.
+
+The weights after SGD with lr 1 have every gradient, in float64.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from foldray.recipe import Recipe
+from foldray.schedule import LIST, WEAVE
+from tests.foldray.parity import drifted, make_recipe, one_process, train, worst
+from tests.foldray.strict import StrictPools
+
+_STEPS = 2
+AGAIN = {"recompute": ["attention", "expert", "ffn"]}
+
+
+class Case(NamedTuple):
+    """A fold, the keys of the model and of the schedule that differ from those of `make_recipe`, and further sections."""
+
+    world: int
+    fold: dict[str, int]
+    model: dict[str, Any]
+    schedule: dict[str, Any]
+    sections: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def recipe(self) -> Recipe:
+        sections = {**self.sections, "moe": {"dispatch": "rank", **self.sections.get("moe", {})}}
+        return make_recipe(self.world, self.fold, model={"topk": 4, **self.model}, schedule=self.schedule, **sections)
+
+
+GROUPED = {"moe": {"experts": "grouped"}}
+CASES = {
+    # Every run has these.
+    "TP2 CP2 EP2 ETP2, stream": Case(8, {"tp": 2, "cp": 2, "ep": 2, "etp": 2}, {}, {"kind": "stream", "degree": 2}),
+    "PP2 EP2, weave, weights apart": Case(
+        4, {"pp": 2, "ep": 2}, {}, {"kind": WEAVE.name, "degree": 2, "weight_gradients": "apart"}, GROUPED
+    ),
+    "EP4, dropping, experts again": Case(
+        4, {"ep": 4}, {"router": {"capacity_factor": 0.75, "drop": "position"}}, {"kind": "one_a_one_m", "degree": 4, **AGAIN}
+    ),
+    "EP2, list, two parts": Case(
+        2, {"ep": 2}, {"shared_hidden": 0}, {"kind": LIST.name, "degree": 2, "batch_degree": 2}, {"training": {"micro_batch": 2}}
+    ),
+    "EP8, few choices": Case(8, {"ep": 8}, {"topk": 2}, {}, GROUPED),
+    "PP2 ETP2, further tokens, stages by turns": Case(
+        4, {"pp": 2, "etp": 2}, {"layers": 4, "mtp_depth": 2}, {"virtual_stages": 2, "kind": "stream", "degree": 2}
+    ),
+    "EP2, a pattern": Case(2, {"ep": 2}, {"router": {"skew": 1.0}}, {}),
+    # Nightly runs have these, too.
+    "one rank": Case(1, {}, {}, {}),
+    "one rank, dropping": Case(
+        1, {}, {"router": {"capacity_factor": 0.75, "drop": "position"}}, {"kind": "aaam", "degree": 4}
+    ),
+    "EP4 ETP2, all experts": Case(8, {"ep": 4, "etp": 2}, {"topk": 8}, {"kind": "aaam", "degree": 2}, GROUPED),
+    "TP2 EP4, one expert": Case(4, {"tp": 2, "ep": 4}, {"topk": 1}, {"kind": "moe_only", "degree": 2}),
+    "CP2 EP2 EDP2, flow, weights apart": Case(
+        4, {"cp": 2, "ep": 2}, {}, {"kind": "flow", "degree": 2, "weight_gradients": "apart"}
+    ),
+    "TP2 CP2 PP2 EP4, ZeRO, chunks": Case(
+        8, {"tp": 2, "cp": 2, "pp": 2, "ep": 4}, {},
+        {"kind": "stream", "degree": 2, "reduction": "chunks", "sp_bytes": 4096}, {"engine": {"zero": 2}},
+    ),
+    "ETP4, sigmoid": Case(
+        4, {"etp": 4}, {"router": {"score": "sigmoid", "normalize": True, "bias_rate": 0.01, "scale": 2.5}},
+        {"kind": "stream", "degree": 4, **AGAIN},
+    ),
+    "TP2 CP2 EP4, sequences compete": Case(
+        4, {"tp": 2, "cp": 2, "ep": 4}, {"router": {"capacity_factor": 1.0, "drop_scope": "sequence"}}, {"context": "all_gather"}
+    ),
+    "PP4 EP2, list": Case(8, {"pp": 4, "ep": 2}, {"moe_every": 2, "layers": 4}, {"kind": LIST.name, "degree": 2}),
+    "PP2 EP2, list again": Case(4, {"pp": 2, "ep": 2}, {}, {"kind": LIST.name, "degree": 2, "virtual_stages": 2, **AGAIN}),
+    "EP2 EDP2, weave": Case(4, {"ep": 2}, {"mtp_depth": 1}, {"kind": WEAVE.name}, GROUPED),
+    "EP4, other order of axes": Case(
+        8, {"tp": 2, "ep": 4, "etp": 2, "order": "cp-tp-dp-pp", "moe_order": "ep-edp-etp-pp"}, {},  # type: ignore[dict-item]
+        {"kind": "one_a_one_m", "degree": 2},
+    ),
+}  # fmt: skip
+NORMAL = list(CASES)[: list(CASES).index("one rank")]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in NORMAL else pytest.mark.nightly) for name in CASES])
+def test_tokens_that_travel_once_equal_one_process(ranks: Any, name: str) -> None:
+    check(ranks, CASES[name].recipe)
+
+
+@pytest.mark.parametrize("name", ["TP2 CP2 EP2 ETP2, stream", "EP4, dropping, experts again"])
+def test_nothing_is_read_early_or_started_out_of_order(ranks: Any, name: str) -> None:
+    check(StrictPools(ranks), CASES[name].recipe)
+
+
+@pytest.mark.parametrize("sections", [
+    {"engine": {"kind": "deepspeed", "zero": 1}},
+    {"engine": {"kind": "deepspeed", "zero": 2}, "schedule": {"kind": "stream", "degree": 2, "reduction": "chunks"}},
+    {"moe": {"backend": "deepspeed", "experts": "grouped", "dispatch": "rank"}},
+], ids=["ZeRO-1", "ZeRO-2", "gates"])  # fmt: skip
+def test_tokens_travel_once_with_deepspeed(ranks: Any, sections: dict[str, Any]) -> None:
+    model = {"topk": 4, "router": {"softmax": "before_topk", "normalize": True}}
+    recipe = make_recipe(2, 2, precision="float32", model=model, **{"moe": {"dispatch": "rank"}, **sections})
+    found, reference = ranks(2).run(train, recipe, _STEPS), one_process(recipe, steps=_STEPS)
+    difference, where = worst(found, reference, relative=True)
+    assert difference <= 1e-5, where
+
+
+def check(ranks: Any, recipe: Recipe) -> None:
+    assert recipe.moe.dispatch == "rank"
+    found = ranks(recipe.cluster.workers).run(train, recipe, _STEPS)
+    reference = _reference(recipe.model_dump_json(include={"model"}))
+    difference, where = worst(found, reference, relative=False)
+    assert difference <= 1e-10, where
+    assert drifted(found) == [], "copies of the same weights part"
+    for part in found:
+        assert np.array(part["losses"]) == pytest.approx(np.array(reference["losses"]), abs=1e-10)
+        assert part["norms"] == pytest.approx(reference["norms"], abs=1e-10)
+        assert part["counts"].tolist() == reference["counts"].tolist()
+
+
+@cache
+def _reference(sections: str) -> dict[str, Any]:
+    reference = make_recipe(1, **json.loads(sections))
+    assert reference.moe.dispatch == "assignment"
+    return one_process(reference, steps=_STEPS)
