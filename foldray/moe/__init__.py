@@ -19,7 +19,7 @@ from foldray.moe.exchange import AllToAll
 from foldray.moe.experts import Experts
 from foldray.moe.layer import MoeBackend, MoELayer
 from foldray.moe.pattern import Pattern
-from foldray.moe.router import Gate, Router, Routing
+from foldray.moe.router import Gate, Router, Routing, TokenPiece
 
 __all__ = [
     "AllToAll",
@@ -41,6 +41,7 @@ __all__ = [
     "Rows",
     "Sent",
     "Tally",
+    "TokenPiece",
     "combine",
     "dispatch",
     "run_layer",

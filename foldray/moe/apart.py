@@ -20,10 +20,9 @@ from foldray.comm import Communicator, Groups, Line, Pending, gather_rows, scatt
 from foldray.fold.routes import Routes
 from foldray.kernels.later import Later
 from foldray.moe import once
-from foldray.moe.balance import Tally
 from foldray.moe.contracts import Rows
 from foldray.moe.experts import Experts
-from foldray.moe.router import Gate, Router, Routing
+from foldray.moe.router import Gate, Router, Routing, TokenPiece
 
 
 class TokenExchange:
@@ -132,15 +131,8 @@ class TokenHalf(nn.Module):
         self.router = Router(model, groups, gate, device, dtype)
         self.shared = shared
 
-    def route(
-        self,
-        h_TH: torch.Tensor,
-        sequences: int,
-        length: int | None = None,
-        before: Tally | None = None,
-        position_s: torch.Tensor | None = None,
-    ) -> Routing:
-        return self.router(h_TH, sequences, length, before, position_s)
+    def route(self, h_TH: torch.Tensor, piece: TokenPiece) -> Routing:
+        return self.router(h_TH, piece)
 
     def encode(self, h_TH: torch.Tensor, routing: Routing) -> once.Encoded:
         return once.encode(h_TH, routing, self.all_experts, self.ranks)

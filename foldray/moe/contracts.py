@@ -29,8 +29,8 @@ import torch
 
 from foldray.comm import Pending, mirrored_together
 from foldray.kernels.transfer import start_reading
-from foldray.moe.balance import Balance, Tally
-from foldray.moe.router import Router, Routing
+from foldray.moe.balance import Balance
+from foldray.moe.router import Router, Routing, TokenPiece
 
 Expert = Callable[[torch.Tensor], torch.Tensor]
 Rows = Sequence[torch.Tensor]
@@ -195,14 +195,7 @@ class Layer(Protocol):
     def shared(self) -> Expert | None:
         """The shared expert: [B, s, H] → [B, s, H]; None if the layer has none."""
 
-    def route(
-        self,
-        h_TH: torch.Tensor,
-        sequences: int,
-        length: int | None = None,
-        before: Tally | None = None,
-        position_s: torch.Tensor | None = None,
-    ) -> Routing:
+    def route(self, h_TH: torch.Tensor, piece: TokenPiece) -> Routing:
         """Choose the experts of each token of a piece (`Router.forward`)."""
 
     def dispatch_preprocess(self, h_TH: torch.Tensor, routing: Routing) -> tuple[Rows, Sent]:
@@ -220,8 +213,8 @@ def run_layer(layer: Layer, h_BSH: torch.Tensor) -> tuple[torch.Tensor, Balance]
 
     Every schedule must give the same result.
     """
-    h_TH, exchange, sequences = h_BSH.flatten(0, 1), layer.exchange, h_BSH.shape[0]
-    routing = layer.route(h_TH, sequences)
+    h_TH, exchange = h_BSH.flatten(0, 1), layer.exchange
+    routing = layer.route(h_TH, TokenPiece(h_BSH.shape[0]))
     rows, sent = layer.dispatch_preprocess(h_TH, routing)
     received = exchange.start_counts(sent)
     y_NH = layer.run_experts(dispatch(exchange, rows, sent, received), received)
@@ -279,15 +272,8 @@ class PlainLayer:
     def __init__(self, router: Router, experts: Sequence[Expert], shared: Expert | None = None):
         self.exchange, self.router, self.experts, self.shared = PlainExchange(), router, experts, shared
 
-    def route(
-        self,
-        h_TH: torch.Tensor,
-        sequences: int,
-        length: int | None = None,
-        before: Tally | None = None,
-        position_s: torch.Tensor | None = None,
-    ) -> Routing:
-        return self.router(h_TH, sequences, length, before, position_s)
+    def route(self, h_TH: torch.Tensor, piece: TokenPiece) -> Routing:
+        return self.router(h_TH, piece)
 
     def dispatch_preprocess(self, h_TH: torch.Tensor, routing: Routing) -> tuple[Rows, Sent]:
         chosen, keep_TK = routing.expert_TK.tolist(), routing.keep_TK

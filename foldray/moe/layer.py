@@ -11,12 +11,12 @@ from torch import nn
 from foldray.blueprint import Ownership
 from foldray.comm import Groups
 from foldray.kernels.later import Later
-from foldray.moe.balance import Balance, Tally
+from foldray.moe.balance import Balance
 from foldray.moe.contracts import Permutation, Received, Rows, Sent, run_layer
 from foldray.moe.exchange import AllToAll
 from foldray.moe.experts import Experts
 from foldray.moe.once import OncePerRank
-from foldray.moe.router import Gate, Router, Routing
+from foldray.moe.router import Gate, Router, Routing, TokenPiece
 from foldray.moe.torch_backend import TorchPermutation
 
 
@@ -66,15 +66,8 @@ class MoELayer(nn.Module):
         """Run all phases one after another in one autograd graph (`run_layer`)."""
         return run_layer(self, h_BSH)
 
-    def route(
-        self,
-        h_TH: torch.Tensor,
-        sequences: int,
-        length: int | None = None,
-        before: Tally | None = None,
-        position_s: torch.Tensor | None = None,
-    ) -> Routing:
-        return self.router(h_TH, sequences, length, before, position_s)
+    def route(self, h_TH: torch.Tensor, piece: TokenPiece) -> Routing:
+        return self.router(h_TH, piece)
 
     def dispatch_preprocess(self, h_TH: torch.Tensor, routing: Routing) -> tuple[Rows, Sent]:
         if self.once is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -45,6 +46,22 @@ class Routing:
     tally: Tally
 
 
+class TokenPiece(NamedTuple):
+    """The place of a piece in its micro-batch.
+
+    Args:
+        sequences: B, the number of sequences; the piece has T / B tokens of each.
+        length: tokens of each sequence that this rank has in all pieces; None if it has only this piece.
+        before: sum of the tallies of earlier pieces; None for the first piece.
+        position_s: positions of the piece in the sequences, for a pattern; None if it has whole sequences.
+    """
+
+    sequences: int
+    length: int | None = None
+    before: Tally | None = None
+    position_s: torch.Tensor | None = None
+
+
 class Router(nn.Module):
     """Scores, top-k, dropping and balance terms of one MoE layer.
 
@@ -73,25 +90,16 @@ class Router(nn.Module):
         self.bias: torch.Tensor
         self.register_buffer("bias", torch.zeros(model.experts, device=device, dtype=_at_least_float32(dtype or torch.float32)))
 
-    def forward(
-        self,
-        x_TH: torch.Tensor,
-        sequences: int,
-        length: int | None = None,
-        before: Tally | None = None,
-        position_s: torch.Tensor | None = None,
-    ) -> Routing:
+    def forward(self, x_TH: torch.Tensor, piece: TokenPiece) -> Routing:
         """Route one piece of a micro-batch. Pieces must come in the order of their tokens.
 
         With `drop_scope: sequence`, all ranks that share the sequences must call this.
 
         Args:
             x_TH: the tokens of the piece.
-            sequences: B, the number of sequences; the piece has T / B tokens of each.
-            length: tokens of each sequence that this rank has in all pieces; None if it has only this piece.
-            before: sum of the tallies of earlier pieces; None for the first piece.
-            position_s: positions of the piece in the sequences, for a pattern; None if it has whole sequences.
+            piece: where they belong.
         """
+        sequences, length, before, position_s = piece
         experts, logits_TE = self.model.experts, wide_product(x_TH, self.weight)
         if self.logit_bias is not None:
             logits_TE = logits_TE + self.logit_bias
@@ -116,7 +124,7 @@ class Router(nn.Module):
 
     def whole(self, x_TH: torch.Tensor, sequences: int) -> tuple[Routing, Balance]:
         """Route a micro-batch in one piece. The balance carries gradients."""
-        routing = self(x_TH, sequences)
+        routing = self(x_TH, TokenPiece(sequences))
         return routing, routing.tally.balance(self.sequences, x_TH.shape[0] // max(sequences, 1))
 
     def _keep(

@@ -21,7 +21,7 @@ from foldray.comm import Pending
 from foldray.kernels.later import Task
 from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, EMBED, EXPERT, FFN, GATHER, HEAD, MERGE, PROJECT, ROUTE
 from foldray.model import Batch, KeysAndValues, Transformer
-from foldray.moe import Balance, Layer, Received, Routing, Sent, Tally
+from foldray.moe import Balance, Layer, Received, Routing, Sent, Tally, TokenPiece
 from foldray.moe.apart import TokenHalf
 from foldray.runtime.buffer import TokenBuffer
 from foldray.runtime.op_graph import Compute, Computed, OpGraph, build
@@ -341,7 +341,7 @@ class MicroBatch:
         def route(z_BsH: torch.Tensor) -> Computed:
             h_BsH = block.ffn_norm(z_BsH)
             h_TH = h_BsH.flatten(0, 1)
-            routing = layer.route(h_TH, len(h_BsH), length, before, position_s)
+            routing = layer.route(h_TH, TokenPiece(len(h_BsH), length, before, position_s))
             leaving, kept = rows_of(h_TH, routing)
             shared = [] if layer.shared is None else [layer.shared(h_BsH)]
             return Computed([routing.tally.score_BE, routing.tally.z, *leaving, *shared], (kept, routing.tally.detach()))

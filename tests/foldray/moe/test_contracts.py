@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foldray.kernels.experts import reference_ffn
-from foldray.moe import MoELayer, PlainLayer, run_layer
+from foldray.moe import MoELayer, PlainLayer, TokenPiece, run_layer
 from foldray.runtime import micro_batch
 from tests.foldray.moe.test_layer import layer, spec
 from tests.foldray.parity import make_recipe, train
@@ -65,10 +65,10 @@ def test_training_runs_on_the_plain_layer(monkeypatch: pytest.MonkeyPatch, route
 def test_pieces_grow_into_the_tally_of_the_whole() -> None:
     made = layer(spec(router={"capacity_factor": 0.75, "drop": "position"}))
     x_BSH = torch.randn(2, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    whole, tally, keep = made.route(x_BSH.flatten(0, 1), 2), None, []
+    whole, tally, keep = made.route(x_BSH.flatten(0, 1), TokenPiece(2)), None, []
     for piece_BsH in x_BSH.split([3, 5], dim=1):
-        routing = made.route(piece_BsH.flatten(0, 1), 2, length=8, before=tally)
-        again = made.route(piece_BsH.flatten(0, 1), 2, length=8, before=tally)
+        routing = made.route(piece_BsH.flatten(0, 1), TokenPiece(2, length=8, before=tally))
+        again = made.route(piece_BsH.flatten(0, 1), TokenPiece(2, length=8, before=tally))
         assert torch.equal(routing.keep_TK, again.keep_TK), "routing changes nothing"
         tally = routing.tally if tally is None else tally + routing.tally
         keep.append(routing.keep_TK.view(2, -1, 2))

@@ -11,7 +11,7 @@ import torch
 from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups
 from foldray.fold import Fold
-from foldray.moe import MoeBackend, MoELayer
+from foldray.moe import MoeBackend, MoELayer, TokenPiece
 from foldray.moe.router import TopKGate
 from tests.foldray.parity import MODEL, make_recipe, one_process, train, worst
 from tests.optional import tutel_or_skip
@@ -164,7 +164,7 @@ def test_tutel_copies_bfloat16_exactly_and_rounds_sums_once(topk: int) -> None:
     for backend in (MoeBackend(), MoeBackend(permutation=_backend("tutel", model).permutation)):
         made = layer(model, torch.bfloat16, permutation=backend.permutation)
         x_TH = torch.randn(24, 16, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(2)).requires_grad_()
-        routing = made.router(x_TH, 2)
+        routing = made.router(x_TH, TokenPiece(2))
         (rows_NH,), sent = made.dispatch_preprocess(x_TH, routing)
         rows_by_expert = [part[part.abs().sum(1) > 0] for part in rows_NH.split(sent.rows_E.tolist())]
         y_TH = made.combine_postprocess(rows_NH, sent, routing.weight_TK)

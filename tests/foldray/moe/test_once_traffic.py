@@ -15,7 +15,7 @@ import torch
 from foldray.blueprint import Ownership, ranks_of_a_token
 from foldray.comm import Groups
 from foldray.fold import Fold
-from foldray.moe import MoeBackend, MoELayer, Sent, combine, dispatch
+from foldray.moe import MoeBackend, MoELayer, Sent, TokenPiece, combine, dispatch
 from foldray.moe.once import OncePerRank
 from foldray.recipe import Recipe
 from tests.foldray.moe.test_layer import spec
@@ -63,7 +63,7 @@ def measured(rank: int, ranks: int, topk: int) -> Measured:
         groups.traffic.clear()
 
     x_TH = torch.randn(T, H, dtype=torch.float64, requires_grad=True)
-    routing = layer.route(x_TH, 1)
+    routing = layer.route(x_TH, TokenPiece(1))
     rows, sides = layer.dispatch_preprocess(x_TH, routing)
     received = layer.exchange.start_counts(sides)
     groups.traffic.clear()

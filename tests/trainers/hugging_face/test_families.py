@@ -14,6 +14,7 @@ from foldray import Recipe
 from foldray.cli import main
 from foldray.comm import Groups
 from foldray.model import Cache
+from foldray.moe import TokenPiece
 from foldray.runtime import state_pieces
 from tests.foldray.parity import IGNORED, batches, go_on, sample, weights
 from tests.rotation import rotated
@@ -162,7 +163,7 @@ def test_routers_choose_the_same_experts(tmp_path: Path, family: str, sizes: dic
     x_TH = torch.randn(10_000, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     with widened(), torch.no_grad():
         _, weight_TK, expert_TK = gate(x_TH, bias) if family == "MiniMaxM2" else gate(x_TH)
-    ours = router(x_TH, 1)
+    ours = router(x_TH, TokenPiece(1))
     order, own = expert_TK.argsort(-1), ours.expert_TK.argsort(-1)
     assert torch.equal(ours.expert_TK.gather(-1, own), expert_TK.gather(-1, order))
     torch.testing.assert_close(ours.weight_TK.gather(-1, own), weight_TK.gather(-1, order), atol=1e-12, rtol=1e-12)
