@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray
+from hypothesis import settings
 
 from tests.optional import NO_TUTEL, has_tutel
 from tests.pool import RankPools
@@ -27,6 +28,10 @@ _WITH_RAY = (
     "tests/trainers/measure", "tests/trainers/test_records", "tests/trainers/worker/test_online",
     "tests/trainers/worker/test_pulse", "tests/tuners/test_entry", "tests/tuners/test_study", "tests/test_recipes", "tests/lab",
 )  # fmt: skip
+
+
+settings.register_profile("foldray", deadline=None)  # several tests share a machine, so an example may take long
+settings.load_profile("foldray")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

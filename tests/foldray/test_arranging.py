@@ -44,7 +44,7 @@ def every(world: int, seats: Sequence[int]) -> Iterator[tuple[int, ...]]:
             yield from ((node, *others) for others in every(world - 1, rest))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(small())
 def test_no_arrangement_of_a_small_fold_is_better(given) -> None:
     edges, seats = given

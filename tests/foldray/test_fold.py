@@ -175,7 +175,6 @@ def test_a_pipeline_inside_is_legal_where_the_views_agree(sizes, order, moe_orde
         Fold(16, pp=2, **sizes, order=order)
 
 
-@settings(deadline=None)
 @given(
     sizes=st.tuples(*[st.sampled_from([1, 2, 3])] * 4),
     splits=st.tuples(st.sampled_from([1, 2, 3, 6]), st.sampled_from([1, 2, 3])),
@@ -226,7 +225,6 @@ def test_a_grid_is_megatrons(sizes, inside, offset, names):
     assert list(map(list, grid.groups(sorted(inside)))) == by_coordinates(axes, sizes, offset, sorted(inside))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 500))
 def test_divisors(n):
     assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
@@ -266,7 +264,6 @@ def by_reshaping(fold: Fold, family: str) -> list[list[int]]:
     return block.transpose([order.index(axis) for axis in across + inside]).reshape(-1, size).tolist()
 
 
-@settings(deadline=None)
 @given(folds())
 def test_every_family_partitions_the_ranks(fold):
     ranks = list(range(fold.offset, fold.offset + fold.world_size))
@@ -277,7 +274,6 @@ def test_every_family_partitions_the_ranks(fold):
         assert list(map(list, groups)) == by_reshaping(fold, family), family
 
 
-@settings(deadline=None)
 @given(folds())
 def test_both_views_have_the_same_stages(fold):
     assert set(map(frozenset, fold.attention.groups(["pp"]))) == set(map(frozenset, fold.moe.groups(["pp"])))
@@ -286,7 +282,6 @@ def test_both_views_have_the_same_stages(fold):
     assert len(stages) == fold.pp
 
 
-@settings(deadline=None)
 @given(folds())
 def test_coordinates_agree_with_the_groups(fold):
     for family, axes in FAMILIES.items():
@@ -349,7 +344,7 @@ def distance(fold: dict[str, int], asked: dict[str, int]) -> float:
     return sum(abs(math.log2(fold[axis] / asked.get(axis, 1))) for axis in ("tp", "cp", "pp", "ep", "etp"))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     world_size=st.integers(1, 48),
     asked=st.fixed_dictionaries({}, optional={axis: st.integers(1, 16) for axis in ("tp", "cp", "pp", "ep", "etp")}),

@@ -50,7 +50,6 @@ def by_pairs(fold: Fold, family: str, ranks_per_node: int) -> float:
     return sum(shares) / len(shares)
 
 
-@settings(deadline=None)
 @given(folds(), st.integers(1, 9))
 def test_crossing_is_the_share_of_pairs_on_different_nodes(fold, ranks_per_node):
     placement = Placement(fold, ranks_per_node)
@@ -109,7 +108,7 @@ def test_heat_is_an_ordering():
     assert not isinstance(HEAT, MutableMapping)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(folds(), st.integers(1, 6), st.sampled_from([HEAT, {"dp": 1, "ep": 1}, {"pp": 2.5, "edp": 0.1, "dp_cp": 0.3}]))
 def test_no_legal_order_is_better_than_the_best(fold, ranks_per_node, heat):
     best = best_order(fold, ranks_per_node, heat)
@@ -255,7 +254,7 @@ def test_the_page_on_folding_shows_what_is_drawn():
     assert f"--order {best.order} --moe-order {best.moe_order}, score {Placement(best, 8).score():g}" in page
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(folds(), st.sampled_from([3, 8, 16]))
 def test_a_table_holds_every_rank_of_its_stage_once(fold, across):
     for grid in (fold.attention, fold.moe):

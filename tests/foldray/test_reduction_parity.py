@@ -91,7 +91,7 @@ SIZES = st.one_of(st.integers(1, 5000), st.just(1 << 30))
 
 
 @given(st.integers(1, 3), st.sampled_from([8, 12, 20]), SIZES, st.sampled_from([0, 1, 2]), st.booleans())
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_size_of_parameters_and_of_chunks(ranks, layers: int, width: int, size: int, zero: int, tied: bool) -> None:
     """Gradients reduced in chunks or to shares have the same bits as at once, as the order of two terms does not matter."""
     model = {"layers": layers, "ffn_hidden": width, "expert_hidden": width + 4, "tied_embeddings": tied, "moe_every": 2}

@@ -72,7 +72,7 @@ def _layers_by_position(stages: tuple, pp: int) -> list[list[int]]:
 
 
 @given(graphs(), st.integers(0, 1 << 30), st.booleans(), st.booleans(), st.sampled_from([0, 0.3, 0.5, 1, 2]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_costs_and_any_memory_give_a_legal_list(graph: StepGraph, seed: int, shared: bool, zeros: bool, ahead: float) -> None:
     cost = random_cost(graph, seed, shared, zeros)
     found = find(graph, cost, ahead)
@@ -102,7 +102,7 @@ def test_any_costs_and_any_memory_give_a_legal_list(graph: StepGraph, seed: int,
 
 
 @given(graphs(), st.integers(0, 1 << 30), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_list_scheduling_has_the_clock_of_the_simulator(graph: StepGraph, seed: int, shared: bool) -> None:
     cost = random_cost(graph, seed, shared)
     problem = Problem(graph, cost)
@@ -122,7 +122,7 @@ def test_list_scheduling_has_the_clock_of_the_simulator(graph: StepGraph, seed: 
 
 
 @given(graphs(), st.integers(0, 1 << 30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_ops_that_run_again_do_so_late(graph: StepGraph, seed: int) -> None:
     """Whatever the costs, a position makes one state of a kind and micro-batch again at once."""
     graph = replace(graph, recompute=(ATTENTION, EXPERT, FFN))
@@ -155,7 +155,7 @@ def test_a_list_that_was_found_before_is_kept_if_it_is_faster() -> None:
 
 
 @given(graphs(), st.integers(0, 1 << 30), st.integers(0, 2))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_quick_list_is_legal(graph: StepGraph, seed: int, ahead: int) -> None:
     cost = random_cost(graph, seed, True)
     schedule = first_list(graph, cost, ahead)

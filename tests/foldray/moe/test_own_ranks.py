@@ -40,7 +40,7 @@ def routed(rank: int, ranks: int, tokens: int, dropping: bool = False) -> tuple[
     st.sampled_from([1, 2]), st.integers(1, 4), st.integers(1, 2), st.integers(1, 3),
     st.integers(0, 9), st.booleans(),
 )  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_rows_are_conserved_on_every_route(tp, cp, dp, pp, etp, ep, edp, expert_pp, tokens, dropping) -> None:
     """Every copy of the experts' inputs has each kept assignment of its senders once, and nothing else."""
     experts = etp * ep * edp * expert_pp

@@ -144,7 +144,7 @@ FASTER = st.sampled_from(["memory_gb_s", "intra", "inter", "bf16"])
 
 @given(st.sampled_from(FOLDS), st.sampled_from([("sequential", 1), ("one_a_one_m", 4)]), FASTER, st.floats(1.0, 16.0),
        st.sampled_from([0.0, 0.5, 1.0]))  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_better_hardware_never_costs_time(
     fold: dict[str, int], how: tuple[str, int], what: str, times: float, crowding: float
 ) -> None:

@@ -39,7 +39,7 @@ def apart(layers: int, attention: int, experts: int, micro_batches: int = 1, **c
     st.integers(1, 3),
     st.sets(st.sampled_from(WITH_WEIGHTS)),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_placement_passes_the_checker_and_ends(
     blocks, attention, experts, micro_batches, slicing, ragged, gathers, recompute, backward, alive, parts, later
 ) -> None:

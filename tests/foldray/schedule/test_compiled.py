@@ -94,7 +94,7 @@ def assert_equal(graph: Any, schedule: Schedule, cost: Any) -> None:
 @pytest.mark.parametrize("lanes", [["link"], ["intra", "inter"]], ids=str)
 @pytest.mark.parametrize("kind", OVERLAPS)
 @given(st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_steps_run_as_on_the_plain_clock(kind: str, lanes: list[str], data: st.DataObject) -> None:
     """Test all overlap kinds, 1F1B and interleaved 1F1B, and reductions, with shared lanes."""
     graph = drawn_graph(kind, data)
@@ -106,7 +106,7 @@ def test_steps_run_as_on_the_plain_clock(kind: str, lanes: list[str], data: st.D
 
 @pytest.mark.parametrize("kind", OVERLAPS)
 @given(st.data())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_one_pass_is_enough_where_no_lane_is_shared(kind: str, data: st.DataObject) -> None:
     graph = drawn_graph(kind, data)
     schedule = step_schedule(graph, Overlap(kind, 1))
@@ -136,7 +136,7 @@ def test_a_lane_is_shared_if_two_queues_use_it_at_one_position() -> None:
 
 
 @given(st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_pipelines_run_as_on_the_plain_clock(data: st.DataObject) -> None:
     pp, virtual = data.draw(st.sampled_from([(2, 1), (3, 1), (4, 1), (2, 2), (3, 2)]))
     graph = PipelineGraph(pp, pp * data.draw(st.integers(1, 3)), virtual)

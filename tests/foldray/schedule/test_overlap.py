@@ -143,7 +143,7 @@ BLOCKS = st.lists(st.sampled_from([DENSE, MOE]), min_size=1, max_size=3).map(tup
     st.booleans(), st.sets(st.sampled_from(["attention", "ffn", "expert"])), st.booleans(), st.integers(1, 4), st.booleans(),
     st.sets(st.sampled_from(WITH_WEIGHTS)), st.integers(0, 2),
 )  # fmt: skip
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_whatever_is_generated_passes_the_checker(
     length,
     degree,

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B, _ComputationType
 
@@ -105,20 +105,17 @@ def megatron_order(graph: PipelineGraph, position: int) -> Order:
     return order + [step(k, False) for k in range(total - warm_up, total)]
 
 
-@settings(deadline=None)
 @given(graphs())
 def test_every_generated_schedule_passes_the_checker(graph):
     check(graph, pipeline(graph))
 
 
-@settings(deadline=None)
 @given(TRAINING)
 def test_orders_are_those_of_torch(graph):
     schedule = pipeline(graph)
     assert [computing(ops) for ops in schedule] == [torch_order(graph, position) for position in range(graph.pp)]
 
 
-@settings(deadline=None)
 @given(TRAINING)
 def test_orders_are_those_of_megatron(graph):
     schedule = pipeline(graph)
@@ -142,7 +139,6 @@ def test_forwards_before_the_first_backward(graph, before):
     assert [text.index("B") for text in directions] == before
 
 
-@settings(deadline=None)
 @given(TRAINING)
 def test_forwards_alive_at_once(graph):
     def most(position: int) -> int:
@@ -154,7 +150,6 @@ def test_forwards_alive_at_once(graph):
     assert peak(graph, pipeline(graph)) == tuple(most(position) for position in range(graph.pp))
 
 
-@settings(deadline=None)
 @given(TRAINING)
 def test_the_bubble_is_that_of_the_paper(graph):
     # arXiv:2104.04473, section 2.2: (pp − 1)(t_F + t_B) / v, where t_F + t_B of a stage of v chunks is v·(1 + 2) here.
@@ -162,7 +157,6 @@ def test_the_bubble_is_that_of_the_paper(graph):
     assert length == 3 * graph.micro_batches * graph.virtual_stages + 3 * (graph.pp - 1)
 
 
-@settings(deadline=None)
 @given(graphs())
 def test_a_send_follows_its_stage_and_a_receive_is_never_late(graph):
     schedule = pipeline(graph)
@@ -183,7 +177,6 @@ def test_a_send_follows_its_stage_and_a_receive_is_never_late(graph):
         assert all(times[each].end <= wanted for each in ahead if graph.channel(each) is None), f"{op} is asked for too late"
 
 
-@settings(deadline=None)
 @given(graphs())
 def test_all_positions_have_one_order_of_handovers(graph):
     check_lists(graph, pipeline(graph))
@@ -191,7 +184,6 @@ def test_all_positions_have_one_order_of_handovers(graph):
         check_lists(graph, woven_pairs(graph))
 
 
-@settings(deadline=None)
 @given(EVALUATION)
 def test_forward_only_runs_rounds_of_pp_and_keeps_nothing(graph):
     schedule = forward_only(graph)

@@ -125,7 +125,7 @@ def clock_of(graph: StepGraph, costs: OpCosts) -> Any:
     st.sampled_from(list(OVERLAPS)), st.sampled_from(REDUCTIONS), st.integers(1, 4), st.integers(1, 3),
     st.one_of(st.none(), st.integers(1, 2000)), st.booleans(), st.sampled_from([1, 2]), SECONDS, st.integers(1, 3),
 )  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_list_with_reductions_is_legal(kind, reduction, degree, batch_degree, most, ragged, pp, seconds, lag) -> None:
     batch_degree = 1 if kind == "sequential" else batch_degree
     stages = ((MOE, DENSE), (DENSE, MOE))[:pp]
@@ -176,7 +176,7 @@ CASES = (
 
 
 @given(*CASES, st.floats(0.0, 2.0))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_no_all_to_all_waits_longer_than_one_chunk(kind, degree, batch_degree, most, seconds, per_byte, startup) -> None:
     batch_degree = 1 if kind == "sequential" else batch_degree
     graph, costs = graph_of(kind, degree, batch_degree, most), costs_of(seconds, startup, per_byte)
@@ -197,7 +197,7 @@ def waits(graph: StepGraph, spans: dict[Op, Span]) -> list[float]:
 
 
 @given(*CASES)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_chunks_are_never_later_than_one_reduction_at_the_end(kind, degree, batch_degree, most, seconds, per_byte) -> None:
     """FlowMoE's theorem 1. It assumes that a reduction takes no time to start."""
     batch_degree = 1 if kind == "sequential" else batch_degree

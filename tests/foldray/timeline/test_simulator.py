@@ -82,7 +82,7 @@ SECONDS = st.fixed_dictionaries(
 
 
 @given(SECONDS, st.sampled_from(list(OVERLAPS)), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.floats(1.0, 4.0))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_step_beats_the_bound_and_bandwidth_never_costs_time(seconds, kind, degree, lag, other, faster) -> None:
     cut = slice_sequence("time_uniform", 40, degree, SliceCost(1, 1))
     if kind == "moe_only":
@@ -136,7 +136,7 @@ def test_hosts_need_not_share_a_clock(ahead: tuple[float, ...]) -> None:
 
 
 @given(SECONDS, st.integers(2, 5))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_best_ways_are_as_fast_as_any_pair(seconds, degree) -> None:
     cut = slice_sequence("time_uniform", 40, degree, SliceCost(1, 1))
     graph, cost = StepGraph(((MOE, DENSE, MOE),), cut, ragged=False), cost_of(seconds)
