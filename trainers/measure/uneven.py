@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from foldray.blueprint import ModelSpec, overload, rank_shares
+from foldray.blueprint import ModelSpec, rank_shares, visits_of_a_token
 from foldray.comm import Groups
 from foldray.errors import UserError
 from foldray.files import check_picture, write_picture
@@ -86,7 +86,7 @@ def _loop(config: dict[str, Any]) -> dict[str, Any] | None:
             count_ME = groups.control.all_reduce(torch.stack([each.count_ME for each in losses]).sum(0))
             turn = slowest(groups, {"step_ms": seconds * 1e3}, device)
             turn["overload"] = float(max_over_mean(on_ranks(count_ME.cpu().numpy(), groups.fold.ep)).mean())
-            turn["predicted"] = predicted(model, groups, *even)
+            turn["predicted"] = predicted(recipe, (models[0], model), groups, *even)
             if number >= WARM_UP:
                 turns.append(turn)
     return {"measured": measured} if groups.rank == groups.fold.offset else None
@@ -99,21 +99,28 @@ def _route_by(engine: Engine, model: ModelSpec) -> None:
         router.pattern = Pattern(model.experts, model.topk, model.router.skew)
 
 
-def predicted(model: ModelSpec, groups: Groups, graph: StepGraph, recordings: Sequence[Recording]) -> float:
+def predicted(
+    recipe: Recipe, models: tuple[ModelSpec, ModelSpec], groups: Groups, graph: StepGraph, recordings: Sequence[Recording]
+) -> float:
     """Return the step under a model's pattern over a recorded step with an even one.
 
     Args:
-        model: the model with the pattern.
+        recipe: the recipe.
+        models: the model with the even pattern, and with the other one.
         groups: the fold's communicators.
         graph: the graph of the recorded step.
         recordings: the recorded step of every rank.
     """
     fold = groups.fold
-    shares, most = rank_shares(model, fold.ep), overload(model, fold.ep)
+    shares = rank_shares(models[1], fold.ep)
+    # Rows of the fullest rank: of assignments, or of tokens that go there.
+    even, most = (
+        max((rank_shares if recipe.moe.dispatch == "assignment" else visits_of_a_token)(each, fold.ep)) for each in models
+    )
 
     def scale(op: Op, rank: int) -> float:
         if op.kind in (DISPATCH, COMBINE):
-            return most
+            return most / even
         return shares[fold.moe.coordinate(fold.offset + rank)["ep"]] if op.kind == EXPERT else 1.0
 
     return replay(graph, recordings, scale=scale).seconds / replay(graph, recordings).seconds
