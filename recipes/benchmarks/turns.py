@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -173,13 +173,14 @@ def table(run: Mapping[str, list[float]], predicted: Mapping[str, float]) -> str
     return "\n".join(lines)
 
 
-def on_lab(args: argparse.Namespace, script: str, speeds: Sequence[float]) -> None:
-    """Run a script on the hosts of a lab, one worker each, and print and write what the first one has measured.
+def on_lab(args: argparse.Namespace, script: str, speeds: Sequence[float], together: int = 1) -> dict[str, Any]:
+    """Run a script on the hosts of a lab, and print, write and return what the first worker has measured.
 
     Args:
         args: `share` (of all cores, which the hosts get), `link` (Mbit/s) and `json` (a file to write, or None).
         script: the script. Its workers get `--worker`, `--store` and `--result`.
-        speeds: for every host, its share of a core over the usual one.
+        speeds: for every worker, its share of a core over the usual one.
+        together: number of workers on each host.
     """
     from tests.lab.cores import part_of_core
     from tests.lab.hosts import hosts, why_not
@@ -189,7 +190,8 @@ def on_lab(args: argparse.Namespace, script: str, speeds: Sequence[float]) -> No
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         result, share = Path(folder) / "result.json", args.share * len(os.sched_getaffinity(0)) / len(speeds)
         parts = [stack.enter_context(part_of_core(share * speed)) for speed in speeds]
-        lab = stack.enter_context(hosts(len(speeds), rate=f"{args.link}mbit"))
+        own = stack.enter_context(hosts(len(speeds) // together, rate=f"{args.link}mbit"))
+        lab = [host for host in own for _ in range(together)]
         command = [sys.executable, script, *sys.argv[1:], f"--store={lab[0].address}:29400", f"--result={result}"]
         with on_hosts(lab, command, parts=parts):
             pass
@@ -198,3 +200,4 @@ def on_lab(args: argparse.Namespace, script: str, speeds: Sequence[float]) -> No
     if args.json:
         setting = {"cpu": processor(), "torch": torch.__version__, "command": " ".join(sys.argv), "core": share}
         args.json.write_text(json.dumps({**setting, **run}, indent=1) + "\n")
+    return run
