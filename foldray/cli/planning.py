@@ -11,13 +11,15 @@ from typing import Any
 from foldray.arguments import AXES
 from foldray.cli.output import MOST_RANKS, check_range, recipe_of, say, say_json
 from foldray.errors import UserError
-from foldray.files import write_picture
+from foldray.files import check_picture, write_picture
 
 
 def plan(given: argparse.Namespace) -> int:
     from foldray.planner import hardware, report, score
 
     machines = hardware.load_hardware(given.cluster)
+    if given.picture:
+        check_picture(Path(given.picture))  # before a search of minutes
     if given.fit:
         return _fit(given, machines)
     if given.score:
@@ -102,6 +104,8 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     check_range(given, gpus=MOST_RANKS, seq_len=2**24, global_batch=2**20, top=1000, **dict.fromkeys(AXES, MOST_RANKS))
     if not 1 <= given.imbalance <= 1000:
         raise UserError("imbalance", given.imbalance, "must be at least 1", ["1…1000"])
+    if given.skew is not None and not 0 <= given.skew <= 16:  # also for NaN
+        raise UserError("skew", given.skew, "must be a number from 0 to 16")
     named = {"preset": given.model, **({} if given.skew is None else {"router": {"skew": given.skew}})}
     model = recipe.model if recipe and given.model is None else ModelSpec.model_validate(named)
     own = (recipe.optimizer.iterations, recipe.moe.dispatch) if recipe else ()

@@ -11,6 +11,7 @@ from random import Random
 import torch
 
 from foldray.blueprint import expert_shares
+from foldray.kernels.transfer import to_device
 
 _GOLDEN = 0.6180339887498949  # multiples of the golden ratio fill the unit interval evenly
 
@@ -45,6 +46,6 @@ class Pattern:
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the upper bounds of the experts' intervals, and their numbers."""
         if device not in self._tables:
-            bounds = torch.tensor(self._bounds, dtype=torch.float64, device=device)
-            self._tables[device] = bounds, torch.tensor(self._order, device=device)
+            bounds = to_device(self._bounds, device, torch.float64)
+            self._tables[device] = bounds, to_device(self._order, device, torch.int64)
         return self._tables[device]

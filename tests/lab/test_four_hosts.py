@@ -56,8 +56,9 @@ def alone(lab: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of the same training on a cluster of one host."""
     storage = tmp_path_factory.mktemp("alone")
     with ray_cluster(lab[:1], cpus=4) as cluster:
-        done = submit(lab, cluster, storage, *_SHORT).communicate(timeout=_LIMIT)
-    assert done[0] is not None
+        process = submit(lab, cluster, storage, *_SHORT)
+        said, _ = process.communicate(timeout=_LIMIT)
+    assert process.returncode == 0, said
     return run_folder(storage)
 
 
