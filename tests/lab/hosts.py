@@ -92,8 +92,8 @@ class Host:
 
     def stop(self, patience: float = 5.0) -> None:
         """End all processes on this host: with SIGTERM, and after `patience` seconds with SIGKILL."""
-        for sign in (signal.SIGTERM, signal.SIGKILL):
-            deadline = time.monotonic() + patience
+        for sign, limit in ((signal.SIGTERM, patience), (signal.SIGKILL, 30.0)):  # a full machine ends them slowly
+            deadline = time.monotonic() + limit
             while time.monotonic() < deadline:
                 running = self.processes()
                 if not running:
