@@ -106,6 +106,7 @@ def apply_setting(recipe: Recipe, setting: Setting) -> Recipe:
         section, key = KEYS[name].split(".")
         if section != "placement":
             given[section][key] = value
+    given["fold"]["ep_inside"] = math.gcd(recipe.fold.ep_inside, setting.ep)
     if setting.attention:
         experts = recipe.cluster.workers - setting.attention
         given["placement"] |= {"attention": setting.attention, "experts": experts, "expert_pp": setting.expert_pp}

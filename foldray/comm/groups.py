@@ -17,7 +17,8 @@ from foldray.fold import Fold
 
 # Each class of traffic has its own communicator. A process group is one queue, so small messages would wait for large ones.
 TRAFFIC = {
-    "tokens": "ep",
+    "tokens": "ep_across",
+    "tokens_inside": "ep_inside",
     "counts": "etp_ep",
     "expert_slices": "etp",
     "tensor": "tp",
@@ -41,6 +42,8 @@ class Groups:
 
     Attributes:
         tokens, counts, expert_slices: for the MoE layer: all-to-alls over EP, row counts over ETP×EP, activations over ETP.
+        tokens_inside: all-to-alls among the EP ranks of a node, if tokens travel once to each node (`Fold.ep_inside`). Then
+            `tokens` has one rank of each node.
         tensor, context, sequence: for attention: activations over TP, keys and values over CP, statistics of whole sequences
             over TP×CP.
         handovers_up, handovers_down: for handovers between pipeline stages, to a higher and to a lower position.
@@ -59,6 +62,7 @@ class Groups:
     fold: Fold
     rank: int
     tokens: Communicator
+    tokens_inside: Communicator
     counts: Communicator
     expert_slices: Communicator
     tensor: Communicator

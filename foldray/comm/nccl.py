@@ -18,7 +18,7 @@ ENVIRONMENT: Mapping[str, str] = {
 }
 """Environment of a worker with a GPU."""
 
-_URGENT = {"tokens", "counts", "handovers_up", "handovers_down", "rows_up", "rows_down", "row_counts"}
+_URGENT = {"tokens", "tokens_inside", "counts", "handovers_up", "handovers_down", "rows_up", "rows_down", "row_counts"}
 """Classes of traffic for which a rank soon waits. Their kernels start before those of what is computed."""
 
 

@@ -29,6 +29,7 @@ def probe(groups: Groups, device: torch.device, dtype: torch.dtype) -> None:
     wide = torch.promote_types(dtype, torch.float32)
     plan: list[tuple[Communicator, torch.dtype, dict[str, Operation]]] = [
         (groups.tokens, dtype, {"uneven all-to-all": _all_to_all}),
+        (groups.tokens_inside, dtype, {"uneven all-to-all": _all_to_all}),
         (groups.expert_slices, dtype, {"uneven all-to-all": _all_to_all}),
         (groups.counts, torch.int64, {"all-gather": Communicator.all_gather}),
         (groups.tensor, dtype, {"all-gather": Communicator.all_gather, "reduce-scatter": _reduce_scatter}),

@@ -23,6 +23,7 @@ FAMILIES = {
     },
     "moe": {"etp": ("etp",), "ep": ("ep",), "edp": ("edp",), "pp": ("pp",), "etp_ep": ("etp", "ep")},
 }  # fmt: skip
+_TWO_LEVELS = ("ep_inside", "ep_across")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Fold:
         offset: first rank of the fold in a larger cluster.
         expert_ranks: number of ranks that only the experts use, the last ones of the fold; 0 if both grids cover all ranks.
         expert_pp: pipeline positions of experts that have ranks of their own; None is pp.
+        ep_inside: how many neighbours of an expert parallel group share a node. They are groups of their own, and so are the
+            ranks with the same place in these groups (ep_across of them).
 
     Raises:
         UserError: a size is less than 1 or does not divide, `expert_ranks` leaves no rank to attention, `expert_pp` is given
@@ -55,9 +58,10 @@ class Fold:
     offset: int = 0
     expert_ranks: int = 0
     expert_pp: int | None = None
+    ep_inside: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "tp", "cp", "pp", "ep", "etp", "expert_pp"):
+        for name in ("world_size", "tp", "cp", "pp", "ep", "etp", "expert_pp", "ep_inside"):
             if (size := getattr(self, name)) is not None and size < 1:
                 raise UserError(name, size, "must be at least 1")
         if not 0 <= self.expert_ranks < self.world_size:
@@ -70,6 +74,9 @@ class Fold:
         for name, axes in (("order", ATTENTION_AXES), ("moe_order", MOE_AXES)):
             if sorted(getattr(self, name).split("-")) != sorted(axes):
                 raise UserError(name, getattr(self, name), f"must name each of {'-'.join(axes)} once")
+        if self.ep % self.ep_inside:
+            rule = f"must divide the expert-parallel size {self.ep}"
+            raise UserError("ep_inside", self.ep_inside, rule, divisors(self.ep))
         expert_pp = "expert_pp" if self.disjoint else "pp"
         for product, sizes, ranks, whose in (
             ("tp·cp·pp", (self.tp, self.cp, self.pp), self.attention_ranks, "attention's"),
@@ -121,6 +128,11 @@ class Fold:
     def edp(self) -> int:
         return self.moe_ranks // (self.etp * self.ep * self.moe_pp)
 
+    @property
+    def ep_across(self) -> int:
+        """How many nodes an expert parallel group has, if `ep_inside` of its ranks share a node."""
+        return self.ep // self.ep_inside
+
     @cached_property
     def attention(self) -> Grid:
         axes = tuple(self.order.split("-"))
@@ -131,6 +143,13 @@ class Fold:
         axes = tuple(self.moe_order.split("-"))
         sizes = tuple(self.moe_pp if axis == "pp" else getattr(self, axis) for axis in axes)
         return Grid(axes, sizes, self.offset + (self.attention_ranks if self.disjoint else 0))
+
+    @cached_property
+    def _two_levels(self) -> Grid:
+        """The experts' grid with two axes in the place of ep."""
+        sizes = dict(zip(self.moe.axes, self.moe.sizes, strict=True)) | {axis: getattr(self, axis) for axis in _TWO_LEVELS}
+        axes = [each for axis in self.moe.axes for each in (_TWO_LEVELS if axis == "ep" else (axis,))]
+        return Grid(tuple(axes), tuple(sizes[axis] for axis in axes), self.moe.offset)
 
     @property
     def views(self) -> dict[str, Grid]:
@@ -143,7 +162,8 @@ class Fold:
         Families of attention are tp, cp, dp, pp, dp_cp (ranks that hold the same weights), tp_cp (ranks that share a
         sequence), tp_dp_cp (a pipeline stage), world, and embedding (first and last stage, which share a tied embedding).
         Families of the experts are etp, ep, edp, pp, and etp_ep (ranks that exchange tokens). Beside these,
-        expert_stage has all ranks of a pipeline position of the experts.
+        expert_stage has all ranks of a pipeline position of the experts, ep_inside has those of an expert parallel group that
+        share a node, and ep_across those with the same place among them.
 
         Args:
             family: name of the family.
@@ -166,6 +186,8 @@ class Fold:
         Raises:
             UserError: no such family exists.
         """
+        if family in _TWO_LEVELS:
+            return self._two_levels, (family,)
         for name, families in FAMILIES.items():
             if family in families and view in (None, name):
                 return self.views[name], families[family]
@@ -193,7 +215,8 @@ class Fold:
 
     def __str__(self) -> str:
         attention = " ".join(f"{axis.upper()}{getattr(self, axis)}" for axis in ATTENTION_AXES)
-        moe = " ".join(f"{axis.upper()}{getattr(self, axis)}" for axis in MOE_AXES[:3])
+        own = {"ep": f"/{self.ep_inside}" if self.ep_inside > 1 else ""}
+        moe = " ".join(f"{axis.upper()}{getattr(self, axis)}{own.get(axis, '')}" for axis in MOE_AXES[:3])
         return f"{attention} & {moe} PP{self.moe_pp}" if self.disjoint else f"{attention} | {moe}"
 
 

@@ -135,7 +135,7 @@ class TokenHalf(nn.Module):
         return self.router(h_TH, piece)
 
     def encode(self, h_TH: torch.Tensor, routing: Routing) -> once.Encoded:
-        return once.encode(h_TH, routing, self.all_experts, self.ranks)
+        return once.encode(h_TH, once.Chosen.of(routing), self.all_experts, self.ranks)
 
 
 class ExpertHalf(nn.Module):

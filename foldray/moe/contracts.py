@@ -11,11 +11,12 @@ Folding, section 3.3). Each phase runs on one side; only the exchange runs on bo
 In backward, the gradient of the rows that went out comes back, and the gradient of the rows that came back goes out.
 
 A token has a row for each of its assignments, or one for each rank with experts of it (`once.py`). Then its weights and the
-numbers of its experts travel beside the row, and the receiver sums the results of its experts.
+numbers of its experts travel beside the row, and the receiver sums the results of its experts. If it has a row for each node,
+a receiver of the node passes it on to the ranks with experts of it (`inside.py`).
 
 Legend: B sequences, s positions of a rank's piece, T = B·s tokens, H hidden, K experts per token, N rows that travel
-(assignments that are not dropped, and padding; or pairs of a token and a rank), E experts, X expert-tensor-parallel ranks
-(ETP), R expert-parallel ranks (EP).
+(assignments that are not dropped, and padding; or pairs of a token and a rank or a node), E experts, X expert-tensor-parallel
+ranks (ETP), R expert-parallel ranks (EP).
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Sent:
         memory: state that is needed to sum rows back into tokens.
         known_E: the same numbers, if the host knows them without waiting for the device; else None.
         rows_R: number of rows that travel to every EP rank, int64, if these are not the rows of its experts; else None.
+        rows_N: number of rows that travel to every node, int64, if tokens travel once to a node; else None. Then `rows_R` are
+            those that a rank of the node passes on.
         room: number of rows of the tensors that leave, if the last ones are room that no row needs; else None. So the host need
             not know how many rows there are before their counts arrive.
     """
@@ -54,12 +57,14 @@ class Sent:
     memory: Any
     known_E: list[int] | None = None
     rows_R: torch.Tensor | None = None
+    rows_N: torch.Tensor | None = None
     room: int | None = None
 
     @property
     def counts(self) -> torch.Tensor:
-        """The numbers that the receivers need: rows_E, and rows_R if there are any."""
-        return self.rows_E if self.rows_R is None else torch.cat([self.rows_E, self.rows_R])
+        """The numbers that the receivers need: rows_E, then rows_R and rows_N if there are any."""
+        more = [each for each in (self.rows_R, self.rows_N) if each is not None]
+        return torch.cat([self.rows_E, *more]) if more else self.rows_E
 
 
 class RowCounts(NamedTuple):
@@ -70,11 +75,14 @@ class RowCounts(NamedTuple):
         leaving_R: number of rows that this rank sends to each EP rank.
         arriving_XR: number of rows that travel to each ETP rank of this rank's group from each EP rank, if these are not the rows
             of its experts; else None.
+        inside: the same of what ranks of a node then pass on to each other, if tokens travel once to a node; else None. The rows
+            above travel between ranks with the same place on their nodes, and R is the number of nodes.
     """
 
     rows_XRE: list[list[list[int]]]
     leaving_R: list[int]
     arriving_XR: list[list[int]] | None = None
+    inside: RowCounts | None = None
 
 
 class Received:
@@ -117,6 +125,13 @@ class Received:
     def are_here(self) -> bool:
         """Whether `counts` would not wait."""
         return "counts" in self.__dict__ or not (self.coming.is_running or self._reading)
+
+    @cached_property
+    def inside(self) -> Received:
+        """The counts of the rows that ranks of a node pass on to each other."""
+        inside = self.counts.inside
+        assert inside is not None, "rows travel to ranks, and not to nodes"
+        return Received.of(inside, self.index)
 
     @property
     def rows_by_runs(self) -> list[list[int]]:

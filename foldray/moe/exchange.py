@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -11,7 +13,8 @@ from foldray.moe.contracts import Received, RowCounts, Rows, Sent
 
 
 class AllToAll:
-    """Rows travel in all-to-all-vs over EP. Row counts travel in an all-gather over ETP×EP, on another communicator.
+    """Rows travel in all-to-all-vs over EP, or between nodes. Row counts travel in an all-gather over ETP×EP, on another
+    communicator.
 
     A dispatch whose counts are still on their way waits in the line of the tokens' communicator, while the caller goes on.
     """
@@ -20,8 +23,10 @@ class AllToAll:
         self.tokens, self.counts = groups.tokens, groups.counts
         self._slices, self._line = groups.expert_slices, groups.tokens_line
         self._stream: torch.cuda.Stream | None = None
-        places = [groups.fold.moe.coordinate(rank) for rank in self.counts.ranks]
-        self._etp_then_ep = sorted(range(len(places)), key=lambda member: (places[member]["etp"], places[member]["ep"]))
+        self._fold, grid = groups.fold, groups.fold.moe
+        places = [grid.coordinate(rank) for rank in self.counts.ranks]
+        self._member = {(place["etp"], place["ep"]): member for member, place in enumerate(places)}
+        self._here = grid.coordinate(groups.rank)["ep"]
 
     def start_counts(self, sent: Sent) -> Received:
         coming = self.counts.start_all_gather(counts := sent.counts)
@@ -40,26 +45,25 @@ class AllToAll:
 
     def _arrange(self, experts: int, numbers: list[int]) -> RowCounts:
         """Put the counts of all members in order: for each member `Sent.counts`."""
-        ranks, each = self.tokens.size, len(numbers) // self.counts.size
-        local = experts // ranks
-
-        def by_expert(member: int, rank: int) -> list[int]:
-            """Return the rows that a member has for each expert of an EP rank."""
-            return numbers[(first := member * each + rank * local) : first + local]
-
-        def travelling(member: int, rank: int) -> int:
-            """Return the number of rows that a member sends to an EP rank."""
-            return sum(by_expert(member, rank)) if each == experts else numbers[member * each + experts + rank]
-
-        def by_slice(values: list) -> list[list]:
-            return [values[x * ranks :][:ranks] for x in range(self._slices.size)]
-
-        here = self.tokens.index
-        return RowCounts(
-            by_slice([by_expert(member, here) for member in self._etp_then_ep]),
-            [travelling(self.counts.index, rank) for rank in range(ranks)],
-            by_slice([travelling(member, here) for member in self._etp_then_ep]),
+        told, ranks, inside = _Told(numbers, self._member, experts, self._fold.ep), self._fold.ep, self._fold.ep_inside
+        slices, own, here = range(self._slices.size), self._slices.index, self._here
+        if inside == 1:
+            return RowCounts(
+                [[told.of_experts(x, rank, here) for rank in range(ranks)] for x in slices],
+                [told.to_rank(own, here, to) for to in range(ranks)],
+                [[told.to_rank(x, rank, here) for rank in range(ranks)] for x in slices],
+            )
+        node, place = divmod(here, inside)
+        # A rank passes on the rows of all ranks with its place on their nodes.
+        passed = [range(each, ranks, inside) for each in range(inside)]
+        within = RowCounts(
+            [[_sum_all(told.of_experts(x, rank, here) for rank in of) for of in passed] for x in slices],
+            [sum(told.to_rank(own, rank, node * inside + to) for rank in passed[place]) for to in range(inside)],
+            [[sum(told.to_rank(x, rank, here) for rank in of) for of in passed] for x in slices],
         )
+        leaving = [told.to_node(own, here, to) for to in range(self._fold.ep_across)]
+        arriving = [[told.to_node(x, rank, node) for rank in passed[place]] for x in slices]
+        return RowCounts(within.rows_XRE, leaving, arriving, within)
 
     def start_out(self, rows: Rows, sent: Sent, received: Received) -> Pending:
         def begin() -> Pending:
@@ -77,3 +81,41 @@ class AllToAll:
             )
 
         return self._line.start(begin, ready=True, device=rows[0].device)
+
+
+class _Told(NamedTuple):
+    """What the members of a group have told of their rows.
+
+    Args:
+        numbers: for each member `Sent.counts`.
+        member: place of a rank in its ETP group, and in its EP group → its number.
+        experts: number of all experts.
+        ranks: number of EP ranks.
+    """
+
+    numbers: list[int]
+    member: Mapping[tuple[int, int], int]
+    experts: int
+    ranks: int
+
+    def of_experts(self, x: int, rank: int, of: int) -> list[int]:
+        """Return the rows that a rank has for each expert of an EP rank."""
+        local = self.experts // self.ranks
+        return self._of(x, rank)[of * local :][:local]
+
+    def to_rank(self, x: int, rank: int, to: int) -> int:
+        """Return the number of rows that a rank sends to an EP rank, or that others pass on to it."""
+        numbers = self._of(x, rank)
+        return numbers[self.experts + to] if len(numbers) > self.experts else sum(self.of_experts(x, rank, to))
+
+    def to_node(self, x: int, rank: int, node: int) -> int:
+        """Return the number of rows that a rank sends to a node."""
+        return self._of(x, rank)[self.experts + self.ranks + node]
+
+    def _of(self, x: int, rank: int) -> list[int]:
+        each = len(self.numbers) // len(self.member)
+        return self.numbers[self.member[x, rank] * each :][:each]
+
+
+def _sum_all(rows: Iterable[Sequence[int]]) -> list[int]:
+    return [sum(each) for each in zip(*rows, strict=True)]

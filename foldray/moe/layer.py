@@ -15,6 +15,7 @@ from foldray.moe.balance import Balance
 from foldray.moe.contracts import Permutation, Received, Rows, Sent, run_layer
 from foldray.moe.exchange import AllToAll
 from foldray.moe.experts import Experts
+from foldray.moe.inside import InsideNode
 from foldray.moe.once import OncePerRank
 from foldray.moe.router import Gate, Router, Routing, TokenPiece
 from foldray.moe.torch_backend import TorchPermutation
@@ -28,7 +29,8 @@ class MoeBackend:
         gate: chooses experts from logits; None is `TopKGate`.
         permutation: copies tokens to rows for each assignment, and sums rows; None is `TorchPermutation`.
         experts: how `expert_ffn` computes the experts.
-        dispatch: whether a token travels for each assignment, or once to each rank.
+        dispatch: whether a token travels for each assignment, or once to each rank. With `Fold.ep_inside`, it travels once to
+            each node, and from there once to each rank.
     """
 
     gate: Gate | None = None
@@ -60,7 +62,10 @@ class MoELayer(nn.Module):
         self.shared = shared
         self.exchange = AllToAll(groups)
         self.permutation = backend.permutation or TorchPermutation()
-        self.once = OncePerRank(ownership.fold.ep) if backend.dispatch == "rank" else None
+        ep, inside = ownership.fold.ep, ownership.fold.ep_inside
+        self.once = OncePerRank(ep, inside) if backend.dispatch == "rank" else None
+        assert self.once or inside == 1, "tokens that travel once to each node must travel once to each rank"
+        self.inside = InsideNode(groups.tokens_inside, inside * len(ids)) if inside > 1 else None
 
     def forward(self, h_BSH: torch.Tensor) -> tuple[torch.Tensor, Balance]:
         """Run all phases one after another in one autograd graph (`run_layer`)."""
@@ -76,7 +81,7 @@ class MoELayer(nn.Module):
         return (rows_NH,), sent
 
     def run_experts(self, rows: Rows, received: Received) -> torch.Tensor:
-        return self.experts(rows, received)
+        return self.experts(rows, received) if self.inside is None else self.inside.run(self.experts, rows, received)
 
     def combine_postprocess(self, y_NH: torch.Tensor, sent: Sent, weight_TK: torch.Tensor) -> torch.Tensor:
         return self.permutation.decode(y_NH, sent, weight_TK) if self.once is None else self.once.decode(y_NH, sent)

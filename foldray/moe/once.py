@@ -1,7 +1,8 @@
 """Rows that travel once to every rank, however many of its experts a token has.
 
 The weights travel with the rows, and the rank of the experts sums the results of its experts. So a token has at most one row
-for each rank, in both directions (DisagMoE, section 4.2; MegaScale-Infer, section 4).
+for each rank, in both directions (DisagMoE, section 4.2; MegaScale-Infer, section 4). Where links between nodes are slow, a
+token travels once to every node first (`inside.py`). Then a rank below is a node.
 
 Legend: T tokens, K experts per token, R ranks of experts, N rows (pairs of a token and a rank, rank by rank), D = min(K, R) the
 most rows of a token, H hidden, E experts.
@@ -18,29 +19,58 @@ from foldray.moe.contracts import Sent
 from foldray.moe.router import Routing
 
 
+class Chosen(NamedTuple):
+    """The experts of tokens.
+
+    Args:
+        expert_TK: their numbers.
+        weight_TK: their weights.
+        keep_TK: which of them count, bool; None if all do.
+    """
+
+    expert_TK: torch.Tensor
+    weight_TK: torch.Tensor
+    keep_TK: torch.Tensor | None
+
+    @classmethod
+    def of(cls, routing: Routing) -> Chosen:
+        return cls(routing.expert_TK, routing.weight_TK, routing.keep_TK)
+
+    def owners(self, experts: int, ranks: int) -> torch.Tensor:
+        """Return the ranks of the experts, `ranks` for experts that do not count. Each rank has a run of all `experts`."""
+        owner_TK = self.expert_TK // (experts // ranks)
+        return owner_TK if self.keep_TK is None else owner_TK.masked_fill(~self.keep_TK, ranks)
+
+
 class OncePerRank(NamedTuple):
-    """How ordinary expert parallelism sends a token once to every rank. The host does not wait for the device.
+    """How ordinary expert parallelism sends a token once to every rank, or to every node. The host does not wait for the device.
 
     So it does not know how many rows there are before it reads their counts, and the tensors that leave have room for T · D
     rows. `Sent.memory` is the token of each row and the rows of each token (`Encoded`).
 
     Args:
         ranks: number of EP ranks. Each has a run of the experts.
+        inside: how many of them share a node, to which a token travels once. With 1, it travels once to every rank.
     """
 
     ranks: int
+    inside: int = 1
 
     def encode(self, x_TH: torch.Tensor, routing: Routing) -> tuple[tuple[torch.Tensor, ...], Sent]:
         """Return rows [T · D, H], their weights, and the numbers of their experts; and the state that `decode` needs."""
-        experts, room = routing.tally.count_BE.shape[1], len(x_TH) * min(routing.expert_TK.shape[1], self.ranks)
-        found = encode(x_TH, routing, experts, self.ranks, room)
+        experts, chosen, places = routing.tally.count_BE.shape[1], Chosen.of(routing), self.ranks // self.inside
+        room = len(x_TH) * min(routing.expert_TK.shape[1], places)
+        found = encode(x_TH, chosen, experts, places, room)
         chosen_TK = routing.expert_TK
         if routing.keep_TK is not None:
             chosen_TK = chosen_TK.masked_fill(~routing.keep_TK, experts)
         chosen_M = chosen_TK.flatten()
         rows_E = chosen_M.new_zeros(experts + 1).scatter_add_(0, chosen_M, torch.ones_like(chosen_M))[:experts]
-        memory = found.token_N, found.position_TD
-        sent = Sent(rows_E, memory, rows_R=found.goes_TR.sum(0), room=room)
+        memory, rows_P = (found.token_N, found.position_TD), found.goes_TR.sum(0)
+        rows_R, rows_N = rows_P, None
+        if self.inside > 1:
+            rows_R, rows_N = _goes(chosen.owners(experts, self.ranks), self.ranks).sum(0), rows_P
+        sent = Sent(rows_E, memory, rows_R=rows_R, rows_N=rows_N, room=room)
         return (found.rows_NH, found.weight_NK, found.expert_NK), sent
 
     def decode(self, y_NH: torch.Tensor, sent: Sent) -> torch.Tensor:
@@ -69,22 +99,19 @@ class Encoded(NamedTuple):
     goes_TR: torch.Tensor
 
 
-def encode(x_TH: torch.Tensor, routing: Routing, experts: int, ranks: int, room: int | None = None) -> Encoded:
+def encode(x_TH: torch.Tensor, chosen: Chosen, experts: int, ranks: int, room: int | None = None) -> Encoded:
     """Copy tokens to rows.
 
     Args:
         x_TH: the tokens.
-        routing: their assignments. Dropped ones make no rows.
+        chosen: their experts. Those that do not count make no rows.
         experts: number of all experts, a multiple of `ranks`. Each rank has a run of them.
         ranks: R.
         room: number of rows to make, at least as many as there are pairs of a token and a rank. Those behind the pairs hold any
             token, no weight and no expert. With None, the host waits for the device, and makes as many rows as pairs.
     """
-    (tokens, topk), local = routing.expert_TK.shape, experts // ranks
-    owner_TK = routing.expert_TK // local
-    if routing.keep_TK is not None:
-        owner_TK = owner_TK.masked_fill(~routing.keep_TK, ranks)
-    goes_TR = owner_TK.new_zeros(tokens, ranks + 1, dtype=torch.bool).scatter_(1, owner_TK, True)[:, :ranks]
+    (tokens, topk), owner_TK = chosen.expert_TK.shape, chosen.owners(experts, ranks)
+    goes_TR = _goes(owner_TK, ranks)
     position_TR = _positions(goes_TR)
     rows = int(goes_TR.sum()) if room is None else room
     # What belongs to no row goes to one more row, which is cut off.
@@ -93,8 +120,8 @@ def encode(x_TH: torch.Tensor, routing: Routing, experts: int, ranks: int, room:
     token_N = each_T.new_zeros(rows + 1).scatter_(0, place_TR.flatten(), each_T.repeat_interleave(ranks))[:rows]
     place_TK = torch.cat([place_TR, place_TR.new_full((tokens, 1), rows)], 1).gather(1, owner_TK)
     slot_M = (place_TK * topk + torch.arange(topk, device=place_TK.device)).flatten()
-    weight_NK = routing.weight_TK.new_zeros((rows + 1) * topk).scatter(0, slot_M, routing.weight_TK.flatten())
-    local_M = (routing.expert_TK % local).to(torch.int32).flatten()
+    weight_NK = chosen.weight_TK.new_zeros((rows + 1) * topk).scatter(0, slot_M, chosen.weight_TK.flatten())
+    local_M = (chosen.expert_TK % (experts // ranks)).to(torch.int32).flatten()
     expert_NK = local_M.new_full(((rows + 1) * topk,), -1).scatter_(0, slot_M, local_M)
     weight_NK, expert_NK = (x.view(rows + 1, topk)[:rows] for x in (weight_NK, expert_NK))
     position_TD = position_TR if ranks <= topk else position_TR.topk(topk, 1).values
@@ -112,6 +139,11 @@ def copy_to_ranks(x_TH: torch.Tensor, goes_TR: torch.Tensor) -> torch.Tensor:
     return x_TH[token_N]
 
 
+def _goes(owner_TK: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Return whether a token has experts on a rank, from the ranks of its experts: bool [T, R]."""
+    return owner_TK.new_zeros(len(owner_TK), ranks + 1, dtype=torch.bool).scatter_(1, owner_TK, True)[:, :ranks]
+
+
 def _positions(goes_TR: torch.Tensor) -> torch.Tensor:
     """Return the row of each token for each rank, −1 if it has none."""
-    return torch.where(goes_TR, goes_TR.T.flatten().cumsum(0).view(goes_TR.shape[1], -1).T - 1, -1)
+    return torch.where(goes_TR, goes_TR.T.flatten().cumsum(0).view(goes_TR.T.shape).T - 1, -1)

@@ -121,7 +121,7 @@ class RankCosts(Parts):
     @cached_property
     def travelling(self) -> Travelling:
         """The rows of a token that travel."""
-        return travelling(self.job, self.fold.ep, self.device.bytes)
+        return travelling(self.job, self.fold, self.device.bytes)
 
     def price(self, kind: str, back: bool, tokens: range, block: BlockSpec | None) -> Price:
         """Return the price of an op.
@@ -186,7 +186,7 @@ class RankCosts(Parts):
         fold, shape = self.fold, network.shape
         tensor = fold.tp, shape("tp")
         spread = (shape("dp_cp"), shape("edp")) if self.zero == 3 else ()
-        rows = (fold.ep,) if self.job.dispatch == "rank" else ()
+        rows = (fold.ep, fold.ep_inside) if self.job.dispatch == "rank" else ()
         own: dict[str, tuple] = {
             EMBED: tensor,
             PROJECT: tensor,
@@ -194,9 +194,9 @@ class RankCosts(Parts):
             ATTENTION: (*tensor, fold.cp, shape("cp")),
             FFN: tensor,
             ROUTE: (*tensor, *rows) if self.model.shared_hidden else rows,
-            DISPATCH: (shape("ep"),),
-            EXPERT: (fold.ep, fold.etp, shape("etp")),
-            COMBINE: (shape("ep"),),
+            DISPATCH: (shape("ep_across"), fold.ep_inside),
+            EXPERT: (fold.ep, fold.etp, shape("etp"), shape("ep_inside")),
+            COMBINE: (shape("ep_across"), fold.ep_inside),
             MERGE: rows,
             HEAD: tensor,
         }
@@ -354,21 +354,28 @@ class RankCosts(Parts):
         # All ranks send alike, and the fullest one receives most, or sends most on the way back. Numbers have no gradients.
         beside = self.travelling.beside
         for each in (self._width, *(beside[:1] if back else beside)):
-            yield self._travel("ep", self.network.exchange("ep", self._rows(tokens) * self.travelling.fullest * each))
+            yield self._travel("ep", self.network.exchange("ep_across", self._rows(tokens) * self.travelling.fullest * each))
 
     def _combine(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
-        yield self._travel("ep", self.network.exchange("ep", self._rows(tokens) * self.travelling.fullest * self._width))
+        sent = self._rows(tokens) * self.travelling.fullest * self._width
+        yield self._travel("ep", self.network.exchange("ep_across", sent))
 
     def _expert(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         moe, fold, device, hidden = _mixture(block), self.fold, self.device, self.model.hidden
         rows, local = self._rows(tokens) * moe.topk * fold.etp * self.overload, moe.experts / fold.ep
-        arrived, beside = self._rows(tokens) * self.travelling.fullest * fold.etp, self.travelling.beside
+        arrived, beside = self._rows(tokens) * self.travelling.arrived * fold.etp, self.travelling.beside
         inner, width = moe.expert.inner / fold.etp, moe.expert.width / fold.etp
         yield from self._zero3(EXPERT, block, back)
-        # Gather before the experts, scatter after them; in backward the reverse.
-        for each in (self._width, self._width, *(beside[:1] if back else beside)):
+        # Gather before the experts, scatter after them; in backward the reverse. So it is with what a node passes on.
+        times, moved = 2 if back else 1, (self._width, self._width, *(beside[:1] if back else beside))
+        for each in moved:
             yield self._travel("etp", self.network.gather("etp", arrived * each))
-        times = 2 if back else 1
+        if self.travelling.inside:
+            passed = self._rows(tokens) * self.travelling.inside
+            for each in moved:
+                yield self._travel("ep_inside", self.network.exchange("ep_inside", passed * each))
+            yield self._permuted(times * 3 * passed * self._width)
+            yield self._launch("once_inside", back)
         # Rows are sorted by expert and back, or copied to their experts and summed. The activation is between the products.
         if beside:
             yield self._permuted(times * (3 * rows + arrived) * self._width)

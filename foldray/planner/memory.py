@@ -320,11 +320,14 @@ def expert_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...]
     assert block.moe
     fold, row, beside = rank.fold, rank.model.hidden * rank.device.bytes, rank.travelling.beside
     tokens = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences * imbalance
-    rows, arrived = tokens * block.moe.topk * rank.overload, tokens * rank.travelling.fullest
+    rows, arrived = tokens * block.moe.topk * rank.overload, tokens * rank.travelling.arrived
     if EXPERT in again:
-        return arrived * (row + sum(beside))
+        return tokens * rank.travelling.fullest * (row + sum(beside))
     # As the products take them: gathered, by expert.
     computed = rows * (fold.etp * row + block.moe.expert.width * rank.device.bytes)
+    if rank.travelling.inside:  # places of rows that a node passes on, and of their weights
+        here = tokens * rank.travelling.fullest
+        computed += 16 * arrived + 8 * here * (block.moe.topk + min(block.moe.topk, fold.ep_inside))
     return computed + (fold.etp * summed_rows(rank, block, rows, arrived) if beside else 0.0)
 
 

@@ -250,7 +250,7 @@ class Step:
         waits = stretch.seconds - stretch.crowding - self._passes.computed(form, "B")
         messages = 2 * len(self.pieces.slicing.moe) * batch_degree * sum(block.moe is not None for block in form.blocks)
         return LastBackward(
-            stretch.seconds, max(1, len(form.blocks)), self.rank.network.exchange("ep", 0).lane, travels,
+            stretch.seconds, max(1, len(form.blocks)), self.rank.network.exchange("ep_across", 0).lane, travels,
             min(1.0, max(0.0, waits / travels)) if travels else 0.0, self.candidate.ordering.backward.row.drains, messages,
         )  # fmt: skip
 

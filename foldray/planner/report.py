@@ -30,7 +30,7 @@ def _candidate(planned: Planned) -> dict[str, Any]:
     candidate, prediction = planned.candidate, planned.prediction
     fold, ordering = candidate.fold, candidate.ordering
     return {
-        "fold": {axis: getattr(fold, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")},
+        "fold": {axis: getattr(fold, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "ep_inside", "etp", "edp")},
         "schedule": {
             "kind": ordering.forward.kind,
             "degree": ordering.degree,

@@ -1,10 +1,11 @@
-"""The rows of a token that travel between attention and experts: one for each expert, or one for each rank."""
+"""The rows of a token that travel between attention and experts: one for each expert, each rank, or first for each node."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from foldray.blueprint import overload, visits_of_a_token
+from foldray.fold import Fold
 from foldray.planner.candidate import Job
 
 _NUMBER = 4  # bytes of the number of an expert
@@ -19,23 +20,32 @@ class Travelling(NamedTuple):
         room: rows that are made of a token, some of which may have nowhere to go.
         beside: bytes of the tensors that travel beside a row: of its weights, and of the numbers of its experts. Empty if
             weights do not travel.
+        inside: the same as `fullest` of the rows that ranks of a node pass on to each other; 0 if tokens do not travel once to
+            each node.
     """
 
     mean: float
     fullest: float
     room: float
     beside: tuple[int, ...] = ()
+    inside: float = 0.0
+
+    @property
+    def arrived(self) -> float:
+        """Rows that arrive at the fullest rank with their experts, over the tokens of a rank."""
+        return self.inside or self.fullest
 
 
-def travelling(job: Job, ep: int, itemsize: int) -> Travelling:
+def travelling(job: Job, fold: Fold, itemsize: int) -> Travelling:
     """Return the rows of a job's tokens.
 
     Args:
-        ep: expert-parallel size.
+        fold: its expert-parallel sizes count.
         itemsize: bytes of a number of an activation. Weights have at least four.
     """
-    topk = job.model.topk
+    topk, ep, places = job.model.topk, fold.ep, fold.ep_across
     if job.dispatch == "assignment":
         return Travelling(topk, topk * overload(job.model, ep), topk)
-    visits = visits_of_a_token(job.model, ep)
-    return Travelling(sum(visits), ep * max(visits), min(topk, ep), (max(4, itemsize) * topk, _NUMBER * topk))
+    visits, beside = visits_of_a_token(job.model, places), (max(4, itemsize) * topk, _NUMBER * topk)
+    inside = ep * max(visits_of_a_token(job.model, ep)) if places < ep else 0.0
+    return Travelling(sum(visits), places * max(visits), min(topk, places), beside, inside)

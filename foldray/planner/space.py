@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from foldray.blueprint.layout import smallest_slice
 from foldray.fold import Fold, divisors
 from foldray.kinds import ATTENTION, EXPERT, FFN
 from foldray.planner.candidate import Job
+from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
+from foldray.planner.network import Network
 from foldray.schedule import OVERLAPS, Ordering, Reduction, Sequences, SliceCost, make_ordering, overlap_kind
 
 DEGREES = (2, 4, 8)
@@ -55,7 +58,22 @@ class Space:
     imbalance: float = 1.0
 
     def folds(self) -> Iterator[Fold]:
-        """Yield every legal fold with the fixed sizes."""
+        """Yield every legal fold with the fixed sizes.
+
+        If tokens travel once to each rank, a fold whose expert-parallel groups have several ranks on each of several nodes comes
+        again, with tokens that travel once to each node first.
+        """
+        for fold in self._one_level():
+            yield fold
+            size, together, nodes = Network(fold, self._device).shape("ep")
+            if self.job.dispatch == "rank" and nodes > 1 < together and size == together * nodes:
+                yield replace(fold, ep_inside=together)
+
+    @cached_property
+    def _device(self) -> Device:
+        return Device.of(self.job, self.hardware)
+
+    def _one_level(self) -> Iterator[Fold]:
         model, job = self.job.model, self.job
         for pp in self._sizes("pp", self.gpus, lambda n: n <= model.layers):
             place = self.gpus // pp

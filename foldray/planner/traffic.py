@@ -22,19 +22,22 @@ from foldray.planner.layout import Content, StageForm
 from foldray.planner.network import INTRA
 
 _ONE_BYTE_S = Link(gb_s=1e-9)
-_WAYS: Mapping[str, Way] = MappingProxyType({"ep": "exchange", "pp": "chain", ROWS: "routes"})
+_WAYS: Mapping[str, Way] = MappingProxyType({"ep": "exchange", "ep_inside": "exchange", "pp": "chain", ROWS: "routes"})
 """How families send, if not around a ring."""
 
 
 def edges(candidate: Candidate) -> Edges:
     """Return the traffic of a step, the mean over ranks. Counts of rows, losses and norms are left out: they are few bytes."""
-    return Edges(candidate.fold, tuple(Flow(family, _WAYS.get(family, "ring"), each) for family, each in sent(candidate).items()))
+    fold, names = candidate.fold, {"ep": "ep_across" if candidate.fold.ep_inside > 1 else "ep"}
+    found = sent(candidate).items()
+    return Edges(fold, tuple(Flow(names.get(family, family), _WAYS.get(family, "ring"), each) for family, each in found))
 
 
 def sent(candidate: Candidate) -> dict[str, float]:
     """Return the bytes that a rank with a place in the family's grid sends in a step, by family, the mean over these ranks.
 
-    For `pp` and `ROWS` they are those of one direction.
+    For `pp` and `ROWS` they are those of one direction. If tokens travel once to each node, `ep` has what travels between
+    nodes.
     """
     fold, job = candidate.fold, candidate.job
     device = Device.of(job, _links_alone(job.dtype))

@@ -74,8 +74,11 @@ def networks(rank: RankCosts, block: BlockSpec, slicing: Slicing, imbalance: flo
         wide = tokens * fold.tp
         found = 2 * wide * row + _backward(rank, FFN, block, wide / fold.tp, block.dense)
     if block.moe and rank.travelling.beside:
-        here = tokens * (rank.travelling.room + imbalance * rank.travelling.fullest)  # in `buffers`
-        found = max(found, _summing(rank, block, tokens * imbalance) - here * row * (fold.ep > 1))
+        fullest = imbalance * rank.travelling.fullest
+        here = tokens * (rank.travelling.room + fullest)  # in `buffers`
+        # The gradients that have come to a node are there while those of its own rows are.
+        own = _summing(rank, block, tokens * imbalance) + tokens * fullest * row * (rank.travelling.inside > 0)
+        found = max(found, own - here * row * (fold.ep > 1))
     elif block.moe:
         rows = tokens * block.moe.topk * imbalance * rank.overload
         sorts = fold.etp > 1 or (fold.ep > 1 and block.moe.experts > fold.ep)
@@ -101,7 +104,7 @@ def _summing(rank: RankCosts, block: BlockSpec, tokens: float) -> float:
     """
     assert block.moe
     fold, b, moe = rank.fold, rank.device.bytes, block.moe
-    rows, arrived = tokens * moe.topk * rank.overload, tokens * rank.travelling.fullest * fold.etp
+    rows, arrived = tokens * moe.topk * rank.overload, tokens * rank.travelling.arrived * fold.etp
     both = (rows * fold.etp + arrived) * rank.model.hidden
     results = rows * fold.etp * rank.model.hidden * b
     wide = both * _SUM * (rank.device.hardware.processors == 1 and b < _SUM)

@@ -92,7 +92,7 @@ def _check_fold(recipe: Description) -> None:
     try:
         fold = recipe.placed_fold
     except UserError as error:
-        if error.field in ("order", "moe_order"):
+        if error.field in ("order", "moe_order", "ep_inside"):
             raise UserError(f"fold.{error.field}", error.value, error.rule, error.legal) from None
         wanted = sizes.model_dump(include={"tp", "cp", "pp", "ep", "etp"})
         if placement is None:
@@ -104,6 +104,10 @@ def _check_fold(recipe: Description) -> None:
         options = "; ".join(" ".join(f"{axis}={size}" for axis, size in option.items()) for option in near)
         rule = f"{error.rule} (cluster.workers); nearest legal folds: {options}"
         raise UserError("fold", error.value, rule, error.legal) from None
+    if sizes.ep_inside > 1 and (placement is not None or recipe.moe.dispatch != "rank"):
+        rule = "sends a token once to each node"
+        rule += ", which placement does not" if placement is not None else "; it needs moe.dispatch: rank"
+        raise UserError("fold.ep_inside", sizes.ep_inside, rule, [1])
     assert recipe.ownership
     check_length(recipe.data.seq_len, fold.cp, fold.tp)
 

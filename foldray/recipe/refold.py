@@ -75,6 +75,7 @@ def _legal(recipe: Recipe, workers: int) -> Iterator[Recipe]:
         fold: dict[str, Any] = dict(zip(_AXES, sizes, strict=True))
         if workers % (fold["tp"] * fold["cp"] * fold["pp"]) or workers % (fold["ep"] * fold["etp"] * fold["pp"]):
             continue
+        fold["ep_inside"] = math.gcd(recipe.fold.ep_inside, fold["ep"])
         schedule = dict(values["schedule"])
         if fold["pp"] != recipe.fold.pp:
             schedule |= {"stage_layers": None, "virtual_stages": 1}

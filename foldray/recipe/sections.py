@@ -44,6 +44,14 @@ class FoldSpec(Strict):
         description="Expert-parallel size: workers that share the experts of a block. It divides the experts' memory; "
         "all-to-alls send tokens to the workers that hold their experts.",
     )
+    ep_inside: int = Field(
+        1,
+        ge=1,
+        le=MOST_WORKERS,
+        description="How many neighbouring workers of an expert-parallel group share a node; it divides `ep`. With more than 1, "
+        "a token travels once to each node, to the worker with the same place there. This worker passes it on to those of its "
+        "node that have experts of the token. So links between nodes carry least. It needs `moe.dispatch: rank`.",
+    )
     etp: int = Field(
         1,
         ge=1,
@@ -105,9 +113,9 @@ class MoeSpec(Strict):
         "assignment",
         description="What a token travels for. `assignment` sends a row to each of its experts, and brings back as many. `rank` "
         "sends one row to each worker of the expert-parallel group that has experts of the token; this worker sums their "
-        "results. So fewer bytes travel if a worker has several experts of a token, which `topk` and `fold.ep` decide. `rank` "
-        "needs `backend: torch` or `deepspeed`, and `model.router.pad: false`. With `placement`, rows always travel once to each "
-        "worker.",
+        "results. So fewer bytes travel if a worker has several experts of a token, which `topk` and `fold.ep` decide. "
+        "`fold.ep_inside` sends one row to each node first. `rank` needs `backend: torch` or `deepspeed`, and "
+        "`model.router.pad: false`. With `placement`, rows always travel once to each worker.",
     )
 
 

@@ -1,11 +1,11 @@
-"""Compare tokens that travel once to each rank with a row for each assignment, on four ranks.
+"""Compare tokens that travel once to each rank, or once to each node, with a row for each assignment, on four ranks.
 
     python recipes/benchmarks/once.py [--link MBIT] [--together 2] [--topk 2 4 8] [--kind stream] [--degree 4] [--json FILE]
 
 The script uses network namespaces on this machine as hosts, which needs root. Each host has a link of the given rate, and each
-rank a share of a core (control groups). `--together 2` puts two ranks on each of two hosts. All variants train the same number of
-sequences in a step: forward, backward and the sums of gradients. They take turns within a round, and a step takes as long as on
-the slowest rank.
+rank a share of a core (control groups). `--together 2` puts two ranks on each of two hosts; then tokens also travel once to each
+host. All variants train the same number of sequences in a step: forward, backward and the sums of gradients. They take turns
+within a round, and a step takes as long as on the slowest rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from foldray.blueprint import visits_of_a_token  # noqa: E402
 from foldray.recipe import Recipe  # noqa: E402
 
 RANKS = 4
-WAYS = ("assignment", "rank")
+ASSIGNMENT, RANK, NODE = "assignment", "rank", "node"
 
 
 def main() -> None:
@@ -33,12 +33,19 @@ def main() -> None:
     if args.worker is not None:
         return work(args)
     run = on_lab(args, __file__, [1.0] * RANKS, args.together)
-    print(f"\n{'':<6}{'rows of a token':>24}{'step, × faster':>36}")
-    for topk in args.topk:
-        rows = sum(visits_of_a_token(recipe_of(args, topk, "rank").model, RANKS))
-        pairs = list(zip(*(run["steps"][f"K={topk} {way}"] for way in WAYS), strict=True))
+    print(f"\n{'':<14}{'rows of a token to other hosts':>32}{'step, × faster':>36}")
+    for topk, way in ((topk, way) for topk in args.topk for way in ways(args)[1:]):
+        model, hosts = recipe_of(args, topk, way).model, RANKS // args.together
+        rows = sum(visits_of_a_token(model, hosts if way == NODE else RANKS)) * (1 - 1 / hosts)
+        pairs = zip(*(run["steps"][f"K={topk} {each}"] for each in (ASSIGNMENT, way)), strict=True)
         ratios = [usual / once for usual, once in pairs]
-        print(f"K={topk:<4}{topk:>10} → {rows:>10.2f}{median(ratios):>20.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+        name, usual = f"K={topk} {way}", topk * (1 - 1 / hosts)
+        print(f"{name:<14}{usual:>18.2f} → {rows:>10.2f}{median(ratios):>20.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+
+
+def ways(args: argparse.Namespace) -> list[str]:
+    """Return what a token may travel for. With all ranks on one host, or one on each, there are no two levels."""
+    return [ASSIGNMENT, RANK, *([NODE] if 1 < args.together < RANKS else [])]
 
 
 def arguments() -> argparse.Namespace:
@@ -63,7 +70,8 @@ def recipe_of(args: argparse.Namespace, topk: int, way: str) -> Recipe:
              "moe_every": 1, "ffn_hidden": args.inner, "experts": args.experts, "topk": topk, "expert_hidden": args.inner,
              "vocab": 256}  # fmt: skip
     return Recipe.parse({
-        "model": model, "fold": {"ep": RANKS}, "cluster": {"workers": RANKS}, "moe": {"dispatch": way},
+        "model": model, "fold": {"ep": RANKS, "ep_inside": args.together if way == NODE else 1},
+        "cluster": {"workers": RANKS}, "moe": {"dispatch": ASSIGNMENT if way == ASSIGNMENT else RANK},
         "data": {"seq_len": args.length}, "training": {"global_batch": args.sequences, "micro_batch": 1},
         "engine": {"kind": "torch"}, "precision": "float32", "schedule": {"kind": args.kind, "degree": args.degree},
     })  # fmt: skip
@@ -71,7 +79,7 @@ def recipe_of(args: argparse.Namespace, topk: int, way: str) -> Recipe:
 
 def work(args: argparse.Namespace) -> None:
     """Run the variants on one rank in turns, and let the first rank write the result."""
-    recipes = {f"K={topk} {way}": recipe_of(args, topk, way) for topk in args.topk for way in WAYS}
+    recipes = {f"K={topk} {way}": recipe_of(args, topk, way) for topk in args.topk for way in ways(args)}
     with joined(args.store, args.worker, RANKS):
         steps = in_turns(recipes, args.worker, args.rounds)
     if args.worker == 0:

@@ -5,6 +5,7 @@ import math
 import pickle
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -274,6 +275,19 @@ def test_every_family_partitions_the_ranks(fold):
         assert list(map(list, groups)) == by_reshaping(fold, family), family
 
 
+@given(folds(), st.data())
+def test_two_levels_of_an_expert_parallel_group(fold, data):
+    inside = data.draw(st.sampled_from(divisors(fold.ep)))
+    fold = replace(fold, ep_inside=inside)
+    groups = fold.groups("ep")
+    assert sorted(fold.groups("ep_inside")) == sorted(
+        group[first : first + inside] for group in groups for first in range(0, fold.ep, inside)
+    )
+    assert sorted(fold.groups("ep_across")) == sorted(group[place::inside] for group in groups for place in range(inside))
+    assert (fold.group_size("ep_inside"), fold.group_size("ep_across")) == (inside, fold.ep // inside)
+    assert f"EP{fold.ep}{f'/{inside}' if inside > 1 else ''} " in str(fold)
+
+
 @given(folds())
 def test_both_views_have_the_same_stages(fold):
     assert set(map(frozenset, fold.attention.groups(["pp"]))) == set(map(frozenset, fold.moe.groups(["pp"])))
@@ -298,6 +312,7 @@ def test_coordinates_agree_with_the_groups(fold):
     [
         ({"world_size": 8, "tp": 3}, "fold", "tp·cp·pp must divide the world size 8; legal: 1, 2, 4, 8"),
         ({"world_size": 8, "ep": 16}, "fold", "etp·ep·pp must divide the world size 8"),
+        ({"world_size": 8, "ep": 8, "ep_inside": 3}, "ep_inside", "must divide the expert-parallel size 8; legal: 1, 2, 4, 8"),
         ({"world_size": 8, "tp": 2, "cp": 2, "pp": 4}, "fold", "fold=2·2·4: tp·cp·pp"),
         ({"world_size": 8, "pp": 0}, "pp", "at least 1"),
         ({"world_size": 0}, "world_size", "at least 1"),

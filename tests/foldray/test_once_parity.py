@@ -55,6 +55,11 @@ CASES = {
     "PP2 ETP2, further tokens, stages by turns": Case(
         4, {"pp": 2, "etp": 2}, {"layers": 4, "mtp_depth": 2}, {"virtual_stages": 2, "kind": "stream", "degree": 2}
     ),
+    "EP4 on two nodes, stream": Case(4, {"ep": 4, "ep_inside": 2}, {}, {"kind": "stream", "degree": 2}, GROUPED),
+    "ETP2 EP4 on two nodes, experts again": Case(
+        8, {"ep": 4, "etp": 2, "ep_inside": 2}, {"router": {"capacity_factor": 0.75, "drop": "position"}},
+        {"kind": "one_a_one_m", "degree": 2, **AGAIN},
+    ),
     "EP2, a pattern": Case(2, {"ep": 2}, {"router": {"skew": 1.0}}, {}),
     # Nightly runs have these, too.
     "one rank": Case(1, {}, {}, {}),
@@ -80,6 +85,16 @@ CASES = {
     "PP4 EP2, list": Case(8, {"pp": 4, "ep": 2}, {"moe_every": 2, "layers": 4}, {"kind": LIST.name, "degree": 2}),
     "PP2 EP2, list again": Case(4, {"pp": 2, "ep": 2}, {}, {"kind": LIST.name, "degree": 2, "virtual_stages": 2, **AGAIN}),
     "EP2 EDP2, weave": Case(4, {"ep": 2}, {"mtp_depth": 1}, {"kind": WEAVE.name}, GROUPED),
+    "PP2 EP4 on two nodes, weave, weights apart, ZeRO": Case(
+        8, {"pp": 2, "ep": 4, "ep_inside": 2}, {}, {"kind": WEAVE.name, "degree": 2, "weight_gradients": "apart"},
+        {"engine": {"zero": 2}},
+    ),
+    "TP2 EP8 on two nodes, few choices": Case(8, {"tp": 2, "ep": 8, "ep_inside": 4}, {"topk": 2}, {"kind": "aaam", "degree": 2}),
+    "EP4 on one node, list": Case(4, {"ep": 4, "ep_inside": 4}, {}, {"kind": LIST.name, "degree": 2}, GROUPED),
+    "EP4 on two nodes, an order of axes, one expert": Case(
+        8, {"ep": 4, "ep_inside": 2, "moe_order": "edp-ep-etp-pp"}, {"topk": 1}, {},  # type: ignore[dict-item]
+    ),
+    "EP8 on four nodes, a pattern": Case(8, {"ep": 8, "ep_inside": 2}, {"router": {"skew": 1.5}}, {}),
     "EP4, other order of axes": Case(
         8, {"tp": 2, "ep": 4, "etp": 2, "order": "cp-tp-dp-pp", "moe_order": "ep-edp-etp-pp"}, {},  # type: ignore[dict-item]
         {"kind": "one_a_one_m", "degree": 2},
@@ -93,7 +108,7 @@ def test_tokens_that_travel_once_equal_one_process(ranks: Any, name: str) -> Non
     check(ranks, CASES[name].recipe)
 
 
-@pytest.mark.parametrize("name", ["TP2 CP2 EP2 ETP2, stream", "EP4, dropping, experts again"])
+@pytest.mark.parametrize("name", ["TP2 CP2 EP2 ETP2, stream", "EP4, dropping, experts again", "EP4 on two nodes, stream"])
 def test_nothing_is_read_early_or_started_out_of_order(ranks: Any, name: str) -> None:
     check(StrictPools(ranks), CASES[name].recipe)
 

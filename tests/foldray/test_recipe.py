@@ -239,6 +239,8 @@ BAD = [
     ("moe.backend=tutel precision=float64 engine.kind=torch", "moe.backend", "would round float64"),
     ("moe.dispatch=expert", "moe.dispatch", "legal: assignment, rank"),
     ("moe.dispatch=rank moe.backend=tutel", "moe.dispatch", "a row for each assignment (moe.backend); legal: assignment"),
+    ("moe.dispatch=assignment fold.ep=4 cluster.workers=4 fold.ep_inside=2", "fold.ep_inside", "needs moe.dispatch: rank"),
+    ("moe.dispatch=rank fold.ep=4 cluster.workers=4 fold.ep_inside=3", "fold.ep_inside", "must divide the expert-parallel"),
     (
         "moe.dispatch=rank model.router.capacity_factor=1.0 model.router.pad=true",
         "moe.dispatch",

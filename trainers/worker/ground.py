@@ -54,6 +54,7 @@ def link_rate(groups: Groups, device: torch.device) -> float:
     communicators = (
         groups.rows_up,
         groups.tokens,
+        groups.tokens_inside,
         groups.dense_gradients,
         groups.expert_gradients,
         groups.context,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.kernels.experts import reference_ffn
 from foldray.moe import Experts, MoeBackend, MoELayer, Routing, Tally, run_layer
-from foldray.moe.once import OncePerRank, copy_to_ranks, decode, encode
+from foldray.moe.once import Chosen, OncePerRank, copy_to_ranks, decode, encode
 from tests.foldray.moe.test_layer import spec
 
 GROUPS = Groups.create(Fold(1))
@@ -47,7 +48,7 @@ def test_sums_and_gradients_are_those_of_the_experts_one_by_one(ranks: int, topk
     routing = routing_of(topk, dropping)
     expert_TK, weight_TK, keep_TK = routing.expert_TK, routing.weight_TK, routing.keep_TK
 
-    rows = encode(x_TH, routing, EXPERTS, ranks)
+    rows = encode(x_TH, Chosen.of(routing), EXPERTS, ranks)
     sent = rows.goes_TR.sum(0).tolist()
     assert len(rows.rows_NH) == sum(sent) <= TOKENS * min(ranks, topk)
     parts = zip(made, rows.rows_NH.split(sent), rows.weight_NK.split(sent), rows.expert_NK.split(sent), strict=True)
@@ -75,7 +76,7 @@ def test_sums_and_gradients_are_those_of_the_experts_one_by_one(ranks: int, topk
 def test_room_for_more_rows_changes_none(ranks: int, topk: int, dropping: bool) -> None:
     torch.manual_seed(ranks * 10 + topk)
     x_TH, routing = torch.randn(TOKENS, HIDDEN), routing_of(topk, dropping)
-    exact = encode(x_TH, routing, EXPERTS, ranks)
+    exact = encode(x_TH, Chosen.of(routing), EXPERTS, ranks)
     (rows_NH, weight_NK, expert_NK), sent = OncePerRank(ranks).encode(x_TH, routing)
     count = len(exact.rows_NH)
     assert len(rows_NH) == sent.room == TOKENS * min(topk, ranks) >= count
@@ -98,13 +99,13 @@ def test_room_for_more_rows_changes_none(ranks: int, topk: int, dropping: bool) 
 def both_ways(rank: int, fold: Fold, router: dict[str, Any], tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return output and gradients of a layer with a row for each assignment, and with one for each rank."""
     found = []
-    for way in ("assignment", "rank"):
-        groups = Groups.create(fold, rank)
+    for way, own in (("assignment", replace(fold, ep_inside=1)), ("rank", fold)):
+        groups = Groups.create(own, rank)
         model = spec(topk=4, shared_hidden=0, router=router)
         made = MoELayer(
-            Ownership(model, fold), model.moe_layers[0], groups, MoeBackend(experts="loop", dispatch=way), dtype=torch.float64
+            Ownership(model, own), model.moe_layers[0], groups, MoeBackend(experts="loop", dispatch=way), dtype=torch.float64
         )
-        torch.manual_seed(groups.tokens.index)  # ranks that share experts have the same
+        torch.manual_seed(groups.coordinate["moe"]["ep"])  # ranks that share experts have the same
         for parameter in made.experts.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
         torch.manual_seed(7)
@@ -120,7 +121,19 @@ def both_ways(rank: int, fold: Fold, router: dict[str, Any], tokens: int) -> tup
 
 
 @pytest.mark.parametrize("router", [{}, {"capacity_factor": 0.5}], ids=["dropless", "dropping"])
-@pytest.mark.parametrize("sizes", [{"ep": 8}, {"ep": 4, "etp": 2}, {"ep": 2, "etp": 2}, {"etp": 4}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"ep": 8},
+        {"ep": 4, "etp": 2},
+        {"ep": 2, "etp": 2},
+        {"etp": 4},
+        {"ep": 8, "ep_inside": 4},
+        {"ep": 4, "etp": 2, "ep_inside": 2},
+        {"ep": 4, "ep_inside": 4},
+    ],
+    ids=str,
+)
 def test_a_layer_is_the_same_both_ways(ranks: Any, sizes: dict[str, int], router: dict[str, Any]) -> None:
     """Some ranks have no tokens."""
     for by_assignment, by_rank in ranks(8).run(both_ways, Fold(8, **sizes), router, 5):

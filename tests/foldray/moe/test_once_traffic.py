@@ -1,6 +1,7 @@
 """Bytes of tokens that travel once to each rank: those of the formula, and exactly those that follow from the routing.
 
 If every choice of K of E experts is equally likely, a token has a row for each of R · (1 − C(E − E/R, K) / C(E, K)) of R ranks.
+If a token travels once to each node first, R is the number of nodes for what travels between them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Measured(NamedTuple):
     """What one rank has sent, and its routing.
 
     Args:
-        sent: bytes by stage: dispatch, combine, and their backward.
+        sent: bytes by stage: dispatch, combine, and their backward. "… inside" are those of the ranks of a node to each other.
         expert_TK: the experts of its tokens.
     """
 
@@ -49,8 +50,8 @@ class RandomGate:
         return chosen, logits_TE.gather(1, chosen).softmax(1)
 
 
-def measured(rank: int, ranks: int, topk: int) -> Measured:
-    fold = Fold(ranks, ep=ranks)
+def measured(rank: int, ranks: int, topk: int, inside: int = 1) -> Measured:
+    fold = Fold(ranks, ep=ranks, ep_inside=inside)
     groups, model = Groups.create(fold, rank), spec(experts=E, hidden=H, topk=topk, shared_hidden=0, expert_hidden=4)
     backend = MoeBackend(gate=RandomGate(rank, topk), experts="loop", dispatch="rank")
     layer = MoELayer(Ownership(model, fold), model.moe_layers[0], groups, backend, dtype=torch.float64)
@@ -59,7 +60,10 @@ def measured(rank: int, ranks: int, topk: int) -> Measured:
     sent: dict[str, int] = {}
 
     def measure(stage: str) -> None:
-        sent[stage] = groups.traffic.by_name()["tokens"].inside_bytes
+        found = groups.traffic.by_name()
+        sent[stage] = found["tokens"].inside_bytes
+        if "tokens_inside" in found:
+            sent[f"{stage} inside"] = found["tokens_inside"].inside_bytes
         groups.traffic.clear()
 
     x_TH = torch.randn(T, H, dtype=torch.float64, requires_grad=True)
@@ -69,7 +73,11 @@ def measured(rank: int, ranks: int, topk: int) -> Measured:
     groups.traffic.clear()
     rows = dispatch(layer.exchange, rows, sides, received)
     measure("dispatch")
-    y_NH = combine(layer.exchange, layer.run_experts(rows, received), sides, received)
+    y_NH = layer.run_experts(rows, received)
+    if inside > 1:
+        sent["experts inside"] = groups.traffic.by_name()["tokens_inside"].inside_bytes
+        groups.traffic.clear()
+    y_NH = combine(layer.exchange, y_NH, sides, received)
     measure("combine")
     layer.combine_postprocess(y_NH, sides, routing.weight_TK).sum().backward()
     measure("backward")
@@ -99,6 +107,37 @@ def test_bytes_are_those_of_the_formula_and_of_the_routing(ranks: Any, ranks_of_
     for stage, row in (("dispatch", ROW + topk * (WEIGHT + NUMBER)), ("combine", ROW)):
         a_token = sum(each.sent[stage] for each in found) / (tokens * row)
         assert a_token == pytest.approx(D * (R - 1) / R, abs=error), stage
+
+
+@pytest.mark.parametrize(("R", "inside"), [(4, 2), (8, 2), (8, 4)])
+@pytest.mark.parametrize("topk", [2, 4, 6, 8])
+def test_a_token_travels_once_to_each_node_and_from_there_once_to_each_rank(ranks: Any, R: int, inside: int, topk: int) -> None:
+    found: list[Measured] = ranks(R).run(measured, R, topk, inside)
+    goes = [[{expert * R // E for expert in experts} for experts in each.expert_TK] for each in found]
+    N, out, row = R // inside, ROW + topk * (WEIGHT + NUMBER), ROW
+
+    def to_node(rank: int, node: int) -> int:
+        return sum(any(to // inside == node for to in visited) for visited in goes[rank])
+
+    def passed(rank: int, to: int) -> int:
+        """Return the rows that a rank passes on to one of its node: those of the ranks with its place on all nodes."""
+        return sum(to in visited for of in range(rank % inside, R, inside) for visited in goes[of])
+
+    for rank, (sent, _) in enumerate(found):
+        node, place = divmod(rank, inside)
+        leaving = sum(to_node(rank, to) for to in range(N) if to != node)
+        arriving = sum(to_node(other * inside + place, node) for other in range(N) if other != node)
+        mates = [node * inside + other for other in range(inside) if other != place]
+        passed_on, taken = sum(passed(rank, to) for to in mates), sum(passed(other, rank) for other in mates)
+        assert sent["dispatch"] == leaving * out
+        assert sent["combine"] == arriving * row
+        assert sent["experts inside"] == passed_on * out + taken * row
+        assert sent["backward"] == leaving * row + arriving * (row + topk * WEIGHT)
+        assert sent["backward inside"] == passed_on * row + taken * (row + topk * WEIGHT)
+
+    D, tokens = N * (1 - comb(E - E // N, topk) / comb(E, topk)), R * T
+    error = 5 * sqrt((N - 1) * (D / N) * (1 - D / N) / tokens)
+    assert sum(each.sent["dispatch"] for each in found) / (tokens * out) == pytest.approx(D * (N - 1) / N, abs=error)
 
 
 def a_step(rank: int, recipe: Recipe) -> tuple[int, int, int]:

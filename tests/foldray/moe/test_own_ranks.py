@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.fold.routes import Routes
-from foldray.moe import Routing, Tally
 from foldray.moe.apart import ExpertExchange, TokenExchange
-from foldray.moe.once import Encoded, encode
+from foldray.moe.once import Chosen, Encoded, encode
 
 K, LOCAL = 2, 2  # experts per token, experts per rank
 
@@ -25,14 +24,13 @@ def mark(rank: int) -> float:
     return 2.0 ** (5 * rank)
 
 
-def routed(rank: int, ranks: int, tokens: int, dropping: bool = False) -> tuple[torch.Tensor, Routing]:
-    """Return the tokens of a rank of attention, which all have its mark, and their routing to the experts of some ranks."""
+def routed(rank: int, ranks: int, tokens: int, dropping: bool = False) -> tuple[torch.Tensor, Chosen]:
+    """Return the tokens of a rank of attention, which all have its mark, and their experts on some ranks."""
     generator = torch.Generator().manual_seed(rank)
     expert_TK = torch.rand(tokens, LOCAL * ranks, generator=generator).argsort(1)[:, :K]
     keep_TK = torch.rand(tokens, K, generator=generator) < 0.6 if dropping else None
-    nothing = torch.zeros(())
-    routing = Routing(expert_TK, torch.ones(tokens, K, dtype=torch.float64), keep_TK, None, Tally(*[nothing] * 4, None))
-    return torch.full((tokens, 1), mark(rank), dtype=torch.float64), routing
+    chosen = Chosen(expert_TK, torch.ones(tokens, K, dtype=torch.float64), keep_TK)
+    return torch.full((tokens, 1), mark(rank), dtype=torch.float64), chosen
 
 
 @given(
@@ -61,8 +59,8 @@ def test_rows_are_conserved_on_every_route(tp, cp, dp, pp, etp, ep, edp, expert_
                     arrived[sender].update((expert_NK[expert_NK >= 0] + first).tolist())
             assert not any(sent.values())
             for sender in senders:
-                _, routing = routed(sender, ep, tokens + sender % 2, dropping)
-                kept = routing.expert_TK if routing.keep_TK is None else routing.expert_TK[routing.keep_TK]
+                _, chosen = routed(sender, ep, tokens + sender % 2, dropping)
+                kept = chosen.expert_TK if chosen.keep_TK is None else chosen.expert_TK[chosen.keep_TK]
                 assert arrived[sender] == Counter(kept.flatten().tolist())
 
 

@@ -122,15 +122,25 @@ def _fakes(candidate: Candidate) -> Iterator[None]:
 
 def _even_counts(model: ModelSpec, exchange: AllToAll, sent: Sent) -> Received:
     """Return the counts of tokens that choose all experts equally often, and go to as many ranks as tokens do in the mean."""
-    ranks, slices, members = exchange.tokens.size, exchange._slices, sent.rows_E.numel()
-    local = members // ranks
+    fold, slices, members = exchange._fold, exchange._slices, sent.rows_E.numel()
+    ranks, nodes, inside, local = fold.ep, fold.ep_across, fold.ep_inside, members // fold.ep
     once = sent.rows_R is not None
     tokens = len(sent.memory[1 if once else 0])
     each, rest = divmod(tokens * model.topk, members)
     assert not rest, "the experts cannot have equally many rows"
-    there = round(tokens * ranks_of_a_token(model, ranks) / ranks) if once else each * local
-    counts = RowCounts([[[each] * local] * ranks] * slices.size, [there] * ranks, [[there] * ranks] * slices.size)
-    return Received.of(counts, slices.index)
+    there = _visits(model, tokens, ranks) if once else each * local
+    if inside == 1:
+        counts = RowCounts([[[each] * local] * ranks] * slices.size, [there] * ranks, [[there] * ranks] * slices.size)
+        return Received.of(counts, slices.index)
+    rows, passed = [[[each * nodes] * local] * inside] * slices.size, [there * nodes] * inside
+    there = _visits(model, tokens, nodes)
+    within = RowCounts(rows, passed, [passed] * slices.size)
+    return Received.of(RowCounts(rows, [there] * nodes, [[there] * nodes] * slices.size, within), slices.index)
+
+
+def _visits(model: ModelSpec, tokens: int, places: int) -> int:
+    """Return the rows of a rank's tokens that go to each of so many places, in the mean."""
+    return round(tokens * ranks_of_a_token(model, places) / places)
 
 
 def _of_a_gpu(x_NH: torch.Tensor, count: int, inner: int) -> type[torch.autograd.Function]:

@@ -19,6 +19,7 @@ from foldray.planner.device import Device
 from foldray.planner.hardware import load_hardware
 from foldray.planner.prediction import predict
 from foldray.planner.search import search
+from foldray.planner.space import Space
 from foldray.planner.traffic import sent
 from foldray.recipe.refold import as_candidate
 from tests.foldray.parity import make_recipe
@@ -41,6 +42,32 @@ def test_planned_bytes_are_those_of_the_formula(ep: int, topk: int) -> None:
     rows = 2 * 256 * D * (ep - 1) / ep  # of a micro-batch of a rank in a layer; a step has one, and two layers
     # Rows go out and back in both directions, with their weights and numbers, and come with the gradients of the weights.
     assert sent(candidate(ep, topk=topk))["ep"] == pytest.approx(2 * rows * (4 * 64 * 2 + 3 * 4 * topk))
+
+
+@pytest.mark.parametrize(("ep", "inside"), [(4, 2), (8, 2), (8, 4)])
+@pytest.mark.parametrize("topk", [1, 4, 8])
+def test_planned_bytes_of_two_levels(ep: int, inside: int, topk: int) -> None:
+    def rows(ranks: int, share: float) -> float:
+        """Return the rows of two layers that leave a rank, if a token goes once to each of so many ranks or nodes."""
+        return 2 * 2 * 256 * ranks * (1 - comb(16 - 16 // ranks, topk) / comb(16, topk)) * share
+
+    nodes, once = ep // inside, candidate(ep, topk=topk)
+    found = sent(replace(once, fold=Fold(8, ep=ep, ep_inside=inside)))
+    each = 4 * 64 * 2 + 3 * 4 * topk
+    assert found["ep"] == pytest.approx(rows(nodes, (nodes - 1) / nodes) * each)
+    assert found["ep_inside"] == pytest.approx(rows(ep, (inside - 1) / inside) * each)
+
+
+def test_a_search_tries_two_levels_where_groups_have_several_ranks_on_several_nodes() -> None:
+    job = Job(MODEL, 256, 32, dispatch="rank")
+    machines = MACHINES.model_copy(update={"gpus_per_node": 4})
+    found = [fold for fold in Space(job, machines, 16).folds() if fold.ep_inside > 1]
+    assert found
+    for fold in found:
+        assert replace(fold, ep_inside=1) in list(Space(job, machines, 16).folds())
+        assert all(len({rank // 4 for rank in group}) == 1 for group in fold.groups("ep_inside"))
+        assert all(len({rank // 4 for rank in group}) == len(group) > 1 for group in fold.groups("ep_across"))
+    assert not any(fold.ep_inside > 1 for fold in Space(replace(job, dispatch="assignment"), machines, 16).folds())
 
 
 def test_the_fullest_rank_decides() -> None:

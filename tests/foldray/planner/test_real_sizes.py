@@ -75,6 +75,9 @@ CASES = [
     Case("deepseek-moe", 16, {"ep": 16}, 1, 1, "rank"),
     Case("deepseek-v3", 32, {"ep": 32, "tp": 4}, 0, 1, "rank"),
     Case("qwen2-57b-a14b", 16, {"ep": 2}, 0, 1, "rank"),
+    Case("qwen3-30b-a3b", 8, {"ep": 8, "ep_inside": 4}, 1, 1, "rank"),
+    Case("mixtral-8x22b-g8t8", 16, {"ep": 8, "ep_inside": 2, "etp": 2}, 0, 1, "rank"),
+    Case("deepseek-moe", 16, {"ep": 16, "ep_inside": 8}, 0, 1, "rank"),
 ]
 QUICK = {("qwen3-30b-a3b", 1), ("qwen2-57b-a14b", 2), ("gpt-oss-120b", 0), ("mixtral-8x22b-g8t8", 0), ("deepseek-v3", 1)}
 
@@ -218,7 +221,7 @@ def test_traffic(case: Case) -> None:
     assert {family: size for family, size in sent.items() if family != "tp"} == pytest.approx(+planned, rel=0.01)
 
 
-FAMILIES = {"tokens": "ep", "tensor": "tp", "context": "cp", "expert_slices": "etp",
+FAMILIES = {"tokens": "ep_across", "tokens_inside": "ep_inside", "tensor": "tp", "context": "cp", "expert_slices": "etp",
             **{f"{name}_gradients": family for name, family in FAMILY.items()}}  # fmt: skip
 AFTERWARDS = [(f"{name}_gradients", "all_gather") for name in FAMILY]
 
@@ -257,4 +260,5 @@ def test_kernels(case: Case, record_property: Any) -> None:
         biased = found.candidate.job.model.expert_bias and kind == EXPERT
         most = counts().kernels[kind] + biased * counts().kernels["expert_bias"]
         most += counts().kernels[f"once_{kind}"] * (case.dispatch == "rank")
+        most += counts().kernels["once_inside"] * (found.candidate.fold.ep_inside > 1 and kind == EXPERT)
         assert 0 < found.step.find("F", kind).kernels <= most

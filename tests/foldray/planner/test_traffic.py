@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from foldray.blueprint import ModelSpec
@@ -21,17 +23,21 @@ FOLDS = [
     (Fold(8, tp=2, cp=2, ep=8), 1),
     (Fold(8, cp=2, ep=2, etp=2), 0),
     (Fold(8, tp=2, pp=2, ep=2, etp=2), 1),
+    (Fold(8, ep=8, ep_inside=2), 1),
+    (Fold(16, ep=8, ep_inside=4, etp=2), 0),
 ]
 
 
 @pytest.mark.parametrize(("fold", "zero"), FOLDS, ids=[str(fold) for fold, _ in FOLDS])
 def test_planned_bytes_are_counted_bytes(fold: Fold, zero: int) -> None:
     """The planner lets TP gather once more in backward than a step does."""
-    candidate = Candidate(JOB, fold, micro_batch=2, zero=zero)
+    job = replace(JOB, dispatch="rank") if fold.ep_inside > 1 else JOB
+    candidate = Candidate(job, fold, micro_batch=2, zero=zero)
     counted: dict[str, int] = {}
     for (name, _), count in run_step(candidate).sent.items():
         if name not in ("control", "counts", "sequence"):
-            counted[TRAFFIC[name]] = counted.get(TRAFFIC[name], 0) + count.inside_bytes
+            family = {"ep_across": "ep"}.get(TRAFFIC[name], TRAFFIC[name])
+            counted[family] = counted.get(family, 0) + count.inside_bytes
     found = sent(candidate)
     assert found.keys() == counted.keys()
     for family, count in counted.items():
