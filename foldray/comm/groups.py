@@ -57,6 +57,7 @@ class Groups:
         rows_line: the line in which this rank begins to receive rows, if the experts have ranks of their own.
         traffic: counts of all bytes that this rank has sent.
         activity: what this rank is doing.
+        timeout: timeout of every collective; None is the default of the process group.
     """
 
     fold: Fold
@@ -81,13 +82,19 @@ class Groups:
     expert_stage: Communicator
     traffic: Traffic
     activity: Activity
+    timeout: timedelta | None
     _process_groups: list[dist.ProcessGroup]
     tokens_line: Line = field(default_factory=Line, init=False)
     rows_line: Line = field(default_factory=Line, init=False)
 
     @classmethod
     def create(
-        cls, fold: Fold, rank: int = 0, timeout: timedelta | None = None, node: Callable[[int], int] | None = None
+        cls,
+        fold: Fold,
+        rank: int = 0,
+        timeout: timedelta | None = None,
+        node: Callable[[int], int] | None = None,
+        activity: Activity | None = None,
     ) -> Groups:
         """Make the process groups. Every rank of the fold must call this. A fold of one rank needs no process group.
 
@@ -95,6 +102,7 @@ class Groups:
             timeout: timeout of every collective; None is the default of the process group.
             node: rank → the node of the rank, to count traffic inside a node and between nodes separately. None counts all
                 traffic as inside a node.
+            activity: learns what this rank is doing; None makes a new one.
 
         Raises:
             ValueError: the world of the process group is too small for the fold, or the rank is not in the fold.
@@ -106,21 +114,21 @@ class Groups:
         if rank not in range(fold.offset, fold.offset + fold.world_size):
             raise ValueError(f"rank {rank} is not in the fold's ranks {fold.offset}…{fold.offset + fold.world_size - 1}")
         communicators: dict[str, Communicator] = {}
-        traffic, activity = Traffic(), Activity()
+        traffic, activity = Traffic(), activity or Activity()
         for name, family in {**TRAFFIC, **APART}.items():
             used = name in TRAFFIC or fold.disjoint
             group, ranks = _process_group(fold, rank, family, timeout, traffic=name) if used else (None, (rank,))
             nodes = tuple(map(node, ranks)) if node else ()
             communicators[name] = Communicator(name, ranks, ranks.index(rank), group, nodes, traffic, activity)
-        process_groups = [communicator.group for communicator in communicators.values() if communicator.group]
-        return cls(fold, rank, **communicators, traffic=traffic, activity=activity, _process_groups=process_groups)
+        own = [communicator.group for communicator in communicators.values() if communicator.group]
+        return cls(fold, rank, **communicators, traffic=traffic, activity=activity, timeout=timeout, _process_groups=own)
 
     def process_group(self, family: str) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
         """Make another process group of a family, even for a single member, and return it with its members.
 
         A rank without a place in the family's grid gets a group of its own. Every rank of the fold must call this.
         """
-        group, ranks = _process_group(self.fold, self.rank, family, None)
+        group, ranks = _process_group(self.fold, self.rank, family, self.timeout)
         assert group is not None
         self._process_groups.append(group)
         return group, ranks

@@ -20,6 +20,7 @@ pytestmark = [
 
 _HERE: list[tuple[str, Moment]] = [
     ("a worker is killed", "step"),
+    ("a worker stands still", "start"),
     ("a worker stands still", "step"),
     ("Ray Train's controller is killed", "saving"),
     ("the driver is killed", "saving"),

@@ -18,7 +18,7 @@ import torch
 from ray.train.v2._internal.execution.context import get_train_context as get_internal_train_context
 
 from foldray.blueprint import step_flops
-from foldray.comm import APART, TRAFFIC, Count, Groups, probe
+from foldray.comm import APART, TRAFFIC, Activity, Count, Groups, probe
 from foldray.kernels.transfer import move
 from foldray.model import IGNORED, Batch, Losses, all_losses
 from foldray.recipe import Recipe
@@ -40,6 +40,7 @@ from trainers.worker.pulse import Pulse
 from trainers.worker.spikes import Spikes
 
 _LONGER = 1.5  # a rank that stands still ends itself after those that wait for it
+_BUILDING_S = 3600.0  # a rank ends itself if it needs longer to read the index of its data and to build its model and engine
 _EVALUATED = 8  # micro-batches in one evaluation, for each pipeline position
 
 
@@ -55,14 +56,17 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
     """
     recipe = Recipe.parse(config["recipes"][ray.train.get_context().get_world_size()])
     torch.set_num_threads(recipe.cluster.cpus_per_worker)
-    data, outbox = opened(config["data"], list(recipe.data.parts)), Outbox(config["queue"])
-    worker = Worker(recipe, data, outbox, config.get("search"), config.get("start"))
-    beats, orders = Outbox(config["queue"], limit=1), config["orders"] if worker.rank == 0 else None
+    rank, activity, outbox = ray.train.get_context().get_world_rank(), Activity(), Outbox(config["queue"])
+    beats, orders = Outbox(config["queue"], limit=1), config["orders"] if rank == 0 else None
     try:
-        with Pulse(worker.rank, worker.activity, beats, orders, _LONGER * recipe.cluster.timeout) as pulse:
+        with Pulse(rank, activity, beats, orders, _LONGER * recipe.cluster.timeout) as pulse:
+            with activity.during("building", _BUILDING_S):
+                data = opened(config["data"], list(recipe.data.parts))
+                worker = Worker(recipe, data, outbox, activity, config.get("search"), config.get("start"))
+            pulse.trains()
             return worker.run(pulse)
     finally:
-        worker.outbox.flush()
+        outbox.flush()
 
 
 class Preempted(Exception):
@@ -94,6 +98,7 @@ class Worker:
         recipe: the recipe of the training.
         data: the packed data.
         outbox: sends records to the driver.
+        activity: what this rank is doing.
         search: makes the search for degrees and sizes of chunks; None searches nothing.
         start: a checkpoint of another run. The training starts from it if this run has no checkpoint.
     """
@@ -103,16 +108,16 @@ class Worker:
         recipe: Recipe,
         data: PackedData | Mixture,
         outbox: Outbox,
+        activity: Activity,
         search: MakeSearch | None = None,
         start: ray.train.Checkpoint | None = None,
     ):
-        self.recipe, self.data, self.outbox, self.start = recipe, data, outbox, start
+        self.recipe, self.data, self.outbox, self.activity, self.start = recipe, data, outbox, activity, start
         self.batches = Batches(data.train, recipe.training.seed)
         self.rank = ray.train.get_context().get_world_rank()
         self.device = ray.train.torch.get_device() if recipe.cluster.gpu else torch.device("cpu")
         timeout = timedelta(seconds=recipe.cluster.timeout)
-        self.groups = Groups.create(recipe.placed_fold, self.rank, timeout, node=_nodes().__getitem__)
-        self.activity = self.groups.activity
+        self.groups = Groups.create(recipe.placed_fold, self.rank, timeout, _nodes().__getitem__, activity)
         _check_node(recipe.labels[self.rank])
         self.outbox.send(_place(self.groups))
         probe(self.groups, self.device, DTYPES[recipe.precision])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -47,7 +48,7 @@ class Pulse:
         self._asked: Any = None
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="foldray-pulse", daemon=True)
-        self._began = time.monotonic()
+        self._began, self._waited_s = math.inf, 0.0
 
     def __enter__(self) -> Pulse:
         self._thread.start()
@@ -58,6 +59,10 @@ class Pulse:
         self._thread.join(self._period)
         self._beat()  # the last one says where the rank was
         self._outbox.flush(self._period)
+
+    def trains(self) -> None:
+        """Say that training begins: the rank has been built."""
+        self._began, self._waited_s = time.monotonic(), self._activity.waited_s
 
     def _run(self) -> None:
         while True:
@@ -84,6 +89,6 @@ class Pulse:
         activity, now = self._activity, time.monotonic()
         self._outbox.send({
             "kind": "beat", "rank": self._rank, "doing": str(activity.doing), "waits": activity.waits,
-            "started": dict(activity.started), "still_s": now - activity.since, "trained_s": now - self._began,
-            "waited_s": activity.waited_s,
+            "started": dict(activity.started), "still_s": now - activity.since, "trained_s": max(now - self._began, 0.0),
+            "waited_s": activity.waited_s - self._waited_s,
         })  # fmt: skip

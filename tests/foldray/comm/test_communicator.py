@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -270,6 +272,27 @@ def _membership(rank: int, folds: list[Fold]) -> None:
 def test_a_rank_is_in_the_groups_of_its_folds_tables(ranks) -> None:
     folds = [*FOLDS, Fold(4, pp=4), Fold(4, pp=2, ep=2), Fold(4, cp=2, etp=2, moe_order="edp-etp-ep-pp")]
     ranks(4).run(_membership, folds)
+
+
+def _timeouts(rank: int) -> set[timedelta]:
+    import torch.distributed as dist
+
+    made, found = dist.new_group, set()
+
+    def noted(*given: Any, timeout: timedelta, **more: Any) -> Any:
+        found.add(timeout)
+        return made(*given, timeout=timeout, **more)
+
+    with patch.object(dist, "new_group", noted):
+        groups = Groups.create(Fold(2, tp=2, ep=2), rank, timedelta(seconds=7))
+        groups.process_group("tp")
+    groups.close()
+    return found
+
+
+def test_every_group_has_the_timeout(ranks) -> None:
+    """With another one, ranks would wait much longer for a rank that stands still."""
+    assert ranks(2).run(_timeouts) == [{timedelta(seconds=7)}] * 2
 
 
 def _refusals(rank: int) -> list[str]:

@@ -62,6 +62,22 @@ def test_a_rank_that_stands_still_is_ended_although_the_driver_does_not_answer(r
     ray.kill(orders.actor)
 
 
+def test_a_rank_shows_signs_of_life_while_it_is_built(ends: list[int]) -> None:
+    activity, telling = Activity(), Telling()
+    with Pulse(0, activity, telling, None, patience=0.1, period=0.02) as pulse:  # type: ignore[arg-type]
+        with activity.during("building", 60.0):
+            activity.waited_s = 5.0
+            time.sleep(0.5)
+        assert not ends, "building may take longer than a step"
+        built = telling.sent[-1]
+        assert (built["doing"], built["trained_s"]) == ("building", 0.0)
+        pulse.trains()
+        activity.doing = "route"
+        activity.waited_s = 5.25
+    assert 0.0 < telling.sent[-1]["trained_s"] < 0.5
+    assert telling.sent[-1]["waited_s"] == 0.25
+
+
 @pytest.mark.slow
 def test_an_order_to_stop_is_read(ray_session, ends: list[int]) -> None:
     orders: Any = SimpleNamespace(actor=Orders.remote(0.5, 1))
