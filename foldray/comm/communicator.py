@@ -85,11 +85,12 @@ class Pending:
         self._works: list[Any] = list(works)  # work, or a future
         self._tensors, self._kept = tuple(tensors), tuple(kept)
         self._name, self._activity = name, activity
+        self._after: Callable[[tuple[Tensor, ...]], Sequence[Tensor]] | None = None
         self._began = perf_counter()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors, whose data may not have arrived."""
+        """The tensors that travel, whose data may not have arrived."""
         return self._tensors
 
     @property
@@ -139,6 +140,11 @@ class Pending:
                 work.wait()
         return self._tensors
 
+    def then(self, read: Callable[[tuple[Tensor, ...]], Sequence[Tensor]]) -> Pending:
+        """Let `wait` return what a function makes of the tensors. It is called once, by the thread that waits."""
+        self._after = read
+        return self
+
     @classmethod
     def of(cls, parts: Iterable[Pending]) -> Pending:
         """Return several running operations as one. The parts must not be waited for any more."""
@@ -155,6 +161,9 @@ class Pending:
                     work.wait()
         self._works.clear()
         self._kept = ()
+        if self._after is not None:
+            read, self._after = self._after, None
+            self._tensors = tuple(read(self._tensors))
         return self._tensors
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -10,17 +10,24 @@ import torch
 
 from foldray.comm import Groups, Pending
 from foldray.moe.contracts import Received, RowCounts, Rows, Sent
+from foldray.moe.wire import Format, Wire
 
 
 class AllToAll:
     """Rows travel in all-to-all-vs over EP, or between nodes. Row counts travel in an all-gather over ETP×EP, on another
-    communicator.
+    communicator. A dispatch whose counts are still on their way waits in the line of the tokens' communicator, while the caller
+    goes on.
 
-    A dispatch whose counts are still on their way waits in the line of the tokens' communicator, while the caller goes on.
+    Args:
+        groups: the communicators.
+        wire: how rows are written; None leaves them as they are.
     """
 
-    def __init__(self, groups: Groups):
+    def __init__(self, groups: Groups, wire: Wire | None = None):
         self.tokens, self.counts = groups.tokens, groups.counts
+        travels = wire if self.tokens.size > 1 else None
+        self._out = travels.out if travels else None
+        self._back = travels.back if travels else None
         self._slices, self._line = groups.expert_slices, groups.tokens_line
         self._stream: torch.cuda.Stream | None = None
         self._fold, grid = groups.fold, groups.fold.moe
@@ -66,21 +73,28 @@ class AllToAll:
         return RowCounts(within.rows_XRE, leaving, arriving, within)
 
     def start_out(self, rows: Rows, sent: Sent, received: Received) -> Pending:
-        def begin() -> Pending:
-            leaving = sum(received.leaving_by_rank)
-            return Pending.of(
-                self.tokens.start_all_to_all(each[:leaving], received.rows_by_rank, received.leaving_by_rank) for each in rows
-            )
+        def send(each: torch.Tensor) -> Pending:
+            leaving = received.leaving_by_rank
+            return self.tokens.start_all_to_all(each[: sum(leaving)], received.rows_by_rank, leaving)
 
-        return self._line.start(begin, ready=received.are_here, device=rows[0].device)
+        return self._start(rows, self._out, send, received.are_here)
 
     def start_back(self, rows: Rows, sent: Sent, received: Received, room: int | None = None) -> Pending:
-        def begin() -> Pending:
-            return Pending.of(
-                self.tokens.start_all_to_all(each, received.leaving_by_rank, received.rows_by_rank, room) for each in rows
-            )
+        def send(each: torch.Tensor) -> Pending:
+            return self.tokens.start_all_to_all(each, received.leaving_by_rank, received.rows_by_rank, room)
 
-        return self._line.start(begin, ready=True, device=rows[0].device)
+        return self._start(rows, self._back, send, ready=True)
+
+    def _start(self, rows: Rows, form: Format | None, send: Callable[[torch.Tensor], Pending], ready: bool) -> Pending:
+        """Start to send rows in a format of the wire, and what travels beside them as it is."""
+        written, dtype = rows[:1] if form is None else form.write(rows[0]), rows[0].dtype
+        travels, parts = [*written, *rows[1:]], len(written)
+
+        def begin() -> Pending:
+            pending = Pending.of(map(send, travels))
+            return pending.then(lambda came: (form.read(came[:parts], dtype), *came[parts:])) if form else pending
+
+        return self._line.start(begin, ready, device=travels[0].device)
 
 
 class _Told(NamedTuple):

@@ -19,6 +19,7 @@ from foldray.moe.inside import InsideNode
 from foldray.moe.once import OncePerRank
 from foldray.moe.router import Gate, Router, Routing, TokenPiece
 from foldray.moe.torch_backend import TorchPermutation
+from foldray.moe.wire import WIRES
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,14 @@ class MoeBackend:
         experts: how `expert_ffn` computes the experts.
         dispatch: whether a token travels for each assignment, or once to each rank. With `Fold.ep_inside`, it travels once to
             each node, and from there once to each rank.
+        wire: how rows are written for the wire (`wire.WIRES`); None leaves them as they are.
     """
 
     gate: Gate | None = None
     permutation: Permutation | None = None
     experts: Literal["grouped", "loop"] = "grouped"
     dispatch: Literal["assignment", "rank"] = "assignment"
+    wire: Literal["bfloat16", "float8"] | None = None
 
 
 class MoELayer(nn.Module):
@@ -60,7 +63,7 @@ class MoELayer(nn.Module):
         self.router = Router(model, groups, backend.gate, device, dtype)
         self.experts = Experts(ids, moe.expert, model.hidden, groups.expert_slices, backend.experts, later, device, dtype)
         self.shared = shared
-        self.exchange = AllToAll(groups)
+        self.exchange = AllToAll(groups, WIRES[backend.wire] if backend.wire else None)
         self.permutation = backend.permutation or TorchPermutation()
         ep, inside = ownership.fold.ep, ownership.fold.ep_inside
         self.once = OncePerRank(ep, inside) if backend.dispatch == "rank" else None

@@ -46,6 +46,7 @@ class Job:
         dtype: dtype of activations and weights.
         iterations: iterations of Newton-Schulz of Muon in a step; 0 is AdamW.
         dispatch: what a token travels for (`moe.dispatch` of a recipe).
+        wire: how rows are written for the wire (`moe.wire` of a recipe); None leaves them as they are.
     """
 
     model: ModelSpec
@@ -54,6 +55,7 @@ class Job:
     dtype: str = "bf16"
     iterations: int = 0
     dispatch: Literal["assignment", "rank"] = "assignment"
+    wire: Literal["bfloat16", "float8"] | None = None
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:

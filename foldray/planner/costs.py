@@ -186,7 +186,7 @@ class RankCosts(Parts):
         fold, shape = self.fold, network.shape
         tensor = fold.tp, shape("tp")
         spread = (shape("dp_cp"), shape("edp")) if self.zero == 3 else ()
-        rows = (fold.ep, fold.ep_inside) if self.job.dispatch == "rank" else ()
+        rows = (fold.ep, fold.ep_inside) if self.job.dispatch == "rank" or self.job.wire is not None else ()
         own: dict[str, tuple] = {
             EMBED: tensor,
             PROJECT: tensor,
@@ -349,15 +349,16 @@ class RankCosts(Parts):
         yield self._launch(ROUTE, back)
         if self.travelling.beside:
             yield self._launch("once_route", back)
+        yield from self._written(n * self.travelling.room, out=not back)
 
     def _dispatch(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         # All ranks send alike, and the fullest one receives most, or sends most on the way back. Numbers have no gradients.
-        beside = self.travelling.beside
-        for each in (self._width, *(beside[:1] if back else beside)):
+        out, home, beside = self.travelling.out, self.travelling.back, self.travelling.beside
+        for each in (home if back else out, *(beside[:1] if back else beside)):
             yield self._travel("ep", self.network.exchange("ep_across", self._rows(tokens) * self.travelling.fullest * each))
 
     def _combine(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
-        sent = self._rows(tokens) * self.travelling.fullest * self._width
+        sent = self._rows(tokens) * self.travelling.fullest * (self.travelling.out if back else self.travelling.back)
         yield self._travel("ep", self.network.exchange("ep_across", sent))
 
     def _expert(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
@@ -392,12 +393,29 @@ class RankCosts(Parts):
         yield self._launch(EXPERT, back)
         if moe.expert.bias:
             yield self._launch("expert_bias", back)
+        for out in (True, False):
+            yield from self._written(self._rows(tokens) * self.travelling.fullest, out)
 
     def _merge(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         yield self._memory((2 if back else 1) * (self.travelling.mean + 3) * self._rows(tokens) * self._width)
         yield self._launch(MERGE, back)
         if self.travelling.beside:
             yield self._launch("once_merge", back)
+        yield from self._written(self._rows(tokens) * self.travelling.mean, out=back)
+
+    def _written(self, rows: float, out: bool) -> Iterator[Work]:
+        """Yield the work to write rows for the wire, or to read them.
+
+        Args:
+            rows: number of rows.
+            out: whether they are on their way to experts.
+        """
+        if self.job.wire is None or self.fold.ep_across == 1:
+            return
+        scaled = out and self.job.wire == "float8"
+        # The largest number of each group is found first, in a pass of its own.
+        yield self._memory(rows * ((2 if scaled else 1) * self._width + (self.travelling.out if out else self.travelling.back)))
+        yield Work(COMPUTE, "launch", self.device.launches(counts().kernels["scaled" if scaled else "narrow"]))
 
     def _head(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         n, vocab = self._rows(tokens), self.model.vocab / self.fold.tp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from foldray.blueprint import overload, visits_of_a_token
@@ -9,6 +10,7 @@ from foldray.fold import Fold
 from foldray.planner.candidate import Job
 
 _NUMBER = 4  # bytes of the number of an expert
+_GROUP, _SCALE = 128, 4  # numbers of a row in float8 that share a scale, and its bytes (`moe/wire.py`)
 
 
 class Travelling(NamedTuple):
@@ -20,6 +22,7 @@ class Travelling(NamedTuple):
         room: rows that are made of a token, some of which may have nowhere to go.
         beside: bytes of the tensors that travel beside a row: of its weights, and of the numbers of its experts. Empty if
             weights do not travel.
+        out, back: bytes of a row on its way to the experts, and on its way back.
         inside: the same as `fullest` of the rows that ranks of a node pass on to each other; 0 if tokens do not travel once to
             each node.
     """
@@ -27,6 +30,8 @@ class Travelling(NamedTuple):
     mean: float
     fullest: float
     room: float
+    out: float
+    back: float
     beside: tuple[int, ...] = ()
     inside: float = 0.0
 
@@ -43,9 +48,11 @@ def travelling(job: Job, fold: Fold, itemsize: int) -> Travelling:
         fold: its expert-parallel sizes count.
         itemsize: bytes of a number of an activation. Weights have at least four.
     """
-    topk, ep, places = job.model.topk, fold.ep, fold.ep_across
+    topk, ep, places, hidden = job.model.topk, fold.ep, fold.ep_across, job.model.hidden
+    back = (itemsize if job.wire is None else 2) * hidden
+    out = hidden + _SCALE * math.ceil(hidden / _GROUP) if job.wire == "float8" else back
     if job.dispatch == "assignment":
-        return Travelling(topk, topk * overload(job.model, ep), topk)
+        return Travelling(topk, topk * overload(job.model, ep), topk, out, back)
     visits, beside = visits_of_a_token(job.model, places), (max(4, itemsize) * topk, _NUMBER * topk)
     inside = ep * max(visits_of_a_token(job.model, ep)) if places < ep else 0.0
-    return Travelling(sum(visits), places * max(visits), min(topk, places), beside, inside)
+    return Travelling(sum(visits), places * max(visits), min(topk, places), out, back, beside, inside)

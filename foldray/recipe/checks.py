@@ -230,6 +230,10 @@ def _check_engine(recipe: Description) -> None:
             raise UserError(f"optimizer.{key}", value, rule, [_WRITTEN.get(usual, usual)])
 
 
+_NARROWED = {"bfloat16": ("float32",), "float8": ("float32", "bfloat16")}
+"""`moe.wire` → the precisions whose rows it makes narrower."""
+
+
 def _check_backend(recipe: Description) -> None:
     backend, router = recipe.moe.backend, recipe.model.router
     if recipe.moe.dispatch == "rank" and backend == "tutel":
@@ -238,6 +242,14 @@ def _check_backend(recipe: Description) -> None:
     if recipe.moe.dispatch == "rank" and router.pad:
         rule = "sends rows for workers, and padding is for experts (model.router.pad)"
         raise UserError("moe.dispatch", "rank", rule, ["assignment"])
+    if recipe.moe.wire is not None and recipe.precision not in _NARROWED[recipe.moe.wire]:
+        rule = f"rounds numbers, and precision: {recipe.precision} " + (
+            "has no wider ones" if recipe.precision == "bfloat16" else "is for exact comparisons"
+        )
+        raise UserError("moe.wire", recipe.moe.wire, rule, ["null", *(["float8"] if recipe.precision == "bfloat16" else [])])
+    if recipe.moe.wire is not None and recipe.placement is not None:
+        rule = "is for workers that have both attention and experts"
+        raise UserError("moe.wire", recipe.moe.wire, rule, ["null"])
     if router.skew is not None and backend != "torch":
         raise UserError("moe.backend", backend, "has gates of its own, which know no pattern (model.router.skew)", ["torch"])
     if backend == "tutel" and recipe.precision == "float64":

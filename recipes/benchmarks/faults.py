@@ -2,9 +2,9 @@
 
     python recipes/benchmarks/faults.py --json faults.jsonl
 
-A training of 120 steps with a checkpoint every 10 steps is hurt while its workers start, in mid-run, or while a checkpoint is
-written. The table has what foldray told, the seconds from the fault to the first new step (or to the end), the steps that ran
-again, and what is not as it has to be. It needs root for full disks and for hosts.
+A training of 120 steps with a checkpoint every 10 steps is hurt before its workers exist, while they start, in mid-run, or
+while a checkpoint is written. The table has what foldray told, the seconds from the fault to the first new step (or to the end),
+the steps that ran again, and what is not as it has to be. It needs root for full disks and for hosts.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from tests.lab.faults import FAULTS
 from tests.lab.host_faults import HOST_FAULTS, on_hosts
 from tests.lab.hurt import MOMENTS, Outcome, here, hurt, undisturbed
 
+_ALL = ("begin", *MOMENTS)
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="PATTERN", help="hurt only in ways whose name matches")
-    parser.add_argument("--moment", choices=MOMENTS, action="append", help="only at this moment; may be given again")
+    parser.add_argument("--moment", choices=_ALL, action="append", help="only at this moment; may be given again")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append every outcome to this file, a line each")
     parser.add_argument("--hosts", action="store_true", help="train on three hosts (network namespaces), and hurt these")
     given = parser.parse_args()
-    moments, console = given.moment or MOMENTS, Console(markup=False)
+    moments, console = given.moment or _ALL, Console(markup=False)
     faults, trainings = (HOST_FAULTS, on_hosts) if given.hosts else (FAULTS, here)
     loss = undisturbed(trainings)
     console.print(f"undisturbed: final loss {loss!r}")

@@ -239,6 +239,13 @@ BAD = [
     ("moe.backend=tutel precision=float64 engine.kind=torch", "moe.backend", "would round float64"),
     ("moe.dispatch=expert", "moe.dispatch", "legal: assignment, rank"),
     ("moe.dispatch=rank moe.backend=tutel", "moe.dispatch", "a row for each assignment (moe.backend); legal: assignment"),
+    ("moe.wire=float16", "moe.wire", "legal: bfloat16, float8"),
+    ("moe.wire=bfloat16 precision=bfloat16", "moe.wire", "precision: bfloat16 has no wider ones; legal: null, float8"),
+    (
+        "moe.wire=float8 precision=float64 engine.kind=torch",
+        "moe.wire",
+        "precision: float64 is for exact comparisons; legal: null",
+    ),
     ("moe.dispatch=assignment fold.ep=4 cluster.workers=4 fold.ep_inside=2", "fold.ep_inside", "needs moe.dispatch: rank"),
     ("moe.dispatch=rank fold.ep=4 cluster.workers=4 fold.ep_inside=3", "fold.ep_inside", "must divide the expert-parallel"),
     (

@@ -23,7 +23,7 @@ from typing import Any, Literal, Self
 import psutil
 import yaml
 
-Moment = Literal["start", "step", "saving"]
+Moment = Literal["begin", "start", "step", "saving"]
 MOMENTS: tuple[Moment, ...] = ("start", "step", "saving")
 STEPS, EVERY, TIMEOUT = 120, 10, 20
 RECIPE: dict[str, Any] = {
@@ -139,7 +139,8 @@ class Hurt:
         return (self.run / "metrics.jsonl").stat().st_size if self.run and (self.run / "metrics.jsonl").exists() else 0
 
     def wait_for(self, moment: str, patience: float = 400.0) -> None:
-        """Wait until a moment of the training: "start" (workers exist), "step" (in mid-run), or "saving"."""
+        """Wait until a moment of the training: "begin" (before workers exist), "start" (they do), "step" (in mid-run), or
+        "saving"."""
         deadline = time.monotonic() + patience
         while not self._is(moment):
             if time.monotonic() > deadline or self.process.poll() is not None:
@@ -149,6 +150,8 @@ class Hurt:
     records_seen = False
 
     def _is(self, moment: str) -> bool:
+        if moment == "begin":
+            return self.run is not None
         if moment == "start":
             return len(self.document.get("workers", ())) == RECIPE["cluster"]["workers"]
         if not self.records_seen:

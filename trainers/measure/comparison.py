@@ -25,6 +25,7 @@ from trainers.worker.engines import DTYPES, make_backend, make_engine
 
 Tensors = Mapping[str, torch.Tensor]
 _SHOWN = 5
+_TINY = 1e-300  # keeps gradients that are all zero from 0 / 0
 
 
 def compare_gradients(recipe: Recipe, groups: Groups, device: torch.device, masked: bool = False) -> dict[str, Any] | None:
@@ -45,14 +46,17 @@ def compare_gradients(recipe: Recipe, groups: Groups, device: torch.device, mask
     if first:
         alone, whole = _one_process(recipe, recipe.precision, device), _all_batches(recipe, groups.fold.dp, device, masked)
         gradients, reference = _gradients(alone, whole, Groups.create(Fold(1)).control)
-    largest = []
+    largest, squares = [], torch.zeros(2, dtype=torch.float64, device=device)
     for spec, expected in _shared(recipe, gradients, groups, device):
         difference = torch.zeros((), dtype=torch.float64, device=device)
         if spec.name in local:
-            apart = (local[spec.name].double() - expected[engine.model.pieces[spec.name].box]).abs().max()
-            difference = torch.where(apart == 0, apart, apart / expected.abs().max())
+            wanted = expected[engine.model.pieces[spec.name].box]
+            apart = local[spec.name].double() - wanted
+            squares += torch.stack([apart.square().sum(), wanted.square().sum()])
+            difference = torch.where(apart.any(), apart.abs().max() / expected.abs().max(), 0.0)
         largest.append(difference.nan_to_num(nan=math.inf, posinf=math.inf))  # a maximum over ranks may lose NaN
     differences = groups.control.all_reduce(torch.stack(largest), "max").tolist()
+    distance, length = groups.control.all_reduce(squares).sqrt().tolist()
     if not first:
         return None
     ranked = _ranked(zip((spec.name for spec in parameter_table(recipe.model)), differences, strict=True))
@@ -61,7 +65,7 @@ def compare_gradients(recipe: Recipe, groups: Groups, device: torch.device, mask
     return {
         "loss_abs_diff": float(apart[:-2].max()), "grad_max_rel_diff": ranked[worst], "worst_parameter": worst,
         "worst": dict(list(ranked.items())[:_SHOWN]), "norm_rel_diff": float(apart[-2] / reference[-2]),
-        "evaluation_abs_diff": float(apart[-1]),
+        "evaluation_abs_diff": float(apart[-1]), "grad_rel_distance": distance / max(length, _TINY),
     }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import torch
 
 from foldray.blueprint import smallest_slice
 from foldray.comm import Groups
+from foldray.moe.wire import GROUP, WIRES
 from foldray.recipe import Recipe
 from trainers.cluster import workers
 from trainers.measure.cases import CASES, Refused, case_recipe
@@ -40,7 +41,8 @@ class Verification:
         engine, backend: the engine and the MoE backend of the recipe.
         loss_abs_diff: largest absolute difference of the mean cross-entropy, the balance loss and the z-loss.
         grad_max_rel_diff: largest max|Δ| / max|reference| of all parameters.
-        worst_parameter: global name of the parameter with this difference.
+        grad_rel_distance: length of the difference of all gradients together, over the length of the reference.
+        worst_parameter: global name of the parameter with the largest difference.
         worst: the parameters with the largest differences, and these differences.
         precision: the recipe's own precision. Updates are compared in it.
         update_rel_diff: largest difference of all parameters' updates (`compare_updates`).
@@ -48,6 +50,8 @@ class Verification:
         evaluation_abs_diff: absolute difference of the mean cross-entropy of an evaluation.
         update_worst_parameter: global name of the parameter with this difference, or of a block's experts together.
         changed: keys of the recipe that the comparison of gradients has to change, and their new values.
+        rounded: the same differences in float32 of the loss, gradients, their norm and the evaluation if rows are written as
+            `moe.wire` says; None without it.
     """
 
     dtype: str
@@ -55,6 +59,7 @@ class Verification:
     backend: str
     loss_abs_diff: float
     grad_max_rel_diff: float
+    grad_rel_distance: float
     worst_parameter: str
     worst: dict[str, float]
     precision: str
@@ -63,15 +68,19 @@ class Verification:
     norm_rel_diff: float
     evaluation_abs_diff: float
     changed: dict[str, Any]
+    rounded: dict[str, Any] | None = None
+    wire: str | None = None
 
     @property
     def passed(self) -> bool:
-        """Whether all differences count as rounding. NaN does not."""
+        """Whether all differences count as rounding. NaN does not. Those of rows that are rounded on the wire do not count."""
         figures = (self.loss_abs_diff, self.grad_max_rel_diff, self.norm_rel_diff, self.evaluation_abs_diff)
-        return (
-            all(figure <= TOLERANCE[self.dtype] for figure in figures)
-            and self.update_rel_diff <= UPDATE_TOLERANCE[self.precision]
-        )
+        return all(figure <= TOLERANCE[self.dtype] for figure in figures) and self.update_rel_diff <= self.update_tolerance
+
+    @property
+    def update_tolerance(self) -> float:
+        """The largest `update_rel_diff` that counts as rounding. Rows that are rounded on the wire allow as much as bfloat16."""
+        return UPDATE_TOLERANCE["bfloat16" if self.wire else self.precision]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the document of `foldray verify --json`."""
@@ -158,27 +167,33 @@ def compared(recipe: Recipe, differences: Mapping[str, Any]) -> Verification:
     """Return the workers' differences as a `Verification`."""
     wide = as_checked(recipe)
     kinds: dict[str, Any] = {"engine": recipe.engine.kind, "backend": recipe.moe.backend}
-    return Verification(dtype=wide.precision, precision=recipe.precision, changed=_changed(recipe, wide), **kinds, **differences)
+    changed, kinds["wire"] = _changed(recipe, wide), recipe.moe.wire
+    return Verification(dtype=wide.precision, precision=recipe.precision, changed=changed, **kinds, **differences)
 
 
-def as_checked(recipe: Recipe) -> Recipe:
+def as_checked(recipe: Recipe, wire: str | None = None) -> Recipe:
     """Return the recipe for `compare_gradients`.
 
     It has the widest precision of the engine, an optimizer that keeps the gradient, and drops that do not depend on the
     fold.
+
+    Args:
+        wire: how rows are written (`moe.wire`), in float32; None leaves them exact.
     """
-    wide = recipe.engine.kind == "torch" and recipe.moe.backend != "tutel"
+    wide = recipe.engine.kind == "torch" and recipe.moe.backend != "tutel" and wire is None
     optimizer = {"kind": "sgd", "momentum": 0.9, "lr": 1e-3, "weight_decay": 0.0, "clip": None}
-    return _with(recipe, "float64" if wide else "float32", optimizer)
+    return _with(recipe, "float64" if wide else "float32", optimizer, wire)
 
 
 def as_updated(recipe: Recipe) -> Recipe:
     """Return the recipe for `compare_updates`. Its update is the gradient, and its drops do not depend on the fold."""
-    return _with(recipe, recipe.precision, {"kind": "sgd", "lr": 1.0, "weight_decay": 0.0, "clip": recipe.optimizer.clip})
+    optimizer = {"kind": "sgd", "lr": 1.0, "weight_decay": 0.0, "clip": recipe.optimizer.clip}
+    return _with(recipe, recipe.precision, optimizer, recipe.moe.wire)
 
 
-def _with(recipe: Recipe, precision: str, optimizer: dict[str, Any]) -> Recipe:
+def _with(recipe: Recipe, precision: str, optimizer: dict[str, Any], wire: str | None) -> Recipe:
     values = recipe.model_dump() | {"precision": precision, "optimizer": optimizer}
+    values["moe"]["wire"] = wire
     values["cluster"]["max_failures"] = 0
     if recipe.model.router.capacity_factor is not None:
         values["model"]["router"]["drop_scope"] = "sequence"
@@ -231,15 +246,32 @@ def small(recipe: Recipe) -> Recipe:
     return Recipe.parse(values)
 
 
+def _told_rounded(wire: str, rounded: Mapping[str, Any]) -> list[str]:
+    """Say how far numbers on the wire may be off, and how far off results were."""
+    out, back = WIRES[wire].out, WIRES[wire].back
+    near_zero = f", or {out.floor:.1e} of the largest of {GROUP}" if out.floor else ""
+    return [
+        f"rows on the wire: numbers to experts are off by up to {out.error:.1e}{near_zero}; back, by up to {back.error:.1e}",
+        "with them, in float32, this is no mistake:",
+        f"  loss            {rounded['loss_abs_diff']:.1e} (absolute)",
+        f"  evaluation      {rounded['evaluation_abs_diff']:.1e} (absolute)",
+        f"  gradient norm   {rounded['norm_rel_diff']:.1e}",
+        f"  all gradients   {rounded['grad_rel_distance']:.1e} (of their length)",
+    ]
+
+
 def _loop(config: dict[str, Any]) -> dict[str, Any] | None:
     return on_rank(*workers.worker(config))
 
 
 def on_rank(recipe: Recipe, groups: Groups, device: torch.device) -> dict[str, Any] | None:
     """Make both comparisons. Return the differences on the fold's first rank, and None on other ranks."""
+    wire, rounded = recipe.moe.wire, None
     gradients = compare_gradients(as_checked(recipe), groups, device)
     updates = compare_updates(as_updated(recipe), groups, device)
-    return None if gradients is None or updates is None else gradients | updates
+    if wire is not None:
+        rounded = compare_gradients(as_checked(recipe, wire), groups, device)
+    return None if gradients is None or updates is None else {**gradients, **updates, "rounded": rounded}
 
 
 def _report(result: Verification) -> str:
@@ -250,10 +282,12 @@ def _report(result: Verification) -> str:
         f"  evaluation      {result.evaluation_abs_diff:.1e} (absolute)",
         f"  gradient norm   {result.norm_rel_diff:.1e}",
         f"  worst gradient  {result.grad_max_rel_diff:.1e} (of the tensor's largest value)  {result.worst_parameter}",
-        f"in {result.precision}, the recipe's own precision (up to {UPDATE_TOLERANCE[result.precision]:.0e}):",
+        f"in {result.precision}, the recipe's own precision (up to {result.update_tolerance:.0e}):",
         f"  worst update    {result.update_rel_diff:.1e} (of the change of the tensor)  {result.update_worst_parameter}",
     ]
-    if changes := {key: value for key, value in result.changed.items() if key != "precision"}:
+    if result.wire and result.rounded:
+        lines += _told_rounded(result.wire, result.rounded)
+    if changes := {key: value for key, value in result.changed.items() if key not in ("precision", "moe.wire")}:
         values = ", ".join(f"{key}={value}" for key, value in changes.items())
         lines.append(f"compared with {values}, because otherwise the dropped tokens depend on how sequences are cut")
     if not result.passed:

@@ -37,7 +37,7 @@ def make_backend(recipe: Recipe) -> MoeBackend:
     Raises:
         MissingPackage: the recipe needs a package that is not installed.
     """
-    kind, kernels = recipe.moe.backend, recipe.moe.model_dump(include={"experts", "dispatch"})
+    kind, kernels = recipe.moe.backend, recipe.moe.model_dump(include={"experts", "dispatch", "wire"})
     if kind == "tutel":
         from foldray.moe.tutel import TutelPermutation, tutel_gate
 

@@ -72,7 +72,7 @@ def run_step(candidate: Candidate) -> Step:
     """Run a step of a candidate in bfloat16."""
     with _fakes(candidate), Live() as live:
         groups = Groups.create(candidate.fold, 0)
-        backend = MoeBackend(dispatch=candidate.job.dispatch)
+        backend = MoeBackend(dispatch=candidate.job.dispatch, wire=candidate.job.wire)
         model = Transformer(Ownership(candidate.job.model, candidate.fold), groups, backend, dtype=torch.bfloat16)
         engine = TorchEngine(model, groups, OptimizerSpec(), candidate.ordering, candidate.zero)
         moments = [engine._remembered(parameter, key) for parameter in engine.masters for key in ("exp_avg", "exp_avg_sq")]

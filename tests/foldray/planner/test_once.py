@@ -58,6 +58,16 @@ def test_planned_bytes_of_two_levels(ep: int, inside: int, topk: int) -> None:
     assert found["ep_inside"] == pytest.approx(rows(ep, (inside - 1) / inside) * each)
 
 
+@pytest.mark.parametrize(("wire", "out", "back"), [("float8", 256 + 8, 512), (None, 512, 512)])
+@pytest.mark.parametrize("dispatch", ["assignment", "rank"])
+def test_planned_bytes_of_rows_that_are_rounded(wire: Any, out: int, back: int, dispatch: Any) -> None:
+    once = candidate(4, hidden=256)
+    found = sent(replace(once, job=replace(once.job, wire=wire, dispatch=dispatch)))
+    rows = 2 * 2 * 256 * (4 if dispatch == "assignment" else 4 * (1 - comb(12, 4) / comb(16, 4))) * 3 / 4
+    beside = 3 * 4 * 4 if dispatch == "rank" else 0  # weights, their gradients, and numbers
+    assert found["ep"] == pytest.approx(rows * (2 * out + 2 * back + beside))
+
+
 def test_a_search_tries_two_levels_where_groups_have_several_ranks_on_several_nodes() -> None:
     job = Job(MODEL, 256, 32, dispatch="rank")
     machines = MACHINES.model_copy(update={"gpus_per_node": 4})

@@ -35,6 +35,7 @@ class Case(NamedTuple):
     Args:
         micro: micro-batches of a step, of one sequence each.
         dispatch: what a token travels for.
+        wire: how rows are written for the wire.
     """
 
     preset: str
@@ -43,6 +44,7 @@ class Case(NamedTuple):
     zero: int = 1
     micro: int = 1
     dispatch: Literal["assignment", "rank"] = "assignment"
+    wire: Literal["bfloat16", "float8"] | None = None
 
     @property
     def candidate(self) -> Candidate:
@@ -50,7 +52,7 @@ class Case(NamedTuple):
         layers = 2 if self.preset.startswith("gpt-moe") else 1
         model = ModelSpec.model_validate({"preset": self.preset, "layers": layers, "dense_first": 0})
         fold = Fold(self.ranks, **self.sizes)
-        job = Job(model, LENGTH, fold.dp * self.micro, dispatch=self.dispatch)
+        job = Job(model, LENGTH, fold.dp * self.micro, dispatch=self.dispatch, wire=self.wire)
         return Candidate(job, fold, zero=self.zero)
 
 
@@ -78,6 +80,8 @@ CASES = [
     Case("qwen3-30b-a3b", 8, {"ep": 8, "ep_inside": 4}, 1, 1, "rank"),
     Case("mixtral-8x22b-g8t8", 16, {"ep": 8, "ep_inside": 2, "etp": 2}, 0, 1, "rank"),
     Case("deepseek-moe", 16, {"ep": 16, "ep_inside": 8}, 0, 1, "rank"),
+    Case("qwen3-30b-a3b", 8, {"ep": 8}, 1, 1, "assignment", "float8"),
+    Case("gpt-oss-20b", 8, {"ep": 8, "tp": 2}, 0, 1, "rank", "float8"),
 ]
 QUICK = {("qwen3-30b-a3b", 1), ("qwen2-57b-a14b", 2), ("gpt-oss-120b", 0), ("mixtral-8x22b-g8t8", 0), ("deepseek-v3", 1)}
 
@@ -87,7 +91,7 @@ def cases(chosen: Any = lambda case: True) -> Any:
     found = [
         pytest.param(case, marks=() if (case.preset, case.zero) in QUICK else pytest.mark.nightly,
                      id=f"{case.preset}-{'-'.join(f'{key}{size}' for key, size in case.sizes.items())}-zero{case.zero}"
-                     + ("-once" if case.dispatch == "rank" else ""))
+                     + ("-once" if case.dispatch == "rank" else "") + (f"-{case.wire}" if case.wire else ""))
         for case in CASES if chosen(case)
     ]  # fmt: skip
     return pytest.mark.parametrize("case", found)
@@ -261,4 +265,6 @@ def test_kernels(case: Case, record_property: Any) -> None:
         most = counts().kernels[kind] + biased * counts().kernels["expert_bias"]
         most += counts().kernels[f"once_{kind}"] * (case.dispatch == "rank")
         most += counts().kernels["once_inside"] * (found.candidate.fold.ep_inside > 1 and kind == EXPERT)
+        written = ("scaled", "narrow") if kind == EXPERT else ("narrow",)
+        most += sum(counts().kernels[name] for name in written) * (case.wire is not None)
         assert 0 < found.step.find("F", kind).kernels <= most

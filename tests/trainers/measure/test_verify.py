@@ -15,7 +15,7 @@ from foldray.recipe import Recipe
 from foldray.runtime import Gradients
 from tests.foldray.folds import legal_folds, name
 from tests.foldray.parity import make_recipe
-from trainers.measure.verify import TOLERANCE, UPDATE_TOLERANCE, Verification, as_checked, compared, on_rank, small
+from trainers.measure.verify import TOLERANCE, UPDATE_TOLERANCE, Verification, _report, as_checked, compared, on_rank, small
 
 _QUIET = {"optimizer": {"kind": "adamw", "lr": 1e-3}, "precision": "float32"}
 
@@ -56,9 +56,27 @@ def test_what_is_right_passes(ranks, workers: int, fold: dict, engine: dict, bac
     assert (found.engine, found.backend) == (engine["kind"], backend)
     assert found.dtype == ("float64" if engine["kind"] == "torch" else "float32")
     assert found.passed, found
+    assert 0 < found.grad_rel_distance <= TOLERANCE[found.dtype]
     assert 0 < found.grad_max_rel_diff <= TOLERANCE[found.dtype]
     assert 0 < found.update_rel_diff <= UPDATE_TOLERANCE[found.precision]
     assert found.changed == ({} if found.dtype == found.precision else {"precision": found.dtype})
+
+
+@pytest.mark.parametrize(("wire", "least", "most"), [("bfloat16", 1e-4, 0.02), ("float8", 5e-3, 0.3)])
+def test_rows_that_are_rounded_are_told_and_no_mistake(ranks, wire: str, least: float, most: float) -> None:
+    recipe = make_recipe(2, 2, moe={"wire": wire, "experts": "grouped"}, **_QUIET)
+    found = compared(recipe, ranks(2).run(run_comparison, recipe)[0])
+    assert found.passed, found
+    assert found.dtype == "float64"
+    assert found.grad_max_rel_diff <= TOLERANCE["float64"], "without rounding, all is exact"
+    assert found.rounded is not None
+    assert least < found.rounded["grad_rel_distance"] < most
+    told = _report(found)
+    out = {"bfloat16": "3.9e-03;", "float8": "6.2e-02, or 2.2e-06 of the largest of 128;"}[wire]
+    assert f"rows on the wire: numbers to experts are off by up to {out} back, by up to 3.9e-03" in told
+    assert "dropped tokens depend" not in told
+    doubled = compared(recipe, ranks(2).run(run_comparison, recipe, "expert")[0])
+    assert not doubled.passed, "rounding hides no mistake"
 
 
 @pytest.mark.parametrize("wrong", ["dense", "replicated", "expert"])
@@ -140,7 +158,9 @@ def test_not_a_number_fails() -> None:
     nan, inf = float("nan"), float("inf")
     cases = [[nan, 0.0, 0.0, 0.0, 0.0], [0.0, inf, 0.0, 0.0, 0.0], *([0.0] * i + [nan] + [0.0] * (4 - i) for i in (2, 3, 4))]
     for loss, gradient, update, norm, evaluation in [*cases, [0.0] * 5]:
-        found = Verification("float32", "torch", "torch", loss, gradient, "x", {}, "bfloat16", update, "y", norm, evaluation, {})
+        found = Verification(
+            "float32", "torch", "torch", loss, gradient, 0.0, "x", {}, "bfloat16", update, "y", norm, evaluation, {}
+        )
         assert found.passed == (loss == gradient == update == norm == evaluation == 0.0)
 
 

@@ -1,0 +1,61 @@
+"""Schedules and folds with rows that are rounded for the wire. What is rounded does not depend on the order of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from foldray.recipe import Recipe
+from foldray.schedule import LIST, WEAVE
+from tests.foldray.parity import drifted, make_recipe, one_process, train, worst
+from tests.foldray.strict import StrictPools
+
+_STEPS = 1
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "stream": {"kind": "stream", "degree": 2},
+    "again": {"kind": "one_a_one_m", "degree": 2, "recompute": ["attention", "expert", "ffn"]},
+    "weave, weights apart": {"kind": WEAVE.name, "degree": 2, "weight_gradients": "apart"},
+    "list": {"kind": LIST.name, "degree": 2},
+    "chunks": {"kind": "stream", "degree": 4, "reduction": "chunks", "sp_bytes": 4096},
+}
+
+
+def recipe_of(wire: str | None, schedule: dict[str, Any], way: str = "assignment", **sections: Any) -> Recipe:
+    return make_recipe(
+        2,
+        2,
+        precision="float32",
+        model={"topk": 4, "hidden": 64},
+        schedule=schedule,
+        moe={"dispatch": way, "wire": wire},
+        **sections,
+    )
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float8"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_all_schedules_round_alike(ranks: Any, wire: str, name: str) -> None:
+    """Where sums in another order differ in their last bit, a number is sometimes rounded the other way."""
+    way = "rank" if name in ("again", "list") else "assignment"
+    found = ranks(2).run(train, recipe_of(wire, SCHEDULES[name], way), _STEPS)
+    assert drifted(found) == [], "copies of the same weights part"
+    usual = ranks(2).run(train, recipe_of(wire, {"kind": "sequential"}, way), _STEPS)
+    exact = one_process(recipe_of(None, {"kind": "sequential"}), steps=_STEPS)
+    off, _ = worst(usual, exact, relative=True)
+    assert off > 1e-4, "nothing is rounded"
+    assert _apart(found, usual) < 0.2 * off
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float8"])
+def test_rows_are_read_when_they_are_there(ranks: Any, wire: str) -> None:
+    recipe = recipe_of(wire, {"kind": "stream", "degree": 2}, "rank")
+    strict, usual = StrictPools(ranks)(2).run(train, recipe, _STEPS), ranks(2).run(train, recipe, _STEPS)
+    assert _apart(strict, usual) == 0
+
+
+def _apart(found: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
+    """Return the largest difference of two trainings under one fold, over the largest value of a tensor."""
+    pairs = [(part["weights"], other["weights"]) for part, other in zip(found, others, strict=True)]
+    tensors = [(ours[name].tensor, theirs[name].tensor) for ours, theirs in pairs for name in ours]
+    return max(float((one - other).abs().max() / other.abs().max().clamp_min(1e-30)) for one, other in tensors)
