@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from foldray.blueprint import BlockSpec, FeedForwardSpec, ModelSpec
 from foldray.fold import Fold
 from foldray.kinds import EMBED, EXPERT
+from foldray.planner.candidate import Job
 from foldray.planner.device import Device
 from foldray.planner.hardware import counts
 from foldray.planner.network import Network, Travel
@@ -23,6 +24,7 @@ from foldray.schedule import COMPUTE
 class Parts(ABC):
     """The parts of the costs of a rank's ops (`RankCosts`)."""
 
+    job: Job
     model: ModelSpec
     fold: Fold
     device: Device

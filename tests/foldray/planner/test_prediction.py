@@ -206,7 +206,8 @@ def test_constants_stand_within_their_bounds() -> None:
 
 def test_every_op_that_computes_starts_kernels() -> None:
     computing = {name for name, row in OP_KINDS.items() if row.travels is None and name != STAGE}
-    assert set(counts().kernels) == computing | {"part", "head_norm", "expert_bias", "once_route", "once_expert", "once_merge"}
+    once, wire = {f"once_{kind}" for kind in ("route", "expert", "merge", "inside")}, {"narrow", "scaled"}
+    assert set(counts().kernels) == computing | {"part", "head_norm", "expert_bias"} | once | wire
 
 
 def test_known_hardware_loads() -> None:
