@@ -212,7 +212,7 @@ class _Run:
             with record_function(str(op)) if named else nullcontext():
                 pending = self._start(op)
             if trace is not None:
-                trace.ran(op, self.micro_batches[op.micro_batch].began, pending)
+                trace.ran(op, self.micro_batches[op.micro_batch].graphs.began, pending)
             if pending is None:
                 self.groups.tokens_line.advance()  # the GPU has something to do while the host waits for row counts
         for _, pieces in self.sending.values():

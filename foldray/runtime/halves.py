@@ -147,7 +147,7 @@ class TokenMicroBatch(MicroBatch):
     def merge_forward(self, op: Op) -> None:
         y_NH, past = self._arrived(op, COMBINE), self._pasts.pop((op.layer, op.part))
         goes_TR, residual_BsH = past.both
-        self.began = self.now()
+        self.graphs.begin()
         y_TH = decode(y_NH, goes_TR.bool())
         self._pass_on(op, residual_BsH + y_TH.to(residual_BsH.dtype).view_as(residual_BsH))
         if self.training:
@@ -158,7 +158,7 @@ class TokenMicroBatch(MicroBatch):
     def merge_backward(self, op: Op) -> None:
         residual_BsH = self._output_gradient(op)
         goes_TR, _ = self._summed[op.layer, op.part]
-        self.began = self.now()
+        self.graphs.begin()
         rows_NH = copy_to_ranks(residual_BsH.flatten(0, 1), goes_TR.bool()).to(next(self.model.parameters()).dtype)
         self._past_gradients[op.layer, op.part] = Pending([], (residual_BsH,))
         self.flight[op._replace(kind=COMBINE)] = Pending([], (rows_NH,))
@@ -222,7 +222,7 @@ class ExpertMicroBatch(MicroBatch):
         rows_NH, meta_NM = self.flight.pop(op._replace(kind=DISPATCH)).wait()
         weight_NK, expert_NK = meta_NM.split(half.topk, dim=1)
         expert_NK = expert_NK.to(torch.int64)
-        (y_NH,), _ = self._compute(
+        (y_NH,), _ = self.graphs.compute(
             op, lambda rows_NH, weight_NK: Computed([half.run(rows_NH, weight_NK, expert_NK)]), rows_NH, weight_NK.contiguous()
         )
         self.flight[op._replace(kind=COMBINE)] = Pending([], (y_NH,))
@@ -238,7 +238,7 @@ class ExpertMicroBatch(MicroBatch):
         self.flight[op] = half.exchange.start_gradients(lambda rows: [like.new_empty((rows, half.hidden))], lambda: counts)
 
     def expert_backward(self, op: Op) -> None:
-        rows_NH, weight_NK = self._differentiate(op, [self._arrived(op, COMBINE)])
+        rows_NH, weight_NK = self.graphs.differentiate(op, [self._arrived(op, COMBINE)])
         self.flight[op._replace(kind=DISPATCH)] = Pending([], (rows_NH, weight_NK))
 
     def dispatch_backward(self, op: Op) -> None:

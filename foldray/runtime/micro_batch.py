@@ -15,32 +15,20 @@ from time import perf_counter
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
 
 from foldray.comm import Pending
-from foldray.kernels.later import Task
 from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, EMBED, EXPERT, FFN, GATHER, HEAD, MERGE, PROJECT, ROUTE
 from foldray.model import Batch, KeysAndValues, Transformer
 from foldray.moe import Balance, Layer, Received, Routing, Sent, Tally, TokenPiece
 from foldray.moe.apart import TokenHalf
 from foldray.runtime.buffer import TokenBuffer
-from foldray.runtime.op_graph import Compute, Computed, OpGraph, build
+from foldray.runtime.op_graph import Computed
+from foldray.runtime.op_graphs import OpGraphs, SumOf
 from foldray.runtime.weights import Weights
 from foldray.schedule import Op, StepGraph
 
-SumOf = Callable[[nn.Parameter], torch.Tensor]
-"""Returns the sum of a parameter's gradients, to which ops add."""
-
-
 Part = tuple[int, int]
 """Number of a block, and number of a piece of it (`Op.part`)."""
-
-
-class _Built(NamedTuple):
-    """The graph of an op, and the gradients of weights that its backward leaves for later."""
-
-    graph: OpGraph
-    left: list[Task]
 
 
 class _Bypass(NamedTuple):
@@ -75,12 +63,12 @@ class MicroBatch:
         batch: its whole sequences.
         sum_of: returns the sum of a parameter's gradients.
         weights: weights of tokens and sequences in the step's objective; None if no op goes backward.
-        now: returns the moment that `began` has.
+        now: returns the moment that `graphs.began` has.
 
     Attributes:
         losses: this rank's contributions so far.
         flight: rows and counts that travel, or wait to travel, by the op that sends them.
-        began: the moment at which the last op that computes began to compute, after all waiting.
+        graphs: computes ops and their gradients.
     """
 
     def __init__(
@@ -92,8 +80,9 @@ class MicroBatch:
         weights: Weights | None,
         now: Callable[[], Any] = perf_counter,
     ):
-        self.model, self.graph, self.batch, self.sum_of, self.weights, self.now = model, graph, batch, sum_of, weights, now
-        self.losses, self.began = model.start_losses(batch), now()
+        self.model, self.graph, self.batch, self.weights = model, graph, batch, weights
+        self.graphs = OpGraphs(model, graph, sum_of, self.training, now)
+        self.losses = model.start_losses(batch)
         self.inputs: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block; those of block i + 1 are block i's output
         self.states: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block: its output for its head
         self.middles: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block: output of attention
@@ -101,9 +90,6 @@ class MicroBatch:
         self.middle_gradients: dict[int, TokenBuffer] = defaultdict(TokenBuffer)
         self.state_gradients: dict[int, TokenBuffer] = defaultdict(TokenBuffer)
         self.flight: dict[Op, Pending] = {}
-        self._graphs: dict[Op, _Built] = {}  # by forward op
-        self._later: dict[Op, list[Task]] = {}  # by the op that computes these gradients of weights
-        self._again: dict[Op, tuple[Compute, Sequence[torch.Tensor]]] = {}  # by forward op that will run again
         self._sent: dict[Part, Sent] = {}
         self._received: dict[Part, Received] = {}
         self._bypasses: dict[Part, _Bypass] = {}
@@ -122,7 +108,7 @@ class MicroBatch:
         if op.direction == "R":
             self._run_again(op._replace(direction="F"))
         elif op.direction == "W":
-            self._add_left(op)
+            self.graphs.add_left(op)
         else:
             method = (FORWARD if op.direction == "F" else BACKWARD)[op.kind]
             getattr(self, method.__name__)(op)  # of a half, if the experts have ranks of their own
@@ -151,7 +137,7 @@ class MicroBatch:
     # Forward.
 
     def embed_forward(self, op: Op) -> None:
-        (x_BsH,), _ = self._compute(op, lambda: Computed([self.model.embed(self.batch, self._places[op.part])]))
+        (x_BsH,), _ = self.graphs.compute(op, lambda: Computed([self.model.embed(self.batch, self._places[op.part])]))
         self.inputs[op.layer].put(self._tokens(op), x_BsH)
 
     def project_forward(self, op: Op) -> None:
@@ -162,7 +148,7 @@ class MicroBatch:
             x_BsH = self.model.enter(x_BsH, op.layer, self.batch, place)
             return Computed([*block.project(x_BsH, place), x_BsH])
 
-        (q_BNSD, block_BGSW, x_BsH), _ = self._compute(op, project, x_BsH)
+        (q_BNSD, block_BGSW, x_BsH), _ = self.graphs.compute(op, project, x_BsH)
         self._asides[_part(op)] = _Aside(q_BNSD, x_BsH)
         self.flight[op._replace(kind=GATHER)] = Pending([], (block_BGSW,))  # until the gather op sends it
 
@@ -175,7 +161,7 @@ class MicroBatch:
         if self.graph.gathers:
             block.attention.store(self._arrived(op, GATHER), place, memory)
             q_BNSD, residual_BsH = self._asides.pop(_part(op))
-            (y_BsH,), _ = self._compute(op, lambda q: Computed([block.attention.attend(q, place, memory)]), q_BNSD)
+            (y_BsH,), _ = self.graphs.compute(op, lambda q: Computed([block.attention.attend(q, place, memory)]), q_BNSD)
             z_BsH = residual_BsH + y_BsH
         else:
             x_BsH = self.inputs[op.layer].take(self._tokens(op))
@@ -183,14 +169,14 @@ class MicroBatch:
             def attend(x_BsH: torch.Tensor) -> Computed:
                 return Computed([block.attend(self.model.enter(x_BsH, op.layer, self.batch, place), place, memory)])
 
-            (z_BsH,), _ = self._compute(op, attend, x_BsH)
+            (z_BsH,), _ = self.graphs.compute(op, attend, x_BsH)
         self.middles[op.layer].put(self._tokens(op), z_BsH)
         if not self.training and op.part == len(self._places) - 1:
             memory.free()
 
     def ffn_forward(self, op: Op) -> None:
         z_BsH = self.middles[op.layer].take(self._tokens(op))
-        (y_BsH,), _ = self._compute(op, lambda z: Computed([self.model.block(op.layer).feed(z)]), z_BsH)
+        (y_BsH,), _ = self.graphs.compute(op, lambda z: Computed([self.model.block(op.layer).feed(z)]), z_BsH)
         self._pass_on(op, y_BsH)
 
     def route_forward(self, op: Op) -> None:
@@ -217,7 +203,7 @@ class MicroBatch:
     def expert_forward(self, op: Op) -> None:
         layer, received = self._layer(op), self._received[_part(op)]
         rows = self.flight.pop(op._replace(kind=DISPATCH)).wait()
-        (y_NH,), _ = self._compute(op, lambda *rows: Computed([layer.run_experts(rows, received)]), *rows)
+        (y_NH,), _ = self.graphs.compute(op, lambda *rows: Computed([layer.run_experts(rows, received)]), *rows)
         self.flight[op._replace(kind=COMBINE)] = Pending([], (y_NH,))
 
     def combine_forward(self, op: Op) -> None:
@@ -228,7 +214,7 @@ class MicroBatch:
         sent, (weight_TK, residual_BsH) = self._sent[part], self._bypasses.pop(part)
         # The weights are a leaf of this graph. `route_backward` passes their gradient on to the router. If the weights have
         # travelled with the rows, the layer does not need them here, and this gradient is zero.
-        (y_TH,), _ = self._compute(
+        (y_TH,), _ = self.graphs.compute(
             op, lambda y_NH, weight_TK: Computed([layer.combine_postprocess(y_NH, sent, weight_TK)]),
             self._arrived(op, COMBINE), weight_TK,
         )  # fmt: skip
@@ -243,19 +229,19 @@ class MicroBatch:
             language, reported = self.model.head_loss(x_BsH, self.batch, self._tokens(op), depth)
             return Computed([language], reported)
 
-        _, reported = self._compute(op, head, self.states[op.layer].take(self._tokens(op)))
+        _, reported = self.graphs.compute(op, head, self.states[op.layer].take(self._tokens(op)))
         self.losses = self.model.with_loss(self.losses, depth, reported)
 
     # Backward.
 
     def head_backward(self, op: Op) -> None:
         assert self.weights is not None
-        (gradient,) = self._differentiate(op, [self.weights.token(self.graph.heads.index(op.layer))])
+        (gradient,) = self.graphs.differentiate(op, [self.weights.token(self.graph.heads.index(op.layer))])
         self.state_gradients[op.layer].put(self._tokens(op), gradient)
 
     def merge_backward(self, op: Op) -> None:
         residual_BsH = self._output_gradient(op)
-        rows_NH, weight_TK = self._differentiate(op, [residual_BsH.flatten(0, 1)])
+        rows_NH, weight_TK = self.graphs.differentiate(op, [residual_BsH.flatten(0, 1)])
         self._bypasses[_part(op)] = _Bypass(weight_TK, residual_BsH)
         self.flight[op._replace(kind=COMBINE)] = Pending([], (rows_NH,))
 
@@ -263,7 +249,7 @@ class MicroBatch:
         self._start_out(op)
 
     def expert_backward(self, op: Op) -> None:
-        rows = self._differentiate(op, [self._arrived(op, COMBINE)])
+        rows = self.graphs.differentiate(op, [self._arrived(op, COMBINE)])
         self.flight[op._replace(kind=DISPATCH)] = Pending([], rows)
 
     def dispatch_backward(self, op: Op) -> None:
@@ -276,12 +262,12 @@ class MicroBatch:
         self._route_back(op, [*rows, weight_TK], residual_BsH)
 
     def ffn_backward(self, op: Op) -> None:
-        (gradient,) = self._differentiate(op, [self._output_gradient(op)])
+        (gradient,) = self.graphs.differentiate(op, [self._output_gradient(op)])
         self.middle_gradients[op.layer].put(self._tokens(op), gradient)
 
     def attention_backward(self, op: Op) -> None:
         residual_BsH = self.middle_gradients[op.layer].take(self._tokens(op))
-        (gradient,) = self._differentiate(op, [residual_BsH])
+        (gradient,) = self.graphs.differentiate(op, [residual_BsH])
         if self.graph.gathers:
             self._asides[_part(op)] = _Aside(gradient, residual_BsH)
         else:
@@ -294,11 +280,11 @@ class MicroBatch:
     def project_backward(self, op: Op) -> None:
         q_BNSD, residual_BsH = self._asides.pop(_part(op))
         block_BGSW = self.model.block(op.layer).attention.summed(self._arrived(op, GATHER)).to(q_BNSD.dtype)
-        (gradient,) = self._differentiate(op, [q_BNSD, block_BGSW, residual_BsH])
+        (gradient,) = self.graphs.differentiate(op, [q_BNSD, block_BGSW, residual_BsH])
         self.input_gradients[op.layer].put(self._tokens(op), gradient)
 
     def embed_backward(self, op: Op) -> None:
-        self._differentiate(op, [self.input_gradients[op.layer].take(self._tokens(op))])
+        self.graphs.differentiate(op, [self.input_gradients[op.layer].take(self._tokens(op))])
 
     # Shared by the ops.
 
@@ -346,7 +332,7 @@ class MicroBatch:
             shared = [] if layer.shared is None else [layer.shared(h_BsH)]
             return Computed([routing.tally.score_BE, routing.tally.z, *leaving, *shared], (kept, routing.tally.detach()))
 
-        (_, _, *leaving), (kept, tally) = self._compute(op, route, z_BsH)
+        (_, _, *leaving), (kept, tally) = self.graphs.compute(op, route, z_BsH)
         residual_BsH = z_BsH.detach() if layer.shared is None else z_BsH.detach() + leaving.pop()
         self._tallies[op.layer] = tally if before is None else before + tally
         if op.part == self.graph.slicing.degree - 1:
@@ -360,7 +346,7 @@ class MicroBatch:
         (slope_BE, slope), share = self._balances[op.layer].slopes(), self.weights.sequence
         router = self.model.spec.router
         losses = slope_BE * (share * router.balance_loss), share * (slope * router.z_loss)
-        (gradient,) = self._differentiate(op, [*losses, *left, residual_BsH])
+        (gradient,) = self.graphs.differentiate(op, [*losses, *left, residual_BsH])
         self.middle_gradients[op.layer].put(self._tokens(op), gradient + residual_BsH)
 
     @cached_property
@@ -389,61 +375,10 @@ class MicroBatch:
         return tensor
 
     def _run_again(self, op: Op) -> None:
-        """Compute the results of a forward op again, and keep its graph for its backward."""
-        self.began = self.now()
-        compute, inputs = self._again.pop(op)
-        if op.kind == ATTENTION and self.graph.gathers:
-            inputs = (self._asides.pop(_part(op)).q_BNSD,)
-        results, _ = self._build(op, compute, inputs)
+        inputs = [self._asides.pop(_part(op)).q_BNSD] if op.kind == ATTENTION and self.graph.gathers else []
+        results, _ = self.graphs.compute_again(op, *inputs)
         if op.kind == PROJECT:  # the keys and values are still stored
             self._asides[_part(op)] = _Aside(results[0], results[2])
-
-    def _compute(self, op: Op, compute: Compute, *inputs: torch.Tensor) -> Computed:
-        """Compute the results of an op, detached from its graph."""
-        self.began = self.now()
-        if not self.training or op.kind in self.graph.again:
-            if self.training:
-                # Attention that runs again takes its queries from projections that run again.
-                self._again[op] = compute, () if op.kind == ATTENTION and self.graph.gathers else inputs
-            with torch.no_grad():
-                return compute(*inputs)
-        return self._build(op, compute, inputs)
-
-    def _build(self, op: Op, compute: Compute, inputs: Sequence[torch.Tensor]) -> Computed:
-        """Compute the detached results of an op, and keep its graph for its backward."""
-        # On a GPU, products of weights' gradients add to the sums themselves, after the rest of the op's backward.
-        with self.model.later.collect(bool(self.graph.weights(op)) or next(self.model.parameters()).is_cuda) as left:
-            computed, graph = build(compute, inputs)
-        self._graphs[op] = _Built(graph, left)
-        return computed
-
-    def _differentiate(self, op: Op, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients of an op's inputs, given those of its results, and add the gradients of its parameters.
-
-        The gradients of weights may be left to an op of their own (W).
-        """
-        self.began = self.now()
-        graph, left = self._graphs.pop(op._replace(direction="F"))
-        parameters = self.model.parameters_of(ATTENTION if op.kind == PROJECT else op.kind, op.layer)
-        found, parts = graph.differentiate(gradients, parameters)
-        for parameter, part in zip(parameters, parts, strict=True):
-            if part is not None:
-                self.sum_of(parameter).add_(part)
-        if ops := self.graph.weights(op):
-            self._later.update((each, left) for each in ops)
-        else:
-            self._add_all(left)
-        return found
-
-    def _add_left(self, op: Op) -> None:
-        """Compute the gradients of weights that the backward of an op has left, and add them."""
-        self.began = self.now()
-        self._add_all(self._later.pop(op))
-
-    def _add_all(self, tasks: list[Task]) -> None:
-        while tasks:  # the list must not keep what a task is computed from; nodes of the graph may hold the list
-            task = tasks.pop(0)
-            task.add(self.sum_of(task.weight))
 
 
 def _part(op: Op) -> Part:

@@ -19,8 +19,8 @@ from foldray.moe.router import TopKGate
 from foldray.moe.sequence import Sequences
 from foldray.recipe import Recipe
 from foldray.runtime import Gradients
-from foldray.runtime.micro_batch import MicroBatch
 from foldray.runtime.op_graph import OpGraph
+from foldray.runtime.op_graphs import OpGraphs
 from foldray.runtime.weights import Weights
 from foldray.windows import FULL
 from tests.foldray.parity import make_recipe
@@ -145,7 +145,7 @@ def _by_rank(_: Any) -> Any:
 
 
 def _twice(differentiate: Any) -> Any:
-    def wrong(self: MicroBatch, op: Any, gradients: Any) -> list[torch.Tensor]:
+    def wrong(self: OpGraphs, op: Any, gradients: Any) -> list[torch.Tensor]:
         found = differentiate(self, op, gradients)
         return [each * 2 for each in found] if op.kind in self.graph.again else found
 
@@ -166,7 +166,7 @@ FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
     "tied embedding": ("pp2-cp2-ep2", Transformer, "tied", _apart),
     "further tokens": ("tp2-cp2-ep4", Transformer, "enter", _of_own_piece),
     "dropped tokens": ("tp2-cp2-ep4", Sequences, "whole", _by_rank),
-    "recomputation": ("pp2-cp2-ep2", MicroBatch, "_differentiate", _twice),
+    "recomputation": ("pp2-cp2-ep2", OpGraphs, "differentiate", _twice),
     "accumulation": ("tp2-ep2-etp2", Weights, "__init__", _mean_of_micro_batches),
 }
 
