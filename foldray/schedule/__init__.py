@@ -27,7 +27,8 @@ from foldray.schedule.overlaps import (
 from foldray.schedule.pipeline import check_pipeline, computed, forward_only, interleaved, one_f_one_b, pipeline
 from foldray.schedule.reduction import place_reductions
 from foldray.schedule.slicing import SLICINGS, SliceCost, Slicing, slice_sequence
-from foldray.schedule.step_graph import Place, StepGraph, gathers, leaves_weights
+from foldray.schedule.step_graph import StepGraph
+from foldray.schedule.step_ops import Place, gathers, leaves_weights
 from foldray.schedule.text import show
 from foldray.schedule.traffic import OpCosts, by_urgency
 

@@ -31,7 +31,7 @@ from foldray.schedule import (
     step_schedule,
     times,
 )
-from foldray.schedule.step_graph import Place
+from foldray.schedule.step_ops import Place
 from tests.foldray.blocks import DENSE, MOE
 from tests.foldray.schedule.plain_clock import plain_times
 
