@@ -12,6 +12,7 @@ from foldray.fold import Fold
 from foldray.kernels.attention import attend, attend_backward, merge
 from foldray.model import Batch, Transformer, all_losses
 from foldray.moe import MoeBackend, MoELayer
+from foldray.moe.wire import WIRES
 from foldray.recipe import OptimizerSpec, Recipe
 from foldray.runtime import TorchEngine, Trace
 from tests.foldray.parity import batches, make_recipe, weights, worst
@@ -44,9 +45,22 @@ def run(report: Report) -> None:
         report.check("correct", f"grouped experts equal the loop, {dtype}", lambda d=dtype, m=limit: grouped_equals_loop(d, m))
     for parts in (1, 4):
         report.check("correct", f"attention of {parts} slices, bfloat16", lambda n=parts: slices_equal_float64(n))
+    report.check("correct", "rows in float8 equal the CPU's", float8_equals_the_cpus)
     report.check("correct", "bfloat16 step against float64", bfloat16_step)
     report.check("correct", "a traced step", trace_is_whole)
     report.check("correct", "bfloat16 training learns", training_learns)
+
+
+def float8_equals_the_cpus() -> int:
+    """Write and read rows in float8, with a group of zeros, a row that no multiple of 128 fills, and NaN. Return the rows."""
+    form = WIRES["float8"].out
+    for hidden in (128, 2880):
+        x_NH = torch.randn(1000, hidden, generator=torch.Generator().manual_seed(hidden)) * torch.logspace(-9, 9, 1000)[:, None]
+        x_NH[3], x_NH[4, 5] = 0.0, float("nan")
+        for dtype in (torch.float32, torch.bfloat16):
+            read = [form.read(form.write(x_NH.to(device, dtype)), dtype).cpu() for device in ("cpu", "cuda")]
+            assert torch.equal(*(each.nan_to_num(nan=-1.0) for each in read))
+    return len(x_NH)
 
 
 def schedule_equals_the_cpus(sections: dict[str, Any], documents: bool = False) -> float:

@@ -28,11 +28,13 @@ Case = tuple[str, dict[str, int], dict[str, Any]]
 
 _SECONDS = 90
 STREAM, WEAVE, LIST = ({"schedule": {"kind": kind, "degree": 2}} for kind in ("stream", "weave", "list"))
+ONCE: dict[str, Any] = {"moe": {"experts": "grouped", "dispatch": "rank"}, "model": {"topk": 4}}
 CASES: dict[int, list[Case]] = {
     2: [
         ("ep2", {"ep": 2}, {}),
         ("ep2, stream", {"ep": 2}, STREAM),
         ("ep2, 4 pieces", {"ep": 2}, {"schedule": {"kind": "stream", "degree": 4}}),
+        ("ep2, once to each rank", {"ep": 2}, {**STREAM, **ONCE}),
         ("ep2, weave", {"ep": 2}, WEAVE),
         ("ep2, a found list", {"ep": 2}, LIST),
         ("ep2, weights apart", {"ep": 2}, {"schedule": {"kind": "stream", "degree": 2, "weight_gradients": "apart"}}),
@@ -52,6 +54,7 @@ CASES: dict[int, list[Case]] = {
     ],
     4: [
         ("tp2 ep4", {"tp": 2, "ep": 4}, STREAM),
+        ("ep4, once to each of 2 nodes", {"ep": 4, "ep_inside": 2}, {**STREAM, **ONCE}),
         ("pp2 ep2", {"pp": 2, "ep": 2}, STREAM),
         ("pp2 ep2, weave", {"pp": 2, "ep": 2}, WEAVE),
         ("pp2 ep2, a found list", {"pp": 2, "ep": 2}, LIST),
