@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, takewhile, zip_longest
 
-from foldray.fold.fold import FAMILIES, Fold
+from foldray.fold.fold import Fold
 from foldray.fold.grid import Grid, listed
 from foldray.fold.placement import Placement
 from foldray.fold.routes import Routes
@@ -112,7 +112,7 @@ def explanation(fold: Fold, nodes: Placement | None, best: Placement | None) -> 
     """Return the text that `foldray explain` prints: the grids, every family of groups, and the score of their placement."""
     ranks = f"{fold.world_size} rank{'s' * (fold.world_size > 1)}" + (f", {nodes.told}" if nodes else "")
     lines = [f"{ranks}: {fold}", "", draw(fold, nodes)]
-    for view, families in FAMILIES.items():
+    for view, families in fold.families.items():
         ranks_of_view = fold.views[view].ranks
         on = f" on ranks {ranks_of_view[0]}–{ranks_of_view[-1]}" if fold.disjoint else ""
         lines += ["", f"{'experts' if view == 'moe' else view}{on}", *(_family(fold, view, family, nodes) for family in families)]

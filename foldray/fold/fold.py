@@ -156,6 +156,12 @@ class Fold:
         """Both grids by name."""
         return {"attention": self.attention, "moe": self.moe}
 
+    @property
+    def families(self) -> dict[str, tuple[str, ...]]:
+        """The names of the group families of both grids. Those of the two levels of ep are left out if there is one level."""
+        names = {view: tuple(families) for view, families in FAMILIES.items()}
+        return names | {"moe": (*names["moe"], *_TWO_LEVELS)} if self.ep_inside > 1 else names
+
     def groups(self, family: str, view: str | None = None) -> tuple[tuple[int, ...], ...]:
         """Return the rank table of a group family.
 
@@ -208,8 +214,8 @@ class Fold:
         views = {
             view: {axis: grid.length(axis) for axis in (ATTENTION_AXES if view == "attention" else MOE_AXES)}
             | {"ranks": [grid.ranks[0], grid.ranks[-1]]}
-            | {"groups": {family: [list(group) for group in self.groups(family, view)] for family in FAMILIES[view]}}
-            for view, grid in self.views.items()
+            | {"groups": {family: [list(group) for group in self.groups(family, view)] for family in families}}
+            for (view, grid), families in zip(self.views.items(), self.families.values(), strict=True)
         }
         return {"legal": True, "world_size": self.world_size, "disjoint": self.disjoint, **views}
 

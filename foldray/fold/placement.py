@@ -12,7 +12,7 @@ from functools import partial
 from types import MappingProxyType
 
 from foldray.errors import UserError
-from foldray.fold.fold import FAMILIES, Fold
+from foldray.fold.fold import Fold
 from foldray.fold.grid import Grid
 
 HEAT: Mapping[str, float] = MappingProxyType({"etp": 32, "tp": 16, "ep": 8, "cp": 4, "edp": 2, "dp_cp": 2, "pp": 1})
@@ -93,7 +93,9 @@ class Placement:
     def as_dict(self) -> dict:
         """Return the entry "placement" of the document that `foldray explain --json` prints."""
         measures = {"crossing": self.crossing, "spans": self.spans, "inside": self.inside}
-        families = {name: {key: of(name) for key, of in measures.items()} for names in FAMILIES.values() for name in names}
+        families = {
+            name: {key: of(name) for key, of in measures.items()} for names in self.fold.families.values() for name in names
+        }
         return {"ranks_per_node": self.ranks_per_node, "nodes": self.nodes, "score": self.score(), "families": families}
 
     def _shares(self, family: str) -> Iterator[Counter[int]]:

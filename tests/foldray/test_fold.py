@@ -286,6 +286,7 @@ def test_two_levels_of_an_expert_parallel_group(fold, data):
     assert sorted(fold.groups("ep_across")) == sorted(group[place::inside] for group in groups for place in range(inside))
     assert (fold.group_size("ep_inside"), fold.group_size("ep_across")) == (inside, fold.ep // inside)
     assert f"EP{fold.ep}{f'/{inside}' if inside > 1 else ''} " in str(fold)
+    assert ("ep_inside" in fold.as_dict()["moe"]["groups"]) == (inside > 1)
 
 
 @given(folds())
