@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ def predict_rows(table: Settings, hardware: Hardware, told: Callable[[int], None
         told: is called before every row and at the end, with the number of predicted rows.
     """
     seconds, peak_bytes = [], []
-    shared_costs = Memo()
+    shared_by_dispatch = defaultdict[str, Memo](Memo)  # the costs of a job; what its tokens travel for belongs to the job
     for number, row in enumerate(table.rows):
         told(number)
         candidate = as_candidate(apply_setting(table.recipe, row))
@@ -54,10 +55,11 @@ def predict_rows(table: Settings, hardware: Hardware, told: Callable[[int], None
             seconds.append(apart_seconds(apart))
             peak_bytes.append(max(side.total for side in apart.memory()))
             continue
-        work = OpWork(candidate, device, memo=shared_costs)
+        shared = shared_by_dispatch[candidate.job.dispatch]
+        work = OpWork(candidate, device, memo=shared)
         peak_bytes.append(ledger(candidate, work.rank).total)
         if candidate.ordering.forward.row.found:
-            seconds.append(list_seconds(candidate, device, shared_costs))
+            seconds.append(list_seconds(candidate, device, shared))
         elif len(table.rows) <= _MOST_SIMULATED or not candidate.ordering.of_stages:
             seconds.append(whole_seconds(candidate, work))
         else:

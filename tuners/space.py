@@ -23,7 +23,7 @@ KEYS: Mapping[str, str] = {
     "virtual_stages": "schedule.virtual_stages", "micro_batch": "training.micro_batch", "kind": "schedule.kind",
     "degree": "schedule.degree", "slicing": "schedule.slicing", "batch_degree": "schedule.batch_degree",
     "recompute": "schedule.recompute", "reduction": "schedule.reduction", "sp_bytes": "schedule.sp_bytes",
-    "attention": "placement.attention", "expert_pp": "placement.expert_pp",
+    "attention": "placement.attention", "expert_pp": "placement.expert_pp", "dispatch": "moe.dispatch",
 }  # fmt: skip
 """The recipe key that each field of a `Setting` sets."""
 
@@ -38,6 +38,7 @@ class Setting(NamedTuple):
         recompute: the kinds of ops that run again before their backward, joined by "+"; "none" if there are none.
         sp_bytes: bytes of a bucket or chunk of gradients; 0 if all gradients are reduced at the end of a step.
         attention, expert_pp: workers for attention, and pipeline positions of the experts; 0 if workers have both.
+        dispatch: what a token travels for.
     """
 
     tp: int
@@ -56,6 +57,7 @@ class Setting(NamedTuple):
     sp_bytes: int
     attention: int = 0
     expert_pp: int = 0
+    dispatch: str = "assignment"
 
     @classmethod
     def of(cls, recipe: Recipe) -> Setting:
@@ -69,6 +71,7 @@ class Setting(NamedTuple):
             **sizes, virtual_stages=schedule.virtual_stages, micro_batch=recipe.training.micro_batch, kind=schedule.kind,
             degree=schedule.degree, slicing=schedule.slicing, batch_degree=schedule.batch_degree,
             recompute="+".join(schedule.recompute) or "none", reduction=schedule.reduction, sp_bytes=ordering.reduction.most or 0,
+            dispatch=recipe.moe.dispatch,
         )._normalized()  # fmt: skip
 
     def _normalized(self) -> Setting:
@@ -78,6 +81,7 @@ class Setting(NamedTuple):
             kind=self.kind if self.degree * self.batch_degree > 1 or not overlap_kind(self.kind).of_stages else uncut,
             slicing=self.slicing if self.degree > 1 and overlap_kind(self.kind).cuts_attention else "time_uniform",
             sp_bytes=self.sp_bytes if self.reduction != "end" else 0,
+            dispatch=self.dispatch if self.ep > 1 and not self.attention else "assignment",
         )
 
     def __str__(self) -> str:
@@ -92,6 +96,7 @@ class Setting(NamedTuple):
         more += [] if self.recompute == "none" else [f"recomputes {self.recompute}"]
         more += [] if self.reduction == "end" else [f"{self.reduction} of {_short(self.sp_bytes)}"]
         more += [] if self.slicing == "time_uniform" else [self.slicing]
+        more += [] if self.dispatch == "assignment" else [f"once to each {self.dispatch}"]
         return ", ".join([f"{' '.join(sizes) or 'DP'} {self.kind}{cut}", *more])
 
 
@@ -106,7 +111,7 @@ def apply_setting(recipe: Recipe, setting: Setting) -> Recipe:
         section, key = KEYS[name].split(".")
         if section != "placement":
             given[section][key] = value
-    given["fold"]["ep_inside"] = math.gcd(recipe.fold.ep_inside, setting.ep)
+    given["fold"]["ep_inside"] = math.gcd(recipe.fold.ep_inside, setting.ep) if setting.dispatch == "rank" else 1
     if setting.attention:
         experts = recipe.cluster.workers - setting.attention
         given["placement"] |= {"attention": setting.attention, "experts": experts, "expert_pp": setting.expert_pp}
@@ -202,13 +207,13 @@ def _settings_of_fold(recipe: Recipe, start: Setting) -> Iterator[Setting]:
     reductions: Sequence[tuple[str, int]] = [("end", 0)] if None in space.sp_bytes else []
     reductions = [*reductions, *(("chunks", size) for size in space.sp_bytes if size)]
     recompute = ["+".join(kinds_of_ops) or "none" for kinds_of_ops in space.recompute]
-    micro_batches = space.micro_batch or (start.micro_batch,)
-    for stages, micro_batch, (kind, degree, batch_degree), slicing, again, (reduction, size) in itertools.product(
-        virtual_stages, micro_batches, cuts, space.slicing, recompute, reductions
+    micro_batches, ways = space.micro_batch or (start.micro_batch,), space.dispatch or (start.dispatch,)
+    for stages, micro_batch, (kind, degree, batch_degree), slicing, again, (reduction, size), way in itertools.product(
+        virtual_stages, micro_batches, cuts, space.slicing, recompute, reductions, ways
     ):
         yield start._replace(
             virtual_stages=stages, micro_batch=micro_batch, kind=kind, degree=degree, slicing=slicing, batch_degree=batch_degree,
-            recompute=again, reduction=reduction, sp_bytes=size,
+            recompute=again, reduction=reduction, sp_bytes=size, dispatch=way,
         )._normalized()  # fmt: skip
 
 

@@ -56,12 +56,15 @@ class SpaceSpec(Strict):
     sp_bytes: Annotated[tuple[Size | None, ...], Few] = Field(
         (None,), description="Bytes of a chunk of gradients. Null reduces all gradients at the end of the step."
     )
+    dispatch: Annotated[tuple[Literal["assignment", "rank"], ...], Few] | None = Field(
+        None, description="What a token travels for (`moe.dispatch`). Null is the recipe's own."
+    )
 
     @property
     def settings_of_a_fold(self) -> int:
         """The number of combinations of the given lists for one choice of parallel sizes, without lists that are null."""
         lists = (self.virtual_stages, self.micro_batch, self.kind, self.degree, self.slicing, self.batch_degree, self.recompute)
-        return math.prod(len(values) for values in (*lists, self.sp_bytes) if values is not None)
+        return math.prod(len(values) for values in (*lists, self.sp_bytes, self.dispatch) if values is not None)
 
 
 class TuneSpec(Strict):

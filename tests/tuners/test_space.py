@@ -126,6 +126,30 @@ def test_splits_need_a_placement_and_a_worker_for_each_half() -> None:
         Settings(placed(attention=[4]))
 
 
+def test_tokens_may_travel_once_to_each_rank() -> None:
+    kinds: dict[str, Any] = {"kind": ["sequential", "stream"]}
+    table = Settings(recipe(tp=[1], cp=[1], pp=[1], etp=[1], degree=[1, 2], dispatch=["assignment", "rank"], **kinds))
+    assert {(row.ep, row.dispatch) for row in table.rows} == {
+        (1, "assignment"), *((ep, way) for ep in (2, 4) for way in ("assignment", "rank"))
+    }  # fmt: skip
+    for row in table.rows:
+        made = apply_setting(table.recipe, row)
+        assert (made.moe.dispatch, Setting.of(made)) == (row.dispatch, row)
+        assert ("once to each rank" in str(row)) == (row.dispatch == "rank")
+    hardware = load_hardware("h200").model_copy(update={"peak_tflops": {"fp32": 60.0}})
+    together = predict_rows(table, hardware)
+    for number, row in enumerate(table.rows):
+        alone = Settings(apply_setting(table.recipe, row).model_copy(update={"tune": recipe(**_only(row)).tune}))
+        assert alone.rows == [row]
+        assert predict_rows(alone, hardware).seconds == [together.seconds[number]]
+
+
+def _only(row: Setting) -> dict[str, Any]:
+    """Return the space of one row."""
+    sizes = {axis: [getattr(row, axis)] for axis in ("tp", "cp", "pp", "ep", "etp")}
+    return {**sizes, "degree": [row.degree], "kind": ["stream" if row.degree > 1 else "sequential"], "dispatch": [row.dispatch]}
+
+
 def test_a_setting_is_told_in_a_line() -> None:
     row = Setting(2, 1, 1, 4, 1, 1, 2, "stream", 4, "time_uniform", 1, "expert", "chunks", 1 << 20)
     assert str(row) == "TP2 EP4 stream d=4, micro-batch 2, recomputes expert, chunks of 1 MiB"
