@@ -124,6 +124,7 @@ def watched_steps(recipe: str, rounds: int) -> tuple[list[float], list[float]]:
 def _blocks(config: dict[str, Any]) -> dict[str, Any]:
     import torch
 
+    from foldray.comm import Activity
     from trainers.cluster.mailbox import Outbox
     from trainers.data.packed import PackedData
     from trainers.worker.loop import Worker
@@ -131,7 +132,7 @@ def _blocks(config: dict[str, Any]) -> dict[str, Any]:
 
     recipe = Recipe.parse(config["recipe"])
     torch.set_num_threads(recipe.cluster.cpus_per_worker)
-    worker = Worker(recipe, PackedData.open(config["data"]), Outbox(config["queue"]))
+    worker = Worker(recipe, PackedData.open(config["data"]), Outbox(config["queue"]), Activity())
     times: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * config["rounds"] + 2):
         watched = number % 2 == 0
