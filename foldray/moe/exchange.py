@@ -10,7 +10,7 @@ import torch
 
 from foldray.comm import Groups, Pending
 from foldray.moe.contracts import Received, RowCounts, Rows, Sent
-from foldray.moe.wire import Format, Wire
+from foldray.moe.wire import Format, Travels, Wire
 
 
 class AllToAll:
@@ -86,15 +86,13 @@ class AllToAll:
         return self._start(rows, self._back, send, ready=True)
 
     def _start(self, rows: Rows, form: Format | None, send: Callable[[torch.Tensor], Pending], ready: bool) -> Pending:
-        """Start to send rows in a format of the wire, and what travels beside them as it is."""
-        written, dtype = rows[:1] if form is None else form.write(rows[0]), rows[0].dtype
-        travels, parts = [*written, *rows[1:]], len(written)
+        """Start to send rows in a format of the wire, and what is beside them."""
+        travels = Travels.of(rows, form)
 
         def begin() -> Pending:
-            pending = Pending.of(map(send, travels))
-            return pending.then(lambda came: (form.read(came[:parts], dtype), *came[parts:])) if form else pending
+            return Pending.of(map(send, travels.tensors)).then(travels.how.read)
 
-        return self._line.start(begin, ready, device=travels[0].device)
+        return self._line.start(begin, ready, device=travels.tensors[0].device)
 
 
 class _Told(NamedTuple):

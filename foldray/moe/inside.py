@@ -21,6 +21,7 @@ from foldray.comm import Communicator, Pending, mirrored_together
 from foldray.kernels.permutation import sum_rows
 from foldray.moe.contracts import Received, Rows
 from foldray.moe.once import Chosen, encode
+from foldray.moe.wire import Travels
 
 
 class InsideNode(NamedTuple):
@@ -59,4 +60,6 @@ class InsideNode(NamedTuple):
         return sum_rows(results_MH, row_M, position_ND)
 
     def _exchange(self, rows: Sequence[torch.Tensor], arriving: list[int], leaving: list[int]) -> Rows:
-        return Pending.of(self.ranks.start_all_to_all(each, arriving, leaving) for each in rows).wait()
+        travels = Travels.of(rows, None)
+        pending = Pending.of(self.ranks.start_all_to_all(each, arriving, leaving) for each in travels.tensors)
+        return pending.then(travels.how.read).wait()

@@ -41,13 +41,15 @@ class MixtureParts(Parts):
 
     def _dispatch(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         # All ranks send alike, and the fullest one receives most, or sends most on the way back. Numbers have no gradients.
-        out, home, beside = self.travelling.out, self.travelling.back, self.travelling.beside
-        for each in (home if back else out, *(beside[:1] if back else beside)):
-            yield self._travel("ep", self.network.exchange("ep_across", self._rows(tokens) * self.travelling.fullest * each))
+        yield from self._exchanged(tokens, self.travelling.messages(not back, True, back))
 
     def _combine(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
-        sent = self._rows(tokens) * self.travelling.fullest * (self.travelling.out if back else self.travelling.back)
-        yield self._travel("ep", self.network.exchange("ep_across", sent))
+        yield from self._exchanged(tokens, self.travelling.messages(back, False, back))
+
+    def _exchanged(self, tokens: range, messages: list[float]) -> Iterator[Work]:
+        """Yield all-to-alls of messages with so many bytes for a row."""
+        for each in messages:
+            yield self._travel("ep", self.network.exchange("ep_across", self._rows(tokens) * self.travelling.fullest * each))
 
     def _expert(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         moe, fold, device, hidden = _mixture(block), self.fold, self.device, self.model.hidden
@@ -56,12 +58,12 @@ class MixtureParts(Parts):
         inner, width = moe.expert.inner / fold.etp, moe.expert.width / fold.etp
         yield from self._zero3(EXPERT, block, back)
         # Gather before the experts, scatter after them; in backward the reverse. So it is with what a node passes on.
-        times, moved = 2 if back else 1, (self._width, self._width, *(beside[:1] if back else beside))
-        for each in moved:
+        times, given = 2 if back else 1, beside[:1] if back else beside
+        for each in (self._width, self._width, *given):
             yield self._travel("etp", self.network.gather("etp", arrived * each))
         if self.travelling.inside:
             passed = self._rows(tokens) * self.travelling.inside
-            for each in moved:
+            for each in (self._width, self._width, sum(given)):
                 yield self._travel("ep_inside", self.network.exchange("ep_inside", passed * each))
             yield self._permuted(times * 3 * passed * self._width)
             yield self._launch("once_inside", back)
@@ -102,7 +104,8 @@ class MixtureParts(Parts):
             return
         scaled = out and self.job.wire == "float8"
         # The largest number of each group is found first, in a pass of its own.
-        yield self._memory(rows * ((2 if scaled else 1) * self._width + (self.travelling.out if out else self.travelling.back)))
+        written = self.travelling.out + self.travelling.scales if out else self.travelling.back
+        yield self._memory(rows * ((2 if scaled else 1) * self._width + written))
         yield Work(COMPUTE, "launch", self.device.launches(counts().kernels["scaled" if scaled else "narrow"]))
 
 

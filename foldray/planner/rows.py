@@ -23,6 +23,7 @@ class Travelling(NamedTuple):
         beside: bytes of the tensors that travel beside a row: of its weights, and of the numbers of its experts. Empty if
             weights do not travel.
         out, back: bytes of a row on its way to the experts, and on its way back.
+        scales: bytes of the scales of a row on its way to the experts, beyond `out`.
         inside: the same as `fullest` of the rows that ranks of a node pass on to each other; 0 if tokens do not travel once to
             each node.
     """
@@ -33,7 +34,19 @@ class Travelling(NamedTuple):
     out: float
     back: float
     beside: tuple[int, ...] = ()
+    scales: float = 0.0
     inside: float = 0.0
+
+    def messages(self, out: bool, weights: bool, back: bool) -> list[float]:
+        """Return the bytes for a row in each message.
+
+        Args:
+            out: whether the row is on its way to the experts.
+            weights: whether its weights travel.
+            back: whether it is a gradient. The numbers of experts have none.
+        """
+        beside = sum(self.beside[: 1 if back else 2]) * weights + self.scales * out
+        return [self.out if out else self.back, *([beside] if beside else [])]
 
     @property
     def arrived(self) -> float:
@@ -50,9 +63,9 @@ def travelling(job: Job, fold: Fold, itemsize: int) -> Travelling:
     """
     topk, ep, places, hidden = job.model.topk, fold.ep, fold.ep_across, job.model.hidden
     back = (itemsize if job.wire is None else 2) * hidden
-    out = hidden + _SCALE * math.ceil(hidden / _GROUP) if job.wire == "float8" else back
+    out, scales = (hidden, _SCALE * math.ceil(hidden / _GROUP)) if job.wire == "float8" else (back, 0)
     if job.dispatch == "assignment":
-        return Travelling(topk, topk * overload(job.model, ep), topk, out, back)
+        return Travelling(topk, topk * overload(job.model, ep), topk, out, back, scales=scales)
     visits, beside = visits_of_a_token(job.model, places), (max(4, itemsize) * topk, _NUMBER * topk)
     inside = ep * max(visits_of_a_token(job.model, ep)) if places < ep else 0.0
-    return Travelling(sum(visits), places * max(visits), min(topk, places), out, back, beside, inside)
+    return Travelling(sum(visits), places * max(visits), min(topk, places), out, back, beside, scales, inside)

@@ -168,5 +168,5 @@ def test_a_step_sends_no_more(ranks: Any) -> None:
     rows = sum(left for _, _, left in found)
     assert sum(sent for sent, _, _ in found) == rows * (4 * row + topk * (2 * WEIGHT + NUMBER))
     pieces = len(recipe.model.moe_layers) * recipe.accumulation * 2
-    # Rows, weights and numbers; results; their gradients; those of rows and of weights.
-    assert {calls for _, calls, _ in found} == {pieces * (3 + 1 + 1 + 2)}
+    # Rows, and weights with numbers; results; their gradients; gradients of rows and of weights.
+    assert {calls for _, calls, _ in found} == {pieces * (2 + 1 + 1 + 2)}

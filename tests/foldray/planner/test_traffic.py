@@ -24,7 +24,7 @@ FOLDS = [
     (Fold(8, cp=2, ep=2, etp=2), 0),
     (Fold(8, tp=2, pp=2, ep=2, etp=2), 1),
     (Fold(8, ep=8, ep_inside=2), 1),
-    (Fold(16, ep=8, ep_inside=4, etp=2), 0),
+    (Fold(8, ep=4, ep_inside=2, etp=2), 0),
 ]
 
 
@@ -41,8 +41,9 @@ def test_planned_bytes_are_counted_bytes(fold: Fold, zero: int) -> None:
     found = sent(candidate)
     assert found.keys() == counted.keys()
     for family, count in counted.items():
-        # The first position has no last norm.
-        close = 0.3 if family == "tp" else 0.06 if family == "tp_dp_cp" and fold.pp > 1 else 1e-9
+        # The first position has no last norm. Visits of tokens to nodes are rounded to whole rows.
+        rounded = 2e-3 if fold.ep_inside > 1 and family in ("ep", "ep_inside", "etp") else 1e-9
+        close = 0.3 if family == "tp" else 0.06 if family == "tp_dp_cp" and fold.pp > 1 else rounded
         assert found[family] == pytest.approx(count, rel=close), family
 
 
