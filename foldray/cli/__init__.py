@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -24,7 +25,8 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    The code is 0 on success, 1 on a failure, 2 on a user's mistake (reported in one line on stderr) and 130 on Ctrl-C.
+    The code is 0 on success, 1 on a failure, 2 on a user's mistake (reported in one line on stderr) and 128 + its number for a
+    signal that ends it: 130 on Ctrl-C.
     """
     try:
         parser = make_parser(__version__)
@@ -35,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"foldray: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("foldray: interrupted", file=sys.stderr)
-        return 130
+        return 128 + int(interrupt.args[0] if interrupt.args else signal.SIGINT)  # `Stopping` names the signal
 
 
 def run() -> int:

@@ -22,6 +22,13 @@ def _unflag(name: str) -> Callable[[Hurt], object]:
     return lambda hurt: (hurt.folder / name).unlink()
 
 
+def _spike(hurt: Hurt) -> None:
+    """Let the loss spike as soon as there are enough steps to compare with."""
+    while hurt.last_step < 30:
+        time.sleep(0.05)
+    (hurt.folder / "spike").touch()
+
+
 def _damaged(damage: Callable[[Hurt], object]) -> Callable[[Hurt], object]:
     """Damage the newest of at least two checkpoints, then kill a worker, so that training needs one."""
 
@@ -113,7 +120,7 @@ FAULTS: Mapping[str, Fault] = {
         Fault("a gradient is zero", _flag("zero"), r"gradient norm of \S+ weights is 0", False),
         Fault(
             "the loss spikes",
-            _flag("spike"),
+            _spike,
             r"the loss is \S+, after a median",
             moments=("step",),
             mend=_unflag("spike"),

@@ -16,9 +16,9 @@ class Stopping:
     """A context in which SIGINT and SIGTERM stop a training in order.
 
     The first signal asks the workers to save a checkpoint after their step, and to stop. The second one, or the first one if
-    nobody can be asked, raises KeyboardInterrupt. What arrives within a second of the first one is the same signal: `ray job
-    stop` sends it to all processes of a job, and the parent of this process passes it on. Only the main thread gets signals; in
-    other threads the context does nothing.
+    nobody can be asked, raises KeyboardInterrupt with the number of the first one. What arrives within a second of the first one
+    is the same signal: `ray job stop` sends it to all processes of a job, and the parent of this process passes it on. Only the
+    main thread gets signals; in other threads the context does nothing.
 
     Attributes:
         signal: the number of the first signal; None if there was none.
@@ -49,4 +49,4 @@ class Stopping:
                 return
         elif time.monotonic() - self._began < _SAME_S:
             return
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(int(self.signal))

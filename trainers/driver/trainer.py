@@ -209,7 +209,7 @@ class FoldTrainer(TorchTrainer):
     def _ask_to_stop(self) -> bool:
         """Ask the workers to stop after their step. Return whether they train already, and so come to it."""
         assert self.run is not None
-        if not self.run.watch.beats:
+        if not any(beat["trained_s"] for beat in self.run.watch.beats.values()):
             return False
         self.run.ask_to_stop()
         if self.console is not None:

@@ -39,5 +39,7 @@ def test_a_signal_that_is_also_passed_on_by_the_parent_is_one() -> None:
 
 
 def test_a_signal_before_anybody_can_be_asked_ends() -> None:
-    with pytest.raises(KeyboardInterrupt), Stopping(lambda: False):
-        send(signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with pytest.raises(KeyboardInterrupt) as found, Stopping(lambda: False):
+            send(number)
+        assert found.value.args == (number,)
