@@ -55,7 +55,7 @@ def first_steps(recipe: str, rounds: int) -> tuple[list[float], list[float]]:
     """Return the seconds from the start of the command to the end of the first step, for foldray and for plain Ray Train."""
     ours, theirs = list[float](), list[float]()
     with tempfile.TemporaryDirectory(prefix="overhead-") as place:
-        one = [f"cluster.storage={place}", "training.stop_after=1", "training.eval_every=0", "training.eval_sequences=1"]
+        one = [f"cluster.storage={place}", "training.stop_after=1", "training.eval_every=null", "training.eval_sequences=1"]
         train = [sys.executable, "-m", "foldray", "train", recipe, *one, "checkpoint.every=0", "--json"]
         for number in range(rounds + 1):
             began = time.time()
