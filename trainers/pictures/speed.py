@@ -72,15 +72,11 @@ def _mark_workers(axes: Axes, speed: Speed, begin: float, end: float, unit: floa
     for (start, workers), (stop, _) in pairwise(changes):
         if workers and stop > start:
             axes.axvspan((start - begin) / unit, (stop - begin) / unit, ymin=0.975, color=GREY, alpha=0.15 + 0.1 * (workers % 3))
-            middle = ((start + stop) / 2 - begin) / unit
-            words: dict[str, Any] = {
-                "xycoords": ("data", "axes fraction"),
-                "ha": "center",
-                "va": "top",
-                "fontsize": 9.5,
-                "color": INK,
-            }
-            axes.annotate(f"{workers} workers", (middle, 0.965), **words)
+            first = start == begin and stop - start < 0.1 * (end - begin)  # words in its middle would cross the axis
+            words: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top"}
+            words |= {"ha": "left" if first else "center", "xytext": (3 if first else 0, 0), "fontsize": 9.5, "color": INK}
+            middle = start if first else (start + stop) / 2
+            axes.annotate(f"{workers} workers", ((middle - begin) / unit, 0.965), **words)
 
 
 def _mark_events(figure: Figure, axes: Axes, speed: Speed, begin: float, unit: float) -> None:
