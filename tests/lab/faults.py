@@ -23,8 +23,8 @@ def _unflag(name: str) -> Callable[[Hurt], object]:
 
 
 def _spike(hurt: Hurt) -> None:
-    """Let the loss spike as soon as there are enough steps to compare with."""
-    while hurt.last_step < 30:
+    """Let the loss spike when it falls slowly. As long as it falls fast, no loss stands out."""
+    while hurt.last_step < 90:
         time.sleep(0.05)
     (hurt.folder / "spike").touch()
 

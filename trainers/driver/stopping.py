@@ -41,6 +41,8 @@ class Stopping:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if isinstance(error, KeyboardInterrupt) and self.signal is not None:
+            error.args = (int(self.signal),)  # what waits for Ray raises a new exception, which does not know the signal
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         if self.signal is None:
@@ -49,4 +51,4 @@ class Stopping:
                 return
         elif time.monotonic() - self._began < _SAME_S:
             return
-        raise KeyboardInterrupt(int(self.signal))
+        raise KeyboardInterrupt

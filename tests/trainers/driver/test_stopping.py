@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -43,3 +44,13 @@ def test_a_signal_before_anybody_can_be_asked_ends() -> None:
         with pytest.raises(KeyboardInterrupt) as found, Stopping(lambda: False):
             send(number)
         assert found.value.args == (number,)
+        with pytest.raises(KeyboardInterrupt) as found, Stopping(lambda: False):
+            replaced(number)
+        assert found.value.args == (number,)
+
+
+def replaced(number: signal.Signals) -> None:
+    """Get a signal, and raise a new exception, as Ray does while it waits."""
+    with suppress(KeyboardInterrupt):
+        send(number)
+    raise KeyboardInterrupt
