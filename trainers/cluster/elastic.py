@@ -32,7 +32,9 @@ class LegalWorlds(ElasticScalingPolicy):
         self._waits_since: float | None = None
 
     def _count_possible_workers(self, reserved_resources: dict) -> int:
-        room = super()._count_possible_workers(reserved_resources)
+        # Ray's coordinator still has the nodes of some seconds ago. A group with a place on a lost node would wait for a minute.
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        room = super()._count_possible_workers({node: has for node, has in reserved_resources.items() if node in alive})
         return max((world for world in self._worlds if world <= room), default=0)
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:

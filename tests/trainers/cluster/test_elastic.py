@@ -28,7 +28,8 @@ class Policy(LegalWorlds):
 
 
 @pytest.fixture
-def policy() -> Policy:
+def policy(monkeypatch: pytest.MonkeyPatch) -> Policy:
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": node, "Alive": True} for node in "ab"])
     return Policy(ScalingConfig(num_workers=(2, 8), resources_per_worker={"CPU": 1}), (2, 4, 8))
 
 
@@ -38,6 +39,16 @@ def test_the_largest_legal_number_that_fits_starts(policy: Policy, cpus: float, 
     decision = policy.make_decision_for_non_running_worker_group()
     assert isinstance(decision, ResizeDecision)
     assert decision.num_workers == workers
+
+
+def test_a_node_that_is_lost_has_no_room(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy.cpus = 3
+    for alive, workers in ((True, 4), (False, 2)):
+        nodes = [{"NodeID": "a", "Alive": True}, {"NodeID": "b", "Alive": alive}]
+        monkeypatch.setattr(ray, "nodes", lambda nodes=nodes: nodes)
+        decision = policy.make_decision_for_non_running_worker_group()
+        assert isinstance(decision, ResizeDecision)
+        assert decision.num_workers == workers
 
 
 def test_it_waits_for_the_fewest_workers_for_some_time(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
