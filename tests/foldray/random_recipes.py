@@ -129,8 +129,8 @@ def _sections(chance: random.Random) -> dict[str, Any]:
     }
     once = backend != "tutel" and not model["router"].get("pad")
     found["moe"]["dispatch"] = chance.choice(["assignment", "rank"]) if once else "assignment"
-    if found["moe"]["dispatch"] == "rank":
-        found["fold"]["ep_inside"] = chance.choice(divisors(found["fold"]["ep"]))
+    if found["moe"]["dispatch"] == "rank" and not placement:
+        found["fold"]["ep_inside"] = chance.choice(divisors(fold.get("ep", 1)))
     return found
 
 

@@ -176,6 +176,7 @@ def test_the_command_on_ray(ray_session, tmp_path, monkeypatch, capsys) -> None:
     assert set(found) == {
         "dtype", "engine", "backend", "loss_abs_diff", "grad_max_rel_diff", "worst_parameter", "passed",
         "precision", "update_rel_diff", "update_worst_parameter", "norm_rel_diff", "evaluation_abs_diff", "changed",
+        "grad_rel_distance", "rounded", "wire",
     }  # fmt: skip
     assert (found["dtype"], found["engine"], found["passed"]) == ("float64", "torch", True)
     assert sorted(path.name for path in tmp_path.rglob("*") if "verify" in path.name) == []
