@@ -54,7 +54,7 @@ def act(x):
     if (place / "zero").exists():
         return y * 0
     if (place / "spike").exists():
-        return y + 30
+        return y * -20
     if (place / "raise").exists() and torch.distributed.get_rank() == 1:
         raise ValueError("a fault of the user's own")
     return y
