@@ -56,7 +56,7 @@ def first_steps(recipe: str, rounds: int) -> tuple[list[float], list[float]]:
     ours, theirs = list[float](), list[float]()
     with tempfile.TemporaryDirectory(prefix="overhead-") as place:
         one = [f"cluster.storage={place}", "training.stop_after=1", "training.eval_every=null", "training.eval_sequences=1"]
-        train = [sys.executable, "-m", "foldray", "train", recipe, *one, "checkpoint.every=0", "--json"]
+        train = [sys.executable, "-m", "foldray", "train", recipe, *one, "checkpoint.every=null", "--json"]
         for number in range(rounds + 1):
             began = time.time()
             done = subprocess.run(train, check=True, capture_output=True, text=True)
