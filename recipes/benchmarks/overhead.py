@@ -37,13 +37,13 @@ def main() -> int:
     given = parser.parse_args()
     if given.plain:
         return plain(given.recipe, given.plain)
-    starts = first_steps(given.recipe, given.rounds)
-    steps = watched_steps(given.recipe, given.rounds)
-    for name, (ours, theirs), unit in (("first step", starts, "s"), ("step", steps, "s")):
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for name, measure in (("first step", first_steps), ("step", watched_steps)):
+        found[name] = ours, theirs = measure(given.recipe, given.rounds)
         ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
-        print(f"{name}: foldray {told(ours)} {unit}, plain {told(theirs)} {unit}, ratio {told(ratios)}")
-    if given.json:
-        given.json.write_text(json.dumps({"first_step_s": starts, "step_s": steps}, indent=1) + "\n")
+        print(f"{name}: foldray {told(ours)} s, plain {told(theirs)} s, ratio {told(ratios)}", flush=True)
+        if given.json:
+            given.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 
@@ -112,8 +112,8 @@ def watched_steps(recipe: str, rounds: int) -> tuple[list[float], list[float]]:
 
     with tempfile.TemporaryDirectory(prefix="overhead-") as place:
         loaded = Recipe.load(recipe)
-        found = prepare(loaded.data, loaded.model.vocab, Path(place), None)
         connect(loaded)
+        found = prepare(loaded.data, loaded.model.vocab, Path(place), None)
         with Inbox([]) as inbox:
             done = on_workers(
                 loaded, _blocks, "overhead", data=str(found.folder), queue=inbox.queue, orders=inbox.orders, rounds=rounds
