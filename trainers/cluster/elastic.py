@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import ray
 from ray.train import ScalingConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
-from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy, NoopDecision, ScalingDecision
+from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy, NoopDecision, ResizeDecision, ScalingDecision
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus, WorkerGroupState
 
 from foldray.recipe import Recipe
 
 _PATIENCE_S = 300.0  # for the fewest workers
+_STALE_S = 20.0  # until Ray's coordinator knows a node that has come
 
 
 class LegalWorlds(ElasticScalingPolicy):
@@ -30,6 +31,7 @@ class LegalWorlds(ElasticScalingPolicy):
         super().__init__(scaling_config)
         self._worlds = tuple(worlds)
         self._waits_since: float | None = None
+        self._fewer_since: float | None = None
 
     def _count_possible_workers(self, reserved_resources: dict) -> int:
         # Ray's coordinator still has the nodes of some seconds ago. A group with a place on a lost node would wait for a minute.
@@ -39,13 +41,23 @@ class LegalWorlds(ElasticScalingPolicy):
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         decision = super().make_decision_for_non_running_worker_group()
-        if not isinstance(decision, NoopDecision):
+        if isinstance(decision, ResizeDecision):
             self._waits_since = None
-            return decision
+            return self._unless_stale(decision)
         self._waits_since = self._waits_since or time.monotonic()
         if time.monotonic() - self._waits_since > _PATIENCE_S:
             self._waits_since = None
             raise WorkerGroupStartupTimeoutError(min(self._worlds))
+        return decision
+
+    def _unless_stale(self, decision: ResizeDecision) -> ScalingDecision:
+        """Wait for some time if the nodes have room for more workers than Ray's coordinator knows."""
+        room = _room(self.scaling_config._resources_per_worker_not_none)
+        if decision.num_workers < max((world for world in self._worlds if world <= room), default=0):
+            self._fewer_since = self._fewer_since or time.monotonic()
+            if time.monotonic() - self._fewer_since < _STALE_S:
+                return NoopDecision()
+        self._fewer_since = None
         return decision
 
     def make_decision_for_running_worker_group(
@@ -58,7 +70,11 @@ class LegalWorlds(ElasticScalingPolicy):
 def larger_world(recipe: Recipe, worlds: Sequence[int], now: int) -> int | None:
     """Return the largest legal number of workers above `now` for which the cluster has room; None if there is none."""
     spec = recipe.cluster
-    need = {"CPU": float(spec.cpus_per_worker), **({"GPU": 1.0} if spec.gpu else {})}
-    free = ray._private.state.available_resources_per_node()
-    more = sum(min(int(node.get(name, 0.0) // amount) for name, amount in need.items()) for node in free.values())
+    more = _room({"CPU": float(spec.cpus_per_worker), **({"GPU": 1.0} if spec.gpu else {})})
     return max((world for world in worlds if now < world <= now + more), default=None)
+
+
+def _room(need: Mapping[str, float]) -> int:
+    """Return the number of workers that nodes have room for now, each with so much of every resource."""
+    free, wanted = ray._private.state.available_resources_per_node(), {name: each for name, each in need.items() if each > 0}
+    return sum(min(int(node.get(name, 0.0) // each) for name, each in wanted.items()) for node in free.values())

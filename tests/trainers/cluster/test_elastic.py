@@ -30,6 +30,7 @@ class Policy(LegalWorlds):
 @pytest.fixture
 def policy(monkeypatch: pytest.MonkeyPatch) -> Policy:
     monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": node, "Alive": True} for node in "ab"])
+    monkeypatch.setattr(ray._private.state, "available_resources_per_node", dict)
     return Policy(ScalingConfig(num_workers=(2, 8), resources_per_worker={"CPU": 1}), (2, 4, 8))
 
 
@@ -49,6 +50,23 @@ def test_a_node_that_is_lost_has_no_room(policy: Policy, monkeypatch: pytest.Mon
         decision = policy.make_decision_for_non_running_worker_group()
         assert isinstance(decision, ResizeDecision)
         assert decision.num_workers == workers
+
+
+def test_it_waits_until_ray_knows_a_node_that_has_come(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy.cpus, clock = 3, [100.0]
+    monkeypatch.setattr(elastic.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(ray._private.state, "available_resources_per_node", lambda: {"a": {"CPU": 3.0}, "b": {"CPU": 5.0}})
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
+    policy.cpus = 7
+    decision = policy.make_decision_for_non_running_worker_group()
+    assert isinstance(decision, ResizeDecision)
+    assert decision.num_workers == 8
+    policy.cpus = 3  # another job holds the rest
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
+    clock[0] += 21.0
+    decision = policy.make_decision_for_non_running_worker_group()
+    assert isinstance(decision, ResizeDecision)
+    assert decision.num_workers == 4
 
 
 def test_it_waits_for_the_fewest_workers_for_some_time(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
