@@ -75,6 +75,6 @@ def larger_world(recipe: Recipe, worlds: Sequence[int], now: int) -> int | None:
 
 
 def _room(need: Mapping[str, float]) -> int:
-    """Return the number of workers that nodes have room for now, each with so much of every resource."""
+    """Return the number of workers that nodes have room for now, each with so much of every resource; 0 if they need none."""
     free, wanted = ray._private.state.available_resources_per_node(), {name: each for name, each in need.items() if each > 0}
-    return sum(min(int(node.get(name, 0.0) // each) for name, each in wanted.items()) for node in free.values())
+    return sum(min((int(node.get(name, 0.0) // each) for name, each in wanted.items()), default=0) for node in free.values())
