@@ -147,7 +147,7 @@ class Pending:
 
     @classmethod
     def of(cls, parts: Iterable[Pending]) -> Pending:
-        """Return several running operations as one. The parts must not be waited for any more."""
+        """Return several running operations as one. The parts must not be waited for any more, nor have a `then`."""
         parts = list(parts)
         works = [work for part in parts for work in part._works]
         kept = [tensor for part in parts for tensor in part._kept]

@@ -10,7 +10,7 @@ import torch
 
 from foldray.comm import Groups, Pending
 from foldray.moe.contracts import Received, RowCounts, Rows, Sent
-from foldray.moe.wire import Format, Travels, Wire
+from foldray.moe.wire import Format, Wire, write
 
 
 class AllToAll:
@@ -87,12 +87,12 @@ class AllToAll:
 
     def _start(self, rows: Rows, form: Format | None, send: Callable[[torch.Tensor], Pending], ready: bool) -> Pending:
         """Start to send rows in a format of the wire, and what is beside them."""
-        travels = Travels.of(rows, form)
+        travels, read = write(rows, form)
 
         def begin() -> Pending:
-            return Pending.of(map(send, travels.tensors)).then(travels.how.read)
+            return Pending.of(map(send, travels)).then(read)
 
-        return self._line.start(begin, ready, device=travels.tensors[0].device)
+        return self._line.start(begin, ready, device=travels[0].device)
 
 
 class _Told(NamedTuple):
@@ -113,20 +113,24 @@ class _Told(NamedTuple):
     def of_experts(self, x: int, rank: int, of: int) -> list[int]:
         """Return the rows that a rank has for each expert of an EP rank."""
         local = self.experts // self.ranks
-        return self._of(x, rank)[of * local :][:local]
+        return self.numbers[(first := self._first(x, rank) + of * local) : first + local]
 
     def to_rank(self, x: int, rank: int, to: int) -> int:
         """Return the number of rows that a rank sends to an EP rank, or that others pass on to it."""
-        numbers = self._of(x, rank)
-        return numbers[self.experts + to] if len(numbers) > self.experts else sum(self.of_experts(x, rank, to))
+        if self._each == self.experts:
+            return sum(self.of_experts(x, rank, to))
+        return self.numbers[self._first(x, rank) + self.experts + to]
 
     def to_node(self, x: int, rank: int, node: int) -> int:
         """Return the number of rows that a rank sends to a node."""
-        return self._of(x, rank)[self.experts + self.ranks + node]
+        return self.numbers[self._first(x, rank) + self.experts + self.ranks + node]
 
-    def _of(self, x: int, rank: int) -> list[int]:
-        each = len(self.numbers) // len(self.member)
-        return self.numbers[self.member[x, rank] * each :][:each]
+    @property
+    def _each(self) -> int:
+        return len(self.numbers) // len(self.member)
+
+    def _first(self, x: int, rank: int) -> int:
+        return self.member[x, rank] * self._each
 
 
 def _sum_all(rows: Iterable[Sequence[int]]) -> list[int]:

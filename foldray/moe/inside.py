@@ -21,7 +21,7 @@ from foldray.comm import Communicator, Pending, mirrored_together
 from foldray.kernels.permutation import sum_rows
 from foldray.moe.contracts import Received, Rows
 from foldray.moe.once import Chosen, encode
-from foldray.moe.wire import Travels
+from foldray.moe.wire import write
 
 
 class InsideNode(NamedTuple):
@@ -60,6 +60,5 @@ class InsideNode(NamedTuple):
         return sum_rows(results_MH, row_M, position_ND)
 
     def _exchange(self, rows: Sequence[torch.Tensor], arriving: list[int], leaving: list[int]) -> Rows:
-        travels = Travels.of(rows, None)
-        pending = Pending.of(self.ranks.start_all_to_all(each, arriving, leaving) for each in travels.tensors)
-        return pending.then(travels.how.read).wait()
+        travels, read = write(rows, None)
+        return Pending.of(self.ranks.start_all_to_all(each, arriving, leaving) for each in travels).then(read).wait()

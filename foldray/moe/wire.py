@@ -14,10 +14,11 @@ Legend: N rows, H hidden, G = ⌈H / 128⌉ groups of numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,9 @@ GROUP = 128
 _FLOAT8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FLOAT8).max
 _TINY = torch.finfo(torch.float32).tiny
+
+
+Read = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 class Format(Protocol):
@@ -104,64 +108,33 @@ def _grouped(x_NH: torch.Tensor) -> torch.Tensor:
     return (F.pad(x_NH, (0, missing)) if missing else x_NH).unflatten(1, (-1, GROUP))
 
 
-class Packed(NamedTuple):
-    """Small tensors that travel as one, because each message takes time to start.
+def write(rows: Sequence[torch.Tensor], form: Format | None) -> tuple[list[torch.Tensor], Read]:
+    """Write rows, and what is beside them.
+
+    Each message takes time to start. So what is beside the rows travels side by side in one tensor, as bytes.
 
     Args:
-        columns: type and width of each tensor.
+        rows: the rows, and other tensors with as many rows.
+        form: the format of the rows; None leaves them as they are.
+
+    Returns:
+        What travels, and what makes tensors like `rows` of it where it has arrived. The latter keeps no tensor.
     """
+    first, *scales = rows[:1] if form is None else form.write(rows[0])
+    beside = [*scales, *rows[1:]]
+    columns = [(each.dtype, each.shape[1]) for each in beside] if len(beside) > 1 else []
+    if columns:
+        beside = [torch.cat([each.contiguous().view(torch.uint8) for each in beside], 1)]
+    return [first, *beside], partial(_read, form=form, dtype=rows[0].dtype, scales=len(scales), columns=columns)
 
-    columns: tuple[tuple[torch.dtype, int], ...]
 
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Packed]:
-        """Write tensors [N, …] side by side, as bytes."""
-        bytes_ = torch.cat([each.contiguous().view(torch.uint8) for each in tensors], 1)
-        return bytes_, cls(tuple((each.dtype, each.shape[1]) for each in tensors))
-
-    def read(self, bytes_: torch.Tensor) -> list[torch.Tensor]:
-        """Return tensors like those that were written."""
-        parts = bytes_.split([dtype.itemsize * width for dtype, width in self.columns], 1)
+def _read(
+    tensors: Sequence[torch.Tensor], form: Format | None, dtype: torch.dtype, scales: int, columns: list[tuple[torch.dtype, int]]
+) -> list[torch.Tensor]:
+    first, *beside = tensors
+    if columns:
+        parts = beside[0].split([kind.itemsize * width for kind, width in columns], 1)
         # A single row counts as contiguous whatever its stride is, and only a copy has the stride of other types.
         copies = [part.clone(memory_format=torch.contiguous_format) for part in parts]
-        return [part.view(dtype) for part, (dtype, _) in zip(copies, self.columns, strict=True)]
-
-
-class Travels(NamedTuple):
-    """Rows and what is beside them, as they travel: rows in a format, and everything else in one tensor.
-
-    Args:
-        tensors: what travels.
-        form: the format of the rows; None if they travel as they are.
-        dtype: the type of the rows.
-        packed: how the rest was written; None if there is no more than one tensor.
-        scales: number of tensors of the rest that belong to the rows.
-    """
-
-    tensors: list[torch.Tensor]
-    form: Format | None
-    dtype: torch.dtype
-    packed: Packed | None
-    scales: int
-
-    @classmethod
-    def of(cls, rows: Sequence[torch.Tensor], form: Format | None) -> Travels:
-        """Write rows, and what is beside them."""
-        first, *scales = rows[:1] if form is None else form.write(rows[0])
-        rest, packed = [*scales, *rows[1:]], None
-        if len(rest) > 1:
-            beside, packed = Packed.of(rest)
-            rest = [beside]
-        return cls([first, *rest], form, rows[0].dtype, packed, len(scales))
-
-    def read(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return rows and what is beside them, from what has arrived."""
-        first, *rest = tensors
-        rest = rest if self.packed is None else self.packed.read(*rest)
-        scales, beside = rest[: self.scales], rest[self.scales :]
-        return [first if self.form is None else self.form.read((first, *scales), self.dtype), *beside]
-
-    @property
-    def how(self) -> Travels:
-        """The same without the tensors."""
-        return self._replace(tensors=[])
+        beside = [copy.view(kind) for copy, (kind, _) in zip(copies, columns, strict=True)]
+    return [first if form is None else form.read((first, *beside[:scales]), dtype), *beside[scales:]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from foldray.blueprint.layout import smallest_slice
 from foldray.fold import Fold, divisors
@@ -63,15 +62,15 @@ class Space:
         If tokens travel once to each rank, a fold whose expert-parallel groups have several ranks on each of several nodes comes
         again, with tokens that travel once to each node first.
         """
+        if self.job.dispatch != "rank":
+            yield from self._one_level()
+            return
+        device = Device.of(self.job, self.hardware)
         for fold in self._one_level():
             yield fold
-            size, together, nodes = Network(fold, self._device).shape("ep")
-            if self.job.dispatch == "rank" and nodes > 1 < together and size == together * nodes:
+            size, together, nodes = Network(fold, device).shape("ep")
+            if nodes > 1 and together > 1 and size == together * nodes:
                 yield replace(fold, ep_inside=together)
-
-    @cached_property
-    def _device(self) -> Device:
-        return Device.of(self.job, self.hardware)
 
     def _one_level(self) -> Iterator[Fold]:
         model, job = self.job.model, self.job

@@ -137,7 +137,7 @@ def _recorded(recipe: Recipe, meter: Meter) -> dict[Op, float]:
 def _priced(recipe: Recipe, hardware: Hardware, what: str, changed: dict[str, float]) -> dict[Op, float]:
     """Return the seconds that the planner predicts for one kind of work in every op."""
     batch, dtype = recipe.training.global_batch, DTYPES[recipe.precision]
-    job = Job(recipe.model, recipe.data.seq_len, batch, dtype, dispatch=recipe.moe.dispatch, wire=recipe.moe.wire)
+    job = Job(recipe.model, recipe.data.seq_len, batch, dtype, dispatch=recipe.moe.dispatch)
     candidate = Candidate(job, recipe.placed_fold, recipe.ordering, zero=recipe.engine.zero)
     work = OpWork(candidate, Device.of(job, hardware, changed))
     return {op: sum(item.seconds for item in work.work(op) if item.what == what) for op in candidate.graph.ops()}

@@ -113,10 +113,9 @@ def predicted(
     """
     fold = groups.fold
     shares = rank_shares(models[1], fold.ep)
-    # Rows of the fullest rank: of assignments, or of tokens that go there.
-    even, most = (
-        max((rank_shares if recipe.moe.dispatch == "assignment" else visits_of_a_token)(each, fold.ep)) for each in models
-    )
+    # Rows of the fullest rank: of assignments, or of tokens that go there, or to its node.
+    once = recipe.moe.dispatch == "rank"
+    even, most = (max(visits_of_a_token(each, fold.ep_across) if once else rank_shares(each, fold.ep)) for each in models)
 
     def scale(op: Op, rank: int) -> float:
         if op.kind in (DISPATCH, COMBINE):

@@ -13,7 +13,7 @@ from foldray.blueprint import Ownership
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.moe import MoeBackend, MoELayer, TokenPiece, combine, dispatch, run_layer
-from foldray.moe.wire import GROUP, WIRES, Travels
+from foldray.moe.wire import GROUP, WIRES, write
 from tests.foldray.moe.test_layer import spec
 
 OUT, BACK = WIRES["float8"].out, WIRES["float8"].back
@@ -61,9 +61,9 @@ def test_what_is_no_number_stays_none() -> None:
 def test_what_is_written_side_by_side_is_read_again(rows: int, wire: str | None) -> None:
     x_NH = torch.randn(rows, 130)
     beside = [torch.randn(rows, 3, dtype=torch.float64), torch.arange(5 * rows, dtype=torch.int32).view(rows, 5)]
-    travels = Travels.of([x_NH, *beside], WIRES[wire].out if wire else None)
-    assert [len(each) for each in travels.tensors] == [rows, rows]
-    found, *others = travels.how.read(travels.tensors)
+    travels, read = write([x_NH, *beside], WIRES[wire].out if wire else None)
+    assert [len(each) for each in travels] == [rows, rows]
+    found, *others = read(travels)
     assert [each.dtype for each in others] == [each.dtype for each in beside]
     assert all(map(torch.equal, others, beside))
     torch.testing.assert_close(found, x_NH, rtol=0 if wire is None else 0.07, atol=0 if wire is None else 1e-4)
