@@ -22,12 +22,14 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from trainers.checkpoints.metadata import Contents, read_metadata
 from trainers.folders import Checked, Count, DamagedFile, Folder, read_json
+
+if TYPE_CHECKING:
+    from trainers.checkpoints.metadata import Contents
 
 METADATA, PROGRESS = ".metadata", "progress.json"
 _MOST_METADATA = 1 << 30
@@ -35,6 +37,24 @@ _MOST_STEPS = 10**12
 _MANIFEST, _OLD_MANIFEST = re.compile(r"manifest\.\d+\.json"), re.compile(r"sizes\.\d+\.json")
 
 Name = Annotated[str, Field(pattern=r"^(\.metadata|progress\.json|__\d{1,9}_\d{1,9}\.distcp)$")]
+
+
+class DamagedCheckpoint(Exception):
+    """Training cannot continue from a checkpoint. All ranks raise this error, and another attempt would fail in the same
+    way.
+
+    Args:
+        path: path of the checkpoint in its storage.
+        file: name of the damaged file.
+        what: the damage.
+    """
+
+    def __init__(self, path: str, file: str, what: str):
+        super().__init__(path, file, what)
+        self.path, self.file, self.what = path, file, what
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.path} is damaged: {self.file} {self.what}"
 
 
 class Entry(Checked):
@@ -171,6 +191,8 @@ def _check_hash(folder: Folder, name: str, entry: Entry) -> None:
 
 
 def _contents(folder: Folder, entries: dict[str, Entry]) -> Contents:
+    from trainers.checkpoints.metadata import read_metadata  # takes most of a second, with PyTorch's checkpoints
+
     try:
         contents = read_metadata(folder.read(METADATA, _MOST_METADATA))
     except ValueError as error:

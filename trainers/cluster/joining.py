@@ -8,11 +8,9 @@ import tempfile
 from contextlib import suppress
 from typing import Any
 
-import grpc
 import ray
 import torch
 from ray._common.utils import get_system_memory
-from ray._private.grpc_utils import init_grpc_channel
 from ray.exceptions import AuthenticationError
 
 from foldray.blueprint import count_by_cut
@@ -115,6 +113,9 @@ def _knock(address: str) -> None:
     """
     if ":" not in address:
         return  # Ray knows words such as "auto", and refuses other words at once
+    import grpc
+    from ray._private.grpc_utils import init_grpc_channel
+
     channel = init_grpc_channel(address.removeprefix("ray://"))
     try:
         grpc.channel_ready_future(channel).result(timeout=_ANSWER_S)

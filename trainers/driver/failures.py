@@ -22,7 +22,7 @@ from trainers.driver.attempts import Failure
 from trainers.driver.causes import LOST, follows, reason, root_cause
 from trainers.driver.watch import Watch, named
 from trainers.records import Place
-from trainers.worker.loop import Preempted
+from trainers.worker.ending import Preempted
 
 _CONTROLLER = "the process of Ray Train that starts the workers"
 _LEAST_FREE = 32 * 2**20

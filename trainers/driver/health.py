@@ -12,7 +12,7 @@ from rich.table import Table
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers.driver.recorder import read_history
-from trainers.driver.trained import recipe_of
+from trainers.driver.stored_recipe import recipe_of
 from trainers.folders import Folder
 from trainers.health import STARVED, Health
 from trainers.history import History

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import socket
 import sqlite3
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
@@ -90,6 +92,11 @@ class TrackingServer:
             if known is None:
                 raise
             return known.experiment_id
+
+
+def begin_import() -> None:
+    """Import MLflow in a thread, while this process waits for Ray. It takes more than a second."""
+    threading.Thread(target=importlib.import_module, args=("mlflow",), name="foldray-mlflow", daemon=True).start()
 
 
 def check_reachable(recipe: Recipe) -> None:

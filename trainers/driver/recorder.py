@@ -21,9 +21,6 @@ from foldray.urls import without_secrets
 from trainers.driver.watch import Pace
 from trainers.folders import DamagedFile, Folder, read_json, with_path
 from trainers.history import LOAD_WINDOW, History
-from trainers.pictures.health import draw_health
-from trainers.pictures.speed import draw_speed
-from trainers.pictures.training import draw_expert_load, draw_loss, draw_tried
 from trainers.records import Beat, Record, as_json
 
 _BALANCE = (
@@ -151,6 +148,11 @@ class RunFolder:
 
     def draw(self, page: bool = True) -> None:
         """Draw the pictures for which the run has data, and with `page` also the page of the experts' health."""
+        # matplotlib takes a while to import. The first picture comes after the first step.
+        from trainers.pictures.health import draw_health
+        from trainers.pictures.speed import draw_speed
+        from trainers.pictures.training import draw_expert_load, draw_loss, draw_tried
+
         if self.history.steps:
             draw_loss(self.history, self._baselines, self._loss, self.path.name, self._bytes_per_token)
         if self.history.speed.steps:

@@ -16,7 +16,7 @@ from rich.text import Text
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers.driver.recorder import RANKS, read_history, read_run
-from trainers.driver.trained import recipe_of
+from trainers.driver.stored_recipe import recipe_of
 from trainers.folders import Checked, DamagedFile, Folder, printable, read_json
 from trainers.history import LOAD_WINDOW, History
 

@@ -10,16 +10,15 @@ from pathlib import Path
 
 from ray.train import Checkpoint
 
-from foldray.errors import UserError
 from foldray.recipe import Recipe
 from foldray.runtime import Shard, State
-from trainers.checkpoints.stored import Stored
-from trainers.checkpoints.tensors import DamagedCheckpoint, load, opened
+from trainers.checkpoints.stored import DamagedCheckpoint, Stored
+from trainers.checkpoints.tensors import load, opened
 from trainers.driver.resuming import Beginning, check_model
-from trainers.folders import DamagedFile, Folder
+from trainers.driver.stored_recipe import recipe_of
+from trainers.folders import Folder
 
 _FIELD = "RUN"
-_RECIPE, _MOST_RECIPE = "recipe.yaml", 1 << 20
 
 
 @dataclass(frozen=True)
@@ -89,30 +88,6 @@ def _beginning(run: str | Path | Checkpoint) -> Beginning:
     if newest := Beginning.newest(begin.folder):
         return replace(newest, field=_FIELD, value=begin.value)
     return begin
-
-
-def recipe_of(run: Folder, field: str, value: str, trust: bool = False) -> Recipe:
-    """Return the recipe in the folder of a run.
-
-    Args:
-        field, value: what the user calls the run.
-        trust: whether to import the modules that the recipe names (`Recipe.stored`).
-
-    Raises:
-        UserError: there is no recipe that can be read.
-    """
-    try:
-        text = run.read(_RECIPE, _MOST_RECIPE).decode()
-    except DamagedFile as error:
-        raise UserError(field, value, f"its {error}; it says how the model is made") from None
-    except UnicodeDecodeError:
-        raise UserError(field, value, f"its {_RECIPE} is not UTF-8 text") from None
-    except OSError as error:
-        raise UserError(field, value, f"its {_RECIPE} cannot be read ({error.strerror or error})") from None
-    try:
-        return Recipe.stored(f"{run.name}/{_RECIPE}", text, trust)
-    except UserError as error:
-        raise UserError(field, value, f"its {_RECIPE} is refused ({error})") from None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ray.train.v2._internal.execution.failure_handling import create_failure_pol
 from foldray.errors import MissingPackage, UserError
 from foldray.recipe import Recipe, check_trains
 from foldray.recipe.refold import worlds
-from trainers.checkpoints.tensors import DamagedCheckpoint
+from trainers.checkpoints.stored import DamagedCheckpoint
 from trainers.cluster import joining, workers
 from trainers.cluster.elastic import LegalWorlds
 from trainers.data.conversations import told
@@ -30,9 +30,9 @@ from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
 from trainers.data.unfit import told_unfit
 from trainers.driver.attempts import Attempt, Failure, GiveUp, GoOn, decide
-from trainers.driver.causes import sendable, told_first
+from trainers.driver.causes import told_first
 from trainers.driver.failures import failure_of
-from trainers.driver.mlflow_server import check_reachable
+from trainers.driver.mlflow_server import begin_import, check_reachable
 from trainers.driver.ray_configs import (
     check_backend,
     check_places,
@@ -46,12 +46,12 @@ from trainers.driver.report import Console
 from trainers.driver.resuming import Beginning, check_resumable, list_checkpoints
 from trainers.driver.run import Run
 from trainers.driver.stopping import Stopping
-from trainers.driver.trained import recipe_of
+from trainers.driver.stored_recipe import recipe_of
 from trainers.folders import Folder
 from trainers.hugging_face.weights import Weights
 from trainers.worker.engines import make_backend
-from trainers.worker.loop import train_loop
 from trainers.worker.online import MakeSearch
+from trainers.worker.task import train_on_worker
 
 _START_S = 120.0
 """Seconds for Ray to start the process of its controller."""
@@ -127,7 +127,7 @@ class FoldTrainer(TorchTrainer):
             check_datasets(datasets, self.recipe.data)
         self._documents = dict(datasets or {})  # not `datasets`, which Ray would split over the workers
         super().__init__(
-            _train_loop_with_notes,
+            train_on_worker,
             train_loop_config={},
             torch_config=torch_config or TorchConfig(timeout_s=math.ceil(self.recipe.cluster.timeout)),
             scaling_config=merged_scaling(self.recipe, scaling_config),
@@ -185,6 +185,7 @@ class FoldTrainer(TorchTrainer):
         if begin is None and self.recipe.training.weights is not None:
             Weights.at(self.recipe.training.weights, "training.weights").check(self.recipe.model)
         check_reachable(self.recipe)  # before the data are prepared, which may take hours
+        begin_import()
         joining.connect(self.recipe)
         joining.check_room(self.worlds[min(self.worlds)])
         check_places(self.scaling_config, min(self.worlds))
@@ -371,19 +372,6 @@ class FoldTrainer(TorchTrainer):
         """Write the recipe to a storage elsewhere, where whoever loads a checkpoint finds it."""
         if self._is_elsewhere:
             self._folder.write("recipe.yaml", as_yaml(self.recipe).encode())
-
-
-def _train_loop_with_notes(config: dict[str, Any]) -> dict[str, Any]:
-    """Run `train_loop`, and make its exceptions fit to travel.
-
-    A damaged checkpoint becomes a result with the name of the file, because it is no fault of the workers.
-    """
-    try:
-        return train_loop(config)
-    except DamagedCheckpoint as error:
-        return {"damaged": (error.path, error.file, error.what)}
-    except Exception as error:
-        raise sendable(error) from None
 
 
 def _check_packages(recipe: Recipe) -> None:

@@ -24,7 +24,7 @@ from foldray.model import IGNORED, Batch, Losses, all_losses
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, State, learning_rate, state_pieces
 from foldray.runtime.peak import matmul_peak
-from trainers.checkpoints import tensors
+from trainers.checkpoints.saver import TIMEOUT, Saver
 from trainers.checkpoints.stored import Found
 from trainers.cluster.mailbox import Outbox
 from trainers.data.mixture import Mixture, opened
@@ -33,6 +33,7 @@ from trainers.health import Health
 from trainers.hugging_face.weights import Weights
 from trainers.records import Measured, Place, Step, Validation, averaged, number, reported
 from trainers.worker import ground
+from trainers.worker.ending import Preempted
 from trainers.worker.engines import DTYPES, make_engine
 from trainers.worker.guard import Guard
 from trainers.worker.online import Knobs, MakeSearch, Online
@@ -67,10 +68,6 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
             return worker.run(pulse)
     finally:
         outbox.flush()
-
-
-class Preempted(Exception):
-    """The cluster takes nodes back. A checkpoint of the last step is saved."""
 
 
 class Totals(NamedTuple):
@@ -123,7 +120,7 @@ class Worker:
         probe(self.groups, self.device, DTYPES[recipe.precision])
         self.engine: Engine = make_engine(recipe, self.groups, self.device)
         self.guard = Guard(self.engine, self.groups, recipe.model)
-        self.saver = tensors.Saver(recipe.checkpoint.asynchronous)
+        self.saver = Saver(recipe.checkpoint.asynchronous)
         self.peak = self._all_ranks(matmul_peak(self.device, DTYPES[recipe.precision]))
         self.spikes = Spikes()
         self.validation: dict[str, Any] = {}
@@ -265,7 +262,7 @@ class Worker:
         progress = {"step": done, "data": data, "fold": fold, "validation": self.validation, **order}
         found = {"chosen": self.online.chosen, "seconds": self.online.seconds}
         progress["online"] = {"on": self.ground, "speeds": self.speeds, **found}
-        with self.activity.during("saves a checkpoint", tensors.TIMEOUT.total_seconds()):
+        with self.activity.during("saves a checkpoint", TIMEOUT.total_seconds()):
             metrics = reported(self.last, self.validation)
             path = self.saver.save(self.engine.shards(), progress, metrics, last=final)
         if self.rank == 0:
@@ -278,7 +275,9 @@ class Worker:
             if self.recipe.training.weights is not None:
                 self._begin_with(self.recipe.training.weights)
             return 0
-        loading = self.activity.during("loads a checkpoint", tensors.TIMEOUT.total_seconds())
+        from trainers.checkpoints import tensors  # takes most of a second
+
+        loading = self.activity.during("loads a checkpoint", TIMEOUT.total_seconds())
         with loading, tensors.opened(checkpoint, self.saver.group) as stored:
             shards = self.engine.shards()
             tensors.load(stored, shards, self.saver.group)
@@ -292,7 +291,7 @@ class Worker:
 
     def _begin_with(self, folder: str) -> None:
         """Load the weights of a folder of transformers."""
-        with self.activity.during("loads weights", tensors.TIMEOUT.total_seconds()):
+        with self.activity.during("loads weights", TIMEOUT.total_seconds()):
             state = self._own_state()
             Weights.at(folder, "training.weights").fill(self.recipe.model, state, state_pieces(self.engine.model, state))
             self.engine.load_state(state)

@@ -29,7 +29,7 @@ from tests.trainers.checkpoints.damage import (
     progress,
     replaced,
 )
-from trainers.checkpoints.tensors import DamagedCheckpoint
+from trainers.checkpoints.stored import DamagedCheckpoint
 from trainers.driver.resuming import Beginning
 
 

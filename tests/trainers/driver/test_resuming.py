@@ -21,8 +21,7 @@ from tests.foldray.parity import make_recipe
 from tests.trainers.checkpoints.damage import FILE, Damage, flipped, load, make_run, metadata, shards_of, state
 from trainers.checkpoints import tensors
 from trainers.checkpoints.reported import LIST as reported_list
-from trainers.checkpoints.stored import look
-from trainers.checkpoints.tensors import DamagedCheckpoint
+from trainers.checkpoints.stored import DamagedCheckpoint, look
 from trainers.driver import resuming
 from trainers.driver.resuming import Beginning, list_checkpoints, newest_run
 from trainers.folders import Folder

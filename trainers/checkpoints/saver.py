@@ -1,0 +1,110 @@
+"""Saves checkpoints while training goes on, as Ray's.
+
+A background thread copies one tensor after another to host memory and writes it (`staging.py`). On a disk, the files are
+written where they stay; for other storages, they are copied from a temporary folder. Ray registers a checkpoint only after the
+files of all ranks have arrived, so training never resumes from an incomplete one.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch.distributed as dist
+from pyarrow.fs import LocalFileSystem
+from ray.train import Checkpoint
+from ray.train.v2._internal.execution.storage import StorageContext
+from ray.train.v2.api.report_config import CheckpointUploadMode
+
+from foldray.comm import host_group
+from foldray.runtime import Shard
+from trainers.checkpoints.staging import Staged
+from trainers.folders import Folder
+
+TIMEOUT = timedelta(minutes=30)  # to write or to read a checkpoint
+
+
+class Saver:
+    """Saves this rank's share of checkpoints. Every rank must call `save` at the same steps.
+
+    Args:
+        asynchronous: write in the background; a save waits until the previous one is written.
+    """
+
+    def __init__(self, asynchronous: bool):
+        self.asynchronous = asynchronous
+        self.group = host_group(TIMEOUT)
+        self._staged: Staged | None = None
+        self._written = threading.Event()
+        self._written.set()
+
+    def settle(self) -> None:
+        """Copy what the checkpoint under way has not written yet. The engine must not change a tensor before."""
+        if self._staged is not None:
+            self._staged.settle()
+            self._staged = None
+
+    def save(self, shards: Sequence[Shard], progress: dict[str, Any], metrics: dict[str, Any], last: bool = False) -> str:
+        """Report a checkpoint to Ray, and return the path that it will have.
+
+        Args:
+            shards: this rank's share of the state. Call `settle` before their tensors change.
+            progress: the other state (`stored.Progress`); `progress["step"]` names the checkpoint.
+            metrics: metrics that Ray stores with the checkpoint.
+            last: wait until the checkpoint is written.
+        """
+        if not self._written.wait(TIMEOUT.total_seconds()):
+            raise TimeoutError(f"the checkpoint before step {progress['step']} has not been written for {TIMEOUT}")
+        self._written.clear()
+        name, storage = f"step_{progress['step']:08d}", ray.train.get_context().get_storage()
+        place = Folder(storage.build_checkpoint_path_from_name(name), storage.storage_filesystem)
+        staged = self._staged = Staged(shards)
+
+        def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
+            # PyTorch's checkpoints take most of a second to import. So only a process that needs them does so.
+            from trainers.checkpoints.tensors import write
+
+            try:
+                self._clear(place)
+                with _written_to(storage, place) as folder:
+                    names = write(folder, staged, progress, self.group)
+                place.flush(*names)
+                return place.checkpoint
+            finally:
+                staged.drop()
+                self._written.set()
+
+        ray.train.report(
+            metrics,
+            checkpoint=place.checkpoint,
+            checkpoint_dir_name=name,
+            checkpoint_upload_mode=CheckpointUploadMode.ASYNC if self.asynchronous and not last else CheckpointUploadMode.SYNC,
+            delete_local_checkpoint_after_upload=False,
+            checkpoint_upload_fn=upload,
+        )
+        return place.path
+
+    def _clear(self, place: Folder) -> None:
+        """Delete what an earlier attempt has left of a checkpoint with this name. It may have had other ranks."""
+        if self.group is None or dist.get_rank(self.group) == 0:
+            place.delete()
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+
+@contextmanager
+def _written_to(storage: StorageContext, place: Folder) -> Iterator[Path]:
+    """Open a folder whose files will be in a storage at the end of the context: on a disk, the place itself."""
+    if isinstance(place.filesystem, LocalFileSystem):
+        yield Path(place.path)
+        return
+    with tempfile.TemporaryDirectory(prefix="foldray-checkpoint-") as folder:
+        yield Path(folder)
+        storage.persist_current_checkpoint(Checkpoint.from_directory(folder), place.last)
