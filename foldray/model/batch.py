@@ -86,12 +86,19 @@ class Losses(NamedTuple):
         return (self.further_D / self.further_tokens_D.clamp_min(1)).mean()
 
 
-def all_losses(losses: Sequence[Losses], control: Communicator) -> Losses:
+def all_losses(losses: Sequence[Losses], control: Communicator, beside: torch.Tensor | None = None) -> Losses:
     """Return the sum over micro-batches and ranks. All ranks of `control` must call this.
 
     One all-reduce carries all fields in float64, which holds counts exactly.
+
+    Args:
+        beside: other numbers in float64, which are replaced by their sums over the ranks.
     """
     own = Losses(*(torch.stack(parts).sum(0) for parts in zip(*losses, strict=True)))
-    flat = control.all_reduce(torch.cat([part.double().flatten() for part in own]))
-    parts = flat.split([part.numel() for part in own])
+    sent = [*own, *(() if beside is None else (beside,))]
+    flat = control.all_reduce(torch.cat([part.double().flatten() for part in sent]))
+    parts = flat.split([part.numel() for part in sent])
+    if beside is not None:
+        *parts, more = parts
+        beside.copy_(more.view_as(beside))
     return Losses(*(part.view_as(like).to(like.dtype) for part, like in zip(parts, own, strict=True)))

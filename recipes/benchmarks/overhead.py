@@ -25,13 +25,14 @@ from typing import Any
 
 from foldray.recipe import Recipe
 
-_BLOCK = 10  # steps in a turn
+_BLOCK = 6  # steps in a turn
+_TURNS = 6  # turns of both kinds of steps in a round
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="?", default="recipes/quickstart.yaml", help="default: recipes/quickstart.yaml")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each variant (default: 7)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds (default: 7)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--plain", metavar="FILE", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -134,7 +135,7 @@ def _blocks(config: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(recipe.cluster.cpus_per_worker)
     worker = Worker(recipe, PackedData.open(config["data"]), Outbox(config["queue"]), Activity())
     times: dict[bool, list[float]] = {True: [], False: []}
-    for number in range(2 * config["rounds"] + 2):
+    for number in range(2 * (_TURNS * config["rounds"] + 1)):
         watched = number % 2 == 0
         beats, orders = Outbox(config["queue"], limit=1), config["orders"] if worker.rank == 0 else None
         pulse = Pulse(worker.rank, worker.activity, beats, orders, 3600.0) if watched else nullcontext()

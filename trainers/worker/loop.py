@@ -122,6 +122,7 @@ class Worker:
         self.guard = Guard(self.engine, self.groups, recipe.model)
         self.saver = Saver(recipe.checkpoint.asynchronous)
         self.peak = self._all_ranks(matmul_peak(self.device, DTYPES[recipe.precision]))
+        self.flops = step_flops(recipe.model, recipe.data.seq_len, recipe.training.global_batch)
         self.spikes = Spikes()
         self.validation: dict[str, Any] = {}
         self.last: Step
@@ -197,8 +198,7 @@ class Worker:
         return Batch.empty(self.recipe.data.seq_len, self.device)
 
     def _record(self, done: int, totals: Totals, rate: float, norm: float, seconds: float) -> Step:
-        training, length = self.recipe.training, self.recipe.data.seq_len
-        flops, counts = step_flops(self.recipe.model, length, training.global_batch), totals.count_ME
+        training, length, counts = self.recipe.training, self.recipe.data.seq_len, totals.count_ME
         moe = counts.numel() > 0
         # The counts are on the host already, because biases of experts need them.
         health = Health.of([counts.numpy()], self.recipe.placed_fold.ep) if moe else None
@@ -208,7 +208,7 @@ class Worker:
             "mtp_loss": totals.further,
             "drop_rate": totals.dropped / float(counts.sum()) if moe else None,
             "tokens_per_s": training.global_batch * length / seconds, "step_time_s": seconds, "trained_tokens": totals.tokens,
-            "mfu": flops / seconds / self.peak,
+            "mfu": self.flops / seconds / self.peak,
             "load": counts.tolist() if moe else None,
             "load_max_over_mean": float(health.max_over_mean.max()) if health else None,
             "rank_max_over_mean": float(health.rank_max_over_mean.max()) if health else None,
@@ -312,12 +312,13 @@ class Worker:
 
     def _totals(self, losses: list[Losses], stops: bool) -> Totals:
         """Return the means and sums over ranks and micro-batches."""
-        by_name, total = self.groups.traffic.by_name(), all_losses(losses, self.groups.control)
+        by_name = self.groups.traffic.by_name()
         names = {**TRAFFIC, **APART} if self.groups.fold.disjoint else TRAFFIC
         counts = [by_name.get(name, Count()) for name in names]
         own = [(count.calls, count.inside_bytes, count.across_bytes) for count in counts] + [(stops, _is_preempted(), 0)]
         sent = torch.tensor(own, dtype=torch.float64, device=self.device)
-        *rows, (stop, preempted, _) = self.groups.control.all_reduce(sent).tolist()
+        total = all_losses(losses, self.groups.control, sent)
+        *rows, (stop, preempted, _) = sent.tolist()
         traffic = {name: Count(*map(int, row)) for name, row in zip(names, rows, strict=True)}
         language, balance, z = total.means().tolist()
         tokens, dropped, count_ME = int(total.tokens), float(total.dropped), total.count_ME.cpu()
