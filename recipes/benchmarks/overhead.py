@@ -116,9 +116,7 @@ def watched_steps(recipe: str, rounds: int) -> tuple[list[float], list[float]]:
         connect(loaded)
         found = prepare(loaded.data, loaded.model.vocab, Path(place), None)
         with Inbox([]) as inbox:
-            done = on_workers(
-                loaded, _blocks, "overhead", data=str(found.folder), queue=inbox.queue, orders=inbox.orders, rounds=rounds
-            )
+            done = on_workers(loaded, _blocks, "overhead", data=str(found.folder), queue=inbox.queue, rounds=rounds)
     return done["ours"], done["theirs"]
 
 
@@ -137,8 +135,8 @@ def _blocks(config: dict[str, Any]) -> dict[str, Any]:
     times: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * (_TURNS * config["rounds"] + 1)):
         watched = number % 2 == 0
-        beats, orders = Outbox(config["queue"], limit=1), config["orders"] if worker.rank == 0 else None
-        pulse = Pulse(worker.rank, worker.activity, beats, orders, 3600.0) if watched else nullcontext()
+        beats = Outbox(config["queue"], limit=1)
+        pulse = Pulse(worker.rank, worker.activity, beats, 3600.0) if watched else nullcontext()
         seconds = []
         with pulse, nullcontext() if watched else _unwatched(worker):
             for step in range(_BLOCK):

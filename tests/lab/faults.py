@@ -91,7 +91,7 @@ FAULTS: Mapping[str, Fault] = {
         Fault("both workers are killed", lambda hurt: hurt.kill_rank(0, 1), r"ranks? [01].* ended|connections"),
         Fault("a worker stands still", lambda hurt: hurt.kill_rank(1, sign=signal.SIGSTOP), r"rank 1 showed no sign of life"),
         Fault("Ray Train's controller is killed", lambda hurt: hurt.kill("TrainController"), r"process of Ray Train .* was lost"),
-        Fault("the queue of records is killed", lambda hurt: hurt.kill("_QueueActor"), None),
+        Fault("the queue of records is killed", lambda hurt: hurt.kill("Mail"), None),
         Fault("the driver is killed", lambda hurt: os.kill(hurt.driver, signal.SIGKILL), _GONE),
         Fault("Ray's node process is killed", lambda hurt: hurt.kill("raylet"), _GONE),
         Fault("Ray's head process is killed", lambda hurt: hurt.kill("gcs_server"), _GONE),

@@ -39,7 +39,7 @@ ray.init(address=sys.argv[1], log_to_driver=False)
 where = lambda actor: ray.get(actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()))
 with ExitStack() as stack:
     inboxes = [stack.enter_context(Inbox([])) for _ in range(4)]
-    nodes = {where(queue.actor) for inbox in inboxes for queue in (inbox.queue, inbox.orders)}
+    nodes = {where(inbox.queue) for inbox in inboxes}
 assert nodes == {ray.get_runtime_context().get_node_id()}, nodes
 """
 

@@ -5,20 +5,21 @@ import math
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 import ray
-from ray.util.queue import Queue
 
 from tests.trainers.records import history, place, resumed, saved, step, validation
 from trainers.cluster import mailbox
+from trainers.cluster.mail import Mail
 from trainers.cluster.mailbox import Inbox, Outbox
 from trainers.history import LOAD_WINDOW, History
 from trainers.records import Record, as_json, number
 
 
 @ray.remote(num_cpus=0)
-def worker(queue: Queue, rank: int, steps: int) -> bool:
+def worker(queue: Any, rank: int, steps: int) -> bool:
     outbox = Outbox(queue)
     outbox.send(place(rank))
     if rank == 0:
@@ -78,10 +79,10 @@ def test_a_failing_subscriber_does_not_hide_the_trainings_own_failure(ray_sessio
 
 
 def test_a_queue_that_is_gone_costs_records_and_not_the_training(ray_session):
-    queue = Queue(actor_options={"num_cpus": 0})
-    assert queue.empty()
+    queue = ray.remote(Mail).options(num_cpus=0).remote()
+    assert ray.get(queue.take.remote(False)) == []
     outbox = Outbox(queue, limit=50)
-    queue.shutdown(force=True)
+    ray.kill(queue)
     began = time.monotonic()
     for count in range(200):
         outbox.send(step(count))
@@ -91,7 +92,7 @@ def test_a_queue_that_is_gone_costs_records_and_not_the_training(ray_session):
 
 def test_an_inbox_that_lost_its_queue_says_so(ray_session, caplog):
     with pytest.raises(ray.exceptions.RayError), Inbox([lambda record: None], period=0.01) as inbox:
-        ray.kill(inbox.queue.actor)
+        ray.kill(inbox.queue)
     assert "the queue is lost" in caplog.text
 
 
@@ -99,7 +100,7 @@ def test_a_queue_that_comes_back_costs_nothing(ray_session, caplog, monkeypatch)
     monkeypatch.setattr(mailbox, "_ANSWER_S", 0.2)
     seen: list[Record] = []
     with Inbox([seen.append], period=0.01, patience=0.3) as inbox:
-        pid = ray.get(inbox.queue.actor.__ray_call__.remote(lambda _: os.getpid()))
+        pid = ray.get(inbox.queue.__ray_call__.remote(lambda _: os.getpid()))
         os.kill(pid, signal.SIGSTOP)
         deadline = time.monotonic() + 20
         while "the queue is lost" not in caplog.text:
@@ -113,6 +114,31 @@ def test_a_queue_that_comes_back_costs_nothing(ray_session, caplog, monkeypatch)
         outbox.send(step(1))
         assert outbox.flush()
     assert [record["step"] for record in seen] == [1]
+
+
+def test_an_order_to_stop_reaches_the_workers_and_is_taken_back(ray_session):
+    with Inbox([], period=0.01) as inbox:
+        outbox = Outbox(inbox.queue)
+        for stops in (False, True, False):
+            inbox.stops = stops
+            deadline = time.monotonic() + 20
+            while True:
+                outbox.send(step(1))
+                assert outbox.flush()
+                if outbox.stops == stops:
+                    break
+                assert time.monotonic() < deadline
+
+
+def test_an_order_to_stop_outlives_the_queue(ray_session):
+    with Inbox([], period=0.01) as inbox:
+        inbox.stops, outbox = True, Outbox(inbox.queue)
+        ray.kill(inbox.queue, no_restart=False)
+        deadline = time.monotonic() + 20
+        while not outbox.stops:
+            outbox.send(step(1))
+            outbox.flush()
+            assert time.monotonic() < deadline
 
 
 def test_a_history_keeps_the_records_by_step():

@@ -1,12 +1,14 @@
-"""Carries records from the workers to the driver.
+"""Carries records from the workers to the driver, and the driver's order to stop back.
 
-Workers never write to MLflow or to files of the run. They put records (`trainers/records.py`) into a Ray queue. The driver
-reads the queue, and only the driver writes metrics, files and pictures.
+Workers never write to MLflow or to files of the run. They put records (`trainers/records.py`) into a queue, a process of Ray
+(`mail.py`). The driver reads the queue, and only the driver writes metrics, files and pictures. The order travels with each
+read of the driver, and with the answer to what a worker sends, so it needs no process and no message of its own.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -16,13 +18,14 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
-from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from trainers.cluster.mail import Mail
 from trainers.records import Beat, Record
 
 Subscriber = Callable[[Record], None]
 
+_TOGETHER_S = 1.0  # records that have time wait so long for others
 _PAUSE_S = 0.1  # between two tries to reach a lost queue
 _ANSWER_S = 10.0  # seconds for a queue to answer; one that Ray cannot start again would never answer
 _log = logging.getLogger(__name__)
@@ -31,22 +34,26 @@ _log = logging.getLogger(__name__)
 class Outbox:
     """The workers' end of the queue. It sends records in order. Only `flush` waits.
 
-    Only one batch travels at a time, because Ray may run calls of an asynchronous actor in another order. Records that are
-    sent meanwhile go with the next batch. A batch that a lost queue has not taken goes again, once Ray has restarted the
-    queue. A slow or lost queue never stops training: only the newest `limit` records wait, older ones are lost, and no error
-    is raised.
+    Only one batch travels at a time. Records that are sent meanwhile go with the next batch. A batch that a lost queue has not
+    taken goes again, once Ray has restarted the queue. A slow or lost queue never stops training: only the newest `limit`
+    records wait, older ones are lost, and no error is raised.
+
+    Attributes:
+        stops: whether the driver has asked to stop, by the last answer of the queue.
     """
 
-    def __init__(self, queue: Queue, limit: int = 10_000):
-        self._actor: Any = queue.actor
+    def __init__(self, queue: Any, limit: int = 10_000):
+        self._queue, self.stops = queue, False
         self._waiting: deque[dict[str, Any]] = deque(maxlen=limit)
         self._batch: list[dict[str, Any]] = []
         self._travelling: Any = None
+        self._shipped = -math.inf  # when the last batch left
 
-    def send(self, record: Record | Beat) -> None:
-        """Send a record with the current time."""
+    def send(self, record: Record | Beat, urgent: bool = True) -> None:
+        """Send a record with the current time, after those that wait. One that is not urgent may wait for a second."""
         self._waiting.append({"time": time.time(), **record})
-        self._ship(patience=0.0)
+        if urgent or time.monotonic() - self._shipped > _TOGETHER_S:
+            self._ship(patience=0.0)
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until all records have arrived, for at most `timeout` seconds, and return whether they have."""
@@ -66,8 +73,9 @@ class Outbox:
                 self._arrived()
             if self._waiting:
                 self._batch = list(self._waiting)
-                self._travelling = self._actor.put_nowait_batch.remote(self._batch)
+                self._travelling = self._queue.put.remote(self._batch)
                 self._waiting.clear()
+                self._shipped = time.monotonic()
         except Exception as error:  # training must continue if a record cannot be sent
             _log.debug("records not sent: %s", error)
             time.sleep(min(patience, _PAUSE_S))
@@ -76,7 +84,7 @@ class Outbox:
         """Forget the batch that has travelled, or let it wait again if the queue was lost meanwhile."""
         travelled, self._travelling = self._travelling, None
         try:
-            ray.get(travelled, timeout=0)
+            self.stops = ray.get(travelled, timeout=0)
         except Exception:
             room = self._waiting.maxlen or 0
             self._waiting.extendleft(reversed(self._batch[max(len(self._batch) + len(self._waiting) - room, 0) :]))
@@ -86,7 +94,7 @@ class Outbox:
 class Inbox:
     """The driver's end of the queue: a thread that passes every record to the subscribers, in order.
 
-    Use it as a context manager around the training, and make an `Outbox` from its `queue`; `ask_to_stop` goes the other way.
+    Use it as a context manager around the training, and make an `Outbox` from its `queue`.
     If a subscriber raises an exception, the exception is logged, and the thread and the other subscribers continue. The first
     such exception is raised at the end of the context, unless another exception is already raised. If the queue's process
     ends, Ray starts it again; a queue that is still lost at the end raises an exception, too.
@@ -96,6 +104,10 @@ class Inbox:
         beats: takes signs of life, which the subscribers do not get; None drops them.
         period: seconds between two reads of the queue.
         patience: seconds to wait at the end of the context for records that are still in the queue.
+
+    Attributes:
+        queue: Ray's handle of the queue.
+        stops: whether the workers are asked to save a checkpoint after their step, and to stop.
     """
 
     def __init__(
@@ -111,15 +123,15 @@ class Inbox:
         self._failure: Exception | None = None
         self._lost: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="foldray-inbox", daemon=True)
-        self.queue: Queue
-        self.orders: Queue
+        self.queue: Any
+        self.stops = False
 
     def __enter__(self) -> Inbox:
         # The queue runs on the driver's node. On another node it would be lost with that node. Ray puts an actor without CPUs on
         # any node, unless its affinity is hard.
         strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy}
-        self.queue, self.orders = Queue(actor_options=options), Queue(actor_options=options)
+        self.queue = ray.remote(Mail).options(**options).remote()
         self._thread.start()
         return self
 
@@ -128,20 +140,10 @@ class Inbox:
         self._thread.join(self._patience)
         if self._thread.is_alive():
             _log.warning("telemetry: records were still waiting after %.0f s; the last ones are lost", self._patience)
-        for queue in (self.queue, self.orders):
-            with suppress(Exception):  # a queue is lost if Ray has stopped
-                queue.shutdown(force=True)
+        with suppress(Exception):  # a queue is lost if Ray has stopped
+            ray.kill(self.queue)
         if (failure := self._failure or self._lost) is not None and error is None:
             raise failure
-
-    def ask_to_stop(self) -> None:
-        """Ask the workers to save a checkpoint after their step, and to stop."""
-        self.orders.actor.put_nowait.remote("stop")
-
-    def forget_orders(self) -> None:
-        """Take back orders that the workers before have followed."""
-        with suppress(Exception):  # an empty queue, or one that Ray starts again
-            _Reader(self.orders).take()
 
     def settle(self) -> None:
         """Wait until all records that have arrived in the queue are delivered, or until the queue does not answer."""
@@ -172,7 +174,7 @@ class Inbox:
             # This is read before the queue, so the last read still gets records that were sent before the context ended.
             leaving = self._leaving.is_set()
             try:
-                records = reader.take()
+                records = reader.take(self.stops)
             except Exception as error:
                 lost_since = lost_since or time.monotonic()
                 if leaving or time.monotonic() - lost_since > self._patience:
@@ -205,20 +207,19 @@ def _warn(what: str, error: Exception) -> None:
 
 
 class _Reader:
-    """Takes everything out of a queue. `Queue`'s own methods would wait for ever for a lost queue."""
+    """Takes everything out of a queue."""
 
-    def __init__(self, queue: Queue):
-        self._actor, self._coming = queue.actor, None
+    def __init__(self, queue: Any):
+        self._queue, self._coming = queue, None
 
-    def take(self) -> list[Any]:
-        """Return what is in the queue, or was when the last call gave up.
+    def take(self, stops: bool) -> list[Any]:
+        """Return what is in the queue, or was when the last call gave up. `stops` is that of `Mail.take`.
 
         Raises:
             ray.exceptions.RayError: the queue is lost, or does not answer in time.
         """
         if self._coming is None:
-            waiting = ray.get(self._actor.qsize.remote(), timeout=_ANSWER_S)
-            self._coming = self._actor.get_nowait_batch.remote(waiting)
+            self._coming = self._queue.take.remote(stops)
         try:
             taken = ray.get(self._coming, timeout=_ANSWER_S)
         except GetTimeoutError:

@@ -94,9 +94,10 @@ class TrackingServer:
             return known.experiment_id
 
 
-def begin_import() -> None:
-    """Import MLflow in a thread, while this process waits for Ray. It takes more than a second."""
-    threading.Thread(target=importlib.import_module, args=("mlflow",), name="foldray-mlflow", daemon=True).start()
+def begin_import(recipe: Recipe) -> None:
+    """Import MLflow in a thread, while this process waits for Ray. It takes two seconds."""
+    names = ["mlflow"] if _is_http(recipe.tracking.uri or "") else ["mlflow", "mlflow.store.tracking.sqlalchemy_store"]
+    threading.Thread(target=lambda: list(map(importlib.import_module, names)), name="foldray-mlflow", daemon=True).start()
 
 
 def check_reachable(recipe: Recipe) -> None:

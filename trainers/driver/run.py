@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-
-from ray.util.queue import Queue
+from typing import Any
 
 from foldray.recipe import Recipe
 from trainers.cluster.elastic import larger_world
@@ -107,13 +106,12 @@ class Run:
         """Ask the workers to stop, so that more of them start, once the cluster has had room for more several times."""
         self._sees_room = self._sees_room + 1 if larger_world(self._recipe, self._worlds, workers) else 0
         if self._sees_room >= _SURE and self.watch.beats and not self._asked:
-            self.grows = True
-            self._inbox.ask_to_stop()
+            self.grows = self._inbox.stops = True
 
     def begin(self) -> None:
         """Forget the ranks of the attempt before."""
         self.watch.clear()
-        self._inbox.forget_orders()
+        self._inbox.stops = False
         self.grows, self.stopped, self._sees_room = False, False, 0
 
     def tell(self, record: Record) -> None:
@@ -128,14 +126,11 @@ class Run:
     def ask_to_stop(self) -> None:
         """Ask the workers to save a checkpoint after their step, and to stop for good."""
         self._asked, self.grows = True, False
-        self._inbox.ask_to_stop()
+        self._inbox.stops = True
 
     @property
-    def orders(self) -> Queue:
-        return self._inbox.orders
-
-    @property
-    def queue(self) -> Queue:
+    def queue(self) -> Any:
+        """Ray's handle of the queue, for the outboxes of workers."""
         return self._inbox.queue
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

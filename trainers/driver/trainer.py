@@ -185,7 +185,7 @@ class FoldTrainer(TorchTrainer):
         if begin is None and self.recipe.training.weights is not None:
             Weights.at(self.recipe.training.weights, "training.weights").check(self.recipe.model)
         check_reachable(self.recipe)  # before the data are prepared, which may take hours
-        begin_import()
+        begin_import(self.recipe)
         joining.connect(self.recipe)
         joining.check_room(self.worlds[min(self.worlds)])
         check_places(self.scaling_config, min(self.worlds))
@@ -198,7 +198,6 @@ class FoldTrainer(TorchTrainer):
         with self.run:
             recipes = {world: recipe.model_dump(mode="json") for world, recipe in self.worlds.items()}
             config = {"recipes": recipes, "data": str(data.folder), "queue": self.run.queue}
-            config["orders"] = self.run.orders
             self.train_loop_config = config | {"search": self.search, "start": start and start.checkpoint}
             self._send_recipe()
             with Stopping(self._ask_to_stop) as stopping:

@@ -49,8 +49,8 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
     """Run the training loop; Ray calls this on every worker.
 
     Args:
-        config: the recipes by number of workers, as dictionaries, the folder of packed data, the queues for records and
-            orders, and optionally a search and the checkpoint to start from.
+        config: the recipes by number of workers, as dictionaries, the folder of packed data, the queue for records,
+            and optionally a search and the checkpoint to start from.
 
     Raises:
         DamagedCheckpoint: (on all ranks) the checkpoint cannot be read.
@@ -58,9 +58,9 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
     recipe = Recipe.parse(config["recipes"][ray.train.get_context().get_world_size()])
     torch.set_num_threads(recipe.cluster.cpus_per_worker)
     rank, activity, outbox = ray.train.get_context().get_world_rank(), Activity(), Outbox(config["queue"])
-    beats, orders = Outbox(config["queue"], limit=1), config["orders"] if rank == 0 else None
+    beats = Outbox(config["queue"], limit=1)
     try:
-        with Pulse(rank, activity, beats, orders, _LONGER * recipe.cluster.timeout) as pulse:
+        with Pulse(rank, activity, beats, _LONGER * recipe.cluster.timeout) as pulse:
             with activity.during("building", _BUILDING_S):
                 data = opened(config["data"], list(recipe.data.parts))
                 worker = Worker(recipe, data, outbox, activity, config.get("search"), config.get("start"))
@@ -179,7 +179,7 @@ class Worker:
         self.engine.model.update_biases(totals.count_ME)
         self.last = self._record(step + 1, totals, rate, norms.total, time.perf_counter() - started)
         if self.rank == 0:
-            self.outbox.send(self.last)
+            self.outbox.send(self.last, urgent=False)  # sending takes the time of a small kernel or two
             if (median := self.spikes.look(totals.language)) is not None:
                 self.outbox.send({"kind": "spiked", "step": step + 1, "loss": totals.language, "median": median})
         return totals

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
 from foldray.comm import Activity
+from trainers.cluster.mailbox import Outbox
 from trainers.worker.pulse import STALLED, Pulse
 
 
 class Telling:
     """An outbox that keeps what is sent."""
+
+    stops = False
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
@@ -28,13 +30,15 @@ class Telling:
 
 
 @ray.remote(num_cpus=0)
-class Orders:
-    def __init__(self, answer_s: float, waiting: int) -> None:
-        self.answer_s, self.waiting = answer_s, waiting
+class Slow:
+    """A queue that takes its time."""
 
-    def qsize(self) -> int:
+    def __init__(self, answer_s: float, stops: bool) -> None:
+        self.answer_s, self.stops = answer_s, stops
+
+    def put(self, records: list[dict[str, Any]]) -> bool:
         time.sleep(self.answer_s)
-        return self.waiting
+        return self.stops
 
 
 def until(done: Any, patience: float = 20.0) -> None:
@@ -54,17 +58,17 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.slow
 def test_a_rank_that_stands_still_is_ended_although_the_driver_does_not_answer(ray_session, ends: list[int]) -> None:
-    orders: Any = SimpleNamespace(actor=Orders.remote(3600.0, 0))
-    with Pulse(0, Activity(), Telling(), orders, patience=1.0, period=0.2) as pulse:  # type: ignore[arg-type]
+    queue = Slow.remote(3600.0, True)
+    with Pulse(0, Activity(), Outbox(queue, limit=1), patience=1.0, period=0.2) as pulse:
         until(lambda: ends)
     assert set(ends) == {STALLED}
     assert not pulse.stops
-    ray.kill(orders.actor)
+    ray.kill(queue)
 
 
 def test_a_rank_shows_signs_of_life_while_it_is_built(ends: list[int]) -> None:
     activity, telling = Activity(), Telling()
-    with Pulse(0, activity, telling, None, patience=0.1, period=0.02) as pulse:  # type: ignore[arg-type]
+    with Pulse(0, activity, telling, patience=0.1, period=0.02) as pulse:  # type: ignore[arg-type]
         with activity.during("building", 60.0):
             activity.waited_s = 5.0
             time.sleep(0.5)
@@ -80,10 +84,8 @@ def test_a_rank_shows_signs_of_life_while_it_is_built(ends: list[int]) -> None:
 
 @pytest.mark.slow
 def test_an_order_to_stop_is_read(ray_session, ends: list[int]) -> None:
-    orders: Any = SimpleNamespace(actor=Orders.remote(0.5, 1))
-    telling = Telling()
-    with Pulse(0, Activity(), telling, orders, patience=60.0, period=0.2) as pulse:  # type: ignore[arg-type]
+    queue = Slow.remote(0.5, True)
+    with Pulse(0, Activity(), Outbox(queue, limit=1), patience=60.0, period=0.2) as pulse:
         until(lambda: pulse.stops)
     assert not ends
-    assert {record["kind"] for record in telling.sent} == {"beat"}
-    ray.kill(orders.actor)
+    ray.kill(queue)
