@@ -137,7 +137,12 @@ def _stop(*_: Any) -> None:
 
 
 def hurried() -> None:
-    """Take Ray away, because rows must be refused before a cluster does anything, and shorten a wait."""
+    """Take Ray away, because rows must be refused before a cluster does anything, and shorten a wait.
+
+    matplotlib writes a list of fonts when it is imported for the first time, which is no fault of a row.
+    """
+    import matplotlib.font_manager  # noqa: F401
+
     from trainers.cluster import joining
     from trainers.data import chat
     from trainers.driver import trainer

@@ -11,7 +11,8 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from foldray.errors import UserError
 from tests.trainers.driver.faulty import Odd
-from trainers.driver.causes import WorkerError, reason, root_cause, sendable, told_first, tracebacks
+from trainers.driver.causes import reason, root_cause, told_first, tracebacks
+from trainers.worker.ending import WorkerError, sendable
 
 
 def raised(error: Exception) -> Exception:
