@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,6 +115,24 @@ def test_a_queue_that_comes_back_costs_nothing(ray_session, caplog, monkeypatch)
         outbox.send(step(1))
         assert outbox.flush()
     assert [record["step"] for record in seen] == [1]
+
+
+def test_records_that_have_time_go_together(ray_session):
+    batches: list[list[int]] = []
+
+    def put(records: list[Record]) -> Any:
+        batches.append([record["step"] for record in records])
+        return ray.put(False)
+
+    outbox = Outbox(SimpleNamespace(put=SimpleNamespace(remote=put)))
+    for count in range(1, 5):
+        outbox.send(step(count), urgent=False)
+    assert batches == [[1]]
+    outbox.send(saved(4))
+    assert batches == [[1], [2, 3, 4, 4]]
+    outbox.send(step(5), urgent=False)
+    assert outbox.flush()
+    assert batches[2:] == [[5]]
 
 
 def test_an_order_to_stop_reaches_the_workers_and_is_taken_back(ray_session):
