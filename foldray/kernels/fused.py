@@ -1,6 +1,4 @@
-# mypy: disallow-incomplete-defs=False
-# (Triton evaluates every annotation of a kernel, so only the constants have one.)
-"""Kernels for GPUs that make one pass over memory where torch's own make several. They are written in Triton.
+"""Functions for GPUs that make one pass over memory where torch's own make several. `fused_kernels.py` has their kernels.
 
 Sums and products are in float32, and results are rounded once, to the type of the rows. The last axis of every tensor must be
 contiguous, or it is copied; other axes may have any strides. Every function is deterministic.
@@ -14,20 +12,16 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 BLOCK = 1024  # columns that one program of four warps computes: 16 bytes per thread and tensor in bfloat16
-
-if TYPE_CHECKING:
-    from triton import language as tl  # at run time, the first launch imports it
 
 
 def fits(*tensors: Tensor) -> bool:
@@ -42,7 +36,7 @@ def gated_silu(up_NW: Tensor) -> Tensor:
     rows, inner = up_NW.shape[0], up_NW.shape[1] // 2
     h_NF = up_NW.new_empty(rows, inner)
     block = _block(inner)
-    _launch(_gated_silu_kernel, (rows, _blocks(inner, block)), up_NW, h_NF, up_NW.stride(0), inner, block)
+    _launch("gated_silu", (rows, _blocks(inner, block)), up_NW, h_NF, up_NW.stride(0), inner, block)
     return h_NF
 
 
@@ -54,7 +48,7 @@ def gated_silu_backward(dh_NF: Tensor, up_NW: Tensor) -> tuple[Tensor, Tensor]:
     dup_NW = torch.empty_like(up_NW, memory_format=torch.contiguous_format)
     block = _block(inner)
     grid = (rows, _blocks(inner, block))
-    _launch(_gated_silu_backward_kernel, grid, dh_NF, up_NW, h_NF, dup_NW, dh_NF.stride(0), up_NW.stride(0), inner, block)
+    _launch("gated_silu_backward", grid, dh_NF, up_NW, h_NF, dup_NW, dh_NF.stride(0), up_NW.stride(0), inner, block)
     return h_NF, dup_NW
 
 
@@ -71,7 +65,7 @@ def sum_rows(rows_NH: Tensor, position_TK: Tensor, weight_TK: Tensor | None = No
     weight = None if weight_TK is None else weight_TK.contiguous()
     block = _block(hidden)
     grid = (tokens, _blocks(hidden, block))
-    _launch(_sum_rows_kernel, grid, rows_NH, position_TK, weight, out_TH, rows_NH.stride(0), hidden, topk, block)
+    _launch("sum_rows", grid, rows_NH, position_TK, weight, out_TH, rows_NH.stride(0), hidden, topk, block)
     return out_TH
 
 
@@ -95,7 +89,7 @@ def combine_backward(
     slots = _power_of_two(topk)
     block = min(_block(hidden), max(16, 2 * BLOCK // slots))
     tensors = (dout_TH, y_NH, position_TK, weight_TK, dy_NH, dweight_TK)
-    _launch(_combine_backward_kernel, (tokens,), *tensors, dout_TH.stride(0), y_NH.stride(0), hidden, topk, slots, block)
+    _launch("combine_backward", (tokens,), *tensors, dout_TH.stride(0), y_NH.stride(0), hidden, topk, slots, block)
     return dy_NH, dweight_TK
 
 
@@ -125,83 +119,8 @@ def _rotated(x_BSND: Tensor, cos_SD: Tensor, sin_SD: Tensor, back: bool) -> Tens
     together = min(_power_of_two(heads), max(1, 2 * BLOCK // columns))
     grid = (positions, _blocks(heads, together), batch)
     tensors, strides = (x_BSND, cos_SD, sin_SD, out_BSND), x_BSND.stride()[:3]
-    _launch(_rotate_kernel, grid, *tensors, *strides, heads, width // 2, back, together, columns)
+    _launch("rotate", grid, *tensors, *strides, heads, width // 2, back, together, columns)
     return out_BSND
-
-
-def _gated_silu_kernel(up, h, up_stride, F, COLUMNS: tl.constexpr):
-    n = tl.program_id(0).to(tl.int64)  # the product with a stride may need 64 bits
-    f = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    here = f < F
-    gate = tl.load(up + n * up_stride + f, mask=here, other=0.0).to(tl.float32)
-    value = tl.load(up + n * up_stride + F + f, mask=here, other=0.0).to(tl.float32)
-    tl.store(h + n * F + f, gate * tl.sigmoid(gate) * value, mask=here)
-
-
-def _gated_silu_backward_kernel(dh, up, h, dup, dh_stride, up_stride, F, COLUMNS: tl.constexpr):
-    n = tl.program_id(0).to(tl.int64)
-    f = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    here = f < F
-    gate = tl.load(up + n * up_stride + f, mask=here, other=0.0).to(tl.float32)
-    value = tl.load(up + n * up_stride + F + f, mask=here, other=0.0).to(tl.float32)
-    slope = tl.load(dh + n * dh_stride + f, mask=here, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    tl.store(h + n * F + f, silu * value, mask=here)  # `h` may be `dh`: every thread has read what it overwrites
-    tl.store(dup + n * 2 * F + f, slope * value * sigmoid * (1.0 + gate * (1.0 - sigmoid)), mask=here)
-    tl.store(dup + n * 2 * F + F + f, slope * silu, mask=here)
-
-
-def _sum_rows_kernel(rows, position, weight, out, rows_stride, H, K: tl.constexpr, COLUMNS: tl.constexpr):
-    t = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for k in tl.static_range(K):
-        n = tl.load(position + t * K + k).to(tl.int64)
-        row = tl.load(rows + n * rows_stride + c, mask=(c < H) & (n >= 0), other=0.0).to(tl.float32)
-        if weight is not None:
-            row *= tl.load(weight + t * K + k, mask=n >= 0, other=0.0).to(tl.float32)
-        total += row
-    tl.store(out + t * H + c, total, mask=c < H)
-
-
-def _combine_backward_kernel(
-    dout, y, position, weight, dy, dweight, dout_stride, y_stride, H: tl.constexpr,
-    K: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, SLOTS)
-    n = tl.load(position + t * K + k, mask=k < K, other=-1).to(tl.int64)[:, None]
-    w = tl.load(weight + t * K + k, mask=k < K, other=0.0).to(tl.float32)[:, None]
-    dots = tl.zeros((SLOTS, COLUMNS), tl.float32)
-    for start in range(0, H, COLUMNS):
-        c = (start + tl.arange(0, COLUMNS))[None, :]
-        here = (n >= 0) & (c < H)
-        slope = tl.load(dout + t * dout_stride + c, mask=c < H, other=0.0).to(tl.float32)
-        row = tl.load(y + n * y_stride + c, mask=here, other=0.0).to(tl.float32)
-        dots += tl.where(here, slope * row, 0.0)  # an infinite slope times a row that is not there must stay out
-        tl.store(dy + n * H + c, w * slope, mask=here)
-    tl.store(dweight + t * K + k, tl.sum(dots, axis=1), mask=k < K)
-
-
-def _rotate_kernel(
-    x, cos, sin, out, b_stride, s_stride, n_stride, N, HALF,
-    BACK: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    s, b = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
-    n = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    d = tl.arange(0, COLUMNS)[None, :]
-    here = (n < N) & (d < HALF)
-    x_at = x + b * b_stride + s * s_stride + n.to(tl.int64) * n_stride + d
-    out_at = out + ((b * tl.num_programs(0) + s) * N + n) * 2 * HALF + d
-    first = tl.load(x_at, mask=here, other=0.0).to(tl.float32)
-    second = tl.load(x_at + HALF, mask=here, other=0.0).to(tl.float32)
-    cosine = tl.load(cos + s * HALF + d, mask=d < HALF, other=0.0)
-    sine = tl.load(sin + s * HALF + d, mask=d < HALF, other=0.0)
-    if BACK:
-        sine = -sine
-    tl.store(out_at, first * cosine - second * sine, mask=here)
-    tl.store(out_at + HALF, second * cosine + first * sine, mask=here)
 
 
 @cache
@@ -212,24 +131,16 @@ def _has_triton() -> bool:
     return compiler and headers and find_spec("triton") is not None
 
 
-@cache
-def _compiled(kernel: Callable[..., None]) -> Any:
-    """Return a kernel as Triton's function, which compiles it at its first launch."""
-    global tl  # where kernels look for it
-    import triton
-    from triton import language as tl
-
-    return triton.jit(kernel)
-
-
-def _launch(kernel: Callable[..., None], grid: tuple[int, ...], first: Tensor, *others: Any) -> None:
+def _launch(kernel: str, grid: tuple[int, ...], first: Tensor, *others: Any) -> None:
     """Run a kernel on the device of its first tensor, once for each point of the grid, which may have none.
 
     No kernel takes a number of rows, because Triton would compile it anew for some of the numbers.
     """
+    from foldray.kernels import fused_kernels  # imports Triton, which not every machine has
+
     if all(grid):
         with torch.cuda.device_of(first):
-            _compiled(kernel)[grid](first, *others, num_warps=4)
+            getattr(fused_kernels, kernel)[grid](first, *others, num_warps=4)
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -68,10 +68,10 @@ class Saver:
         staged = self._staged = Staged(shards)
 
         def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
-            # PyTorch's checkpoints take most of a second to import. So only a process that needs them does so.
-            from trainers.checkpoints.tensors import write
-
             try:
+                # PyTorch's checkpoints take most of a second to import. So only a process that needs them does so.
+                from trainers.checkpoints.tensors import write
+
                 self._clear(place)
                 with _written_to(storage, place) as folder:
                     names = write(folder, staged, progress, self.group)

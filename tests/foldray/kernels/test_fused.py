@@ -188,4 +188,4 @@ def test_rotation_keeps_only_the_tables(through_kernels):
     turn = rotation(torch.arange(5, device=DEVICE), RopeSpec(8, 10000.0, False), torch.bfloat16)
     out_BSND = rotate(values(1, 5, 2, 8, dtype=torch.bfloat16).requires_grad_(), turn)
     kept = [tensor.data_ptr() for tensor in out_BSND.grad_fn.saved_tensors]
-    assert kept == [table.data_ptr() for table in turn]
+    assert kept == [table.data_ptr() for table in turn[:2]]

@@ -1,0 +1,89 @@
+# mypy: disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# (Triton evaluates every annotation of a kernel, so only the constants have one.)
+"""The kernels of `fused.py`, written in Triton. Only a launch imports this module. Triton compiles a kernel at its first one.
+
+Tensors and their strides come first, then sizes. Constants in capitals are known when a kernel is compiled.
+"""
+
+import triton
+from triton import language as tl
+
+
+@triton.jit
+def gated_silu(up, h, up_stride, F, COLUMNS: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)  # the product with a stride may need 64 bits
+    f = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    here = f < F
+    gate = tl.load(up + n * up_stride + f, mask=here, other=0.0).to(tl.float32)
+    value = tl.load(up + n * up_stride + F + f, mask=here, other=0.0).to(tl.float32)
+    tl.store(h + n * F + f, gate * tl.sigmoid(gate) * value, mask=here)
+
+
+@triton.jit
+def gated_silu_backward(dh, up, h, dup, dh_stride, up_stride, F, COLUMNS: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    here = f < F
+    gate = tl.load(up + n * up_stride + f, mask=here, other=0.0).to(tl.float32)
+    value = tl.load(up + n * up_stride + F + f, mask=here, other=0.0).to(tl.float32)
+    slope = tl.load(dh + n * dh_stride + f, mask=here, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    tl.store(h + n * F + f, silu * value, mask=here)  # `h` may be `dh`: every thread has read what it overwrites
+    tl.store(dup + n * 2 * F + f, slope * value * sigmoid * (1.0 + gate * (1.0 - sigmoid)), mask=here)
+    tl.store(dup + n * 2 * F + F + f, slope * silu, mask=here)
+
+
+@triton.jit
+def sum_rows(rows, position, weight, out, rows_stride, H, K: tl.constexpr, COLUMNS: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for k in tl.static_range(K):
+        n = tl.load(position + t * K + k).to(tl.int64)
+        row = tl.load(rows + n * rows_stride + c, mask=(c < H) & (n >= 0), other=0.0).to(tl.float32)
+        if weight is not None:
+            row *= tl.load(weight + t * K + k, mask=n >= 0, other=0.0).to(tl.float32)
+        total += row
+    tl.store(out + t * H + c, total, mask=c < H)
+
+
+@triton.jit
+def combine_backward(
+    dout, y, position, weight, dy, dweight, dout_stride, y_stride, H: tl.constexpr,
+    K: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, SLOTS)
+    n = tl.load(position + t * K + k, mask=k < K, other=-1).to(tl.int64)[:, None]
+    w = tl.load(weight + t * K + k, mask=k < K, other=0.0).to(tl.float32)[:, None]
+    dots = tl.zeros((SLOTS, COLUMNS), tl.float32)
+    for start in range(0, H, COLUMNS):
+        c = (start + tl.arange(0, COLUMNS))[None, :]
+        here = (n >= 0) & (c < H)
+        slope = tl.load(dout + t * dout_stride + c, mask=c < H, other=0.0).to(tl.float32)
+        row = tl.load(y + n * y_stride + c, mask=here, other=0.0).to(tl.float32)
+        dots += tl.where(here, slope * row, 0.0)  # an infinite slope times a row that is not there must stay out
+        tl.store(dy + n * H + c, w * slope, mask=here)
+    tl.store(dweight + t * K + k, tl.sum(dots, axis=1), mask=k < K)
+
+
+@triton.jit
+def rotate(
+    x, cos, sin, out, b_stride, s_stride, n_stride, N, HALF,
+    BACK: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    s, b = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    n = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    d = tl.arange(0, COLUMNS)[None, :]
+    here = (n < N) & (d < HALF)
+    x_at = x + b * b_stride + s * s_stride + n.to(tl.int64) * n_stride + d
+    out_at = out + ((b * tl.num_programs(0) + s) * N + n) * 2 * HALF + d
+    first = tl.load(x_at, mask=here, other=0.0).to(tl.float32)
+    second = tl.load(x_at + HALF, mask=here, other=0.0).to(tl.float32)
+    cosine = tl.load(cos + s * HALF + d, mask=d < HALF, other=0.0)
+    sine = tl.load(sin + s * HALF + d, mask=d < HALF, other=0.0)
+    if BACK:
+        sine = -sine
+    tl.store(out_at, first * cosine - second * sine, mask=here)
+    tl.store(out_at + HALF, second * cosine + first * sine, mask=here)
