@@ -30,12 +30,12 @@ _SIZES = ["cluster.workers=4", "fold.ep=4", "training.micro_batch=4"]
 _SHORT = ["training.stop_after=8", "training.eval_every=4", "training.eval_sequences=32", "checkpoint.every=4"]
 _LIMIT = 400  # seconds for one training on a busy machine
 
-# Where the queues of several inboxes are, and where the driver is.
+# Where the queues of several inboxes are, and where the driver is. The nodes do not see the packages, so it brings them.
 _QUEUES = """
-import ray, sys
+import foldray, ray, sys, trainers
 from contextlib import ExitStack
 from trainers.cluster.mailbox import Inbox
-ray.init(address=sys.argv[1], log_to_driver=False)
+ray.init(address=sys.argv[1], log_to_driver=False, runtime_env={"py_modules": [foldray, trainers]})
 where = lambda actor: ray.get(actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()))
 with ExitStack() as stack:
     inboxes = [stack.enter_context(Inbox([])) for _ in range(4)]
