@@ -19,6 +19,7 @@ from foldray.runtime import state_pieces
 from tests.foldray.parity import IGNORED, batches, go_on, sample, weights
 from tests.rotation import rotated
 from tests.trainers.checkpoints.damage import shards_of
+from tests.trainers.hugging_face import oracle
 from tests.trainers.hugging_face.oracle import ALL, FAMILIES, by_our_names, filled, loaded, mean_loss, saved, widened
 from trainers.checkpoints import tensors
 from trainers.checkpoints.staging import Staged
@@ -64,6 +65,20 @@ def test_logits_and_gradients(tmp_path: Path, family: str, sizes: dict[str, Any]
         for name, index in engine.model.global_parts[local]:
             torch.testing.assert_close(parameter.grad[index], slopes.pop(name), atol=1e-9, rtol=1e-9, msg=name)
     assert not slopes
+    groups.close()
+
+
+@pytest.mark.parametrize(("family", "sizes"), ALL)
+def test_logits_in_single_precision(tmp_path: Path, family: str, sizes: dict[str, Any]) -> None:
+    """As a user has them: transformers' own code in float32, rotary tables and norms included."""
+    saved(tmp_path / "hub", family, sizes).float().save_pretrained(tmp_path / "hub32")
+    recipe = imported(tmp_path / "hub32", tmp_path / "recipe.yaml", precision="float32")
+    engine, text_BL = filled(recipe, groups := Groups.create(recipe.placed_fold)), sample(3, 3, 14, 320)
+    theirs = oracle.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub32", dtype=torch.float32).eval()
+    logits_BLV = engine.model.logits(text_BL)
+    assert logits_BLV.dtype == torch.float32
+    expected = theirs(text_BL).logits
+    torch.testing.assert_close(logits_BLV, expected, atol=1e-5 * float(expected.abs().max()), rtol=0.0)
     groups.close()
 
 
