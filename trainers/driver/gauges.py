@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from ray.util.metrics import Gauge
 
@@ -43,16 +44,21 @@ class Gauges:
         if record["kind"] == "step":
             for name, (key, _) in _STEP.items():
                 self._set(name, record.get(key))
-            self._set("foldray_checkpoint_age_s", time.time() - self._saved)
+            self._age()
         elif record["kind"] == "checkpoint":
             self._saved = time.time()
         elif record["kind"] == "failed":
             self._failed += 1
             self._set("foldray_failed_attempts", self._failed)
 
-    def waiting(self, rank: int, share: float) -> None:
-        """Set the share of its time that a rank waits."""
-        self._set("foldray_waiting", share, rank)
+    def look(self, waiting: Mapping[int, float]) -> None:
+        """Set what also changes while no step ends: the age of the checkpoint, and the share of its time that each rank waits."""
+        self._age()
+        for rank, share in waiting.items():
+            self._set("foldray_waiting", share, rank)
+
+    def _age(self) -> None:
+        self._set("foldray_checkpoint_age_s", time.time() - self._saved)
 
     def _set(self, name: str, value: object, rank: int | None = None) -> None:
         if isinstance(value, int | float):

@@ -91,8 +91,8 @@ class Run:
         places = self.folder.history.places
         positions = {rank: (place["attention"] or place["moe"] or {}).get("pp", 0) for rank, place in places.items()}
         paces = self.watch.paces(positions)
+        self._gauges.look({rank: 1.0 - pace.busy for rank, pace in paces.items()})
         for rank, pace in paces.items():
-            self._gauges.waiting(rank, 1.0 - pace.busy)
             if rank in places and pace.is_slow != (rank in self.folder.history.slow):
                 self._inbox.tell({
                     "kind": "slow", "rank": rank, "node_ip": places[rank]["node_ip"], "over_before": pace.over_before,

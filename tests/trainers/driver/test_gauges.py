@@ -36,7 +36,7 @@ def test_prometheus_reads_the_figures_of_a_run(ray_session) -> None:
     gauges.receive(
         {"kind": "failed", "step": 3, "failure": "lost", "what": "", "ranks": [], "goes_on": True, "saved": 2, "reason": ""}
     )
-    gauges.waiting(1, 0.25)
+    gauges.look({1: 0.25})
     deadline = time.monotonic() + 90
     while "ray_foldray_waiting" not in (found := scraped(port, "run-7")):
         assert time.monotonic() < deadline, "no gauge of the run came"
@@ -51,3 +51,14 @@ def test_prometheus_reads_the_figures_of_a_run(ray_session) -> None:
     known = {f"ray_{name}" for name in (*_STEP, *_OWN)}
     assert known - set(found) == {f"ray_{name}" for name, (field, _) in _STEP.items() if record.get(field) is None}
     assert set(found) <= known
+
+
+@pytest.mark.slow
+def test_a_checkpoint_grows_older_while_no_step_ends(ray_session, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, gauges = time.time(), Gauges("run-8")
+    seen: dict[str, object] = {}
+    monkeypatch.setattr(Gauges, "_set", lambda self, name, value, rank=None: seen.update({name: value}))
+    gauges.receive(saved(2))
+    monkeypatch.setattr(time, "time", lambda: now + 100.0)
+    gauges.look({})
+    assert seen["foldray_checkpoint_age_s"] == pytest.approx(100.0, abs=5.0)
