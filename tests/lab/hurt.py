@@ -88,9 +88,8 @@ class Hurt:
     def start(self, **streams: Any) -> subprocess.Popen:
         """Start the training."""
         command = [sys.executable, "-m", "foldray", "train", "recipe.yaml", "--json", *self.changes]
-        quick = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5", "TMPDIR": str(self.temporary)}
-        quick |= {"PYTHONPATH": f"{os.getcwd()}{os.pathsep}{self.folder}", "HURT": str(self.folder)}
-        env = {**os.environ, **quick, **self.env}
+        place = {"TMPDIR": str(self.temporary), "PYTHONPATH": f"{os.getcwd()}{os.pathsep}{self.folder}", "HURT": str(self.folder)}
+        env = {**os.environ, **place, **self.env}
         return subprocess.Popen(command, cwd=self.folder, env=env, start_new_session=True, **streams)
 
     @property

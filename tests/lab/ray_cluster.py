@@ -105,7 +105,6 @@ def _environment(token: Path) -> dict[str, str]:
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_memory_monitor_refresh_ms": "0",  # otherwise Ray kills workers if other programs fill the memory
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # jobs run the command `python`
         "no_proxy": "*",
     }

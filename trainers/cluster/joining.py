@@ -21,7 +21,7 @@ from foldray.urls import told_without
 from trainers.cluster.jobs import WANTS_TOKEN, has_token, in_job, token_file
 
 # Environment variables for Ray's processes. They are set before Ray starts, and never replace a user's value.
-_QUIET = {
+_FOR_RAY = {
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -29,6 +29,9 @@ _QUIET = {
     # With this, Ray Train notices within a minute that it cannot place a worker group.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
 }
+_PROMPT = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
+"""Ray Train asks all workers every two seconds how they are. Until it has asked, an end or a loss costs time."""
+_PROMPT_WORKERS = 64  # as many may be asked that often
 _SILENT: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 _ANSWER_S = 10.0  # seconds for a cluster to answer at its address
 _PROCESS_BYTES, _GPU_BYTES = 128 * 2**20, 512 * 2**30  # less than any worker's process needs, more than any GPU has
@@ -49,7 +52,8 @@ def connect(recipe: Recipe, crowded: bool = False) -> None:
         UserError: no cluster answers at the address, or the cluster refuses the token, or the model is too large for this
             machine, or Ray does not start on it.
     """
-    for key, value in _QUIET.items():
+    prompt = _PROMPT if recipe.cluster.workers <= _PROMPT_WORKERS else {}
+    for key, value in (_FOR_RAY | prompt).items():
         os.environ.setdefault(key, value)
     if ray.is_initialized():
         return
