@@ -127,7 +127,7 @@ FAULTS: Mapping[str, Fault] = {
             same=False,
         ),
         Fault("an error of the user's code", _flag("raise"), r"ValueError: a fault of the user's own", False),
-        Fault("MLflow's database is locked", _lock, r"mlflow|MLflow"),
-        Fault("MLflow's database is deleted", lambda hurt: (hurt.folder / "storage" / "mlflow.db").unlink(), r"mlflow|MLflow"),
+        Fault("MLflow's database is locked", _lock, r"MLflow at .* fails"),
+        Fault("MLflow's database is deleted", lambda hurt: (hurt.folder / "storage" / "mlflow.db").unlink(), r"MLflow at .* fails"),
     )
 }

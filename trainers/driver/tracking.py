@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 class Tracker:
     """The MLflow run of a training.
 
-    A thread sends the metrics. If the server stops answering, the driver warns once, and sends the missed metrics when the
-    server answers again. MLflow's histories cannot be rewritten: if a step runs again after a restart, its first values
+    A thread sends the metrics. If the server stops answering, the driver warns, and when the server answers again, the driver
+    says so and sends the missed metrics. MLflow's histories cannot be rewritten: if a step runs again after a restart, its first values
     stay.
 
     Args:
@@ -65,11 +65,11 @@ class Tracker:
         self._server = TrackingServer(recipe, storage)
         self._layers = recipe.model.moe_layers
         self._logged: dict[str, int] = {}
-        self._warned, self._tried = False, 0
+        self._fails, self._tried = False, 0
         self._client, self.experiment_id = self._server.client, self._server.experiment_id
         with self._server.told_as_user_error():
             self.run_id = self._reopen(mlflow_run_id) or self._create(recipe, name)
-        self._sender = _Sender(lambda metrics: self._client.log_batch(self.run_id, metrics=metrics), self._warn)
+        self._sender = _Sender(self._log_batch, self._warn)
         self._sender.start()
 
     def receive(self, record: Record) -> None:
@@ -165,9 +165,15 @@ class Tracker:
         finite = {key: value if math.isfinite(value) else math.nan for key, value in known.items()}
         self._sender.put([Metric(key, value, now, step) for key, value in finite.items()])
 
+    def _log_batch(self, metrics: list[Metric]) -> None:
+        self._client.log_batch(self.run_id, metrics=metrics)
+        if self._fails:
+            self._fails = False
+            _log.warning("MLflow at %s answers again, and gets the metrics that it missed", self.uri)
+
     def _warn(self, error: Exception) -> None:
-        if not self._warned:
-            self._warned = True
+        if not self._fails:
+            self._fails = True
             _log.warning(
                 "MLflow at %s fails (%s); training continues, and metrics.jsonl has all metrics",
                 self.uri,

@@ -148,7 +148,8 @@ def test_a_failure_during_the_run_is_one_warning_and_nothing_is_lost(storage, mo
     monkeypatch.setattr(tracker._client, "log_batch", send)
     tracker.close("FINISHED")
     assert [at for at, _ in history(tracker, "loss")] == [1, 2]
-    assert caplog.text.count("WARNING") == 1
+    assert caplog.text.count("WARNING") == 2
+    assert caplog.text.count("answers again, and gets the metrics that it missed") == 1
 
 
 @pytest.mark.parametrize(
