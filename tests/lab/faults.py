@@ -82,6 +82,7 @@ def _lock(hurt: Hurt) -> None:
 
 _LOST = r"the process of rank 1 on \S+ ended|connections .* broke"
 _FULL = r"No space left on device|disk of Ray's files is full"
+_SILENT = r"MLflow at .* fails"
 _GONE = r"the process of the training was lost"
 FAULTS: Mapping[str, Fault] = {
     fault.name: fault
@@ -127,7 +128,7 @@ FAULTS: Mapping[str, Fault] = {
             same=False,
         ),
         Fault("an error of the user's code", _flag("raise"), r"ValueError: a fault of the user's own", False),
-        Fault("MLflow's database is locked", _lock, r"MLflow at .* fails"),
-        Fault("MLflow's database is deleted", lambda hurt: (hurt.folder / "storage" / "mlflow.db").unlink(), r"MLflow at .* fails"),
+        Fault("MLflow's database is locked", _lock, _SILENT),
+        Fault("MLflow's database is deleted", lambda hurt: (hurt.folder / "storage" / "mlflow.db").unlink(), _SILENT),
     )
 }

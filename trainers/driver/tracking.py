@@ -48,8 +48,8 @@ class Tracker:
     """The MLflow run of a training.
 
     A thread sends the metrics. If the server stops answering, the driver warns, and when the server answers again, the driver
-    says so and sends the missed metrics. MLflow's histories cannot be rewritten: if a step runs again after a restart, its first values
-    stay.
+    says so and sends the missed metrics. MLflow's histories cannot be rewritten: if a step runs again after a restart, its
+    first values stay.
 
     Args:
         recipe: the recipe of the training. Its keys become the run's parameters.
