@@ -59,7 +59,8 @@ def main() -> int:
 
 def soak(folder: Path, seconds: float, every: float, chance: random.Random, console: Console) -> dict[str, Any]:
     """Train, and hurt the training again and again. `metrics.jsonl` is in the folder afterwards."""
-    names = [name for name, fault in FAULTS.items() if fault.goes_on and not any(word in name for word in _LEFT_OUT)]
+    survived = [name for name, fault in FAULTS.items() if fault.goes_on and fault.same]
+    names = [name for name in survived if not any(word in name for word in _LEFT_OUT)]
     faults: list[dict[str, Any]] = []
     without: int | None = None  # the driver whose database is gone, which it has told
     with Hurt(folder, _ENDLESS) as training:
@@ -73,13 +74,13 @@ def soak(folder: Path, seconds: float, every: float, chance: random.Random, cons
             if "MLflow" in fault.name and training.driver == without:
                 fault = replace(fault, told=None)
             without = training.driver if "database is deleted" in fault.name else without
-            before, written = training.last_step, training.written
+            before = _again(training)
             told, took = follow(training, fault)
             training.kept.clear()
-            lost = sum(record["step"] <= before for record in training.records("step", written))
+            time.sleep(max(0.0, every - (time.monotonic() - began - at)))
+            lost = _again(training) - before
             faults.append({"at": at, "fault": fault.name, "told": told, "seconds": took, "lost": lost})
             console.print(f"{at / 60:4.1f} min  {fault.name}: {took:.0f} s, {lost} steps again")
-            time.sleep(max(0.0, every - (time.monotonic() - began - at)))
         stop.set()
         sampler.join(10)
         training.process.send_signal(signal.SIGTERM)
@@ -92,6 +93,12 @@ def soak(folder: Path, seconds: float, every: float, chance: random.Random, cons
         "faults": faults, "steps": steps, "code": code, "left": left, "samples": samples,
         "memory_mib": _tenths(memory), "processes": _tenths([count for *_, count in samples]),
     }  # fmt: skip
+
+
+def _again(training: Hurt) -> int:
+    """Return how many steps have run again until now."""
+    steps = [record["step"] for record in training.records("step")]
+    return len(steps) - len(set(steps))
 
 
 def _sample(training: Hurt, began: float, samples: list[tuple[float, float, int]], stop: threading.Event) -> None:

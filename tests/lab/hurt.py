@@ -351,7 +351,8 @@ def follow(training: Hurt, fault: Fault, patience: float = 240.0) -> tuple[str, 
     fault.happen(training)
     told, mended, written = "", fault.mend is None, training.written
     while time.monotonic() - began < patience and training.process.poll() is None:
-        told = told or _told(training, fault, *known)
+        if not told and (told := _told(training, fault, *known)):
+            written = training.written  # until then, other ranks may have ended a step that they had begun
         if told and not mended and fault.mend is not None:
             fault.mend(training)
             mended, written = True, training.written

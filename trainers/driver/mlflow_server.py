@@ -169,6 +169,8 @@ def _connect(uri: str) -> MlflowClient:
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # It logs the stack of every error that it also raises: 90 lines every half minute while a database does not answer.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     with _alone(uri):
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)

@@ -152,6 +152,19 @@ def test_a_failure_during_the_run_is_one_warning_and_nothing_is_lost(storage, mo
     assert caplog.text.count("answers again, and gets the metrics that it missed") == 1
 
 
+def test_a_database_that_is_gone_is_one_line(tmp_path, capfd, caplog):
+    """MLflow itself would print the stack of every try."""
+    tracker = Tracker(recipe(), "r-4", tmp_path)
+    (tmp_path / "mlflow.db").unlink()
+    for number in (1, 2):
+        tracker.receive(step(number))
+        tracker._sender._send_pending()
+    assert [entry.name for entry in caplog.records] == ["trainers.driver.tracking"]
+    assert "fails (attempt to write a readonly database)" in caplog.text
+    assert "Traceback" not in capfd.readouterr().err
+    tracker.close("FAILED")
+
+
 @pytest.mark.parametrize(
     "uri", ["nonsense://x", "sqlite:////proc/nowhere/mlflow.db", "sqlite://mlflow.db", "postgresql://u:p@127.0.0.1:1/mlflow"]
 )
