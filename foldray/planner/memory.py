@@ -22,7 +22,7 @@ from foldray.planner.layout import Content, PipelineLayout
 from foldray.planner.memo import ActivationKey, Held
 from foldray.planner.muon import elements, moment
 from foldray.planner.working import after_backward, buffers, head_logits, networks, unreduced
-from foldray.schedule import PipelineGraph, computed
+from foldray.schedule import PipelineGraph, passes
 
 GIB = 2**30
 
@@ -119,7 +119,7 @@ def _position(
     keeping: Keeping,
 ) -> Memory:
     content, sliced = layout.positions.content(place), pieces.slicing.degree > 1
-    flying = blocks_in_flight(layout, pipeline, place)
+    flying = blocks_in_flight(layout, pipeline, place, keeping.woven)
     size = {block: block_activations(rank, block, pieces.recompute, sliced, imbalance) for block, _ in content.blocks}
     if keeping.ahead is not None:
         left = {block: operands(rank, block, imbalance) for block in size}
@@ -235,12 +235,17 @@ def parameters(
 
 
 @lru_cache(maxsize=4096)
-def in_flight(graph: PipelineGraph, place: int) -> Mapping[int, int]:
-    """Return {stage: number of micro-batches in flight}, at the moment when a position has most of them in flight."""
+def in_flight(graph: PipelineGraph, place: int, woven: bool = False) -> Mapping[int, int]:
+    """Return {stage: number of micro-batches in flight}, at the moment when a position has most of them in flight.
+
+    With `woven`, the backward of a pair frees what its forward fills, so the forward counts after it.
+    """
     # This moment is right after the warm-up, which takes at most two rounds of pp micro-batches.
     graph = replace(graph, micro_batches=min(graph.micro_batches, 3 * graph.pp))
     alive, most, total, peak = Counter[int](), Counter[int](), 0, 0
-    for op in computed(graph, place):
+    own = passes(graph, place, woven)
+    pairs = (op for pair in own.pairs for op in (pair[::-1] if woven else pair))
+    for op in (*own.warm_up, *pairs, *own.cool_down):
         change = 1 if op.direction == "F" else -1
         alive[op.layer] += change
         total += change
@@ -250,10 +255,12 @@ def in_flight(graph: PipelineGraph, place: int) -> Mapping[int, int]:
 
 
 @lru_cache(maxsize=16384)
-def blocks_in_flight(layout: PipelineLayout, graph: PipelineGraph, place: int) -> list[tuple[BlockSpec, int]]:
+def blocks_in_flight(
+    layout: PipelineLayout, graph: PipelineGraph, place: int, woven: bool = False
+) -> list[tuple[BlockSpec, int]]:
     """Return (block, number of activations of such blocks that a position keeps, over all micro-batches in flight)."""
     found = Counter[BlockSpec]()
-    for stage, flying in in_flight(graph, place).items():
+    for stage, flying in in_flight(graph, place, woven).items():
         for block, count in layout.contents[layout.form_of[stage]].blocks:
             found[block] += flying * count
     return list(found.items())

@@ -24,7 +24,7 @@ from foldray.schedule.overlaps import (
     OverlapKind,
     overlap_kind,
 )
-from foldray.schedule.pipeline import check_pipeline, computed, forward_only, interleaved, one_f_one_b, pipeline
+from foldray.schedule.pipeline import check_pipeline, computed, forward_only, interleaved, one_f_one_b, passes, pipeline
 from foldray.schedule.reduction import place_reductions
 from foldray.schedule.slicing import SLICINGS, SliceCost, Slicing, slice_sequence
 from foldray.schedule.step_graph import StepGraph
@@ -86,6 +86,7 @@ __all__ = [
     "one_f_one_b",
     "ordered_schedule",
     "overlap_kind",
+    "passes",
     "peak",
     "pipeline",
     "place_handovers",

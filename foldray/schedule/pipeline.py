@@ -74,10 +74,12 @@ def interleaved(graph: PipelineGraph) -> Schedule:
 
 
 def woven_pairs(graph: PipelineGraph) -> Schedule:
-    """Return 1F1B, or the interleaved schedule, with one more warm-up forward, and with pairs whose two passes run at once.
+    """Return 1F1B, or the interleaved schedule, with more warm-up forwards, and with pairs whose two passes run at once.
+
+    `passes` says how many forwards a position warms up with.
 
     The backward of a pair follows its forward in the list; `weave` orders their ops. Since the backward frees a block for each
-    that the forward fills, a position keeps the activations of one more block than without pairs.
+    that the forward fills, a position keeps the activations of its warm-up and of one more block.
 
     Raises:
         UserError: micro_batches is not a multiple of pp, and there are virtual stages.
@@ -124,13 +126,15 @@ def passes(graph: PipelineGraph, position: int, woven: bool = False) -> Passes:
         graph: the pipeline.
         position: number of the position.
         woven: whether the two passes of a pair run at once. The position then warms up with one more forward, so that the
-            backward of a pair never waits for its forward.
+            backward of a pair never waits for its forward. Both passes end with the pair. So a position warms up with two
+            forwards more than the next one, as in the interleaved schedule; with one more, two positions would take turns.
     """
     forwards = _passes(graph, "F", position)
     if not graph.backward:
         return Passes(forwards, (), ())
     backwards, behind = _passes(graph, "B", position), graph.pp - 1 - position
-    warm_up = (graph.virtual_stages - 1) * graph.pp + 2 * behind if graph.virtual_stages > 1 else behind
+    virtual = graph.virtual_stages > 1
+    warm_up = (graph.virtual_stages - 1) * graph.pp + (2 if virtual or woven else 1) * behind
     warm_up = min(warm_up + woven, len(forwards))
     steady = len(forwards) - warm_up
     return Passes(forwards[:warm_up], tuple(zip(forwards[warm_up:], backwards[:steady], strict=True)), backwards[steady:])

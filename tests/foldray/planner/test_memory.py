@@ -103,6 +103,13 @@ def test_micro_batches_in_flight(pp: int, virtual: int, most: list[int]) -> None
     assert [sum(in_flight(graph, place).values()) for place in range(pp)] == most
 
 
+@pytest.mark.parametrize(("pp", "virtual", "most"), [(1, 1, [1]), (4, 1, [7, 5, 3, 1]), (4, 2, [11, 9, 7, 5])])
+def test_micro_batches_in_flight_if_pairs_are_woven(pp: int, virtual: int, most: list[int]) -> None:
+    """(v − 1)·pp + 2·(pp − 1 − p) + 1, and a block besides, which `peak_memory` adds."""
+    graph = PipelineGraph(pp, 16, virtual)
+    assert [sum(in_flight(graph, place, woven=True).values()) for place in range(pp)] == most
+
+
 def test_the_fullest_position_counts() -> None:
     candidate = Candidate(Job(MIXTRAL, 4096, 256), Fold(128, tp=2, pp=8, ep=8))
     rank = rank_of(MIXTRAL, candidate.fold, 4096)

@@ -193,16 +193,28 @@ def test_a_forward_and_a_backward_are_woven_in_turns() -> None:
 
 @pytest.mark.parametrize(("pp", "stages", "micro_batches"), [(2, 2, 4), (4, 4, 6), (2, 4, 4), (4, 8, 8), (3, 3, 1), (2, 2, 2)])
 @pytest.mark.parametrize("degree", [1, 2])
-def test_woven_pipelines_keep_one_more_block(pp: int, stages: int, micro_batches: int, degree: int) -> None:
+def test_woven_pipelines_keep_their_warm_up_and_one_more_block(pp: int, stages: int, micro_batches: int, degree: int) -> None:
     graph = graph_of(((MOE,),) * stages, degree, pp=pp, micro_batches=micro_batches, later=("expert",))
-    woven, plain = (
-        Problem(graph, lambda op: ((COMPUTE, 1.0),)).kept(step_schedule(graph, Overlap(kind))) for kind in ("weave", "stream")
-    )
     lists = step_schedule(graph, Overlap("weave"))
     check(graph, lists)
     check_lists(graph, lists)
     if stages == pp:
-        assert woven == tuple(min(kept + 1, micro_batches) for kept in plain)
+        kept = Problem(graph, lambda op: ((COMPUTE, 1.0),)).kept(lists)
+        assert kept == tuple(min(2 * (pp - 1 - place) + 2, micro_batches) for place in range(pp))
+
+
+@pytest.mark.parametrize(("pp", "virtual_stages"), [(2, 1), (4, 1), (2, 2), (4, 2)])
+def test_a_woven_pipeline_has_the_bubble_of_its_own_pipeline(pp: int, virtual_stages: int) -> None:
+    """Positions do not wait for each other's pairs. Here, all-to-alls take no time."""
+    graph = graph_of(((MOE, MOE),) * pp * virtual_stages, 1, pp=pp, micro_batches=4 * pp)
+    computing = {"F": ((COMPUTE, 1.0),), "B": ((COMPUTE, 2.0),)}
+
+    def seconds(kind: str) -> float:
+        lists = step_schedule(graph, Overlap(kind))
+        found = times(graph, lists, lambda op: (("link", 0.0),) if graph.channel(op) else computing[op.direction])
+        return max(span.end for span in found.values())
+
+    assert seconds("weave") <= 1.01 * seconds("sequential")
 
 
 def test_gradients_of_weights_are_computed_while_rows_travel() -> None:
