@@ -129,6 +129,8 @@ FAULTS: Mapping[str, Fault] = {
         ),
         Fault("an error of the user's code", _flag("raise"), r"ValueError: a fault of the user's own", False),
         Fault("MLflow's database is locked", _lock, _SILENT),
-        Fault("MLflow's database is deleted", lambda hurt: (hurt.folder / "storage" / "mlflow.db").unlink(), _SILENT),
+        Fault(
+            "MLflow's database is deleted", lambda hurt: (hurt.folder / "storage" / "mlflow.db").unlink(missing_ok=True), _SILENT
+        ),
     )
 }
