@@ -120,12 +120,10 @@ class History:
             self.drifts.append(record)
         elif record["kind"] == "failed":
             self.failures.append(record)
-            self.places.clear()  # the next attempt may have fewer ranks
-            self.slow.clear()
+            self.forget_places()  # the next attempt may have fewer ranks
         elif record["kind"] == "grows":
             self.grown.append(record["step"])
-            self.places.clear()
-            self.slow.clear()
+            self.forget_places()
         elif record["kind"] == "spiked":
             self.spikes[record["step"]] = record
         elif record["kind"] == "slow":
@@ -135,6 +133,11 @@ class History:
         else:
             self.resumes.append(record["step"])
             self._rewind(record["step"])
+
+    def forget_places(self) -> None:
+        """Forget where ranks are, and which of them are slow."""
+        self.places.clear()
+        self.slow.clear()
 
     @property
     def last_step(self) -> int:
@@ -158,8 +161,8 @@ class History:
         step, load = record["step"], np.asarray(record["load"] or [], dtype=np.int64)
         if step <= self.last_step:  # an attempt that starts at step 0 sends no "resumed" record
             self._rewind(step - 1)
-        # With many experts, the loads of all steps would fill the driver's memory. metrics.jsonl has them.
-        self.steps[step] = {**record, "load": None, "by_layer": None}
+        # With many steps, these would fill the driver's memory. metrics.jsonl has them.
+        self.steps[step] = {**record, "load": None, "by_layer": None, "traffic": {}}
         if load.size:
             self._take_load(step, load)
 

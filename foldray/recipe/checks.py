@@ -85,6 +85,9 @@ def _check_workers(recipe: Description) -> None:
     if recipe.placement is not None:
         rule = "works for workers that have both attention and experts; with placement, training waits for all workers"
         raise UserError("cluster.min_workers", least, rule, ["null"])
+    if (placement := recipe.cluster.placement).startswith("STRICT"):
+        rule = "cannot hold for every number of workers down to cluster.min_workers, which go wherever there is room"
+        raise UserError("cluster.placement", placement, rule, ["PACK", "SPREAD"])
 
 
 def _check_fold(recipe: Description) -> None:

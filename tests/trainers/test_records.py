@@ -66,6 +66,25 @@ def test_a_failing_subscriber_is_reported_and_stops_nobody(ray_session, caplog):
     assert caplog.text.count("disk full") == 1
 
 
+def test_signs_of_life_that_cannot_be_used_cost_no_records(ray_session, caplog):
+    """A disk may be full for a moment, or Ray's head away."""
+    seen, looked = [], []
+
+    def fails(beat):
+        looked.append(beat)
+        raise OSError(28, "No space left on device")
+
+    with Inbox([seen.append], fails, period=0.01) as inbox:
+        outbox = Outbox(inbox.queue)
+        for number in range(3):
+            outbox.send({"kind": "beat", "rank": number})
+            outbox.send(step(number))
+            outbox.flush()
+    assert [record["step"] for record in seen] == [0, 1, 2]
+    assert len(looked) == 3
+    assert caplog.text.count("signs of life cannot be used (OSError: [Errno 28] No space left on device)") == 1
+
+
 def test_a_failing_subscriber_does_not_hide_the_trainings_own_failure(ray_session):
     def fails(record):
         raise OSError("disk full")

@@ -11,8 +11,6 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy, NoopDecision, ResizeDecision, ScalingDecision
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus, WorkerGroupState
 
-from foldray.recipe import Recipe
-
 _PATIENCE_S = 300.0  # for the fewest workers
 _STALE_S = 20.0  # until Ray's coordinator knows a node that has come
 
@@ -67,10 +65,13 @@ class LegalWorlds(ElasticScalingPolicy):
         return NoopDecision()
 
 
-def larger_world(recipe: Recipe, worlds: Sequence[int], now: int) -> int | None:
-    """Return the largest legal number of workers above `now` for which the cluster has room; None if there is none."""
-    spec = recipe.cluster
-    more = _room({"CPU": float(spec.cpus_per_worker), **({"GPU": 1.0} if spec.gpu else {})})
+def larger_world(need: Mapping[str, float], worlds: Sequence[int], now: int) -> int | None:
+    """Return the largest legal number of workers above `now` for which the cluster has room; None if there is none.
+
+    Args:
+        need: the resources of a worker.
+    """
+    more = _room(need)
     return max((world for world in worlds if now < world <= now + more), default=None)
 
 

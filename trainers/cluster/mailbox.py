@@ -108,6 +108,7 @@ class Inbox:
     Attributes:
         queue: Ray's handle of the queue.
         stops: whether the workers are asked to save a checkpoint after their step, and to stop.
+        delivering: held while records and signs of life are passed on. Who reads what they change holds it, too.
     """
 
     def __init__(
@@ -119,8 +120,9 @@ class Inbox:
     ):
         self._subscribers, self._beats = tuple(subscribers), beats
         self._period, self._patience = period, patience
-        self._leaving, self._idle, self._delivering = threading.Event(), threading.Event(), threading.Lock()
+        self._leaving, self._idle, self.delivering = threading.Event(), threading.Event(), threading.RLock()
         self._failure: Exception | None = None
+        self._deaf = False  # to signs of life, which has been told
         self._lost: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="foldray-inbox", daemon=True)
         self.queue: Any
@@ -152,12 +154,12 @@ class Inbox:
 
     def deliver(self, *records: Record | Beat) -> None:
         """Pass records to the subscribers."""
-        with self._delivering:
+        with self.delivering:
             for record in records:
                 if record["kind"] != "beat":
                     self.tell(record)
                 elif self._beats is not None:
-                    self._beats(record)
+                    self._look(self._beats, record)
 
     def tell(self, record: Record) -> None:
         """Pass a record to the subscribers, out of one that takes signs of life."""
@@ -166,6 +168,17 @@ class Inbox:
                 subscriber(record)
             except Exception as error:
                 self._keep(error, f"{getattr(subscriber, '__qualname__', subscriber)} failed on a {record['kind']} record")
+
+    def _look(self, beats: Callable[[Beat], None], beat: Beat) -> None:
+        """Pass a sign of life on. What fails there costs neither the records after it nor the training."""
+        try:
+            beats(beat)
+        except Exception as error:
+            if not self._deaf:
+                _warn("signs of life cannot be used", error)
+            self._deaf = True
+        else:
+            self._deaf = False
 
     def _run(self) -> None:
         lost_since: float | None = None

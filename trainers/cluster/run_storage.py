@@ -44,8 +44,7 @@ def checked_storage(field: str, storage: str | None) -> str:
             relative inside a Ray job, whose working folder is deleted at its end.
     """
     if storage is not None and "://" in storage:
-        if holds_secret(storage):
-            raise UserError(field, storage, _SECRET)
+        refuse_secret(field, storage)
         return _written(field, _local(field, storage)) if storage.startswith("file:") else _reachable(field, storage)
     try:
         folder = Path(storage).expanduser() if storage else (Path.home() / "foldray" / "runs" if in_job() else Path("runs"))
@@ -55,6 +54,16 @@ def checked_storage(field: str, storage: str | None) -> str:
         rule = "a Ray job's working folder is deleted with the job; give an absolute folder or a URI"
         raise UserError(field, storage, rule)
     return _written(field, folder.absolute())
+
+
+def refuse_secret(field: str, uri: str) -> None:
+    """Refuse a URI with a password, which files of the run would show.
+
+    Raises:
+        UserError: it holds one.
+    """
+    if holds_secret(uri):
+        raise UserError(field, uri, _SECRET)
 
 
 def check_filesystem(field: str, files: pyarrow.fs.FileSystem, folder: str) -> None:

@@ -72,6 +72,7 @@ class GiveUp:
 
 
 Decision = GoOn | GiveUp
+_UNPLACED = 4  # times in a row, after workers have been lost: a node that replaces another one takes minutes to come
 _FREE = ("damaged", "preempted")  # each of them costs a checkpoint or comes from outside, so attempts come to an end
 
 
@@ -83,8 +84,11 @@ def decide(attempts: Sequence[Attempt], most: int | None) -> Decision:
         most: how many attempts may fail without a new checkpoint between them; None for any number.
     """
     *earlier, last = attempts
-    if last.failure.kind in ("refused", "unplaced"):
+    if last.failure.kind == "refused":
         return GiveUp()
+    if last.failure.kind == "unplaced":
+        tried = len(attempts) - len([*takewhile(lambda attempt: attempt.failure.kind == "unplaced", reversed(attempts))])
+        return GoOn() if tried and len(attempts) - tried < _UNPLACED else GiveUp()
     if last.failure.kind in _FREE:
         return GoOn()
     repeats = (last.reached, last.failure) in [(attempt.reached, attempt.failure) for attempt in earlier]

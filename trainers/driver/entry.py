@@ -69,7 +69,7 @@ def train(
         why = f" ({gave_up.reason})" if gave_up and gave_up.reason else ""
         text = f"training failed after step {summary.steps}: {what}{why}; the traceback is in {file}"
         print(f"foldray: {text}", file=sys.stderr)
-        return 1
+        return 128 + trainer.stopped if trainer.stopped else 1
     if trainer.run.stopped:
         again = f"foldray train RECIPE --resume {summary.run_id}"
         print(f"foldray: stopped after step {summary.steps}; to go on: {again}", file=sys.stderr)

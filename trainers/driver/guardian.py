@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 from trainers.driver.attempts import Attempt, Failure, GoOn, decide
 
 _FILE, _RESUME, _LIFE = "FOLDRAY_GUARD_FILE", "FOLDRAY_GUARD_RESUME", "FOLDRAY_GUARD_LIFE"
+_STEP = re.compile(r"step_(\d+)")
 _MOST = 3  # lost processes without a new checkpoint between them
 
 
@@ -60,9 +62,13 @@ def guard(arguments: Sequence[str]) -> int:
     resume: str | None = None
     while True:
         with tempfile.TemporaryDirectory(prefix="foldray-guard-") as place:
-            code, facts = _run(arguments, Path(place, "facts"), resume)
+            code, facts, asked = _run(arguments, Path(place, "facts"), resume)
         if "ended" in facts:
             return int(facts["ended"])
+        if asked is not None:
+            again = f"; to go on: foldray train RECIPE --resume {facts['run']}" if _began(facts) else ""
+            print(f"foldray: the process of the training ended before it had stopped in order{again}", file=sys.stderr)
+            return 128 + asked
         what = f"the process of the training was lost ({_ended(code)}): Ray's head or node ended it, or memory ran out"
         if "run" not in facts:
             print(f"foldray: {what}, before the run began", file=sys.stderr)
@@ -73,22 +79,30 @@ def guard(arguments: Sequence[str]) -> int:
             again = f"foldray train RECIPE --resume {facts['run']}"
             print(f"foldray: {what}, {len(attempts)} times; after the cause is gone: {again}", file=sys.stderr)
             return 1
+        if not _began(facts):  # its data were not prepared yet
+            print(f"foldray: {what}; the command begins again", file=sys.stderr)
+            continue
         resume = str(facts["run"])
         print(f"foldray: after step {reached}, {what}; run {resume} goes on from its last checkpoint", file=sys.stderr)
 
 
-def _run(arguments: Sequence[str], file: Path, resume: str | None) -> tuple[int, dict[str, Any]]:
-    """Run the command once. Return how its process ended, and what it has told."""
+def _began(facts: Mapping[str, Any]) -> bool:
+    """Whether there is a run to go on with."""
+    return "folder" in facts and Path(facts["folder"], "recipe.yaml").exists()
+
+
+def _run(arguments: Sequence[str], file: Path, resume: str | None) -> tuple[int, dict[str, Any], int | None]:
+    """Run the command once. Return how its process ended, what it has told, and the first signal that was passed on to it."""
     ours, theirs = os.pipe()
     env = {**os.environ, _FILE: str(file), _LIFE: str(ours), **({_RESUME: resume} if resume else {})}
     command = [sys.executable, "-m", "foldray", *arguments]
     # In a process group of its own, it gets a Ctrl-C from its parent alone.
     with subprocess.Popen(command, env=env, pass_fds=[ours], process_group=0) as process:
         os.close(ours)
-        with _forwarding(process):
+        with _forwarding(process) as passed:
             code = process.wait()
     os.close(theirs)
-    return code, _facts(file)
+    return code, _facts(file), passed[0] if passed else None
 
 
 def _facts(file: Path) -> dict[str, Any]:
@@ -99,13 +113,17 @@ def _facts(file: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _forwarding(process: subprocess.Popen) -> Iterator[None]:
-    """Pass SIGINT and SIGTERM on to a process."""
-    before: Mapping[int, Any] = {
-        number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+def _forwarding(process: subprocess.Popen) -> Iterator[list[int]]:
+    """Pass SIGINT and SIGTERM on to a process, and note them."""
+    passed: list[int] = []
+
+    def forward(number: int, _: Any) -> None:
+        passed.append(number)
+        process.send_signal(number)
+
+    before: Mapping[int, Any] = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield passed
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -119,6 +137,6 @@ def _progress(run: Path) -> tuple[int, int]:
     """Return the last step of a run and that of its last checkpoint, by its `run.json`; 0 if they are not known."""
     with suppress(OSError, ValueError, TypeError, AttributeError):
         found = json.loads((run / "run.json").read_text())
-        name = Path(found.get("checkpoint") or "").name
-        return int(found.get("steps") or 0), int(name.removeprefix("step_") or 0)
+        named = _STEP.search(found.get("checkpoint") or "")  # a path or a URI, perhaps with a query
+        return int(found.get("steps") or 0), int(named[1]) if named else 0
     return 0, 0

@@ -27,6 +27,7 @@ _BALANCE = (
     "load_max_over_mean", "busiest_layer", "rank_max_over_mean", "load_entropy", "dead_experts", "starved_experts",
 )  # fmt: skip
 RANKS = "ranks.json"
+_WRITE_PERIOD_S = 5.0
 _PICTURE_PERIOD_S = 30.0  # drawing takes half a second, perhaps on the workers' cores
 _PAGE_PERIOD_S = 300.0  # the page of the experts' health takes one second or two
 
@@ -127,7 +128,9 @@ class RunFolder:
         self.history.receive(record)
         with self._metrics.open("a") as lines:  # closing flushes the file, so its readers see complete lines
             lines.write(as_json(record) + "\n")
-        if record["kind"] != "step":
+        self._is_stale |= record["kind"] != "step"
+        # Every rank sends its place. With thousands of them, the file would be written all the time.
+        if self._is_stale and (record["kind"] != "place" or time.monotonic() - self._wrote > _WRITE_PERIOD_S):
             self._write_run("running")
         if record["kind"] == "validation" and time.monotonic() - self._drawn > _PICTURE_PERIOD_S:
             self.draw(page=time.monotonic() - self._page_drawn > _PAGE_PERIOD_S)
@@ -261,6 +264,7 @@ class RunFolder:
         origin = {"started_from": self._start, "resumed_at": self.history.resumes, "failures": failures}
         document = summary.as_dict() | origin | {"data": self._data, "workers": workers}
         _replace(self.path / "run.json", json.dumps(json.loads(as_json(document)), indent=2))
+        self._wrote, self._is_stale = time.monotonic(), False
         return summary
 
     def _mend_last_line(self) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from foldray.recipe import Recipe
@@ -16,6 +16,8 @@ from trainers.cluster.elastic import larger_world
 from trainers.cluster.mailbox import Inbox
 from trainers.data.mixture import Mixture, baselines, told_data
 from trainers.data.packed import PackedData
+from trainers.driver.attempts import Failure
+from trainers.driver.failures import failure_of
 from trainers.driver.gauges import Gauges
 from trainers.driver.recorder import RunFolder, Summary, read_history, read_run
 from trainers.driver.report import Console
@@ -26,6 +28,8 @@ from trainers.records import Beat, Record
 _log = logging.getLogger(__name__)
 _SURE = 2  # looks at a cluster that has room
 _LOOK_S = 10.0  # between two looks at what all ranks do
+_VAIN_S = 600.0  # between two tries to grow, if no more workers have started
+_NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 class Run:
@@ -35,6 +39,7 @@ class Run:
         watch: the signs of life of the ranks.
         stopped: whether the workers have stopped because they were asked to.
         grows: whether they were asked to because the cluster has room for more of them.
+        asked: whether they were asked to because the user has asked for it. This holds for all further attempts.
 
     Args:
         recipe: the recipe of the training.
@@ -44,6 +49,7 @@ class Run:
         console: shows the progress; None shows nothing.
         start: the checkpoint that the run starts from; None for a run without one.
         worlds: numbers of workers that training may take.
+        need: the resources of each.
 
     Raises:
         UserError: a file of the earlier run cannot be read, or the tracking server does not answer or refuses a request.
@@ -58,6 +64,7 @@ class Run:
         console: Console | None,
         start: str | None = None,
         worlds: Sequence[int] = (),
+        need: Mapping[str, float] = _NOTHING,
     ):
         found, length = baselines(data, recipe.training.eval_sequences)
         # These two may raise a UserError. They come first, so that an error leaves no folder behind.
@@ -67,8 +74,9 @@ class Run:
         self.folder = RunFolder(root / name, recipe, bits, length, history, start, told_data(data))
         self.folder.tracked_by(self.tracker.uri, self.tracker.run_id, self.tracker.view_command())
         self.summary: Summary | None = None
-        self.watch, self.stopped, self.grows = Watch(), False, False
-        self._recipe, self._worlds, self._sees_room, self._asked = recipe, worlds, 0, False
+        self.watch, self.stopped, self.grows, self.asked = Watch(), False, False, False
+        self._recipe, self._worlds, self._need, self._sees_room = recipe, worlds, need, 0
+        self._grew_from, self._grew = 0, -math.inf
         last = recipe.training.stop_after or recipe.training.steps
         self._progress = None if console is None else console.progress(name, last)
         self._stack = ExitStack()
@@ -99,20 +107,34 @@ class Run:
                     "over_others": pace.over_others or 0.0, "goes_on": pace.is_slow, "time": time.time(),
                 })  # fmt: skip
         self.folder.write_ranks(self.watch.beats, paces)
-        if len(self._worlds) > 1 and not self.grows:
+        trains = self.watch.beats.keys() == places.keys() and all(beat["trained_s"] for beat in self.watch.beats.values())
+        if len(self._worlds) > 1 and trains and not self.grows:
             self._grow(len(places))
 
     def _grow(self, workers: int) -> None:
-        """Ask the workers to stop, so that more of them start, once the cluster has had room for more several times."""
-        self._sees_room = self._sees_room + 1 if larger_world(self._recipe, self._worlds, workers) else 0
-        if self._sees_room >= _SURE and self.watch.beats and not self._asked:
+        """Ask the workers to stop, so that more of them start, once the cluster has had room for more several times.
+
+        If no more of them have started the last time, the room is not one that workers fit into, at least for a while.
+        """
+        if workers <= self._grew_from and time.monotonic() - self._grew < _VAIN_S:
+            return
+        self._sees_room = self._sees_room + 1 if larger_world(self._need, self._worlds, workers) else 0
+        if self._sees_room >= _SURE and not self.asked:
+            self._grew_from, self._grew = workers, time.monotonic()
             self.grows = self._inbox.stops = True
 
     def begin(self) -> None:
-        """Forget the ranks of the attempt before."""
-        self.watch.clear()
-        self._inbox.stops = False
+        """Forget the ranks of the attempt before, which may be one of an earlier process."""
+        with self._inbox.delivering:
+            self.watch.clear()
+            self.folder.history.forget_places()
+        self._inbox.stops = self.asked
         self.grows, self.stopped, self._sees_room = False, False, 0
+
+    def failure(self, error: Exception) -> Failure:
+        """Return why an attempt failed."""
+        with self._inbox.delivering:
+            return failure_of(error, self.folder.history.places, self.watch, self._recipe.cluster.timeout)
 
     def tell(self, record: Record) -> None:
         """Pass a record of the driver itself to the folder, MLflow and the progress line."""
@@ -125,7 +147,7 @@ class Run:
 
     def ask_to_stop(self) -> None:
         """Ask the workers to save a checkpoint after their step, and to stop for good."""
-        self._asked, self.grows = True, False
+        self.asked, self.grows = True, False
         self._inbox.stops = True
 
     @property

@@ -20,9 +20,10 @@ from ray.train.v2._internal.execution.failure_handling import create_failure_pol
 from foldray.errors import MissingPackage, UserError
 from foldray.recipe import Recipe, check_trains
 from foldray.recipe.refold import worlds
-from trainers.checkpoints.stored import DamagedCheckpoint
+from trainers.checkpoints.stored import DamagedCheckpoint, Stored
 from trainers.cluster import joining, workers
 from trainers.cluster.elastic import LegalWorlds
+from trainers.cluster.run_storage import refuse_secret
 from trainers.data.conversations import told
 from trainers.data.datasets import Documents, check_datasets, store
 from trainers.data.mixture import Mixture
@@ -31,7 +32,6 @@ from trainers.data.prepare import prepare
 from trainers.data.unfit import told_unfit
 from trainers.driver.attempts import Attempt, Failure, GiveUp, GoOn, decide
 from trainers.driver.causes import told_first
-from trainers.driver.failures import failure_of
 from trainers.driver.mlflow_server import begin_import, check_reachable
 from trainers.driver.ray_configs import (
     check_backend,
@@ -181,12 +181,20 @@ class FoldTrainer(TorchTrainer):
         """
         _check_packages(self.recipe)
         begin = self._begin()
-        stored = begin and begin.look()
+        stored = begin.look() if begin else None
         if begin is None and self.recipe.training.weights is not None:
             Weights.at(self.recipe.training.weights, "training.weights").check(self.recipe.model)
         check_reachable(self.recipe)  # before the data are prepared, which may take hours
         begin_import(self.recipe)
+        self.run = None
         joining.connect(self.recipe)
+        with Stopping(self._ask_to_stop) as stopping:  # Ray has replaced the handlers of before
+            try:
+                return self._fit(begin, stored)
+            finally:
+                self.stopped = stopping.signal
+
+    def _fit(self, begin: Beginning | None, stored: Stored | None) -> Result:
         joining.check_room(self.worlds[min(self.worlds)])
         check_places(self.scaling_config, min(self.worlds))
         data = self._prepare()
@@ -194,22 +202,19 @@ class FoldTrainer(TorchTrainer):
             check_resumable(begin, stored, self.recipe, data)
         start = begin.folder if begin and begin.field == "from" else None
         name, origin = str(self.run_config.name), None if start is None else start.name
-        self.run = Run(self.recipe, name, self._root, data, self.console, origin, tuple(self.worlds))
+        need = self.scaling_config._resources_per_worker_not_none
+        self.run = Run(self.recipe, name, self._root, data, self.console, origin, tuple(self.worlds), need)
         with self.run:
             recipes = {world: recipe.model_dump(mode="json") for world, recipe in self.worlds.items()}
             config = {"recipes": recipes, "data": str(data.folder), "queue": self.run.queue}
             self.train_loop_config = config | {"search": self.search, "start": start and start.checkpoint}
             self._send_recipe()
-            with Stopping(self._ask_to_stop) as stopping:
-                try:
-                    return self._persist(self.run, begin)
-                finally:
-                    self.stopped = stopping.signal
+            return self._persist(self.run, begin)
 
     def _ask_to_stop(self) -> bool:
         """Ask the workers to stop after their step. Return whether they train already, and so come to it."""
-        assert self.run is not None
-        if not any(beat["trained_s"] for beat in self.run.watch.beats.values()):
+        # This runs between any two instructions of the main thread, so it takes no lock. A copy cannot change meanwhile.
+        if self.run is None or not any(beat["trained_s"] for beat in list(self.run.watch.beats.values())):
             return False
         self.run.ask_to_stop()
         if self.console is not None:
@@ -245,6 +250,8 @@ class FoldTrainer(TorchTrainer):
             self.attempts.append(Attempt(run.folder.history.last_step, saved, failure))
             most = self.run_config.failure_config.max_failures
             decision = found if isinstance(found, GiveUp) else decide(self.attempts, None if most < 0 else most)
+            if run.asked and isinstance(decision, GoOn):
+                decision = GiveUp("it was asked to stop")
             reason = decision.reason if isinstance(decision, GiveUp) else ""
             run.tell({
                 "kind": "failed", "step": run.folder.history.last_step, "failure": failure.kind, "what": failure.what,
@@ -260,7 +267,7 @@ class FoldTrainer(TorchTrainer):
         try:
             result = super().fit()
         except KeyboardInterrupt:
-            with suppress(RayError):
+            with suppress(RayError, ValueError):  # there may be no controller yet
                 ray.kill(self._controller)
             self._release(run)
             raise
@@ -268,7 +275,7 @@ class FoldTrainer(TorchTrainer):
             run.settle()
             if isinstance(error, RayError):
                 self._release(run)
-            return error, failure_of(error, run.folder.history.places, run.watch, self.recipe.cluster.timeout)
+            return error, run.failure(error)
         if damaged := result.return_value.get("damaged"):
             found = DamagedCheckpoint(*damaged)
             return found, Failure("damaged", str(found))
@@ -295,6 +302,7 @@ class FoldTrainer(TorchTrainer):
                 raise UserError("from", str(self.start), rule)
             if isinstance(self.start, Checkpoint):
                 return Beginning.at(self.start.path, self.start.filesystem)
+            refuse_secret("from", str(self.start))
             return Beginning.at(str(self.start))
         if self.resume is None:
             return None

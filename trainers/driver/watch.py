@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainers.records import Beat
@@ -79,14 +78,17 @@ class Watch:
         Args:
             positions: the pipeline position of every rank, because positions may have different work; None compares all.
         """
-        busy = {rank: _busy(beats[0], beats[-1]) for rank, beats in self._recent.items() if len(beats) == _RECENT}
+        alike: dict[int | None, list[tuple[float, int]]] = {}
+        for rank, beats in self._recent.items():
+            if len(beats) == _RECENT:
+                alike.setdefault(positions.get(rank) if positions else None, []).append((_busy(beats[0], beats[-1]), rank))
         paces = {}
-        for rank, share in busy.items():
-            place = positions.get(rank) if positions else None
-            others = [each for other, each in busy.items() if other != rank and (not positions or positions.get(other) == place)]
-            typical = statistics.median(others) if others else 0.0
-            before = _busy(self._first[rank], self._recent[rank][0])
-            paces[rank] = Pace(share, share / typical if typical else None, share / before if before else None)
+        for group in map(sorted, alike.values()):
+            shares = [share for share, _ in group]
+            for i, (share, rank) in enumerate(group):
+                typical = _median_without(shares, i)
+                before = _busy(self._first[rank], self._recent[rank][0])
+                paces[rank] = Pace(share, share / typical if typical else None, share / before if before else None)
         return paces
 
     def standstill(self) -> Standstill:
@@ -136,6 +138,15 @@ def _busy(first: Beat, last: Beat) -> float:
     """Return the share of the time between two signs of life in which a rank did not wait; 0 without time between them."""
     trained, waited = last["trained_s"] - first["trained_s"], last["waited_s"] - first["waited_s"]
     return max(1.0 - waited / trained, 0.0) if trained > 0 else 0.0
+
+
+def _median_without(values: Sequence[float], i: int) -> float:
+    """Return the median of sorted values without the i-th one, in a time that does not grow with them; 0 if there is no other."""
+    count = len(values) - 1
+    if not count:
+        return 0.0
+    low, high = ((count - 1) // 2, count // 2)
+    return (values[low + (low >= i)] + values[high + (high >= i)]) / 2
 
 
 def named(ranks: tuple[int, ...]) -> str:

@@ -150,7 +150,8 @@ class Worker:
             with suppress(StopIteration):
                 online.send(time.perf_counter() - started)
             final = done == last or totals.stops or totals.preempted
-            if final or (training.eval_every and done % training.eval_every == 0):
+            due = done == last or (training.eval_every and done % training.eval_every == 0)
+            if due and not totals.preempted:  # a node that is taken back has no time for it
                 self._validate(done)
             if final or (self.recipe.checkpoint.every and done % self.recipe.checkpoint.every == 0):
                 self._save(done, final)
@@ -265,6 +266,8 @@ class Worker:
         with self.activity.during("saves a checkpoint", TIMEOUT.total_seconds()):
             metrics = reported(self.last, self.validation)
             path = self.saver.save(self.engine.shards(), progress, metrics, last=final)
+            if final and self.saver.group is not None:  # Ray ends all ranks once one of them raises, so none may be first
+                torch.distributed.barrier(self.saver.group)
         if self.rank == 0:
             self.outbox.send({"kind": "checkpoint", "step": done, "path": path})
 

@@ -10,7 +10,6 @@ from ray.train import ScalingConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
 
-from foldray.recipe import Recipe
 from trainers.cluster import elastic
 from trainers.cluster.elastic import LegalWorlds, larger_world
 
@@ -96,4 +95,11 @@ def test_ray_does_not_resize_a_group_that_runs(policy: Policy) -> None:
 def test_room_for_more(monkeypatch: pytest.MonkeyPatch, free: dict[str, float], now: int, expected: int | None) -> None:
     found = {node: {"CPU": float(count)} for node, count in free.items()}
     monkeypatch.setattr(ray._private.state, "available_resources_per_node", lambda: found)
-    assert larger_world(Recipe.parse({"model": {"preset": "tiny"}}), (2, 4, 8), now) == expected
+    assert larger_world({"CPU": 1.0}, (2, 4, 8), now) == expected
+
+
+def test_room_has_all_that_a_worker_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"a": {"CPU": 8.0, "big": 1.0}, "b": {"CPU": 8.0}}
+    monkeypatch.setattr(ray._private.state, "available_resources_per_node", lambda: found)
+    assert larger_world({"CPU": 1.0, "big": 1.0}, (2, 3, 8), 2) == 3
+    assert larger_world({"CPU": 1.0, "huge": 1.0}, (2, 3, 8), 2) is None

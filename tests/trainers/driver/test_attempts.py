@@ -20,6 +20,14 @@ def test_what_no_other_attempt_would_help(kind: Kind) -> None:
     assert decide([attempt(kind)], None) == GiveUp()
 
 
+def test_a_lost_node_has_time_to_be_replaced() -> None:
+    """But workers that never had a place will hardly get one."""
+    lost, unplaced = attempt("lost", 10, 14), attempt("unplaced")
+    assert [decide([lost, *[unplaced] * count], 1) for count in range(1, 5)] == [GoOn()] * 3 + [GiveUp()]
+    assert decide([unplaced, unplaced], None) == GiveUp()
+    assert decide([lost, *[unplaced] * 3, attempt("lost", 20, 21), unplaced], 1) == GoOn()
+
+
 @pytest.mark.parametrize("kind", ["lost", "controller", "stalled"])
 def test_as_many_failures_without_a_new_checkpoint_as_allowed(kind: Kind) -> None:
     failed = [attempt(kind, saved=10, reached=number) for number in range(4)]

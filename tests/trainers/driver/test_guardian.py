@@ -27,6 +27,9 @@ if ends[0] != "early":
     guardian.tell(run="r-1", folder=os.getcwd())
 if ends[0] in ("kill", "early"):
     os.kill(os.getpid(), signal.SIGKILL)
+if ends[0] == "deaf":
+    print("waits", file=at, flush=True)
+    time.sleep(60)
 if ends[0] == "wait":
     signal.signal(signal.SIGTERM, lambda *_: (print("TERM", file=at, flush=True), guardian.tell(ended=143), os._exit(143)))
     print("waits", file=at, flush=True)
@@ -51,6 +54,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def guard(place: Path, ends: str, *run: str) -> tuple[int, list[str]]:
     (place / "ends").write_text(ends)
     (place / "run.json").write_text(run[0] if run else "{}")
+    (place / "recipe.yaml").touch()
     code = guardian.guard(["train", "x.yaml"])
     return code, (place / "log").read_text().splitlines()
 
@@ -91,6 +95,34 @@ def test_signals_and_the_end_of_the_parent_reach_it(place: Path, sign: signal.Si
     os.kill(parent.pid, sign)
     wait_for(place / "log", "TERM")
     assert parent.wait(20) == (143 if sign == signal.SIGTERM else -9)
+
+
+def test_a_process_that_was_told_to_stop_does_not_begin_again(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is lost before it has stopped in order."""
+    (place / "ends").write_text("deaf 0")
+    (place / "recipe.yaml").touch()
+    parent = subprocess.Popen(
+        [sys.executable, "-P", "-c", "import sys; from trainers.driver import guardian; sys.exit(guardian.guard(['train']))"]
+    )
+    wait_for(place / "log", "waits")
+    os.kill(parent.pid, signal.SIGTERM)
+    assert parent.wait(20) == 143
+    assert capfd.readouterr().err == (
+        "foldray: the process of the training ended before it had stopped in order; to go on: foldray train RECIPE --resume r-1\n"
+    )
+
+
+def test_a_run_without_a_folder_begins_again(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The process was lost while it prepared data."""
+    (place / "ends").write_text("kill 0")
+    assert guardian.guard(["train"]) == 0
+    assert (place / "log").read_text().splitlines() == ['[["train"], null]'] * 2
+    assert capfd.readouterr().err.endswith("memory ran out; the command begins again\n")
+
+
+def test_a_checkpoint_of_a_uri_with_a_query_is_progress(place: Path) -> None:
+    (place / "run.json").write_text('{"steps": 7, "checkpoint": "s3://b/r-1/step_00000005?region=x"}')
+    assert guardian._progress(place) == (7, 5)
 
 
 def wait_for(path: Path, text: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trainers.driver.watch import Watch
 from trainers.records import Beat
@@ -101,3 +104,16 @@ def test_pipeline_positions_are_compared_apart() -> None:
 def test_a_pace_needs_some_signs_of_life() -> None:
     assert watch(beat(0), beat(1)).paces() == {}
     assert paced([0.9]).paces()[0].over_others is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.floats(0.1, 0.9)), min_size=1, max_size=9))
+def test_a_pace_is_compared_with_the_other_ranks_of_its_position(ranks: list[tuple[int, float]]) -> None:
+    found = Watch()
+    for number in range(15):
+        for rank, (_, busy) in enumerate(ranks):
+            found.receive(beat(rank, trained_s=10.0 * number, waited_s=10.0 * number * (1.0 - busy)))
+    for rank, pace in found.paces({rank: position for rank, (position, _) in enumerate(ranks)}).items():
+        position, busy = ranks[rank]
+        others = [share for other, (at, share) in enumerate(ranks) if at == position and other != rank]
+        assert pace.busy == pytest.approx(busy)
+        assert pace.over_others == (pytest.approx(busy / statistics.median(others)) if others else None)

@@ -1,0 +1,82 @@
+"""What the driver asks of the workers: to stop, and to make room for more of them."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.trainers.driver.test_watch import beat
+from tests.trainers.records import place
+from trainers.driver import run as module
+from trainers.driver.run import Run
+from trainers.driver.watch import Watch
+from trainers.history import History
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A run of two workers that may have four, in a cluster that has room for them."""
+    monkeypatch.setattr(module, "larger_world", lambda need, worlds, now: max(worlds))
+    monkeypatch.setattr(module, "_LOOK_S", 0.0)
+    folder = SimpleNamespace(history=History(), write_ranks=lambda beats, paces: None)
+    found: Any = SimpleNamespace(
+        folder=folder, watch=Watch(), stopped=False, grows=False, asked=False, _worlds=(2, 4), _need={}, _sees_room=0,
+        _grew_from=0, _grew=-math.inf, _looked=-math.inf, _gauges=SimpleNamespace(look=lambda waiting: None),
+        _inbox=SimpleNamespace(stops=False, delivering=threading.RLock()),
+    )  # fmt: skip
+    found._grow = lambda workers: Run._grow(found, workers)
+    return found
+
+
+def look(run: Any, *ranks: int, trained: float = 9.0) -> bool:
+    """Let ranks show two signs of life each, and return whether the workers were asked to stop."""
+    for rank in (*ranks, *ranks):
+        Run._beat(run, beat(rank, trained_s=trained))
+    return run._inbox.stops
+
+
+def test_an_order_to_stop_holds_for_the_next_attempt(run: Any) -> None:
+    """A node that goes away takes the driver's SIGTERM and a worker with it."""
+    Run.ask_to_stop(run)
+    Run.begin(run)
+    assert run._inbox.stops
+
+
+def test_an_order_to_grow_does_not(run: Any) -> None:
+    run.grows = run._inbox.stops = True
+    Run.begin(run)
+    assert not run._inbox.stops
+
+
+def test_an_attempt_begins_without_the_places_of_an_earlier_process(run: Any) -> None:
+    run.folder.history.receive(place(0))
+    Run.begin(run)
+    assert not run.folder.history.places
+
+
+def test_workers_make_room_for_more_once_all_of_them_train(run: Any) -> None:
+    assert not look(run, 0, 1), "their places are not known yet"
+    run.folder.history.receive(place(0))
+    assert not look(run, 0, 1)
+    run.folder.history.receive(place(1))
+    assert not look(run, 0, 1, trained=0.0)
+    assert look(run, 0, 1)
+    assert run.grows
+
+
+def test_room_that_workers_do_not_fit_into_is_tried_seldom(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in (0, 1):
+        run.folder.history.receive(place(rank))
+    assert look(run, 0, 1)
+    for later, asked in ((0.0, False), (60.0, False), (700.0, True)):
+        Run.begin(run)
+        for rank in (0, 1):
+            run.folder.history.receive(place(rank))
+        now = time.monotonic() + later
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda now=now: now))
+        assert look(run, 0, 1) == asked
