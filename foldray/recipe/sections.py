@@ -72,7 +72,7 @@ class PlacementSpec(Strict):
 
     The first workers hold attention, with embedding, dense blocks, shared experts and routers; `fold.tp`, `fold.cp` and
     `fold.pp` divide them. The last workers hold the experts; `fold.ep`, `fold.etp` and `expert_pp` divide them. The order of
-    a step is `schedule.kind: af_pipe`.
+    a step is `schedule.kind: af_pipe`, the default, or `list`.
     """
 
     attention: int = Field(ge=1, le=MOST_WORKERS, description="Workers for attention and everything else outside the experts.")

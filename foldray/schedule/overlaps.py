@@ -32,7 +32,7 @@ class OverlapKind(NamedTuple):
         found: whether the lists of whole steps are found once the times of the ops are known (`finding.find`). Until then, and
             in evaluation, `order` orders them. Both directions then have this kind.
         weights_apart, batch_degree, reduction: defaults for recipes with this kind.
-        searched: whether the tuner tries this kind by default. The planner tries all.
+        searched: whether the tuner tries this kind by default. The planner tries the kinds that are `of_stages`.
     """
 
     name: str

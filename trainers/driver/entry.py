@@ -80,8 +80,9 @@ def train(
 def _write_traceback(failure: Exception, folder: Path) -> Path:
     """Write the tracebacks of a failure into a file, and return its path. If the run's disk is full, it is a temporary file."""
     text = tracebacks(failure)
-    for place in (folder, Path(tempfile.mkdtemp(prefix="foldray-error-"))):
+    for place in (lambda: folder, lambda: Path(tempfile.mkdtemp(prefix="foldray-error-"))):
         with suppress(OSError):
-            (place / "error.txt").write_text(text)
-            return place / "error.txt"
+            file = place() / "error.txt"
+            file.write_text(text)
+            return file
     return Path(os.devnull)

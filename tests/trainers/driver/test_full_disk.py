@@ -13,7 +13,7 @@ from trainers.driver import entry
 from trainers.driver.run import Run
 
 
-def full(*_: Any) -> Any:
+def full(*_: Any, **__: Any) -> Any:
     raise OSError(28, "No space left on device")
 
 
@@ -41,3 +41,15 @@ def test_the_traceback_goes_elsewhere(tmp_path: Path, monkeypatch: pytest.Monkey
     file = entry._write_traceback(ValueError("the cause"), tmp_path / "gone")
     assert file.parent.parent == tmp_path
     assert "the cause" in file.read_text()
+
+
+def test_no_temporary_folder_is_left_if_the_traceback_is_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (run := tmp_path / "run").mkdir()
+    assert entry._write_traceback(ValueError("the cause"), run) == run / "error.txt"
+    assert list(tmp_path.iterdir()) == [run]
+
+
+def test_a_training_ends_even_if_no_disk_takes_the_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.mkdtemp", full)
+    assert entry._write_traceback(ValueError("the cause"), tmp_path / "gone") == Path("/dev/null")
