@@ -6,9 +6,13 @@ import os
 import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+from ray.train import RunConfig
 
+from tests.foldray.parity import make_recipe
+from trainers import FoldTrainer
 from trainers.driver import stopping
 from trainers.driver.stopping import Stopping
 
@@ -54,3 +58,18 @@ def replaced(number: signal.Signals) -> None:
     with suppress(KeyboardInterrupt):
         send(number)
     raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_data_are_prepared_ends(
+    ray_session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Ray's own handler of SIGTERM would end the process with another exit code."""
+    trainer = FoldTrainer(make_recipe(2), run_config=RunConfig(name="r", storage_path=str(tmp_path)))
+    monkeypatch.setattr(FoldTrainer, "_prepare", lambda self: send(number))
+    with pytest.raises(KeyboardInterrupt) as found:
+        trainer.fit()
+    assert found.value.args == (number,)
+    assert trainer.stopped == number
+    assert list(tmp_path.iterdir()) == []
