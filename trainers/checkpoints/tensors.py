@@ -18,7 +18,7 @@ from ray.train import Checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
 from foldray.runtime import Shard
-from trainers.checkpoints.boxes import LoadBoxes, ReadBoxes, SaveBoxes
+from trainers.checkpoints.boxes import LoadBoxes, ReadBoxes, SaveBoxes, WriteBoxes
 from trainers.checkpoints.staging import Staged
 from trainers.checkpoints.stored import PROGRESS, DamagedCheckpoint, Stored, look, seal
 from trainers.folders import DamagedFile, Folder
@@ -32,7 +32,7 @@ def write(folder: Path, staged: Staged, progress: dict[str, Any], group: dist.Pr
     Raises:
         OSError: (on all ranks) some rank cannot write its files.
     """
-    writer, planner = dcp.FileSystemWriter(folder), SaveBoxes(staged)
+    writer, planner = WriteBoxes(folder), SaveBoxes(staged)
     try:
         dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:  # a BaseException: Ray would neither tell of it nor end the training
