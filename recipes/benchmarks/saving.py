@@ -10,6 +10,7 @@ most that the process has above its memory before.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import shutil
 import statistics
@@ -93,6 +94,7 @@ class Memory:
     """The most resident memory in MiB while the context is open, above that at its begin."""
 
     def __enter__(self) -> Memory:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what the process has freed, but still holds, would hide what it takes next
         self._before, self.most, self._ends = _resident(), 0.0, threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()

@@ -1,4 +1,4 @@
-"""Planners and a reader for `torch.distributed.checkpoint` (DCP), for tensors of which every rank holds a box.
+"""Planners, a writer and a reader for `torch.distributed.checkpoint` (DCP), for tensors of which every rank holds a box.
 
 A box is a slice of the global tensor along every axis. So a checkpoint can be read under another fold than it was written
 under.
@@ -6,13 +6,24 @@ under.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, LoadPlan, LoadPlanner, SavePlan
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -22,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from foldray.runtime import Shard
@@ -56,6 +68,27 @@ class SaveBoxes(DefaultSavePlanner):
     def _item(self, shard: Shard) -> WriteItem:
         data = TensorWriteData(_chunk(shard), TensorProperties.create_from_tensor(shard.tensor), torch.Size(shard.shape))
         return WriteItem(MetadataIndex(shard.key, torch.Size(shard.offset)), WriteItemType.SHARD, tensor_data=data)
+
+
+class WriteBoxes(FileSystemWriter):
+    """Writes a rank's tensors into one file, and holds no tensor longer than it takes to write it.
+
+    DCP's own writer keeps every tensor until the file is closed, so a rank would hold a copy of its whole share.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name, results = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}", []
+        with Path(self.path, name).open("wb") as file:
+            for item in plan.items:
+                offset = file.tell()
+                torch.save(planner.resolve_data(item), file)  # a variable would keep the tensor while the next one is copied
+                length = file.tell() - offset
+                results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
+            file.flush()
+            os.fsync(file.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
 
 class LoadBoxes(DefaultLoadPlanner):

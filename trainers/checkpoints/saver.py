@@ -1,30 +1,27 @@
 """Saves checkpoints while training goes on, as Ray's.
 
 A background thread copies one tensor after another to host memory and writes it (`staging.py`). On a disk, the files are
-written where they stay; for other storages, they are copied from a temporary folder. Ray registers a checkpoint only after the
-files of all ranks have arrived, so training never resumes from an incomplete one.
+written where they stay; for other storages, they are copied from a temporary folder (`copying.py`). Ray registers a
+checkpoint only after the files of all ranks have arrived, so training never resumes from an incomplete one.
 """
 
 from __future__ import annotations
 
-import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import ray
 import ray.train
 import torch.distributed as dist
-from pyarrow.fs import LocalFileSystem
 from ray.train import Checkpoint
 from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2.api.report_config import CheckpointUploadMode
 
 from foldray.comm import host_group
 from foldray.runtime import Shard
+from trainers.checkpoints.copying import called_once, written_to
 from trainers.checkpoints.staging import Staged
 from trainers.folders import Folder
 
@@ -41,6 +38,7 @@ class Saver:
     def __init__(self, asynchronous: bool):
         self.asynchronous = asynchronous
         self.group = host_group(TIMEOUT)
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self._staged: Staged | None = None
         self._written = threading.Event()
         self._written.set()
@@ -69,13 +67,8 @@ class Saver:
 
         def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
             try:
-                # PyTorch's checkpoints take most of a second to import. So only a process that needs them does so.
-                from trainers.checkpoints.tensors import write
-
-                self._clear(place)
-                with _written_to(storage, place) as folder:
-                    names = write(folder, staged, progress, self.group)
-                place.flush(*names)
+                with called_once():
+                    self._write(storage, place, staged, progress)
                 return place.checkpoint
             finally:
                 staged.drop()
@@ -91,20 +84,19 @@ class Saver:
         )
         return place.path
 
+    def _write(self, storage: StorageContext, place: Folder, staged: Staged, progress: dict[str, Any]) -> None:
+        """Write this rank's share, together with the other ranks."""
+        # PyTorch's checkpoints take most of a second to import. So only a process that needs them does so.
+        from trainers.checkpoints.tensors import write
+
+        self._clear(place)
+        with written_to(storage, place, self.rank) as folder:
+            names = write(folder, staged, progress, self.group)
+        place.flush(*names)
+
     def _clear(self, place: Folder) -> None:
         """Delete what an earlier attempt has left of a checkpoint with this name. It may have had other ranks."""
-        if self.group is None or dist.get_rank(self.group) == 0:
+        if self.rank == 0:
             place.delete()
         if self.group is not None:
             dist.barrier(group=self.group)
-
-
-@contextmanager
-def _written_to(storage: StorageContext, place: Folder) -> Iterator[Path]:
-    """Open a folder whose files will be in a storage at the end of the context: on a disk, the place itself."""
-    if isinstance(place.filesystem, LocalFileSystem):
-        yield Path(place.path)
-        return
-    with tempfile.TemporaryDirectory(prefix="foldray-checkpoint-") as folder:
-        yield Path(folder)
-        storage.persist_current_checkpoint(Checkpoint.from_directory(folder), place.last)

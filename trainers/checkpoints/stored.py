@@ -2,7 +2,7 @@
 
 A checkpoint is read long after it was written, and may come from another place. So its files must not run code, and training
 must not continue from damaged files. Each rank writes a manifest with the sizes and hashes of its files. Before a checkpoint
-is loaded, the size of every file is checked, and the hashes of `.metadata` and `progress.json`. Files of tensors may be
+is loaded, one rank checks the size of every file, and the hashes of `.metadata` and `progress.json`. Files of tensors may be
 large, so each rank hashes only the files that it reads.
 
 No file in a folder of runs, of packed data or of a tokenizer can run code:
@@ -124,11 +124,12 @@ class Stored:
         return sum(entry.size for entry in self.entries.values())
 
     def check(self, name: str) -> None:
-        """Compare a file's hash with its manifest.
+        """Compare a file's size and hash with its manifest. The size may have been checked on another machine only.
 
         Raises:
-            DamagedFile: the hashes differ.
+            DamagedFile: the file is missing, or its size or hash differs.
         """
+        _check_size(self.folder, name, self.entries[name])
         _check_hash(self.folder, name, self.entries[name])
 
 
@@ -143,8 +144,7 @@ def look(folder: Folder) -> Stored:
         raise DamagedFile("its folder", "does not exist")
     entries = _entries(folder, names)
     for name, entry in entries.items():
-        if (size := folder.size(name)) != entry.size:
-            raise DamagedFile(name, f"has {size} bytes instead of {entry.size}")
+        _check_size(folder, name, entry)
     for name in (METADATA, PROGRESS):
         if name not in entries:
             raise DamagedFile(name, "is in no manifest" if name in names else "is missing")
@@ -183,6 +183,11 @@ def _entries(folder: Folder, names: list[str]) -> dict[str, Entry]:
     if not entries:
         raise DamagedFile("its manifest", "is missing: the checkpoint was never completed")
     return entries
+
+
+def _check_size(folder: Folder, name: str, entry: Entry) -> None:
+    if (size := folder.size(name)) != entry.size:
+        raise DamagedFile(name, f"has {size} bytes instead of {entry.size}")
 
 
 def _check_hash(folder: Folder, name: str, entry: Entry) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ray.train import Checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
 from foldray.runtime import Shard
-from trainers.checkpoints.boxes import LoadBoxes, ReadBoxes, SaveBoxes
+from trainers.checkpoints.boxes import LoadBoxes, ReadBoxes, SaveBoxes, WriteBoxes
 from trainers.checkpoints.staging import Staged
 from trainers.checkpoints.stored import PROGRESS, DamagedCheckpoint, Stored, look, seal
 from trainers.folders import DamagedFile, Folder
@@ -32,7 +33,7 @@ def write(folder: Path, staged: Staged, progress: dict[str, Any], group: dist.Pr
     Raises:
         OSError: (on all ranks) some rank cannot write its files.
     """
-    writer, planner = dcp.FileSystemWriter(folder), SaveBoxes(staged)
+    writer, planner = WriteBoxes(folder), SaveBoxes(staged)
     try:
         dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:  # a BaseException: Ray would neither tell of it nor end the training
@@ -84,17 +85,21 @@ def _failures(error: CheckpointException) -> dict[int, BaseException]:
 
 
 def _look(folder: Folder, group: dist.ProcessGroup | None) -> Stored:
-    """Call `look` on all ranks, and raise on all ranks if one of them fails. Otherwise the others would wait for it."""
-    result: Stored | DamagedFile
-    try:
-        result = look(folder)
-    except DamagedFile as error:
-        result = error
-    damages = [result if isinstance(result, DamagedFile) else None]
-    if group is not None:
-        damages *= dist.get_world_size(group)
-        dist.all_gather_object(damages, damages[0], group=group)
-    for damage in filter(None, damages):
-        raise damage
-    assert isinstance(result, Stored), "no rank reported damage, so this rank has no error"
-    return result
+    """Check a checkpoint on the first rank alone, and tell all ranks what it found.
+
+    On a shared disk, many ranks would otherwise open all manifests of many ranks at once, and ask for all sizes. Each rank
+    checks the files that it reads, so it also finds damage that only its own machine has.
+    """
+    if group is None:
+        return look(folder)
+    found: list[Stored | DamagedFile | None] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            found = [look(folder)]
+        except DamagedFile as error:
+            found = [error]
+    dist.broadcast_object_list(found, group=group, group_src=0)
+    if isinstance(found[0], DamagedFile):
+        raise found[0]
+    assert found[0] is not None, "the first rank found a checkpoint or damage"
+    return replace(found[0], folder=folder)

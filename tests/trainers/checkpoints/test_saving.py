@@ -1,14 +1,19 @@
-"""What a checkpoint costs that cannot be written."""
+"""What writing a checkpoint costs, and what becomes of one that cannot be written."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.trainers.checkpoints.damage import shards_of, state
-from trainers.checkpoints import tensors
+from trainers.checkpoints import staging, tensors
 from trainers.checkpoints.staging import Staged
+
+PROGRESS = {"step": 3, "data": "d", "fold": {}, "validation": {}, "seed": 0, "global_batch": 8}
 
 
 def test_a_rank_that_cannot_write_is_named_on_all_ranks(ranks, tmp_path: Path) -> None:
@@ -20,9 +25,25 @@ def test_a_rank_that_cannot_write_is_named_on_all_ranks(ranks, tmp_path: Path) -
 
 
 def _write(rank: int, folders: list[Path]) -> str:
-    progress = {"step": 3, "data": "d", "fold": {}, "validation": {}, "seed": 0, "global_batch": 8}
     try:
-        tensors.write(folders[rank], Staged(shards_of(state(3))), progress, dist.group.WORLD)
+        tensors.write(folders[rank], Staged(shards_of(state(3))), PROGRESS, dist.group.WORLD)
     except Exception as error:
         return str(error)
     return "written"
+
+
+def test_one_copy_is_alive_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """DCP's own writer keeps all copies until the file is closed: a rank would hold its whole share once more."""
+    copies: list[StorageWeakRef] = []
+    alive: list[int] = []
+    copy = staging._copy
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        made = copy(tensor)
+        copies.append(StorageWeakRef(made.untyped_storage()))
+        alive.append(sum(not each.expired() for each in copies))
+        return made
+
+    monkeypatch.setattr(staging, "_copy", counted)
+    tensors.write(tmp_path, Staged(shards_of(state(3))), PROGRESS, None)
+    assert alive == [1] * len(state(3))

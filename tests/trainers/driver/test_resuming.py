@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -238,20 +241,40 @@ def read_by_ray(run: Path) -> tuple[list[str], str | None]:
     return names, latest and Path(latest.checkpoint.path).name
 
 
-def test_a_rank_that_finds_damage_tells_all(ranks: Any, run: Path) -> None:
-    """Only rank 1 sees a damaged folder, but all ranks must raise. Otherwise the others would wait for rank 1."""
+def test_one_rank_looks_and_all_are_told(ranks: Any, run: Path) -> None:
+    """With as many manifests as ranks, a shared disk would be asked for as many files as the square of the ranks."""
+    found = ranks(2).run(_opened, [run / "step_00000003"] * 2)
+    assert found == [(1, "opened"), (0, "opened")]
     flipped(".metadata")(run / "step_00000003")
-    found = ranks(2).run(_opened_apart, run)
-    assert found == [f"checkpoint {run}/step_0000000{2 + rank} is damaged: .metadata" for rank in range(2)]
+    found = ranks(2).run(_opened, [run / "step_00000003"] * 2)
+    assert found == [(looks, f"checkpoint {run}/step_00000003 is damaged: .metadata") for looks in (1, 0)]
 
 
-def _opened_apart(rank: int, run: Path) -> str:
-    folder = run / f"step_0000000{2 + rank}"
-    try:
-        with tensors.opened(Checkpoint.from_directory(str(folder)), torch.distributed.group.WORLD):
-            return "opened"
-    except DamagedCheckpoint as error:
-        return str(error).partition(" has other")[0]
+@pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: os.truncate(file, 1000)], ids=["missing", "cut"])
+@pytest.mark.parametrize("hashed", [True, False])
+def test_a_rank_that_finds_damage_tells_all(ranks: Any, run: Path, damage: Callable[[Path], None], hashed: bool) -> None:
+    """Only rank 1 has a damaged copy, but all ranks must raise. Otherwise the others would wait for rank 1."""
+    whole, damaged = run / "step_00000003", run / "copy" / "step_00000003"
+    if not hashed:  # as an old version wrote it
+        sizes = {name: entry["size"] for name, entry in json.loads((whole / "manifest.0.json").read_text()).items()}
+        (whole / "manifest.0.json").unlink()
+        (whole / "sizes.0.json").write_text(json.dumps(sizes))
+    shutil.copytree(whole, damaged)
+    damage(damaged / FILE)
+    found = ranks(2).run(_opened, [whole, damaged])
+    assert found == [(1, f"checkpoint {whole} is damaged: {FILE}"), (0, f"checkpoint {damaged} is damaged: {FILE}")]
+
+
+def _opened(rank: int, folders: list[Path]) -> tuple[int, str]:
+    """Load a checkpoint. Return how often this rank looked at all of it, and the checkpoint and the file that are damaged."""
+    group = torch.distributed.group.WORLD
+    with mock.patch.object(tensors, "look", wraps=look) as looks:
+        try:
+            with tensors.opened(Checkpoint.from_directory(str(folders[rank])), group) as stored:
+                tensors.load(stored, shards_of(state(0)), group)
+                return looks.call_count, "opened"
+        except DamagedCheckpoint as error:
+            return looks.call_count, f"checkpoint {error.path} is damaged: {error.file}"
 
 
 def test_metadata_is_what_torch_reads(run: Path) -> None:

@@ -1,0 +1,117 @@
+"""Checkpoints in a storage that is not a disk: errors of the storage, and what killed workers have left."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray.train
+from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
+from ray.train import Checkpoint
+from ray.train.v2._internal.constants import AWS_RETRYABLE_TOKENS
+from ray.train.v2._internal.execution.context import TrainContext
+from ray.train.v2._internal.execution.storage import StorageContext
+
+from tests.trainers.checkpoints.damage import load, shards_of, state
+from trainers.checkpoints import copying, tensors
+from trainers.checkpoints.copying import written_to
+from trainers.checkpoints.saver import Saver
+from trainers.folders import Folder
+
+PROGRESS = {"step": 3, "data": "d", "fold": {}, "validation": {}, "seed": 0, "global_batch": 8}
+
+
+class Storage:
+    """A storage that is not a disk, and that refuses files with an error as often as is asked.
+
+    Attributes:
+        calls: how often the checkpoint was written, and how often it was copied.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        (folder / "away").mkdir()
+        self.context = StorageContext("runs", "r", SubTreeFileSystem(str(folder / "away"), LocalFileSystem()))
+        self.files, self.failures, self.message = folder / "away" / "runs" / "r", 0, ""
+        self.calls = {"write": 0, "copy": 0}
+        self._write, self._copy = tensors.write, self.context.persist_current_checkpoint
+        monkeypatch.setattr(tensors, "write", self.write)
+        monkeypatch.setattr(self.context, "persist_current_checkpoint", self.copy)
+
+    def write(self, *arguments: Any) -> list[str]:
+        self.calls["write"] += 1
+        return self._write(*arguments)
+
+    def copy(self, *arguments: Any) -> Checkpoint:
+        self.calls["copy"] += 1
+        if self.calls["copy"] <= self.failures:
+            raise OSError(self.message)
+        return self._copy(*arguments)
+
+
+@pytest.fixture
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr("time.sleep", lambda _: None)  # between attempts, of Ray's as well
+    return Storage(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def save(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A function that saves a checkpoint of one rank as Ray does, with Ray's own attempts."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(ray.train, "get_context", lambda: SimpleNamespace(get_storage=lambda: storage.context))
+    monkeypatch.setattr(ray.train, "report", lambda _, **arguments: given.update(arguments))
+    context: Any = SimpleNamespace(execution_context=SimpleNamespace(train_context_callbacks=[]))
+
+    def save() -> None:
+        Saver(asynchronous=True).save(shards_of(state(3)), PROGRESS, {})
+        name, checkpoint, upload = given["checkpoint_dir_name"], given["checkpoint"], given["checkpoint_upload_fn"]
+        TrainContext._upload_checkpoint(context, name, {}, checkpoint, False, upload)
+
+    return save
+
+
+def test_files_are_copied_again_after_an_error(storage: Storage, save: Callable[[], None]) -> None:
+    storage.failures, storage.message = 2, "AWS Error SLOW_DOWN during PutObject operation"
+    save()
+    assert storage.calls == {"write": 1, "copy": 3}
+    assert load(storage.files / "step_00000003").keys() == state(3).keys()
+
+
+@pytest.mark.parametrize("token", AWS_RETRYABLE_TOKENS)
+def test_ray_does_not_upload_again(storage: Storage, save: Callable[[], None], token: str) -> None:
+    """Ray would call on one rank alone, which would wait for the others, or delete what they have uploaded."""
+    storage.failures, storage.message = 100, f"When uploading a file: {token} during PutObject operation: busy"
+    with pytest.raises(OSError, match=f"a file: {token.lower()} during PutObject operation: busy"):
+        save()
+    assert storage.calls == {"write": 1, "copy": 1 + len(copying.PAUSES_S)}
+
+
+def test_other_errors_stay_as_they_are(storage: Storage, save: Callable[[], None]) -> None:
+    storage.failures, storage.message = 100, "AWS Error ACCESS_DENIED during PutObject operation"
+    with pytest.raises(OSError, match=storage.message) as raised:
+        save()
+    assert raised.value.__cause__ is None
+
+
+def test_what_a_killed_worker_has_left_is_deleted(storage: Storage) -> None:
+    def folder(run: str, rank: int) -> Path:
+        """Write a checkpoint, and return its temporary folder, which is there again as if the worker had been killed."""
+        context = StorageContext("runs", run, storage.context.storage_filesystem)
+        place = Folder(context.build_checkpoint_path_from_name("step_00000003"), context.storage_filesystem)
+        with written_to(context, place, rank) as made:
+            (made / "file").touch()
+        assert not made.exists()
+        made.mkdir()
+        (made / "file").touch()
+        return made
+
+    first, tenth, other = folder("r", 1), folder("r", 10), folder("s", 1)
+    again = folder("r", 1)
+    assert sorted(Path(tempfile.gettempdir()).iterdir()) == sorted([tenth, other, again])
+    assert first != again
