@@ -8,6 +8,7 @@ checkpoint only after the files of all ranks have arrived, so training never res
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -33,6 +34,9 @@ class Saver:
 
     Args:
         asynchronous: write in the background; a save waits until the previous one is written.
+
+    Attributes:
+        written: the step and the path of every checkpoint that this rank has written, until somebody takes it out.
     """
 
     def __init__(self, asynchronous: bool):
@@ -40,8 +44,9 @@ class Saver:
         self.group = host_group(TIMEOUT)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self._staged: Staged | None = None
-        self._written = threading.Event()
-        self._written.set()
+        self.written: deque[tuple[int, str]] = deque()
+        self._idle = threading.Event()
+        self._idle.set()
 
     def settle(self) -> None:
         """Copy what the checkpoint under way has not written yet. The engine must not change a tensor before."""
@@ -49,8 +54,8 @@ class Saver:
             self._staged.settle()
             self._staged = None
 
-    def save(self, shards: Sequence[Shard], progress: dict[str, Any], metrics: dict[str, Any], last: bool = False) -> str:
-        """Report a checkpoint to Ray, and return the path that it will have.
+    def save(self, shards: Sequence[Shard], progress: dict[str, Any], metrics: dict[str, Any], last: bool = False) -> None:
+        """Report a checkpoint to Ray. Once it is written, `written` has it.
 
         Args:
             shards: this rank's share of the state. Call `settle` before their tensors change.
@@ -58,9 +63,9 @@ class Saver:
             metrics: metrics that Ray stores with the checkpoint.
             last: wait until the checkpoint is written.
         """
-        if not self._written.wait(TIMEOUT.total_seconds()):
+        if not self._idle.wait(TIMEOUT.total_seconds()):
             raise TimeoutError(f"the checkpoint before step {progress['step']} has not been written for {TIMEOUT}")
-        self._written.clear()
+        self._idle.clear()
         name, storage = f"step_{progress['step']:08d}", ray.train.get_context().get_storage()
         place = Folder(storage.build_checkpoint_path_from_name(name), storage.storage_filesystem)
         staged = self._staged = Staged(shards)
@@ -69,10 +74,11 @@ class Saver:
             try:
                 with called_once():
                     self._write(storage, place, staged, progress)
+                self.written.append((progress["step"], place.path))
                 return place.checkpoint
             finally:
                 staged.drop()
-                self._written.set()
+                self._idle.set()
 
         ray.train.report(
             metrics,
@@ -82,7 +88,6 @@ class Saver:
             delete_local_checkpoint_after_upload=False,
             checkpoint_upload_fn=upload,
         )
-        return place.path
 
     def _write(self, storage: StorageContext, place: Folder, staged: Staged, progress: dict[str, Any]) -> None:
         """Write this rank's share, together with the other ranks."""

@@ -179,6 +179,7 @@ class Worker:
         totals = self._totals(losses, stops)
         self.engine.model.update_biases(totals.count_ME)
         self.last = self._record(step + 1, totals, rate, norms.total, time.perf_counter() - started)
+        self._tell_saved()
         if self.rank == 0:
             self.outbox.send(self.last, urgent=False)  # sending takes the time of a small kernel or two
             if (median := self.spikes.look(totals.language)) is not None:
@@ -265,11 +266,16 @@ class Worker:
         progress["online"] = {"on": self.ground, "speeds": self.speeds, **found}
         with self.activity.during("saves a checkpoint", TIMEOUT.total_seconds()):
             metrics = reported(self.last, self.validation)
-            path = self.saver.save(self.engine.shards(), progress, metrics, last=final)
+            self.saver.save(self.engine.shards(), progress, metrics, last=final)
             if final and self.saver.group is not None:  # Ray ends all ranks once one of them raises, so none may be first
                 torch.distributed.barrier(self.saver.group)
-        if self.rank == 0:
-            self.outbox.send({"kind": "checkpoint", "step": done, "path": path})
+        self._tell_saved()
+
+    def _tell_saved(self) -> None:
+        """Send a record of every checkpoint that has been written by now."""
+        while self.rank == 0 and self.saver.written:
+            step, path = self.saver.written.popleft()
+            self.outbox.send({"kind": "checkpoint", "step": step, "path": path})
 
     def _restore(self) -> int:
         """Load the checkpoint, if there is one, and return the number of finished steps."""

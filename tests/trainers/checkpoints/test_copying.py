@@ -68,8 +68,10 @@ def save(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None
     monkeypatch.setattr(ray.train, "report", lambda _, **arguments: given.update(arguments))
     context: Any = SimpleNamespace(execution_context=SimpleNamespace(train_context_callbacks=[]))
 
+    storage.saver = Saver(asynchronous=True)
+
     def save() -> None:
-        Saver(asynchronous=True).save(shards_of(state(3)), PROGRESS, {})
+        storage.saver.save(shards_of(state(3)), PROGRESS, {})
         name, checkpoint, upload = given["checkpoint_dir_name"], given["checkpoint"], given["checkpoint_upload_fn"]
         TrainContext._upload_checkpoint(context, name, {}, checkpoint, False, upload)
 
@@ -80,6 +82,7 @@ def test_files_are_copied_again_after_an_error(storage: Storage, save: Callable[
     storage.failures, storage.message = 2, "AWS Error SLOW_DOWN during PutObject operation"
     save()
     assert storage.calls == {"write": 1, "copy": 3}
+    assert [step for step, _ in storage.saver.written] == [3]
     assert load(storage.files / "step_00000003").keys() == state(3).keys()
 
 
@@ -97,6 +100,7 @@ def test_other_errors_stay_as_they_are(storage: Storage, save: Callable[[], None
     with pytest.raises(OSError, match=storage.message) as raised:
         save()
     assert raised.value.__cause__ is None
+    assert not storage.saver.written, "nobody may be told of it"
 
 
 def test_what_a_killed_worker_has_left_is_deleted(storage: Storage) -> None:
