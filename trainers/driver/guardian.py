@@ -23,7 +23,7 @@ from typing import Any
 from trainers.driver.attempts import Attempt, Failure, GoOn, decide
 
 _FILE, _RESUME, _LIFE = "FOLDRAY_GUARD_FILE", "FOLDRAY_GUARD_RESUME", "FOLDRAY_GUARD_LIFE"
-_STEP = re.compile(r"step_(\d+)")
+_STEP = re.compile(r".*step_(\d+)")
 _MOST = 3  # lost processes without a new checkpoint between them
 
 

@@ -121,7 +121,7 @@ def test_a_run_without_a_folder_begins_again(place: Path, capfd: pytest.CaptureF
 
 
 def test_a_checkpoint_of_a_uri_with_a_query_is_progress(place: Path) -> None:
-    (place / "run.json").write_text('{"steps": 7, "checkpoint": "s3://b/r-1/step_00000005?region=x"}')
+    (place / "run.json").write_text('{"steps": 7, "checkpoint": "s3://step_9/r-1/step_00000005?region=x"}')
     assert guardian._progress(place) == (7, 5)
 
 
