@@ -86,6 +86,10 @@ def test_without_fewest_workers_there_is_one_world() -> None:
             {"placement": {"attention": 2, "experts": 2}, "fold": {"ep": 2}, "schedule": {"kind": "af_pipe"}},
             r"^cluster\.min_workers=2: works for workers that have both attention and experts.*legal: null$",
         ),
+        (
+            {"cluster": {"workers": 4, "min_workers": 2, "placement": "STRICT_SPREAD"}},
+            r"^cluster\.placement=STRICT_SPREAD: cannot hold for every number of workers.*legal: PACK, SPREAD$",
+        ),
     ],
 )  # fmt: skip
 def test_bad_numbers_are_one_line(changes: dict[str, Any], told: str) -> None:

@@ -92,6 +92,14 @@ LINES = [
 ]
 
 
+def test_a_checkpoint_is_not_named_with_a_password(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The files of the run would show it."""
+    assert main(["train", "recipe.yaml", "--from", "s3://KEY:hush@bucket/runs/r/step_00000002"]) == 2
+    out, line = capfd.readouterr()
+    assert line.startswith("foldray: from=s3://***@bucket/runs/r/step_00000002: holds a password, a key or a token")
+    assert "hush" not in out + line
+
+
 @pytest.mark.parametrize("override", LINES)
 def test_no_line_of_error_holds_the_password(
     ray_session: None, place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], override: str
