@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from foldray.recipe import Recipe
@@ -29,7 +29,6 @@ _log = logging.getLogger(__name__)
 _SURE = 2  # looks at a cluster that has room
 _LOOK_S = 10.0  # between two looks at what all ranks do
 _VAIN_S = 600.0  # between two tries to grow, if no more workers have started
-_NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 class Run:
@@ -49,7 +48,7 @@ class Run:
         console: shows the progress; None shows nothing.
         start: the checkpoint that the run starts from; None for a run without one.
         worlds: numbers of workers that training may take.
-        need: the resources of each.
+        need: the resources of each; only several numbers of workers need them.
 
     Raises:
         UserError: a file of the earlier run cannot be read, or the tracking server does not answer or refuses a request.
@@ -64,7 +63,7 @@ class Run:
         console: Console | None,
         start: str | None = None,
         worlds: Sequence[int] = (),
-        need: Mapping[str, float] = _NOTHING,
+        need: Mapping[str, float] | None = None,
     ):
         found, length = baselines(data, recipe.training.eval_sequences)
         # These two may raise a UserError. They come first, so that an error leaves no folder behind.
@@ -75,7 +74,7 @@ class Run:
         self.folder.tracked_by(self.tracker.uri, self.tracker.run_id, self.tracker.view_command())
         self.summary: Summary | None = None
         self.watch, self.stopped, self.grows, self.asked = Watch(), False, False, False
-        self._recipe, self._worlds, self._need, self._sees_room = recipe, worlds, need, 0
+        self._recipe, self._worlds, self._need, self._sees_room = recipe, worlds, need or {}, 0
         self._grew_from, self._grew = 0, -math.inf
         last = recipe.training.stop_after or recipe.training.steps
         self._progress = None if console is None else console.progress(name, last)

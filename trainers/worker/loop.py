@@ -273,9 +273,10 @@ class Worker:
 
     def _tell_saved(self) -> None:
         """Send a record of every checkpoint that has been written by now."""
-        while self.rank == 0 and self.saver.written:
+        while self.saver.written:
             step, path = self.saver.written.popleft()
-            self.outbox.send({"kind": "checkpoint", "step": step, "path": path})
+            if self.rank == 0:
+                self.outbox.send({"kind": "checkpoint", "step": step, "path": path})
 
     def _restore(self) -> int:
         """Load the checkpoint, if there is one, and return the number of finished steps."""
