@@ -6,10 +6,12 @@ under.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -38,7 +40,7 @@ from torch.futures import Future
 
 from foldray.runtime import Shard
 from trainers.checkpoints.staging import Index, Staged
-from trainers.checkpoints.stored import METADATA, Stored
+from trainers.checkpoints.stored import METADATA, Stored, range_of
 from trainers.folders import DamagedFile
 
 
@@ -74,21 +76,42 @@ class WriteBoxes(FileSystemWriter):
     """Writes a rank's tensors into one file, and holds no tensor longer than it takes to write it.
 
     DCP's own writer keeps every tensor until the file is closed, so a rank would hold a copy of its whole share.
+
+    Attributes:
+        boxes: SHA-256 of the bytes of every box, as they were before the disk had them (`stored.Entry.boxes`), by file.
     """
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.boxes = dict[str, dict[str, str]]()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name, results = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}", []
+        hashes = self.boxes[name] = {}
         with Path(self.path, name).open("wb") as file:
             for item in plan.items:
-                offset = file.tell()
-                torch.save(planner.resolve_data(item), file)  # a variable would keep the tensor while the next one is copied
+                offset, box = file.tell(), _Box(file)
+                # A variable would keep the tensor while the next one is copied.
+                torch.save(planner.resolve_data(item), cast(IO[bytes], box))
                 length = file.tell() - offset
+                hashes[range_of(offset, length)] = box.sha256.hexdigest()
                 results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
             file.flush()
             os.fsync(file.fileno())
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+
+class _Box:
+    """Hashes what is written to a file."""
+
+    def __init__(self, file: IO[bytes]):
+        self.file, self.sha256, self.flush = file, hashlib.sha256(), file.flush
+
+    def write(self, content: bytes) -> int:
+        self.sha256.update(content)
+        return self.file.write(content)
 
 
 class LoadBoxes(DefaultLoadPlanner):
@@ -123,7 +146,7 @@ class LoadBoxes(DefaultLoadPlanner):
 
 
 class ReadBoxes(FileSystemReader):
-    """Reads the tensors in a rank's plan, after it has checked the hashes of their files. It never unpickles.
+    """Reads the boxes in a rank's plan, of which it checks the hashes. It never unpickles.
 
     Raises:
         DamagedFile: (in DCP's CheckpointException) a file has other bytes than were written, or its tensors differ from
@@ -139,31 +162,34 @@ class ReadBoxes(FileSystemReader):
         return Metadata(dict(tensors), storage_data=places)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[ReadItem]] = {}
+        by_box: dict[MetadataIndex, list[ReadItem]] = {}
         for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, items in by_file.items():
-            self.stored.check(name)
-            with Path(self.path, name).open("rb") as file:
-                for item in items:
-                    tensor = self._tensor(name, file, item)
-                    piece = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
-                    planner.resolve_tensor(item).detach().copy_(piece)
+            by_box.setdefault(item.storage_index, []).append(item)
+        for box in sorted(by_box, key=self._place):
+            tensor = self._tensor(box)
+            for item in by_box[box]:
+                piece = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+                planner.resolve_tensor(item).detach().copy_(piece)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _tensor(self, name: str, file: IO[bytes], item: ReadItem) -> torch.Tensor:
-        place, key = self.storage_data[item.storage_index], item.storage_index.fqn
+    def _place(self, box: MetadataIndex) -> tuple[str, int, int]:
+        place = self.storage_data[box]
+        return place.relative_path, place.offset, place.length
+
+    def _tensor(self, box: MetadataIndex) -> torch.Tensor:
+        (name, offset, length), key = self._place(box), box.fqn
+        content = io.BytesIO(self.stored.read(name, offset, length))
         try:
-            tensor = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
+            tensor = torch.load(content, map_location="cpu", weights_only=True)
         # torch documents no type for its errors. It raises RuntimeError, UnpicklingError, EOFError, KeyError and others.
         except Exception as error:
             raise DamagedFile(name, f"holds no plain tensor for {key} ({type(error).__name__})") from None
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             raise DamagedFile(name, f"holds no plain tensor for {key} ({type(tensor).__name__})")
         metadata = self.stored.contents.tensors[key]
-        shape = tuple(next(chunk.sizes for chunk in metadata.chunks if chunk.offsets == item.storage_index.offset))
+        shape = tuple(next(chunk.sizes for chunk in metadata.chunks if chunk.offsets == box.offset))
         dtype = metadata.properties.dtype
         if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
             actual = f"{tuple(tensor.shape)} in {tensor.dtype}"

@@ -3,7 +3,8 @@
 A checkpoint is read long after it was written, and may come from another place. So its files must not run code, and training
 must not continue from damaged files. Each rank writes a manifest with the sizes and hashes of its files. Before a checkpoint
 is loaded, one rank checks the size of every file, and the hashes of `.metadata` and `progress.json`. Files of tensors may be
-large, so each rank hashes only the files that it reads.
+large, and every rank may need a part of each. So every box in them has a hash of its own, and each rank reads and hashes only
+the boxes that it needs.
 
 No file in a folder of runs, of packed data or of a tokenizer can run code:
 
@@ -18,9 +19,11 @@ No file in a folder of runs, of packed data or of a tokenizer can run code:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +40,8 @@ _MOST_STEPS = 10**12
 _MANIFEST, _OLD_MANIFEST = re.compile(r"manifest\.\d+\.json"), re.compile(r"sizes\.\d+\.json")
 
 Name = Annotated[str, Field(pattern=r"^(\.metadata|progress\.json|__\d{1,9}_\d{1,9}\.distcp)$")]
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Range = Annotated[str, Field(pattern=r"^\d{1,19}\+\d{1,19}$")]
 
 
 class DamagedCheckpoint(Exception):
@@ -58,10 +63,22 @@ class DamagedCheckpoint(Exception):
 
 
 class Entry(Checked):
-    """Size and hash of a file as it was written. Old checkpoints have no hashes."""
+    """Size and hashes of a file as it was written.
+
+    Attributes:
+        size: number of bytes.
+        sha256: SHA-256 of the file.
+        boxes: SHA-256 of each box in a file of tensors, by the box's place (`range_of`). Old checkpoints have a hash of the
+            whole file instead, or none.
+    """
 
     size: Count
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    sha256: Hash | None = None
+    boxes: dict[Range, Hash] | None = None
+
+    @property
+    def hashed(self) -> bool:
+        return self.sha256 is not None or self.boxes is not None
 
 
 class Found(Checked):
@@ -106,31 +123,54 @@ class Stored:
     """A checkpoint with all its files.
 
     Args:
-        entries: size and hash of every file, as it was written.
+        entries: size and hashes of every file, as it was written.
+        known: the files whose sizes, and hashes of the whole file, were compared already.
     """
 
     folder: Folder
     entries: dict[str, Entry]
     contents: Contents
     progress: Progress
+    known: set[str] = field(default_factory=set)
 
     @property
     def hashed(self) -> bool:
         """Whether every file has a hash, so that every damaged bit is detected."""
-        return all(entry.sha256 for entry in self.entries.values())
+        return all(entry.hashed for entry in self.entries.values())
 
     @property
     def size(self) -> int:
         return sum(entry.size for entry in self.entries.values())
 
-    def check(self, name: str) -> None:
-        """Compare a file's size and hash with its manifest. The size may have been checked on another machine only.
+    def check(self) -> None:
+        """Compare the hashes of all files.
 
         Raises:
-            DamagedFile: the file is missing, or its size or hash differs.
+            DamagedFile: a file is missing, or has other bytes than were written.
         """
-        _check_size(self.folder, name, self.entries[name])
-        _check_hash(self.folder, name, self.entries[name])
+        for name, entry in self.entries.items():
+            for place in entry.boxes or ():
+                self.read(name, *map(int, place.split("+")))
+            self._check(name)
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Return the bytes of a box in a file of tensors.
+
+        Raises:
+            DamagedFile: the file is missing, or has other bytes than were written.
+        """
+        self._check(name)
+        content, boxes = self.folder.part(name, offset, length), self.entries[name].boxes
+        if boxes is not None and boxes[range_of(offset, length)] != hashlib.sha256(content).hexdigest():
+            raise _other_bytes(name)
+        return content
+
+    def _check(self, name: str) -> None:
+        """Compare a file's size and the hash of the whole file, once. The size may have been checked on another machine."""
+        if name not in self.known:
+            _check_size(self.folder, name, self.entries[name])
+            _check_hash(self.folder, name, self.entries[name])
+            self.known.add(name)
 
 
 def look(folder: Folder) -> Stored:
@@ -158,14 +198,26 @@ def look(folder: Folder) -> Stored:
     return Stored(folder, entries, _contents(folder, entries), progress)
 
 
-def seal(folder: Path, rank: int) -> list[str]:
-    """Write the manifest of the files that a rank has written. Return the names of all these files."""
+def range_of(offset: int, length: int) -> str:
+    """Return how a manifest names the bytes of a box."""
+    return f"{offset}+{length}"
+
+
+def seal(folder: Path, rank: int, boxes: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Write the manifest of the files that a rank has written.
+
+    Args:
+        boxes: the hashes of boxes (`Entry.boxes`) of each file of tensors.
+
+    Returns:
+        the names of all files of the rank.
+    """
     written, manifest = Folder(str(folder)), f"manifest.{rank}.json"
-    names = [name for name in written.names() or () if name.startswith(f"__{rank}_")]
-    names += [METADATA, PROGRESS] if rank == 0 else []
-    entries = {name: {"size": written.size(name), "sha256": written.sha256(name)} for name in names}
+    entries: dict[str, Any] = {name: {"size": written.size(name), "boxes": hashes} for name, hashes in boxes.items()}
+    for name in (METADATA, PROGRESS) if rank == 0 else ():
+        entries[name] = {"size": written.size(name), "sha256": written.sha256(name)}
     (folder / manifest).write_text(json.dumps(entries))
-    return [*names, manifest]
+    return [*entries, manifest]
 
 
 def _entries(folder: Folder, names: list[str]) -> dict[str, Entry]:
@@ -192,7 +244,11 @@ def _check_size(folder: Folder, name: str, entry: Entry) -> None:
 
 def _check_hash(folder: Folder, name: str, entry: Entry) -> None:
     if entry.sha256 is not None and folder.sha256(name) != entry.sha256:
-        raise DamagedFile(name, "has other bytes than were written (its SHA-256 differs)")
+        raise _other_bytes(name)
+
+
+def _other_bytes(name: str) -> DamagedFile:
+    return DamagedFile(name, "has other bytes than were written (its SHA-256 differs)")
 
 
 def _contents(folder: Folder, entries: dict[str, Entry]) -> Contents:
@@ -203,8 +259,11 @@ def _contents(folder: Folder, entries: dict[str, Entry]) -> Contents:
     except ValueError as error:
         raise DamagedFile(METADATA, f"cannot be read ({error})") from None
     for place in contents.places.values():
-        if place.relative_path not in entries:
+        entry = entries.get(place.relative_path)
+        if entry is None:
             raise DamagedFile(METADATA, f"names the file {place.relative_path[:80]}, which is in no manifest")
-        if place.offset + place.length > entries[place.relative_path].size:
+        if place.offset + place.length > entry.size:
             raise DamagedFile(METADATA, f"places a tensor beyond the end of {place.relative_path}")
+        if entry.boxes is not None and range_of(place.offset, place.length) not in entry.boxes:
+            raise DamagedFile(METADATA, f"places a tensor in {place.relative_path} where its manifest has no hash")
     return contents

@@ -46,21 +46,20 @@ def write(folder: Path, staged: Staged, progress: dict[str, Any], group: dist.Pr
     rank = 0 if group is None else dist.get_rank(group)
     if rank == 0:
         (folder / PROGRESS).write_text(json.dumps(progress))
-    return seal(folder, rank)
+    return seal(folder, rank, writer.boxes)
 
 
 @contextmanager
 def opened(checkpoint: Checkpoint, group: dist.ProcessGroup | None) -> Iterator[Stored]:
-    """Open a checkpoint on this machine, for `load`. Every rank of the group must call this.
+    """Open a checkpoint for `load`, which reads what a rank needs from where the checkpoint is. Every rank must call this.
 
     Raises:
         DamagedCheckpoint: on some rank, here or in `load`, a file is missing or differs from what was written.
     """
-    with checkpoint.as_directory() as folder:
-        try:
-            yield _look(Folder(folder), group)
-        except DamagedFile as error:
-            raise DamagedCheckpoint(checkpoint.path, error.name, error.what) from None
+    try:
+        yield _look(Folder(checkpoint.path, checkpoint.filesystem), group)
+    except DamagedFile as error:
+        raise DamagedCheckpoint(checkpoint.path, error.name, error.what) from None
 
 
 def load(stored: Stored, shards: Sequence[Shard], group: dist.ProcessGroup | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ray.train import Checkpoint
@@ -57,14 +57,14 @@ class Trained:
 
     @contextmanager
     def opened(self) -> Iterator[Stored]:
-        """Open the checkpoint, for `fill`. The hash of a file is checked when the first tensor is read from it.
+        """Open the checkpoint, for `fill`.
 
         Raises:
             UserError: the checkpoint is damaged; the message names an earlier one.
         """
         try:
             with opened(self.begin.folder.checkpoint, None) as stored:
-                yield _HashedOnce.of(stored)
+                yield stored
         except DamagedCheckpoint as error:
             raise self.begin.refused(error.file, error.what) from None
 
@@ -88,19 +88,3 @@ def _beginning(run: str | Path | Checkpoint) -> Beginning:
     if newest := Beginning.newest(begin.folder):
         return replace(newest, field=_FIELD, value=begin.value)
     return begin
-
-
-@dataclass(frozen=True)
-class _HashedOnce(Stored):
-    """A checkpoint whose files are hashed once, although tensors may be read one by one."""
-
-    known: set[str] = field(default_factory=set)
-
-    @classmethod
-    def of(cls, stored: Stored) -> _HashedOnce:
-        return cls(**{each.name: getattr(stored, each.name) for each in fields(stored)})
-
-    def check(self, name: str) -> None:
-        if name not in self.known:
-            super().check(name)
-            self.known.add(name)

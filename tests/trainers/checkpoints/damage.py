@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from foldray.runtime import Shard
 from trainers.checkpoints import tensors
 from trainers.checkpoints.staging import Staged
-from trainers.checkpoints.stored import seal
+from trainers.checkpoints.stored import range_of, seal
 
 FILE = "__0_0.distcp"
 Damage = Callable[[Path], Any]
@@ -68,17 +69,29 @@ def canary(folder: Path) -> Path:
     return folder.parent.parent / "canary"
 
 
-def forged(folder: Path) -> None:
-    """Write a new manifest for the changed files, as a forger would."""
-    (folder / "manifest.0.json").unlink()
-    for rank in {0, *(int(path.name.split("_")[2]) for path in folder.glob("__*.distcp"))}:
-        seal(folder, rank)
+def forged(folder: Path, found: Metadata | None = None) -> None:
+    """Write a new manifest for the changed files, as a forger would.
+
+    Args:
+        found: the new content of `.metadata`; by default, boxes stay where the manifest has them.
+    """
+    ranges = list(json.loads((folder / "manifest.0.json").read_text())[FILE]["boxes"])
+    if found is not None and isinstance(found.storage_data, dict):
+        ranges = [range_of(place.offset, place.length) for place in found.storage_data.values()]
+    seal(folder, 0, {FILE: {each: _hash(folder / FILE, each) for each in ranges}})
 
 
-def flipped(name: str) -> Damage:
+def _hash(file: Path, of: str) -> str:
+    offset, length = map(int, of.split("+"))
+    return hashlib.sha256(file.read_bytes()[offset : offset + length]).hexdigest()
+
+
+def flipped(name: str, at: int | None = None) -> Damage:
+    """Change a bit of a file: at a byte, or in its middle."""
+
     def damage(folder: Path) -> None:
         content = bytearray((folder / name).read_bytes())
-        content[len(content) // 2] ^= 1
+        content[len(content) // 2 if at is None else at] ^= 1
         (folder / name).write_bytes(content)
 
     return damage
@@ -109,7 +122,7 @@ def metadata(change: Callable[[Metadata, Path], Any]) -> Damage:
         found = pickle.loads((folder / ".metadata").read_bytes())
         other = change(found, folder)
         (folder / ".metadata").write_bytes(pickle.dumps(found if other is None else other))
-        forged(folder)
+        forged(folder, found)
 
     return damage
 

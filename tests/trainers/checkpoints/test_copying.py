@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import ray.train
+import torch
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 from ray.train import Checkpoint
 from ray.train.v2._internal.constants import AWS_RETRYABLE_TOKENS
 from ray.train.v2._internal.execution.context import TrainContext
 from ray.train.v2._internal.execution.storage import StorageContext
 
-from tests.trainers.checkpoints.damage import load, shards_of, state
+from foldray.runtime import Shard
+from tests.trainers.checkpoints.damage import FILE, load, shards_of, state
 from trainers.checkpoints import copying, tensors
 from trainers.checkpoints.copying import written_to
 from trainers.checkpoints.saver import Saver
@@ -84,6 +86,23 @@ def test_files_are_copied_again_after_an_error(storage: Storage, save: Callable[
     assert storage.calls == {"write": 1, "copy": 3}
     assert [step for step, _ in storage.saver.written] == [3]
     assert load(storage.files / "step_00000003").keys() == state(3).keys()
+
+
+def test_only_the_boxes_of_a_plan_are_read(storage: Storage, save: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node need not have room for a whole checkpoint, nor read more of it than its ranks need."""
+    save()
+    read: list[tuple[str, int, int]] = []
+    part = Folder.part
+    monkeypatch.setattr(Folder, "part", lambda folder, *place: read.append(place) or part(folder, *place))
+    monkeypatch.setattr(Checkpoint, "as_directory", None)
+    place = Folder(storage.context.build_checkpoint_path_from_name("step_00000003"), storage.context.storage_filesystem)
+    halves = torch.zeros(2, 4, 6)
+    shards = [Shard("model/b", half, (8, 6), (4 * number, 0)) for number, half in enumerate(halves)]
+    with tensors.opened(place.checkpoint, None) as stored:
+        tensors.load(stored, shards, None)
+        of_b = next(box for index, box in stored.contents.places.items() if index.fqn == "model/b")
+    assert torch.equal(halves.reshape(8, 6), state(3)["model/b"])
+    assert read == [(FILE, of_b.offset, of_b.length)], "a box of two shards is read once"
 
 
 @pytest.mark.parametrize("token", AWS_RETRYABLE_TOKENS)

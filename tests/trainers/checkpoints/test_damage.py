@@ -133,6 +133,11 @@ METADATA: list[tuple[str, Damage, str]] = [
     ("bytes for a tensor", metadata(as_bytes), "BytesStorageMetadata where TensorStorageMetadata belongs"),
     ("no end of tuples", replaced(".metadata", deep), BELONGS + "something else where Metadata"),
     ("a manifest without metadata", manifest(lambda found: {FILE: found[FILE]}), "is in no manifest"),
+    (
+        "a manifest without a box",
+        manifest(lambda found: found[FILE]["boxes"].popitem() and None),
+        f"places a tensor in {FILE} where its manifest has no hash",
+    ),
     ("a manifest without tensors", manifest(lambda found: found.pop(FILE) and None), f"{FILE}, which is in no manifest"),
 ]
 PROGRESS: list[tuple[str, Damage, str]] = [
@@ -158,6 +163,7 @@ MANIFEST: list[tuple[str, Damage, str]] = [
     ("a manifest of words", manifest(lambda found: dict.fromkeys(found, "many")), READ),
     ("a manifest of negative sizes", manifest(lambda found: found[FILE].update(size=-1)), READ + f"{FILE}.size: "),
     ("a manifest with short hashes", manifest(lambda found: found[FILE].update(sha256="ab")), READ + f"{FILE}.sha256"),
+    ("a manifest with a box of words", manifest(lambda found: found[FILE].update(boxes={"a": "0" * 64})), READ + f"{FILE}.boxes"),
     ("a manifest of a list", manifest(lambda found: [found]), READ),
 ]
 OTHER: list[tuple[str, Damage, str, str]] = [

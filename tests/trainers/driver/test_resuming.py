@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -17,11 +18,10 @@ from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 from ray.train import Checkpoint, CheckpointConfig
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.storage import StorageContext
-from torch.distributed.checkpoint.metadata import Metadata
 
 from foldray.errors import UserError
 from tests.foldray.parity import make_recipe
-from tests.trainers.checkpoints.damage import FILE, Damage, flipped, load, make_run, metadata, shards_of, state
+from tests.trainers.checkpoints.damage import FILE, Damage, flipped, load, make_run, shards_of, state
 from trainers.checkpoints import tensors
 from trainers.checkpoints.reported import LIST as reported_list
 from trainers.checkpoints.stored import DamagedCheckpoint, look
@@ -56,18 +56,14 @@ def test_a_large_checkpoint_is_hashed_where_it_is_read(run: Path, monkeypatch: p
     assert str(begin.refused(FILE, "x")).endswith(offered)
 
 
-def test_only_files_of_the_plan_are_hashed(run: Path) -> None:
-    """Rank 1's file is damaged, but rank 0 reads nothing from it."""
+def test_only_boxes_of_the_plan_are_hashed(run: Path) -> None:
+    """A box is damaged that some rank does not need."""
     folder = run / "step_00000003"
-    shutil.copy(folder / FILE, folder / "__1_0.distcp")
-
-    def change(found: Metadata, _: Path) -> None:
-        next(place for index, place in found.storage_data.items() if index.fqn == "model/b").relative_path = "__1_0.distcp"
-
-    metadata(change)(folder)
-    flipped("__1_0.distcp")(folder)
+    places = look(Folder(str(folder))).contents.places
+    of_b = next(place for index, place in places.items() if index.fqn == "model/b")
+    flipped(FILE, at=of_b.offset + of_b.length // 2)(folder)
     load(folder, {"model/a": torch.zeros(8, 6)})
-    with pytest.raises(DamagedCheckpoint, match=r"__1_0\.distcp has other bytes"):
+    with pytest.raises(DamagedCheckpoint, match=rf"{FILE} has other bytes"):
         load(folder, {"model/b": torch.zeros(8, 6)})
 
 
@@ -80,6 +76,23 @@ def test_the_newest_whole_one_is_offered(run: Path) -> None:
     for name in ("step_00000001", "step_00000003"):
         with pytest.raises(UserError, match=r"the run has no earlier undamaged checkpoint$"):
             Beginning.at(str(run / name)).look()
+
+
+def test_checkpoints_from_before_boxes_had_hashes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their files of tensors have one hash each."""
+    folder = run / "step_00000003"
+    entries = json.loads((folder / "manifest.0.json").read_text())
+    before = {name: {"size": entry["size"], "sha256": _sha256(folder / name)} for name, entry in entries.items()}
+    (folder / "manifest.0.json").write_text(json.dumps(before))
+    assert Beginning.at(str(folder)).look().hashed
+    assert torch.equal(load(folder)["model/a"], state(3)["model/a"])
+    flipped(FILE)(folder)
+    with pytest.raises(DamagedCheckpoint, match="has other bytes"):
+        load(folder)
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def test_checkpoints_from_before_there_were_hashes(run: Path, caplog: pytest.LogCaptureFixture) -> None:
