@@ -59,7 +59,7 @@ class Block(nn.Module):
         super().__init__()
         model, share = ownership.model, ownership.share(layer)
         if not groups.owns_tokens:
-            self.moe = ExpertHalf(ownership, layer, groups, backend.experts, later, device, dtype)
+            self.moe = ExpertHalf(ownership, layer, groups, backend.experts, backend.formats, later, device, dtype)
             return
         if share.mtp:
             self.mtp = Further(model, later, device, dtype)
@@ -160,6 +160,7 @@ class Transformer(nn.Module):
         self._positions: dict[int, torch.Tensor] = {}  # by length of a sequence
         self._rotations: dict[tuple[int, torch.device], defaultdict[range, dict]] = {}  # by length and device, then by slice
         self._exchanges: dict[int, TokenExchange] = {}  # by position of experts
+        self._wire = backend.formats
         self.global_parts = parts_below(self.named_modules())
         self._makers = {p: ownership.makers(self._spec(name), groups.rank) for name, p in self.named_parameters()}
         self._made_by: dict[Maker, list[nn.Parameter]] = {}
@@ -282,7 +283,7 @@ class Transformer(nn.Module):
         """Return the exchange with a block's experts, if they have ranks of their own and this rank owns tokens."""
         position = self.ownership.expert_position(layer)
         if position not in self._exchanges:
-            self._exchanges[position] = TokenExchange(self.groups, position)
+            self._exchanges[position] = TokenExchange(self.groups, position, self._wire)
         return self._exchanges[position]
 
     def places(self, batch: Batch) -> list[Place]:

@@ -2,7 +2,7 @@
 
 Rows go from the ranks of attention to those of the experts, and the results go straight to the ranks of the next attention
 (DisagMoE, section 4.2.2). Only the ranks of a route take part. A row carries its weights, and the numbers of its experts on
-the rank that it goes to (`once.py`).
+the rank that it goes to (`once.py`). Rows may travel in fewer bytes (`wire.py`).
 
 Legend: T tokens, H hidden, K experts per token, N rows, R ranks of experts that this rank sends to, S ranks that send here.
 """
@@ -23,13 +23,21 @@ from foldray.moe import once
 from foldray.moe.contracts import Rows
 from foldray.moe.experts import Experts
 from foldray.moe.router import Gate, Router, Routing, TokenPiece
+from foldray.moe.wire import Format, Wire, write
 
 
 class TokenExchange:
-    """The exchange of a rank that owns tokens, with the experts of one position."""
+    """The exchange of a rank that owns tokens, with the experts of one position.
 
-    def __init__(self, groups: Groups, position: int):
+    Args:
+        groups: the fold's communicators.
+        position: the position of the experts.
+        wire: how rows are written; None leaves them as they are.
+    """
+
+    def __init__(self, groups: Groups, position: int, wire: Wire | None = None):
         fold = groups.fold
+        self._out, self._back = (wire.out, wire.back) if wire else (None, None)
         self._receivers = [rank - fold.offset for rank in Routes(fold).receivers(groups.rank, position)]
         self._up, self._down, self._counts, self._line = groups.rows_up, groups.rows_down, groups.row_counts, groups.rows_line
 
@@ -39,19 +47,19 @@ class TokenExchange:
 
     def start_out(self, tensors: Rows, count_R: Sequence[int]) -> Pending:
         """Start to send rows, or the gradients of results."""
-        return self._up.send_rows(tensors, dict(zip(self._receivers, count_R, strict=True)))
+        return _send(self._up, self._receivers, tensors, count_R, self._out)
 
     def start_back(self, tensors: Callable[[int], Rows], counts: Callable[[], Sequence[int]], ready: bool) -> Pending:
         """Start to receive results, or the gradients of rows, as soon as the numbers of rows are known.
 
         Args:
-            tensors: number of all rows → tensors for them.
+            tensors: number of rows → tensors of their types and widths.
             counts: returns the number of rows from each receiver; it may wait.
             ready: whether to start at once: `counts` would not wait, or the rows go to a GPU. There, a receive that another
                 thread starts would come out of order, and communicators that share a device need one order on all ranks.
         """
 
-        return _receive(self._line, self._down, self._receivers, tensors, counts, ready)
+        return _receive(self._line, self._down, self._receivers, tensors, counts, self._back, ready)
 
 
 class ExpertExchange:
@@ -60,10 +68,12 @@ class ExpertExchange:
     Args:
         groups: the fold's communicators.
         before, after: positions of the attention that sends rows, and of the one that gets the results.
+        wire: how rows are written; None leaves them as they are.
     """
 
-    def __init__(self, groups: Groups, before: int, after: int):
+    def __init__(self, groups: Groups, before: int, after: int, wire: Wire | None = None):
         fold, routes = groups.fold, Routes(groups.fold)
+        self._out, self._back = (wire.out, wire.back) if wire else (None, None)
         self._before, self._after = (
             [rank - fold.offset for rank in routes.senders(groups.rank, position)] for position in (before, after)
         )
@@ -80,19 +90,27 @@ class ExpertExchange:
 
     def start_rows(self, tensors: Callable[[int], Rows], counts: Callable[[], Sequence[int]], ready: bool) -> Pending:
         """Start to receive rows, as soon as their numbers are known (`TokenExchange.start_back`)."""
-        return _receive(self._line, self._up, self._before, tensors, counts, ready)
+        return _receive(self._line, self._up, self._before, tensors, counts, self._out, ready)
 
     def start_gradients(self, tensors: Callable[[int], Rows], counts: Callable[[], Sequence[int]]) -> Pending:
         """Start to receive the gradients of results."""
-        return _receive(self._line, self._up, self._after, tensors, counts, True)
+        return _receive(self._line, self._up, self._after, tensors, counts, self._out, True)
 
     def start_results(self, tensors: Rows, count_S: Sequence[int]) -> Pending:
         """Start to send results to the attention after the experts."""
-        return self._down.send_rows(tensors, dict(zip(self._after, count_S, strict=True)))
+        return _send(self._down, self._after, tensors, count_S, self._back)
 
     def start_row_gradients(self, tensors: Rows, count_S: Sequence[int]) -> Pending:
         """Start to send the gradients of rows to the attention before the experts."""
-        return self._down.send_rows(tensors, dict(zip(self._before, count_S, strict=True)))
+        return _send(self._down, self._before, tensors, count_S, self._back)
+
+
+def _send(
+    communicator: Communicator, members: Sequence[int], tensors: Rows, counts: Sequence[int], form: Format | None
+) -> Pending:
+    """Start to send rows in a format of the wire, and what is beside them."""
+    travels, _ = write(tensors, form)
+    return communicator.send_rows(travels, dict(zip(members, counts, strict=True)))
 
 
 def _receive(
@@ -101,13 +119,16 @@ def _receive(
     members: Sequence[int],
     tensors: Callable[[int], Rows],
     counts: Callable[[], Sequence[int]],
+    form: Format | None,
     ready: bool,
 ) -> Pending:
     """Start to receive rows from members, in the line, as soon as their numbers are known (`TokenExchange.start_back`)."""
 
     def begin() -> Pending:
         known = counts()
-        return communicator.receive_rows(tensors(sum(known)), dict(zip(members, known, strict=True)))
+        empty, read = write(tensors(0), form)  # as the sender writes them
+        into = [each.new_empty((sum(known), *each.shape[1:])) for each in empty]
+        return communicator.receive_rows(into, dict(zip(members, known, strict=True))).then(read)
 
     return line.start(begin, ready)
 
@@ -147,6 +168,7 @@ class ExpertHalf(nn.Module):
         layer: int,
         groups: Groups,
         kind: Literal["grouped", "loop"] = "grouped",
+        wire: Wire | None = None,
         later: Later | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -157,7 +179,7 @@ class ExpertHalf(nn.Module):
         self.hidden, self.topk, self.slices = hidden, ownership.model.topk, groups.expert_slices
         ids = ownership.experts(groups.rank)
         self.experts = Experts(ids, moe.expert, hidden, groups.expert_slices, kind, later, device, dtype)
-        self.exchange = ExpertExchange(groups, *ownership.attention_around(layer))
+        self.exchange = ExpertExchange(groups, *ownership.attention_around(layer), wire)
 
     def run(self, rows_NH: torch.Tensor, weight_NK: torch.Tensor, expert_NK: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each row's experts: [N, H] → [N, H].

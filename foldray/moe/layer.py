@@ -19,7 +19,7 @@ from foldray.moe.inside import InsideNode
 from foldray.moe.once import OncePerRank
 from foldray.moe.router import Gate, Router, Routing, TokenPiece
 from foldray.moe.torch_backend import TorchPermutation
-from foldray.moe.wire import WIRES
+from foldray.moe.wire import WIRES, Wire
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ class MoeBackend:
     experts: Literal["grouped", "loop"] = "grouped"
     dispatch: Literal["assignment", "rank"] = "assignment"
     wire: Literal["bfloat16", "float8"] | None = None
+
+    @property
+    def formats(self) -> Wire | None:
+        return WIRES[self.wire] if self.wire else None
 
 
 class MoELayer(nn.Module):
@@ -63,7 +67,7 @@ class MoELayer(nn.Module):
         self.router = Router(model, groups, backend.gate, device, dtype)
         self.experts = Experts(ids, moe.expert, model.hidden, groups.expert_slices, backend.experts, later, device, dtype)
         self.shared = shared
-        self.exchange = AllToAll(groups, WIRES[backend.wire] if backend.wire else None)
+        self.exchange = AllToAll(groups, backend.formats)
         self.permutation = backend.permutation or TorchPermutation()
         ep, inside = ownership.fold.ep, ownership.fold.ep_inside
         self.once = OncePerRank(ep, inside) if backend.dispatch == "rank" else None

@@ -85,15 +85,18 @@ class ApartWork(OpWork):
             return self._computed(self.expert_rank, op)
         if op.kind in (DISPATCH, COMBINE):
             sender, receiver = graph.where(op)
-            weights = 8 * self.rank.model.topk if op.kind == DISPATCH else 0  # bytes of weights and numbers of experts
-            seconds = self._rows(len(graph.tokens(op)) * self.rank.sequences, weights)
+            out, rows = (op.kind == DISPATCH) == (op.direction == "F"), self.rank.travelling
+            row = rows.out + rows.scales if out else rows.back
+            if op.kind == DISPATCH:  # weights, and numbers of experts, which have no gradients
+                row += (8 if out else 4) * self.rank.model.topk
+            seconds = self._rows(len(graph.tokens(op)) * self.rank.sequences, row)
             return Price.of([Work(ROWS_UP if sender < receiver else ROWS_DOWN, "ep", seconds)])
         return super()._price(op)
 
-    def _rows(self, tokens: float, more: int) -> float:
-        """Return the seconds of the rows of `tokens` tokens of every rank of attention, with `more` bytes beside a row."""
+    def _rows(self, tokens: float, row: float) -> float:
+        """Return the seconds of the rows of `tokens` tokens of every rank of attention, with the bytes of a row."""
         model, fold, device = self.rank.model, self.candidate.fold, self.sides.attention
-        sent = tokens * ranks_of_a_token(model, fold.ep) * (model.hidden * device.bytes + more)
+        sent = tokens * ranks_of_a_token(model, fold.ep) * row
         ranks, together = self.senders + self.receivers, device.hardware.gpus_per_node
         nodes = -(-ranks // together)
         inside = fold.world_size <= together

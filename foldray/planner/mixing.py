@@ -100,7 +100,7 @@ class MixtureParts(Parts):
             rows: number of rows.
             out: whether they are on their way to experts.
         """
-        if self.job.wire is None or self.fold.ep_across == 1:
+        if self.job.wire is None or (self.fold.ep_across == 1 and not self.fold.disjoint):
             return
         scaled = out and self.job.wire == "float8"
         # The largest number of each group is found first, in a pass of its own.

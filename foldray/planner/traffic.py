@@ -36,8 +36,8 @@ def edges(candidate: Candidate) -> Edges:
 def sent(candidate: Candidate) -> dict[str, float]:
     """Return the bytes that a rank with a place in the family's grid sends in a step, by family, the mean over these ranks.
 
-    For `pp` and `ROWS` they are those of one direction. If tokens travel once to each node, `ep` has what travels between
-    nodes.
+    For `pp` they are those of one direction, and for `ROWS` the mean of both. If tokens travel once to each node, `ep` has
+    what travels between nodes.
     """
     fold, job = candidate.fold, candidate.job
     device = Device.of(job, _links_alone(job.dtype))
@@ -59,7 +59,8 @@ def sent(candidate: Candidate) -> dict[str, float]:
             add(kind, block, fold.moe_pp if kind == EXPERT else fold.pp)
         if fold.disjoint and block.moe:
             rows = len(tokens) * rank.sequences * ranks_of_a_token(job.model, fold.ep)
-            found[ROWS] += 2 * parts * rows * job.model.hidden * device.bytes / fold.pp
+            row = rank.travelling
+            found[ROWS] += parts * rows * (row.out + row.scales + row.back) / fold.pp
     add(EMBED, None, fold.pp)
     add(HEAD, job.blocks[-1], fold.pp)
     found["pp"] = parts * candidate.virtual_stages * rank.handover.seconds if fold.pp > 1 else 0.0

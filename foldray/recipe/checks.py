@@ -250,9 +250,6 @@ def _check_backend(recipe: Description) -> None:
             "has no wider ones" if recipe.precision == "bfloat16" else "is for exact comparisons"
         )
         raise UserError("moe.wire", recipe.moe.wire, rule, ["null", *(["float8"] if recipe.precision == "bfloat16" else [])])
-    if recipe.moe.wire is not None and recipe.placement is not None:
-        rule = "is for workers that have both attention and experts"
-        raise UserError("moe.wire", recipe.moe.wire, rule, ["null"])
     if router.skew is not None and backend != "torch":
         raise UserError("moe.backend", backend, "has gates of its own, which know no pattern (model.router.skew)", ["torch"])
     if backend == "tutel" and recipe.precision == "float64":

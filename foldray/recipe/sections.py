@@ -120,11 +120,11 @@ class MoeSpec(Strict):
 
     wire: Literal["bfloat16", "float8"] | None = Field(
         None,
-        description="How rows are written for the all-to-alls. Null sends them as they are. `bfloat16` rounds them: a number is "
-        "off by at most 1/256 of it. `float8` (e4m3) is for rows on their way to experts, and for the gradients of results: a "
-        "number is off by at most 1/16 of it, or by 1/458752 of the largest of the 128 numbers that share a scale; rows on their "
-        "way back are bfloat16. `foldray verify` shows what this does to losses and gradients. With `fold.ep_inside`, it is for "
-        "what travels between nodes.",
+        description="How rows are written on their way to experts and back. Null sends them as they are. `bfloat16` rounds them: "
+        "a number is off by at most 1/256 of it. `float8` (e4m3) is for rows on their way to experts, and for the gradients "
+        "of results: a number is off by at most 1/16 of it, or by 1/458752 of the largest of the 128 numbers that share a "
+        "scale; rows on their way back are bfloat16. `foldray verify` shows what this does to losses and gradients. With "
+        "`fold.ep_inside`, it is for what travels between nodes.",
     )
 
 

@@ -54,6 +54,24 @@ def test_rows_are_read_when_they_are_there(ranks: Any, wire: str) -> None:
     assert _apart(strict, usual) == 0
 
 
+APART = {"placement": {"attention": 1, "experts": 1}}
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float8"])
+def test_experts_with_ranks_of_their_own_round_alike(ranks: Any, wire: str) -> None:
+    def made(wire: str | None, **schedule: Any) -> Recipe:
+        model = {"topk": 4, "hidden": 64}
+        return make_recipe(2, 1, precision="float32", model=model, moe={"wire": wire}, schedule=schedule, **APART)
+
+    usual = ranks(2).run(train, made(wire), _STEPS)
+    off, _ = worst(usual, one_process(recipe_of(None, {"kind": "sequential"}), steps=_STEPS), relative=True)
+    assert 1e-4 < off < 0.3
+    pieces = ranks(2).run(train, made(wire, degree=2), _STEPS)
+    assert _apart(pieces, usual) < 0.2 * off
+    strict = StrictPools(ranks)(2).run(train, made(wire), _STEPS)
+    assert _apart(strict, usual) == 0
+
+
 def _apart(found: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
     """Return the largest difference of two trainings under one fold, over the largest value of a tensor."""
     pairs = [(part["weights"], other["weights"]) for part, other in zip(found, others, strict=True)]

@@ -53,3 +53,6 @@ def test_rows_of_experts_with_ranks_of_their_own() -> None:
     rows = 16 / 2 * 256 * 2 * (1 - 2 * (4 * 3) / (8 * 7) / 2)  # of a rank of attention in a layer
     assert sent(candidate)[ROWS] == pytest.approx(2 * len(MODEL.moe_layers) * rows * MODEL.hidden * 2)
     assert {flow.way for flow in edges(candidate).flows} == {"routes", "ring"}
+    rounded = replace(candidate, job=replace(JOB, wire="float8"))
+    out, back = MODEL.hidden + 4, MODEL.hidden * 2  # with a scale; as many rows go up as come down
+    assert sent(rounded)[ROWS] == pytest.approx(len(MODEL.moe_layers) * rows * (out + back))
