@@ -34,8 +34,6 @@ class Place(TypedDict):
     pid: int
     attention: dict[str, int] | None
     moe: dict[str, int] | None
-    placement_group: NotRequired[str | None]
-    """The id of Ray's reservation for the workers."""
     time: NotRequired[float]
 
 

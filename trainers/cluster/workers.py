@@ -5,13 +5,16 @@ from __future__ import annotations
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ray._private.state
 import ray.train
 import torch
 from ray import PlacementGroupID
+from ray.actor import ActorHandle
+from ray.core.generated.gcs_pb2 import PlacementGroupTableData
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
@@ -53,11 +56,13 @@ def _selector(label: str | None) -> dict[str, str]:
     return dict([label.split("=", 1)]) if label else {}
 
 
-def release(placement_groups: Iterable[str | None]) -> None:
-    """Give the resources of these placement groups back to the cluster, whose ids are in hexadecimal digits."""
-    for name in placement_groups:
-        if name is not None:
-            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
+def release(actor: ActorHandle) -> None:
+    """Give what an actor has reserved back to the cluster. Ray does so only when the job ends, too."""
+    accessor = ray._private.state.state._connect_and_get_accessor()
+    for row in accessor.get_placement_group_table():
+        found = PlacementGroupTableData.FromString(row)
+        if found.creator_actor_id == actor._actor_id.binary():
+            remove_placement_group(PlacementGroup(PlacementGroupID(found.placement_group_id)))
 
 
 def on_workers(

@@ -15,6 +15,8 @@ from pyarrow.fs import FileSystem
 from ray.exceptions import RayError
 from ray.train import Checkpoint, Result, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.execution.callback import RayTrainCallback
 from ray.train.v2._internal.execution.failure_handling import create_failure_policy
 
 from foldray.errors import MissingPackage, UserError
@@ -267,14 +269,15 @@ class FoldTrainer(TorchTrainer):
         try:
             result = super().fit()
         except KeyboardInterrupt:
-            with suppress(RayError, ValueError):  # there may be no controller yet
-                ray.kill(self._controller)
-            self._release(run)
+            if self._controller is not None:
+                with suppress(RayError):
+                    ray.kill(self._controller)
+                workers.release(self._controller)
             raise
         except Exception as error:
             run.settle()
-            if isinstance(error, RayError):
-                self._release(run)
+            if isinstance(error, RayError) and self._controller is not None:
+                workers.release(self._controller)  # nobody else would
             return error, run.failure(error)
         if damaged := result.return_value.get("damaged"):
             found = DamagedCheckpoint(*damaged)
@@ -290,9 +293,12 @@ class FoldTrainer(TorchTrainer):
             arguments["scaling_policy"] = LegalWorlds(self.scaling_config, tuple(self.worlds))
         return super()._initialize_and_run_controller(**arguments)
 
-    def _release(self, run: Run) -> None:
-        """Give back what a lost controller has reserved for its workers. Nobody else would."""
-        workers.release({place.get("placement_group") for place in run.folder.history.places.values()})
+    def _create_default_callbacks(self) -> list[RayTrainCallback]:
+        """Leave out the process that gives back what a lost controller has reserved. `_attempt` does so.
+
+        It would stay for ever. Its thread notices that the controller is lost, but only its main thread could end it.
+        """
+        return [each for each in super()._create_default_callbacks() if not isinstance(each, PlacementGroupCleanerCallback)]
 
     def _begin(self) -> Beginning | None:
         """Return the checkpoint to start from; None for a run that starts at step 0."""

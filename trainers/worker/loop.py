@@ -385,10 +385,9 @@ def _check_node(label: str | None) -> None:
 
 
 def _place(groups: Groups) -> Place:
-    context, coordinate, reserved = ray.get_runtime_context(), groups.coordinate, ray.util.get_current_placement_group()
+    context, coordinate = ray.get_runtime_context(), groups.coordinate
     return {
         "kind": "place", "rank": groups.rank, "actor": context.get_actor_id(), "node": context.get_node_id(),
         "node_ip": ray.util.get_node_ip_address(), "pid": os.getpid(),
         "attention": coordinate.get("attention"), "moe": coordinate.get("moe"),
-        "placement_group": reserved and reserved.id.hex(),
     }  # fmt: skip

@@ -51,10 +51,11 @@ def train(recipe: Recipe) -> dict[str, Any]:
     trainer.fit()
     assert trainer.run
     history = trainer.run.folder.history
+    records = map(json.loads, (trainer.run.folder.path / "metrics.jsonl").read_text().splitlines())
     return {
         "nodes": [history.places[rank]["node"] for rank in sorted(history.places)],
         "losses": [step["loss"] for step in history.steps.values()],
-        "traffic": list(history.steps.values())[-1]["traffic"],
+        "traffic": [record["traffic"] for record in records if record["kind"] == "step"][-1],
         "validation": [each["loss"] for each in history.validations.values()],
     }
 
