@@ -37,7 +37,7 @@ class TokenExchange:
 
     def __init__(self, groups: Groups, position: int, wire: Wire | None = None):
         fold = groups.fold
-        self._out, self._back = (wire.out, wire.back) if wire else (None, None)
+        self._out, self._back = wire.out if wire else None, wire.back if wire else None
         self._receivers = [rank - fold.offset for rank in Routes(fold).receivers(groups.rank, position)]
         self._up, self._down, self._counts, self._line = groups.rows_up, groups.rows_down, groups.row_counts, groups.rows_line
 
@@ -73,7 +73,7 @@ class ExpertExchange:
 
     def __init__(self, groups: Groups, before: int, after: int, wire: Wire | None = None):
         fold, routes = groups.fold, Routes(groups.fold)
-        self._out, self._back = (wire.out, wire.back) if wire else (None, None)
+        self._out, self._back = wire.out if wire else None, wire.back if wire else None
         self._before, self._after = (
             [rank - fold.offset for rank in routes.senders(groups.rank, position)] for position in (before, after)
         )

@@ -77,7 +77,7 @@ def forged(folder: Path, found: Metadata | None = None) -> None:
     """
     ranges = list(json.loads((folder / "manifest.0.json").read_text())[FILE]["boxes"])
     if found is not None and isinstance(found.storage_data, dict):
-        ranges = [range_of(place.offset, place.length) for place in found.storage_data.values()]
+        ranges = [range_of(place.offset, place.length) for place in found.storage_data.values() if place.offset >= 0]
     seal(folder, 0, {FILE: {each: _hash(folder / FILE, each) for each in ranges}})
 
 
