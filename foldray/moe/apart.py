@@ -49,17 +49,17 @@ class TokenExchange:
         """Start to send rows, or the gradients of results."""
         return _send(self._up, self._receivers, tensors, count_R, self._out)
 
-    def start_back(self, tensors: Callable[[int], Rows], counts: Callable[[], Sequence[int]], ready: bool) -> Pending:
+    def start_back(self, like: Rows, counts: Callable[[], Sequence[int]], ready: bool) -> Pending:
         """Start to receive results, or the gradients of rows, as soon as the numbers of rows are known.
 
         Args:
-            tensors: number of rows → tensors of their types and widths.
+            like: tensors without rows, of the types and widths of what comes.
             counts: returns the number of rows from each receiver; it may wait.
             ready: whether to start at once: `counts` would not wait, or the rows go to a GPU. There, a receive that another
                 thread starts would come out of order, and communicators that share a device need one order on all ranks.
         """
 
-        return _receive(self._line, self._down, self._receivers, tensors, counts, self._back, ready)
+        return _receive(self._line, self._down, self._receivers, like, counts, self._back, ready)
 
 
 class ExpertExchange:
@@ -88,13 +88,13 @@ class ExpertExchange:
         count_S = torch.empty(self.senders, dtype=torch.int64, device=device)
         return self._counts.receive_rows([count_S], dict.fromkeys(self._before, 1))
 
-    def start_rows(self, tensors: Callable[[int], Rows], counts: Callable[[], Sequence[int]], ready: bool) -> Pending:
+    def start_rows(self, like: Rows, counts: Callable[[], Sequence[int]], ready: bool) -> Pending:
         """Start to receive rows, as soon as their numbers are known (`TokenExchange.start_back`)."""
-        return _receive(self._line, self._up, self._before, tensors, counts, self._out, ready)
+        return _receive(self._line, self._up, self._before, like, counts, self._out, ready)
 
-    def start_gradients(self, tensors: Callable[[int], Rows], counts: Callable[[], Sequence[int]]) -> Pending:
+    def start_gradients(self, like: Rows, counts: Callable[[], Sequence[int]]) -> Pending:
         """Start to receive the gradients of results."""
-        return _receive(self._line, self._up, self._after, tensors, counts, self._out, True)
+        return _receive(self._line, self._up, self._after, like, counts, self._out, True)
 
     def start_results(self, tensors: Rows, count_S: Sequence[int]) -> Pending:
         """Start to send results to the attention after the experts."""
@@ -117,7 +117,7 @@ def _receive(
     line: Line,
     communicator: Communicator,
     members: Sequence[int],
-    tensors: Callable[[int], Rows],
+    like: Rows,
     counts: Callable[[], Sequence[int]],
     form: Format | None,
     ready: bool,
@@ -126,7 +126,7 @@ def _receive(
 
     def begin() -> Pending:
         known = counts()
-        empty, read = write(tensors(0), form)  # as the sender writes them
+        empty, read = write(like, form)  # as the sender writes them
         into = [each.new_empty((sum(known), *each.shape[1:])) for each in empty]
         return communicator.receive_rows(into, dict(zip(members, known, strict=True))).then(read)
 

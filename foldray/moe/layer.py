@@ -43,6 +43,7 @@ class MoeBackend:
 
     @property
     def formats(self) -> Wire | None:
+        """The formats of rows on the wire; None leaves them as they are."""
         return WIRES[self.wire] if self.wire else None
 
 

@@ -141,7 +141,7 @@ class TokenMicroBatch(MicroBatch):
         past = self._pasts[op.layer, op.part]
         like, hidden = next(self.model.parameters()), self.model.spec.hidden
         self.flight[op] = self._exchange(op).start_back(
-            lambda rows: [like.new_empty((rows, hidden))], lambda: past.count_R, like.is_cuda or past.is_here
+            [like.new_empty((0, hidden))], lambda: past.count_R, like.is_cuda or past.is_here
         )
 
     def merge_forward(self, op: Op) -> None:
@@ -171,7 +171,7 @@ class TokenMicroBatch(MicroBatch):
         count_R, half = self._left.pop((op.layer, op.part)), self._half(op)
         like, weight = next(self.model.parameters()), half.router.bias
         self.flight[op] = self._exchange(op).start_back(
-            lambda rows: [like.new_empty((rows, half.hidden)), weight.new_empty((rows, half.topk))], lambda: count_R, True
+            [like.new_empty((0, half.hidden)), weight.new_empty((0, half.topk))], lambda: count_R, True
         )
 
     def route_backward(self, op: Op) -> None:
@@ -213,7 +213,7 @@ class ExpertMicroBatch(MicroBatch):
             return self._known[part]
 
         self.flight[op] = half.exchange.start_rows(
-            lambda rows: [like.new_empty((rows, half.hidden)), like.new_empty((rows, 2 * half.topk), dtype=wide)],
+            [like.new_empty((0, half.hidden)), like.new_empty((0, 2 * half.topk), dtype=wide)],
             counts, like.is_cuda or not coming.is_running,
         )  # fmt: skip
 
@@ -235,7 +235,7 @@ class ExpertMicroBatch(MicroBatch):
     def combine_backward(self, op: Op) -> None:
         half, like = self._half(op), next(self.model.parameters())
         counts = self._known[op.layer, op.part]
-        self.flight[op] = half.exchange.start_gradients(lambda rows: [like.new_empty((rows, half.hidden))], lambda: counts)
+        self.flight[op] = half.exchange.start_gradients([like.new_empty((0, half.hidden))], lambda: counts)
 
     def expert_backward(self, op: Op) -> None:
         rows_NH, weight_NK = self.graphs.differentiate(op, [self._arrived(op, COMBINE)])

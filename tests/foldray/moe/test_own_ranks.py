@@ -111,7 +111,7 @@ def _round_trips(rank: int, fold: Fold, empty: bool) -> dict[tuple[int, int, int
 def _come_home(exchange: TokenExchange, fold: Fold, peer: int, position: int, empty: bool) -> float:
     """Receive the results of the rank with the same place at the position before, check them, and return their sum."""
     count_R = own_rows(peer, fold, empty).goes_TR.sum(0)
-    (y_NH,) = exchange.start_back(lambda n: [torch.empty(n, 1, dtype=torch.float64)], count_R.tolist, True).wait()
+    (y_NH,) = exchange.start_back([torch.empty(0, 1, dtype=torch.float64)], count_R.tolist, True).wait()
     # The experts of receiver r have sent 2^r times the row.
     wanted = [mark(peer) * 2.0**r for r in Routes(fold).receivers(peer, position)]
     assert torch.equal(y_NH[:, 0], torch.tensor(wanted, dtype=torch.float64).repeat_interleave(count_R))
@@ -123,7 +123,7 @@ def _serve(groups: Groups, before: int, after: int) -> float:
     exchange = ExpertExchange(groups, before, after)
     (count_S,) = exchange.start_counts(torch.device("cpu")).wait()
     counts = count_S.tolist()
-    (rows_NH,) = exchange.start_rows(lambda n: [torch.empty(n, 1, dtype=torch.float64)], lambda: counts, True).wait()
+    (rows_NH,) = exchange.start_rows([torch.empty(0, 1, dtype=torch.float64)], lambda: counts, True).wait()
     exchange.start_results([rows_NH * 2.0**groups.rank], counts).wait()
     return float(rows_NH.sum())
 

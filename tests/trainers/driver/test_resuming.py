@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pickle
@@ -78,21 +77,18 @@ def test_the_newest_whole_one_is_offered(run: Path) -> None:
             Beginning.at(str(run / name)).look()
 
 
-def test_checkpoints_from_before_boxes_had_hashes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_from_before_boxes_had_hashes(run: Path) -> None:
     """Their files of tensors have one hash each."""
     folder = run / "step_00000003"
     entries = json.loads((folder / "manifest.0.json").read_text())
-    before = {name: {"size": entry["size"], "sha256": _sha256(folder / name)} for name, entry in entries.items()}
+    sha256 = Folder(str(folder)).sha256
+    before = {name: {"size": entry["size"], "sha256": sha256(name)} for name, entry in entries.items()}
     (folder / "manifest.0.json").write_text(json.dumps(before))
     assert Beginning.at(str(folder)).look().hashed
     assert torch.equal(load(folder)["model/a"], state(3)["model/a"])
     flipped(FILE)(folder)
     with pytest.raises(DamagedCheckpoint, match="has other bytes"):
         load(folder)
-
-
-def _sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def test_checkpoints_from_before_there_were_hashes(run: Path, caplog: pytest.LogCaptureFixture) -> None:
