@@ -62,9 +62,10 @@ def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) 
         assert set(result) == {*keys, "comm_ms", "exposed_comm_ms", "bound_ms"}
         step = result["step_ms"]
         assert 0 < step["min"] <= step["median"] <= step["max"]
-        assert result["forward_ms"] + result["backward_ms"] == pytest.approx(step["median"], rel=0.5)
-        assert 0 <= result["exposed_comm_ms"] <= result["comm_ms"]  # of other steps than the timed ones
-        assert 0 < result["compute_ms"] <= step["max"]
+        recorded = result["forward_ms"] + result["backward_ms"]  # of other steps than the timed ones, so only the unit is certain
+        assert step["min"] / 10 < recorded < step["max"] * 10
+        assert 0 <= result["exposed_comm_ms"] <= result["comm_ms"]
+        assert 0 < result["compute_ms"] <= recorded * 1.001
 
 
 @pytest.mark.slow
