@@ -109,16 +109,16 @@ def on_ranks(load: np.ndarray, ep: int) -> np.ndarray:
 
 
 class Column(NamedTuple):
-    """The summed load [M, E] of some steps: those of `first` … `last` that the run has counted."""
+    """The sum of the arrays of some steps: those of `first` … `last` that the run has counted."""
 
     first: int
     last: int
     steps: int
-    load_ME: np.ndarray
+    total: np.ndarray
 
 
 class Course:
-    """The load of every expert over a whole run, in columns of equally many steps.
+    """An array over a whole run, such as the load [M, E] of every expert, summed in columns of equally many steps.
 
     If there are more than `most` columns, neighbours are joined. So the memory does not grow with the run.
 
@@ -132,9 +132,9 @@ class Course:
         """Steps of a full column."""
         self._most = most
 
-    def add(self, step: int, load_ME: np.ndarray) -> None:
-        """Add the load of a step that comes after all earlier ones."""
-        new = Column(step, step, 1, load_ME)
+    def add(self, step: int, array: np.ndarray) -> None:
+        """Add the array of a step that comes after all earlier ones."""
+        new = Column(step, step, 1, array)
         if self.columns and self.columns[-1].steps < self.width:
             self.columns[-1] = _join(self.columns[-1], new)
         else:
@@ -149,8 +149,16 @@ class Course:
         self.columns = [column for column in self.columns if column.last <= step]
 
     def full(self) -> np.ndarray:
-        """Return the loads of full columns, [T, M, E]. The newest column may be short, and sums of fewer steps vary more."""
-        return np.array([column.load_ME for column in self.columns if column.steps >= self.width])
+        """Return the sums of full columns, [T, …]. The newest column may be short, and sums of fewer steps vary more."""
+        return np.array([column.total for column in self.columns if column.steps >= self.width])
+
+    def ends(self) -> np.ndarray:
+        """Return the last step of every column, [T]."""
+        return np.array([column.last for column in self.columns])
+
+    def means(self) -> np.ndarray:
+        """Return the mean of every column's steps, [T, …]."""
+        return np.array([column.total / column.steps for column in self.columns])
 
 
 def overlaps(load_TME: np.ndarray) -> np.ndarray:
@@ -197,4 +205,4 @@ def _shares(load: np.ndarray) -> np.ndarray:
 
 
 def _join(one: Column, other: Column) -> Column:
-    return Column(one.first, other.last, one.steps + other.steps, one.load_ME + other.load_ME)
+    return Column(one.first, other.last, one.steps + other.steps, one.total + other.total)

@@ -26,19 +26,25 @@ from trainers.records import (
     Validation,
 )
 from trainers.speed import Speed
+from trainers.steps import Steps
 
 LOAD_WINDOW = 20  # steps to sum expert loads over, because the load of one step depends mostly on its batch
 _RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")], config=ConfigDict(strict=True))
 _FINITE = ("loss", "lr", "tokens_per_s", "step_time_s")
 _LONGEST_LINE = 1 << 28
+_POINTS = 1024  # of a line in a picture
 
 
 class History:
-    """The records of a run by step. Records of steps that ran again replace the earlier ones."""
+    """The records of a run by step. Records of steps that ran again replace the earlier ones.
+
+    A step adds about 150 bytes, for any size of the model. Loads, and what follows from them, are kept in columns of steps
+    (`Course`).
+    """
 
     def __init__(self) -> None:
         self.places: dict[int, Place] = {}
-        self.steps: dict[int, Step] = {}
+        self.steps = Steps()
         self.validations: dict[int, Validation] = {}
         self.checkpoints: dict[int, Saved] = {}
         self.resumes: list[int] = []
@@ -57,12 +63,12 @@ class History:
         """Losses that stood out, by step."""
         self.slow: dict[int, Slow] = {}
         """Ranks that the others wait for."""
-        self.imbalance: dict[int, np.ndarray] = {}
-        """By step: the load of the busiest expert over the mean load, for every MoE layer."""
-        self.entropy: dict[int, np.ndarray] = {}
-        """By step: the entropy of the load over ln(experts), for every MoE layer."""
-        self.unused: dict[int, tuple[int, int]] = {}
-        """By step: the number of dead and of starved experts over the `LOAD_WINDOW` steps up to this one."""
+        self.imbalance = Course(_POINTS)
+        """The load of the busiest expert over the mean load, for every MoE layer."""
+        self.entropy = Course(_POINTS)
+        """The entropy of the load over ln(experts), for every MoE layer."""
+        self.unused = Course(_POINTS)
+        """The numbers of dead and of starved experts over the `LOAD_WINDOW` steps up to each step."""
         self.course, self.speed = Course(), Speed()
         self._loads: deque[tuple[int, np.ndarray]] = deque(maxlen=LOAD_WINDOW)
 
@@ -141,7 +147,7 @@ class History:
 
     @property
     def last_step(self) -> int:
-        return next(reversed(self.steps), 0)  # the dict has the steps in order
+        return self.steps.last
 
     @property
     def load(self) -> np.ndarray | None:
@@ -161,8 +167,7 @@ class History:
         step, load = record["step"], np.asarray(record["load"] or [], dtype=np.int64)
         if step <= self.last_step:  # an attempt that starts at step 0 sends no "resumed" record
             self._rewind(step - 1)
-        # With many steps, these would fill the driver's memory. metrics.jsonl has them.
-        self.steps[step] = {**record, "load": None, "by_layer": None, "traffic": {}}
+        self.steps.take(record)
         if load.size:
             self._take_load(step, load)
 
@@ -170,20 +175,18 @@ class History:
         if load.ndim != 2 or load.min() < 0 or (self._loads and load.shape != self._loads[-1][1].shape):
             raise ValueError(f"step {step} has loads of another shape, or negative ones")
         self._loads.append((step, load))
-        self.imbalance[step] = max_over_mean(load).astype(np.float32)
-        self.entropy[step] = entropy(load).astype(np.float32)
-        dead_M, starved_M = unused(np.sum([each for _, each in self._loads], axis=0))
-        self.unused[step] = int(dead_M.sum()), int(starved_M.sum())
+        self.imbalance.add(step, max_over_mean(load))
+        self.entropy.add(step, entropy(load))
+        self.unused.add(step, np.sum(unused(np.sum([each for _, each in self._loads], axis=0)), axis=1))
         self.course.add(step, load)
 
     def _rewind(self, step: int) -> None:
-        by_steps: tuple[dict[int, Any], ...] = (
-            self.steps, self.validations, self.checkpoints, self.imbalance, self.entropy, self.unused, self.spikes,
-        )  # fmt: skip
+        by_steps: tuple[dict[int, Any], ...] = self.validations, self.checkpoints, self.spikes
         for by_step in by_steps:
             for later in [key for key in by_step if key > step]:
                 del by_step[later]
         earlier = [(at, load) for at, load in self._loads if at <= step]
         self._loads.clear()
         self._loads.extend(earlier)
-        self.course.rewind(step)
+        for each in (self.steps, self.imbalance, self.entropy, self.unused, self.course):
+            each.rewind(step)

@@ -55,7 +55,8 @@ class Step(TypedDict):
     step_time_s: float
     mfu: float | None
     load: list[list[int]] | None
-    """Tokens per MoE layer and global expert; None for a model without MoE layers."""
+    """Tokens per MoE layer and global expert; None for a model without MoE layers. Files have it, and `by_layer`, for every n-th
+    step of a large model."""
     load_max_over_mean: float | None
     """The load of the fullest expert over the mean load, in the worst layer; `rank_max_over_mean`: that of the fullest rank."""
     dead_experts: int | None

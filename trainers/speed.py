@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,12 +29,13 @@ class Speed:
     """The speed of all steps in the order in which they ran, those that ran again as well.
 
     Attributes:
-        steps: for every step its time, in seconds since the epoch, and its tokens per second.
+        times, tokens_per_s: the time of every step, in seconds since the epoch, and its tokens per second.
         workers: for every attempt the time of its start, and its number of workers.
         events: what happened.
     """
 
-    steps: list[tuple[float, float]] = field(default_factory=list)
+    times: array[float] = field(default_factory=lambda: array("d"))
+    tokens_per_s: array[float] = field(default_factory=lambda: array("d"))
     workers: list[tuple[float, int]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     _ranks: set[int] = field(default_factory=set)
@@ -46,7 +48,8 @@ class Speed:
             return
         if kind == "step":
             self._step = record["step"]
-            self.steps.append((time, record["tokens_per_s"]))
+            self.times.append(time)
+            self.tokens_per_s.append(record["tokens_per_s"])
         elif kind == "place":
             self._place(time, record["rank"])
         elif kind in ("failed", "grows", "slow", "spiked"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from foldray.planner.memo import Memo
 from foldray.planner.memory import GIB, ledger
 from foldray.planner.nodes import Planned
 from foldray.planner.prediction import straggling
+from foldray.planner.space import RECOMPUTE
 from foldray.planner.whole import whole_seconds
 from foldray.schedule import LIST, Sequences, SliceCost, make_ordering
 
@@ -58,10 +60,10 @@ def with_list(planned: Planned, hardware: Hardware, imbalance: float = 1.0) -> L
 def with_kind(candidate: Candidate, kind: str, degree: int, hardware: Hardware, imbalance: float = 1.0) -> Listed:
     """Return the same candidate with another kind of schedule, and gradients of weights apart. Every op is simulated.
 
-    A found list may keep as much as there is memory for (`AHEADS`).
+    A found list may keep as much as there is memory for (`AHEADS`). More is recomputed if even the least is too much.
 
     Args:
-        candidate: the candidate, whose recomputation and reductions stay.
+        candidate: the candidate, whose reductions stay.
         kind: name of an overlap kind.
         degree: number of pieces of a sequence.
         hardware, imbalance: as for `with_list`.
@@ -70,8 +72,7 @@ def with_kind(candidate: Candidate, kind: str, degree: int, hardware: Hardware, 
         UserError: the sequence cannot be cut in this way.
     """
     device = Device.of(candidate.job, hardware)
-    for ahead in AHEADS:
-        other = _ordered(candidate, kind, degree, ahead)
+    for other in _less_and_less(candidate, kind, degree):
         held = ledger(other, OpWork(other, device).rank, imbalance).total / GIB
         if fits := held <= hardware.memory_gib:
             break
@@ -81,14 +82,15 @@ def with_kind(candidate: Candidate, kind: str, degree: int, hardware: Hardware, 
     return Listed(other, whole, step.part_seconds / bound, held, fits)
 
 
-def _ordered(candidate: Candidate, kind: str, degree: int, ahead: float) -> Candidate:
+def _less_and_less(candidate: Candidate, kind: str, degree: int) -> Iterator[Candidate]:
+    """Yield the candidate with another kind of schedule, first with the most memory."""
     job, fold, old = candidate.job, candidate.fold, candidate.ordering
     cost = SliceCost.of_model(job.model.hidden, job.model.heads)
     sequences = Sequences(job.seq_len, cost, smallest_slice(fold.cp, fold.tp))
-    ordering = make_ordering(
-        sequences, kind, degree, reduction=old.reduction, recompute=old.recompute, weights_apart=True, ahead=ahead
-    )
-    return replace(candidate, ordering=ordering)
+    ordering = make_ordering(sequences, kind, degree, reduction=old.reduction, weights_apart=True)
+    for again in (old.recompute, *(each for each in RECOMPUTE if set(each) > set(old.recompute))):
+        for ahead in AHEADS if ordering.forward.row.found else AHEADS[:1]:
+            yield replace(candidate, ordering=ordering._replace(recompute=again, ahead=ahead))
 
 
 def list_seconds(candidate: Candidate, device: Device, memo: Memo | None = None) -> float:

@@ -21,7 +21,7 @@ def document(planned: Sequence[Planned], lists: Sequence[Listed] = ()) -> dict[s
         ordering = other.candidate.ordering
         candidate["with_list"] = {
             "degree": ordering.degree, "ahead": ordering.ahead, "step_time_s": other.seconds, "over_bound": other.over_bound,
-            "memory_gib": other.memory_gib, "fits": other.fits,
+            "memory_gib": other.memory_gib, "fits": other.fits, "recompute": list(ordering.recompute),
         }  # fmt: skip
     return {"candidates": candidates}
 
@@ -92,7 +92,9 @@ def _with_lists(planned: Sequence[Planned], lists: Sequence[Listed]) -> list[str
             f"{number:>3} d={ordering.degree} ahead={ordering.ahead:g} b={other.candidate.micro_batch}{other.seconds:>9.2f} s, "
         )
         line += f"{each.prediction.seconds / other.seconds:.2f} × as fast, {other.over_bound:.2f} × the least possible time, "
-        lines.append(line + f"{other.memory_gib:.0f} GiB" + ("" if other.fits else ", more than there are"))
+        more = set(ordering.recompute) - set(each.candidate.ordering.recompute)
+        line += f"{other.memory_gib:.0f} GiB" + (f", again {'+'.join(ordering.recompute)}" if more else "")
+        lines.append(line + ("" if other.fits else ", more than there are"))
     return lines
 
 

@@ -60,8 +60,8 @@ def course(most: int, *steps: int) -> Course:
 def test_a_course_joins_columns_and_loses_no_token():
     made = course(4, *range(1, 12))
     assert [(column.first, column.last, column.steps) for column in made.columns] == [(1, 4, 4), (5, 8, 4), (9, 11, 3)]
-    assert sum(column.load_ME for column in made.columns).tolist() == [[66, 11], [0, 22]]
-    assert made.columns[0].load_ME.tolist() == [[10, 4], [0, 8]]
+    assert sum(column.total for column in made.columns).tolist() == [[66, 11], [0, 22]]
+    assert made.columns[0].total.tolist() == [[10, 4], [0, 8]]
     assert len(made.full()) == 2
 
 

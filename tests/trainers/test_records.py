@@ -195,7 +195,7 @@ def test_steps_that_are_run_again_take_the_place_of_the_earlier_ones():
     assert (past.resumes, past.validations, list(past.checkpoints)) == ([2], {}, [2])
     assert past.load is not None
     assert past.load.tolist() == [[20, 4]]
-    assert list(past.imbalance) == [1, 2, 3, 4]
+    assert past.imbalance.ends().tolist() == [1, 2, 3, 4]
 
 
 def test_an_attempt_from_the_beginning_starts_the_history_anew():
@@ -208,26 +208,22 @@ def test_loads_are_summed_over_the_newest_steps_only():
     past = history(*(step(count, load=[[count, 0, 0, 0]]) for count in range(1, LOAD_WINDOW + 11)))
     assert past.load is not None
     assert past.load.tolist() == [[sum(range(11, LOAD_WINDOW + 11)), 0, 0, 0]]
-    assert past.imbalance[1].tolist() == [4.0]
+    assert past.imbalance.means()[0].tolist() == [4.0]
     assert history(step(1)).load is None
 
 
 def test_unused_experts_are_those_of_the_newest_steps():
     fed = [step(count, load=[[40, 40, 1, 0]]) for count in range(1, 6)]
     past = history(*fed, *(step(count, load=[[40, 40, 0, 0]]) for count in range(6, LOAD_WINDOW + 10)))
-    assert [past.unused[count] for count in (1, LOAD_WINDOW, LOAD_WINDOW + 4, LOAD_WINDOW + 5)] == [
-        (1, 2),
-        (1, 2),
-        (1, 2),
-        (2, 2),
-    ]
+    unused = past.unused.means().tolist()
+    assert [unused[count - 1] for count in (1, LOAD_WINDOW, LOAD_WINDOW + 4, LOAD_WINDOW + 5)] == [[1, 2]] * 3 + [[2, 2]]
     assert past.newest == range(10, LOAD_WINDOW + 10)
 
 
 def test_balance_over_time_forgets_steps_that_run_again():
     past = history(*(step(count, load=[[3, 1]]) for count in range(1, 6)), resumed(3), step(4, load=[[1, 1]]))
-    assert list(past.entropy) == list(past.unused) == [1, 2, 3, 4]
-    assert past.entropy[4].tolist() == [1.0]
+    assert past.entropy.ends().tolist() == past.unused.ends().tolist() == [1, 2, 3, 4]
+    assert past.entropy.means()[-1].tolist() == [1.0]
     assert [column.first for column in past.course.columns] == [1, 2, 3, 4]
     assert past.steps[4].get("by_layer") is None  # metrics.jsonl has them
 
@@ -238,7 +234,7 @@ def test_lines_of_an_older_foldray_are_read(tmp_path):
     new = {**old, "step": 2, "rank_max_over_mean": None, "by_layer": None}
     (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(old)}\n{json.dumps(new)}\n")
     past = History.read(tmp_path / "metrics.jsonl")
-    assert list(past.entropy) == [1, 2]
+    assert past.entropy.ends().tolist() == [1, 2]
     health = past.health(ep=2)
     assert health is not None
     assert health.rank_max_over_mean.tolist() == pytest.approx([4 / 3])

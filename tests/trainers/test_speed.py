@@ -31,7 +31,7 @@ def speed_of(*records: Any) -> Speed:
 def test_steps_that_ran_again_count_twice_and_workers_change() -> None:
     grows = {"kind": "grows", "time": 8.0, "step": 4}
     speed = speed_of(*places(0.0, 4), *steps(1.0, 1, 2, 3), FAILED, *places(6.0, 3), *steps(7.0, 3, 4), grows, *places(9.0, 4))
-    assert len(speed.steps) == 5
+    assert len(speed.times) == 5
     assert speed.workers == [(0.0, 4), (5.0, 0), (6.0, 3), (8.0, 0), (9.0, 4)]
     assert [(event.step, event.what, event.stops) for event in speed.events] == [
         (3, "node 10.0.0.4 was lost; goes on from step 2", True),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from pydantic import ConfigDict, TypeAdapter
 from typing_extensions import TypedDict  # pydantic requires this one below Python 3.12
@@ -21,12 +22,14 @@ from foldray.urls import without_secrets
 from trainers.driver.watch import Pace
 from trainers.folders import DamagedFile, Folder, read_json, with_path
 from trainers.history import LOAD_WINDOW, History
-from trainers.records import Beat, Record, as_json
+from trainers.records import Beat, Record, Step, as_json
 
 _BALANCE = (
     "load_max_over_mean", "busiest_layer", "rank_max_over_mean", "load_entropy", "dead_experts", "starved_experts",
 )  # fmt: skip
 RANKS = "ranks.json"
+_LOADS = 512  # of experts in a line of `metrics.jsonl`, on average
+_BLOCK = 1 << 20  # bytes of `metrics.jsonl` that are searched at once for the end of its last line
 _WRITE_PERIOD_S = 5.0
 _PICTURE_PERIOD_S = 30.0  # drawing takes half a second, perhaps on the workers' cores
 _PAGE_PERIOD_S = 300.0  # the page of the experts' health takes one second or two
@@ -127,7 +130,7 @@ class RunFolder:
             record = {**record, "lists": []}
         self.history.receive(record)
         with self._metrics.open("a") as lines:  # closing flushes the file, so its readers see complete lines
-            lines.write(as_json(record) + "\n")
+            lines.write(as_json(_without_loads(record) if record["kind"] == "step" else record) + "\n")
         self._is_stale |= record["kind"] != "step"
         # Every rank sends its place. With thousands of them, the file would be written all the time.
         if self._is_stale and (record["kind"] != "place" or time.monotonic() - self._wrote > _WRITE_PERIOD_S):
@@ -158,7 +161,7 @@ class RunFolder:
 
         if self.history.steps:
             draw_loss(self.history, self._baselines, self._loss, self.path.name, self._bytes_per_token)
-        if self.history.speed.steps:
+        if self.history.speed.times:
             draw_speed(self.history.speed, self._speed, self.path.name)
         if self.history.tried:
             draw_tried(self.history, self._online, self.path.name)
@@ -177,24 +180,23 @@ class RunFolder:
 
     def summary(self, status: str) -> Summary:
         """Return the results of the run so far."""
-        history, steps = self.history, list(self.history.steps.values())
-        last = history.steps[history.last_step] if steps else None
+        history, steps = self.history, self.history.steps
         validation = history.validations[max(history.validations)] if history.validations else None
         return Summary(
             run_id=self.path.name,
             run_dir=str(self.path),
             status=status,
             steps=history.last_step,
-            final_loss=last["loss"] if last else None,
+            final_loss=steps[steps.last]["loss"] if steps else None,
             val_loss=validation["loss"] if validation else None,
             val_bpb=validation["bits_per_byte"] if validation else None,
             val_sources=dict(validation["sources"]) if validation and "sources" in validation else None,
             unigram_bpb=self._baselines.get("unigram"),
             bigram_bpb=self._baselines.get("bigram"),
-            tokens_per_s=_median([step["tokens_per_s"] for step in steps]),
-            mfu=_median([step["mfu"] for step in steps]),
+            tokens_per_s=_of_known(np.median, steps.column("tokens_per_s")),
+            mfu=_of_known(np.median, steps.column("mfu")),
             **self._balance(),
-            drop_rate=_mean([step["drop_rate"] for step in steps[-LOAD_WINDOW:]]),
+            drop_rate=_of_known(np.mean, steps.column("drop_rate")[-LOAD_WINDOW:]),
             checkpoint=self._checkpoint(),
             pictures=tuple(str(path) for path in (*self._pictures, self._online) if path.exists()),
             mlflow_uri=self._mlflow[0],
@@ -269,8 +271,18 @@ class RunFolder:
 
     def _mend_last_line(self) -> None:
         # A killed driver may leave an incomplete line. It is removed, so that the next record starts a new line.
-        if self._metrics.exists() and (text := self._metrics.read_bytes()) and not text.endswith(b"\n"):
-            self._metrics.write_bytes(text[: text.rfind(b"\n") + 1])
+        if not self._metrics.exists():
+            return
+        with self._metrics.open("r+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            while end > 0:
+                start = max(end - _BLOCK, 0)
+                file.seek(start)
+                if (newline := file.read(end - start).rfind(b"\n")) >= 0:
+                    end = start + newline + 1
+                    break
+                end = start
+            file.truncate(end)
 
 
 class _Run(TypedDict, total=False):
@@ -325,6 +337,15 @@ def as_yaml(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
 
 
+def _without_loads(record: Step) -> Step:
+    """Return a step as it is written. Of a large model, only every n-th step has the loads of its experts.
+
+    Otherwise, the loads of a model with 94 layers of 128 experts would take 70 KB a step, and minutes to read after a day.
+    """
+    every = math.ceil(len(record["load"]) * len(record["load"][0]) / _LOADS) if record["load"] else 1
+    return record if record["step"] % every == 0 else {**record, "load": None, "by_layer": None}
+
+
 def _replace(path: Path, text: str) -> None:
     """Write a text file at once, so that its readers find the old text or the new one."""
     draft = path.with_name(f".{path.name}")
@@ -332,11 +353,6 @@ def _replace(path: Path, text: str) -> None:
     draft.replace(path)
 
 
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+def _of_known(what: Callable[[np.ndarray], Any], values: np.ndarray) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(what(known)) if known.size else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import Field, TypeAdapter
 from rich.console import Console
 from rich.table import Table
@@ -90,9 +91,10 @@ class RunStatus:
 
     def document(self) -> dict[str, Any]:
         """Return the status as a JSON document. Times are in seconds."""
-        history, steps = self.history, list(self.history.steps.values())[-LOAD_WINDOW:]
-        last = steps[-1] if steps else None
-        step_time = statistics.median(step["step_time_s"] for step in steps) if steps else None
+        history, steps = self.history, self.history.steps
+        newest = {name: steps.column(name)[-LOAD_WINDOW:] for name in ("step_time_s", "tokens_per_s")}
+        step_time, tokens_per_s = (float(np.median(values)) if steps else None for values in newest.values())
+        loss = steps[steps.last]["loss"] if steps else None
         total = self.recipe.training.stop_after or self.recipe.training.steps
         quiet = None if self._newest is None else max(self.now - self._newest, 0.0)
         is_quiet = quiet is not None and quiet > max(_QUIET_S, 10 * (step_time or 0.0))
@@ -103,10 +105,10 @@ class RunStatus:
             "silent_s": quiet,
             "step": history.last_step,
             "steps": total,
-            "loss": last and last["loss"],
+            "loss": loss if loss is not None and math.isfinite(loss) else None,
             "val_bpb": validation and validation["bits_per_byte"],
             "step_time_s": step_time,
-            "tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps) if steps else None,
+            "tokens_per_s": tokens_per_s,
             "left_s": None if step_time is None else step_time * max(total - history.last_step, 0),
             "checkpoint": self._checkpoint(),
             "failures": [{key: failure.get(key) for key in _FAILURE} for failure in history.failures],
@@ -160,9 +162,9 @@ class RunStatus:
     @property
     def _newest(self) -> float | None:
         """When the run was last heard of."""
-        steps = [step.get("time", 0.0) for step in list(self.history.steps.values())[-1:]]
-        times = [*steps, *([self.ranks.time] if self.ranks else [])]
-        return max(times, default=None)
+        steps = self.history.steps
+        times = [(steps[steps.last].get("time") or 0.0) if steps else None, self.ranks.time if self.ranks else None]
+        return max((time for time in times if time is not None), default=None)
 
 
 _WIDTH = 120  # of the table of ranks

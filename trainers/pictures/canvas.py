@@ -51,9 +51,11 @@ def smoothed(values: np.ndarray) -> np.ndarray:
     width = max(len(values) / 60, 1.0)
     reach = int(3 * width)
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / width) ** 2)
-    finite = np.isfinite(values)
-    weights = np.convolve(finite.astype(float), kernel)[reach : reach + len(values)]
-    sums = np.convolve(np.where(finite, values, 0.0), kernel)[reach : reach + len(values)]
+    finite, size = np.isfinite(values), len(values) + 2 * reach
+    both = np.stack([finite.astype(float), np.where(finite, values, 0.0)])
+    # The kernel grows with the values, so a plain convolution would take the square of their number.
+    spread = np.fft.irfft(np.fft.rfft(both, size) * np.fft.rfft(kernel, size), size)
+    weights, sums = spread[:, reach : reach + len(values)]
     return np.where(finite, sums / np.maximum(weights, 1e-12), math.nan)
 
 

@@ -30,7 +30,6 @@ from trainers.pictures.canvas import (
     share_norm,
     smoothed,
 )
-from trainers.records import number
 
 _MAPS, _ABREAST = 8, 4  # heat maps on the page, and in a row of it
 _PIXELS = 1024  # most columns of a heat map
@@ -67,7 +66,7 @@ def draw_health(history: History, path: Path, title: str, layers: Sequence[int] 
     if not history.course.columns:
         save(new_figure(9.0, 3.0, title, "No expert loads have been recorded"), path)
         return
-    count = len(history.course.columns[0].load_ME)
+    count = len(history.course.columns[0].total)
     names = [f"layer {number}" for number in (layers or range(count))]
     shown = _worst(history, min(count, _MAPS))
     rows = math.ceil(len(shown) / _ABREAST)
@@ -78,10 +77,10 @@ def draw_health(history: History, path: Path, title: str, layers: Sequence[int] 
     _heat_maps(figure, history.course, [(names[layer], layer) for layer in shown])
     top = _HEAD + rows * (_MAP + _GAP)
     boxes = [_box(row, column, top, _PANEL, 3, 0.66, height) for row in range(2) for column in range(3)]
-    steps = np.array(sorted(history.imbalance))
+    steps = history.imbalance.ends()
     _evenness(figure.add_axes(boxes[0]), history, steps, names)
     _fullest(figure.add_axes(boxes[1]), history, steps, names)
-    _unused(figure.add_axes(boxes[2]), history, steps, count * history.course.columns[0].load_ME.shape[1])
+    _unused(figure.add_axes(boxes[2]), history, steps, count * history.course.columns[0].total.shape[1])
     _settled(figure.add_axes(boxes[3]), history, steps[-1], names)
     _alike(figure, boxes[4], history.course, names)
     width = "1 step" if history.course.width == 1 else f"{history.course.width} steps"
@@ -109,7 +108,7 @@ def _box(row: int, column: int, top: float, tall: float, abreast: int, wide: flo
 
 
 def _heat_maps(figure: Figure, course: Course, shown: list[tuple[str, int]]) -> None:
-    load_TME = np.stack([column.load_ME for column in course.columns])
+    load_TME = np.stack([column.total for column in course.columns])
     experts, last, height = load_TME.shape[-1], course.columns[-1].last, figure.get_figheight()
     share_TME = load_TME * experts / np.maximum(load_TME.sum(axis=-1, keepdims=True), 1)
     norm, most = share_norm(share_TME[:, [layer for _, layer in shown]])
@@ -142,8 +141,7 @@ def _columns(course: Course, pixels: int) -> np.ndarray:
 
 
 def _evenness(axes: Axes, history: History, steps: np.ndarray, names: Sequence[str]) -> None:
-    value_SM = np.stack([history.entropy[step] for step in steps.tolist()])
-    lines = [smoothed(column) for column in value_SM.T]
+    lines = [smoothed(column) for column in history.entropy.means().T]
     label = _lines(axes, steps, lines, int(np.argmin([line[-1] for line in lines])), names, BLUE)
     low = min(0.95, float(np.min(lines)))
     axes.set_ylim(max(0.0, low - 0.05 * (1 - low)), 1 + 0.05 * (1 - low))
@@ -152,10 +150,10 @@ def _evenness(axes: Axes, history: History, steps: np.ndarray, names: Sequence[s
 
 
 def _fullest(axes: Axes, history: History, steps: np.ndarray, names: Sequence[str]) -> None:
-    value_SM = np.stack([history.imbalance[step] for step in steps.tolist()])
-    lines = [smoothed(column) for column in value_SM.T]
-    rank = smoothed(np.array([number(history.steps[step].get("rank_max_over_mean")) for step in steps.tolist()]))
-    axes.plot(steps, rank, color=BLUE, linewidth=2.0, linestyle=(0, (3, 1.5)), marker=_dot(steps))
+    lines = [smoothed(column) for column in history.imbalance.means().T]
+    rank = smoothed(history.steps.column("rank_max_over_mean"))
+    every = history.steps.column("step")
+    axes.plot(every, rank, color=BLUE, linewidth=2.0, linestyle=(0, (3, 1.5)), marker=_dot(every))
     axes.axhline(1.0, color=INK, linewidth=1.0, linestyle=(0, (5, 3)))
     axes.set_ylim(0.9, 1.05 * max(float(np.max(lines)), 1.2))
     label = _lines(axes, steps, lines, int(np.argmax([line[-1] for line in lines])), names, ORANGE, "expert {:.2f}")
@@ -165,12 +163,13 @@ def _fullest(axes: Axes, history: History, steps: np.ndarray, names: Sequence[st
 
 
 def _unused(axes: Axes, history: History, steps: np.ndarray, experts: int) -> None:
-    dead, starved = np.array([history.unused[step] for step in steps.tolist()]).T
+    dead, starved = history.unused.means().T
     axes.plot(steps, starved, color=ORANGE, linewidth=2.0, linestyle=(0, (3, 1.5)), clip_on=False, marker=_dot(steps))
     axes.plot(steps, dead, color=INK, linewidth=2.0, clip_on=False, marker=_dot(steps))
     axes.set_ylim(0, 1.08 * max(4, int(starved.max())))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    label_right(axes, [(dead[-1], f"dead {dead[-1]}", "", INK), (starved[-1], f"starved {starved[-1]}", "", ORANGE)])
+    labels = [(dead[-1], f"dead {dead[-1]:.0f}", "", INK), (starved[-1], f"starved {starved[-1]:.0f}", "", ORANGE)]
+    label_right(axes, labels)
     _finish(axes, history, steps[-1], "dead and starved experts", f"over {LOAD_WINDOW} steps, of {experts:,} in all layers",
             "experts")  # fmt: skip
 

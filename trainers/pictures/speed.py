@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ from trainers.pictures.canvas import BLUE, GREY, INK, ORANGE, RED, new_figure, p
 from trainers.speed import Speed
 
 _TOLD = 8  # events with a line of text; all have a mark
+_POINTS = 4096  # of the line of an attempt
 _UNITS = ((3 * 86400.0, 86400.0, "days"), (3 * 3600.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 
 
@@ -31,14 +33,15 @@ def draw_speed(speed: Speed, path: Path, title: str) -> None:
     figure = new_figure(10.0, height, title, "Tokens per second over time; higher is better")
     bottom = (0.75 + 0.24 * told) / height
     axes = figure.add_axes((0.08, bottom, 0.88, 1 - bottom - 0.95 / height))
-    begin = min(time for time, _ in (*speed.steps[:1], *speed.workers))
-    end = max(speed.steps[-1][0], *(event.time for event in speed.events[-1:]), begin)
+    begin = min([speed.times[0], *(time for time, _ in speed.workers[:1])])
+    end = max(speed.times[-1], *(event.time for event in speed.events[-1:]), begin)
     _, unit, name = next(row for row in _UNITS if end - begin >= row[0])
-    times, values = (np.array(column) for column in zip(*speed.steps, strict=True))
+    times, values = np.array(speed.times), np.array(speed.tokens_per_s)
     for part in _attempts(speed, times):
-        axes.plot((times[part] - begin) / unit, values[part], color=BLUE, linewidth=0.6, alpha=0.3)
-        marker = "o" if part.stop == part.start + 1 else None
-        axes.plot((times[part] - begin) / unit, _medians(values[part]), color=BLUE, linewidth=2.0, marker=marker, clip_on=False)
+        at = (times[part] - begin) / unit
+        axes.plot(at, values[part], color=BLUE, linewidth=0.6, alpha=0.3)
+        every, marker = math.ceil(len(at) / _POINTS), "o" if len(at) == 1 else None
+        axes.plot(at[::every], _medians(values[part], every), color=BLUE, linewidth=2.0, marker=marker, clip_on=False)
     axes.set_xlim(0, max((end - begin) / unit, 1.0))
     axes.set_ylim(0, 1.25 * float(np.percentile(values, 99)))
     axes.set_xlabel(f"{name} since the run began")
@@ -56,12 +59,17 @@ def _attempts(speed: Speed, times: np.ndarray) -> list[slice]:
     return [slice(first, last) for first, last in pairwise(ends) if last > first]
 
 
-def _medians(values: np.ndarray) -> np.ndarray:
-    """Return the median of every value and its neighbours. One slow step, such as one that saves, does not show."""
+def _medians(values: np.ndarray, every: int) -> np.ndarray:
+    """Return the median of values and their neighbours. One slow step, such as one that saves, does not show.
+
+    Args:
+        values: the numbers.
+        every: the distance between two medians.
+    """
     reach = min(len(values) // 60 + 2, 50)
     reach = min(reach, len(values))
     padded = np.pad(values, reach, mode="symmetric")
-    return np.median(np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1), axis=1)
+    return np.median(np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1)[::every], axis=1)
 
 
 def _mark_workers(axes: Axes, speed: Speed, begin: float, end: float, unit: float) -> None:

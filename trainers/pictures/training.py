@@ -52,8 +52,7 @@ def draw_loss(
         bytes_per_token: mean length of a token; 1 for the byte tokenizer. None for conversations.
     """
     in_bits = bytes_per_token is not None
-    steps = np.array(sorted(history.steps))
-    nats = np.array([number(history.steps[step]["loss"]) for step in steps.tolist()])
+    steps, nats = history.steps.column("step").astype(int), history.steps.column("loss")
     training = nats / (math.log(2) * bytes_per_token) if bytes_per_token is not None else nats
     measured = ((at, record["bits_per_byte"] if in_bits else record["loss"]) for at, record in history.validations.items())
     validation = sorted((at, number(value)) for at, value in measured)
@@ -177,9 +176,8 @@ def _heat_map(figure: Figure, box: Box, share: np.ndarray, load: np.ndarray, nam
 
 def _imbalance(figure: Figure, box: Box, history: History, names: list[str]) -> None:
     axes = figure.add_axes(box)
-    steps = np.array(sorted(history.imbalance))
-    values = np.stack([history.imbalance[step] for step in steps.tolist()])
-    lines = [smoothed(column) for column in values.T]
+    steps = history.imbalance.ends()
+    lines = [smoothed(column) for column in history.imbalance.means().T]
     worst = int(np.argmax([line[-1] for line in lines]))
     for line in lines:
         axes.plot(steps, line, color=GREY, linewidth=1.0, alpha=0.5, marker="o" if len(steps) == 1 else None)

@@ -9,11 +9,13 @@ import pytest
 from foldray.blueprint import ModelSpec
 from foldray.finding import Problem
 from foldray.fold import Fold
+from foldray.kinds import EXPERT
 from foldray.planner.candidate import Candidate, Job
 from foldray.planner.device import Device
 from foldray.planner.hardware import load_hardware
 from foldray.planner.listed import list_seconds, with_kind
 from foldray.planner.memory import blocks_in_flight, fullest
+from foldray.planner.space import RECOMPUTE
 from foldray.schedule import COMPUTE, Overlap, step_schedule
 
 MACHINES = load_hardware("eos-h100")
@@ -44,18 +46,23 @@ def test_the_ledger_counts_the_blocks_of_the_pipelines_own_order(pp: int, virtua
     assert list(own) == [sum(count for _, count in each) for each in flying]
 
 
-def test_a_list_keeps_as_much_as_there_is_memory_for() -> None:
+def test_a_list_keeps_as_much_as_there_is_memory_for_and_recomputes_what_must_be() -> None:
     fold = Fold(8, ep=8)
     candidate = Candidate(Job(MODEL, 4096, 4 * fold.dp), fold)
     whole = with_kind(candidate, "list", 2, MACHINES)
     assert (whole.fits, whole.candidate.ordering.ahead) == (True, 1)
-    some, too_little = (MACHINES.model_copy(update={"memory_gib": share * whole.memory_gib}) for share in (0.93, 0.5))
+    shares = 0.93, 0.84, 0.5
+    some, little, too_little = (MACHINES.model_copy(update={"memory_gib": share * whole.memory_gib}) for share in shares)
     less = with_kind(candidate, "list", 2, some)
     assert less.fits
     assert less.candidate.ordering.ahead in (0.25, 0.5, 0.75)
     assert less.memory_gib < whole.memory_gib
+    again = with_kind(candidate, "list", 2, little)
+    assert (again.fits, again.candidate.ordering.recompute) == (True, (EXPERT,))
+    assert again.memory_gib < less.memory_gib
     least = with_kind(candidate, "list", 2, too_little)
     assert (least.fits, least.candidate.ordering.ahead) == (False, 0)
+    assert least.candidate.ordering.recompute == RECOMPUTE[-1]
 
 
 def test_blocks_that_need_most_are_counted_first() -> None:

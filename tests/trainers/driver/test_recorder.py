@@ -9,7 +9,7 @@ import pytest
 from foldray import Recipe
 from tests.trainers.records import place, resumed, run, saved, step, validation
 from trainers.driver.recorder import RunFolder, as_yaml, read_run
-from trainers.records import Record
+from trainers.records import Record, as_json
 
 BASELINES = {"unigram": 4.87, "bigram": 3.62}
 ROUTED = {"score": "sigmoid", "normalize": True, "bias_rate": 0.001}
@@ -93,3 +93,25 @@ def test_the_recipe_can_be_loaded_again(router, tmp_path):
     recipe = Recipe.parse({"name": "r", "model": {"preset": "tiny", "router": router}})
     (tmp_path / "recipe.yaml").write_text(as_yaml(recipe))
     assert Recipe.load(tmp_path / "recipe.yaml") == recipe
+
+
+@pytest.mark.parametrize("lines", [0, 1, 3])
+def test_what_a_killed_driver_has_half_written_is_removed(recipe, tmp_path, monkeypatch, lines):
+    monkeypatch.setattr("trainers.driver.recorder._BLOCK", 64)
+    whole = "".join(as_json(step(number)) + "\n" for number in range(1, lines + 1))
+    (tmp_path / "metrics.jsonl").write_text(whole + as_json(step(lines + 1))[:-5])
+    folder = RunFolder(tmp_path, recipe, BASELINES)
+    assert (tmp_path / "metrics.jsonl").read_text() == whole
+    assert folder.history.last_step == lines
+
+
+def test_a_large_models_loads_are_written_now_and_then(recipe, tmp_path):
+    loads = [[7] * 300] * 4  # of 1200 experts, so every third step has them
+    folder = record_all(RunFolder(tmp_path, recipe, BASELINES), *(step(number, load=loads) for number in range(1, 8)))
+    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(each["load"] is not None, each["by_layer"] is not None) for each in written] == [
+        (each["step"] % 3 == 0,) * 2 for each in written
+    ]
+    assert all(each["rank_max_over_mean"] == 1.0 for each in written)
+    assert folder.history.course.ends().tolist() == [*range(1, 8)]
+    assert RunFolder(tmp_path, recipe, BASELINES).history.course.ends().tolist() == [3, 6]
