@@ -133,7 +133,8 @@ class Inbox:
         # any node, unless its affinity is hard.
         strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy}
-        self.queue = ray.remote(Mail).options(**options).remote()
+        # Ray's head keeps about 4 KB of the history of each call, and calls come several times a second for weeks.
+        self.queue = ray.remote(Mail).options(**options, enable_task_events=False).remote()
         self._thread.start()
         return self
 
