@@ -16,7 +16,7 @@ schedule and the micro-batch that the planner finds best for it:
 of workers of their own, and changes its number of virtual stages.
 
 `woven` takes the folds of the first two ways, and lets them run other schedules: `weave`, which runs a forward beside a backward
-as DualPipe does (the paper compares with it), and found lists.
+as DualPipe does (the paper compares with it), and found lists. Where memory is short, they recompute more.
 
 The predicted times are not measurements.
 """
