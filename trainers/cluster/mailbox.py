@@ -133,7 +133,7 @@ class Inbox:
         # any node, unless its affinity is hard.
         strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy}
-        # Ray's head keeps about 4 KB of the history of each call, and calls come several times a second for weeks.
+        # Ray's head would keep a history of these calls, which come several times a second (docs/measurements/faults.md).
         self.queue = ray.remote(Mail).options(**options, enable_task_events=False).remote()
         self._thread.start()
         return self
