@@ -1,9 +1,9 @@
-"""Overlap on one GPU, with a stand-in for the network: rows travel to the host and back, over the copy engine.
+"""Overlap on one GPU, with a stand-in for the network: rows travel to the host and back.
 
 One rank of a fold over EP runs, and takes all others to be like itself: their rows for it are its own rows for its experts.
-Its all-to-alls copy as many bytes as it would send, and then as many as it would receive, through pinned memory. This takes no
-multiprocessor, as a network card that reads memory itself. It shows whether lists overlap, and whether a recorded step tells
-the simulator the truth.
+Its all-to-alls copy as many bytes as it would send, and then as many as it would receive, through pinned memory. The copy
+engine takes no multiprocessor, as a network card that reads memory itself. A kernel of some CTAs takes one multiprocessor for
+each, as NCCL's kernels do. This shows whether lists overlap, and whether a recorded step tells the simulator the truth.
 """
 
 from __future__ import annotations
@@ -16,53 +16,94 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:  # then rows travel over the copy engine alone
+    triton = None
+
 from foldray.comm import Groups, Pending
 from foldray.comm.communicator import Communicator
+from foldray.model import Batch
 from foldray.recipe import Recipe
 from foldray.runtime import Trace
+from foldray.schedule import Ordering
 from foldray.timeline import Recording, replay
-from tests.gpu.block import drawn_on_gpu, timed
+from tests.gpu.block import BLOCKS, drawn_on_gpu, timed
 from tests.gpu.report import Report
 from trainers.measure.comparison import random_batch
 from trainers.worker.engines import make_engine
 
-RANKS, ROUNDS = 8, 5
-MODEL = {"layers": 2, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn_hidden": 14336, "experts": 8, "topk": 2,
-         "expert_hidden": 14336, "vocab": 1024, "moe_every": 1}  # fmt: skip
+RANKS, ROUNDS, LENGTH = 8, 5, 8192
+_OTHERS: dict[str, Any] = {"layers": 2, "head_dim": 128, "vocab": 1024, "moe_every": 1}
+MODELS: dict[str, dict[str, Any]] = {name: {**sizes, **_OTHERS, "ffn_hidden": sizes["expert_hidden"]}
+                                     for name, sizes in BLOCKS.items() if sizes["hidden"] != 6144}  # fmt: skip
 SCHEDULES: dict[str, dict[str, Any]] = {
     "sequential": {}, "stream, 2 pieces": {"kind": "stream", "degree": 2}, "stream, 4 pieces": {"kind": "stream", "degree": 4},
-    "list, 2 pieces": {"kind": "list", "degree": 2},
+    "list, 2 pieces": {"kind": "list", "degree": 2}, "list, 4 pieces": {"kind": "list", "degree": 4},
 }  # fmt: skip
+WIRES = ("none", "copy engine", "8 CTAs", "32 CTAs")
+
+
+class Wire:
+    """What stands in for the network.
+
+    Args:
+        most: bytes of the largest message.
+    """
+
+    def __init__(self, most: int):
+        self.kind = WIRES[0]
+        self.stream = torch.cuda.Stream(priority=-1)
+        self._pinned = torch.empty(most, dtype=torch.uint8, pin_memory=True)
+
+    def travel(self, away: torch.Tensor, back: torch.Tensor) -> None:
+        """Copy bytes to the host, and others from there."""
+        self._copy(self._pinned[: away.nbytes], away)
+        self._copy(back, self._pinned[: back.nbytes])
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self.kind == "copy engine":
+            target.copy_(source, non_blocking=True)
+        elif self.kind.endswith(" CTAs") and len(source):
+            ctas = int(self.kind.split()[0])
+            _copy_words[(ctas,)](source.view(torch.int32), target.view(torch.int32), len(source) // 4, BLOCK=8192, num_warps=16)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _copy_words(source, target, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            tl.store(target + at, tl.load(source + at, mask=at < count), mask=at < count)
 
 
 class Copies(Communicator):
-    """All-to-alls over the copy engine."""
+    """All-to-alls over the stand-in."""
 
-    stream: torch.cuda.Stream
-    pinned: torch.Tensor
+    wire: Wire
 
     @classmethod
-    def of(cls, communicator: Communicator, most: int) -> Copies:
+    def of(cls, communicator: Communicator, wire: Wire) -> Copies:
         found = cls(**vars(communicator))
-        object.__setattr__(found, "stream", torch.cuda.Stream(priority=-1))
-        object.__setattr__(found, "pinned", torch.empty(most, dtype=torch.uint8, pin_memory=True))
+        object.__setattr__(found, "wire", wire)
         return found
 
     def start_all_to_all(self, x: torch.Tensor, received: Sequence[int], sent: Sequence[int], room: int | None = None) -> Pending:
         assert room is None, "tokens travel for each assignment here"
-        out = x.new_zeros((sum(received), *x.shape[1:]))
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            away = self._copied(x, sum(sent) - sent[self.index])
-            back = self._copied(out, sum(received) - received[self.index])
-            self.pinned[: away.nbytes].copy_(away, non_blocking=True)
-            back.copy_(self.pinned[: back.nbytes], non_blocking=True)
-            out.copy_(x[torch.arange(len(out), device=x.device) % max(1, len(x))])  # so that experts compute on real rows
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        self.wire.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.wire.stream):
+            away = self._bytes_of(x, sum(sent) - sent[self.index])
+            self.wire.travel(away, self._bytes_of(out, sum(received) - received[self.index]))
+            for start in range(0, len(out), max(1, len(x))):  # so that experts compute on real rows
+                out[start : start + len(x)].copy_(x[: len(out) - start])
             done = torch.cuda.Event()
             done.record()
         return Pending([_Copied(done)], (out,), (x,))
 
-    def _copied(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+    def _bytes_of(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         return x[:rows].view(torch.uint8).flatten()
 
 
@@ -90,59 +131,74 @@ class _Copied:
 
 
 def run(report: Report) -> None:
-    report.check("network", f"{RANKS} ranks, 8192 tokens", lambda: measure(report, 8192))
+    for name, model in MODELS.items():
+        report.check("network", f"{name}, {RANKS} ranks, {LENGTH} tokens", lambda m=model: measure(report, m))
+        torch.cuda.empty_cache()
 
 
-def measure(report: Report, length: int) -> dict[str, Any]:
-    """Measure schedules in turns; each row has its milliseconds, those of its traced step, and those that the simulator gives."""
+def measure(report: Report, model: dict[str, Any]) -> dict[str, Any]:
+    """Measure schedules in turns, wire by wire. Each row has its milliseconds, those of its recorded step, and those that the
+    simulator gives."""
     if not dist.is_initialized():
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    device, engines = torch.device("cuda"), {}
-    recipes = {name: _recipe(length, schedule) for name, schedule in SCHEDULES.items()}
+    device = torch.device("cuda")
+    recipes = {name: _recipe(model, schedule) for name, schedule in SCHEDULES.items()}
     first = recipes["sequential"]
     groups = Groups.create(first.placed_fold, 0)
     others = {each.name: Same(**vars(each)) for each in vars(groups).values() if isinstance(each, Communicator)}
-    groups = replace(groups, **others | {"tokens": Copies.of(groups.tokens, 2 * length * MODEL["topk"] * MODEL["hidden"] * 2)})
+    wire = Wire(2 * LENGTH * model["topk"] * model["hidden"] * 2)
     with drawn_on_gpu():
-        engine: Any = make_engine(first, groups, device)
-    given = [random_batch(first, 0, 1, 0, device)]
-    execution, took, rows = engine.execution, {name: list[float]() for name in recipes}, {}
-    for name, recipe in recipes.items():  # what depends on times is chosen first
-        execution.reorder(recipe.ordering)
-        execution.trace = Trace(device)
-        for _ in range(3):
-            engine.train(given)
-            if execution.lacks_costs:
-                execution.learn_costs()
-        engines[name] = execution.ordering
-        execution.trace = None
-    for number in range(2 + ROUNDS):
-        for name in recipes:
-            execution.reorder(engines[name])
-            execution.step(given)
-            milliseconds, _ = timed(lambda: engine.train(given))
-            took[name] += [milliseconds] if number >= 2 else []
-    for name in recipes:
-        execution.reorder(engines[name])
-        execution.trace = trace = Trace(device)
-        graph, order = execution.step(given)
-        engine.train(given)
-        engine.train(given)
-        simulated = replay(graph, [Recording(order, trace.spans)]).seconds * 1e3
-        times, execution.trace = trace.times(graph), None
-        middle = statistics.median(took[name])
-        rows[name] = {"ms": middle, "min": min(took[name]), "max": max(took[name]), "simulated_ms": simulated, **times}
-        report.say(f"  {name:18} " + " ".join(f"{key} {value:.4g}" for key, value in rows[name].items()))
+        engine: Any = make_engine(first, replace(groups, **others | {"tokens": Copies.of(groups.tokens, wire)}), device)
+    given, rows = [random_batch(first, 0, 1, 0, device)], {}
+    for wire.kind in WIRES if triton is not None else WIRES[:2]:
+        for name, row in _in_turns(engine, given, recipes).items():
+            rows[f"{wire.kind}, {name}"] = row
+            report.say(f"  {wire.kind}, {name}: " + " ".join(f"{key} {value:.4g}" for key, value in row.items()))
     return rows
 
 
-def _recipe(length: int, schedule: dict[str, Any]) -> Recipe:
+def _in_turns(engine: Any, given: list[Batch], recipes: dict[str, Recipe]) -> dict[str, dict[str, float]]:
+    orderings = {name: _learned(engine, given, recipe) for name, recipe in recipes.items()}
+    took: dict[str, list[float]] = {name: [] for name in recipes}
+    for number in range(2 + ROUNDS):
+        for name, ordering in orderings.items():
+            engine.execution.reorder(ordering)
+            engine.execution.step(given)  # builds the list before the clock starts
+            milliseconds, _ = timed(lambda: engine.train(given))
+            took[name] += [milliseconds] if number >= 2 else []
+    rows = {}
+    for name, ordering in orderings.items():
+        engine.execution.reorder(ordering)
+        graph, order = engine.execution.step(given)
+        engine.execution.trace = trace = Trace(torch.device("cuda"))
+        engine.train(given)
+        engine.train(given)
+        engine.execution.trace = None
+        simulated = replay(graph, [Recording(order, trace.spans)]).seconds * 1e3
+        times = [statistics.median(took[name]), min(took[name]), max(took[name])]
+        rows[name] = dict(zip(("ms", "min", "max"), times, strict=True)) | {"simulated_ms": simulated, **trace.times(graph)}
+    return rows
+
+
+def _learned(engine: Any, given: list[Batch], recipe: Recipe) -> Ordering:
+    """Choose what depends on times, as training does. Return the ordering."""
+    engine.execution.reorder(recipe.ordering)
+    engine.execution.trace = Trace(torch.device("cuda"))
+    for _ in range(3):
+        engine.train(given)
+        if engine.execution.lacks_costs:
+            engine.execution.learn_costs()
+    engine.execution.trace = None
+    return engine.execution.ordering
+
+
+def _recipe(model: dict[str, Any], schedule: dict[str, Any]) -> Recipe:
     return Recipe.parse(
         {
-            "model": MODEL,
-            "data": {"seq_len": length},
+            "model": model,
+            "data": {"seq_len": LENGTH},
             "precision": "bfloat16",
             "engine": {"kind": "torch"},
             "fold": {"ep": RANKS},

@@ -76,5 +76,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}"
     if isinstance(value, dict):
+        if any(isinstance(each, dict) for each in value.values()):
+            return f"{len(value)} rows"
         return ", ".join(f"{key} {_shown(each)}" for key, each in value.items())
     return str(value)
