@@ -79,8 +79,9 @@ class Scaled:
 
     def write(self, x_NH: torch.Tensor) -> tuple[torch.Tensor, ...]:
         groups_NGg = _grouped(x_NH.to(torch.float32, copy=True))
-        # Communication libraries know no float8, so bytes travel. The smallest scale keeps a group of zeros from 0 / 0.
-        scale_NG = (torch.linalg.vector_norm(groups_NGg, torch.inf, 2) / _LARGEST).clamp_min(_TINY)
+        # Communication libraries know no float8, so bytes travel. The smallest scale keeps a group of zeros from 0 / 0. A GPU
+        # takes a division by a number as this product, whose last bit may differ.
+        scale_NG = (torch.linalg.vector_norm(groups_NGg, torch.inf, 2) * (1 / _LARGEST)).clamp_min(_TINY)
         small_NH = groups_NGg.div_(scale_NG[..., None]).flatten(1)[:, : x_NH.shape[1]]
         return small_NH.to(_FLOAT8).view(torch.uint8), scale_NG
 

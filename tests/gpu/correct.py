@@ -59,7 +59,8 @@ def float8_equals_the_cpus() -> int:
         x_NH[3], x_NH[4, 5] = 0.0, float("nan")
         for dtype in (torch.float32, torch.bfloat16):
             read = [form.read(form.write(x_NH.to(device, dtype)), dtype).cpu() for device in ("cpu", "cuda")]
-            assert torch.equal(*(each.nan_to_num(nan=-1.0) for each in read))
+            one, other = (each.nan_to_num(nan=-1.0) for each in read)
+            assert torch.equal(one, other), f"{int((one != other).sum())} of {one.numel()} numbers differ, {hidden} {dtype}"
     return len(x_NH)
 
 
