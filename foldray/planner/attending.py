@@ -43,7 +43,7 @@ class AttentionParts(Parts):
         yield from self._products("gemm", wide, own.outputs, self.model.hidden, back)
         yield self._launch(ATTENTION, back)
         if not whole and fold.cp > 1:
-            yield Work(COMPUTE, "launch", -self._launch(PROJECT, back).seconds)
+            yield self._launch(PROJECT, back, times=-1)
 
     def _project(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         assert block
@@ -61,7 +61,7 @@ class AttentionParts(Parts):
         yield self._memory((2 if back else 1) * (5 * n * self._width + 2 * heads))
         if own.norm != "none":
             yield self._memory((2 if back else 1) * 2 * heads)
-            yield Work(COMPUTE, "launch", self.device.launches(counts().kernels["head_norm"] * (2 if back else 1)))
+            yield self._launch("head_norm", back)
         if own.norm == "all":  # the sums of squares, or their gradients
             yield self._travel("tp", self.network.reduce("tp", 8 * wide))
         if own.bias != "none":
@@ -109,4 +109,5 @@ class AttentionParts(Parts):
         queries, keys = parts * wide / chunks, wide * fold.cp if whole else (tokens.stop * shared - begin) * self.sequences
         moved = (queries * own.queries + keys * (own.keys + own.values)) if back else (queries - wide) * own.outputs
         yield self._memory(moved * (8 + self.device.bytes))
-        yield Work(COMPUTE, "launch", self.device.launches(counts().kernels["part"] * (parts if back else parts - chunks)))
+        starts = self.device.launches(counts().kernels["part"] * (parts if back else parts - chunks))
+        yield Work(COMPUTE, "launch", starts, calls=counts().calls["part"][back] * (parts - chunks))

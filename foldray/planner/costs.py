@@ -74,7 +74,7 @@ class OpWork:
     def _computed(self, rank: RankCosts, op: Op) -> Price:
         """Return the price of an op on a rank with these costs. Gradients of weights may be an op of their own (W)."""
         graph = self.candidate.graph
-        price = rank.price(op.kind, op.direction in ("B", "W"), graph.tokens(op), block_of(graph, op))
+        price = rank.issued(op.kind, op.direction in ("B", "W"), graph.tokens(op), block_of(graph, op))
         if op.direction in ("B", "W") and op.kind in graph.later:
             return Price.of(work for work in price.works if work.weights == (op.direction == "W"))
         return price
@@ -124,15 +124,21 @@ class RankCosts(AttentionParts, MixtureParts):
         key = back, tokens.start if kind == ATTENTION else 0, len(tokens)
         found = prices.get(key)
         if found is None:
-            found = prices[key] = Price.of(self._issued(list(PRICES[kind](self, block, tokens, back))))
+            found = prices[key] = Price.of(PRICES[kind](self, block, tokens, back))
         return found
 
-    def _issued(self, works: list[Work]) -> list[Work]:
-        """Make an op last at least as long as the host takes to issue its kernels, which the GPU runs meanwhile."""
-        issue, launch = self.device.share["issue"], [work for work in works if work.what == "launch"]
-        kernels = sum(work.seconds for work in launch) / self.device.share["launch"]
-        lacking = kernels * issue - sum(work.seconds for work in works if work.lane == COMPUTE)
-        return works if lacking <= 0 else [*works, launch[0]._replace(seconds=lacking)]
+    def issued(self, kind: str, back: bool, tokens: range, block: BlockSpec | None) -> Price:
+        """Return the price of an op that lasts at least as long as the host takes to issue it.
+
+        This is for ops in a list that is not known (`issuing.py` has both clocks). It lasts too long if the host is ahead.
+        """
+        price = self.price(kind, back, tokens, block)
+        lacking = self.lacking(price)
+        return Price.of([*price.works, Work(COMPUTE, "launch", lacking)]) if lacking else price
+
+    def lacking(self, price: Price) -> float:
+        """Return how many seconds longer the host takes to issue an op than the GPU takes to run it."""
+        return max(0.0, price.calls * self.device.share["issue"] - price.seconds)
 
     def totals(self, kind: str, cut: tuple[int, ...], block: BlockSpec | None) -> tuple[Totals, Totals]:
         """Return the seconds of all pieces of a kind of op in the forward and in the backward of a block.

@@ -49,12 +49,15 @@ class Counts(Strict):
         summing: weights of a matrix from which on a GPU's product adds their gradients to the sums itself.
         sums: bytes per element to read and write the sum of a gradient.
         kernels: number of kernels that torch starts for a forward op, by kind of op, and for one "part" of attention.
+        calls: calls of the host for an op on a GPU, forward and backward, in units of `issue`. Kinds that are not here have one
+            for each kernel, and twice as many in backward.
     """
 
     tile: int
     summing: int
     sums: int
     kernels: Mapping[str, int]
+    calls: Mapping[str, tuple[int, int]]
 
 
 class Link(Strict):

@@ -106,7 +106,7 @@ class MixtureParts(Parts):
         # The largest number of each group is found first, in a pass of its own.
         written = self.travelling.out + self.travelling.scales if out else self.travelling.back
         yield self._memory(rows * ((2 if scaled else 1) * self._width + written))
-        yield Work(COMPUTE, "launch", self.device.launches(counts().kernels["scaled" if scaled else "narrow"]))
+        yield self._launch("scaled" if scaled else "narrow", back=False)
 
 
 def _mixture(block: BlockSpec | None) -> MixtureSpec:

@@ -108,8 +108,11 @@ class Parts(ABC):
     def _permuted(self, moved: float) -> Work:
         return Work(COMPUTE, "memory", self.device.passes(moved) / self.device.share["permute"])
 
-    def _launch(self, kind: str, back: bool) -> Work:
-        return Work(COMPUTE, "launch", self.device.launches(counts().kernels[kind] * (2 if back else 1)))
+    def _launch(self, kind: str, back: bool, times: int = 1) -> Work:
+        kernels = counts().kernels[kind]
+        calls = counts().calls.get(kind, (kernels, 2 * kernels))[back]
+        seconds = self.device.launches(times * kernels * (2 if back else 1))
+        return Work(COMPUTE, "launch", seconds, calls=times * calls)
 
     @staticmethod
     def _travel(what: str, travel: Travel) -> Work:

@@ -12,11 +12,12 @@ from dataclasses import replace
 from foldray.blueprint import BlockSpec
 from foldray.planner.bounds import ends_of, stage_work
 from foldray.planner.candidate import Candidate
-from foldray.planner.costs import RankCosts
+from foldray.planner.costs import RankCosts, pieces_of
+from foldray.planner.issuing import two_clocks
 from foldray.planner.layout import Content, StageForm
-from foldray.planner.lists import stage_list
+from foldray.planner.lists import StageList, stage_list
 from foldray.planner.memo import Moment, Pass
-from foldray.planner.shares import Stretch
+from foldray.planner.shares import Price, Stretch
 from foldray.schedule import Direction, Ordering, Overlap, Reduction, gathers
 
 BOTH: tuple[Direction, ...] = ("F", "B")
@@ -94,8 +95,7 @@ class Passes:
     def _drained(self, form: StageForm, direction: Direction) -> Pass:
         """Return a pass of a stage whose blocks run one after another. Embedding and head overlap with no all-to-all."""
         content, forward = Content.of([form]), direction == "F"
-        ends = sum(self.rank.totals(kind, cut, None)[not forward].total for kind, cut in ends_of(content, self.pieces.slicing))
-        found = Stretch(self.pieces.batch_degree * ends, 0.0)
+        found = self._ends(content, not forward)
         first, last = form.blocks[0], form.blocks[-1]
         for block, count in content.blocks:
             hands_over = forward and block == last and not form.last
@@ -105,6 +105,14 @@ class Passes:
         entry = self._alone(first, direction, forward and len(form.blocks) == 1 and not form.last)
         exit_ = self._alone(last, direction, forward and not form.last)
         return Pass(found, *((entry.taken, exit_.given) if forward else (exit_.taken, entry.given)))
+
+    def _ends(self, content: Content, back: bool) -> Stretch:
+        """Return the stretch of embedding and head."""
+        ends = ends_of(content, self.pieces.slicing)
+        computed = sum(self.rank.totals(kind, cut, None)[back].total for kind, cut in ends)
+        prices = [self.rank.price(kind, back, tokens, None) for kind, cut in ends for tokens in pieces_of(cut)]
+        waiting = sum(map(self.rank.lacking, prices))
+        return Stretch(computed + waiting, 0.0, waiting).times(self.pieces.batch_degree)
 
     def _alone(self, block: BlockSpec, direction: Direction, hands_over: bool) -> Pass:
         """Return a pass of one block, in a stage that has no embedding and no head.
@@ -149,18 +157,31 @@ class Passes:
             stages, number, direction, overlap, slicing, ordering.recompute, ordering.batch_degree,
             gathers(slicing, self.candidate.fold.cp),
         )  # fmt: skip
-        starts, ends = order.compiled.run([self.rank.price(*piece).lanes for piece in order.compiled.classes])
-        if not head:
-            starts, ends = starts[: order.before_head], ends[: order.before_head]
+        prices = [self.rank.price(*piece) for piece in order.compiled.classes]
+        count = len(order.compiled.ops) if head else order.before_head
+        starts, ends = (each[:count] for each in order.compiled.run([price.lanes for price in prices]))
         seconds = max(ends)
         # At least one op runs at any time. If two run, one of them travels while the other computes.
-        lost = self._crowding * (sum(ends) - sum(starts) - seconds) if self._crowding else 0.0
-        stretch = Stretch(seconds + lost, lost)
+        lost, waiting = self._crowding * (sum(ends) - sum(starts) - seconds) if self._crowding else 0.0, 0.0
+        if self.rank.device.share["issue"]:
+            starts, ends = self._issued(order, prices, count)
+            waiting = max(0.0, max(ends) - seconds)
+            seconds += waiting
+        stretch = Stretch(seconds + lost, lost, waiting)
         if not self.pieces.several:
             return Pass(stretch)
         taken = [Moment(part, tokens, starts[i]) for i, part, tokens in order.taken]
         given = sorted([(ends[i], part, tokens) for i, part, tokens in order.given], key=lambda each: each[0])
         return Pass(stretch, taken, [Moment(part, tokens, seconds - end) for end, part, tokens in given])
+
+    def _issued(self, order: StageList, prices: Sequence[Price], count: int) -> tuple[list[float], list[float]]:
+        """Return starts and ends of a pass that follows one like it, with the host and the GPU on clocks of their own."""
+        waits, ahead, found = not self.rank.model.router.pad, 0.0, None
+        for _ in range(2):
+            found = two_clocks(order.compiled, prices, self.rank.device.share["issue"], waits, ahead)
+            ahead = min(0.0, found.host - max(found.ends[:count]))
+        assert found is not None
+        return found.starts[:count], found.ends[:count]
 
 
 def delay(given: Sequence[Moment], taken: Sequence[Moment], seconds: Callable[[int], float]) -> float:

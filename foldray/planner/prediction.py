@@ -247,7 +247,7 @@ class Step:
     def _last_backward(self, number: int, form: StageForm) -> LastBackward:
         stretch, batch_degree = self._stretch(form, "B"), self.pieces.batch_degree
         travels = batch_degree * stage_work(self.rank, self.layout.contents[number], True, self.pieces).travels
-        waits = stretch.seconds - stretch.crowding - self._passes.computed(form, "B")
+        waits = stretch.seconds - stretch.crowding - stretch.waiting - self._passes.computed(form, "B")
         messages = 2 * len(self.pieces.slicing.moe) * batch_degree * sum(block.moe is not None for block in form.blocks)
         return LastBackward(
             stretch.seconds, max(1, len(form.blocks)), self.rank.network.exchange("ep_across", 0).lane, travels,
@@ -258,18 +258,22 @@ class Step:
 
     def _shares(self, place: int, reduction: Reduction) -> Shares:
         """Return all seconds of one position: its stages, waiting (bubble), reductions and optimizer."""
-        found, own = Shares(), Stretch(0.0, 0.0)
+        found, own = Shares(), Stretch(0.0, 0.0, 0.0)
         for number, count in Counter(self.layout.forms_at[place]).items():
             for direction in BOTH:
                 form, rounds = self.layout.forms[number], count * self.candidate.micro_batches
                 work, stretch = self._work_shares(form, direction), self._stretch(form, direction)
-                exposed = stretch.seconds - stretch.crowding - self._passes.computed(form, direction)
+                exposed = stretch.seconds - stretch.crowding - stretch.waiting - self._passes.computed(form, direction)
                 found += (work + self._exposed(work, exposed)) * rounds
                 own += stretch.times(rounds)
         forms = [self.layout.forms[number] for number in self.layout.forms_at[place]]
         sent = sum((not form.last) + (not form.first) for form in forms) * self.candidate.micro_batches
         reduced = self.reductions(reduction)[place]
-        named = [("bubble", self.pipeline[place].end + reduced.delayed - own.seconds), ("crowding", own.crowding)]
+        named = [
+            ("bubble", self.pipeline[place].end + reduced.delayed - own.seconds),
+            ("crowding", own.crowding),
+            ("launch", own.waiting),
+        ]
         named.append(("pp", sent * self.rank.handover.seconds))  # handovers that nothing hides are part of the bubble
         for number, seconds in reduced.stages:
             updates = stage_updates(self.rank, self.layout.contents[number], reduction)

@@ -58,12 +58,14 @@ class Work(NamedTuple):
     Args:
         what: a name of `COMPUTING`, or the family of the group that communicates.
         weights: whether they go into gradients of weights that may be an op of their own.
+        calls: calls of the host to start this work on a GPU, in units of the constant `issue`.
     """
 
     lane: str
     what: str
     seconds: float
     weights: bool = False
+    calls: float = 0.0
 
 
 class Price(NamedTuple):
@@ -73,18 +75,21 @@ class Price(NamedTuple):
         works: the work of the op, one after another; each takes time.
         lanes: (lane, seconds) of the same work for the clock. Successive work on one lane is added up.
         seconds: seconds of the whole op.
+        calls: calls of the host to start it on a GPU.
     """
 
     works: tuple[Work, ...]
     lanes: tuple[tuple[str, float], ...]
     seconds: float
+    calls: float
 
     @classmethod
     def of(cls, works: Iterable[Work]) -> Price:
-        works = tuple(work for work in works if work.seconds)
+        works = tuple(work for work in works if work.seconds or work.calls)
         runs = groupby(works, key=lambda work: work.lane)
         lanes = tuple((lane, sum(work.seconds for work in run)) for lane, run in runs)
-        return cls(works, lanes or ((COMPUTE, 0.0),), sum(seconds for _, seconds in lanes))
+        calls = sum(work.calls for work in works)
+        return cls(works, lanes or ((COMPUTE, 0.0),), sum(seconds for _, seconds in lanes), calls)
 
     def shares(self, travels: bool) -> Shares:
         """Return the shares of an op.
@@ -104,14 +109,16 @@ class Stretch(NamedTuple):
     Args:
         seconds: seconds from its start to its end.
         crowding: seconds of these that computation loses to communication beside it.
+        waiting: seconds of these that the GPU waits for the host.
     """
 
     seconds: float
     crowding: float
+    waiting: float
 
     def __add__(self, other: object) -> Stretch:
         assert isinstance(other, Stretch)
-        return Stretch(self.seconds + other.seconds, self.crowding + other.crowding)
+        return Stretch(*map(operator.add, self, other))
 
     def times(self, count: float) -> Stretch:
-        return Stretch(self.seconds * count, self.crowding * count)
+        return Stretch(*(count * each for each in self))

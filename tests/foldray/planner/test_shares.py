@@ -36,4 +36,4 @@ def test_what_an_op_that_travels_takes_is_no_share_of_the_step() -> None:
 
 
 def test_stretches_add() -> None:
-    assert Stretch(1.0, 0.5) + Stretch(2.0, 0.0).times(3) == Stretch(7.0, 0.5)
+    assert Stretch(1.0, 0.5, 0.25) + Stretch(2.0, 0.0, 1.0).times(3) == Stretch(7.0, 0.5, 3.25)

@@ -1,0 +1,96 @@
+"""Two clocks: the host issues the kernels of a list, and the GPU runs them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from foldray.blueprint import ModelSpec
+from foldray.fold import Fold
+from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT, MERGE, ROUTE
+from foldray.planner.candidate import Candidate, Job
+from foldray.planner.costs import OpWork
+from foldray.planner.device import Device
+from foldray.planner.hardware import load_hardware
+from foldray.planner.issuing import two_clocks
+from foldray.planner.lists import StageList, stage_list
+from foldray.planner.prediction import Step, predict
+from foldray.planner.shares import Price, Work
+from foldray.schedule import COMPUTE, Direction, Ordering, Overlap, Slicing
+
+MODEL = ModelSpec.model_validate({"preset": "mixtral-8x22b", "layers": 4})
+SECONDS = {ATTENTION: 4.0, ROUTE: 1.0, DISPATCH: 2.0, EXPERT: 4.0, COMBINE: 2.0, MERGE: 1.0}
+
+
+def a_list(kind: str = "sequential", degree: int = 1, direction: Direction = "F") -> StageList:
+    cut = (64 // degree,) * degree
+    overlap = Overlap(kind, 1)
+    blocks = (MODEL.block(0),)
+    return stage_list((blocks,) * 3, 1, direction, overlap, Slicing(cut, cut), (), 1)
+
+
+def prices(order: StageList) -> list[Price]:
+    """Return prices: ops that compute need one call of the host, those that travel share a lane and need none."""
+    kinds = [each.kind for each in order.compiled.classes]
+    lanes = ["link" if kind in (DISPATCH, COMBINE) else COMPUTE for kind in kinds]
+    return [Price.of([Work(lane, "ep", SECONDS[kind], calls=lane == COMPUTE)]) for kind, lane in zip(kinds, lanes, strict=True)]
+
+
+@pytest.mark.parametrize("direction", ["F", "B"])
+@pytest.mark.parametrize(("kind", "degree"), [("sequential", 1), ("stream", 2), ("aaam", 4), ("one_a_one_m", 4)])
+def test_a_host_that_is_ahead_changes_nothing(kind: str, degree: int, direction: Direction) -> None:
+    order = a_list(kind, degree, direction)
+    found = two_clocks(order.compiled, prices(order), 1e-9, waits=False, host=-1.0)
+    assert (found.starts, found.ends) == tuple(order.compiled.run([price.lanes for price in prices(order)]))
+
+
+@pytest.mark.parametrize(
+    ("issue", "end", "host"),
+    [
+        (2.0, 14.0, 9.0),  # attention 0–4, route 4–5; the host waits until 5; dispatch –7, experts –11, combine –13, merge –14
+        (5.0, 20.0, 20.0),  # attention 0–5, route –10, dispatch –12, experts 12–16, combine –18; the host ends the merge at 20
+    ],
+)
+def test_the_slower_clock_counts(issue: float, end: float, host: float) -> None:
+    order = a_list()
+    found = two_clocks(order.compiled, prices(order), issue, waits=True, host=0.0)
+    assert (max(found.ends), found.host) == (end, host)
+
+
+def test_the_host_gives_the_gpu_the_next_piece_before_it_waits_for_row_counts() -> None:
+    """With two pieces, the second attention starts at the end of the first routing, as if there was no wait."""
+    order = a_list("stream", 2)
+    found = two_clocks(order.compiled, prices(order), 0.5, waits=True, host=-10.0)
+    starts = {(order.compiled.classes[k].kind, i): found.starts[i] for i, k in enumerate(order.compiled.class_of)}
+    attention = sorted(start for (kind, _), start in starts.items() if kind == ATTENTION)
+    assert attention == [0.0, 5.0]
+
+
+@pytest.mark.parametrize(("kind", "degree"), [("stream", 2), ("aaam", 4)])
+def test_a_slow_host_takes_as_long_as_its_calls(kind: str, degree: int) -> None:
+    order = a_list(kind, degree)
+    found = two_clocks(order.compiled, prices(order), 1e6, waits=False, host=0.0)
+    assert found.host == 4 * degree * 1e6
+    assert max(found.ends) == pytest.approx(found.host, rel=1e-4)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+@pytest.mark.parametrize("fold", [{}, {"ep": 8}, {"tp": 2, "ep": 4}, {"pp": 2, "ep": 4}], ids=str)
+def test_a_step_waits_for_its_host(degree: int, fold: dict[str, int]) -> None:
+    """A slower host never makes a step shorter; the shares of a step sum to it, and say how long the GPU waits."""
+    overlap = Overlap("stream" if degree > 1 else "sequential", 1)
+    cut = (4096 // degree,) * degree
+    ordering = Ordering(overlap, overlap, Slicing(cut, cut)) if degree > 1 else Ordering()
+    each = Candidate(Job(MODEL, 4096, 16), Fold(8, **fold), ordering)
+    before, launch = 0.0, 0.0
+    for issue in (0.0, 1e-5, 4e-5, 1.6e-4):
+        found = predict(each, load_hardware("h200"), {"issue": issue})
+        assert math.fsum(found.breakdown.values()) == pytest.approx(found.seconds)
+        # Where lanes are shared, these clocks give them to ops in the order of the list, not to the op that asks first.
+        assert found.seconds >= before * (1 - 1e-3)
+        assert found.breakdown["launch"] >= launch * (1 - 1e-9)
+        before, launch = found.seconds, found.breakdown["launch"]
+    device = Device.of(each.job, load_hardware("h200"), {"issue": 1.6e-4})
+    step = Step(each, OpWork(each, device))
+    assert step.simulated_bound() <= step.prediction().seconds * (1 + 1e-9)
