@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foldray.kernels import fused
+
 Mask: TypeAlias = Tensor | Literal["causal"] | None
 
 _aten = torch.ops.aten
@@ -81,6 +83,8 @@ def attend_backward(
 
 def merge(out_a_BNSD: Tensor, lse_a_BNS: Tensor, out_b_BNSD: Tensor, lse_b_BNS: Tensor) -> tuple[Tensor, Tensor]:
     """Merge two parts of the same queries into their attention to the keys of both parts, in at least float32."""
+    if fused.fits(out_a_BNSD, out_b_BNSD, lse_a_BNS, lse_b_BNS):
+        return fused.merge(out_a_BNSD, lse_a_BNS, out_b_BNSD, lse_b_BNS)
     dtype = torch.promote_types(out_a_BNSD.dtype, torch.float32)
     lse_BNS = torch.logaddexp(lse_a_BNS, lse_b_BNS)
     base_BNS = _finite(lse_BNS)

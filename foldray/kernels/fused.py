@@ -3,8 +3,8 @@
 Sums and products are in float32, and results are rounded once, to the type of the rows. The last axis of every tensor must be
 contiguous, or it is copied; other axes may have any strides. Every function is deterministic.
 
-Legend: T tokens, K experts per token, N rows (N heads in `rotate`), H hidden, F inner, W = 2F, gate columns first, B sequences,
-S positions, D width of a head.
+Legend: T tokens, K experts per token, N rows (N heads in `rotate` and `merge`), H hidden, F inner, W = 2F, gate columns first,
+B sequences, S positions, D width of a head.
 """
 
 from __future__ import annotations
@@ -91,6 +91,21 @@ def combine_backward(
     tensors = (dout_TH, y_NH, position_TK, weight_TK, dy_NH, dweight_TK)
     _launch("combine_backward", (tokens,), *tensors, dout_TH.stride(0), y_NH.stride(0), hidden, topk, slots, block)
     return dy_NH, dweight_TK
+
+
+def merge(out_a_BNSD: Tensor, lse_a_BNS: Tensor, out_b_BNSD: Tensor, lse_b_BNS: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge two parts of attention (`kernels.attention.merge`) into float32. The heads of a token lie beside each other."""
+    a, b = _rows(out_a_BNSD), _rows(out_b_BNSD)
+    batch, heads, queries, width = a.shape
+    out_BSND = a.new_empty((batch, queries, heads, width), dtype=torch.float32)
+    lse_a_BNS, lse_b_BNS = (each.float().contiguous() for each in (lse_a_BNS, lse_b_BNS))
+    lse_BNS = torch.empty_like(lse_a_BNS)
+    columns = _power_of_two(width)
+    together = min(_power_of_two(heads), max(1, 2 * BLOCK // columns))
+    tensors = (a, lse_a_BNS, b, lse_b_BNS, out_BSND, lse_BNS)
+    grid = (queries, _blocks(heads, together), batch)
+    _launch("merge", grid, *tensors, *a.stride()[:3], *b.stride()[:3], heads, width, together, columns)
+    return out_BSND.transpose(1, 2), lse_BNS
 
 
 def rotate(x_BSND: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:

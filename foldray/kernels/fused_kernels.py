@@ -69,6 +69,30 @@ def combine_backward(
 
 
 @triton.jit
+def merge(
+    a, lse_a, b, lse_b, out, lse, a_batch, a_head, a_row, b_batch, b_head, b_row, N, D,
+    HEADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    s, batch, rows = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64), tl.num_programs(0)
+    n = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
+    d = tl.arange(0, COLUMNS)[None, :]
+    at = (batch * N + n) * rows + s
+    first = tl.load(lse_a + at, mask=n < N, other=0.0)
+    second = tl.load(lse_b + at, mask=n < N, other=0.0)
+    largest = tl.maximum(first, second)
+    base = tl.where(largest == float("-inf"), 0.0, largest)  # where a query sees no key
+    first, second = tl.exp(first - base), tl.exp(second - base)
+    total = first + second
+    tl.store(lse + at, base + tl.log(total), mask=n < N)
+    share = 1.0 / tl.where(total == 0.0, 1.0, total)
+    here = (n[:, None] < N) & (d < D)
+    x = tl.load(a + batch * a_batch + n[:, None] * a_head + s * a_row + d, mask=here, other=0.0).to(tl.float32)
+    y = tl.load(b + batch * b_batch + n[:, None] * b_head + s * b_row + d, mask=here, other=0.0).to(tl.float32)
+    merged = x * (first * share)[:, None] + y * (second * share)[:, None]
+    tl.store(out + ((batch * rows + s) * N + n[:, None]) * D + d, merged, mask=here)
+
+
+@triton.jit
 def rotate(
     x, cos, sin, out, b_stride, s_stride, n_stride, N, HALF,
     BACK: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -34,7 +34,7 @@ from tests.gpu.report import Report
 from trainers.measure.comparison import random_batch
 from trainers.worker.engines import make_engine
 
-RANKS, ROUNDS, LENGTH = 8, 5, 8192
+RANKS, ROUNDS, LENGTHS = 8, 5, (8192, 32768)
 _OTHERS: dict[str, Any] = {"layers": 2, "head_dim": 128, "vocab": 1024, "moe_every": 1}
 MODELS: dict[str, dict[str, Any]] = {name: {**sizes, **_OTHERS, "ffn_hidden": sizes["expert_hidden"]}
                                      for name, sizes in BLOCKS.items() if sizes["hidden"] != 6144}  # fmt: skip
@@ -132,11 +132,12 @@ class _Copied:
 
 def run(report: Report) -> None:
     for name, model in MODELS.items():
-        report.check("network", f"{name}, {RANKS} ranks, {LENGTH} tokens", lambda m=model: measure(report, m))
-        torch.cuda.empty_cache()
+        for length in LENGTHS:
+            report.check("network", f"{name}, {RANKS} ranks, {length} tokens", lambda m=model, n=length: measure(report, m, n))
+            torch.cuda.empty_cache()
 
 
-def measure(report: Report, model: dict[str, Any]) -> dict[str, Any]:
+def measure(report: Report, model: dict[str, Any], length: int) -> dict[str, Any]:
     """Measure schedules in turns, wire by wire. Each row has its milliseconds, those of its recorded step, and those that the
     simulator gives."""
     if not dist.is_initialized():
@@ -144,11 +145,11 @@ def measure(report: Report, model: dict[str, Any]) -> dict[str, Any]:
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     device = torch.device("cuda")
-    recipes = {name: _recipe(model, schedule) for name, schedule in SCHEDULES.items()}
+    recipes = {name: _recipe(model, length, schedule) for name, schedule in SCHEDULES.items()}
     first = recipes["sequential"]
     groups = Groups.create(first.placed_fold, 0)
     others = {each.name: Same(**vars(each)) for each in vars(groups).values() if isinstance(each, Communicator)}
-    wire = Wire(2 * LENGTH * model["topk"] * model["hidden"] * 2)
+    wire = Wire(2 * length * model["topk"] * model["hidden"] * 2)
     with drawn_on_gpu():
         engine: Any = make_engine(first, replace(groups, **others | {"tokens": Copies.of(groups.tokens, wire)}), device)
     given, rows = [random_batch(first, 0, 1, 0, device)], {}
@@ -194,11 +195,11 @@ def _learned(engine: Any, given: list[Batch], recipe: Recipe) -> Ordering:
     return engine.execution.ordering
 
 
-def _recipe(model: dict[str, Any], schedule: dict[str, Any]) -> Recipe:
+def _recipe(model: dict[str, Any], length: int, schedule: dict[str, Any]) -> Recipe:
     return Recipe.parse(
         {
             "model": model,
-            "data": {"seq_len": LENGTH},
+            "data": {"seq_len": length},
             "precision": "bfloat16",
             "engine": {"kind": "torch"},
             "fold": {"ep": RANKS},

@@ -1,4 +1,4 @@
-"""Measures the GPU as `foldray calibrate` does, and compares the planner's times of ops with measured ones."""
+"""Measures the GPU as `foldray calibrate` does, and compares the planner's times of steps with measured ones."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ import torch
 import yaml
 
 from foldray.comm import Groups
+from foldray.model import Batch
 from foldray.planner.candidate import DTYPES, Candidate, Job
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
+from foldray.planner.lists import block_of
+from foldray.planner.prediction import Step
 from foldray.recipe import Recipe
 from foldray.runtime import Trace
 from foldray.schedule import Op
-from tests.gpu.block import BLOCKS, block_recipe, drawn_on_gpu
+from tests.gpu.block import BLOCKS, block_recipe, drawn_on_gpu, timed
 from tests.gpu.report import Report
 from trainers.measure.comparison import random_batch
 from trainers.measure.speeds import measured
 from trainers.worker.engines import make_engine
+
+LAYERS, TOKENS, DEGREES, ROUNDS = 4, 8192, (1, 2, 4), 5
 
 
 def run(report: Report) -> None:
@@ -30,7 +35,9 @@ def run(report: Report) -> None:
         return
     report.say(yaml.safe_dump(found, sort_keys=False))
     torch.cuda.empty_cache()
-    report.check("planner", "predicted over measured", lambda: ops(report, found))
+    shares = report.check("planner", "predicted over measured", lambda: steps(report, found))
+    if isinstance(shares, dict):
+        report.check("planner", "steps are within 10 %", lambda: within(shares, 0.1))
 
 
 def hardware(folder: Path | None) -> dict[str, Any]:
@@ -53,47 +60,69 @@ def hardware(folder: Path | None) -> dict[str, Any]:
     return content
 
 
-def ops(report: Report, found: dict[str, Any]) -> dict[str, float]:
-    """Return predicted time over measured time of each kind of op, for one block of 4096/14336 with 8192 tokens.
+def steps(report: Report, found: dict[str, Any]) -> dict[str, float]:
+    """Return predicted over measured milliseconds of steps of several blocks, and say the same of each kind of op.
 
     Args:
         found: the hardware, as `hardware` returns it.
     """
     shares: dict[str, float] = {}
-    for degree in (1, 4):
-        model = {
-            **BLOCKS["4096/14336, 8 experts, top 2"],
-            "layers": 1,
-            "head_dim": 128,
-            "ffn_hidden": 14336,
-            "vocab": 1024,
-            "moe_every": 1,
-        }
-        recipe, device = block_recipe(model, 8192, degree), torch.device("cuda")
-        with drawn_on_gpu():
-            engine: Any = make_engine(recipe, Groups.create(recipe.placed_fold), device)
-        engine.execution.trace = trace = Trace(device)
-        given = [random_batch(recipe, 0, 1, 0, device)]
-        graph, order = engine.execution.step(given)
-        took: dict[Op, list[float]] = {op: [] for op in order}
-        for step in range(7):
-            engine.train(given)
-            for op, span in trace.spans.items():
-                took[op] += [span.end - span.start] if step >= 2 else []
-        job = Job(recipe.model, 8192, 1, DTYPES[recipe.precision])
-        work = OpWork(
-            Candidate(job, recipe.placed_fold, recipe.ordering, zero=0), Device.of(job, Hardware.model_validate(found), {})
-        )
-        sums: dict[str, list[float]] = {}
-        for op in order:
-            if graph.channel(op) is None:
-                pair = sums.setdefault(f"{op.kind} {op.direction}", [0.0, 0.0])
-                pair[0] += sum(item.seconds for item in work.work(op))
-                pair[1] += statistics.median(took[op])
-        for kind, (predicted, measured_) in sums.items():
-            report.say(f"  {degree} pieces, {kind}: predicted {predicted * 1e3:.2f} ms, measured {measured_ * 1e3:.2f} ms")
-            shares[f"{degree} pieces, {kind}"] = predicted / measured_
-        total = [sum(pair[i] for pair in sums.values()) for i in range(2)]
-        shares[f"{degree} pieces, all"] = total[0] / total[1]
-        del engine
+    for name in BLOCKS:
+        if not name.startswith("6144"):
+            shares |= {f"{name}, {degree} pieces": each for degree, each in of_block(report, found, name).items()}
+            torch.cuda.empty_cache()
     return shares
+
+
+def of_block(report: Report, found: dict[str, Any], name: str) -> dict[int, float]:
+    sizes = BLOCKS[name]
+    model = {**sizes, "layers": LAYERS, "head_dim": 128, "ffn_hidden": sizes["expert_hidden"], "vocab": 1024, "moe_every": 1}
+    recipes, device = {d: block_recipe(model, TOKENS, d) for d in DEGREES}, torch.device("cuda")
+    with drawn_on_gpu():
+        engine: Any = make_engine(recipes[1], Groups.create(recipes[1].placed_fold), device)
+    given = [random_batch(recipes[1], 0, 1, 0, device)]
+    took: dict[int, list[float]] = {degree: [] for degree in DEGREES}
+    for number in range(2 + ROUNDS):
+        for degree, recipe in recipes.items():
+            engine.execution.reorder(recipe.ordering)
+            engine.execution.step(given)  # builds the list before the clock starts
+            milliseconds, _ = timed(lambda: engine.train(given))
+            took[degree] += [milliseconds] if number >= 2 else []
+    shares = {}
+    for degree, recipe in recipes.items():
+        job = Job(recipe.model, TOKENS, 1, DTYPES[recipe.precision])
+        candidate = Candidate(job, recipe.placed_fold, recipe.ordering, zero=0)
+        work = OpWork(candidate, Device.of(job, Hardware.model_validate(found), {}))
+        predicted, measured_ = Step(candidate, work).passes() * 1e3, statistics.median(took[degree])
+        shares[degree] = predicted / measured_
+        report.say(f"  {name}, {degree} pieces: predicted {predicted:.1f} ms, measured {measured_:.1f} ({min(took[degree]):.1f}"
+                   f" to {max(took[degree]):.1f}) ms")  # fmt: skip
+        engine.execution.reorder(recipe.ordering)
+        for kind, pair in _by_kind(engine, given, work).items():
+            report.say(f"    {kind}: predicted {pair[0] * 1e3:.2f} ms without waits, measured {pair[1] * 1e3:.2f} ms")
+    return shares
+
+
+def _by_kind(engine: Any, given: list[Batch], work: OpWork) -> dict[str, tuple[float, float]]:
+    """Return predicted and measured seconds of all ops of a kind in a step. The latter include waits for the host."""
+    engine.execution.trace = trace = Trace(torch.device("cuda"))
+    graph, order = engine.execution.step(given)
+    spans: dict[Op, list[float]] = {op: [] for op in order}
+    for _ in range(3):
+        engine.train(given)
+        for op, span in trace.spans.items():
+            spans[op].append(span.end - span.start)
+    engine.execution.trace = None
+    sums: dict[str, tuple[float, float]] = {}
+    for op in order:
+        if graph.channel(op) is None:
+            price = work.rank.price(op.kind, op.direction == "B", graph.tokens(op), block_of(graph, op))
+            before = sums.get(f"{op.kind} {op.direction}", (0.0, 0.0))
+            sums[f"{op.kind} {op.direction}"] = before[0] + price.seconds, before[1] + statistics.median(spans[op])
+    return sums
+
+
+def within(shares: dict[str, float], limit: float) -> str:
+    off = {name: f"{share:.2f}" for name, share in shares.items() if abs(share - 1) > limit}
+    assert not off, f"steps are off by more than {limit:.0%}: {off}"
+    return f"{len(shares)} steps"

@@ -14,6 +14,7 @@ from foldray.comm import Communicator
 ROUNDS = 7
 _AT_LEAST = 0.02  # seconds of one measurement
 _STANDARD = {"cpu": 1024, "cuda": 8192}  # side of the standard matrix product
+_WARM = 2.0  # seconds of products after which a GPU has the speed that it keeps in training; a cold one is faster
 
 
 class Meter:
@@ -30,6 +31,9 @@ class Meter:
     def __init__(self, device: torch.device, control: Communicator, dtype: torch.dtype):
         self.device, self.control, side = device, control, _STANDARD[device.type]
         self._a, self._b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+        begin = time.perf_counter()
+        while device.type == "cuda" and time.perf_counter() - begin < _WARM:
+            self.took(self.product, ROUNDS)
         self.standard = statistics.quantiles((self.took(self.product, 1) for _ in range(8 * ROUNDS)), n=4)[0]
 
     def __call__(self, run: Callable[[], Any]) -> float:

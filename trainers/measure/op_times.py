@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from foldray.comm import Groups
+from foldray.kernels.attention import Mask, attend, attend_backward, merge
 from foldray.kinds import ATTENTION, ROUTE
 from foldray.planner.candidate import DTYPES, Candidate, Job
 from foldray.planner.costs import OpWork
@@ -40,13 +43,16 @@ _WIDE: dict[str, Any] = {"preset": None, "hidden": 512, "heads": 8, "kv_heads": 
 
 
 def of_ops(meter: Meter, recipe: Recipe, hardware: Hardware) -> dict[str, float]:
-    """Measure `launch` or `issue` (s), `permute` and `optimizer` (shares), with the recipe's router and optimizer."""
+    """Measure `launch` and `permute`, or on a GPU `issue`, and `optimizer`, with the recipe's router and optimizer."""
     tiny = _small(recipe, _TINY, 64, {"kind": "one_a_one_m", "degree": 4})
-    took, kernels = _recorded(tiny, meter), _priced(tiny, hardware, "launch", {"launch": 1.0})
+    took = _recorded(tiny, meter)
+    if meter.device.type == "cuda":  # these ops take as long as the host needs to issue them
+        calls = _calls(tiny, hardware)
+        issue = meter.slowest(sum(took[op] for op in took if calls[op]) / sum(calls[op] for op in took))
+        return {"issue": issue, "optimizer": _optimizer(recipe, meter, hardware)}
+    kernels = _priced(tiny, hardware, "launch", {"launch": 1.0})
     kinds = [op for op in took if kernels[op]]
-    launch = meter.slowest(sum(took[op] for op in kinds) / sum(kernels[op] for op in kinds))
-    # On a GPU, these ops take as long as the host needs to issue them. It does so while the GPU runs larger ones.
-    started = {"issue": launch} if meter.device.type == "cuda" else {"launch": launch}
+    started = {"launch": meter.slowest(sum(took[op] for op in kinds) / sum(kernels[op] for op in kinds))}
 
     thin = _small(recipe, _THIN, max(512, recipe.data.seq_len), {})
     took, moved = _recorded(thin, meter), _priced(thin, hardware, "memory", {"permute": 1.0})
@@ -81,9 +87,14 @@ def of_slices(meter: Meter, recipe: Recipe, hardware: Hardware) -> list[tuple[in
     """Measure the speed of slices: (tokens of a slice, share of the constant `attention`), the smallest slice first.
 
     The times come from recorded steps of one block. So they include all costs of cutting attention, such as keeping keys and
-    values and merging results.
+    values and merging results. On a GPU, ops of small slices take as long as the host needs, so the kernels are measured alone.
     """
-    shares, length = [], attention_length(recipe)
+    shares: list[tuple[int, float]] = []
+    length = attention_length(recipe)
+    if meter.device.type == "cuda":
+        alone = sum(_priced(_small(recipe, _wide(meter), length, {}), hardware, "attention", {}).values())
+        dtype = getattr(torch, recipe.precision)
+        return [(length // degree, alone / _sliced(meter, dtype, length, length // degree)) for degree in _DEGREES[::-1]]
     for degree in _DEGREES:
         cut = {"kind": "one_a_one_m", "degree": degree, "slicing": "token_uniform"} if degree > 1 else {}
         sliced = _small(recipe, _wide(meter), length, cut)
@@ -94,6 +105,29 @@ def of_slices(meter: Meter, recipe: Recipe, hardware: Hardware) -> list[tuple[in
         predicted = sum(core[op] for op in ops)
         shares.append((length // degree, predicted / max(left, predicted / 10)))
     return shares[::-1]
+
+
+def _sliced(meter: Meter, dtype: torch.dtype, length: int, size: int) -> float:
+    """Measure the seconds of a GPU for attention of a sequence in slices of a size, forward and backward."""
+    heads, width = _LARGE["heads"], _LARGE["head_dim"]
+    q, k, v, dout = (torch.randn(1, heads, length, width, device=meter.device, dtype=dtype) for _ in range(4))
+
+    def slices() -> None:
+        for start in range(0, length, size):
+            own = slice(start, start + size)
+            parts: list[tuple[slice, Mask]] = [(own, "causal")]
+            if start:
+                parts.append((slice(0, start), None))
+            found = [attend(q[:, :, own], k[:, :, keys], v[:, :, keys], mask) for keys, mask in parts]
+            out, lse = merge(*found[0], *found[1]) if start else found[0]
+            for keys, mask in parts:
+                attend_backward(dout[:, :, own], q[:, :, own], k[:, :, keys], v[:, :, keys], out.to(dtype), lse, mask)
+
+    slices()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # the host issues a graph at once
+        slices()
+    return meter(graph.replay)
 
 
 def _wide(meter: Meter) -> dict[str, Any]:
@@ -134,10 +168,20 @@ def _recorded(recipe: Recipe, meter: Meter) -> dict[Op, float]:
     return {op: sorted(step[op] for step in steps[2:])[_STEPS // 2] for op in steps[-1]}
 
 
+def _calls(recipe: Recipe, hardware: Hardware) -> dict[Op, float]:
+    """Return the calls of the host for every op, in units of `issue`."""
+    work = _work(recipe, hardware, {})
+    return {op: sum(item.calls for item in work.work(op)) for op in work.candidate.graph.ops()}
+
+
 def _priced(recipe: Recipe, hardware: Hardware, what: str, changed: dict[str, float]) -> dict[Op, float]:
     """Return the seconds that the planner predicts for one kind of work in every op."""
+    work = _work(recipe, hardware, changed)
+    return {op: sum(item.seconds for item in work.work(op) if item.what == what) for op in work.candidate.graph.ops()}
+
+
+def _work(recipe: Recipe, hardware: Hardware, changed: dict[str, float]) -> OpWork:
     batch, dtype = recipe.training.global_batch, DTYPES[recipe.precision]
     job = Job(recipe.model, recipe.data.seq_len, batch, dtype, dispatch=recipe.moe.dispatch)
     candidate = Candidate(job, recipe.placed_fold, recipe.ordering, zero=recipe.engine.zero)
-    work = OpWork(candidate, Device.of(job, hardware, changed))
-    return {op: sum(item.seconds for item in work.work(op) if item.what == what) for op in candidate.graph.ops()}
+    return OpWork(candidate, Device.of(job, hardware, changed))

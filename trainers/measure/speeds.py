@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from foldray.blueprint import ModelSpec
 from foldray.comm import Communicator, Groups, Pending
 from foldray.fold import Fold, divisors
 from foldray.kernels.experts import expert_ffn
@@ -49,12 +50,12 @@ class Sizes(NamedTuple):
     experts: tuple[int, int, int] = (2048, 256, 512)
 
     @classmethod
-    def of(cls, device: torch.device) -> Sizes:
+    def of(cls, device: torch.device, model: ModelSpec) -> Sizes:
         if device.type != "cuda":
             return cls()
         return cls(
             sides=(256, 512, 1024, 2048, 4096, 8192, 16384), sent=(1 << 16, 1 << 22, 1 << 28), passed=1 << 28,
-            heads=(32, 128), experts=(16384, 4096, 4096),
+            heads=(32, 128), experts=(16384, model.hidden, model.expert_hidden),
         )  # fmt: skip
 
 
@@ -65,7 +66,7 @@ def measured(recipe: Recipe, everyone: Groups, device: torch.device, name: str, 
         node: a number of this rank's node.
     """
     dtype, world = getattr(torch, recipe.precision), everyone.fold.world_size
-    meter, sizes = Meter(device, everyone.control, dtype), Sizes.of(device)
+    meter, sizes = Meter(device, everyone.control, dtype), Sizes.of(device, recipe.model)
     gemm = _products(meter, sizes.sides, dtype)
     peak = max(speed for _, speed in gemm)
     memory = _memory(meter, sizes.passed)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from foldray.blueprint import RopeSpec
-from foldray.kernels import fused
+from foldray.kernels import attention, fused
 from foldray.kernels.activations import GATED_SILU
 from foldray.kernels.permutation import combine, permute
 from foldray.model.rotary import rotate, rotation
@@ -162,6 +162,23 @@ def test_sums_go_in_the_order_of_choices():
     rows_NH = torch.tensor([[1.0], [1e8], [-1e8]], device=DEVICE).expand(3, 32)
     position_TK = torch.tensor([[0, 1, 2], [1, 2, 0]], device=DEVICE)
     assert fused.sum_rows(rows_NH, position_TK)[:, 0].tolist() == [0.0, 1.0]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 3, 5, 8), (2, 4, 3, 128), (1, 1, 2, 20), (1, 40, 2, 64)], ids=str)
+def test_merge(through_kernels, dtype, shape):
+    """Merge parts whose heads or whose positions lie beside each other; some queries see no key of one part, or of both."""
+    outs = [values(*shape, dtype=dtype, seed=seed) for seed in (1, 2)]
+    lses = [values(*shape[:3], dtype=torch.float32, seed=seed) * 9 for seed in (3, 4)]
+    lses[0][:, :, 0], lses[1][:, 0, 1:], lses[0][:, 0, -1] = -torch.inf, -torch.inf, -torch.inf
+    want, want_lse = attention.merge(outs[0].double(), lses[0].double(), outs[1].double(), lses[1].double())
+    outs[1] = outs[1].transpose(1, 2).contiguous().transpose(1, 2)
+    got, got_lse = fused.merge(outs[0], lses[0], outs[1], lses[1])
+    assert got.dtype == torch.float32
+    assert got.transpose(1, 2).is_contiguous()
+    check(got, want, atol=1e-5)
+    check(got_lse, want_lse, atol=1e-5)
 
 
 @needs_kernels
