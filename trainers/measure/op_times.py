@@ -3,6 +3,9 @@
 All but the speed of updates come from recorded steps of small models on one rank. The first model has such small pieces that
 only the start of kernels takes time. The second one has such thin experts that only routing and permutation take time. The
 third one cuts attention into smaller and smaller slices.
+
+On a GPU, all of these would take as long as the host needs. So steps of the first model give the time of a host's call, and the
+kernels of sliced attention are measured alone.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from trainers.measure.meter import Meter
 from trainers.worker.engines import make_engine
 
 _STEPS = 5  # recorded steps; the median of each op counts
-_SHORTEST, _LONGEST = 2048, 8192  # tokens of the sequences whose attention is measured
+_SHORTEST, _LONGEST = 2048, {"cpu": 8192, "cuda": 32768}  # tokens of the sequences whose attention is measured
 _DEGREES = (1, 2, 4, 8, 16)  # of sequences that are cut
 _PLAIN: dict[str, Any] = {"value_dim": None, "rope_dim": None, "latent_rank": 0, "latent_query_rank": 0, "shared_gate": False}
 """What goes only with some sizes of heads or of the shared expert."""
@@ -45,11 +48,9 @@ _WIDE: dict[str, Any] = {"preset": None, "hidden": 512, "heads": 8, "kv_heads": 
 def of_ops(meter: Meter, recipe: Recipe, hardware: Hardware) -> dict[str, float]:
     """Measure `launch` and `permute`, or on a GPU `issue`, and `optimizer`, with the recipe's router and optimizer."""
     tiny = _small(recipe, _TINY, 64, {"kind": "one_a_one_m", "degree": 4})
+    if meter.device.type == "cuda":
+        return {"issue": _issue(tiny, meter, hardware), "optimizer": _optimizer(recipe, meter, hardware)}
     took = _recorded(tiny, meter)
-    if meter.device.type == "cuda":  # these ops take as long as the host needs to issue them
-        calls = _calls(tiny, hardware)
-        issue = meter.slowest(sum(took[op] for op in took if calls[op]) / sum(calls[op] for op in took))
-        return {"issue": issue, "optimizer": _optimizer(recipe, meter, hardware)}
     kernels = _priced(tiny, hardware, "launch", {"launch": 1.0})
     kinds = [op for op in took if kernels[op]]
     started = {"launch": meter.slowest(sum(took[op] for op in kinds) / sum(kernels[op] for op in kinds))}
@@ -61,6 +62,13 @@ def of_ops(meter: Meter, recipe: Recipe, hardware: Hardware) -> dict[str, float]
     slower = sum(took[op] - starts[op] for op in kinds) / sum(moved[op] for op in kinds)
     permute = min(1.0, 1 / max(1e-3, meter.slowest(slower)))
     return {**started, "permute": permute, "optimizer": _optimizer(recipe, meter, hardware)}
+
+
+def _issue(recipe: Recipe, meter: Meter, hardware: Hardware) -> float:
+    """Measure the seconds of a host's call, in steps that take as long as the host needs. A recorded step takes longer."""
+    engine = make_engine(recipe, Groups.create(recipe.placed_fold), meter.device)
+    batches = [random_batch(recipe, 0, 1, 0, meter.device)]
+    return meter.plain(lambda: engine.train(batches)) / sum(_calls(recipe, hardware).values())
 
 
 def _optimizer(recipe: Recipe, meter: Meter, hardware: Hardware) -> float:
@@ -75,12 +83,12 @@ def _optimizer(recipe: Recipe, meter: Meter, hardware: Hardware) -> float:
     return min(1.0, max(Step(candidate, work).behind) / took)
 
 
-def attention_length(recipe: Recipe) -> int:
+def attention_length(recipe: Recipe, device: torch.device) -> int:
     """Return the length of the sequences whose attention is measured: the recipe's own, as far as that takes seconds.
 
     Attention over longer sequences computes fewer masked scores, so it is faster than over short ones.
     """
-    return min(_LONGEST, max(_SHORTEST, recipe.data.seq_len)) // max(_DEGREES) * max(_DEGREES)
+    return min(_LONGEST[device.type], max(_SHORTEST, recipe.data.seq_len)) // max(_DEGREES) * max(_DEGREES)
 
 
 def of_slices(meter: Meter, recipe: Recipe, hardware: Hardware) -> list[tuple[int, float]]:
@@ -90,7 +98,7 @@ def of_slices(meter: Meter, recipe: Recipe, hardware: Hardware) -> list[tuple[in
     values and merging results. On a GPU, ops of small slices take as long as the host needs, so the kernels are measured alone.
     """
     shares: list[tuple[int, float]] = []
-    length = attention_length(recipe)
+    length = attention_length(recipe, meter.device)
     if meter.device.type == "cuda":
         alone = sum(_priced(_small(recipe, _wide(meter), length, {}), hardware, "attention", {}).values())
         dtype = getattr(torch, recipe.precision)

@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
         if device.type != "cuda":
             return cls()
         return cls(
-            sides=(256, 512, 1024, 2048, 4096, 8192, 16384), sent=(1 << 16, 1 << 22, 1 << 28), passed=1 << 28,
+            sides=(2048, 4096, 8192, 16384), sent=(1 << 16, 1 << 22, 1 << 28), passed=1 << 28,
             heads=(32, 128), experts=(16384, model.hidden, model.expert_hidden),
         )  # fmt: skip
 
@@ -75,7 +75,7 @@ def measured(recipe: Recipe, everyone: Groups, device: torch.device, name: str, 
     links, exchange, crowding = _links(meter, everyone, together, memory, sizes.sent)
     constants = {
         "gemm": 1.0, "memory": 1.0, "optimizer": 1.0, "intra": 1.0, "inter": 1.0, "straggling": 0.0, "contention": 0.0,
-        "workspace": 0.0, "attention": _attention(meter, sizes.heads, dtype, attention_length(recipe)) / peak,
+        "workspace": 0.0, "attention": _attention(meter, sizes.heads, dtype, attention_length(recipe, device)) / peak,
         "grouped": min(1.0, _grouped(meter, sizes.experts, dtype)), "exchange": exchange, "crowding": crowding,
     }  # fmt: skip
     hardware = {
