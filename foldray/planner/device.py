@@ -116,15 +116,22 @@ class Device:
         return self.share["gemm"] * _between(self.hardware.gemm, flops)
 
     def _waves(self, rows: float, columns: float, groups: float = 1) -> float:
-        """Return how full the waves of a product are: its size divided by the size of all tiles in its waves."""
-        processors = self.hardware.processors
-        if processors == 1:
-            return 1.0
-        tile = counts().tile
-        tiles = groups * math.ceil(rows / tile) * math.ceil(columns / tile)
-        waves = math.ceil(tiles / processors)
-        edges = groups * rows * columns / (tiles * tile**2)
-        return edges * tiles / (waves * processors)
+        return full_waves(self.hardware.processors, rows, columns, groups)
+
+
+def full_waves(processors: int, rows: float, columns: float, groups: float = 1) -> float:
+    """Return how full the waves of a product are: its size divided by the size of all tiles in its waves.
+
+    Args:
+        processors: multiprocessors of a GPU; 1 is a CPU, which has no waves.
+    """
+    if processors == 1:
+        return 1.0
+    tile = counts().tile
+    tiles = groups * math.ceil(rows / tile) * math.ceil(columns / tile)
+    waves = math.ceil(tiles / processors)
+    edges = groups * rows * columns / (tiles * tile**2)
+    return edges * tiles / (waves * processors)
 
 
 def _between(table: Sequence[tuple[float, float]], size: float) -> float:

@@ -23,6 +23,7 @@ from foldray.comm import Communicator, Groups, Pending
 from foldray.fold import Fold, divisors
 from foldray.kernels.experts import expert_ffn
 from foldray.planner.candidate import DTYPES
+from foldray.planner.device import full_waves
 from foldray.planner.hardware import Hardware
 from foldray.recipe import Recipe
 from trainers.measure.meter import ROUNDS, Meter
@@ -78,11 +79,16 @@ def measured(recipe: Recipe, everyone: Groups, device: torch.device, name: str, 
         "workspace": 0.0, "attention": _attention(meter, sizes.heads, dtype, attention_length(recipe, device)) / peak,
         "grouped": min(1.0, _grouped(meter, sizes.experts, dtype)), "exchange": exchange, "crowding": crowding,
     }  # fmt: skip
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    # The planner counts waves of tiles by itself.
+    shares = [
+        (flops, speed / peak / full_waves(processors, side, side)) for side, (flops, speed) in zip(sizes.sides, gemm, strict=True)
+    ]
     hardware = {
         "name": name, "about": f"{world} workers of {recipe.name}", "source": "measured by foldray calibrate",
-        "gpus_per_node": together, "peak_tflops": {DTYPES[recipe.precision]: peak / 1e12}, "processors": 1,
+        "gpus_per_node": together, "peak_tflops": {DTYPES[recipe.precision]: peak / 1e12}, "processors": processors,
         "memory_gib": _room(device) / 2**30 / (1 if device.type == "cuda" else together), "memory_gb_s": memory / 1e9, **links,
-        "constants": constants, "gemm": [(flops, speed / peak) for flops, speed in gemm],
+        "constants": constants, "gemm": shares,
     }  # fmt: skip
     hardware["constants"] = constants | of_ops(meter, recipe, Hardware.model_validate(hardware))
     return {**hardware, "attention": of_slices(meter, recipe, Hardware.model_validate(hardware))}
