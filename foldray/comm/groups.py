@@ -32,6 +32,8 @@ TRAFFIC = {
     "tied_gradients": "embedding",
     "control": "world",
 }
+GRADIENTS = ("dense_gradients", "replicated_gradients", "expert_gradients")
+"""Classes whose messages take the same links if they have the same members. Queues of their own then gain nothing."""
 APART = {"rows_up": "world", "rows_down": "world", "row_counts": "world", "expert_stage": "expert_stage"}
 """Further classes of traffic, if the experts have ranks of their own."""
 
@@ -95,6 +97,7 @@ class Groups:
         timeout: timedelta | None = None,
         node: Callable[[int], int] | None = None,
         activity: Activity | None = None,
+        share: bool | None = None,
     ) -> Groups:
         """Make the process groups. Every rank of the fold must call this. A fold of one rank needs no process group.
 
@@ -103,6 +106,8 @@ class Groups:
             node: rank → the node of the rank, to count traffic inside a node and between nodes separately. None counts all
                 traffic as inside a node.
             activity: learns what this rank is doing; None makes a new one.
+            share: whether classes of gradients with the same members share a process group. None shares over NCCL, where each one
+                takes memory of the GPU.
 
         Raises:
             ValueError: the world of the process group is too small for the fold, or the rank is not in the fold.
@@ -113,14 +118,19 @@ class Groups:
             raise ValueError(f"the fold has ranks {fold.offset}…{last}, but the process group has only {world}")
         if rank not in range(fold.offset, fold.offset + fold.world_size):
             raise ValueError(f"rank {rank} is not in the fold's ranks {fold.offset}…{fold.offset + fold.world_size - 1}")
+        share = nccl.is_used() if share is None else share
         communicators: dict[str, Communicator] = {}
+        made: dict[object, tuple[dist.ProcessGroup | None, tuple[int, ...]]] = {}  # all ranks find the same keys
         traffic, activity = Traffic(), activity or Activity()
         for name, family in {**TRAFFIC, **APART}.items():
             used = name in TRAFFIC or fold.disjoint
-            group, ranks = _process_group(fold, rank, family, timeout, traffic=name) if used else (None, (rank,))
+            key = fold.groups(family) if share and name in GRADIENTS else name
+            if key not in made:
+                made[key] = _process_group(fold, rank, family, timeout, traffic=name) if used else (None, (rank,))
+            group, ranks = made[key]
             nodes = tuple(map(node, ranks)) if node else ()
             communicators[name] = Communicator(name, ranks, ranks.index(rank), group, nodes, traffic, activity)
-        own = [communicator.group for communicator in communicators.values() if communicator.group]
+        own = [group for group, _ in made.values() if group]
         return cls(fold, rank, **communicators, traffic=traffic, activity=activity, timeout=timeout, _process_groups=own)
 
     def process_group(self, family: str) -> tuple[dist.ProcessGroup, tuple[int, ...]]:

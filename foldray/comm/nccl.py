@@ -22,9 +22,13 @@ _URGENT = {"tokens", "tokens_inside", "counts", "handovers_up", "handovers_down"
 """Classes of traffic for which a rank soon waits. Their kernels start before those of what is computed."""
 
 
+def is_used() -> bool:
+    return dist.is_initialized() and dist.get_backend() == "nccl"
+
+
 def options(traffic: str, timeout: timedelta | None) -> Any:
     """Return the options of a communicator for a class of traffic; None for the defaults, or another backend."""
-    if traffic not in _URGENT or not dist.is_initialized() or dist.get_backend() != "nccl":
+    if traffic not in _URGENT or not is_used():
         return None
     found = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if timeout is not None:

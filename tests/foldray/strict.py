@@ -7,7 +7,7 @@
 - All ranks start all operations in one total order (`order.py`).
 
 A send ends only after its receive has been posted; gloo's own sends are so, too. All-to-alls of tokens start at once, as on
-GPUs, and no thread starts them later.
+GPUs, and no thread starts them later. Classes of gradients with the same members share a process group.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def strict_groups() -> Iterator[list[Ledger]]:
 
     def strict_create(*arguments: Any, **options: Any) -> Groups:
         ledgers.append(Ledger())
-        return strict(create(*arguments, **options), ledgers[-1])
+        return strict(create(*arguments, **{"share": True, **options}), ledgers[-1])
 
     def checked(step: Callable[..., Any]) -> Callable[..., Any]:
         def run(execution: Execution, *arguments: Any) -> Any:
