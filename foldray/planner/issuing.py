@@ -51,7 +51,6 @@ class _Run:
         self.channels: dict[int, float] = {}
         # Dispatches whose row counts the host does not know yet, and when the GPU has done what comes before them in the list.
         self.in_line: dict[int, float] = {}
-        self.number = {op: i for i, op in enumerate(compiled.ops)}
 
     def run(self) -> Issued:
         for i in next(ops for ops in self.compiled.lists if ops):
@@ -82,8 +81,8 @@ class _Run:
         """Wait for the row counts of the dispatches in line, and start them."""
         in_line, self.in_line = self.in_line, {}
         for i, before in in_line.items():
-            routed = [self.number[op] for op in self.compiled.graph.needs(self.compiled.ops[i]) if op in self.number]
-            self.host = max([self.host, *(self.ends[need] for need in routed)])
+            needs, number = self.compiled.graph.needs(self.compiled.ops[i]), self.compiled.number
+            self.host = max([self.host, *(self.ends[number[op]] for op in needs if op in number)])
             self._travel(i, before)
 
     def _travel(self, i: int, before: float) -> None:

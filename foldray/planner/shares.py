@@ -72,7 +72,7 @@ class Price(NamedTuple):
     """The cost of an op.
 
     Args:
-        works: the work of the op, one after another; each takes time.
+        works: the work of the op, one after another; each takes time, or calls of the host.
         lanes: (lane, seconds) of the same work for the clock. Successive work on one lane is added up.
         seconds: seconds of the whole op.
         calls: calls of the host to start it on a GPU.

@@ -55,6 +55,7 @@ class CompiledSchedule(Generic[Class]):
 
     Attributes:
         ops: all ops, by number.
+        number: the number of every op.
         lists: the list of every position, as numbers of ops.
         classes: the cost classes, in the order in which `run` takes costs.
         class_of: for every op, the number of its class.
@@ -75,8 +76,8 @@ class CompiledSchedule(Generic[Class]):
     ):
         self.graph, lists = graph, [tuple(ops) for ops in schedule]
         self.ops = tuple(dict.fromkeys(op for ops in lists for op in ops))
-        self._number = {op: i for i, op in enumerate(self.ops)}
-        self.lists = [[self._number[op] for op in ops] for ops in lists]
+        self.number = {op: i for i, op in enumerate(self.ops)}
+        self.lists = [[self.number[op] for op in ops] for ops in lists]
         classes: dict[Class, int] = {}
         self.class_of = [classes.setdefault(cost_class(op), len(classes)) for op in self.ops]
         self.classes = tuple(classes)
@@ -103,7 +104,7 @@ class CompiledSchedule(Generic[Class]):
         for i, op in enumerate(self.ops):
             waits, remote = list[int](), list[int]()
             for needed in self.graph.needs(op):
-                need = self._number.get(needed, absent)
+                need = self.number.get(needed, absent)
                 if need == absent and partial:
                     continue
                 place = home.get(need)

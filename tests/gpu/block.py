@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -16,8 +17,11 @@ from foldray.comm import Groups
 from foldray.model import Batch, Transformer
 from foldray.recipe import Recipe
 from foldray.runtime.peak import matmul_peak
+from foldray.schedule import Ordering
 from tests.gpu.report import Report
 from trainers.worker.engines import make_engine
+
+Name = TypeVar("Name", str, int)
 
 ROUNDS = 7
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -138,6 +142,18 @@ def timed(step: Any) -> tuple[float, float]:
     host = time.perf_counter() - started
     torch.cuda.synchronize()
     return begin.elapsed_time(end), host * 1e3
+
+
+def steps_in_turns(engine: Any, given: list[Batch], orderings: Mapping[Name, Ordering], rounds: int) -> dict[Name, list[float]]:
+    """Return the milliseconds of a step by ordering, round by round, after two rounds to warm up."""
+    took: dict[Name, list[float]] = {name: [] for name in orderings}
+    for number in range(2 + rounds):
+        for name, ordering in orderings.items():
+            engine.execution.reorder(ordering)
+            engine.execution.step(given)  # builds the list before the clock starts
+            milliseconds, _ = timed(lambda: engine.train(given))
+            took[name] += [milliseconds] if number >= 2 else []
+    return took
 
 
 def _profiled(step: Any) -> dict[str, Any]:

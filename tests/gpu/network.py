@@ -29,7 +29,7 @@ from foldray.recipe import Recipe
 from foldray.runtime import Trace
 from foldray.schedule import Ordering
 from foldray.timeline import Recording, replay
-from tests.gpu.block import BLOCKS, drawn_on_gpu, timed
+from tests.gpu.block import BLOCKS, drawn_on_gpu, steps_in_turns
 from tests.gpu.report import Report
 from trainers.measure.comparison import random_batch
 from trainers.worker.engines import make_engine
@@ -162,13 +162,7 @@ def measure(report: Report, model: dict[str, Any], length: int) -> dict[str, Any
 
 def _in_turns(engine: Any, given: list[Batch], recipes: dict[str, Recipe]) -> dict[str, dict[str, float]]:
     orderings = {name: _learned(engine, given, recipe) for name, recipe in recipes.items()}
-    took: dict[str, list[float]] = {name: [] for name in recipes}
-    for number in range(2 + ROUNDS):
-        for name, ordering in orderings.items():
-            engine.execution.reorder(ordering)
-            engine.execution.step(given)  # builds the list before the clock starts
-            milliseconds, _ = timed(lambda: engine.train(given))
-            took[name] += [milliseconds] if number >= 2 else []
+    took = steps_in_turns(engine, given, orderings, ROUNDS)
     rows = {}
     for name, ordering in orderings.items():
         engine.execution.reorder(ordering)

@@ -20,7 +20,7 @@ from foldray.planner.prediction import Step
 from foldray.recipe import Recipe
 from foldray.runtime import Trace
 from foldray.schedule import Op
-from tests.gpu.block import BLOCKS, block_recipe, drawn_on_gpu, timed
+from tests.gpu.block import BLOCKS, block_recipe, drawn_on_gpu, steps_in_turns
 from tests.gpu.report import Report
 from trainers.measure.comparison import random_batch
 from trainers.measure.speeds import measured
@@ -81,13 +81,7 @@ def of_block(report: Report, found: dict[str, Any], name: str) -> dict[int, floa
     with drawn_on_gpu():
         engine: Any = make_engine(recipes[1], Groups.create(recipes[1].placed_fold), device)
     given = [random_batch(recipes[1], 0, 1, 0, device)]
-    took: dict[int, list[float]] = {degree: [] for degree in DEGREES}
-    for number in range(2 + ROUNDS):
-        for degree, recipe in recipes.items():
-            engine.execution.reorder(recipe.ordering)
-            engine.execution.step(given)  # builds the list before the clock starts
-            milliseconds, _ = timed(lambda: engine.train(given))
-            took[degree] += [milliseconds] if number >= 2 else []
+    took = steps_in_turns(engine, given, {degree: recipe.ordering for degree, recipe in recipes.items()}, ROUNDS)
     shares = {}
     for degree, recipe in recipes.items():
         job = Job(recipe.model, TOKENS, 1, DTYPES[recipe.precision])

@@ -105,6 +105,8 @@ def loaded(folder: Path) -> Any:
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     made = transformers.AutoModelForCausalLM.from_pretrained(folder, **plain).eval()
     made.double()  # ERNIE keeps its routers in float32
+    for tensor in made.state_dict(keep_vars=True).values():
+        tensor.data = tensor.data.clone()  # weights lie in the file at any place, and some processors' last bits depend on it
     for module in made.modules():
         if hasattr(module, "inv_freq"):
             with widened():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,20 +88,18 @@ def test_long_prompts_are_taken_in_slices(tmp_path: Path, monkeypatch: pytest.Mo
 def test_logits(tmp_path: Path) -> None:
     found, wrote = made(tmp_path, **GLM)
     text = torch.randint(0, 320, (2, 13), generator=torch.Generator().manual_seed(1))
-    expected = wrote.logits(text).detach()
-    close = partial(
-        torch.testing.assert_close, rtol=1e-5, atol=1e-5
-    )  # some processors compute other last bits elsewhere in memory
-    close(found.logits(text), expected)
-    close(found.logits(text[0].int()), expected[0])
-    close(found.logits(text.tolist()), expected)
+    expected = found.logits(text)
+    # The last bits depend on where weights lie in memory, and on the number of sequences.
+    torch.testing.assert_close(expected, wrote.logits(text).detach())
+    torch.testing.assert_close(found.logits(text[0].int()), expected[0])
+    assert torch.equal(found.logits(text.tolist()), expected)
     assert not found.logits(text).requires_grad
     ids = found.tokenizer.encode("def f")  # uint16
-    close(found.logits(ids), found.logits(ids.tolist()))
+    assert torch.equal(found.logits(ids), found.logits(ids.tolist()))
     for bad in ([[1, 2], [3]], ["a", "b"]):
         with pytest.raises(UserError, match=r"^tokens=list: must be ids of one sequence, or"):
             found.logits(bad)  # type: ignore[arg-type]
-    close(found.logits([SEPARATOR, *ids]), found.logits([SEPARATOR, *b"def f"]))
+    assert torch.equal(found.logits([SEPARATOR, *ids]), found.logits([SEPARATOR, *b"def f"]))
 
 
 def test_a_model_is_found_by_rays_handle_or_by_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
