@@ -2,77 +2,103 @@
 
 from __future__ import annotations
 
-import zlib
+import os
+from collections import Counter
 from collections.abc import Iterator
+from datetime import date
 from typing import Any
 
 import pytest
 import ray
 from hypothesis import settings
 
-from tests.optional import NO_TUTEL, has_tutel
+from tests.gate import Units, in_gate
 from tests.pool import RankPools
-
-# Tests of the lowest floors run first, because a fault there makes later tests fail, too.
-_FLOORS = (
-    "test_imports", "foldray/test_fold", "foldray/test_kinds", "foldray/test_blueprint", "foldray/test_placement",
-    "foldray/schedule", "foldray/timeline", "foldray/test_recipe", "test_cli", "foldray/comm", "foldray/kernels",
-    "foldray/moe", "foldray/model", "foldray/runtime", "foldray/test_parity", "foldray", "trainers/data", "trainers",
-    "tuners", "lab",
-)  # fmt: skip
+from tests.record import Record
 
 # A second Ray cluster would be found by the first one's commands, and hosts in namespaces are there once. So these tests run one
 # after another.
 _WITH_RAY = (
-    "tests/trainers/cluster", "tests/trainers/data/test_datasets", "tests/trainers/data/test_prepare", "tests/trainers/driver",
-    "tests/trainers/measure", "tests/trainers/test_records", "tests/trainers/worker/test_online",
-    "tests/trainers/worker/test_pulse", "tests/tuners/test_entry", "tests/tuners/test_study", "tests/test_recipes", "tests/lab",
+    *(f"tests/trainers/cluster/test_{name}" for name in ("actors", "seating", "workers")),
+    *(f"tests/trainers/data/test_{name}" for name in ("datasets", "prepare")),
+    *(f"tests/trainers/driver/test_{name}" for name in (
+        "apart_training", "bad_input", "fine_tuning", "gauges", "guardian", "mixture", "python", "recipes", "s3", "safe_defaults",
+        "secrets", "stopping", "train",
+    )),
+    *(f"tests/trainers/measure/test_{name}" for name in ("bench", "calibrate", "verify")),
+    *(f"tests/trainers/{name}" for name in ("test_records", "worker/test_online", "worker/test_pulse")),
+    "tests/tuners/test_entry_killed", "tests/tuners/test_study", "tests/lab",
 )  # fmt: skip
 
 
-settings.register_profile("foldray", deadline=None)  # several tests share a machine, so an example may take long
-settings.load_profile("foldray")
+# Several tests share a machine, so an example may take long. Counts of examples are in proportion to a profile's.
+settings.register_profile("gate", deadline=None, max_examples=15)
+settings.register_profile("all", deadline=None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--share", metavar="I/N", help="run every N-th of the tests, chosen by name; I is from 0 to N − 1")
+    parser.addoption("--all", action="store_true", help="run all tests, not the gate's alone")
+    parser.addoption("--share", metavar="I/N", help="run one of N shares of all tests, from 0/N; keep its outcome")
+    parser.addoption("--seconds", action="store_true", help="keep the seconds of each file, by which shares are made")
+    parser.addoption("--day", default=f"{date.today()}", help="whose cases the gate takes (default: today)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of tiny models would only wait for each other
+    share = config.getoption("--share")
+    settings.load_profile("all" if share or config.getoption("--all") else "gate")
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Record(share, config.getoption("--seconds")))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if share := config.getoption("--share"):
+        return f"share {share} of all tests"
+    return "all tests" if config.getoption("--all") else f"the gate's tests of {config.getoption('--day')}"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep all tests with Ray in one process. Others go to whichever process is free."""
+    """Keep the tests of a unit in one process, and all tests with Ray. The order is that of `pytest_collection_modifyitems`."""
     from xdist.scheduler import LoadScopeScheduling
+
+    units = Units(_WITH_RAY)
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ray" if nodeid.startswith(_WITH_RAY) else nodeid
+            return "ray" if units.has_ray(nodeid) else str(units.unit(nodeid))
 
+    config.option.loadscopereorder = False
     return Scheduling(config, log)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say whether the tests with Tutel ran. No package index has Tutel."""
-    skipped = sum(NO_TUTEL in str(report.longrepr) for report in terminalreporter.stats.get("skipped", ()))
-    outcome = "Tutel is installed, and its tests ran" if has_tutel() else f"{NO_TUTEL}: {skipped} tests were skipped"
-    terminalreporter.write_line(outcome)
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort tests by floors. With --share, keep only that share of them."""
+    """Choose the tests that run. Those with Ray begin, then the longest units, so that all processes end together."""
+    units, names = Units(_WITH_RAY), {item.nodeid for item in items}
     for item in items:
-        if "ray_session" in getattr(item, "fixturenames", ()) and not item.nodeid.startswith(_WITH_RAY):
+        if "ray_session" in getattr(item, "fixturenames", ()) and not units.has_ray(item.nodeid):
             raise pytest.UsageError(f"{item.nodeid} uses Ray, so its file must be in _WITH_RAY")
-    if share := config.getoption("--share"):
-        number, shares = map(int, share.split("/"))
-        chosen = [item for item in items if zlib.crc32(item.nodeid.encode()) % shares == number % shares]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
-        items[:] = chosen
-    items.sort(key=lambda item: _floor(item.nodeid))
+        if any(not mark.args for mark in item.iter_markers("nightly")):
+            raise pytest.UsageError(f"{item.nodeid} does not say why it is left out of the gate")
+    if given := config.getoption("--share"):
+        names = units.share(names, *map(int, given.split("/")))
+    elif not config.getoption("--all"):
+        named = tuple(argument for argument in config.args if "::" in argument)
+        names = in_gate(items, date.fromisoformat(config.getoption("--day")), named)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in names])
+    items[:] = [item for item in items if item.nodeid in names]
+    items.sort(
+        key=lambda item: (not units.has_ray(item.nodeid), -units.seconds(units.unit(item.nodeid)[0]), units.unit(item.nodeid))
+    )
 
 
-def _floor(name: str) -> int:
-    path = name.removeprefix("tests/")
-    return next((number for number, floor in enumerate(_FLOORS) if path.startswith(floor)), len(_FLOORS))
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count the skipped tests by their reasons."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    if reasons:
+        told = " · ".join(f"{count}: {reason}" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"{len(skipped)} skipped. {told}. CONTRIBUTING.md says how each of them runs.")
 
 
 @pytest.fixture(scope="session")
@@ -89,6 +115,7 @@ def ray_session() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
         patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+        patch.setenv("RAY_worker_niceness", "0")  # otherwise workers wait for all else that runs on the machine
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         yield
         ray.shutdown()

@@ -100,6 +100,7 @@ def _serve(rank: int, world: int, port: int, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    os.nice(5)  # the tests with Ray, which take longest, go first
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("gloo", store=TCPStore("127.0.0.1", port, is_master=False), rank=rank, world_size=world)

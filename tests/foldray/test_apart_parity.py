@@ -95,10 +95,8 @@ CASES = {
 }
 
 
-NORMAL = {"1:1, two positions each", "2:2", "1:2, edp 2", "4:4", "pieces, recomputed", "chunks"}
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in NORMAL else pytest.mark.nightly) for name in CASES])
+@pytest.mark.gate(1)
+@pytest.mark.parametrize("name", CASES)
 def test_parity_with_one_process(ranks, name: str) -> None:
     case = CASES[name]
     found = ranks(case.fold.world_size).run(train_apart, case, STEPS)

@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from foldray.errors import UserError
 from foldray.fold import ROWS, Arrangement, Edges, Flow, Fold, Placement, Room, Share, arrange, divisors, filled
 from tests.foldray.test_placement import legal_orders
+from tests.gate import examples
 
 WAYS = {"tp": "ring", "cp": "ring", "ep": "exchange", "etp": "ring", "dp_cp": "ring", "edp": "ring", "pp": "chain"}
 
@@ -44,7 +45,7 @@ def every(world: int, seats: Sequence[int]) -> Iterator[tuple[int, ...]]:
             yield from ((node, *others) for others in every(world - 1, rest))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(small())
 def test_no_arrangement_of_a_small_fold_is_better(given) -> None:
     edges, seats = given
@@ -127,7 +128,7 @@ def test_a_thousand_ranks_are_arranged_quickly() -> None:
     )
     fold = Fold(1024, tp=2, cp=2, pp=4, ep=8, order="dp-cp-tp-pp")
     edges, rooms = Edges(fold, flows), [Room(node, 8) for node in range(126)] + [Room(126, 11), Room(127, 5)]
-    started = time.perf_counter()
+    started = time.process_time()
     found = arrange(edges, rooms)
-    assert time.perf_counter() - started < 60  # a few seconds on a free machine
+    assert time.process_time() - started < 60
     assert edges.across(found) < 0.6 * edges.across(filled(range(1024), rooms))

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -25,6 +25,7 @@ from foldray.blueprint import (
     step_flops,
 )
 from foldray.fold import divisors
+from tests.gate import examples
 
 
 # Totals as the models' makers state them. DeepSeek's total is that of deepseek-moe-16b-base.
@@ -310,7 +311,7 @@ def ranks_of(ownership: Ownership) -> range:
 
 
 @given(ownerships())
-@settings(max_examples=60)
+@examples(60)
 def test_ranks_boxes_cover_the_model_and_each_element_is_counted_once(ownership):
     table = {spec.name: spec for spec in parameter_table(ownership.model)}
     held, counted = ({name: np.zeros(spec.shape, int) for name, spec in table.items()} for _ in range(2))
@@ -330,7 +331,7 @@ def test_ranks_boxes_cover_the_model_and_each_element_is_counted_once(ownership)
 
 
 @given(ownerships())
-@settings(max_examples=60)
+@examples(60)
 def test_every_block_has_one_pipeline_position_and_every_expert_its_ranks(ownership):
     fold = ownership.fold
     blocks, experts = Counter(), Counter()

@@ -47,6 +47,7 @@ def asked(place: Path, line: str) -> list[str]:
     return [word.strip() for word in done.stdout.splitlines() if word]
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize(
     ("line", "offered"),
     [

@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from foldray import Fold, UserError
 from foldray.fold import Grid, divisors, nearest_folds
+from tests.gate import examples
 
 FAMILIES = {
     "tp": ["tp"], "cp": ["cp"], "dp": ["dp"], "pp": ["pp"], "dp_cp": ["dp", "cp"], "tp_cp": ["tp", "cp"],
@@ -360,7 +361,7 @@ def distance(fold: dict[str, int], asked: dict[str, int]) -> float:
     return sum(abs(math.log2(fold[axis] / asked.get(axis, 1))) for axis in ("tp", "cp", "pp", "ep", "etp"))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     world_size=st.integers(1, 48),
     asked=st.fixed_dictionaries({}, optional={axis: st.integers(1, 16) for axis in ("tp", "cp", "pp", "ep", "etp")}),

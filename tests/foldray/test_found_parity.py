@@ -131,12 +131,8 @@ def compare(ranks: Any, case: Case, kind: str) -> list[bool]:
     return others
 
 
-def often(names: list[str]) -> list[Any]:
-    """Mark every other case as one that runs at night only."""
-    return [name if number % 2 else pytest.param(name, marks=pytest.mark.nightly) for number, name in enumerate(names)]
-
-
-@pytest.mark.parametrize("name", often([*CASES]))
+@pytest.mark.gate(1)
+@pytest.mark.parametrize("name", CASES)
 def test_woven_lists(ranks: Any, name: str) -> None:
     case = CASES[name]
     if case.schedule.get("weight_gradients"):
@@ -144,7 +140,8 @@ def test_woven_lists(ranks: Any, name: str) -> None:
     compare(ranks, case, WEAVE.name)
 
 
-@pytest.mark.parametrize("name", often(["", *CASES, *APART])[1:])
+@pytest.mark.gate(1 / 4)
+@pytest.mark.parametrize("name", [*CASES, *APART])
 def test_found_lists(ranks: Any, name: str) -> None:
     case = {**CASES, **APART}[name]
     others = compare(ranks, case, LIST.name)

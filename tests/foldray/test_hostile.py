@@ -17,7 +17,7 @@ from foldray.files import read_yaml
 from tests.foldray.hostile import VALUES, overrides
 
 ROOT = Path(__file__).parents[2]
-PARTS = 11  # does not divide the number of values, so every part tries every value on some keys
+PARTS = 17  # does not divide the number of values, so every part tries every value on some keys
 
 
 def run(*arguments: str, seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -28,7 +28,8 @@ def run(*arguments: str, seconds: float, **options: Any) -> subprocess.Completed
     )
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))])
+@pytest.mark.gate(1 / 5)
+@pytest.mark.parametrize("part", range(PARTS))
 def test_every_key_refuses_what_it_does_not_take_in_one_line(part: int) -> None:
     done = run("-m", "tests.foldray.hostile", str(part), str(PARTS), seconds=240, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -81,6 +82,7 @@ def test_models_that_are_trained_somewhere_are_legal_on_thousands_of_gpus(model:
     assert Recipe.parse(given).accumulation == 4
 
 
+@pytest.mark.gate(2)
 @pytest.mark.parametrize(
     ("given", "line"),
     [
@@ -166,6 +168,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize(
     ("command", "contents"),
     [

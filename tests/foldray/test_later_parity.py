@@ -94,6 +94,7 @@ def both(rank: int, recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any], int
     return found[0], found[1], count
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize("name", CASES)
 def test_weights_apart_have_the_same_bits(ranks: Any, name: str) -> None:
     workers, fold, sections = CASES[name]

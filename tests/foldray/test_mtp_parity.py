@@ -16,7 +16,6 @@ from foldray.blueprint import parameter_table
 from foldray.errors import UserError
 from foldray.model.transformer import _drawn
 from foldray.recipe import Recipe
-from tests.foldray.folds import name
 from tests.foldray.parity import batches, drifted, make_recipe, train, worst
 from tests.foldray.plain import Plain
 
@@ -53,18 +52,17 @@ _FOLDS: list[tuple[int, dict[str, int]]] = [
     (4, {"pp": 2, "tp": 2, "ep": 2}),
     (4, {"pp": 2, "cp": 2, "etp": 2}),
 ]
-_COMBINED = [
-    pytest.param(*fold, model, schedule, marks=() if (f + 2 * m + s) % 18 == 0 else pytest.mark.nightly,
-                 id=f"{fold[0]}:{name(fold[1])}-{model}-{schedule}")
-    for f, fold in enumerate(_FOLDS) for m, model in enumerate(_MODELS) for s, schedule in enumerate(_SCHEDULES)
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(("world", "fold", "model", "schedule"), _COMBINED)
+@pytest.mark.gate(1 / 2)
+@pytest.mark.parametrize("schedule", _SCHEDULES)
+@pytest.mark.parametrize("model", _MODELS)
+@pytest.mark.parametrize(("world", "fold"), _FOLDS, ids=str)
 def test_further_tokens_equal_plain_torch(ranks, world: int, fold: dict, model: str, schedule: str) -> None:
     _check(ranks, make_recipe(world, fold, model=_MODELS[model], schedule=_SCHEDULES[schedule]))
 
 
+@pytest.mark.gate(1 / 3)
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize("model", ["one", "two-tied"])
 @pytest.mark.parametrize(("world", "fold"), [(4, {"tp": 2, "ep": 2}), (4, {"cp": 2, "etp": 2}), (4, {"ep": 2})])
@@ -73,6 +71,7 @@ def test_sharded_optimizers_equal_plain_torch(ranks, world: int, fold: dict, mod
     _check(ranks, make_recipe(world, fold, model=_MODELS[model], schedule=schedule, engine={"kind": "torch", "zero": zero}))
 
 
+@pytest.mark.gate(1 / 2)
 @pytest.mark.parametrize(
     ("world", "fold", "model", "schedule"),
     [
@@ -85,6 +84,7 @@ def test_further_tokens_behind_stages_of_any_length(ranks, world: int, fold: dic
     _check(ranks, make_recipe(world, fold, model={**_MODELS[model], "layers": 4}, schedule=schedule))
 
 
+@pytest.mark.gate(1 / 2)
 @pytest.mark.parametrize(("documents", "masked"), [(True, False), (False, True)], ids=["documents", "masked"])
 @pytest.mark.parametrize(("world", "fold"), [(1, {}), (4, {"tp": 2, "cp": 2, "ep": 2}), (2, {"pp": 2})])
 def test_further_tokens_count_as_next_tokens_do(ranks, world: int, fold: dict, documents: bool, masked: bool) -> None:

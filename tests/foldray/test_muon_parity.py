@@ -22,7 +22,6 @@ from tests.foldray.parity import BATCH, Held, drifted, engine_of, make_recipe, t
 from tests.foldray.random_recipes import Case
 from tests.foldray.strict import StrictPools
 from tests.foldray.test_random_recipes import difference, reference
-from tests.rotation import rotated
 
 _STEPS = 2
 MUON: dict[str, Any] = {"kind": "muon", "lr": 0.05, "weight_decay": 0.1, "eps": 1e-3, "clip": 1.0}
@@ -60,9 +59,12 @@ def check(ranks: Any, recipe: Recipe) -> None:
     assert drifted(found) == []
 
 
-@pytest.mark.parametrize(
-    ("world", "fold", "zero", "schedule", "model", "rule"), rotated(11, FOLDS, [0, 1, 2], SCHEDULES, MODELS, RULES), ids=str
-)
+@pytest.mark.gate(1)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("model", MODELS, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize(("world", "fold"), FOLDS, ids=str)
 def test_every_fold_equals_torch(
     ranks: Any, world: int, fold: dict, zero: int, schedule: dict, model: dict, rule: dict[str, Any]
 ) -> None:
@@ -72,6 +74,7 @@ def test_every_fold_equals_torch(
     check(ranks, make_recipe(world, fold, model=model, schedule=schedule, optimizer=MUON | rule, **sections))
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize(
     ("world", "fold", "placement", "zero"),
     [
@@ -87,6 +90,7 @@ def test_experts_with_ranks_of_their_own_equal_torch(ranks: Any, world: int, fol
     check(ranks, make_recipe(world, fold, placement=placement, optimizer=MUON, training=training, engine={"zero": zero}))
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_the_bits_of_an_update_do_not_depend_on_the_fold(ranks: Any, precision: str, zero: int) -> None:

@@ -100,19 +100,21 @@ CASES = {
         {"kind": "one_a_one_m", "degree": 2},
     ),
 }  # fmt: skip
-NORMAL = list(CASES)[: list(CASES).index("one rank")]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in NORMAL else pytest.mark.nightly) for name in CASES])
+@pytest.mark.gate(1)
+@pytest.mark.parametrize("name", CASES)
 def test_tokens_that_travel_once_equal_one_process(ranks: Any, name: str) -> None:
     check(ranks, CASES[name].recipe)
 
 
+@pytest.mark.gate(1 / 4)
 @pytest.mark.parametrize("name", ["TP2 CP2 EP2 ETP2, stream", "EP4, dropping, experts again", "EP4 on two nodes, stream"])
 def test_nothing_is_read_early_or_started_out_of_order(ranks: Any, name: str) -> None:
     check(StrictPools(ranks), CASES[name].recipe)
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize("sections", [
     {"engine": {"kind": "deepspeed", "zero": 1}},
     {"engine": {"kind": "deepspeed", "zero": 2}, "schedule": {"kind": "stream", "degree": 2, "reduction": "chunks"}},

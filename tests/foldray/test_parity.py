@@ -25,32 +25,12 @@ _VARIANTS: list[dict[str, Any]] = [
     },
     {"documents": True, "model": {"tied_embeddings": True}},
 ]  # fmt: skip
-_WANTED_8 = [  # folds of 8 ranks that every run tests
-    {"tp": 2, "cp": 2, "ep": 8},
-    {"tp": 4, "ep": 4, "etp": 2},
-    {"cp": 2, "pp": 2, "ep": 2, "etp": 2},
-    {"tp": 2, "cp": 2, "pp": 2, "ep": 4},
-    {"cp": 4, "ep": 2},
-    {"pp": 4, "ep": 2},
-    {"tp": 8, "ep": 8},
-    {"cp": 8, "etp": 8},
-    {"pp": 8},
-]
-_EVERY_NTH = 32  # of the other folds of 8 ranks in a normal run; all of them nightly
-
-
-def _folds_of_8() -> list[Any]:
-    others = [fold for fold in legal_folds(8) if fold not in _WANTED_8]
-    marked = [pytest.param(8, f, marks=() if i % _EVERY_NTH == 0 else pytest.mark.nightly) for i, f in enumerate(others)]
-    return [pytest.param(8, fold) for fold in _WANTED_8] + marked
-
-
-_ALL = [pytest.param(world, fold) for world in (1, 2, 4) for fold in legal_folds(world)] + _folds_of_8()
+_A_DAY = {1: (), 2: (), 4: pytest.mark.gate(6), 8: pytest.mark.gate(2)}  # folds in the gate, by ranks
 
 
 @pytest.mark.parametrize(("world", "fold", "variant"), [
-    pytest.param(*given.values, number % len(_VARIANTS), marks=given.marks, id=f"{given.values[0]}:{name(given.values[1])}")
-    for number, given in enumerate(_ALL)
+    pytest.param(world, fold, number % len(_VARIANTS), marks=_A_DAY[world], id=f"{world}:{name(fold)}")
+    for number, (world, fold) in enumerate((world, fold) for world in _A_DAY for fold in legal_folds(world))
 ])  # fmt: skip
 def test_a_fold_equals_one_process(ranks, world: int, fold: dict[str, int], variant: int) -> None:
     options = dict(_VARIANTS[variant])
@@ -59,6 +39,7 @@ def test_a_fold_equals_one_process(ranks, world: int, fold: dict[str, int], vari
     _check(ranks, make_recipe(world, fold, model=_layers(fold, model), **options), documents)
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize(
     ("world", "fold", "schedule", "layers"),
     [
@@ -79,6 +60,7 @@ def test_stages_of_any_length_equal_one_process(ranks, world: int, fold: dict, s
     _check(ranks, make_recipe(world, fold, model={"layers": layers, "tied_embeddings": True}, schedule=schedule), False)
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize(
     ("order", "moe_order"),
     [("cp-tp-dp-pp", "ep-etp-edp-pp"), ("dp-cp-tp-pp", "edp-etp-ep-pp"), ("pp-tp-cp-dp", "pp-etp-ep-edp")],
@@ -94,6 +76,7 @@ def test_the_micro_batch_does_not_matter(ranks, world: int, micro_batch: int) ->
     _check(ranks, make_recipe(world, {"ep": world}, training={"micro_batch": micro_batch}), False)
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize(
     "model",
     [
@@ -126,6 +109,7 @@ _GROUPED = [
 ]  # fmt: skip
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize(("world", "fold"), _GROUPED, ids=[f"{world}:{name(fold)}" for world, fold in _GROUPED])
 def test_grouped_experts_equal_one_process_with_idle_experts(ranks, world: int, fold: dict[str, int]) -> None:
     # With 16 experts and topk 1, some experts get no token in some passes.

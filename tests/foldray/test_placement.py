@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from foldray import Fold, UserError
 from foldray.drawing import Table, draw
 from foldray.fold import FAMILIES, HEAT, Placement, best_order, divisors
+from tests.gate import examples
 
 EVERY = list(dict.fromkeys(family for families in FAMILIES.values() for family in families))
 
@@ -108,7 +109,7 @@ def test_heat_is_an_ordering():
     assert not isinstance(HEAT, MutableMapping)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(folds(), st.integers(1, 6), st.sampled_from([HEAT, {"dp": 1, "ep": 1}, {"pp": 2.5, "edp": 0.1, "dp_cp": 0.3}]))
 def test_no_legal_order_is_better_than_the_best(fold, ranks_per_node, heat):
     best = best_order(fold, ranks_per_node, heat)
@@ -254,7 +255,7 @@ def test_the_page_on_folding_shows_what_is_drawn():
     assert f"--order {best.order} --moe-order {best.moe_order}, score {Placement(best, 8).score():g}" in page
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(folds(), st.sampled_from([3, 8, 16]))
 def test_a_table_holds_every_rank_of_its_stage_once(fold, across):
     for grid in (fold.attention, fold.moe):

@@ -19,7 +19,6 @@ from tests.foldray.plain import Plain
 from tests.foldray.random_recipes import Case, draw, shrink
 
 FIRST, CASES = int(os.environ.get("FOLDRAY_SEED", "0")), int(os.environ.get("FOLDRAY_CASES", "200"))
-NORMAL = 8  # cases in a normal run
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 _SECONDS = 240
 _SMALL = 1e-3  # biases of keys that do not turn have a gradient of zero, and so a weight that is rounding alone
@@ -58,7 +57,8 @@ def difference(found: list[dict[str, Any]], expected: dict[str, Any]) -> tuple[f
     return max(apart)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(FIRST + i, marks=() if i < NORMAL else pytest.mark.nightly) for i in range(CASES)])
+@pytest.mark.gate(2)
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
 def test_a_random_recipe_equals_plain_torch(ranks, seed: int) -> None:
     def apart(case: Case) -> tuple[float, str]:
         recipe = case.recipe

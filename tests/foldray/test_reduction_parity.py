@@ -15,7 +15,7 @@ from foldray.fold import Fold
 from foldray.recipe import Recipe
 from foldray.runtime import Gradients
 from tests.foldray.parity import BATCH, drifted, engine_of, go_by_times, make_recipe, model_of, one_process, worst
-from tests.rotation import rotated
+from tests.gate import examples
 
 FOLDS: list[tuple[int, dict[str, int]]] = [
     (2, {}), (2, {"ep": 2}), (4, {"ep": 2}), (4, {"tp": 2, "ep": 4}), (4, {"cp": 2, "ep": 2}), (4, {"tp": 2, "etp": 2}),
@@ -52,8 +52,11 @@ def trained(rank: int, recipe: Recipe, steps: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("world", "fold", "zero", "schedule"), rotated(14, FOLDS, [0, 1, 2], CHUNKS), ids=str)
-@pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["one", "other"])
+@pytest.mark.gate(1)
+@pytest.mark.parametrize("other", [False, True], ids=["one", "other"])
+@pytest.mark.parametrize("schedule", CHUNKS, ids=str)
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize(("world", "fold"), FOLDS, ids=str)
 def test_every_reduction_equals_one_process(ranks, world: int, fold: dict, zero: int, schedule: dict, other: bool) -> None:
     """Two steps of AdamW or of SGD with lr 1, clipped; weights, losses and norms, in float64."""
     optimizer = OPTIMIZERS[(FOLDS.index((world, fold)) + zero + other) % 2]
@@ -75,7 +78,9 @@ _WITHOUT: list[tuple[int, dict[str, int], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("world", "fold", "model", "zero"), rotated(5, _WITHOUT, [0, 1, 2]), ids=str)
+@pytest.mark.gate(2)
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize(("world", "fold", "model"), _WITHOUT, ids=str)
 def test_ranks_without_parameters_of_a_class_equal_one_process(ranks, world: int, fold: dict, model: dict, zero: int) -> None:
     """A position with only dense blocks has no expert gradients. A model with only dense blocks has none at all."""
     recipe = make_recipe(world, fold, model=model, engine={"kind": "torch", "zero": zero}, optimizer=OPTIMIZERS[zero % 2])
@@ -91,7 +96,7 @@ SIZES = st.one_of(st.integers(1, 5000), st.just(1 << 30))
 
 
 @given(st.integers(1, 3), st.sampled_from([8, 12, 20]), SIZES, st.sampled_from([0, 1, 2]), st.booleans())
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(examples(12), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_size_of_parameters_and_of_chunks(ranks, layers: int, width: int, size: int, zero: int, tied: bool) -> None:
     """Gradients reduced in chunks or to shares have the same bits as at once, as the order of two terms does not matter."""
     model = {"layers": layers, "ffn_hidden": width, "expert_hidden": width + 4, "tied_embeddings": tied, "moe_every": 2}

@@ -78,6 +78,7 @@ FOLDS: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize("skew", [1.0, 16.0])
 @pytest.mark.parametrize("name", FOLDS)
 def test_a_fold_routes_as_one_process_does(ranks, name: str, skew: float) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from functools import cache
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,15 +18,12 @@ from tests.foldray import test_found_parity as found_parity
 from tests.foldray.folds import name
 from tests.foldray.parity import BATCH, batches, drifted, engine_of, make_recipe, one_process, train, worst
 from tests.foldray.strict import StrictPools
-from tests.rotation import rotated
 
 _STEPS = 2
 AGAIN = {"recompute": ["attention", "ffn", "expert"]}
 FOLDS: list[tuple[int, dict[str, int]]] = [
     (2, {"ep": 2}), (2, {"pp": 2}), (2, {"tp": 2, "etp": 2}), (2, {"cp": 2, "ep": 2}), (4, {"ep": 2}), (4, {"tp": 2, "ep": 4}),
     (4, {"pp": 2, "ep": 2}), (4, {"pp": 4}), (4, {"pp": 2, "cp": 2, "etp": 2}), (8, {"tp": 2, "cp": 2, "pp": 2, "ep": 4}),
-]  # fmt: skip
-MORE_FOLDS: list[tuple[int, dict[str, int]]] = [  # nightly
     (2, {}), (4, {"ep": 2, "etp": 2}), (8, {"tp": 2, "cp": 2, "ep": 2, "etp": 2}), (8, {"pp": 4, "ep": 2}),
 ]  # fmt: skip
 SCHEDULES: list[dict[str, Any]] = [
@@ -70,15 +65,12 @@ def check(ranks: Any, recipe: Recipe, masked: bool = False) -> None:
         assert part["norms"] == pytest.approx(reference["norms"], abs=1e-10)
 
 
-def nightly(*columns: Sequence[Any]) -> list[Any]:
-    """All combinations of the values of two parameters, for nightly runs. The first value is a tuple of several parameters."""
-    return [pytest.param(*first, second, marks=pytest.mark.nightly) for first, second in product(*columns)]
-
-
-@pytest.mark.parametrize(("world", "fold", "schedule"), rotated(11, FOLDS, SCHEDULES) + nightly(MORE_FOLDS, SCHEDULES), ids=str)
+@pytest.mark.gate(1)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize(("world", "fold"), FOLDS, ids=str)
 def test_every_schedule(ranks: Any, world: int, fold: dict[str, int], schedule: dict[str, Any]) -> None:
     """Folds and schedules take turns with the ways of gradients. A fold without pipeline has no virtual stages."""
-    zero, reduction = REDUCTIONS[([*FOLDS, *MORE_FOLDS].index((world, fold)) + SCHEDULES.index(schedule)) % len(REDUCTIONS)]
+    zero, reduction = REDUCTIONS[(FOLDS.index((world, fold)) + SCHEDULES.index(schedule)) % len(REDUCTIONS)]
     schedule = {key: value for key, value in schedule.items() if key != "virtual_stages" or fold.get("pp", 1) > 1}
     micro_batch = max(schedule.get("batch_degree", 1), BATCH // (Fold(world, **fold).dp * 4))
     sections = {"engine": {"zero": zero}, "training": {"micro_batch": micro_batch}}
@@ -90,8 +82,6 @@ PLACED: list[tuple[int, dict[str, int], dict[str, int]]] = [
     (3, {}, {"attention": 2, "experts": 1}),
     (4, {"tp": 2, "ep": 2}, {"attention": 2, "experts": 2}),
     (4, {"pp": 2}, {"attention": 2, "experts": 2, "expert_pp": 2}),
-]
-MORE_PLACED: list[tuple[int, dict[str, int], dict[str, int]]] = [  # nightly
     (4, {"cp": 2, "etp": 2}, {"attention": 2, "experts": 2}),
     (8, {"tp": 2, "pp": 2, "ep": 2}, {"attention": 4, "experts": 4, "expert_pp": 2}),
 ]
@@ -103,11 +93,9 @@ PLACED_SCHEDULES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("world", "fold", "placement", "schedule"),
-    rotated(4, PLACED, PLACED_SCHEDULES) + nightly(MORE_PLACED, PLACED_SCHEDULES),
-    ids=str,
-)
+@pytest.mark.gate(1 / 2)
+@pytest.mark.parametrize("schedule", PLACED_SCHEDULES, ids=str)
+@pytest.mark.parametrize(("world", "fold", "placement"), PLACED, ids=str)
 def test_experts_apart(ranks: Any, world: int, fold: dict, placement: dict, schedule: dict[str, Any]) -> None:
     """AF-Pipe, and found lists."""
     dp = placement["attention"] // (fold.get("tp", 1) * fold.get("cp", 1) * fold.get("pp", 1))
@@ -123,6 +111,7 @@ def evaluated(rank: int, recipe: Recipe) -> list[float]:
     return losses
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize("fold", [{"tp": 2, "ep": 4}, {"pp": 2, "cp": 2, "ep": 2}, {"pp": 4}], ids=name)
 def test_evaluation(ranks: Any, fold: dict[str, int]) -> None:
     recipe = make_recipe(4, fold, schedule={"kind": "stream", "degree": 2})
@@ -135,7 +124,7 @@ def test_evaluation(ranks: Any, fold: dict[str, int]) -> None:
 _LISTS = {name: case for name, case in {**found_parity.CASES, **found_parity.APART}.items() if "DeepSpeed" not in name}
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("five steps of random lists each")
 @pytest.mark.parametrize("name", _LISTS)
 def test_random_lists(ranks: Any, name: str) -> None:
     """Lists that no measured times lead to, but that may run, against one micro-batch after the other."""

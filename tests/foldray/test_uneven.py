@@ -52,11 +52,13 @@ def check(ranks: Any, recipe: Recipe, tolerance: float = 1e-10, relative: bool =
         assert torch.tensor(rank["losses"]).sub(torch.tensor(reference["losses"])).abs().max() <= max(tolerance, 1e-10)
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize(("world", "fold", "size", "schedule"), CASES, ids=str)
 def test_uneven_shares_equal_one_process(ranks, world: int, fold: dict, size: int, schedule: dict) -> None:
     check(ranks, uneven(world, fold, size, schedule=schedule))
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize(
     "model",
     [
@@ -73,6 +75,7 @@ def test_kinds_of_models(ranks, model: dict) -> None:
     check(ranks, uneven(3, {"ep": 3}, 1, model=model), documents=True, masked=True)
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_deepspeed(ranks, zero: int) -> None:
     engine, optimizer = {"kind": "deepspeed", "zero": zero}, {"kind": "sgd", "lr": 1.0, "clip": 0.1}

@@ -33,6 +33,7 @@ def recipe_of(wire: str | None, schedule: dict[str, Any], way: str = "assignment
     )
 
 
+@pytest.mark.gate(2)
 @pytest.mark.parametrize("wire", ["bfloat16", "float8"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_all_schedules_round_alike(ranks: Any, wire: str, name: str) -> None:

@@ -19,6 +19,9 @@ BURST = 128 * 2**10
 the kernel would have to cut TCP's packets of 64 KiB, which takes processor time from the measurement.
 """
 
+LAB = "needs root, and links with a known rate"
+"""Why the lab's tests are nightly."""
+
 _labs = count()
 
 

@@ -10,18 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.hosts import Host, hosts, why_not
+from tests.lab.hosts import LAB, Host, hosts
 from tests.lab.ray_cluster import Cluster, ray_cluster
 from tests.pool import repository
 
-_WHY_NOT = why_not()
-pytestmark = [
-    pytest.mark.lab,
-    pytest.mark.slow,
-    pytest.mark.nightly,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT)),
-]
+pytestmark = pytest.mark.nightly(LAB)
 
 _LABELS = ("role=experts", "role=attention")  # the head node has the experts, so Ray must go by the labels
 _RECIPE = repository() / "recipes" / "disaggregated.yaml"

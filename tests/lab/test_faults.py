@@ -6,17 +6,10 @@ import pytest
 
 from tests.lab.faults import FAULTS
 from tests.lab.host_faults import HOST_FAULTS, on_hosts
-from tests.lab.hosts import why_not
+from tests.lab.hosts import LAB
 from tests.lab.hurt import Moment, here, hurt, undisturbed
 
-_WHY_NOT = why_not()
-pytestmark = [
-    pytest.mark.lab,
-    pytest.mark.slow,
-    pytest.mark.nightly,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT)),
-]
+pytestmark = [pytest.mark.nightly(LAB), pytest.mark.timeout(900)]
 
 _HERE: list[tuple[str, Moment]] = [
     ("a worker is killed", "step"),

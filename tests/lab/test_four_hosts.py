@@ -12,19 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.hosts import Host, hosts, why_not
+from tests.lab.hosts import LAB, Host, hosts
 from tests.lab.outcomes import outcome, run_folder
 from tests.lab.ray_cluster import Cluster, ray_cluster
 from tests.pool import repository
 
-_WHY_NOT = why_not()
-pytestmark = [
-    pytest.mark.lab,
-    pytest.mark.slow,
-    pytest.mark.nightly,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT)),
-]
+pytestmark = [pytest.mark.nightly(LAB), pytest.mark.timeout(900)]
 
 _SIZES = ["cluster.workers=4", "fold.ep=4", "training.micro_batch=4"]
 _SHORT = ["training.stop_after=8", "training.eval_every=4", "training.eval_sequences=32", "checkpoint.every=4"]

@@ -13,18 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.lab.hosts import Host, hosts, why_not
+from tests.lab.hosts import LAB, Host, hosts
 from tests.lab.ray_cluster import Cluster, ray_cluster
 from tests.pool import repository
 
-_WHY_NOT = why_not()
-pytestmark = [
-    pytest.mark.lab,
-    pytest.mark.slow,
-    pytest.mark.nightly,
-    pytest.mark.timeout(1500),
-    pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT)),
-]
+pytestmark = [pytest.mark.nightly(LAB), pytest.mark.timeout(1500)]
 
 STEPS = 400
 RECIPE: dict[str, Any] = {

@@ -11,19 +11,12 @@ from pathlib import Path
 import optuna
 import pytest
 
-from tests.lab.hosts import hosts, why_not
+from tests.lab.hosts import LAB, hosts
 from tests.lab.ray_cluster import ray_cluster
 from tests.pool import repository
 from tuners.record import TrialRecord
 
-_WHY_NOT = why_not()
-pytestmark = [
-    pytest.mark.lab,
-    pytest.mark.slow,
-    pytest.mark.nightly,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT)),
-]
+pytestmark = pytest.mark.nightly(LAB)
 
 _TRIALS = 6
 _SPACE = (

@@ -57,7 +57,7 @@ def test_steps_are_forgotten_from_the_end() -> None:
     assert (len(steps), steps.last) == (0, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly("draws 320,000 steps")
 def test_a_long_run_stays_small_and_quick_to_draw(tmp_path) -> None:
     history, record = History(), step(1, load=[[3, 1, 2, 2], [1, 1, 1, 0]])
     begun = {}
@@ -76,9 +76,9 @@ def test_a_long_run_stays_small_and_quick_to_draw(tmp_path) -> None:
     history.steps._columns["step"][:] = type(column)("d", range(1, 320_001))
     history.speed.times.extend(1e9 + number for number in range(20_001, 320_001))
     history.speed.tokens_per_s.extend([1e4] * 300_000)
-    started = time.monotonic()
+    started = time.process_time()
     draw_loss(history, {"unigram": 4.0}, tmp_path / "loss.png", "run")
     draw_speed(history.speed, tmp_path / "speed.png", "run")
     draw_expert_load(history, tmp_path / "load.png", "run")
     draw_health(history, tmp_path / "health.png", "run")
-    assert time.monotonic() - started < 60
+    assert time.process_time() - started < 60

@@ -45,6 +45,7 @@ def test_mistakes_are_told_before_mlflow_is_asked(
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"], "nothing is left behind"
 
 
+@pytest.mark.gate(1 / 2)
 def test_the_dashboard_tells_programs_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,7 +34,7 @@ _RECIPE = [
     "tune.turns=3", "tune.steps=1", "tune.pairs=2", "tune.prune=null", "tune.sampler=random", f"tune.space={_SPACE}",
 ]  # fmt: skip
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly("two tuners on a PostgreSQL server"), pytest.mark.timeout(900)]
 
 
 @contextmanager

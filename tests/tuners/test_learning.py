@@ -58,6 +58,7 @@ def off(machines: Hardware, measured: list[float]) -> float:
     return sum(abs(math.log(mine / theirs)) for mine, theirs in pairs) / len(measured)
 
 
+@pytest.mark.nightly("learns from many made-up measurements")
 def test_predictions_come_near_to_what_was_measured(tmp_path: Path) -> None:
     told = load_hardware("eos-h100")
     slower = {"exchange": 0.4, "inter": 0.5, "memory": 0.5}
@@ -70,6 +71,7 @@ def test_predictions_come_near_to_what_was_measured(tmp_path: Path) -> None:
     assert yaml.safe_load(path.read_text())["memory_gib"] == told.memory_gib, "data sheets stay"
 
 
+@pytest.mark.gate(1 / 2)
 def test_what_was_measured_as_told_changes_nothing(tmp_path: Path) -> None:
     told = load_hardware("eos-h100")
     better = load_hardware(str(write_corrected_hardware(told, outcome(seconds(told)), tmp_path / "learnt.yaml")))

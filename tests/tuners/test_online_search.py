@@ -26,6 +26,7 @@ def searched(measure: Callable[[int], float], seed: int = 0) -> OnlineSearch:
     return search
 
 
+@pytest.mark.gate(2)
 @pytest.mark.parametrize("seed", range(5))
 def test_eight_samples_come_within_3_percent(seed: int) -> None:
     search = searched(curve, seed)
@@ -52,6 +53,7 @@ def test_the_same_seed_proposes_the_same() -> None:
     assert searched(curve, 3).measured == searched(curve, 3).measured
 
 
+@pytest.mark.gate(2)
 @pytest.mark.parametrize("seed", range(5))
 def test_degrees_and_sizes_together(seed: int) -> None:
     """More pieces hide more communication and take more time to start. The best degree is 4."""

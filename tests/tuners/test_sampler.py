@@ -75,6 +75,7 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.gate(8)
 @pytest.mark.parametrize(("name", "told", "second"), WAYS)
 def test_every_way_of_choosing_hands_out_what_fits_once(name: SamplerName, told: bool, second: bool) -> None:
     """Test with and without predictions, for one and two objectives, beside a running trial and one that did not fit."""
@@ -103,7 +104,10 @@ def test_every_sampler_of_a_recipe_is_there() -> None:
     assert set(SAMPLERS) == set(get_args(SamplerName)) == {name for name, _, _ in WAYS}
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.nightly) if k == "gp" else k for k in SAMPLERS])
+@pytest.mark.gate(1)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.nightly("a minute of fits")) if k == "gp" else k for k in SAMPLERS]
+)
 def test_no_row_is_measured_twice_until_all_are(kind: str) -> None:
     rows = table()
     trials = min(len(rows.rows), 30)
@@ -111,6 +115,7 @@ def test_no_row_is_measured_twice_until_all_are(kind: str) -> None:
     assert len(set(found)) == trials
 
 
+@pytest.mark.gate(1 / 2)
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_a_seed_tells_all(kind: str) -> None:
     assert [each.params for each in run(kind, 8, seed=3).trials] == [each.params for each in run(kind, 8, seed=3).trials]
@@ -130,6 +135,7 @@ WRONG = {
 """Predictions of planners that have a wrong factor for one knob."""
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize("knob", WRONG)
 def test_the_ratio_finds_the_best_where_the_planner_is_wrong(knob: str) -> None:
     """`ratio` finds the best row within eight trials, and the planner's order does not."""
@@ -144,6 +150,7 @@ def gib(row: Setting) -> float:
     return {"sequential": 1.0, "moe_only": 1.3, "stream": 1.8}[row.kind] / row.ep**0.3 * (1.2 if row.sp_bytes == 0 else 1.0)
 
 
+@pytest.mark.gate(1 / 2)
 @pytest.mark.parametrize("told", [True, False], ids=["predicted", "cold"])
 def test_both_time_and_memory_are_looked_for(told: bool) -> None:
     """Trials of a third of the table include the fastest row and the row with the least memory, which differ."""

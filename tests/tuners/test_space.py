@@ -25,6 +25,7 @@ def recipe(workers: int = 4, **space: Any) -> Recipe:
     )
 
 
+@pytest.mark.gate(1 / 2)
 def test_every_row_is_a_legal_recipe_and_each_means_something_else() -> None:
     table = Settings(recipe(sp_bytes=[None, 65536]))
     told = [apply_setting(table.recipe, row) for row in table.rows]
@@ -174,8 +175,8 @@ def test_a_space_that_would_take_hours_is_refused_in_seconds(workers: int, space
             "tune": {"space": space},
         }
     )
-    begin = time.monotonic()
+    begin = time.process_time()
     rule = f"is too many to check, for {workers} workers; list fewer values"
     with pytest.raises(UserError, match=rf"^tune\.space=more than 16384 {what}: {rule}$"):
         Settings(big)
-    assert time.monotonic() - begin < 60
+    assert time.process_time() - begin < 60

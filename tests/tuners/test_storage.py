@@ -65,7 +65,11 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(params=["sqlite", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("journal", "postgresql"))])
+_SERVER = pytest.mark.nightly("starts a PostgreSQL server")
+_FILE = pytest.param("journal", marks=pytest.mark.nightly("the same as with SQLite"))
+
+
+@pytest.fixture(params=["sqlite", _FILE, pytest.param("postgresql", marks=_SERVER)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL of a new storage."""
     if request.param == "postgresql":
@@ -73,6 +77,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return {"sqlite": f"sqlite:///{tmp_path}/tune.db", "journal": f"journal://{tmp_path}/tune.log"}[request.param]
 
 
+@pytest.mark.gate(1 / 4)
 def test_two_tuners_share_a_study(url: str) -> None:
     processes = [multiprocessing.get_context("spawn").Process(target=work, args=(url, 12, 0.5)) for _ in range(2)]
     for process in processes:
@@ -86,6 +91,7 @@ def test_two_tuners_share_a_study(url: str) -> None:
     assert len({each.record.owner for each in trials}) == 2, "both had some"
 
 
+@pytest.mark.gate(1 / 4)
 def test_a_killed_tuner_costs_its_trial_and_nothing_else(url: str) -> None:
     process = multiprocessing.get_context("spawn").Process(target=work, args=(url, 8, 0.5))
     process.start()
@@ -112,7 +118,7 @@ def test_a_killed_tuner_costs_its_trial_and_nothing_else(url: str) -> None:
     assert all(each.params in [other.params for other in kept] for each in lost), "a lost row is measured after all"
 
 
-@pytest.mark.nightly
+@_SERVER
 def test_a_lock_leaves_no_connection(postgres: str) -> None:
     from sqlalchemy import create_engine, text
 

@@ -62,8 +62,7 @@ def _eat_all() -> None:
     bytearray(16 << 30)
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
+@pytest.mark.nightly("a trial hangs until its limit")
 def test_a_sweep_survives_its_trials(ray_session, tmp_path: Path) -> None:
     """One trial runs out of memory, one hangs, one loses a worker. The study keeps the reasons and finds the best."""
     tuner = FoldTuner(recipe(tmp_path, sampler="random", trials=50, trial_s=20), tmp_path, measure_turn=made_up)
@@ -88,7 +87,7 @@ def unwell(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, 
     return Turn([1.0] * steps, peak=1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly("another study on Ray")
 def test_a_recipe_that_does_not_run_itself_is_told_in_one_line(ray_session, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"^the recipe as it stands could not be measured: memory: .*no room"):
         FoldTuner(recipe(tmp_path, sampler="random", trials=3), tmp_path, measure_turn=unwell).fit()
@@ -107,8 +106,7 @@ def killed_late(state: dict[str, Any], given: dict[str, Any], steps: int, keep: 
     return steady(state, given, steps, keep, record)
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
+@pytest.mark.nightly("two studies that lose ranks")
 def test_a_rank_lost_while_the_winner_is_compared(ray_session, tmp_path: Path) -> None:
     """Two losses end the tuner with one line, and the next tuner continues the study. After one loss, a tuner compares again."""
     (tmp_path / "deaths").write_text("3")
@@ -123,7 +121,7 @@ def test_a_rank_lost_while_the_winner_is_compared(ray_session, tmp_path: Path) -
     assert outcome.gain.times == pytest.approx(4)
 
 
-@pytest.mark.slow
+@pytest.mark.gate(1 / 3)
 def test_trials_that_are_surely_slower_are_stopped(ray_session, tmp_path: Path) -> None:
     outcome = FoldTuner(recipe(tmp_path, sampler="random", trials=6, turns=4, prune=1.2), tmp_path, measure_turn=steady).fit()
     stopped = [each for each in outcome.trials if each.state.name == "PRUNED"]
@@ -153,8 +151,7 @@ def roomy(state: dict[str, Any], given: dict[str, Any], steps: int, keep: int, r
     return Turn([0.5 if fast else 4.0 if slow else 2.0] * steps, peak=(3 if fast else 1 if slow else 4) << 30)
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
+@pytest.mark.nightly("another study on Ray")
 def test_memory_may_be_an_objective_too(ray_session, tmp_path: Path) -> None:
     """The best setting is the fastest. The front also has a slow setting with less memory, which was not stopped early."""
     given = recipe(tmp_path, sampler="random", trials=50, prune=1.2, turns=3, second="memory")
@@ -172,8 +169,7 @@ def test_memory_may_be_an_objective_too(ray_session, tmp_path: Path) -> None:
         FoldTuner(recipe(tmp_path, sampler="random", trials=50), tmp_path, measure_turn=roomy).fit()
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
+@pytest.mark.nightly("another study on Ray")
 def test_a_tuner_that_slept_too_long_goes_on(ray_session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another tuner has released the trial meanwhile, so its measurement is dropped, and the study continues."""
     tuner = FoldTuner(recipe(tmp_path, sampler="random", trials=3), tmp_path, measure_turn=steady)
@@ -194,8 +190,7 @@ def test_a_tuner_that_slept_too_long_goes_on(ray_session, tmp_path: Path, monkey
     assert len(outcome.trials) == 4
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
+@pytest.mark.nightly("another study on Ray")
 def test_luck_does_not_win(ray_session, tmp_path: Path) -> None:
     outcome = FoldTuner(recipe(tmp_path, sampler="random", trials=4), tmp_path, measure_turn=lucky).fit()
     assert outcome.best == outcome.table.default
@@ -203,8 +198,7 @@ def test_luck_does_not_win(ray_session, tmp_path: Path) -> None:
     assert outcome.recipe == recipe(tmp_path, sampler="random", trials=4)
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
+@pytest.mark.nightly("a study and a training")
 def test_from_tune_to_train(ray_session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """Run the command with real steps, and train its best recipe."""
     monkeypatch.chdir(tmp_path)
@@ -246,8 +240,7 @@ def test_from_tune_to_train(ray_session, tmp_path: Path, monkeypatch: pytest.Mon
     assert "tune.study=here: is a study of another recipe" in capsys.readouterr().err
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
+@pytest.mark.nightly("a study with DeepSpeed")
 def test_deepspeed_engines_take_turns(ray_session, tmp_path: Path) -> None:
     """With `beside=False`, each engine is closed before the next one starts, also that of the unchanged recipe."""
     space = {**SPACE, "kind": ["sequential", "one_a_one_m"], "degree": [1, 2]}

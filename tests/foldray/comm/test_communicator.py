@@ -106,6 +106,7 @@ def _plain(rank: int, fold: Fold) -> None:
     groups.close()
 
 
+@pytest.mark.gate(1 / 2)
 @pytest.mark.parametrize("fold", FOLDS, ids=lambda fold: f"{fold} {fold.order}")
 def test_collectives_are_their_formulas(ranks, fold: Fold) -> None:
     ranks(4).run(_plain, fold)

@@ -25,7 +25,7 @@ class Operation:
         self.number, self.started, self.release = number, started, threading.Event()
 
     def begin(self) -> Pending:
-        assert self.release.wait(10)
+        assert self.release.wait(60)
         self.started.append(self.number)
         return Pending([], (torch.tensor(self.number),))
 
@@ -66,7 +66,7 @@ def test_the_end_is_told_however_early_somebody_asks(line: Line, asked_before: b
     operation.release.set()
     for future in futures:
         future.wait()
-    assert told.wait(10)
+    assert told.wait(60)
 
 
 def test_an_error_is_raised_where_the_result_is_needed(line: Line) -> None:

@@ -32,6 +32,7 @@ def _refuse(self: Communicator, *_: object) -> None:
     raise RuntimeError("Invalid scalar\ntype")
 
 
+@pytest.mark.gate(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("fold", _FOLDS, ids=str)
 def test_gloo_can_do_all_that_a_fold_needs(ranks, fold: Fold, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from foldray.finding import Problem, blocks_left, find, first_list, lower_bound
@@ -35,6 +35,7 @@ from foldray.schedule import (
 from tests.foldray.blocks import DENSE, MOE
 from tests.foldray.order import check_lists
 from tests.foldray.random_lists import find_at_random, random_cost
+from tests.gate import examples
 
 FLAT = SliceCost(0, 1)
 
@@ -73,8 +74,9 @@ def _layers_by_position(stages: tuple, pp: int) -> list[list[int]]:
     return [[layer for layer, place in enumerate(graph.at) if place.attention == position] for position in range(pp)]
 
 
+@pytest.mark.gate(1 / 6)
 @given(graphs(), st.integers(0, 1 << 30), st.booleans(), st.booleans(), st.sampled_from([0, 0.3, 0.5, 1, 2]))
-@settings(max_examples=25)
+@examples(25)
 def test_any_costs_and_any_memory_give_a_legal_list(graph: StepGraph, seed: int, shared: bool, zeros: bool, ahead: float) -> None:
     cost = random_cost(graph, seed, shared, zeros)
     found = find(graph, cost, ahead)
@@ -104,7 +106,7 @@ def test_any_costs_and_any_memory_give_a_legal_list(graph: StepGraph, seed: int,
 
 
 @given(graphs(), st.integers(0, 1 << 30), st.booleans())
-@settings(max_examples=60)
+@examples(60)
 def test_list_scheduling_has_the_clock_of_the_simulator(graph: StepGraph, seed: int, shared: bool) -> None:
     cost = random_cost(graph, seed, shared)
     problem = Problem(graph, cost)
@@ -124,7 +126,7 @@ def test_list_scheduling_has_the_clock_of_the_simulator(graph: StepGraph, seed: 
 
 
 @given(graphs(), st.integers(0, 1 << 30))
-@settings(max_examples=60)
+@examples(60)
 def test_ops_that_run_again_do_so_late(graph: StepGraph, seed: int) -> None:
     """Whatever the costs, a position makes one state of a kind and micro-batch again at once."""
     graph = replace(graph, recompute=(ATTENTION, EXPERT, FFN))
@@ -136,9 +138,13 @@ def test_ops_that_run_again_do_so_late(graph: StepGraph, seed: int) -> None:
                 assert alive[op.kind, op.micro_batch] <= 1, op
 
 
-def test_experts_with_positions_of_their_own() -> None:
+@pytest.mark.gate(1 / 2)
+@pytest.mark.parametrize("micro_batches", [2, pytest.param(6, marks=pytest.mark.nightly("a long search"))])
+def test_experts_with_positions_of_their_own(micro_batches: int) -> None:
     stages, places = ((MOE,), (MOE,), (MOE,), (MOE,)), tuple(Place(layer % 2, 2 + layer % 2) for layer in range(4))
-    graph = StepGraph(stages, slice_sequence("token_uniform", 16, 1, FLAT), 2, 6, places=places, later=(EXPERT, ATTENTION))
+    graph = StepGraph(
+        stages, slice_sequence("token_uniform", 16, 1, FLAT), 2, micro_batches, places=places, later=(EXPERT, ATTENTION)
+    )
     cost = random_cost(graph, 3, shared=False)
     found = find(graph, cost)
     check(graph, found.schedule)
@@ -146,6 +152,7 @@ def test_experts_with_positions_of_their_own() -> None:
     assert found.bound <= found.seconds <= found.named_seconds
 
 
+@pytest.mark.gate(1 / 2)
 def test_a_list_that_was_found_before_is_kept_if_it_is_faster() -> None:
     graph = small(blocks=2, micro_batches=3)
     cost = random_cost(graph, 1, False)
@@ -157,7 +164,7 @@ def test_a_list_that_was_found_before_is_kept_if_it_is_faster() -> None:
 
 
 @given(graphs(), st.integers(0, 1 << 30), st.integers(0, 2))
-@settings(max_examples=60)
+@examples(60)
 def test_a_quick_list_is_legal(graph: StepGraph, seed: int, ahead: int) -> None:
     cost = random_cost(graph, seed, True)
     schedule = first_list(graph, cost, ahead)
@@ -166,8 +173,9 @@ def test_a_quick_list_is_legal(graph: StepGraph, seed: int, ahead: int) -> None:
     assert seconds_of(graph, schedule, cost) >= lower_bound(Problem(graph, cost)) * (1 - 1e-9)
 
 
-def test_the_same_arguments_give_the_same_list() -> None:
-    graph = small(blocks=2, micro_batches=3, degree=2)
+@pytest.mark.parametrize("blocks", [1, pytest.param(2, marks=pytest.mark.nightly("two long searches"))])
+def test_the_same_arguments_give_the_same_list(blocks: int) -> None:
+    graph = small(blocks, micro_batches=3, degree=2)
     assert find(graph, random_cost(graph, 1, True)) == find(graph, random_cost(graph, 1, True))
 
 
@@ -223,6 +231,7 @@ def faster_exists(problem: Problem, most: int, limit: float) -> bool:
     return go(0, {}, 0.0, 0.0, left, {})
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize("seed", range(16))
 def test_small_graphs_have_no_list_that_is_much_faster(seed: int) -> None:
     """Within 5 % of the best list, found by trying all of them."""

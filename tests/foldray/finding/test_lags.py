@@ -72,6 +72,7 @@ def test_an_open_lag_runs_as_the_usual_one_until_then() -> None:
     assert position_list(GRAPH, 0, with_costs) == position_list(GRAPH, 0, usual)
 
 
+@pytest.mark.gate(1 / 2)
 @pytest.mark.parametrize("fold", [{"ep": 2}, {"pp": 2}], ids=["ep", "pp"])
 def test_training_with_chosen_lags_equals_one_process(ranks, fold: dict[str, int]) -> None:
     recipe = make_recipe(2, fold, schedule={"kind": "stream", "degree": 4})

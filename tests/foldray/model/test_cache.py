@@ -26,6 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
 SLICES: list[list[int]] = [[1] * LENGTH, [9] + [1] * 14, [4, 1, 12, 1, 1, 4], [LENGTH]]
 
 
+@pytest.mark.gate(12)
 @pytest.mark.parametrize("slices", SLICES, ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_logits_are_those_of_whole_sequences(model: str, slices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

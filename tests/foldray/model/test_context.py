@@ -58,6 +58,7 @@ def _worst(results: Any) -> float:
     return float(torch.tensor(results).max())  # unlike Python's max, this keeps NaN
 
 
+@pytest.mark.gate(3)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cp", [1, 2, 4])
@@ -126,6 +127,7 @@ def _sent(rank: int, cp: int, mode: Mode, dtype: torch.dtype) -> list[dict[str, 
     return counts
 
 
+@pytest.mark.gate(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("cp", [2, 4])
 def test_bytes_are_those_of_the_formula(ranks, cp: int, dtype: torch.dtype) -> None:

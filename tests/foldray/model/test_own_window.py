@@ -19,7 +19,6 @@ from foldray.schedule import SliceCost, named_ordering
 from foldray.timeline import draw_text
 from foldray.windows import FULL, find_window
 from tests.foldray.parity import MODEL, make_recipe, one_process, train, worst
-from tests.rotation import rotated
 
 NAME = "tests.foldray.model.striding:STRIDES"
 WINDOWS = [FULL.name, "sliding:6", "chunked:8", NAME]
@@ -42,7 +41,9 @@ _TRAINED = [
 ]
 
 
-@pytest.mark.parametrize(("fold", "schedule", "documents"), rotated(4, _TRAINED, [False, True]), ids=str)
+@pytest.mark.gate(1)
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("fold", "schedule"), _TRAINED, ids=str)
 def test_it_trains(ranks, fold: dict[str, int], schedule: dict[str, Any], documents: bool) -> None:
     model = {"windows": [NAME, "sliding:6", "full"], "value_dim": 4, "layers": 3}
     recipe = make_recipe(4, fold, model=model, schedule=schedule)

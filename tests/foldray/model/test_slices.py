@@ -16,7 +16,6 @@ from foldray.model.shards import gather_chunks, scatter_chunks
 from foldray.model.sight import Sight
 from foldray.model.slices import KeysAndValues, slice_attention
 from tests.foldray.model.sequences import ALL, HEADS, Asked, B, D, L, data_of, reference, sights
-from tests.rotation import rotated
 
 WHOLE = Asked()
 CUTS = [(48,), (24, 24), (16, 24, 8), (8, 8, 16, 8, 8), (40, 8)]
@@ -78,7 +77,9 @@ def worst(results: Any) -> float:
     return float(torch.tensor(results).max())  # unlike Python's max, this keeps NaN
 
 
-@pytest.mark.parametrize(("heads", "cp"), rotated(3, [(heads,) for heads in HEADS], [1, 2, 4]))
+@pytest.mark.gate(1)
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("heads", HEADS)
 def test_output_and_gradients_are_those_of_whole_sequences(ranks, cp: int, heads: tuple[int, int]) -> None:
     assert worst(ranks(4).run(parity, cp, heads, torch.float64, ALL)) <= 1e-12
 

@@ -204,17 +204,18 @@ def test_one_rank_alone_sends_nothing() -> None:
     check([found], FOLDS[1])
 
 
+@pytest.mark.gate(1 / 5)
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_round_trips_restore_tokens_and_gradients_and_send_what_the_volumes_says(ranks, world: int) -> None:
     check(ranks(world).run(round_trips, FOLDS[world], timeout=240), FOLDS[world])
 
 
+@pytest.mark.gate(1 / 2)
 def test_round_trips_over_folds_in_other_orders(ranks) -> None:
     check(ranks(8).run(round_trips, MIXED, timeout=240), MIXED)
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
+@pytest.mark.nightly("sixteen ranks")
 def test_round_trips_over_sixteen_ranks() -> None:
     folds = [Fold(16, ep=4, etp=4), Fold(16, tp=4, ep=4, etp=4, moe_order="ep-etp-edp-pp")]
     pool = RankPool(16)

@@ -177,6 +177,7 @@ def test_tutel_copies_bfloat16_exactly_and_rounds_sums_once(topk: int) -> None:
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.gate(3)
 @pytest.mark.parametrize("kind", ["sequential", "moe_only", "aaam", "one_a_one_m", "stream"])
 @pytest.mark.parametrize("name", ["tutel", "deepspeed"])
 def test_backends_train_under_expert_parallelism(ranks, name: str, kind: str) -> None:

@@ -120,6 +120,7 @@ def both_ways(rank: int, fold: Fold, router: dict[str, Any], tokens: int) -> tup
     return found[0], found[1]
 
 
+@pytest.mark.gate(2)
 @pytest.mark.parametrize("router", [{}, {"capacity_factor": 0.5}], ids=["dropless", "dropping"])
 @pytest.mark.parametrize(
     "sizes",

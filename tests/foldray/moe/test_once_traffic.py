@@ -85,6 +85,7 @@ def measured(rank: int, ranks: int, topk: int, inside: int = 1) -> Measured:
     return Measured(sent, routing.expert_TK.tolist())
 
 
+@pytest.mark.gate(4)
 @pytest.mark.parametrize("ranks_of_group", [2, 4, 8])
 @pytest.mark.parametrize("topk", [2, 4, 6, 8])
 def test_bytes_are_those_of_the_formula_and_of_the_routing(ranks: Any, ranks_of_group: int, topk: int) -> None:
@@ -109,6 +110,7 @@ def test_bytes_are_those_of_the_formula_and_of_the_routing(ranks: Any, ranks_of_
         assert a_token == pytest.approx(D * (R - 1) / R, abs=error), stage
 
 
+@pytest.mark.gate(2)
 @pytest.mark.parametrize(("R", "inside"), [(4, 2), (8, 2), (8, 4)])
 @pytest.mark.parametrize("topk", [2, 4, 6, 8])
 def test_a_token_travels_once_to_each_node_and_from_there_once_to_each_rank(ranks: Any, R: int, inside: int, topk: int) -> None:

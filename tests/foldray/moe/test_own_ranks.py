@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from foldray.comm import Groups
@@ -15,6 +15,7 @@ from foldray.fold import Fold
 from foldray.fold.routes import Routes
 from foldray.moe.apart import ExpertExchange, TokenExchange
 from foldray.moe.once import Chosen, Encoded, encode
+from tests.gate import examples
 
 K, LOCAL = 2, 2  # experts per token, experts per rank
 
@@ -38,7 +39,7 @@ def routed(rank: int, ranks: int, tokens: int, dropping: bool = False) -> tuple[
     st.sampled_from([1, 2]), st.integers(1, 4), st.integers(1, 2), st.integers(1, 3),
     st.integers(0, 9), st.booleans(),
 )  # fmt: skip
-@settings(max_examples=150)
+@examples(150)
 def test_rows_are_conserved_on_every_route(tp, cp, dp, pp, etp, ep, edp, expert_pp, tokens, dropping) -> None:
     """Every copy of the experts' inputs has each kept assignment of its senders once, and nothing else."""
     experts = etp * ep * edp * expert_pp
@@ -135,6 +136,7 @@ def _same_place(fold: Fold, rank: int, position: int) -> int:
     return found
 
 
+@pytest.mark.gate(3)
 @pytest.mark.parametrize("fold", FOLDS, ids=str)
 @pytest.mark.parametrize("empty", [False, True], ids=["rows", "no rows"])
 def test_sums_of_powers_name_who_sent_what_to_whom(ranks, fold: Fold, empty: bool) -> None:

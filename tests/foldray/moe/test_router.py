@@ -128,6 +128,9 @@ def routes(rank: int) -> list[dict[tuple[str, int, int], Routed]]:
     return found
 
 
+_FOLDS_OF_8 = pytest.mark.nightly("routes under all folds of eight ranks; the trainings below are in the gate")
+
+
 @pytest.fixture(scope="module")
 def routed(ranks: Any) -> Any:
     """The results by fold, then by rank."""
@@ -146,6 +149,7 @@ def kept(sizes: dict, found: Any, asked: tuple[str, int, int]) -> Tensor:
     return keep_BLK > 0
 
 
+@_FOLDS_OF_8
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_who_is_dropped_of_a_whole_sequence_depends_on_no_fold(routed, micro_batch: int) -> None:
     for d, drop in enumerate(DROPS):
@@ -159,6 +163,7 @@ def test_who_is_dropped_of_a_whole_sequence_depends_on_no_fold(routed, micro_bat
             assert found[0][asked].capacity == (rows if drop["pad"] else None)
 
 
+@_FOLDS_OF_8
 def test_who_is_dropped_of_a_sub_sequence_depends_on_the_fold(routed) -> None:
     for d, drop in enumerate(DROPS):
         one = route(GROUPS, 2, drop_scope="sub_sequence", **drop)
@@ -166,6 +171,7 @@ def test_who_is_dropped_of_a_sub_sequence_depends_on_the_fold(routed) -> None:
             assert not torch.equal(kept(sizes, found, ("sub_sequence", 2, d)), one.keep_BsK), f"{sizes}, {drop}"
 
 
+@_FOLDS_OF_8
 @pytest.mark.parametrize("micro_batch", [1, 2, 8])
 def test_balance_terms_and_their_gradients_depend_neither_on_the_fold_nor_on_the_micro_batch(routed, micro_batch: int) -> None:
     one = route(GROUPS, 8)
@@ -193,6 +199,7 @@ def _train(ranks: Any, world: int, recipes: list[Recipe]) -> list[list[dict[str,
     return [list(results) for results in zip(*ranks(world).run(trainings, recipes), strict=True)]
 
 
+@pytest.mark.gate(1 / 3)
 @pytest.mark.parametrize("drop", [{"drop": "probability", "pad": True}, {"drop": "position"}], ids=lambda drop: drop["drop"])
 def test_training_that_drops_of_whole_sequences_does_not_depend_on_the_fold(ranks, drop: dict) -> None:
     model = {"router": {"capacity_factor": 1.0, "drop_scope": "sequence", "balance_loss": 0.1, **drop}}
@@ -203,6 +210,7 @@ def test_training_that_drops_of_whole_sequences_does_not_depend_on_the_fold(rank
         assert difference <= 1e-10, f"{where}, {recipe.fold}"
 
 
+@pytest.mark.gate(1 / 4)
 def test_training_that_drops_of_sub_sequences_depends_on_the_fold(ranks) -> None:
     model = {"router": {"capacity_factor": 1.0, "drop_scope": "sub_sequence"}}
     recipes = [make_recipe(4, fold, model=model) for fold in TRAINED]
@@ -211,9 +219,8 @@ def test_training_that_drops_of_sub_sequences_depends_on_the_fold(ranks) -> None
         assert worst(found, reference, relative=False)[0] > 1e-6, recipe.fold
 
 
-@pytest.mark.parametrize(
-    "micro_batch", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 4, 8]
-)
+@pytest.mark.gate(1 / 5)
+@pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
 def test_balanced_training_depends_neither_on_the_fold_nor_on_the_micro_batch(ranks, micro_batch: int) -> None:
     model = {"router": {"balance_loss": 1.0, "z_loss": 0.1}}
     folds = [{"tp": 2, "cp": 2, "ep": 4}, {"cp": 4, "etp": 4}, {"pp": 2, "tp": 2, "ep": 2}]
@@ -228,6 +235,7 @@ def test_balanced_training_depends_neither_on_the_fold_nor_on_the_micro_batch(ra
             assert np.array(part["losses"]) == pytest.approx(np.array(reference["losses"]), abs=1e-10)
 
 
+@pytest.mark.gate(1 / 6)
 def test_the_bias_moves_once_per_step_by_the_counts_of_all_ranks(ranks) -> None:
     model = {"router": {"score": "sigmoid", "normalize": True, "bias_rate": 0.25}}
     folds = [{"ep": 4}, {"tp": 2, "cp": 2, "ep": 2}, {"pp": 2, "cp": 2, "etp": 2}, {"pp": 2, "ep": 2}]

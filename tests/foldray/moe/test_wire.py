@@ -91,6 +91,7 @@ def run(rank: int, fold: Fold, wire: Any, way: Any) -> list[torch.Tensor]:
     return [out_BSH.detach(), *found]
 
 
+@pytest.mark.gate(2)
 @pytest.mark.parametrize(("sizes", "way"), [
     ({"ep": 4}, "assignment"), ({"ep": 4}, "rank"), ({"ep": 4, "ep_inside": 2}, "rank"), ({"ep": 2, "etp": 2}, "assignment"),
 ], ids=str)  # fmt: skip

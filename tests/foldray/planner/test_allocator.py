@@ -27,6 +27,7 @@ def best(allocations: Iterator[Allocation]) -> tuple[float, float]:
     return least, max(sum(1 / side for side in each.sides) for each in found if each.seconds <= least * (1 + 2e-6))
 
 
+@pytest.mark.gate(97)
 @pytest.mark.parametrize("seed", range(200))
 def test_the_program_finds_the_best_of_all_allocations(seed: int) -> None:
     draw = random.Random(seed)

@@ -24,6 +24,7 @@ MODEL = ModelSpec(
 )
 
 
+@pytest.mark.gate(2)
 @pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("axes", [{"ep": 8}, {"pp": 2, "ep": 4}, {"pp": 4, "ep": 2}, {"tp": 2, "ep": 4, "etp": 2}], ids=str)
 def test_a_quick_prediction_is_near_that_of_a_longer_search(axes: dict[str, int], degree: int) -> None:
@@ -34,6 +35,7 @@ def test_a_quick_prediction_is_near_that_of_a_longer_search(axes: dict[str, int]
     assert listed.over_bound >= 1
 
 
+@pytest.mark.gate(1 / 2)
 @pytest.mark.parametrize(("pp", "virtual_stages"), [(1, 1), (2, 1), (2, 2), (4, 2), (4, 1)])
 @pytest.mark.parametrize("degree", [1, 2])
 def test_the_ledger_counts_the_blocks_of_the_pipelines_own_order(pp: int, virtual_stages: int, degree: int) -> None:

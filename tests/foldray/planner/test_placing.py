@@ -34,6 +34,7 @@ MODEL = ModelSpec(preset="deepseek-moe", layers=5)
 SPACE = Space(Job(MODEL, 4096, 256), load_hardware("h800"), 16, micro_batches=(1,))
 
 
+@pytest.mark.nightly("predicts every placement")
 def test_what_the_search_leaves_out_is_slower() -> None:
     best = search_placements(SPACE, 1)[0]
     fastest = min((_placed(work, SPACE, True) for work in _works(SPACE)), key=lambda each: each.seconds)
@@ -41,6 +42,7 @@ def test_what_the_search_leaves_out_is_slower() -> None:
     assert best.seconds == pytest.approx(_best_order(fastest, SPACE).seconds)
 
 
+@pytest.mark.nightly("predicts many placements in whole")
 def test_bounds_hold_and_short_steps_stand_for_long_ones() -> None:
     for work in list(_works(SPACE))[::4]:
         whole = whole_seconds(work.candidate, work)
@@ -57,6 +59,7 @@ def test_ops_run_again_where_memory_needs_it() -> None:
     assert best.candidate.ordering.recompute
 
 
+@pytest.mark.gate(1 / 2)
 def test_fewer_micro_batches_are_alive_where_memory_needs_it() -> None:
     """With two positions of each side, four, three and two micro-batches are tried, and each needs less memory than before."""
     pinned = replace(SPACE, pins={"tp": 1, "pp": 2, "ep": 4}, recompute=((), ("expert",)))
@@ -101,6 +104,7 @@ def test_a_dense_model_is_refused() -> None:
         roofline(Space(Job(ModelSpec(preset="deepseek-moe", layers=1), 4096, 256), SPACE.hardware, 16))
 
 
+@pytest.mark.nightly("two searches of placements")
 def test_the_command_compares_and_names_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text(

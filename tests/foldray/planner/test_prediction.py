@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from foldray.blueprint import ModelSpec
@@ -20,6 +20,7 @@ from foldray.planner.prediction import Step, predict, straggling
 from foldray.planner.whole import simulate_step, whole_seconds
 from foldray.schedule import Ordering, Overlap, Reduction, SliceCost, slice_sequence, step_schedule
 from foldray.timeline import simulate
+from tests.gate import examples
 
 MODEL = ModelSpec.model_validate({"preset": "mixtral-8x22b", "layers": 8})
 FOLDS: list[dict[str, int]] = [
@@ -44,6 +45,7 @@ def candidate(kind: str, degree: int, fold: dict[str, int], batch: int = 16, vir
     return Candidate(Job(more.pop("model", MODEL), 4096, batch), Fold(8, **fold), ordering, virtual_stages=virtual, **more)
 
 
+@pytest.mark.gate(10)
 @pytest.mark.parametrize("fold", FOLDS, ids=str)
 @pytest.mark.parametrize(("kind", "degree"), [("sequential", 1), ("moe_only", 2), ("aaam", 2), ("one_a_one_m", 4)])
 def test_parts_make_the_whole(kind: str, degree: int, fold: dict[str, int]) -> None:
@@ -87,6 +89,7 @@ def test_parts_are_close_to_the_whole_where_blocks_overlap(kind: str, degree: in
 REDUCTIONS = [Reduction("end"), Reduction("buckets"), Reduction("chunks", 16 << 20), Reduction("chunks", 64 << 20)]
 
 
+@pytest.mark.gate(27)
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
 @pytest.mark.parametrize("fold", [{"ep": 8}, {"tp": 2, "ep": 4}, {"pp": 2, "ep": 2}, {"pp": 2, "ep": 4}], ids=str)
 @pytest.mark.parametrize(("kind", "degree"), [("sequential", 1), ("moe_only", 4), ("stream", 4)])
@@ -144,7 +147,7 @@ FASTER = st.sampled_from(["memory_gb_s", "intra", "inter", "bf16"])
 
 @given(st.sampled_from(FOLDS), st.sampled_from([("sequential", 1), ("one_a_one_m", 4)]), FASTER, st.floats(1.0, 16.0),
        st.sampled_from([0.0, 0.5, 1.0]))  # fmt: skip
-@settings(max_examples=60)
+@examples(60)
 def test_better_hardware_never_costs_time(
     fold: dict[str, int], how: tuple[str, int], what: str, times: float, crowding: float
 ) -> None:

@@ -83,18 +83,16 @@ CASES = [
     Case("qwen3-30b-a3b", 8, {"ep": 8}, 1, 1, "assignment", "float8"),
     Case("gpt-oss-20b", 8, {"ep": 8, "tp": 2}, 0, 1, "rank", "float8"),
 ]
-QUICK = {("qwen3-30b-a3b", 1), ("qwen2-57b-a14b", 2), ("gpt-oss-120b", 0), ("mixtral-8x22b-g8t8", 0), ("deepseek-v3", 1)}
 
 
 def cases(chosen: Any = lambda case: True) -> Any:
-    """Parametrize a test with cases; a normal run takes a few of them."""
+    """Parametrize a test with cases, few of which are in the gate."""
     found = [
-        pytest.param(case, marks=() if (case.preset, case.zero) in QUICK else pytest.mark.nightly,
-                     id=f"{case.preset}-{'-'.join(f'{key}{size}' for key, size in case.sizes.items())}-zero{case.zero}"
+        pytest.param(case, id=f"{case.preset}-{'-'.join(f'{key}{size}' for key, size in case.sizes.items())}-zero{case.zero}"
                      + ("-once" if case.dispatch == "rank" else "") + (f"-{case.wire}" if case.wire else ""))
         for case in CASES if chosen(case)
     ]  # fmt: skip
-    return pytest.mark.parametrize("case", found)
+    return lambda test: pytest.mark.gate(2)(pytest.mark.parametrize("case", found)(test))
 
 
 class Compared(NamedTuple):
@@ -153,7 +151,7 @@ def test_activations(case: Case) -> None:
     assert found.memory.activations == pytest.approx(kept(found))
 
 
-@pytest.mark.nightly
+@pytest.mark.gate(1)
 @pytest.mark.parametrize("cp", [1, 2])
 def test_activations_of_slices(cp: int) -> None:
     """Before the first piece of the head, all slices have gone through the block."""

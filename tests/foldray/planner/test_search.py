@@ -46,12 +46,13 @@ def test_folds_are_all_that_divide_the_model_and_the_batch() -> None:
     assert set(space().folds()) == legal
 
 
+@pytest.mark.gate(1 / 5)
 @pytest.mark.parametrize(
     ("gpus", "changes"),
     [
         (1, {}),
         (4, {}),
-        pytest.param(8, {}, marks=pytest.mark.nightly),
+        pytest.param(8, {}, marks=pytest.mark.nightly("all candidates for 8 GPUs are predicted")),
         (4, {"model": {"dense_first": 1}}),  # dense and MoE blocks; only the first position has a dense one
         (4, {"model": {"mtp_depth": 1}}),  # the last position has one more block, a second head, and the embedding
         (4, {"model": {"moe_every": 2}}),  # with virtual stages, each position may have one kind of block only

@@ -28,6 +28,7 @@ FOLDS = [
 ]
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize(("fold", "zero"), FOLDS, ids=[str(fold) for fold, _ in FOLDS])
 def test_planned_bytes_are_counted_bytes(fold: Fold, zero: int) -> None:
     """The planner lets TP gather once more in backward than a step does."""

@@ -25,6 +25,7 @@ def batches_of(vocab: int, number: int = 2) -> list[Batch]:
     return [Batch(text[:, :-1], text[:, 1:]) for text in (sample(step, 2, LENGTH + 1, vocab) for step in range(number))]
 
 
+@pytest.mark.gate(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_is_an_ordinary_module(name: str) -> None:
     """Gradients accumulate and scale in `parameter.grad` as with any module. Hooks fire once per step."""
@@ -45,6 +46,7 @@ def test_a_step_is_an_ordinary_module(name: str) -> None:
     torch.testing.assert_close(step(batches).double(), language, rtol=0, atol=1e-6)
 
 
+@pytest.mark.gate(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_evaluation_gives_the_training_losses_and_keeps_nothing(name: str) -> None:
     model = model_of(dtype=torch.float64)
@@ -86,6 +88,7 @@ def traced(rank: int, name: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_op_is_recorded_in_the_lists_order(ranks, name: str) -> None:
     for found in ranks(2).run(traced, name):

@@ -70,6 +70,7 @@ def test_work_is_shared_out_evenly(work: list[int], ranks: int) -> None:
     assert max(loads) - min(loads) <= max(work, default=0)
 
 
+@pytest.mark.nightly("trains for seven seconds")
 def test_a_small_training_lowers_the_loss() -> None:
     optimizer = {"kind": "muon", "lr": 0.02, "weight_decay": 0.1, "clip": 1.0}
     recipe = make_recipe(1, optimizer=optimizer, precision="float32", model={"init_std": 0.02})

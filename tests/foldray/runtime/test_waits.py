@@ -88,6 +88,7 @@ def compare(found: list[Ran], waits: Mapping[str, int | None]) -> None:
         assert waits.get(op, 0) in (None, len(places)), f"{op}: {places}"
 
 
+@pytest.mark.gate(5)
 @pytest.mark.parametrize("name", CASES)
 def test_no_op_waits_for_the_device_but_for_counts(ranks, name: str) -> None:
     case = CASES[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from foldray.kinds import WITH_WEIGHTS
@@ -13,6 +13,7 @@ from foldray.schedule import COMPUTE, Op, Overlap, Place, Slicing, StepGraph, ch
 from foldray.schedule.af_pipe import af_pipe, chain
 from tests.foldray.blocks import DENSE, MOE
 from tests.foldray.order import check_lists
+from tests.gate import examples
 
 WHOLE = Slicing((8,), (8,))
 
@@ -25,6 +26,7 @@ def apart(layers: int, attention: int, experts: int, micro_batches: int = 1, **c
     return StepGraph(stages, changes.pop("slicing", WHOLE), attention, micro_batches, places=places, **changes)
 
 
+@pytest.mark.gate(1 / 2)
 @given(
     st.lists(st.sampled_from([DENSE, MOE, MOE]), min_size=1, max_size=6),
     st.integers(1, 3),
@@ -39,7 +41,7 @@ def apart(layers: int, attention: int, experts: int, micro_batches: int = 1, **c
     st.integers(1, 3),
     st.sets(st.sampled_from(WITH_WEIGHTS)),
 )
-@settings(max_examples=300)
+@examples(300)
 def test_any_placement_passes_the_checker_and_ends(
     blocks, attention, experts, micro_batches, slicing, ragged, gathers, recompute, backward, alive, parts, later
 ) -> None:

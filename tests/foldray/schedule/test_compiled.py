@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from foldray.blueprint import Maker
@@ -34,6 +34,7 @@ from foldray.schedule import (
 from foldray.schedule.step_ops import Place
 from tests.foldray.blocks import DENSE, MOE
 from tests.foldray.schedule.plain_clock import plain_times
+from tests.gate import examples
 
 LENGTH = 48
 SECONDS = st.one_of(st.integers(0, 4).map(float), st.floats(0.0, 4.0))  # whole numbers make equal times
@@ -94,7 +95,7 @@ def assert_equal(graph: Any, schedule: Schedule, cost: Any) -> None:
 @pytest.mark.parametrize("lanes", [["link"], ["intra", "inter"]], ids=str)
 @pytest.mark.parametrize("kind", OVERLAPS)
 @given(st.data())
-@settings(max_examples=15)
+@examples(15)
 def test_steps_run_as_on_the_plain_clock(kind: str, lanes: list[str], data: st.DataObject) -> None:
     """Test all overlap kinds, 1F1B and interleaved 1F1B, and reductions, with shared lanes."""
     graph = drawn_graph(kind, data)
@@ -106,7 +107,7 @@ def test_steps_run_as_on_the_plain_clock(kind: str, lanes: list[str], data: st.D
 
 @pytest.mark.parametrize("kind", OVERLAPS)
 @given(st.data())
-@settings(max_examples=10)
+@examples(10)
 def test_one_pass_is_enough_where_no_lane_is_shared(kind: str, data: st.DataObject) -> None:
     graph = drawn_graph(kind, data)
     schedule = step_schedule(graph, Overlap(kind, 1))
@@ -136,7 +137,7 @@ def test_a_lane_is_shared_if_two_queues_use_it_at_one_position() -> None:
 
 
 @given(st.data())
-@settings(max_examples=30)
+@examples(30)
 def test_pipelines_run_as_on_the_plain_clock(data: st.DataObject) -> None:
     pp, virtual = data.draw(st.sampled_from([(2, 1), (3, 1), (4, 1), (2, 2), (3, 2)]))
     graph = PipelineGraph(pp, pp * data.draw(st.integers(1, 3)), virtual)

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from foldray.finding import Problem
@@ -34,6 +34,7 @@ from foldray.schedule import (
 )
 from tests.foldray.blocks import DENSE, FURTHER, MOE
 from tests.foldray.order import check_lists
+from tests.gate import examples
 
 COST = SliceCost.of_model(64, 4)
 LETTERS = {
@@ -143,7 +144,7 @@ BLOCKS = st.lists(st.sampled_from([DENSE, MOE]), min_size=1, max_size=3).map(tup
     st.booleans(), st.sets(st.sampled_from(["attention", "ffn", "expert"])), st.booleans(), st.integers(1, 4), st.booleans(),
     st.sets(st.sampled_from(WITH_WEIGHTS)), st.integers(0, 2),
 )  # fmt: skip
-@settings(max_examples=200)
+@examples(200)
 def test_whatever_is_generated_passes_the_checker(
     length,
     degree,

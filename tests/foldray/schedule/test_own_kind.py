@@ -43,6 +43,7 @@ def test_it_is_drawn():
     assert "D dispatch" in draw_text(GRAPH, simulated.spans)
 
 
+@pytest.mark.gate(1 / 2)
 @pytest.mark.parametrize("fold", [{"ep": 2}, {"tp": 2, "ep": 2}], ids=str)
 def test_it_trains(ranks, fold: dict[str, int]):
     workers = 4 if "tp" in fold else 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from foldray.blueprint import GradientPart, ModelSpec, Ownership
@@ -32,6 +32,7 @@ from foldray.schedule import (
 from foldray.timeline import Recording, op_costs, simulate
 from tests.foldray.blocks import DENSE, MOE
 from tests.foldray.parity import MODEL
+from tests.gate import examples
 
 PARTS = st.lists(st.integers(0, 300), max_size=8).map(
     lambda sizes: [GradientPart(size, (("attention", number),)) for number, size in enumerate(sizes)]
@@ -125,7 +126,7 @@ def clock_of(graph: StepGraph, costs: OpCosts) -> Any:
     st.sampled_from(list(OVERLAPS)), st.sampled_from(REDUCTIONS), st.integers(1, 4), st.integers(1, 3),
     st.one_of(st.none(), st.integers(1, 2000)), st.booleans(), st.sampled_from([1, 2]), SECONDS, st.integers(1, 3),
 )  # fmt: skip
-@settings(max_examples=150)
+@examples(150)
 def test_every_list_with_reductions_is_legal(kind, reduction, degree, batch_degree, most, ragged, pp, seconds, lag) -> None:
     batch_degree = 1 if kind == "sequential" else batch_degree
     stages = ((MOE, DENSE), (DENSE, MOE))[:pp]
@@ -176,7 +177,7 @@ CASES = (
 
 
 @given(*CASES, st.floats(0.0, 2.0))
-@settings(max_examples=120)
+@examples(120)
 def test_no_all_to_all_waits_longer_than_one_chunk(kind, degree, batch_degree, most, seconds, per_byte, startup) -> None:
     batch_degree = 1 if kind == "sequential" else batch_degree
     graph, costs = graph_of(kind, degree, batch_degree, most), costs_of(seconds, startup, per_byte)
@@ -197,7 +198,7 @@ def waits(graph: StepGraph, spans: dict[Op, Span]) -> list[float]:
 
 
 @given(*CASES)
-@settings(max_examples=120)
+@examples(120)
 def test_chunks_are_never_later_than_one_reduction_at_the_end(kind, degree, batch_degree, most, seconds, per_byte) -> None:
     """FlowMoE's theorem 1. It assumes that a reduction takes no time to start."""
     batch_degree = 1 if kind == "sequential" else batch_degree

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from foldray.finding import best_overlaps
@@ -25,6 +25,7 @@ from foldray.schedule import (
 from foldray.schedule.slicing import SliceCost
 from foldray.timeline import Recording, length, merged, replay, simulate
 from tests.foldray.blocks import DENSE, MOE
+from tests.gate import examples
 
 
 def graph_of(degree: int = 2, blocks: tuple = (MOE,), **more: Any) -> StepGraph:
@@ -82,7 +83,7 @@ SECONDS = st.fixed_dictionaries(
 
 
 @given(SECONDS, st.sampled_from(list(OVERLAPS)), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.floats(1.0, 4.0))
-@settings(max_examples=60)
+@examples(60)
 def test_no_step_beats_the_bound_and_bandwidth_never_costs_time(seconds, kind, degree, lag, other, faster) -> None:
     cut = slice_sequence("time_uniform", 40, degree, SliceCost(1, 1))
     if kind == "moe_only":
@@ -136,7 +137,7 @@ def test_hosts_need_not_share_a_clock(ahead: tuple[float, ...]) -> None:
 
 
 @given(SECONDS, st.integers(2, 5))
-@settings(max_examples=20)
+@examples(20)
 def test_the_best_ways_are_as_fast_as_any_pair(seconds, degree) -> None:
     cut = slice_sequence("time_uniform", 40, degree, SliceCost(1, 1))
     graph, cost = StepGraph(((MOE, DENSE, MOE),), cut, ragged=False), cost_of(seconds)

@@ -195,6 +195,7 @@ KINDS = [(*kind, True) for kind in EARLY] + [(*kind, False) for kind in LATE]
 """Name, damage, the damaged file, a part of the message, and whether the driver finds the damage before workers start."""
 
 
+@pytest.mark.gate(20)
 @pytest.mark.parametrize(("damage", "file", "what", "early"), [kind[1:] for kind in KINDS], ids=[kind[0] for kind in KINDS])
 def test_damage_is_named(run: Path, damage: Damage, file: str, what: str, early: bool) -> None:
     folder = run / "step_00000003"

@@ -81,15 +81,13 @@ def undisturbed() -> dict[str, Any]:
     return train(0, _recipe(1, {}), _SAVED + _THEN)
 
 
-@pytest.mark.parametrize(
-    ("writer", "reader"),
-    [pytest.param(*pair, marks=() if number % 6 == 0 else pytest.mark.nightly) for number, pair in enumerate(_PAIRS)],
-    ids=_name,
-)
+@pytest.mark.gate(1 / 2)
+@pytest.mark.parametrize(("writer", "reader"), _PAIRS, ids=_name)
 def test_a_checkpoint_goes_on_under_another_fold(ranks, undisturbed, tmp_path: Path, writer: tuple, reader: tuple) -> None:
     _check(ranks, undisturbed, tmp_path, _recipe(*writer), _recipe(*reader, seed=1))
 
 
+@pytest.mark.gate(1 / 3)
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [

@@ -31,9 +31,9 @@ def _fail_once(state: dict[str, Any], rank: int) -> int:
 
 def test_every_rank_knows_its_place_and_that_it_sees_one_device(pair: Ranks) -> None:
     """Each actor sees only its own GPU, as number 0. DeepSpeed takes LOCAL_RANK as the number of the GPU."""
-    assert pair.call(_world, timeout=60) == [(0, "0", "2", "0"), (1, "1", "2", "0")]
+    assert pair.call(_world, timeout=240) == [(0, "0", "2", "0"), (1, "1", "2", "0")]
 
 
 def test_a_rank_that_fails_is_told_in_one_line(pair: Ranks) -> None:
     with pytest.raises(RankFailure, match="failed: ValueError: not today"):
-        pair.call(_fail_once, 1, timeout=60)
+        pair.call(_fail_once, 1, timeout=240)

@@ -19,7 +19,7 @@ from ray.train.v2._internal.execution.context import DistributedContext
 from foldray.cli import main
 from foldray.fold import Edges, Flow, Fold
 from tests.foldray.parity import make_recipe
-from tests.trainers.driver.test_train import _MODEL
+from tests.trainers.driver.runs import MODEL
 from trainers.cluster import seating
 from trainers.cluster.seating import NODE_ID, Host, Seating, chosen_nodes, seated, traffic_of
 
@@ -126,7 +126,7 @@ def on_several_nodes(nodes: str, what: str, folder: Path) -> dict[str, Any]:
     for i in range(3):
         (folder / f"{i}.txt").write_text("".join(f"{i} times {j} is {i * j}. " for j in range(2000)))
     recipe = {
-        "name": "test", "model": _MODEL,
+        "name": "test", "model": MODEL,
         "data": {"source": "text", "path": str(folder / "*.txt"), "seq_len": 32, "validation": {"fraction": 0.3}},
         "fold": {"tp": 2, "ep": 2, "order": "dp-cp-tp-pp", "moe_order": "edp-ep-etp-pp"},
         "training": {"steps": 3, "global_batch": 8, "micro_batch": 2, "eval_sequences": 4},
@@ -140,8 +140,7 @@ def on_several_nodes(nodes: str, what: str, folder: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
+@pytest.mark.nightly("a Ray cluster of its own, and two trainings")
 def test_a_training_on_unequal_nodes_has_its_groups_together(tmp_path: Path) -> None:
     found = on_several_nodes("1,2,1", "train", tmp_path)
     together = {order: sum(run["nodes"][a] == run["nodes"][b] for a, b in ((0, 2), (1, 3))) for order, run in found.items()}
@@ -157,8 +156,7 @@ def test_a_training_on_unequal_nodes_has_its_groups_together(tmp_path: Path) -> 
     assert sent["ray"]["across_bytes"] == 2 * sent["foldray"]["across_bytes"] == 2 * sent["foldray"]["inside_bytes"]
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
+@pytest.mark.nightly("a Ray cluster of its own")
 def test_actors_have_nodes_that_hold_their_groups(tmp_path: Path) -> None:
     found = on_several_nodes("3,3", "start", tmp_path)
     ray, foldray = found["ray"]["nodes"], found["foldray"]["nodes"]

@@ -9,7 +9,6 @@ import lzma
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -68,6 +67,7 @@ def test_cut_and_damaged_files_are_one_line(tmp_path: Path, ending: str, kind: s
             documents(path, kind)
 
 
+@pytest.mark.gate(1 / 2)
 def test_a_file_that_expands_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "_MOST_DOCUMENT", 1 << 20)
     monkeypatch.setattr(rows, "_LONGEST_LINE", 1 << 20)
@@ -86,6 +86,7 @@ def test_a_file_uri_is_a_path(tmp_path: Path) -> None:
     assert documents(f"file://{tmp_path}/a%20b.jsonl") == LINES
 
 
+@pytest.mark.gate(2)
 @pytest.mark.parametrize(
     ("pattern", "told"),
     [
@@ -99,16 +100,15 @@ def test_a_file_uri_is_a_path(tmp_path: Path) -> None:
 def test_stores_that_cannot_be_read_are_one_line(pattern: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(key, "hush")
-    began = time.monotonic()
     with pytest.raises(UserError) as error:
         find("data.path", pattern)
     line = str(error.value)
     assert told in line
     assert "\n" not in line
     assert "hush" not in line
-    assert time.monotonic() - began < 40
 
 
+@pytest.mark.gate(1 / 2)
 def test_a_store_that_stays_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "_REACHED_S", 4.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -161,6 +161,7 @@ def s3() -> Iterator[str]:
         yield server.options
 
 
+@pytest.mark.gate(1 / 2)
 def test_files_of_s3(s3: str) -> None:
     found = find("data.path", f"s3://texts/*.jsonl*{s3}")
     assert [(place.path, place.name, place.size) for place in found][:1] == [(f"s3://texts/a.jsonl{s3}", "a.jsonl", len(JSONL))]

@@ -66,6 +66,7 @@ def whole(storage: Path, ray_session: None) -> Any:
     return fit(recipe_of(storage))
 
 
+@pytest.mark.nightly("another training")
 def test_a_run_reports_the_tokens_that_count(storage: Path, whole: Any) -> None:
     run, history = whole, whole.folder.history
     (cache,) = (storage / "runs" / "data").iterdir()
@@ -84,6 +85,7 @@ def test_a_run_reports_the_tokens_that_count(storage: Path, whole: Any) -> None:
     assert {Path(picture).name for picture in run.summary.pictures} >= {"loss.png", "expert_load.png"}
 
 
+@pytest.mark.nightly("two trainings more")
 def test_a_run_goes_on_at_the_same_conversation(storage: Path, whole: Any) -> None:
     first = fit(recipe_of(storage, stop_after=3))
     second = fit(recipe_of(storage), resume=first.folder.path.name)

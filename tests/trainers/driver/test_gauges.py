@@ -27,7 +27,7 @@ def scraped(port: int, run: str) -> dict[str, dict[str, float]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly("waits until Ray exports its metrics")
 def test_prometheus_reads_the_figures_of_a_run(ray_session) -> None:
     gauges, port = Gauges("run-7"), ray.nodes()[0]["MetricsExportPort"]
     record: Any = {**step(3, loss=2.5), "mfu": None}
@@ -40,7 +40,7 @@ def test_prometheus_reads_the_figures_of_a_run(ray_session) -> None:
     deadline = time.monotonic() + 90
     while "ray_foldray_waiting" not in (found := scraped(port, "run-7")):
         assert time.monotonic() < deadline, "no gauge of the run came"
-        time.sleep(1)
+        time.sleep(0.2)
     key = ""  # the run as a whole
     assert found["ray_foldray_step"][key] == 3
     assert found["ray_foldray_loss"][key] == 2.5
@@ -53,9 +53,9 @@ def test_prometheus_reads_the_figures_of_a_run(ray_session) -> None:
     assert set(found) <= known
 
 
-@pytest.mark.slow
 def test_a_checkpoint_grows_older_while_no_step_ends(ray_session, monkeypatch: pytest.MonkeyPatch) -> None:
     now, gauges = time.time(), Gauges("run-8")
+    monkeypatch.setattr(time, "time", lambda: now)
     seen: dict[str, object] = {}
     monkeypatch.setattr(Gauges, "_set", lambda self, name, value, rank=None: seen.update({name: value}))
     gauges.receive(saved(2))

@@ -94,7 +94,7 @@ def test_signals_and_the_end_of_the_parent_reach_it(place: Path, sign: signal.Si
     wait_for(place / "log", "waits")
     os.kill(parent.pid, sign)
     wait_for(place / "log", "TERM")
-    assert parent.wait(20) == (143 if sign == signal.SIGTERM else -9)
+    assert parent.wait(120) == (143 if sign == signal.SIGTERM else -9)
 
 
 def test_a_process_that_was_told_to_stop_does_not_begin_again(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +106,7 @@ def test_a_process_that_was_told_to_stop_does_not_begin_again(place: Path, capfd
     )
     wait_for(place / "log", "waits")
     os.kill(parent.pid, signal.SIGTERM)
-    assert parent.wait(20) == 143
+    assert parent.wait(120) == 143
     assert capfd.readouterr().err == (
         "foldray: the process of the training ended before it had stopped in order; to go on: foldray train RECIPE --resume r-1\n"
     )
@@ -126,7 +126,7 @@ def test_a_checkpoint_of_a_uri_with_a_query_is_progress(place: Path) -> None:
 
 
 def wait_for(path: Path, text: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (path.exists() and text in path.read_text()):
         assert time.monotonic() < deadline, f"no {text}"
         time.sleep(0.05)

@@ -10,16 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import yaml
 
 from foldray.cli import main
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from tests.trainers.checkpoints.damage import shards_of
 from tests.trainers.data.chats import CHATS, make_tokenizer
-from tests.trainers.driver.test_train import _MODEL, fit, losses, recipe, same
-from trainers.checkpoints import tensors
+from tests.trainers.driver.runs import MODEL, fit, losses, recipe, same, weights
 from trainers.checkpoints.stored import look
 from trainers.data.mixture import Mixture, opened
 from trainers.data.prepare import prepare
@@ -58,14 +55,6 @@ def mixed(storage: Path, shares: tuple[float, float] = (0.75, 0.25), **sections:
     return recipe(storage, data=data, engine={"kind": "torch"}, training=training, checkpoint=checkpoint, **sections)
 
 
-def weights(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return the weights and the optimizer state after the last step."""
-    stored = look(Folder(str(trainer.run.folder.path / f"step_{STEPS:08d}")))
-    state = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in stored.contents.tensors.items()}
-    tensors.load(stored, shards_of(state), None)
-    return state
-
-
 @pytest.fixture(scope="module")
 def whole(storage: Path, ray_session: None) -> Any:
     """An uninterrupted run."""
@@ -78,6 +67,7 @@ def data_of(storage: Path, given: Recipe) -> Mixture:
     return found
 
 
+@pytest.mark.nightly("another training")
 def test_a_run_reports_every_source(storage: Path, whole: Any) -> None:
     history, data = whole.run.folder.history, data_of(storage, mixed(storage))
     assert len(data.parts["few"].train) < STEPS * 8 / 4 / 2  # more than two epochs
@@ -94,16 +84,18 @@ def test_a_run_reports_every_source(storage: Path, whole: Any) -> None:
     assert whole.run.summary.bigram_bpb is not None
 
 
+@pytest.mark.nightly("two trainings more")
 def test_a_run_goes_on_at_the_same_sample(storage: Path, whole: Any) -> None:
     """Under the same fold, the results have the same bits."""
     first = fit(mixed(storage, training={"stop_after": STOP}))
     second = fit(mixed(storage), resume=first.run.folder.path.name)
     assert losses(second) == losses(whole)
-    assert same(weights(second), weights(whole))
+    assert same(weights(second, STEPS), weights(whole, STEPS))
     stored = look(Folder(str(first.run.folder.path / f"step_{STOP:08d}"))).progress
     assert (stored.step, stored.data) == (STOP, data_of(storage, mixed(storage)).folder.name)
 
 
+@pytest.mark.nightly("another training")
 def test_another_fold_goes_on_at_the_same_sample(storage: Path, whole: Any) -> None:
     """The checkpoint knows nothing of the mixture but its step."""
     path = Path(shutil.copytree(whole.run.folder.path, storage / "other-fold"))
@@ -114,6 +106,7 @@ def test_another_fold_goes_on_at_the_same_sample(storage: Path, whole: Any) -> N
     assert second.run.folder.history.resumes == [STOP]
 
 
+@pytest.mark.nightly("another training")
 @pytest.mark.parametrize("shares", [(0.5, 0.5), (0.75, 0.26)])
 def test_other_weights_are_other_data(storage: Path, whole: Any, shares: tuple[float, float]) -> None:
     with pytest.raises(UserError, match=r"^resume=.*: was trained on other data, other weights of sources, or other"):
@@ -137,7 +130,7 @@ def test_conversations_mix_with_text(storage: Path) -> None:
         (storage / f"{name}.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
     chats = {"source": "conversations", "path": f"{storage}/chats.jsonl", "validation": {"path": f"{storage}/other.jsonl"}}
     given = {
-        "model": {**_MODEL, "vocab": 1000}, "training": {"steps": 2},
+        "model": {**MODEL, "vocab": 1000}, "training": {"steps": 2},
         "data": {"tokenizer": f"{storage}/tokenizer", "seq_len": 64, "sources": {
             "sums": {"source": "text", "path": f"{storage}/texts/*.txt"}, "chats": chats,
         }},

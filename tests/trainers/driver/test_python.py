@@ -21,7 +21,7 @@ from trainers.data.packed import PackedData
 from trainers.driver.recorder import read_history
 from trainers.records import REPORTED
 
-pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("ray_session")]
 
 TEXTS = [f"{i} times {j} is {i * j}. " * 3 for i in range(20) for j in range(20)]
 RECIPE: dict[str, Any] = {
@@ -157,6 +157,7 @@ def test_a_dataset_trains_as_its_documents_in_files_would(result: Result, place:
     assert whole[:, :-1].flatten().tolist() == stream[: whole[:, :-1].numel()]
 
 
+@pytest.mark.gate(1 / 4)
 def test_a_model_is_loaded_in_another_process(result: Result, place: Path) -> None:
     script = (
         "from trainers import Model\n"
@@ -170,6 +171,7 @@ def test_a_model_is_loaded_in_another_process(result: Result, place: Path) -> No
     assert done.stdout.splitlines() == [own] * 2
 
 
+@pytest.mark.nightly("another training")
 def test_another_filesystem_takes_a_run_that_starts_from_a_checkpoint(
     result: Result, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

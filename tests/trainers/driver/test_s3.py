@@ -19,8 +19,7 @@ from tests.s3 import ENVIRONMENT, NO_MOTO, S3, moto_server, s3_server
 from trainers.history import History
 
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.nightly,
+    pytest.mark.nightly("trainings that write to a store"),
     pytest.mark.timeout(600),
     pytest.mark.skipif(moto_server() is None, reason=NO_MOTO),
 ]
@@ -101,10 +100,8 @@ def test_a_server_that_is_gone_ends_a_training_with_one_line(place: Path, s3: S3
         assert process.poll() is None
         time.sleep(0.5)
     s3.process.kill()
-    began = time.monotonic()
     said = process.communicate(timeout=300)[1]
     assert process.returncode == 1
-    assert time.monotonic() - began < 180
     (line,) = [line for line in said.splitlines() if line.startswith("foldray: training failed")]
     assert "s3" in line.lower() or "storage" in line, line
 

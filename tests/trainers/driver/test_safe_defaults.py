@@ -129,7 +129,7 @@ def short() -> Iterator[Path]:
         yield Path(place)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("starts a Ray of its own")
 def test_a_training_writes_only_where_the_user_says(short: Path) -> None:
     """The rest is Ray's session, its token, and a list of fonts; no file has a secret of the environment."""
     work, home, temporary = (short / name for name in ("work", "home", "tmp"))

@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,16 +107,14 @@ def test_no_line_of_error_holds_the_password(
         monkeypatch.setattr(ray, "is_initialized", lambda: False)  # otherwise the session's cluster is used
     monkeypatch.setattr(joining, "_ANSWER_S", 1.0)
     capfd.readouterr()
-    began = time.monotonic()
     assert main(["train", "recipe.yaml", override]) == 2
-    seconds, (out, line) = time.monotonic() - began, capfd.readouterr()
+    out, line = capfd.readouterr()
     assert line.startswith("foldray: ")
     assert line.count("\n") == 1
     assert "***" in line
     assert "hush" not in out + line
     assert ("holds a password, a key or a token" in line) == ("storage" in override)
     assert ("lacks its secret" in line) == ("***" in override)
-    assert seconds < 15
     assert not files_with("hush", place)
 
 
@@ -170,8 +167,7 @@ def test_a_job_is_not_sent_with_a_password(
     assert error.count("\n") == 1
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
+@pytest.mark.nightly("a whole training")
 def test_a_training_leaves_no_password_anywhere(
     ray_session: None, place: Path, tracked: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,6 +188,7 @@ def test_a_training_leaves_no_password_anywhere(
     assert "tracking.uri=http://***@127.0.0.1:9: lacks its secret" in capfd.readouterr().err
 
 
+@pytest.mark.gate(1 / 3)
 def test_workers_are_told_no_password(ray_session: None, place: Path, tracked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
@@ -207,8 +204,7 @@ def test_workers_are_told_no_password(ray_session: None, place: Path, tracked: s
     assert "HUSH" not in "".join(told)
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
+@pytest.mark.nightly("a whole study")
 def test_a_study_leaves_no_password_anywhere(
     ray_session: None, place: Path, tracked: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,10 +254,8 @@ def test_a_storage_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatc
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never answers
         uri = f"s3://b/x?endpoint_override=127.0.0.1:{silent.getsockname()[1]}&scheme=http"
         recipe = Recipe.parse({"model": {"preset": "tiny"}, "cluster": {"storage": uri}})
-        began = time.monotonic()
         with pytest.raises(UserError, match=r"^cluster\.storage=s3://b/x.* \(no answer in 2 s\)"):
             run_storage.storage_folder(recipe)
-        assert time.monotonic() - began < 5
 
 
 def test_a_folder_may_be_given_as_a_uri(tmp_path: Path) -> None:

@@ -60,7 +60,6 @@ def replaced(number: signal.Signals) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_data_are_prepared_ends(
     ray_session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals

@@ -20,9 +20,9 @@ from ray.train import RunConfig, ScalingConfig
 from foldray.cli import main
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from tests.trainers.checkpoints.damage import flipped, shards_of
+from tests.trainers.checkpoints.damage import flipped
+from tests.trainers.driver.runs import STEPS, fit, losses, recipe, same, weights
 from trainers import FoldTrainer, Model
-from trainers.checkpoints import tensors
 from trainers.checkpoints.reported import LIST
 from trainers.checkpoints.stored import look
 from trainers.data.packed import PackedData
@@ -33,80 +33,17 @@ from trainers.health import Health
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
-STEPS, BEFORE, STOP = 60, 20, 25
-_MODEL = {
-    "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_hidden": 64, "experts": 4, "topk": 2,
-    "expert_hidden": 48, "vocab": 264, "moe_every": 1,
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("storage")
-    texts = folder / "texts"
-    texts.mkdir()
-    for i in range(4):
-        (texts / f"{i}.txt").write_text("".join(f"{i} times {j} is {i * j}. " for j in range(2000)))
-    return folder
-
-
-def recipe(storage: Path, **sections: Any) -> Recipe:
-    base: dict[str, Any] = {
-        "name": "test",
-        "model": _MODEL,
-        "data": {"source": "text", "path": str(storage / "texts" / "*.txt"), "seq_len": 32, "validation": {"fraction": 0.3}},
-        "fold": {"ep": 2},
-        "optimizer": {"lr": 3e-3},
-        "training": {"steps": STEPS, "global_batch": 8, "micro_batch": 2, "eval_sequences": 24},
-        "checkpoint": {"every": 10},
-        "cluster": {"workers": 2, "storage": str(storage)},
-    }
-    return Recipe.parse(
-        {key: {**base.get(key, {}), **sections.get(key, {})} if key != "name" else "test" for key in base | sections}
-    )
-
-
-def fit(recipe: Recipe, **options: Any) -> FoldTrainer:
-    trainer = FoldTrainer(recipe, **options)
-    trainer.fit()
-    return trainer
-
-
-def losses(trainer: FoldTrainer) -> list[float]:
-    assert trainer.run is not None
-    steps = trainer.run.folder.history.steps
-    assert sorted(steps) == list(range(1, len(steps) + 1))
-    return [steps[step]["loss"] for step in sorted(steps)]
-
-
-def weights(trainer: FoldTrainer) -> dict[str, torch.Tensor]:
-    """Return the weights and the optimizer state of a run's last checkpoint."""
-    assert trainer.run is not None
-    stored = look(Folder(str(trainer.run.folder.path / f"step_{STEPS:08d}")))
-    state = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in stored.contents.tensors.items()}
-    tensors.load(stored, shards_of(state), None)
-    return state
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
-@pytest.fixture(scope="module", params=["deepspeed", pytest.param("torch", marks=pytest.mark.nightly)])
-def engine(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return {"engine": {"kind": request.param}}
-
-
-@pytest.fixture(scope="module")
-def whole(engine: dict[str, Any], storage: Path, ray_session: None) -> FoldTrainer:
-    """An uninterrupted run."""
-    return fit(recipe(storage, **engine))
+BEFORE, STOP = 20, 25
 
 
 @pytest.fixture(scope="module")
 def stopped(engine: dict[str, Any], storage: Path, ray_session: None) -> FoldTrainer:
     """The same run, stopped early."""
     return fit(recipe(storage, **engine, training={"stop_after": STOP}))
+
+
+def other(engine: dict[str, Any]) -> dict[str, Any]:
+    return {"engine": {"kind": {"deepspeed": "torch", "torch": "deepspeed"}[engine["engine"]["kind"]]}}
 
 
 def copied(trainer: FoldTrainer, name: str) -> Path:
@@ -164,24 +101,24 @@ def test_the_run_record_agrees_with_the_fold_that_explain_shows(whole: FoldTrain
 
 
 def test_a_run_begins_with_weights_of_transformers(engine: dict, whole: FoldTrainer, storage: Path, tmp_path: Path) -> None:
-    """The weights of a run leave for transformers, and another fold begins with them."""
+    """The weights of a run leave for transformers, and another fold and engine begin with them."""
     pytest.importorskip("transformers")
     assert whole.run is not None
     assert main(["export-hf", str(whole.run.folder.path), str(tmp_path / "hub")]) == 0
     training = {"steps": 1, "weights": str(tmp_path / "hub")}
-    begun = fit(recipe(storage, **engine, training=training, optimizer={"lr": 1e-6}, fold={"ep": 1, "tp": 2}))
+    begun = fit(recipe(storage, **other(engine), training=training, optimizer={"lr": 1e-6}, fold={"ep": 1, "tp": 2}))
     assert begun.run is not None
     assert begun.run.summary.val_bpb == pytest.approx(whole.run.summary.val_bpb, rel=1e-3)
     with pytest.raises(UserError, match=r"means model\.layers=2, and the recipe's model has 3"):
         fit(recipe(storage, **engine, training=training, model={"layers": 3}))
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("another training")
 def test_the_same_seed_gives_identical_losses(whole: FoldTrainer, stopped: FoldTrainer) -> None:
     assert losses(stopped) == losses(whole)[:STOP]
 
 
-@pytest.mark.nightly  # a killed worker, below, needs the same from a checkpoint
+@pytest.mark.nightly("another training; a killed worker needs the same from a checkpoint")
 def test_stopping_and_resuming_changes_no_bit(engine: dict, whole: FoldTrainer, stopped: FoldTrainer, storage: Path) -> None:
     second = fit(recipe(storage, **engine), resume=copied(stopped, f"again-{engine['engine']['kind']}").name)
     assert second.run is not None
@@ -198,7 +135,7 @@ def test_a_killed_worker_costs_nothing_before_the_last_checkpoint(engine: dict, 
     killer = threading.Thread(target=_kill_rank_1_after, args=(trainer, 30), daemon=True)
     killer.start()
     trainer.fit()
-    killer.join(10)
+    killer.join()
     assert trainer.run is not None
     assert len(trainer.run.folder.history.resumes) == 1, "the worker must have been killed in mid-run"
     assert trainer.run.folder.history.resumes[0] >= 10
@@ -219,35 +156,35 @@ def _kill_rank_1_after(trainer: FoldTrainer, step: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("two trainings more; test_reshard.py has the same without Ray")
 def test_a_checkpoint_loads_under_another_fold_and_engine(
     engine: dict, whole: FoldTrainer, stopped: FoldTrainer, storage: Path
 ) -> None:
     """Two ranks with half of the experts each save the checkpoint. One rank with the other engine loads it."""
-    other = {"deepspeed": "torch", "torch": "deepspeed"}[engine["engine"]["kind"]]
-    changed = recipe(storage, engine={"kind": other}, fold={"ep": 1}, cluster={"workers": 1}, training={"stop_after": STOP + 15})
-    second = fit(changed, resume=copied(stopped, f"other-{other}").name)
+    changed = recipe(storage, **other(engine), fold={"ep": 1}, cluster={"workers": 1}, training={"stop_after": STOP + 15})
+    second = fit(changed, resume=copied(stopped, f"other-{engine['engine']['kind']}").name)
     assert losses(second) == pytest.approx(losses(whole)[: STOP + 15], rel=1e-4)
 
 
+@pytest.mark.nightly("another training; test_resuming.py has all but the training")
 def test_a_run_goes_on_from_its_newest_undamaged_checkpoint(
-    engine: dict, whole: FoldTrainer, stopped: FoldTrainer, storage: Path, caplog: pytest.LogCaptureFixture
+    engine: dict, whole: FoldTrainer, storage: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The newest checkpoint is damaged, and Ray's list of checkpoints, too. The run ends like the uninterrupted run."""
-    folder = copied(stopped, f"damaged-{engine['engine']['kind']}")
-    victim = next((folder / f"step_{STOP:08d}").glob("*.distcp"))
+    folder = copied(whole, f"damaged-{engine['engine']['kind']}")
+    victim = next((folder / f"step_{STEPS:08d}").glob("*.distcp"))
     victim.write_bytes(victim.read_bytes()[:-100])
     (folder / LIST).write_text("{")
     second = fit(recipe(storage, **engine), resume=folder.name)
-    assert rf"its checkpoint step_{STOP:08d} is damaged: {victim.name} has " in caplog.text
+    assert rf"its checkpoint step_{STEPS:08d} is damaged: {victim.name} has " in caplog.text
     assert second.run is not None
-    assert second.run.folder.history.resumes == [BEFORE]
+    assert second.run.folder.history.resumes == [STEPS - 10]
     assert losses(second) == losses(whole)
     assert same(weights(second), weights(whole))
     assert not second.attempts
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("two trainings more")
 def test_a_new_run_begins_where_a_damaged_one_was_whole(
     engine: dict, whole: FoldTrainer, stopped: FoldTrainer, storage: Path
 ) -> None:
@@ -268,7 +205,7 @@ def test_a_new_run_begins_where_a_damaged_one_was_whole(
     assert (read_run(second.run.folder.path) or {})["started_from"] == str(offered)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("two trainings more")
 def test_damage_that_only_workers_find_costs_an_attempt(
     storage: Path, whole: FoldTrainer, stopped: FoldTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,7 +232,7 @@ def test_a_run_stopped_before_its_first_checkpoint_begins_again_where_it_began(s
     assert (told.value.field, told.value.value) == ("from", origin)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("another training; test_python.py passes Ray's configurations as well")
 def test_rays_own_configurations_are_taken(storage: Path) -> None:
     trainer = FoldTrainer(
         recipe(storage, training={"steps": 2}, fold={"ep": 1}),

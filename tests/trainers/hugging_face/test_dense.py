@@ -63,7 +63,8 @@ def losses(rank: int, recipe: Recipe, steps: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.nightly("many steps on four ranks")
+@pytest.mark.parametrize("steps", [20, 200])
 def test_training_goes_on_from_the_dense_loss(tmp_path: Path, ranks: Any, steps: int) -> None:
     """Under TP2, EP2 and ETP2. Random text has a loss of ln 320 at best, and an untrained model more."""
     theirs = saved(tmp_path / "hub", "Llama", DENSE)

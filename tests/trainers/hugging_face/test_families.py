@@ -17,7 +17,6 @@ from foldray.model import Cache
 from foldray.moe import TokenPiece
 from foldray.runtime import state_pieces
 from tests.foldray.parity import IGNORED, batches, go_on, sample, weights
-from tests.rotation import rotated
 from tests.trainers.checkpoints.damage import shards_of
 from tests.trainers.hugging_face import oracle
 from tests.trainers.hugging_face.oracle import ALL, FAMILIES, by_our_names, filled, loaded, mean_loss, saved, widened
@@ -68,6 +67,7 @@ def test_logits_and_gradients(tmp_path: Path, family: str, sizes: dict[str, Any]
     groups.close()
 
 
+@pytest.mark.gate(9)
 @pytest.mark.parametrize(("family", "sizes"), ALL)
 def test_logits_in_single_precision(tmp_path: Path, family: str, sizes: dict[str, Any]) -> None:
     """As a user has them: transformers' own code in float32, rotary tables and norms included."""
@@ -82,6 +82,7 @@ def test_logits_in_single_precision(tmp_path: Path, family: str, sizes: dict[str
     groups.close()
 
 
+@pytest.mark.gate(4)
 @pytest.mark.parametrize(("family", "sizes"), ALL)
 def test_greedy_generation(tmp_path: Path, family: str, sizes: dict[str, Any]) -> None:
     """Both have a cache of keys and values."""
@@ -109,7 +110,9 @@ def trained(rank: int, recipe: Recipe) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("family", "sizes", "name", "workers", "sections"), rotated(14, FAMILIES, FOLDS))
+@pytest.mark.gate(1 / 2)
+@pytest.mark.parametrize(("name", "workers", "sections"), FOLDS)
+@pytest.mark.parametrize(("family", "sizes"), FAMILIES)
 def test_a_step_under_every_fold(
     tmp_path: Path, ranks: Any, family: str, sizes: dict[str, Any], name: str, workers: int, sections: dict[str, Any]
 ) -> None:
@@ -127,6 +130,7 @@ def test_a_step_under_every_fold(
                 torch.testing.assert_close(tensor, expected[parameter][box], atol=1e-9, rtol=1e-9, msg=f"{parameter} on {name}")
 
 
+@pytest.mark.gate(3)
 @pytest.mark.parametrize(("family", "sizes"), ALL)
 def test_import_and_export_change_no_bit(tmp_path: Path, family: str, sizes: dict[str, Any]) -> None:
     from safetensors.torch import load_file
@@ -195,12 +199,14 @@ def curve(rank: int, recipe: Recipe, steps: int, masked: bool) -> list[float]:
     return losses
 
 
-_LONG = pytest.mark.nightly
+_LONG = pytest.mark.nightly("100 steps of two models")
 
 
+@pytest.mark.gate(1 / 2)
 @pytest.mark.parametrize(("family", "masked", "steps"), [
-    ("Qwen3Moe", False, 20), ("Mixtral", True, 20), pytest.param("Mixtral", False, 100, marks=_LONG),
-    pytest.param("Qwen3Moe", False, 100, marks=_LONG), pytest.param("Qwen3Moe", True, 100, marks=_LONG),
+    ("Qwen3Moe", False, 20), ("Mixtral", True, 20),
+    pytest.param("Mixtral", False, 100, marks=_LONG), pytest.param("Qwen3Moe", False, 100, marks=_LONG),
+    pytest.param("Qwen3Moe", True, 100, marks=_LONG),
 ])  # fmt: skip
 def test_a_training_is_that_of_plain_pytorch(tmp_path: Path, ranks: Any, family: str, masked: bool, steps: int) -> None:
     """AdamW on two ranks with EP. If targets are masked, the ranks have different numbers of them."""

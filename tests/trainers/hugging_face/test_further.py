@@ -69,6 +69,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) ->
     save_file(found, folder / "out" / "model.safetensors", {"format": "pt"})
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_import_and_export_keep_every_bit(tmp_path: Path, name: str) -> None:
     model = MODELS[name]

@@ -42,6 +42,7 @@ def held(rank: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     return {key: each for key, each in found.items() if key.startswith("model/")}
 
 
+@pytest.mark.gate(1 / 2)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_every_rank_of_a_fold_reads_its_boxes(tmp_path: Path, ranks: Any, zero: int) -> None:
     saved(tmp_path / "hub", "Glm4Moe", GLM, max_shard_size="20KB")
@@ -130,6 +131,7 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.gate(11)
 @pytest.mark.parametrize("case", BAD)
 def test_a_folder_that_cannot_be_imported(tmp_path: Path, capsys: pytest.CaptureFixture, case: str) -> None:
     """One line says why, and nothing is written."""
@@ -215,7 +217,7 @@ def growth(rank: int, recipe: Recipe) -> tuple[int, int]:
     return most[0] - before, max(tensor.numel() * 4 for tensor in state.values())
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("writes a model of 2 GiB")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_reading_takes_no_memory_beyond_the_largest_tensor(tmp_path: Path, ranks: Any, workers: int) -> None:
     torch.manual_seed(1)

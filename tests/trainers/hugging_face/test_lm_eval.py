@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,6 @@ import yaml
 from foldray.cli import main
 from tests.trainers.hugging_face.test_export import make_run
 from trainers import Model
-
-pytest.importorskip("accelerate")
-lm_eval = pytest.importorskip("lm_eval")
-lm_tasks = pytest.importorskip("lm_eval.tasks")
 
 QUESTIONS = [
     {"question": "2 times 3 is", "choices": ["6", "seven", "naïve"], "answer": 0},
@@ -29,7 +26,16 @@ ROLLING = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_ta
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def lm_eval() -> Any:
+    if not all(map(find_spec, ("lm_eval", "accelerate"))):
+        pytest.skip("needs lm-evaluation-harness")
+    import lm_eval.tasks
+
+    return lm_eval
+
+
+@pytest.fixture(scope="module")
+def place(lm_eval: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run, its export, and two tasks over local files."""
     folder = tmp_path_factory.mktemp("lm-eval")
     make_run(folder / "run", precision="float32")
@@ -44,13 +50,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def evaluated(place: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def evaluated(lm_eval: Any, place: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that runs a task on the exported model, and returns the results and the samples."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(place / "cache"))
 
     def run(task: str, **model: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        tasks = lm_tasks.TaskManager(include_path=str(place / "tasks"))
+        tasks = lm_eval.tasks.TaskManager(include_path=str(place / "tasks"))
         given = {"pretrained": str(place / "out"), **model}
         found = lm_eval.simple_evaluate("hf", given, tasks=[task], task_manager=tasks, device="cpu", bootstrap_iters=0)
         return found["results"][task], found["samples"][task]

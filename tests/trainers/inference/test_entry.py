@@ -63,6 +63,7 @@ def test_a_terminal_gets_no_control_characters(monkeypatch: pytest.MonkeyPatch, 
     assert capsys.readouterr().out == "a\x1b[2J\tb\na�[2J\tb\n"
 
 
+@pytest.mark.nightly("two processes that load a model")
 def test_a_reader_that_goes_ends_it(step: str) -> None:
     command = [sys.executable, "-m", "foldray", "generate", step, "--prompt", "hello", "--tokens", "16000000", "--top-k", "1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}

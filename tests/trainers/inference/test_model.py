@@ -43,6 +43,7 @@ def greedy(wrote: Transformer, ids: list[int], tokens: int) -> list[int]:
     return [*ids, SEPARATOR][: [*ids, SEPARATOR].index(SEPARATOR, 1)]
 
 
+@pytest.mark.gate(1 / 2)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_greedy_continuation_is_that_of_the_logits(tmp_path: Path, model: str) -> None:
     found, wrote = made(tmp_path, **MODELS[model])

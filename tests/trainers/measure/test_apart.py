@@ -53,12 +53,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "torch": {"kind": "torch"}, "deepspeed": {"kind": "deepspeed", "zero": 0}, "deepspeed-1": {"kind": "deepspeed", "zero": 1},
     "deepspeed-2": {"kind": "deepspeed", "zero": 2},
 }  # fmt: skip
-ALWAYS = {("2:2", "torch"), ("1:2", "deepspeed-1"), ("4:4", "deepspeed-2"), ("2:2, two stages each", "torch")}
-PAIRS = [
-    pytest.param(name, engine, marks=() if (name, engine) in ALWAYS else pytest.mark.nightly)
-    for name in PLACEMENTS
-    for engine in ENGINES
-]
 
 
 def compare(rank: int, recipe: Recipe) -> dict[str, Any] | None:
@@ -81,7 +75,9 @@ def found(ranks: Any, recipe: Recipe) -> Any:
     return compared(recipe, ranks(recipe.cluster.workers).run(compare, recipe)[0])
 
 
-@pytest.mark.parametrize(("name", "engine"), PAIRS)
+@pytest.mark.gate(1)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", PLACEMENTS)
 def test_every_placement_agrees_with_one_process(ranks, name: str, engine: str) -> None:
     result = found(ranks, PLACEMENTS[name].recipe(ENGINES[engine]))
     assert result.passed, result
@@ -89,10 +85,9 @@ def test_every_placement_agrees_with_one_process(ranks, name: str, engine: str) 
     assert result.norm_rel_diff <= (1e-10 if engine == "torch" else 1e-6)
 
 
-@pytest.mark.parametrize(
-    "engine", [*(pytest.param(name, marks=pytest.mark.nightly) for name in ENGINES if name[-1] in "h1"), "deepspeed-2"]
-)
-@pytest.mark.parametrize("reduction", [pytest.param("buckets", marks=pytest.mark.nightly), "chunks"])
+@pytest.mark.gate(1)
+@pytest.mark.parametrize("engine", ["torch", "deepspeed-1", "deepspeed-2"])
+@pytest.mark.parametrize("reduction", ["buckets", "chunks"])
 def test_gradients_that_leave_early_in_bfloat16(ranks, engine: str, reduction: str) -> None:
     zero = {"zero": 1} if engine == "torch" else {}
     case = Case(2, 2, {}, schedule={"reduction": reduction, "sp_bytes": 4096, "degree": 2})
@@ -100,7 +95,8 @@ def test_gradients_that_leave_early_in_bfloat16(ranks, engine: str, reduction: s
     assert result.passed, result
 
 
-@pytest.mark.parametrize("engine", ["torch", pytest.param("deepspeed-2", marks=pytest.mark.nightly)])
+@pytest.mark.nightly("all known faults on four ranks")
+@pytest.mark.parametrize("engine", ["torch", "deepspeed-2"])
 def test_known_faults_would_show(ranks, engine: str) -> None:
     case = Case(2, 2, {"pp": 2, "ep": 2}, 1, {"router": {"softmax": "before_topk", "normalize": True}}, {"degree": 2})
     recipe = small(case.recipe(ENGINES[engine]))

@@ -31,8 +31,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "recipe.yaml"
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
+@pytest.mark.nightly("a whole measurement")
 def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) -> None:
     asked = ["--schedule", "sequential", "--schedule", "one_a_one_m-even:2", "--schedule", "stream:4:1"]
     assert main(["bench", str(recipe), "--json", "--rounds", "2", *asked]) == 0
@@ -68,8 +67,7 @@ def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) 
         assert 0 < result["compute_ms"] <= recorded * 1.001
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
+@pytest.mark.nightly("a whole measurement")
 def test_a_timeline_is_drawn_and_traced(ray_session, recipe: Path, capsys) -> None:
     assert main(["timeline", str(recipe), "--picture", "step.png", "--trace", "step.json"]) == 0
     shown = capsys.readouterr().out
@@ -84,7 +82,7 @@ def test_a_timeline_is_drawn_and_traced(ray_session, recipe: Path, capsys) -> No
     assert list(Path("runs").iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly("two measurements")
 def test_workers_of_their_own_are_measured_and_drawn(ray_session, recipe: Path, capsys) -> None:
     recipe.write_text(RECIPE.replace("{kind: stream, degree: 4}", "{degree: 2}").replace("ep: 2", "ep: 1"))
     placed = ["placement.attention=1", "placement.experts=1"]
@@ -139,8 +137,7 @@ def test_the_default_schedules_fit_a_plain_recipe() -> None:
         Recipe.parse({"model": {"preset": "tiny"}, **shared}).named_ordering("stream:65")
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
+@pytest.mark.nightly("a whole measurement")
 def test_uneven_routing_is_measured_beside_even_routing(ray_session, recipe: Path, capsys) -> None:
     asked = ["--rounds", "2", "--skew", "16", "--skew", "1", "--picture", "uneven.png"]
     assert main(["bench", str(recipe), "--json", *asked]) == 0

@@ -25,8 +25,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "recipe.yaml"
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
+@pytest.mark.nightly("measures half a minute")
 def test_workers_are_measured_and_planned_with(ray_session, recipe: Path, capsys) -> None:
     assert main(["calibrate", str(recipe), "--out", "here.yaml", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

@@ -196,6 +196,7 @@ def test_every_case_has_a_fault() -> None:
     assert list(FAULTS) == list(CASES)
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_case_finds_its_fault_and_passes_correct_code(ranks, name: str) -> None:
     fold = FAULTS[name][0]
@@ -207,7 +208,7 @@ def test_a_case_finds_its_fault_and_passes_correct_code(ranks, name: str) -> Non
     assert verdict["grad_max_rel_diff"] > 0, "the case computes something"
 
 
-@pytest.mark.nightly
+@pytest.mark.gate(1 / 6)
 @pytest.mark.parametrize("engine", [{"kind": "torch"}, {"kind": "torch", "zero": 2}, {"kind": "deepspeed", "zero": 2}], ids=str)
 @pytest.mark.parametrize("fold", FOLDS)
 def test_all_cases_pass(ranks, fold: str, engine: dict[str, Any]) -> None:
@@ -219,6 +220,7 @@ def test_all_cases_pass(ranks, fold: str, engine: dict[str, Any]) -> None:
     assert sum("refused" in case for case in checked) <= 2
 
 
+@pytest.mark.gate(1 / 3)
 @pytest.mark.parametrize("fold", FOLDS)
 def test_cases_pass_with_tokens_that_travel_once_to_each_rank(ranks, fold: str) -> None:
     recipe = recipe_of(fold, moe={"dispatch": "rank", "experts": "grouped"})

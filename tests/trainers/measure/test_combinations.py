@@ -60,11 +60,8 @@ COMBINATIONS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-_OFTEN = {"Tutel in DeepSpeed", "Tutel in bfloat16"}
-_MARKED = [pytest.param(name, marks=() if name in _OFTEN else pytest.mark.nightly) for name in COMBINATIONS]
-
-
-@pytest.mark.parametrize("name", _MARKED)
+@pytest.mark.gate(1 / 2)
+@pytest.mark.parametrize("name", COMBINATIONS)
 def test_a_combination_trains_like_one_process(ranks, name: str) -> None:
     workers, fold, sections = COMBINATIONS[name]
     if name.startswith("Tutel"):

@@ -38,6 +38,7 @@ def run_comparison(rank: int, recipe: Recipe, wrong: str = "") -> dict | None:
         groups.close()
 
 
+@pytest.mark.gate(1 / 3)
 @pytest.mark.parametrize(
     ("workers", "fold", "engine", "backend"),
     [
@@ -62,6 +63,7 @@ def test_what_is_right_passes(ranks, workers: int, fold: dict, engine: dict, bac
     assert found.changed == ({} if found.dtype == found.precision else {"precision": found.dtype})
 
 
+@pytest.mark.gate(1 / 4)
 @pytest.mark.parametrize(("wire", "least", "most"), [("bfloat16", 1e-4, 0.02), ("float8", 5e-3, 0.3)])
 def test_rows_that_are_rounded_are_told_and_no_mistake(ranks, wire: str, least: float, most: float) -> None:
     recipe = make_recipe(2, 2, moe={"wire": wire, "experts": "grouped"}, **_QUIET)
@@ -79,6 +81,7 @@ def test_rows_that_are_rounded_are_told_and_no_mistake(ranks, wire: str, least: 
     assert not doubled.passed, "rounding hides no mistake"
 
 
+@pytest.mark.gate(1 / 3)
 @pytest.mark.parametrize("wrong", ["dense", "replicated", "expert"])
 def test_a_doubled_gradient_class_is_found_and_named(ranks, wrong: str) -> None:
     recipe = make_recipe(4, {"tp": 2, "ep": 2}, **_QUIET)
@@ -129,6 +132,7 @@ def test_drops_follow_whole_sequences_while_verifying() -> None:
     assert as_checked(recipe).model.router.drop_scope == "sequence"
 
 
+@pytest.mark.gate(2)
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_every_fold_of_every_named_model_can_be_shrunk(world: int) -> None:
     for preset in PRESETS:
@@ -164,7 +168,7 @@ def test_not_a_number_fails() -> None:
         assert found.passed == (loss == gradient == update == norm == evaluation == 0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.gate(1 / 4)
 def test_the_command_on_ray(ray_session, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text(

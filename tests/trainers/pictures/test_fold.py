@@ -31,6 +31,7 @@ def size(path: Path) -> tuple[int, int]:
     return struct.unpack(">II", data[16:24])
 
 
+@pytest.mark.gate(5)
 @pytest.mark.parametrize(("fold", "ranks_per_node"), FOLDS, ids=[str(fold) for fold, _ in FOLDS])
 def test_a_picture_of_any_fold(fold, ranks_per_node, tmp_path):
     draw_fold(fold, tmp_path / "fold.png", ranks_per_node)
@@ -111,6 +112,7 @@ def test_it_says_what_is_where(drawn):
     assert not any("rest" in text for text in said)
 
 
+@pytest.mark.gate(1 / 2)
 def test_a_large_fold_is_cut_and_says_so(drawn):
     assert "the other ranks follow the same pattern" in words(drawn(Fold(10_240, tp=8, cp=4, pp=8, ep=8, etp=2)))[1]
 

@@ -14,6 +14,7 @@ from trainers.pictures import health
 from trainers.pictures.health import _columns, _worst, draw_health
 
 
+@pytest.mark.gate(3)
 @pytest.mark.parametrize(
     "past",
     [

@@ -46,6 +46,7 @@ def test_both_pictures_are_drawn(past, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["load.png", "loss.png"]
 
 
+@pytest.mark.gate(2)
 @pytest.mark.parametrize(("layers", "experts"), [(1, 1), (1, 2), (4, 16), (27, 64), (61, 256)])
 def test_expert_loads_of_any_size(layers, experts, tmp_path):
     draw_expert_load(history(*run(3, layers, experts)), tmp_path / "load.png", "a-run", range(1, layers + 1))

@@ -99,6 +99,7 @@ FOLDS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize(("workers", "fold", "sections"), FOLDS, ids=str)
 def test_every_fold_equals_one_process(ranks, packed, workers: int, fold: dict[str, Any], sections: dict[str, Any]) -> None:
     recipe = recipe_of(workers, fold, **sections)

@@ -16,7 +16,6 @@ from foldray.recipe import Recipe
 from foldray.runtime.weights import Weights
 from tests.foldray.parity import batches, drifted, engine_of, go_on, make_recipe, one_process, train, worst
 from tests.pool import RankPools
-from tests.rotation import rotated
 from trainers.measure.comparison import compare_updates
 from trainers.measure.verify import UPDATE_TOLERANCE
 
@@ -74,15 +73,17 @@ def _equals_one_process(ranks, recipe: Recipe) -> None:
         assert np.array(part["losses"]) == pytest.approx(np.array(reference["losses"]), rel=1e-5)
 
 
-@pytest.mark.parametrize(("workers", "fold", "zero"), rotated(14, _FOLDS, [1, 2]), ids=_name)
+@pytest.mark.gate(1)
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize(("workers", "fold"), _FOLDS, ids=_name)
 def test_every_fold_equals_one_process(ranks, workers: int, fold: dict[str, int], zero: int) -> None:
     _equals_one_process(ranks, _recipe(workers, fold, zero, {**_SGD, "clip": 0.5}))
 
 
+@pytest.mark.gate(1 / 2)
+@pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize(
-    ("workers", "fold", "clip"),
-    rotated(3, [(2, {"ep": 2}), (4, {"tp": 2, "cp": 2, "ep": 4}), (4, {"tp": 2, "pp": 2})], [None, 0.5]),
-    ids=_name,
+    ("workers", "fold"), [(2, {"ep": 2}), (4, {"tp": 2, "cp": 2, "ep": 4}), (4, {"tp": 2, "pp": 2})], ids=_name
 )
 def test_stage_0_equals_one_process(ranks, workers: int, fold: dict[str, int], clip: float | None) -> None:
     _equals_one_process(ranks, _recipe(workers, fold, 0, {**_SGD, "clip": clip}))
@@ -97,7 +98,9 @@ _KINDS: list[tuple[int, dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("workers", "fold", "sections", "zero"), rotated(5, _KINDS, [1, 2]), ids=_name)
+@pytest.mark.gate(1)
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize(("workers", "fold", "sections"), _KINDS, ids=_name)
 def test_kinds_of_models_and_schedules_equal_one_process(
     ranks, workers: int, fold: dict[str, int], sections: dict[str, Any], zero: int
 ) -> None:
@@ -113,11 +116,10 @@ _SCHEDULES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("workers", "fold", "schedule", "zero"),
-    rotated(5, [(2, {"ep": 2}), (4, {"tp": 2, "pp": 2, "ep": 2})], _SCHEDULES, [1, 2]),
-    ids=_name,
-)
+@pytest.mark.gate(1 / 2)
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("schedule", _SCHEDULES, ids=_name)
+@pytest.mark.parametrize(("workers", "fold"), [(2, {"ep": 2}), (4, {"tp": 2, "pp": 2, "ep": 2})], ids=_name)
 def test_every_schedule_equals_one_process(ranks, workers: int, fold: dict[str, int], schedule: dict, zero: int) -> None:
     _equals_one_process(ranks, _recipe(workers, fold, zero, {**_SGD, "clip": 0.5}, schedule=schedule))
 
@@ -133,11 +135,15 @@ _CHUNKS: list[dict[str, Any]] = [
 _CHUNKED = [(2, {"ep": 2}), (4, {"ep": 2}), (4, {"tp": 2, "cp": 2, "ep": 4}), (4, {"tp": 2, "pp": 2, "ep": 2})]
 
 
-@pytest.mark.parametrize(("workers", "fold", "zero", "schedule"), rotated(6, _CHUNKED, [0, 1, 2], _CHUNKS), ids=_name)
+@pytest.mark.gate(1)
+@pytest.mark.parametrize("schedule", _CHUNKS, ids=_name)
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize(("workers", "fold"), _CHUNKED, ids=_name)
 def test_gradients_that_come_reduced_equal_one_process(ranks, workers: int, fold: dict, zero: int, schedule: dict) -> None:
     _equals_one_process(ranks, _recipe(workers, fold, zero, {**_SGD, "clip": 0.5}, schedule=schedule))
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize("positions", ["rope", "learned"])
 def test_a_tied_embedding_comes_reduced_too(ranks, positions: str) -> None:
     model = {"tied_embeddings": True, "positions": positions, "max_positions": 16}
@@ -163,6 +169,7 @@ def _sent(rank: int, recipe: Recipe) -> tuple[dict[str, int], list[int]]:
     return sent, kept
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize("zero", [1, 2])
 def test_sums_go_only_to_their_owners(ranks, zero: int) -> None:
     """A reduce-scatter sends half the bytes of an all-reduce. At stage 2, a rank keeps only the sums that it owns."""
@@ -200,15 +207,18 @@ def _norm_of_ones(rank: int, recipe: Recipe) -> float:
     return norm
 
 
-@pytest.mark.parametrize(("workers", "fold", "zero"), rotated(9, [*_FOLDS[3:6], *_FOLDS[8:]], [0, 1]), ids=_name)
+@pytest.mark.gate(1)
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(("workers", "fold"), [*_FOLDS[3:6], *_FOLDS[8:]], ids=_name)
 def test_the_norm_counts_every_parameter_once(ranks, workers: int, fold: dict[str, int], zero: int) -> None:
     recipe = _recipe(workers, fold, zero, _SGD, model={"tied_embeddings": True})
     expected = math.sqrt(sum(spec.count for spec in parameter_table(recipe.model)))
     assert ranks(workers).run(_norm_of_ones, recipe, timeout=_SECONDS) == pytest.approx([expected] * workers, rel=1e-12)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("fold", "zero"), rotated(2, [{"ep": 2}, {"tp": 2, "pp": 2, "ep": 2}], [1, 2]), ids=_name)
+@pytest.mark.nightly("each case trains 40 steps on four ranks")
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("fold", [{"ep": 2}, {"tp": 2, "pp": 2, "ep": 2}], ids=_name)
 def test_engines_agree_after_20_steps(ranks, fold: dict[str, int], zero: int) -> None:
     optimizer, training = {**_ADAMW, "clip": 1.0}, {"steps": 20, "micro_batch": 2}
     torch_engine = make_recipe(4, fold, precision="float32", optimizer=optimizer, training=training)
@@ -221,6 +231,7 @@ def test_engines_agree_after_20_steps(ranks, fold: dict[str, int], zero: int) ->
         assert np.array(other["losses"]) == pytest.approx(np.array(mine["losses"]), rel=1e-5)
 
 
+@pytest.mark.gate(1 / 2)
 @pytest.mark.parametrize(("zero", "micro_batch"), [(1, 1), (1, 4), (2, 1)])
 def test_bfloat16_stays_near_float32(ranks, zero: int, micro_batch: int) -> None:
     recipe = _recipe(2, {"ep": 2}, zero, _ADAMW, "bfloat16", moe={"experts": "grouped"}, training={"micro_batch": micro_batch})
@@ -232,6 +243,7 @@ def test_bfloat16_stays_near_float32(ranks, zero: int, micro_batch: int) -> None
     assert found[0]["norms"] == pytest.approx(reference["norms"], rel=0.05)
 
 
+@pytest.mark.gate(1 / 4)
 @pytest.mark.parametrize(
     ("workers", "fold", "sections"),
     [
@@ -266,10 +278,11 @@ def _squares(found: list[dict[str, Any]], truth: dict[str, Any]) -> float:
 _REDUCTIONS: list[dict[str, Any]] = [{}, {"reduction": "buckets"}, {"reduction": "chunks", "sp_bytes": 1024}]
 
 
+@pytest.mark.gate(1)
+@pytest.mark.parametrize("schedule", _REDUCTIONS, ids=str)
+@pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize(
-    ("workers", "fold", "zero", "schedule"),
-    rotated(4, [(2, {"ep": 2}), (4, {"tp": 2, "ep": 2}), (4, {"pp": 2, "cp": 2, "ep": 2})], [1, 2], _REDUCTIONS),
-    ids=str,
+    ("workers", "fold"), [(2, {"ep": 2}), (4, {"tp": 2, "ep": 2}), (4, {"pp": 2, "cp": 2, "ep": 2})], ids=str
 )
 def test_bfloat16_trains_every_parameter(ranks, workers: int, fold: dict[str, int], zero: int, schedule: dict) -> None:
     """Test precision, ZeRO stage and reduction together. At stage 2, reduced gradients once did not reach the optimizer."""
@@ -310,13 +323,14 @@ def _interrupted(rank: int, recipe: Recipe) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.gate(1 / 3)
 @pytest.mark.parametrize(
     ("fold", "zero", "optimizer"),
     [
-        pytest.param({"tp": 2, "cp": 2, "ep": 2, "etp": 2}, 0, _ADAMW, marks=pytest.mark.nightly),
+        ({"tp": 2, "cp": 2, "ep": 2, "etp": 2}, 0, _ADAMW),
         ({"tp": 2, "cp": 2, "ep": 2, "etp": 2}, 1, _ADAMW),
         ({"tp": 2, "pp": 2, "ep": 2}, 2, _ADAMW),
-        pytest.param({"tp": 2, "pp": 2, "ep": 2}, 1, {**_SGD, "lr": 0.1, "momentum": 0.9}, marks=pytest.mark.nightly),
+        ({"tp": 2, "pp": 2, "ep": 2}, 1, {**_SGD, "lr": 0.1, "momentum": 0.9}),
     ],
     ids=["stage-0", "stage-1", "stage-2", "momentum"],
 )

@@ -37,6 +37,7 @@ def _steps(rank: int, recipe: Recipe, harm: Callable[[Any], None] | None, rates:
     return ""
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize(
     ("engine", "precision"),
     [(_TORCH, "float64"), (_TORCH, "bfloat16"), (_DEEPSPEED, "bfloat16"), ({"kind": "deepspeed", "zero": 0}, "float32")],

@@ -159,7 +159,7 @@ def by_degree(rank: int, degree: int, number: int) -> float:
     return {1: 3.0, 2: 1.0, 4: 2.0}[degree]
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("measures every degree")
 def test_degrees_take_turns_and_each_learns_its_costs_once(ranks) -> None:
     """Each degree measures its ops when it first runs. Nothing else in the steps changes."""
     rows = [Knobs(4), Knobs(2), Knobs(1)]
@@ -197,8 +197,7 @@ def test_what_is_left_open_needs_a_search(recipe: Recipe) -> None:
         FoldTrainer(Recipe.parse({**recipe.model_dump(), "schedule": schedule}))
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
+@pytest.mark.nightly("three trainings with a search")
 def test_what_is_found_while_training_changes_nothing(ray_session, recipe: Recipe) -> None:
     trainer = FoldTrainer(recipe, search=OnlineSearch)
     trainer.fit()
@@ -261,7 +260,7 @@ def _searched(rank: int, recipe: Recipe, searching: bool, steps: int) -> dict[st
     return found
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("100 steps on up to eight ranks")
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_search_changes_no_weight_beyond_rounding(ranks, name: str) -> None:
     """Degrees and sizes change in every trial; the weights after all of these steps are those of a training without a search."""
@@ -280,6 +279,7 @@ def test_a_search_changes_no_weight_beyond_rounding(ranks, name: str) -> None:
             assert float((weight - expected).abs().max()) <= limit * float(expected.abs().max()), key
 
 
+@pytest.mark.nightly("finds lists of two degrees")
 def test_a_list_is_found_twice_and_told_once(ranks) -> None:
     rows = [Knobs(2, 0), Knobs(1, 0)]
     schedule = {"kind": "list", "reduction": "end", "degree": 2, "degrees": [1, 2]}
@@ -293,6 +293,7 @@ def test_a_list_is_found_twice_and_told_once(ranks) -> None:
     assert own["bound"] <= own["seconds"] <= own["named_seconds"]
 
 
+@pytest.mark.nightly("finds five lists")
 def test_every_size_of_chunks_has_a_list_of_its_own(ranks) -> None:
     learning = 3 + 3 * 3  # without a size, then with each
     first, second = tuned(ranks, made_up, learning + 3 * STEPS + 4 * TURNS, kind="list")

@@ -41,7 +41,7 @@ class Slow:
         return self.stops
 
 
-def until(done: Any, patience: float = 20.0) -> None:
+def until(done: Any, patience: float = 120.0) -> None:
     deadline = time.monotonic() + patience
     while not done():
         assert time.monotonic() < deadline, "nothing happened"
@@ -56,8 +56,10 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
-@pytest.mark.slow
-def test_a_rank_that_stands_still_is_ended_although_the_driver_does_not_answer(ray_session, ends: list[int]) -> None:
+def test_a_rank_that_stands_still_is_ended_although_the_driver_does_not_answer(
+    ray_session, ends: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Outbox.flush, "__defaults__", (0.5,))  # otherwise it tries for ten seconds to tell the driver
     queue = Slow.remote(3600.0, True)
     with Pulse(0, Activity(), Outbox(queue, limit=1), patience=1.0, period=0.2) as pulse:
         until(lambda: ends)
@@ -75,14 +77,14 @@ def test_a_rank_shows_signs_of_life_while_it_is_built(ends: list[int]) -> None:
         assert not ends, "building may take longer than a step"
         built = telling.sent[-1]
         assert (built["doing"], built["trained_s"]) == ("building", 0.0)
+        began = time.monotonic()
         pulse.trains()
         activity.doing = "route"
         activity.waited_s = 5.25
-    assert 0.0 < telling.sent[-1]["trained_s"] < 0.5
+    assert 0.0 < telling.sent[-1]["trained_s"] <= time.monotonic() - began
     assert telling.sent[-1]["waited_s"] == 0.25
 
 
-@pytest.mark.slow
 def test_an_order_to_stop_is_read(ray_session, ends: list[int]) -> None:
     queue = Slow.remote(0.5, True)
     with Pulse(0, Activity(), Outbox(queue, limit=1), patience=60.0, period=0.2) as pulse:
