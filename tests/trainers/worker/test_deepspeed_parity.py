@@ -278,7 +278,7 @@ def _squares(found: list[dict[str, Any]], truth: dict[str, Any]) -> float:
 _REDUCTIONS: list[dict[str, Any]] = [{}, {"reduction": "buckets"}, {"reduction": "chunks", "sp_bytes": 1024}]
 
 
-@pytest.mark.gate(1)
+@pytest.mark.gate(2)
 @pytest.mark.parametrize("schedule", _REDUCTIONS, ids=str)
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize(
