@@ -30,7 +30,7 @@ for turn in range(14):
     sends[1 - rank], receives[1 - rank] = mine, theirs
     dist.barrier()
     begin = time.perf_counter()
-    came = over.all_to_all(torch.full((sum(sends), 256), float(rank)), sends, receives)
+    came = over.all_to_all(torch.full((sum(sends), 256), float(rank)), receives, sends)
     took[both].append(time.perf_counter() - begin)
     first = receives[0]
     assert len(came) == sum(receives) and came[:first].eq(0).all() and came[first:].eq(1).all()

@@ -207,13 +207,13 @@ def test_a_new_run_begins_where_a_damaged_one_was_whole(
 
 @pytest.mark.nightly("two trainings more")
 def test_damage_that_only_workers_find_costs_an_attempt(
-    storage: Path, whole: FoldTrainer, stopped: FoldTrainer, monkeypatch: pytest.MonkeyPatch
+    engine: dict, storage: Path, whole: FoldTrainer, stopped: FoldTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver hashes no large files. The workers do, and the next attempt begins with the checkpoint before."""
     monkeypatch.setattr(resuming, "_MOST_HASHED", 0)
-    run = copied(stopped, "middle")
+    run = copied(stopped, f"middle-{engine['engine']['kind']}")
     flipped("__1_0.distcp")(run / f"step_{STOP:08d}")
-    second = fit(recipe(storage), resume=run.name)
+    second = fit(recipe(storage, **engine), resume=run.name)
     assert [(attempt.failure.kind, attempt.saved) for attempt in second.attempts] == [("damaged", BEFORE)]
     assert f"step_{STOP:08d} is damaged: __1_0.distcp has other bytes" in second.attempts[0].failure.what
     assert losses(second) == losses(whole)
