@@ -29,7 +29,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Installing foldray and what it needs into $(VENV): about 2 GB the first time."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 	@# First and pinned: a range may choose another build of several GB. uv would not read where pip is told to look for it.
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile "$$(grep '^torch==' constraints.txt)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	@$(call INSTALL,.)
 	@touch $@
 
