@@ -28,13 +28,11 @@ def in_gate(items: Sequence[pytest.Item], day: date, named: tuple[str, ...]) -> 
     """Return the names of the gate's tests on a day, and of those that the command line names (`FILE::TEST…`)."""
     chosen, families = set[str](), defaultdict[tuple[str, float], list[str]](list)
     for item in items:
-        limit = item.get_closest_marker("gate")
-        if item.nodeid.startswith(named):
+        limit, nightly = (item.get_closest_marker(mark) for mark in ("gate", "nightly"))
+        if item.nodeid.startswith(named) or not (limit or nightly):
             chosen.add(item.nodeid)
-        elif limit and not item.get_closest_marker("nightly"):
+        elif limit and not nightly:
             families[item.nodeid.partition("[")[0], limit.args[0]].append(item.nodeid)
-        elif not item.get_closest_marker("nightly"):
-            chosen.add(item.nodeid)
     return chosen.union(*(turn(name, cases, count, day) for (name, count), cases in families.items()))
 
 

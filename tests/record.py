@@ -39,7 +39,7 @@ class Record:
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             return
         if self._keeps_seconds:
-            known = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+            known = json.loads(SECONDS.read_text())
             known |= {file: round(seconds, 1) for file, seconds in self._seconds.items() if seconds >= _LEAST_S}
             there = {file: seconds for file, seconds in sorted(known.items()) if (repository() / file).exists()}
             SECONDS.write_text(json.dumps(there, indent=0) + "\n")

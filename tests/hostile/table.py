@@ -11,7 +11,8 @@ _PAGE = """\
 [What foldray promises](../running.md#safe-defaults) is held by `tests/hostile/`. Its tables have {count} inputs, as a user would
 hand them to a command: a recipe, a folder of a run, a model of transformers, a tokenizer, data, an address. Each is refused with
 exit code 2 and one line of printable text. No code in the input runs, no file changes, no host beyond the machine is asked by
-Python code, no secret is shown, and the command takes less than 1 GiB more memory, and 20 s.
+Python code, no secret is shown, and the command takes less than 1 GiB more memory, and 20 s of a
+processor.
 
 | kind | inputs | such as | commands |
 |---|---|---|---|
