@@ -6,7 +6,7 @@ PYTHON ?= python3
 
 BIN := $(VENV)/bin
 PARALLEL := --numprocesses logical --maxprocesses 4
-SHARES := 12
+SHARES := 16
 EXTRAS := dev,hf,postgres,completion
 # uv installs what pip installs in a fraction of the time, where it reaches the package index.
 INSTALL = $(BIN)/python -m uv pip install --python $(BIN)/python --compile-bytecode -c constraints.txt -e $(1) \
@@ -43,7 +43,7 @@ quickstart: $(VENV)/.installed ## train a small MoE model on two workers of this
 test: setup ## run the tests that find most faults, in minutes; stops after ten failures
 	$(BIN)/python -m pytest $(PARALLEL) --maxfail 10
 
-nightly: setup ## run all tests, in twelve shares; SHARE=I/12 runs one share
+nightly: setup ## run all tests, in sixteen shares; SHARE=I/16 runs one share
 	@failed=0; for share in $(or $(SHARE),$$(seq -f '%g/$(SHARES)' 0 $$(($(SHARES) - 1)))); do \
 		$(BIN)/python -m pytest $(PARALLEL) --share $$share || failed=1; \
 	done; exit $$failed

@@ -22,7 +22,7 @@ class Record:
     """A plugin of pytest's that hears of every test.
 
     Args:
-        share: the name of the share that runs, such as 3/12; None if it is another run.
+        share: the name of the share that runs, such as 3/16; None if it is another run.
         keeps_seconds: whether the seconds of the files are kept.
     """
 
