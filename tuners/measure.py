@@ -72,8 +72,9 @@ class Measurement:
         self.seconds.append(steps)
         self.ratios.append(statistics.median(steps) / statistics.median(_slowest(reference)))
         self.peak_bytes = max(self.peak_bytes, *(rank.peak for rank in own))
-        if own[0].recorded is not None:
-            self.recorded = own[0].recorded[0], [rank.recorded[1] for rank in own if rank.recorded]
+        if all_recorded := [rank.recorded for rank in own if rank.recorded]:
+            graph = all_recorded[0][0].with_chunks_of(each.chunks for each, _ in all_recorded)
+            self.recorded = graph, [recording for _, recording in all_recorded]
             self.step_ms = max(rank.step for rank in own)
             self.compute_ms, self.exposed_comm_ms = max(rank.compute for rank in own), max(rank.exposed for rank in own)
 

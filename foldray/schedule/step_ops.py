@@ -12,11 +12,11 @@ and `part` is the number of the chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from foldray.blueprint import BlockSpec, Maker, ModelSpec
 from foldray.kinds import (
@@ -140,6 +140,14 @@ class StepOps:
             return self.places
         where = self.pipeline.at
         return tuple(Place(where[stage], where[stage]) for stage in self.stage_of)
+
+    def with_chunks_of(self, ranks: Iterable[tuple[tuple[Chunk, ...], ...]]) -> Self:
+        """Return the same step with the chunks of all positions.
+
+        Args:
+            ranks: the chunks in the graph of every rank, which knows those of its own position only.
+        """
+        return replace(self, chunks=tuple(max(of_position, key=len) for of_position in zip(*ranks, strict=True)))
 
     @property
     def apart(self) -> bool:

@@ -150,7 +150,7 @@ def _bench_loop(config: dict[str, Any]) -> dict[str, Any] | None:
                 rounds.append(longest)
                 slices += slice_timings(graph, trace.spans, groups.fold.cp * groups.fold.tp)
             if number == WARM_UP + config["rounds"] - 1:
-                bounds.append(recorded_bound(graph, recordings_of(engine, trace, groups, graph)) * 1e3)
+                bounds.append(recorded_bound(*recorded(engine, trace, groups, graph)) * 1e3)
     return {"measured": measured, "slices": slices, "bounds": bounds} if groups.rank == groups.fold.offset else None
 
 
@@ -162,20 +162,20 @@ def _timeline_loop(config: dict[str, Any]) -> dict[str, Any] | None:
         graph, *_ = timed_step(recipe, engine, groups, device)
         if engine.execution.lacks_costs:
             engine.execution.learn_costs()
-    recordings = recordings_of(engine, trace, groups, graph)
+    graph, recordings = recorded(engine, trace, groups, graph)
     times = slowest(groups, trace.times(graph), device)
     if groups.rank != groups.fold.offset:
         return None
     return {"graph": graph, "recordings": recordings, "times": times}
 
 
-def recordings_of(engine: Engine, trace: Trace, groups: Groups, graph: StepGraph) -> list[Recording]:
-    """Return the last step as all ranks have recorded it."""
-    recording = Recording(engine.execution.order(graph), trace.spans)
-    recordings: list[Any] = [recording] * groups.control.size
+def recorded(engine: Engine, trace: Trace, groups: Groups, graph: StepGraph) -> tuple[StepGraph, list[Recording]]:
+    """Return the last step as all ranks have recorded it, and its graph with the chunks of all positions."""
+    own = Recording(engine.execution.order(graph), trace.spans), graph.chunks
+    everyone: list[Any] = [own] * groups.control.size
     if groups.control.group is not None:
-        dist.all_gather_object(recordings, recording, group=groups.control.group)
-    return recordings
+        dist.all_gather_object(everyone, own, group=groups.control.group)
+    return graph.with_chunks_of(chunks for _, chunks in everyone), [recording for recording, _ in everyone]
 
 
 def timed_step(recipe: Recipe, engine: Engine, groups: Groups, device: torch.device) -> tuple[StepGraph, float, list[Losses]]:

@@ -26,7 +26,7 @@ from foldray.schedule import Op, StepGraph
 from foldray.timeline import Recording, replay
 from trainers.cluster import workers
 from trainers.health import max_over_mean, on_ranks
-from trainers.measure.bench import WARM_UP, recordings_of, slowest, timed_step
+from trainers.measure.bench import WARM_UP, recorded, slowest, timed_step
 from trainers.records import as_json as to_json
 from trainers.worker.engines import make_engine
 
@@ -80,7 +80,7 @@ def _loop(config: dict[str, Any]) -> dict[str, Any] | None:
                 graph, _, _ = timed_step(recipe, engine, groups, device)
                 if engine.execution.lacks_costs:
                     engine.execution.learn_costs()
-                even = graph, recordings_of(engine, trace, groups, graph)
+                even = recorded(engine, trace, groups, graph)
                 engine.execution.trace = None
             _, seconds, losses = timed_step(recipe, engine, groups, device)
             count_ME = groups.control.all_reduce(torch.stack([each.count_ME for each in losses]).sum(0))

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from foldray.blueprint import ModelSpec, expert_shares
 from foldray.cli import main
+from foldray.comm import Groups
 from foldray.errors import UserError
+from foldray.finding import recorded_bound
+from foldray.kinds import REDUCE
 from foldray.recipe import Recipe
-from trainers.measure.bench import DEFAULT
+from foldray.runtime import Trace
+from foldray.schedule import StepGraph
+from foldray.timeline import Recording, draw_text, perfetto, replay
+from tests.foldray.parity import engine_of, make_recipe
+from tests.foldray.random_recipes import draw
+from trainers.measure.bench import DEFAULT, recorded, timed_step
+from trainers.measure.trial import Turn, measure_turn
+from tuners.measure import Measurement
 
 RECIPE = """
 model: {preset: tiny, layers: 2}
@@ -173,3 +185,59 @@ def test_mistakes_about_uneven_routing(recipe: Path, asked: list[str], line: str
     error = capsys.readouterr().err
     assert error.startswith(f"foldray: {line}"), error
     assert error.count("\n") == 1
+
+
+CHUNKS: dict[str, Any] = {"reduction": "chunks", "sp_bytes": 4096}
+DEEPSPEED: dict[str, Any] = {"engine": {"kind": "deepspeed", "zero": 2}, "precision": "float32"}
+RECIPES: dict[str, Recipe] = {
+    "PP2": make_recipe(4, {"pp": 2, "ep": 2}),
+    "PP2, DeepSpeed, chunks": make_recipe(4, {"pp": 2, "ep": 2}, schedule={"virtual_stages": 2, **CHUNKS}, **DEEPSPEED),
+    "experts apart": make_recipe(4, {}, placement={"attention": 1, "experts": 3}, schedule=CHUNKS),
+    "experts apart, stages": make_recipe(6, {"tp": 2}, placement={"attention": 2, "experts": 4, "expert_pp": 2}),
+}
+
+
+def measured(rank: int, recipe: Recipe) -> tuple[tuple[StepGraph, list[Recording]], Turn]:
+    """Record a step as `bench` and `timeline` do, and as a tuner does."""
+    groups, state = Groups.create(recipe.placed_fold, rank), {"rank": rank, "device": torch.device("cpu")}
+    engine = engine_of(recipe, groups)
+    engine.execution.trace = trace = Trace()
+    graph, *_ = timed_step(recipe, engine, groups, state["device"])
+    found = recorded(engine, trace, groups, graph)
+    engine.close()
+    turn = measure_turn(state, recipe.model_dump(exclude_unset=True), steps=1, keep=1, record=True)
+    state["kept"].popitem()[1].engine.close()
+    return found, turn
+
+
+def check_recorded(ranks: Any, recipe: Recipe) -> StepGraph:
+    """Check that all commands have the reductions of all positions: their drawings, their replay and the bound."""
+    results = ranks(recipe.cluster.workers).run(measured, recipe)
+    (graph, recordings), turns = results[0][0], [turn for _, turn in results]
+    names = {
+        event["name"] for event in json.loads(json.dumps(perfetto(graph, [each.spans for each in recordings])))["traceEvents"]
+    }
+    assert names >= {str(op) for each in recordings for op in each.order}
+    for rank, recording in enumerate(recordings):
+        assert recorded_bound(graph, recordings) <= replay(graph, recordings, rank).seconds * (1 + 1e-9)
+        assert draw_text(graph, recording.spans)
+    (tuned := Measurement()).add(turns, turns)
+    assert tuned.recorded is not None
+    assert tuned.recorded[0].chunks == graph.chunks
+    over = tuned.over_bound()
+    assert over is not None
+    assert over > 0
+    return graph
+
+
+@pytest.mark.gate(2)
+@pytest.mark.parametrize("name", RECIPES)
+def test_steps_with_several_positions_are_recorded(ranks, name: str) -> None:
+    graph = check_recorded(ranks, RECIPES[name])
+    assert {op.layer for op in graph.ops() if op.kind == REDUCE} - {0}, "a later position reduces"
+
+
+@pytest.mark.gate(1 / 2)
+@pytest.mark.parametrize("seed", range(16))
+def test_steps_of_random_recipes_are_recorded(ranks, seed: int) -> None:
+    check_recorded(ranks, draw(seed).recipe)
