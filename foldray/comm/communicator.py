@@ -106,7 +106,7 @@ class Pending:
     @property
     def is_over(self) -> bool:
         """Whether all operations are over. On a GPU, neither the host nor what is computed waits, as it would in `wait`."""
-        return all(work.is_completed() for work in self._works)
+        return all(work.done() if isinstance(work, Future) else work.is_completed() for work in self._works)
 
     def when_done(self, call: Callable[[], None], stream: torch.cuda.Stream | None = None) -> Sequence[Future]:
         """Call a function whenever a part of the tensors has arrived, the last time when all have.

@@ -15,7 +15,7 @@ class Problem:
     """The ops of a step with their costs, to be put into lists.
 
     Beside what the graph says, ops that add to the same gradients keep the order in which one micro-batch after the other would
-    add them, so the sums have the same bits for all lists. The chunks of a gradient buffer keep their order, too.
+    add them, so the sums have the same bits for all lists.
 
     Args:
         graph: the graph of the step.
@@ -114,7 +114,7 @@ class Problem:
 
 def _in_order(graph: StepGraph, ops: Sequence[Op]) -> Iterator[tuple[Op, Op]]:
     """Yield pairs of ops that keep their order: (the first one, the next one)."""
-    sums, chunks = defaultdict[object, list[Op]](list), defaultdict[tuple[int, str], list[Op]](list)
+    sums = defaultdict[object, list[Op]](list)
     parts = graph.together
 
     def turn(op: Op) -> tuple[int, ...]:
@@ -124,20 +124,17 @@ def _in_order(graph: StepGraph, ops: Sequence[Op]) -> Iterator[tuple[Op, Op]]:
     if graph.backward:
         yield from pairwise(heads)  # the logits of one piece exist at a time
     for op in ops:
-        if op.kind == REDUCE:
-            chunks[op.layer, graph.chunk(op).name].append(op)
-        elif op.direction == "B" and graph.channel(op) is None and op.kind != HEAD:
+        if op.direction == "B" and op.kind != REDUCE and graph.channel(op) is None and op.kind != HEAD:
             sums[op.kind, op.layer].append(op)
     for same in sums.values():  # backward reaches the last part of a micro-batch first
         same.sort(key=lambda op: (op.micro_batch // parts, -op.micro_batch, -op.part))
         yield from pairwise(same)
-    # Heads, blocks of multi-token prediction and the embedding add to the same gradients in turns.
+    # Heads, blocks of multi-token prediction and the embedding add to the same gradients in turns. If the experts have positions
+    # of their own, the embedding does so at any time: otherwise each micro-batch would have to end before the next one's head.
     adding = [op for op in heads if op.direction == ("W" if HEAD in graph.later else "B")] if graph.tied else []
     further = [op for layer in reversed(graph.heads[1:]) for op in sums[graph.entry, layer]]
-    embedding = sums[EMBED, 0] if graph.pp == 1 else []
+    embedding = sums[EMBED, 0] if graph.positions == 1 else []
     yield from pairwise(sorted((*adding, *further, *embedding), key=lambda op: op.micro_batch // parts))
-    for same in chunks.values():
-        yield from pairwise(sorted(same))
 
 
 def _sorted(needs: dict[Op, dict[Op, None]]) -> tuple[Op, ...]:

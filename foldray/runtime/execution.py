@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from time import perf_counter
@@ -192,14 +193,13 @@ class _Run:
         model = execution.model
         self.groups, self.graph, self.trace = execution.groups, execution.graph(batches, training), execution.trace
         self.gradients = execution.gradients
-        self.order, self.on_gpu = execution.order(self.graph), next(model.parameters()).is_cuda
+        self.order = execution.order(self.graph)
         dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         self.weights = Weights(batches, self.groups, dtype, model.spec) if training else None
         half = micro_batch_type(self.groups)
         now = perf_counter if self.trace is None else self.trace.clock.now
         self.micro_batches = [half(model, self.graph, batch, self.gradients.sum_of, self.weights, now) for batch in batches]
-        # By direction and receiver: the last handover (its stage and micro-batch), and its pieces.
-        self.sending: dict[tuple[str, int], tuple[tuple[int, int], list[Pending]]] = {}
+        self.sending = deque[Pending]()  # handovers that may not have left
 
     def run(self) -> list[Losses]:
         trace = self.trace
@@ -215,9 +215,8 @@ class _Run:
                 trace.ran(op, self.micro_batches[op.micro_batch].graphs.began, pending)
             if pending is None:
                 self.groups.tokens_line.advance()  # the GPU has something to do while the host waits for row counts
-        for _, pieces in self.sending.values():
-            for each in pieces:
-                each.wait()
+        for each in self.sending:
+            each.wait()
         for micro_batch in self.micro_batches:
             micro_batch.finish()
         if self.weights is not None:
@@ -247,21 +246,9 @@ class _Run:
             micro_batch.arriving(op, pending)
             return pending
         pending = Pending.of([communicator.send(each, receiver) for each in micro_batch.leaving(op)])
-        self._keep(op, receiver, pending)
+        # Nobody waits for a handover to leave: its receiver may first wait for something that this rank sends later. gloo does
+        # not say when a message has left, so on a CPU all handovers stay until the end of the step.
+        self.sending.append(pending)
+        while self.sending and self.sending[0].is_over:
+            self.sending.popleft()
         return pending
-
-    def _keep(self, op: Op, receiver: int, pending: Pending) -> None:
-        """Keep a piece that is being sent, and free the pieces of the handover before it on the same channel.
-
-        They are received before this one, so the wait for them ends. On a GPU it would hold up what is computed next, so only
-        those that have left are freed.
-        """
-        channel, number = (op.direction, receiver), (op.layer, op.micro_batch // self.graph.batch_degree)
-        last, pieces = self.sending.get(channel, (number, []))
-        if last != number and self.on_gpu:
-            pieces = [each for each in pieces if not each.is_over]
-        elif last != number:
-            for each in pieces:
-                each.wait()
-            pieces = []
-        self.sending[channel] = number, [*pieces, pending]

@@ -90,7 +90,8 @@ class GradientBuffer:
         self.flat = None if release and self.sharded else self._zeros(self.sharding.padded)
         self.sums = self._zeros(self.sharding.owned) if self.flat is None or self.sharded else self.flat
         self._held: dict[nn.Parameter, torch.Tensor] = {}  # without a flat buffer: gradients that have not left
-        self._leaving: dict[range, torch.Tensor] = {}  # without a flat buffer: sections of which some columns have left
+        # Without a flat buffer: sections of which some columns have left, and how many have not.
+        self._leaving: dict[range, tuple[torch.Tensor, int]] = {}
 
     def sum_of(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return this rank's sum of a parameter's gradients, in its shape, to add more. It must not have left yet."""
@@ -117,7 +118,7 @@ class GradientBuffer:
         return cut_buffer(self.name, parts, self.dtype.itemsize, most, self.sharding.deal)
 
     def start(self, start: int, stop: int) -> Pending:
-        """Start to sum a chunk over the ranks. Chunks must be started in ascending order.
+        """Start to sum a chunk over the ranks. Its gradients must be complete.
 
         If sums are sharded, `start` and `stop` count in the order of chunks (`sharding.py`).
         """
@@ -146,19 +147,23 @@ class GradientBuffer:
             yield parameter, whole[place.start : place.stop].view_as(parameter)
 
     def _section(self, cut: Cut) -> torch.Tensor:
-        """Return the gradients of a section. Without a flat buffer, the last cut of a section frees them."""
+        """Return the gradients of a section. Without a flat buffer, the cut that leaves last frees them."""
         section = cut.section
         if self.flat is not None:
             return self.flat[section.start : section.stop]
-        if section not in self._leaving:
-            self._leaving[section] = whole = self._zeros(len(section))
-            number = self.sharding.starts.index(section.start)
-            for parameter in self.sections[number].parameters:
-                if (gradient := self._held.pop(parameter, None)) is not None:
-                    place = self.places[parameter]
-                    whole[place.start - section.start : place.stop - section.start] = gradient.flatten()
-        ends = cut.columns.stop * self.sharding.ranks == len(section)
-        return self._leaving.pop(section) if ends else self._leaving[section]
+        whole, left = self._leaving.pop(section, None) or (self._collected(section), len(section) // self.sharding.ranks)
+        if left := left - (cut.columns.stop - cut.columns.start):
+            self._leaving[section] = whole, left
+        return whole
+
+    def _collected(self, section: range) -> torch.Tensor:
+        """Take the gradients of a section, and return them as one tensor."""
+        whole = self._zeros(len(section))
+        for parameter in self.sections[self.sharding.starts.index(section.start)].parameters:
+            if (gradient := self._held.pop(parameter, None)) is not None:
+                place = self.places[parameter]
+                whole[place.start - section.start : place.stop - section.start] = gradient.flatten()
+        return whole
 
     def _zeros(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=self.dtype, device=self.device)

@@ -36,19 +36,12 @@ def place_reductions(graph: StepGraph, order: Sequence[Op], position: int, kind:
 
 
 def _ready(graph: StepGraph, order: Sequence[Op], chunks: Sequence[Op]) -> dict[int, list[Op]]:
-    """Return {index in the list: the reductions of the chunks that the op there completes}.
-
-    A chunk of a buffer never comes before an earlier chunk of this buffer.
-    """
+    """Return {index in the list: the reductions of the chunks that the op there completes}."""
     last: dict[Maker, int] = {}  # kind and block → index of the last op that adds to its gradients
     for i, op in enumerate(order):
         if op.direction in ("B", "W"):
             last[op.kind, op.layer] = i
     found: dict[int, list[Op]] = {}
-    latest: dict[str, int] = {}  # buffer → index at which its previous chunk is placed
     for op in chunks:
-        chunk = graph.chunk(op)
-        at = max([latest.get(chunk.name, 0), *(last[maker] for maker in graph.makers(op))])
-        latest[chunk.name] = at
-        found.setdefault(at, []).append(op)
+        found.setdefault(max(last[maker] for maker in graph.makers(op)), []).append(op)
     return found

@@ -195,7 +195,11 @@ class StepGraph(StepOps):
         if ends and not onwards and op.kind == self.output(op.layer):
             return back
         users = tuple(user._replace(direction="B") for user in self._users(op._replace(direction="F")))
-        return (*users, *back) if onwards and op.kind == ROUTE else users
+        if op.kind != ROUTE:
+            return users
+        # The gradient of the balance loss has the statistics of the whole sequence, which the last router completes. Its own
+        # backward may free it before, so what follows it stands for it.
+        return (*users, *(back if onwards else ()), self._last_part(op._replace(kind=DISPATCH, direction="F")))
 
     def _users(self, op: Op) -> tuple[Op, ...]:
         """Return the ops of the same stage that use the results of a forward op."""
