@@ -151,7 +151,9 @@ class GradientBuffer:
         section = cut.section
         if self.flat is not None:
             return self.flat[section.start : section.stop]
-        whole, left = self._leaving.pop(section, None) or (self._collected(section), len(section) // self.sharding.ranks)
+        if section not in self._leaving:
+            self._leaving[section] = self._collected(section), len(section) // self.sharding.ranks
+        whole, left = self._leaving.pop(section)
         if left := left - (cut.columns.stop - cut.columns.start):
             self._leaving[section] = whole, left
         return whole
