@@ -33,6 +33,11 @@ class Window(NamedTuple):
         """Return the position of the first key that a query sees."""
         return 0 if self.first is None else self.first(query)
 
+    @lru_cache(maxsize=64)  # noqa: B019 - a window is a row of a table
+    def begins(self, length: int) -> tuple[int, ...]:
+        """Return `begin` of all queries of a sequence."""
+        return tuple(map(self.begin, range(length)))
+
     def pairs(self, queries: range) -> int:
         """Return the number of pairs of a query and a key that the query sees, over a range of queries."""
         if self.first is None:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from foldray.comm import Communicator
 
@@ -23,7 +24,8 @@ class Batch(NamedTuple):
     Args:
         token_BL: tokens, int64.
         target_BL: targets, int64; `IGNORED` for a target that does not count.
-        segment_BL: the document number of each token. Attention does not cross documents. None is one document.
+        segment_BL: the document number of each token. Each document is as if it stood alone: attention does not cross
+            documents, and positions, windows and further tokens begin and end with them. None is one document.
     """
 
     token_BL: torch.Tensor
@@ -32,7 +34,23 @@ class Batch(NamedTuple):
 
     def counted(self, depth: int = 0) -> torch.Tensor:
         """Return how many targets count for the token `depth` tokens after the next one, int64 scalar."""
-        return (self.target_BL[:, depth:] != IGNORED).sum()
+        return (self.target(depth) != IGNORED).sum()
+
+    def target(self, depth: int = 0) -> torch.Tensor:
+        """Return the targets `depth` tokens after the next one, int64 [B, L]; `IGNORED` where the document has none."""
+        if depth == 0:
+            return self.target_BL
+        later_BL = F.pad(self.target_BL[:, depth:], (0, depth), value=IGNORED)
+        if self.segment_BL is None:
+            return later_BL
+        same_BL = F.pad(self.segment_BL[:, depth:] == self.segment_BL[:, :-depth], (0, depth))
+        return later_BL.where(same_BL, IGNORED)
+
+    @property
+    def position_BL(self) -> torch.Tensor:
+        """The position of each token in its document, int64 [B, L]; [1, L] without documents."""
+        position_L = torch.arange(self.token_BL.shape[1], device=self.token_BL.device)
+        return position_L[None] if self.segment_BL is None else position_L - document_starts(self.segment_BL)
 
     @classmethod
     def empty(cls, length: int, device: torch.device | None = None) -> Batch:
@@ -47,6 +65,13 @@ class Batch(NamedTuple):
         ranges = [slice(*pair) for pair in pairwise(starts)]
         documents = self.segment_BL
         return [Batch(self.token_BL[at], self.target_BL[at], None if documents is None else documents[at]) for at in ranges]
+
+
+def document_starts(segment_BL: torch.Tensor) -> torch.Tensor:
+    """Return the position at which each token's document begins, int64 [B, L]."""
+    position_BL = torch.arange(segment_BL.shape[1], device=segment_BL.device).expand(segment_BL.shape)
+    follows_BL = F.pad(segment_BL[:, 1:] == segment_BL[:, :-1], (1, 0))
+    return position_BL.masked_fill(follows_BL, 0).cummax(dim=1).values
 
 
 class Losses(NamedTuple):

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from foldray.kernels.attention import Mask
-from foldray.kernels.transfer import to_device
+from foldray.kernels.transfer import move
+from foldray.model.batch import document_starts
 from foldray.windows import FULL, Window
 
 _SHORTEST_RUN = 128  # queries; starting a kernel takes as long as computing this many
@@ -113,7 +114,7 @@ class Sight:
     def mask(self, queries: range, runs: Sequence[range]) -> Mask:
         """Return the mask: which keys of these runs each query sees. The last run may be that of the queries themselves."""
         causal = runs[-1].stop > queries.start
-        windowed = self.window.begin(queries[-1]) > runs[0].start
+        windowed = self.window.first is not None and int(self._begin_BL[:, queries[-1]].max()) > runs[0].start
         several = not self._one_document([queries, *runs])
         if not windowed and not several:
             return ("causal" if runs[0] == queries else self._positions(queries, runs)) if causal else None
@@ -131,26 +132,41 @@ class Sight:
 
         There is one run, unless the window hides most keys. All layers share the masks.
         """
-        widest = max(query + 1 - self.window.begin(query) for query in range(self.length)) if self.window.first else self.length
+        widest = max(query + 1 - begin for query, begin in enumerate(self._begin_L)) if self.window.first else self.length
         size = max(widest, _SHORTEST_RUN) if 2 * max(widest, _SHORTEST_RUN) < self.length else self.length
         blocks = []
         for start in range(0, self.length, size):
             queries = range(start, min(start + size, self.length))
-            keys = range(self.window.begin(start), queries.stop)
+            keys = range(self._begin_L[start], queries.stop)
             before = [range(keys.start, start)] if keys.start < start else []
             blocks.append((queries, keys, self.mask(queries, [*before, queries])))
         return blocks
 
     def _positions(self, queries: range, runs: Sequence[range]) -> Tensor:
-        """Return which keys are within the window and not later than the query: bool [1, 1, S, T]."""
+        """Return which keys are within the window and not later than the query: bool [B, 1, S, T], or [1, 1, S, T]."""
         key_T = torch.cat([torch.arange(keys.start, keys.stop, device=self.device) for keys in runs])
-        first_S = to_device([self.window.begin(query) for query in queries], self.device, torch.int64)
+        begin_BS = move(self._begin_BL[:, queries.start : queries.stop], self.device)
         query_S = torch.arange(queries.start, queries.stop, device=self.device)
-        return ((key_T >= first_S.unsqueeze(1)) & (key_T <= query_S.unsqueeze(1)))[None, None]
+        return ((key_T >= begin_BS.unsqueeze(2)) & (key_T <= query_S.unsqueeze(1))).unsqueeze(1)
+
+    @cached_property
+    def _begin_BL(self) -> Tensor:
+        """For every query, the first key that its window has: int64 [B, L] on the host, or [1, L]. A window is that of a document
+        alone."""
+        begin_L = torch.tensor(self.window.begins(self.length))
+        if self.window.first is None or self._host_BL is None or not len(self._host_BL):
+            return begin_L[None]
+        start_BL = document_starts(self._host_BL)
+        return start_BL + begin_L[torch.arange(self.length) - start_BL]
+
+    @cached_property
+    def _begin_L(self) -> list[int]:
+        """The least `_begin_BL` of all sequences."""
+        return self._begin_BL.amin(0).tolist()
 
     def _first(self, queries: range, keys: range) -> int:
         """Return the position of the first of these keys that any of the queries sees; `keys.stop` if they see none."""
-        first = min(max(keys.start, self.window.begin(queries.start)), keys.stop)
+        first = min(max(keys.start, self._begin_L[queries.start]), keys.stop)
         if self._host_BL is None or first == keys.stop:
             return first
         if (queries, keys) not in self._met:

@@ -21,7 +21,7 @@ from foldray.comm import Groups
 from foldray.kernels.later import Later
 from foldray.kernels.transfer import to_device
 from foldray.model.attention import ContextMode, Place
-from foldray.model.batch import IGNORED, Batch, Losses
+from foldray.model.batch import Batch, Losses
 from foldray.model.further import Further
 from foldray.model.heads import HeadAttention, LatentAttention
 from foldray.model.layers import FeedForward, Vocabulary, WeighedFeedForward
@@ -315,7 +315,7 @@ class Transformer(nn.Module):
         x_BsH = self.embedding.embed(batch.token_BL[:, place.position_S])
         if self.spec.positions == "learned":
             s = x_BsH.shape[1]
-            x_BsH = x_BsH + self.positions.weight[place.position_S[self.layout.tp_rank * s :][:s]]
+            x_BsH = x_BsH + self.positions.weight[batch.position_BL[:, place.position_S[self.layout.tp_rank * s :][:s]]]
         return x_BsH
 
     def enter(self, x_BsH: torch.Tensor, layer: int, batch: Batch, place: Place) -> torch.Tensor:
@@ -340,12 +340,9 @@ class Transformer(nn.Module):
             tokens: indices of these tokens in this rank's piece.
             depth: number of tokens after the next one that is predicted.
         """
-        length = batch.token_BL.shape[1]
         # The head gathers the tokens of the tensor-parallel ranks, rank by rank.
-        position_S = self._pieces(length)[:, tokens.start : tokens.stop].flatten() + depth
-        target_BS = batch.target_BL[:, position_S.clamp_max(length - 1)]
-        if depth:
-            target_BS = target_BS.where(position_S < length, IGNORED)
+        position_S = self._pieces(batch.token_BL.shape[1])[:, tokens.start : tokens.stop].flatten()
+        target_BS = batch.target(depth)[:, position_S]
         language = self._head.loss(self._norm(depth)(x_BsH), target_BS)
         # All tensor-parallel ranks have the same loss. Each differentiates it, and one reports it.
         return language, language.detach().double() * (self.layout.tp_rank == 0)

@@ -74,9 +74,9 @@ class Plain:
         for number in range(sequences):
             segment_L = None if segment_BL is None else segment_BL[number]
             for depth, logits_LV in enumerate(self._logits(token_BL[number], segment_L, routers)):
-                # Position i predicts target i + depth, which the last positions have not.
-                for logits_V, target in zip(logits_LV, target_BL[number].tolist()[depth:], strict=False):
-                    if target != -100:
+                # Position i predicts target i + depth, which the last positions of a document have not.
+                for i, (logits_V, target) in enumerate(zip(logits_LV, target_BL[number].tolist()[depth:], strict=False)):
+                    if target != -100 and (segment_L is None or segment_L[i] == segment_L[i + depth]):
                         sums[depth] = sums[depth] + logits_V.logsumexp(0) - logits_V[target]
                         counts[depth] += 1
         language, *further = [total / max(1, count) for total, count in zip(sums, counts, strict=True)]
@@ -110,7 +110,7 @@ class Plain:
         """Return the logits of the next token and of each further one."""
         x_LH = self.weights["embedding.weight"][token_L]
         if self.model.positions == "learned":
-            x_LH = x_LH + self.weights["positions.weight"][: len(token_L)]
+            x_LH = x_LH + self.weights["positions.weight"][[i - self._start(i, segment_L) for i in range(len(token_L))]]
         for layer in range(self.model.layers):
             x_LH = self._block(layer, layer, x_LH, segment_L, routers)
         head = "embedding.weight" if self.model.tied_embeddings else "head.weight"
@@ -185,10 +185,16 @@ class Plain:
         kind, _, size = self.model.windows[layer % len(self.model.windows)].partition(":")
         rows = []
         for query in range(length):
-            first = {"full": 0, "sliding": query + 1 - int(size or 0), "chunked": query - query % int(size or 1)}[kind]
+            within = query - self._start(query, segment_L)
+            first = {"full": 0, "sliding": query + 1 - int(size or 0), "chunked": query - within % int(size or 1)}[kind]
             together = [segment_L is None or bool(segment_L[key] == segment_L[query]) for key in range(length)]
             rows.append([first <= key <= query and together[key] for key in range(length)])
         return torch.tensor(rows)
+
+    @staticmethod
+    def _start(i: int, segment_L: Tensor | None) -> int:
+        """Return the position at which a token's document begins."""
+        return 0 if segment_L is None else segment_L.tolist().index(int(segment_L[i]))
 
     def _turned(self, x_LD: Tensor) -> Tensor:
         """Apply rotary positions: rotate pairs of columns as complex numbers."""

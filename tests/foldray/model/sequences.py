@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,11 +74,18 @@ def data_of(heads: tuple[int, int], dtype: torch.dtype, seed: int, value_dim: in
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
+def _in_window(first: Callable[[int], int], starts: Sequence[int]) -> Tensor:
+    """Return which keys each query of a sequence sees in its window [L, L], which counts from the start of the document."""
+    begins = [max(start for start in starts if start <= query) for query in range(L)]
+    return torch.tensor([[begins[i] + first(i - begins[i]) <= key <= i for key in range(L)] for i in range(L)])
+
+
 def reference(data: list[Tensor], case: Asked) -> list[Tensor]:
     """Return the output and the gradients of queries, keys and values, computed in one process in float64."""
     segment_BL, first = segments(case.documents), find_window(case.window).begin
     q, k, v, dout = (x.to(torch.float64).requires_grad_() for x in data)
-    seen = torch.tensor([[first(query) <= key <= query for key in range(L)] for query in range(L)]).expand(B, 1, L, L)
+    starts = STARTS.get(case.documents or "", ([], []))
+    seen = torch.stack([_in_window(first, [0, *each]) for each in starts]).unsqueeze(1)
     if segment_BL is not None:
         seen = seen & (segment_BL.unsqueeze(2) == segment_BL.unsqueeze(1)).unsqueeze(1)
     repeats = q.shape[1] // k.shape[1]

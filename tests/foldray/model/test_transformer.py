@@ -11,7 +11,7 @@ import torch
 from foldray.blueprint import PRESETS, ModelSpec, Ownership, RopeSpec, parameter_table
 from foldray.comm import Groups
 from foldray.fold import Fold
-from foldray.model import Batch, Transformer
+from foldray.model import IGNORED, Batch, Transformer
 from foldray.model.attention import Place
 from foldray.model.rotary import rotate, rotation
 from foldray.model.sight import Sight
@@ -153,6 +153,33 @@ def test_masked_documents_do_not_see_each_other() -> None:
     assert not torch.allclose(after[:, 1:3], before[:, 1:3])
     mask = Sight(range(8), 8, [[range(8)]], 0, segments).mask(range(8), [range(8)])
     assert mask[0, 0].sum().item() == 6 + 15
+
+
+@pytest.mark.parametrize(
+    ("length", "model"),
+    [
+        (16, {"positions": "learned", "max_positions": 16, "norm": "layernorm"}),
+        (16, {"windows": ["chunked:3"]}),
+        (300, {"windows": ["sliding:2", "chunked:4"]}),
+        (300, {"positions": "learned", "max_positions": 300, "windows": ["chunked:7"]}),
+    ],
+    ids=str,
+)
+def test_a_document_in_a_sequence_is_as_if_alone(length: int, model: dict[str, Any]) -> None:
+    whole, text, first = model_of(dtype=torch.float64, router={"capacity_factor": None}, **model), tokens(2, length), (5, 9)
+    segments = torch.stack([(torch.arange(length) >= start).long() for start in first])
+    found = whole.logits(text, segments)
+    for row, start in enumerate(first):
+        for part in (slice(0, start), slice(start, length)):
+            torch.testing.assert_close(found[row : row + 1, part], whole.logits(text[row : row + 1, part]))
+
+
+def test_further_tokens_end_with_their_document() -> None:
+    text, segments = tokens(1, 16), torch.tensor([[0] * 5 + [3] * 11])
+    batch = Batch(text, text, segments)
+    assert [int(batch.counted(depth)) for depth in range(4)] == [16, 4 + 10, 3 + 9, 2 + 8]
+    assert batch.target(2)[0, :5].tolist() == [*text[0, 2:5].tolist(), IGNORED, IGNORED]
+    assert batch.position_BL[0].tolist() == [*range(5), *range(11)]
 
 
 def test_rotary_positions_are_relative() -> None:
