@@ -171,7 +171,8 @@ class Sight:
             return first
         if (queries, keys) not in self._met:
             near = range(first, keys.stop)
-            self._met[queries, keys] = first + min(_first_met(segment_L, queries, near) for segment_L in self._host_BL)
+            met = (_first_met(segment_L, queries, near) for segment_L in self._host_BL)
+            self._met[queries, keys] = first + min(met, default=len(near))  # there may be no sequence
         return self._met[queries, keys]
 
     @cached_property

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from foldray.comm import Groups
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from tests.foldray.parity import BATCH, batches, drifted, make_recipe, one_process, train, worst
+from tests.foldray.parity import BATCH, batches, drifted, engine_of, make_recipe, one_process, train, weights, worst
 
 STREAM: dict[str, Any] = {"kind": "stream", "degree": 2}
 CHUNKS: dict[str, Any] = {"kind": "one_a_one_m", "degree": 2, "reduction": "chunks", "sp_bytes": 4096}
@@ -73,6 +74,41 @@ def test_uneven_shares_equal_one_process(ranks, world: int, fold: dict, size: in
 )
 def test_kinds_of_models(ranks, model: dict) -> None:
     check(ranks, uneven(3, {"ep": 3}, 1, model=model), documents=True, masked=True)
+
+
+@pytest.mark.gate(1)
+@pytest.mark.parametrize(
+    ("world", "fold", "schedule", "model"),
+    [
+        (3, {}, STREAM, {}),
+        (6, {"cp": 2}, {}, {"windows": ["sliding:5"]}),
+        (6, {"cp": 2}, {"context": "all_gather"}, {}),
+        (6, {"cp": 2}, STREAM, {"windows": ["sliding:5", "chunked:4"]}),
+    ],
+    ids=str,
+)
+def test_documents_and_windows_in_parts(ranks, world: int, fold: dict, schedule: dict, model: dict) -> None:
+    check(ranks, uneven(world, fold, 1, schedule=schedule, model=model), documents=True)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("windows", [["full"], ["sliding:5", "chunked:4"]])
+@pytest.mark.parametrize("schedule", [{}, STREAM, {"kind": "one_a_one_m", "degree": 2, "slices": [10, 6]}], ids=str)
+def test_a_micro_batch_without_sequences_changes_nothing(schedule: dict, windows: list[str], documents: bool) -> None:
+    recipe = make_recipe(1, schedule=schedule, model={"windows": windows})
+    given, found = batches(recipe, 0, 0, documents=documents), []
+    nothing = given[0].cut(BATCH)[-1]
+    assert len(nothing.token_BL) == 0
+    for step in (given, [*given, nothing]):
+        groups = Groups.create(recipe.placed_fold)
+        engine = engine_of(recipe, groups)
+        engine.train(step)
+        engine.update(1.0)
+        found.append(weights(engine))
+        assert float(engine.execution.evaluate([nothing])[0].language) == 0
+        groups.close()
+    for name, (tensor, _) in found[0].items():
+        torch.testing.assert_close(found[1][name].tensor, tensor, rtol=0, atol=1e-12)
 
 
 @pytest.mark.gate(1)

@@ -125,6 +125,16 @@ def test_backends_give_the_same_numbers(name: str, topk: int, router: dict) -> N
         torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("topk", [1, 2])
+def test_deepspeeds_gate_takes_no_tokens(topk: int) -> None:
+    model = spec(topk=topk, router={"softmax": "before_topk", "normalize": topk > 1})
+    logits_TE = torch.zeros((0, model.experts), requires_grad=True)
+    expert_TK, weight_TK = _backend("deepspeed", model).gate(logits_TE, torch.zeros(model.experts))
+    weight_TK.sum().backward()
+    assert expert_TK.shape == weight_TK.shape == (0, topk)
+    assert logits_TE.grad.shape == logits_TE.shape
+
+
 @pytest.mark.parametrize(
     ("topk", "router", "applies"),
     [
