@@ -107,10 +107,9 @@ class Folder:
         with self._stream(name) as stream:
             return stream.read(size)
 
-    def part(self, name: str, start: int, length: int) -> bytes:
-        """Return some bytes of a file that `size` has not refused: fewer than `length` if it ends before."""
-        with self.filesystem.open_input_file(self._at(name)) as file:
-            return file.read_at(length, start)
+    def open(self, name: str) -> NativeFile:
+        """Open a file that `size` has not refused, to read any part of it."""
+        return self.filesystem.open_input_file(self._at(name))
 
     def sha256(self, name: str) -> str:
         """Return the SHA-256 of a file's content."""

@@ -1,7 +1,7 @@
-"""Planners, a writer and a reader for `torch.distributed.checkpoint` (DCP), for tensors of which every rank holds a box.
+"""Writes and reads the files of `torch.distributed.checkpoint` (DCP), for tensors of which every rank holds boxes.
 
 A box is a slice of the global tensor along every axis. So a checkpoint can be read under another fold than it was written
-under.
+under. DCP plans what ranks write. To read, a rank needs no other, so nothing of DCP but its search for boxes that overlap.
 """
 
 from __future__ import annotations
@@ -15,30 +15,16 @@ from typing import IO, Any, cast
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    FileSystemReader,
-    FileSystemWriter,
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-)
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan, SavePlanner
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from foldray.runtime import Shard
+from trainers.checkpoints.reading import Place
 from trainers.checkpoints.staging import Index, Staged
 from trainers.checkpoints.stored import METADATA, Stored, range_of
 from trainers.folders import DamagedFile
@@ -114,87 +100,64 @@ class _Box:
         return self.file.write(content)
 
 
-class LoadBoxes(DefaultLoadPlanner):
-    """Fills the tensors of shards. The boxes that were written may be others.
+Plan = dict[Place, list[tuple[ReadItem, torch.Tensor]]]
+"""What a rank reads: for each box in a file, the parts of it that shards need, and the tensors of these shards."""
+
+
+def planned(stored: Stored, shards: Sequence[Shard]) -> Plan:
+    """Return what has to be read to fill shards. The boxes that were written may be others.
 
     Raises:
-        DamagedFile: (in DCP's CheckpointException) a tensor is missing, or has another shape or kind in the checkpoint.
+        DamagedFile: a tensor is missing, or has another shape or kind in the checkpoint.
     """
-
-    def __init__(self, shards: Sequence[Shard]):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.shards = shards
-        self._tensors = {(shard.key, shard.offset): shard.tensor for shard in shards}
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items = []
-        for shard in self.shards:
-            key, tensor, shape, chunk = shard.key, shard.tensor, torch.Size(shard.shape), _chunk(shard)
-            stored = self.metadata.state_dict_metadata.get(key)
-            if not isinstance(stored, TensorStorageMetadata):
-                raise DamagedFile(METADATA, f"has no tensor {key}")
-            if stored.size != shape:
-                raise DamagedFile(METADATA, f"has {key} as {tuple(stored.size)}, not {tuple(shape)}")
-            if stored.properties.dtype.is_floating_point != tensor.dtype.is_floating_point:
-                raise DamagedFile(METADATA, f"has {key} in {stored.properties.dtype}, not {tensor.dtype}")
-            items += create_read_items_for_chunk_list(key, stored, [chunk])
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self._tensors[_index(index)]
+    tensors, places = stored.contents
+    found: Plan = {}
+    for shard in shards:
+        key, tensor, shape = shard.key, shard.tensor, torch.Size(shard.shape)
+        described = tensors.get(key)
+        if described is None:
+            raise DamagedFile(METADATA, f"has no tensor {key}")
+        if described.size != shape:
+            raise DamagedFile(METADATA, f"has {key} as {tuple(described.size)}, not {tuple(shape)}")
+        if described.properties.dtype.is_floating_point != tensor.dtype.is_floating_point:
+            raise DamagedFile(METADATA, f"has {key} in {described.properties.dtype}, not {tensor.dtype}")
+        for item in create_read_items_for_chunk_list(key, described, [_chunk(shard)]):
+            place = places[item.storage_index]
+            found.setdefault((place.relative_path, place.offset, place.length), []).append((item, tensor))
+    return found
 
 
-class ReadBoxes(FileSystemReader):
-    """Reads the boxes in a rank's plan, of which it checks the hashes. It never unpickles.
+def fill(stored: Stored, plan: Plan) -> None:
+    """Read a plan's boxes into the tensors of shards. Hashes are checked, and nothing is unpickled.
 
     Raises:
-        DamagedFile: (in DCP's CheckpointException) a file has other bytes than were written, or its tensors differ from
-            `.metadata`.
+        DamagedFile: a file has other bytes than were written, or its tensors differ from `.metadata`.
     """
+    for place, content in stored.read(plan):
+        tensors: dict[MetadataIndex, torch.Tensor] = {}
+        for item, target in plan[place]:
+            if (box := item.storage_index) not in tensors:
+                tensors[box] = _tensor(stored, place[0], box, content)
+            piece = narrow_tensor_by_index(tensors[box], item.storage_offsets, item.lengths)
+            narrow_tensor_by_index(target, item.dest_offsets, item.lengths).copy_(piece)
 
-    def __init__(self, stored: Stored):
-        super().__init__(stored.folder.path)
-        self.stored = stored
 
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        tensors, places = self.stored.contents
-        return Metadata(dict(tensors), storage_data=places)
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_box: dict[MetadataIndex, list[ReadItem]] = {}
-        for item in plan.items:
-            by_box.setdefault(item.storage_index, []).append(item)
-        for box in sorted(by_box, key=self._place):
-            tensor = self._tensor(box)
-            for item in by_box[box]:
-                piece = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
-                planner.resolve_tensor(item).detach().copy_(piece)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _place(self, box: MetadataIndex) -> tuple[str, int, int]:
-        place = self.storage_data[box]
-        return place.relative_path, place.offset, place.length
-
-    def _tensor(self, box: MetadataIndex) -> torch.Tensor:
-        (name, offset, length), key = self._place(box), box.fqn
-        content = io.BytesIO(self.stored.read(name, offset, length))
-        try:
-            tensor = torch.load(content, map_location="cpu", weights_only=True)
-        # torch documents no type for its errors. It raises RuntimeError, UnpicklingError, EOFError, KeyError and others.
-        except Exception as error:
-            raise DamagedFile(name, f"holds no plain tensor for {key} ({type(error).__name__})") from None
-        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-            raise DamagedFile(name, f"holds no plain tensor for {key} ({type(tensor).__name__})")
-        metadata = self.stored.contents.tensors[key]
-        shape = tuple(next(chunk.sizes for chunk in metadata.chunks if chunk.offsets == box.offset))
-        dtype = metadata.properties.dtype
-        if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
-            actual = f"{tuple(tensor.shape)} in {tensor.dtype}"
-            raise DamagedFile(name, f"holds {key} as {actual}, but {METADATA} says {shape} in {dtype}")
-        return tensor
+def _tensor(stored: Stored, name: str, box: MetadataIndex, content: memoryview) -> torch.Tensor:
+    key = box.fqn
+    try:
+        tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    # torch documents no type for its errors. It raises RuntimeError, UnpicklingError, EOFError, KeyError and others.
+    except Exception as error:
+        raise DamagedFile(name, f"holds no plain tensor for {key} ({type(error).__name__})") from None
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        raise DamagedFile(name, f"holds no plain tensor for {key} ({type(tensor).__name__})")
+    described = stored.contents.tensors[key]
+    shape = tuple(next(chunk.sizes for chunk in described.chunks if chunk.offsets == box.offset))
+    dtype = described.properties.dtype
+    if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+        actual = f"{tuple(tensor.shape)} in {tensor.dtype}"
+        raise DamagedFile(name, f"holds {key} as {actual}, but {METADATA} says {shape} in {dtype}")
+    return tensor
 
 
 def _chunk(shard: Shard) -> ChunkStorageMetadata:

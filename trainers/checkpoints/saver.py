@@ -26,27 +26,31 @@ from trainers.checkpoints.copying import called_once, written_to
 from trainers.checkpoints.staging import Staged
 from trainers.folders import Folder
 
-TIMEOUT = timedelta(minutes=30)  # to write or to read a checkpoint
-
 
 class Saver:
     """Saves this rank's share of checkpoints. Every rank must call `save` at the same steps.
 
     Args:
         asynchronous: write in the background; a save waits until the previous one is written.
+        limit: how long ranks wait for each other, and for a checkpoint to be written.
 
     Attributes:
         written: the step and the path of every checkpoint that this rank has written, until somebody takes it out.
     """
 
-    def __init__(self, asynchronous: bool):
-        self.asynchronous = asynchronous
-        self.group = host_group(TIMEOUT)
+    def __init__(self, asynchronous: bool, limit: timedelta):
+        self.asynchronous, self.limit = asynchronous, limit
+        self.group = host_group(limit)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self._staged: Staged | None = None
         self.written: deque[tuple[int, str]] = deque()
         self._idle = threading.Event()
         self._idle.set()
+
+    def meet(self) -> None:
+        """Wait for all ranks."""
+        if self.group is not None:
+            dist.barrier(group=self.group)
 
     def settle(self) -> None:
         """Copy what the checkpoint under way has not written yet. The engine must not change a tensor before."""
@@ -63,8 +67,8 @@ class Saver:
             metrics: metrics that Ray stores with the checkpoint.
             last: wait until the checkpoint is written.
         """
-        if not self._idle.wait(TIMEOUT.total_seconds()):
-            raise TimeoutError(f"the checkpoint before step {progress['step']} has not been written for {TIMEOUT}")
+        if not self._idle.wait(self.limit.total_seconds()):
+            raise TimeoutError(f"the checkpoint before step {progress['step']} has not been written for {self.limit}")
         self._idle.clear()
         name, storage = f"step_{progress['step']:08d}", ray.train.get_context().get_storage()
         place = Folder(storage.build_checkpoint_path_from_name(name), storage.storage_filesystem)
@@ -103,5 +107,4 @@ class Saver:
         """Delete what an earlier attempt has left of a checkpoint with this name. It may have had other ranks."""
         if self.rank == 0:
             place.delete()
-        if self.group is not None:
-            dist.barrier(group=self.group)
+        self.meet()

@@ -22,13 +22,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from pyarrow import NativeFile
 from pydantic import Field, TypeAdapter
 
+from trainers.checkpoints.reading import Place, read
 from trainers.folders import Checked, Count, DamagedFile, Folder, read_json
 
 if TYPE_CHECKING:
@@ -124,7 +126,7 @@ class Stored:
 
     Args:
         entries: size and hashes of every file, as it was written.
-        known: the files whose sizes, and hashes of the whole file, were compared already.
+        known: the files whose sizes, and hashes of the whole file, were compared already. Readers add different files.
     """
 
     folder: Folder
@@ -148,22 +150,28 @@ class Stored:
         Raises:
             DamagedFile: a file is missing, or has other bytes than were written.
         """
-        for name, entry in self.entries.items():
-            for place in entry.boxes or ():
-                self.read(name, *map(int, place.split("+")))
+        for name in self.entries:
             self._check(name)
+        for _ in self.read(_place(name, box) for name, entry in self.entries.items() for box in entry.boxes or ()):
+            pass
 
-    def read(self, name: str, offset: int, length: int) -> bytes:
-        """Return the bytes of a box in a file of tensors.
+    def read(self, places: Iterable[Place]) -> Iterator[tuple[Place, memoryview]]:
+        """Yield boxes in files of tensors with their bytes, in the order of places.
 
         Raises:
-            DamagedFile: the file is missing, or has other bytes than were written.
+            DamagedFile: a file is missing, or has other bytes than were written.
         """
+        return read(places, self._open, self._check_box)
+
+    def _open(self, name: str) -> NativeFile:
         self._check(name)
-        content, boxes = self.folder.part(name, offset, length), self.entries[name].boxes
+        return self.folder.open(name)
+
+    def _check_box(self, place: Place, content: memoryview) -> None:
+        name, offset, length = place
+        boxes = self.entries[name].boxes
         if boxes is not None and boxes[range_of(offset, length)] != hashlib.sha256(content).hexdigest():
             raise _other_bytes(name)
-        return content
 
     def _check(self, name: str) -> None:
         """Compare a file's size and the hash of the whole file, once. The size may have been checked on another machine."""
@@ -201,6 +209,12 @@ def look(folder: Folder) -> Stored:
 def range_of(offset: int, length: int) -> str:
     """Return how a manifest names the bytes of a box."""
     return f"{offset}+{length}"
+
+
+def _place(name: str, box: str) -> Place:
+    """Undo `range_of`, for a box in a file."""
+    offset, _, length = box.partition("+")
+    return name, int(offset), int(length)
 
 
 def seal(folder: Path, rank: int, boxes: Mapping[str, Mapping[str, str]]) -> list[str]:

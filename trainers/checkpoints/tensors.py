@@ -7,9 +7,10 @@ beside them (`stored.py`), so damage is detected before training continues from 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from ray.train import Checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
 from foldray.runtime import Shard
-from trainers.checkpoints.boxes import LoadBoxes, ReadBoxes, SaveBoxes, WriteBoxes
+from trainers.checkpoints.boxes import Plan, SaveBoxes, WriteBoxes, fill, planned
+from trainers.checkpoints.reading import time_for
 from trainers.checkpoints.staging import Staged
 from trainers.checkpoints.stored import PROGRESS, DamagedCheckpoint, Stored, look, seal
 from trainers.folders import DamagedFile, Folder
@@ -62,20 +64,61 @@ def opened(checkpoint: Checkpoint, group: dist.ProcessGroup | None) -> Iterator[
         raise DamagedCheckpoint(checkpoint.path, error.name, error.what) from None
 
 
-def load(stored: Stored, shards: Sequence[Shard], group: dist.ProcessGroup | None) -> None:
-    """Fill the tensors of shards from a checkpoint of any fold.
+def load(
+    stored: Stored,
+    shards: Sequence[Shard],
+    group: dist.ProcessGroup | None,
+    during: Callable[[float], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> None:
+    """Fill the tensors of shards from a checkpoint of any fold. Every rank of the group must call this.
+
+    Args:
+        during: opens a context for the reading, given the seconds that it may take.
 
     Raises:
         DamagedFile: (on all ranks) a tensor is missing, has another shape, or lies in a damaged file.
+        RuntimeError: (on all ranks) a file cannot be read.
     """
-    reader, planner = ReadBoxes(stored), LoadBoxes(shards)
+    plan: Plan = {}
+
+    def look() -> None:
+        plan.update(planned(stored, shards))
+
+    _together(look, stored, group)
+    limit = time_for(max(_of_all(sum(length for _, _, length in plan), group)))
+    with during(limit.total_seconds()):
+        _together(lambda: fill(stored, plan), stored, group, limit)
+
+
+def _together(do: Callable[[], None], stored: Stored, group: dist.ProcessGroup | None, limit: timedelta | None = None) -> None:
+    """Call a function on every rank. If it fails on one, raise an error on all.
+
+    Args:
+        limit: how long the ranks wait for each other; None is the group's own timeout.
+    """
+    failure: DamagedFile | str | None = None
     try:
-        dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
-    except CheckpointException as error:  # it derives from BaseException, so `except Exception` would not catch it
-        failures = _failures(error).values()
-        damage = next((failure for failure in failures if isinstance(failure, DamagedFile)), None)
-        reasons = "; ".join(map(str, failures))[:300]
-        raise damage or RuntimeError(f"checkpoint {stored.folder.path} cannot be read: {reasons}") from None
+        do()
+    except DamagedFile as error:
+        failure = error
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    if group is not None and limit is not None:
+        dist.monitored_barrier(group, limit)  # the only wait whose timeout is not that of the group
+    failures = [each for each in _of_all(failure, group) if each is not None]
+    if damage := [each for each in failures if isinstance(each, DamagedFile)]:
+        raise damage[0]
+    if failures:
+        raise RuntimeError(f"checkpoint {stored.folder.path} cannot be read: {'; '.join(map(str, failures))[:300]}")
+
+
+def _of_all(own: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return what all ranks have."""
+    if group is None:
+        return [own]
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    return found
 
 
 def _failures(error: CheckpointException) -> dict[int, BaseException]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -75,9 +74,7 @@ def fill(stored: Stored, state: State) -> None:
     Raises:
         DamagedFile: as `checkpoints.tensors.load`.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch says that one process loads, which is meant here
-        load(stored, [Shard.whole(key, tensor) for key, tensor in state.items()], None)
+    load(stored, [Shard.whole(key, tensor) for key, tensor in state.items()], None)
 
 
 def _beginning(run: str | Path | Checkpoint) -> Beginning:

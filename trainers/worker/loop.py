@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,8 @@ from foldray.model import IGNORED, Batch, Losses, all_losses
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, State, learning_rate, state_pieces
 from foldray.runtime.peak import matmul_peak
-from trainers.checkpoints.saver import TIMEOUT, Saver
+from trainers.checkpoints.reading import time_for
+from trainers.checkpoints.saver import Saver
 from trainers.checkpoints.stored import Found
 from trainers.cluster.mailbox import Outbox
 from trainers.data.mixture import Mixture, opened
@@ -120,7 +122,7 @@ class Worker:
         probe(self.groups, self.device, DTYPES[recipe.precision])
         self.engine: Engine = make_engine(recipe, self.groups, self.device)
         self.guard = Guard(self.engine, self.groups, recipe.model)
-        self.saver = Saver(recipe.checkpoint.asynchronous)
+        self.saver = Saver(recipe.checkpoint.asynchronous, time_for(self._largest_state()))
         self.peak = self._all_ranks(matmul_peak(self.device, DTYPES[recipe.precision]))
         self.flops = step_flops(recipe.model, recipe.data.seq_len, recipe.training.global_batch)
         self.spikes = Spikes()
@@ -264,11 +266,11 @@ class Worker:
         progress = {"step": done, "data": data, "fold": fold, "validation": self.validation, **order}
         found = {"chosen": self.online.chosen, "seconds": self.online.seconds}
         progress["online"] = {"on": self.ground, "speeds": self.speeds, **found}
-        with self.activity.during("saves a checkpoint", TIMEOUT.total_seconds()):
+        with self.activity.during("saves a checkpoint", self.saver.limit.total_seconds()):
             metrics = reported(self.last, self.validation)
             self.saver.save(self.engine.shards(), progress, metrics, last=final)
-            if final and self.saver.group is not None:  # Ray ends all ranks once one of them raises, so none may be first
-                torch.distributed.barrier(self.saver.group)
+            if final:  # Ray ends all ranks once one of them raises, so none may be first
+                self.saver.meet()
         self._tell_saved()
 
     def _tell_saved(self) -> None:
@@ -287,10 +289,10 @@ class Worker:
             return 0
         from trainers.checkpoints import tensors  # takes most of a second
 
-        loading = self.activity.during("loads a checkpoint", TIMEOUT.total_seconds())
-        with loading, tensors.opened(checkpoint, self.saver.group) as stored:
-            shards = self.engine.shards()
-            tensors.load(stored, shards, self.saver.group)
+        opening = self.activity.during("opens a checkpoint", self.saver.limit.total_seconds())
+        with opening, tensors.opened(checkpoint, self.saver.group) as stored:
+            shards, during = self.engine.shards(), partial(self.activity.during, "loads a checkpoint")
+            tensors.load(stored, shards, self.saver.group, during)
             self.engine.load_shards(shards)
         step = stored.progress.step
         self.validation = stored.progress.validation
@@ -301,7 +303,7 @@ class Worker:
 
     def _begin_with(self, folder: str) -> None:
         """Load the weights of a folder of transformers."""
-        with self.activity.during("loads weights", TIMEOUT.total_seconds()):
+        with self.activity.during("loads weights", self.saver.limit.total_seconds()):
             state = self._own_state()
             Weights.at(folder, "training.weights").fill(self.recipe.model, state, state_pieces(self.engine.model, state))
             self.engine.load_state(state)
@@ -334,6 +336,11 @@ class Worker:
         tokens, dropped, count_ME = int(total.tokens), float(total.dropped), total.count_ME.cpu()
         further = float(total.further()) if self.recipe.model.mtp_depth else None
         return Totals(tokens, language, balance, z, further, dropped, count_ME, traffic, stop > 0, preempted > 0)
+
+    def _largest_state(self) -> float:
+        """Return the bytes of the largest state of a rank, with two numbers for every weight, if nothing is sharded."""
+        own = sum(3 * parameter.numel() * max(parameter.element_size(), 4) for parameter in self.engine.model.parameters())
+        return float(self.groups.control.all_reduce(torch.tensor(own, dtype=torch.float64, device=self.device), "max"))
 
     def _all_ranks(self, value: float) -> float:
         return float(self.groups.control.all_reduce(torch.tensor(value, dtype=torch.float64, device=self.device)))

@@ -21,7 +21,9 @@ from foldray.runtime import Shard
 from tests.trainers.checkpoints.damage import FILE, load, shards_of, state
 from trainers.checkpoints import copying, tensors
 from trainers.checkpoints.copying import written_to
+from trainers.checkpoints.reading import time_for
 from trainers.checkpoints.saver import Saver
+from trainers.checkpoints.stored import Stored
 from trainers.folders import Folder
 
 PROGRESS = {"step": 3, "data": "d", "fold": {}, "validation": {}, "seed": 0, "global_batch": 8}
@@ -70,7 +72,7 @@ def save(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None
     monkeypatch.setattr(ray.train, "report", lambda _, **arguments: given.update(arguments))
     context: Any = SimpleNamespace(execution_context=SimpleNamespace(train_context_callbacks=[]))
 
-    storage.saver = Saver(asynchronous=True)
+    storage.saver = Saver(True, time_for(0))
 
     def save() -> None:
         storage.saver.save(shards_of(state(3)), PROGRESS, {})
@@ -91,9 +93,9 @@ def test_files_are_copied_again_after_an_error(storage: Storage, save: Callable[
 def test_only_the_boxes_of_a_plan_are_read(storage: Storage, save: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """A node need not have room for a whole checkpoint, nor read more of it than its ranks need."""
     save()
-    read: list[tuple[str, int, int]] = []
-    part = Folder.part
-    monkeypatch.setattr(Folder, "part", lambda folder, *place: read.append(place) or part(folder, *place))
+    asked: list[tuple[str, int, int]] = []
+    read = Stored.read
+    monkeypatch.setattr(Stored, "read", lambda stored, places: read(stored, asked.extend(places) or asked))
     monkeypatch.setattr(Checkpoint, "as_directory", None)
     place = Folder(storage.context.build_checkpoint_path_from_name("step_00000003"), storage.context.storage_filesystem)
     halves = torch.zeros(2, 4, 6)
@@ -102,7 +104,7 @@ def test_only_the_boxes_of_a_plan_are_read(storage: Storage, save: Callable[[], 
         tensors.load(stored, shards, None)
         of_b = next(box for index, box in stored.contents.places.items() if index.fqn == "model/b")
     assert torch.equal(halves.reshape(8, 6), state(3)["model/b"])
-    assert read == [(FILE, of_b.offset, of_b.length)], "a box of two shards is read once"
+    assert asked == [(FILE, of_b.offset, of_b.length)], "a box of two shards is read once"
 
 
 @pytest.mark.parametrize("token", AWS_RETRYABLE_TOKENS)
