@@ -1,6 +1,6 @@
 """Runs a step: its ops, the sum of gradients, their norm, the optimizer."""
 
-from foldray.runtime.engine import Engine, State, TorchEngine, engine_state, state_pieces, whole_tensors
+from foldray.runtime.engine import Engine, State, TorchEngine, engine_state, shards_of
 from foldray.runtime.execution import Execution
 from foldray.runtime.gradients import GradientBuffer, Gradients, Norms, Owners, gradient_norms
 from foldray.runtime.optimizer import decay_groups, learning_rate, make_optimizer, state_keys
@@ -25,7 +25,6 @@ __all__ = [
     "gradient_norms",
     "learning_rate",
     "make_optimizer",
+    "shards_of",
     "state_keys",
-    "state_pieces",
-    "whole_tensors",
 ]

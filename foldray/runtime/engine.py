@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from foldray.blueprint import Piece
 from foldray.blueprint.parameters import GradientClass
 from foldray.blueprint.parts import Index
 from foldray.comm import Groups
@@ -49,16 +48,14 @@ class Engine(Protocol):
     def state(self) -> State:
         """Return this rank's weights and optimizer state by global name, in the optimizer's precision.
 
-        A tensor is this rank's box of a parameter of the whole model (`state_pieces`).
+        A tensor is this rank's box of a parameter of the whole model (`Transformer.pieces`). It may be gathered for this call, so
+        only comparisons need it.
         """
 
-    def load_state(self, state: State) -> None:
-        """Restore a state that `state` has returned."""
-
     def shards(self) -> list[Shard]:
-        """Return this rank's share of the state. Together, the shards of all ranks are the state."""
+        """Return views of this rank's share of the state. Together, the shards of all ranks are the state."""
 
-    def load_shards(self, shards: Sequence[Shard]) -> None:
+    def load_shards(self) -> None:
         """Train with the values that were copied into the tensors of `shards`. All ranks must call this."""
 
     def close(self) -> None:
@@ -117,39 +114,20 @@ class TorchEngine:
             lambda parameter, key: self._whole(parameter, self._remembered(parameter, key)),
         )
 
-    @torch.no_grad()
-    def load_state(self, state: State) -> None:
-        for parameter, key, whole in whole_tensors(self.model, self.spec, state):
-            own = self.masters[parameter] if key is None else self._remembered(parameter, key)
-            own.copy_(whole if key == "step" else self._own(parameter, whole))
-        for name, bias in self.model.biases().items():
-            bias.copy_(state[f"model/{name}"])
-        self._spread()
-
     def shards(self) -> list[Shard]:
         """Return views of what this rank owns: boxes of parameters, or of runs of them if the optimizer is sharded."""
-        found = [Shard.whole(f"model/{name}", bias) for name, bias in self.model.biases().items()]
-        for parameter, key, pattern, parts in tensors_of(self.model, self.spec):
-            own = self.masters[parameter].detach() if key is None else self._remembered(parameter, key)
-            for name, index in parts:
-                found += self._shards(pattern.format(name), parameter, own, self.model.pieces[name], index)
-        return found
+        return shards_of(self.model, self.spec, self._held)
 
-    def load_shards(self, shards: Sequence[Shard]) -> None:
+    def load_shards(self) -> None:
         self._spread()
 
     def close(self) -> None:
         """Do nothing: nothing keeps the engine in memory."""
 
-    def _shards(self, key: str, parameter: nn.Parameter, own: torch.Tensor, piece: Piece, index: Index) -> Iterable[Shard]:
-        buffer = self.gradients.buffer_of[parameter]
-        if own.dim() == 0:  # a number of steps
-            return [Shard.whole(key, own)]
-        if not buffer.sharded:
-            return [Shard.of_piece(key, own[index], piece)]
-        place = buffer.places[parameter]
-        start = buffer.sharding.within(place.start, place.stop).start
-        return cut(own, parameter.shape, start, index, piece, key)
+    def _held(self, parameter: nn.Parameter, key: str | None) -> tuple[torch.Tensor, int]:
+        buffer, place = self.gradients.buffer_of[parameter], self.gradients.buffer_of[parameter].places[parameter]
+        own = self.masters[parameter].detach() if key is None else self._remembered(parameter, key)
+        return own, buffer.sharding.within(place.start, place.stop).start
 
     def _make_optimizers(self, groups: Groups) -> list[tuple[torch.optim.Optimizer, float]]:
         """Return the optimizers that have something to update, each with its share of the learning rate."""
@@ -210,24 +188,6 @@ class TorchEngine:
                     parameter.copy_(self.masters[parameter])
 
 
-def whole_tensors(
-    model: Transformer, optimizer: OptimizerSpec, state: State
-) -> Iterator[tuple[nn.Parameter, str | None, torch.Tensor]]:
-    """Yield the tensors of a state as (parameter, key, tensor), for this rank's parameters.
-
-    The key is None for the weights, else one of the optimizer's state. A tensor has the shape of the parameter; the tensor
-    of "step" is a scalar.
-    """
-    for parameter, key, pattern, parts in tensors_of(model, optimizer):
-        if key == "step":  # a number, the same for all parts
-            yield parameter, key, state[pattern.format(parts[0][0])]
-            continue
-        whole = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
-        for name, index in parts:
-            whole[index] = state[pattern.format(name)]
-        yield parameter, key, whole
-
-
 class StateTensor(NamedTuple):
     """A tensor of the state, of one parameter of a rank.
 
@@ -253,13 +213,24 @@ def tensors_of(model: Transformer, optimizer: OptimizerSpec) -> Iterator[StateTe
             yield StateTensor(parameter, key, f"optimizer/{{}}/{key}", parts)
 
 
-def state_pieces(model: Transformer, state: State) -> dict[str, Piece]:
-    """Return the box of the whole model that each tensor of a state is.
+def shards_of(
+    model: Transformer, optimizer: OptimizerSpec, held: Callable[[nn.Parameter, str | None], tuple[torch.Tensor, int]]
+) -> list[Shard]:
+    """Return the shards of a rank.
 
-    Scalars and router biases are left out, because every rank has them whole.
+    Args:
+        held: (parameter, key of the optimizer's state, or None for the weights) → the run of the flat tensor that the rank owns,
+            in any shape, and the number of its first element. "step" is a scalar.
     """
-    names = {key: key.split("/")[1] for key, tensor in state.items() if tensor.dim() > 0}
-    return {key: model.pieces[name] for key, name in names.items() if name in model.pieces}
+    found = [Shard.whole(f"model/{name}", bias) for name, bias in model.biases().items()]
+    for parameter, key, pattern, parts in tensors_of(model, optimizer):
+        own, start = held(parameter, key)
+        for name, index in parts:
+            if key == "step":
+                found.append(Shard.whole(pattern.format(name), own))
+            else:
+                found += cut(own.view(-1), parameter.shape, start, index, model.pieces[name], pattern.format(name))
+    return found
 
 
 def engine_state(

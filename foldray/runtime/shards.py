@@ -38,10 +38,10 @@ class Shard:
         """Return a shard that is the whole tensor."""
         return cls(key, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
-    @classmethod
-    def of_piece(cls, key: str, tensor: torch.Tensor, piece: Piece | None) -> Shard:
-        """Return the shard of a rank's piece of a parameter; None is the whole one."""
-        return cls.whole(key, tensor) if piece is None else cls(key, tensor, piece.spec.shape, piece.offset)
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Where the box is in the whole tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.tensor.shape, strict=True))
 
 
 class Box(NamedTuple):

@@ -1,21 +1,21 @@
 """The weights of a folder that transformers has written, or that a hub holds: names, shapes, and parts of tensors.
 
-A rank reads only its own boxes of the tensors, so every fold can start from the folder.
+A rank reads only what it owns of the tensors, so every fold can start from the folder.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import TypeAdapter
 
-from foldray.blueprint import ModelSpec, Piece, parameter_table
+from foldray.blueprint import ModelSpec, parameter_table
 from foldray.errors import MissingPackage, UserError
 from trainers.folders import DamagedFile, Folder, read_json
 from trainers.hugging_face.dense import DENSE, group_columns, preserves
@@ -23,6 +23,9 @@ from trainers.hugging_face.families import FAMILIES, family_of, tensors_of
 from trainers.hugging_face.family import Family, computed
 from trainers.hugging_face.names import Tensor
 from trainers.hugging_face.quantized import Format, Stored, format_of
+
+if TYPE_CHECKING:
+    from foldray.runtime import Shard
 
 _INDEX, _CONFIG = "model.safetensors.index.json", "config.json"
 _OBJECT = TypeAdapter(dict[str, Any])
@@ -146,52 +149,58 @@ class Weights:
                 raise self.refused(f"its {_CONFIG} means model.{key}={value}, and the recipe's model has {ours.get(key)}")
         self._check_tensors(family, model)
 
-    def fill(self, model: ModelSpec, state: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]) -> None:
-        """Copy the weights into the tensors of an engine's state, each of which is a rank's box of a parameter.
+    def fill(self, model: ModelSpec, shards: Iterable[Shard], drawn: Mapping[str, torch.Tensor]) -> None:
+        """Copy the weights into an engine's shards. A rank reads no more than it owns, one box after another.
 
         Args:
-            state: the tensors by name (`Engine.state`).
-            pieces: the boxes (`state_pieces`).
+            shards: the shards. Those of the optimizer, and weights that the folder has not, stay as they are.
+            drawn: the parameters of the rank's model so far, by name. It has its routers whole.
 
         Raises:
             UserError: a file is damaged, a weight is not a finite number, or two tensors of one parameter differ.
         """
-        family = self._owner(model)
-        wanted = {each.ours: each for each in tensors_of(family, model)}
-        by_name: dict[str, list[tuple[Tensor, str]]] = {}
-        for key in state:
-            tensor = wanted.get(key.removeprefix("model/"))
-            if key.startswith("model/") and tensor is not None:  # routers of some families have no bias, which stays at zero
-                by_name.setdefault(tensor.name, []).append((tensor, key))
-        form = self.format()
-        for paths, names in self._by_files(form, by_name).items():
+        family, form = self._owner(model), self.format()
+        held: dict[str, list[Shard]] = {}
+        for shard in shards:
+            if shard.key.startswith("model/"):
+                held.setdefault(shard.key.removeprefix("model/"), []).append(shard)
+        # Routers of some families have no bias, which stays at zero.
+        wanted: dict[str, list[Tensor]] = {}
+        for each in tensors_of(family, model):
+            if each.ours in held:
+                wanted.setdefault(each.name, []).append(each)
+        for paths, names in self._by_files(form, wanted).items():
             with self._reading(form, paths) as read:
-                for tensor, key in (each for name in names for each in by_name[name]):
-                    box = pieces[key].box if key in pieces else ()
-                    state[key].copy_(tensor.taken(read(tensor.name), box))
-                    if not bool(state[key].isfinite().all()):
-                        raise self.refused(f"has a number in {tensor.name} that is not finite")
-        self._check_copies(family, form, model, state, pieces)
-        for key in state if family.dense else ():
-            if key.startswith("model/") and key.endswith(".router.weight"):  # drawn at random, as there is none in the folder
-                group_columns(state[key], model)
+                for tensor in (each for name in names for each in wanted[name]):
+                    for shard in held[tensor.ours]:
+                        shard.tensor.copy_(tensor.taken(read(tensor.name), shard.box))
+                        if not bool(shard.tensor.isfinite().all()):
+                            raise self.refused(f"has a number in {tensor.name} that is not finite")
+        self._check_copies(family, form, model, held)
+        for name in held if family.dense else ():
+            if name.endswith(".router.weight"):  # there is none in the folder
+                grouped = drawn[name].clone()
+                group_columns(grouped, model)
+                for shard in held[name]:
+                    shard.tensor.copy_(grouped[shard.box])
 
-    def _check_copies(
-        self, family: Family, form: Format, model: ModelSpec, state: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]
-    ) -> None:
+    def _check_copies(self, family: Family, form: Format, model: ModelSpec, held: Mapping[str, Sequence[Shard]]) -> None:
         """Check that tensors which repeat a parameter have its values.
+
+        Args:
+            held: what the rank owns of each parameter.
 
         Raises:
             UserError: one has other values.
         """
-        held = {each.name: each for each in family.copies(model) if each.name in self.files and f"model/{each.ours}" in state}
-        for paths, names in self._by_files(form, held).items():
+        copies = {each.name: each for each in family.copies(model) if each.name in self.files and each.ours in held}
+        for paths, names in self._by_files(form, copies).items():
             with self._reading(form, paths) as read:
-                for tensor in (held[name] for name in names):
-                    key = f"model/{tensor.ours}"
-                    copy = tensor.taken(read(tensor.name), pieces[key].box if key in pieces else ())
-                    if not torch.equal(copy.to(state[key].dtype), state[key]):
-                        raise self.refused(f"{tensor.name} differs from {tensor.ours}, which multi-token prediction shares")
+                for tensor in (copies[name] for name in names):
+                    for shard in held[tensor.ours]:
+                        copy = tensor.taken(read(tensor.name), shard.box)
+                        if not torch.equal(copy.to(shard.tensor), shard.tensor):
+                            raise self.refused(f"{tensor.name} differs from {tensor.ours}, which multi-token prediction shares")
 
     def format(self) -> Format:
         """Return how the folder has its tensors.

@@ -40,9 +40,8 @@ from foldray.runtime import (
     engine_state,
     gradient_norms,
     make_optimizer,
+    shards_of,
     state_keys,
-    state_pieces,
-    whole_tensors,
 )
 from foldray.schedule import Ordering
 
@@ -53,12 +52,7 @@ import deepspeed  # noqa: E402 - DeepSpeed chooses its accelerator, and writes l
 from deepspeed.moe.layer import MoE  # noqa: E402
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer  # noqa: E402
 from deepspeed.utils import groups as deepspeed_groups  # noqa: E402
-from deepspeed.utils import (  # noqa: E402
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state  # noqa: E402
 
 
 def _is_vector(parameter: nn.Parameter) -> int:
@@ -128,34 +122,33 @@ class DeepSpeedEngine:
         """Return the state. Data-parallel ranks gather their partitions, so all ranks must call this."""
         return engine_state(self.model, self.spec, self._weight, self._remembered)
 
-    def load_state(self, state: State) -> None:
-        for parameter, key, whole in whole_tensors(self.model, self.spec, state):
-            if key != "step":
-                self._set(parameter, whole, key)
-        for name, bias in self.model.biases().items():
-            bias.copy_(state[f"model/{name}"])
-        if self.spec.kind == "adamw":
-            step = next(tensor for key, tensor in state.items() if key.endswith("/step"))
-            for memory in self._memories():
-                memory["step"] = step.clone()
-
     def shards(self) -> list[Shard]:
-        """Return the state as copies of whole boxes, because DeepSpeed alone knows which runs of them a rank owns."""
-        state = self.state()
-        pieces = state_pieces(self.model, state)
-        return [Shard.of_piece(key, tensor, pieces.get(key)) for key, tensor in state.items()]
+        """Return views of what this rank owns: boxes of parameters, or of runs of them if DeepSpeed shards its optimizer."""
+        return shards_of(self.model, self.spec, self._held)
 
-    def load_shards(self, shards: Sequence[Shard]) -> None:
-        self.load_state({shard.key: shard.tensor for shard in shards})
+    @torch.no_grad()
+    def load_shards(self) -> None:
+        if not self.zero:
+            return
+        if self.spec.kind == "adamw":
+            first, *others = self._memories()
+            for memory in others:
+                memory["step"].copy_(first["step"])
+        self.optimizer.update_lp_params()
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks. Autograd's nodes hold them, and so the engine, unseen by garbage collection."""
         self.engine.destroy()
 
     def _decay_groups(self) -> list[dict]:
-        """Return DeepSpeed's parameter groups: experts and other parameters, with and without weight decay."""
-        decays = decay_groups(self.spec, ((parameter, parameter) for parameter in self.model.parameters()))
-        named = [{**group, "name": f"decay_{group['weight_decay']}"} for group in decays]
+        """Return DeepSpeed's parameter groups: experts and other parameters, with and without weight decay.
+
+        A parameter that two stages share has a group of its own, so that the same ranks of both own the same elements of it.
+        """
+        tied = set(self.model.tied())
+        shared = [[p for p in self.model.parameters() if (p in tied) == alone] for alone in (False, True)]
+        decays = [group for each in shared for group in decay_groups(self.spec, zip(each, each, strict=True))]
+        named = [{**group, "name": f"group_{number}"} for number, group in enumerate(decays)]
         return [group for group in split_params_into_different_moe_groups_for_optimizer(named) if group["params"]]
 
     def _sections(self, experts: str) -> list[dict]:
@@ -210,17 +203,13 @@ class DeepSpeedEngine:
         zeros = torch.zeros((), dtype=torch.float32) if key == "step" else torch.zeros_like(parameter)
         return self.optimizer.state[parameter].setdefault(key, zeros)
 
-    @torch.no_grad()
-    def _set(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None) -> None:
-        """Set the optimizer's state of a parameter. Without a key, set the parameter itself."""
-        if key is None:
-            parameter.copy_(value)
-            if self.zero:
-                safe_set_full_fp32_param(parameter, value)
-        elif self.zero:
-            safe_set_full_optimizer_state(parameter, value, key)
-        else:
-            self._remembered(parameter, key).copy_(value)
+    def _held(self, parameter: nn.Parameter, key: str | None) -> tuple[torch.Tensor, int]:
+        if not self.zero or key == "step":
+            return parameter.detach() if key is None else self._remembered(parameter, key), 0
+        link = parameter._hp_mapping  # type: ignore[attr-defined] # DeepSpeed's link to this rank's partition
+        if link is None:
+            return parameter.new_empty(0), 0
+        return link.get_hp_fragment(key).detach(), link.lp_fragment_address.start
 
     def _partitioned_norm(self, norm_type: float = 2) -> torch.Tensor:
         """Return the norm of all reduced gradients, by which DeepSpeed clips. A rank holds a partition of the gradients."""

@@ -10,6 +10,7 @@ from foldray.model import Transformer
 from foldray.moe import MoeBackend
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, TorchEngine
+from trainers.hugging_face.weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -29,6 +30,17 @@ def make_engine(recipe: Recipe, groups: Groups, device: torch.device) -> Engine:
     except ModuleNotFoundError as error:
         raise MissingPackage("engine.kind", "deepspeed", error.name or "deepspeed", "pip install deepspeed") from None
     return DeepSpeedEngine(model, groups, recipe)
+
+
+def read_weights(engine: Engine, recipe: Recipe) -> None:
+    """Read the weights of the folder that a recipe starts from (`training.weights`) into the engine's shards.
+
+    Raises:
+        UserError: the folder has another model, or is damaged.
+    """
+    assert recipe.training.weights is not None
+    weights = Weights.at(recipe.training.weights, "training.weights")
+    weights.fill(recipe.model, engine.shards(), dict(engine.model.named_parameters()))
 
 
 def make_backend(recipe: Recipe) -> MoeBackend:

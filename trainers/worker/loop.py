@@ -23,7 +23,7 @@ from foldray.comm import APART, TRAFFIC, Activity, Count, Groups, probe
 from foldray.kernels.transfer import move
 from foldray.model import IGNORED, Batch, Losses, all_losses
 from foldray.recipe import Recipe
-from foldray.runtime import Engine, State, learning_rate, state_pieces
+from foldray.runtime import Engine, learning_rate
 from foldray.runtime.peak import matmul_peak
 from trainers.checkpoints.reading import time_for
 from trainers.checkpoints.saver import Saver
@@ -32,11 +32,10 @@ from trainers.cluster.mailbox import Outbox
 from trainers.data.mixture import Mixture, opened
 from trainers.data.packed import Batches, PackedData, Sequences, Split
 from trainers.health import Health
-from trainers.hugging_face.weights import Weights
 from trainers.records import Measured, Place, Step, Validation, averaged, number, reported
 from trainers.worker import ground
 from trainers.worker.ending import Preempted
-from trainers.worker.engines import DTYPES, make_engine
+from trainers.worker.engines import DTYPES, make_engine, read_weights
 from trainers.worker.guard import Guard
 from trainers.worker.online import Knobs, MakeSearch, Online
 from trainers.worker.pulse import Pulse
@@ -285,32 +284,24 @@ class Worker:
         checkpoint = ray.train.get_checkpoint() or self.start
         if checkpoint is None:
             if self.recipe.training.weights is not None:
-                self._begin_with(self.recipe.training.weights)
+                with self.activity.during("loads weights", self.saver.limit.total_seconds()):
+                    read_weights(self.engine, self.recipe)
+                    self.saver.meet()  # ranks that have read wait longer here than in the engine's groups
+                    self.engine.load_shards()
             return 0
         from trainers.checkpoints import tensors  # takes most of a second
 
         opening = self.activity.during("opens a checkpoint", self.saver.limit.total_seconds())
         with opening, tensors.opened(checkpoint, self.saver.group) as stored:
-            shards, during = self.engine.shards(), partial(self.activity.during, "loads a checkpoint")
-            tensors.load(stored, shards, self.saver.group, during)
-            self.engine.load_shards(shards)
+            during = partial(self.activity.during, "loads a checkpoint")
+            tensors.load(stored, self.engine.shards(), self.saver.group, during)
+            self.engine.load_shards()
         step = stored.progress.step
         self.validation = stored.progress.validation
         self._recall(stored.progress.online)
         if self.rank == 0:
             self.outbox.send({"kind": "resumed", "step": step})
         return step
-
-    def _begin_with(self, folder: str) -> None:
-        """Load the weights of a folder of transformers."""
-        with self.activity.during("loads weights", self.saver.limit.total_seconds()):
-            state = self._own_state()
-            Weights.at(folder, "training.weights").fill(self.recipe.model, state, state_pieces(self.engine.model, state))
-            self.engine.load_state(state)
-
-    def _own_state(self) -> State:
-        """Return a copy of the engine's state, on the CPU."""
-        return {key: tensor.detach().to("cpu", copy=True) for key, tensor in self.engine.state().items()}
 
     def _recall(self, known: Found | None) -> None:
         """Take over the choice of an earlier search, if it holds for these settings and machines."""

@@ -36,9 +36,11 @@ def test_one_pass_goes_on_from_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = Groups.create(recipe.placed_fold)
     first = engine(recipe, True, monkeypatch)
     go_on(first, groups, recipe, range(2))
-    state = {name: tensor.clone() for name, tensor in first.state().items()}
+    saved = [shard.tensor.clone() for shard in first.shards()]
     expected = go_on(first, groups, recipe, range(2, 4))["weights"]
     second = engine(recipe, True, monkeypatch)
-    second.load_state(state)
+    for shard, tensor in zip(second.shards(), saved, strict=True):
+        shard.tensor.copy_(tensor)
+    second.load_shards()
     found = go_on(second, groups, recipe, range(2, 4))["weights"]
     assert all(torch.equal(found[name].tensor, tensor) for name, (tensor, _) in expected.items())

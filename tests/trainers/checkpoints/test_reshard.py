@@ -54,10 +54,9 @@ def _save(rank: int, recipe: Recipe, folder: Path) -> None:
 def _resume(rank: int, recipe: Recipe, folder: Path) -> dict[str, Any]:
     groups = Groups.create(recipe.placed_fold, rank)
     engine = engine_of(recipe, groups)
-    shards = engine.shards()
     with tensors.opened(Checkpoint.from_directory(str(folder)), dist.group.WORLD) as stored:
-        tensors.load(stored, shards, dist.group.WORLD)
-    engine.load_shards(shards)
+        tensors.load(stored, engine.shards(), dist.group.WORLD)
+    engine.load_shards()
     found = go_on(engine, groups, recipe, range(_SAVED, _SAVED + _THEN))
     groups.close()
     return found

@@ -18,10 +18,10 @@ from torch import Tensor
 from foldray.blueprint import ModelSpec
 from foldray.comm import Groups
 from foldray.recipe import Recipe
-from foldray.runtime import Engine, state_pieces
+from foldray.runtime import Engine
 from tests.foldray.parity import engine_of
 from trainers.hugging_face.families import family_of, tensors_of
-from trainers.hugging_face.weights import Weights
+from trainers.worker.engines import read_weights
 
 transformers = pytest.importorskip("transformers")
 ROPE_INIT_FUNCTIONS = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS
@@ -157,8 +157,6 @@ def by_our_names(made: Any, model: ModelSpec, folder: Path, gradients: bool = Fa
 def filled(recipe: Recipe, groups: Groups) -> Engine:
     """Make the engine of a rank, and fill it from the recipe's folder."""
     engine = engine_of(recipe, groups)
-    state = engine.state()
-    assert recipe.training.weights is not None
-    Weights.at(recipe.training.weights, "training.weights").fill(recipe.model, state, state_pieces(engine.model, state))
-    engine.load_state(state)
+    read_weights(engine, recipe)
+    engine.load_shards()
     return engine

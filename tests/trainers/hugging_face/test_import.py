@@ -7,18 +7,24 @@ import shutil
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import yaml
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from foldray import Recipe, UserError
 from foldray.cli import main
 from foldray.comm import Groups
 from foldray.model import Transformer
-from foldray.runtime import state_pieces
+from foldray.runtime import Shard
+from tests.foldray.parity import engine_of, weights
 from tests.trainers.hugging_face.oracle import GLM, MIXTRAL, filled, saved
+from trainers.hugging_face.quantized import Plain
 from trainers.hugging_face.weights import Weights
+from trainers.worker.engines import read_weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,11 +41,10 @@ def held(rank: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     """Fill the engine of a rank from the recipe's folder, and return its weights with their boxes."""
     groups = Groups.create(recipe.placed_fold, rank)
     engine = filled(recipe, groups)
-    pieces = state_pieces(engine.model, engine.state())
-    found = {key: (tensor.clone(), pieces[key].box if key in pieces else ()) for key, tensor in engine.state().items()}
+    found = weights(engine)
     engine.close()
     groups.close()
-    return {key: each for key, each in found.items() if key.startswith("model/")}
+    return found
 
 
 @pytest.mark.gate(1 / 2)
@@ -55,6 +60,54 @@ def test_every_rank_of_a_fold_reads_its_boxes(tmp_path: Path, ranks: Any, zero: 
     for each in ranks(4).run(held, recipe):
         for key, (tensor, box) in each.items():
             assert torch.equal(tensor, whole[key][0][box]), key
+
+
+class Made(TorchDispatchMode):
+    """Counts the elements of new tensors in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given, made = ([x for x in tree_leaves(each) if isinstance(x, torch.Tensor)] for each in ((args, kwargs), found))
+        known = {tensor.untyped_storage().data_ptr() for tensor in given}
+        new = [tensor for tensor in made if tensor.untyped_storage().data_ptr() not in known]
+        self.elements += sum(tensor.numel() for tensor in new if tensor.dtype == torch.float32)
+        return found
+
+
+def uncounted(values: Plain, index: Any) -> torch.Tensor:
+    """Read a part of a tensor. The package safetensors cannot do it while operations are counted."""
+    with _disable_current_modes():
+        return values.values[index]
+
+
+def made_in_float32(rank: int, recipe: Recipe) -> tuple[int, int]:
+    """Return how many elements of float32 a rank makes to start from weights, and how many weights its model has."""
+    groups = Groups.create(recipe.placed_fold, rank)
+    engine = engine_of(recipe, groups)
+    with mock.patch.object(Plain, "__getitem__", uncounted), Made() as made:
+        read_weights(engine, recipe)
+        engine.load_shards()
+    held = sum(parameter.numel() for parameter in engine.model.parameters())
+    engine.close()
+    groups.close()
+    return made.elements, held
+
+
+@pytest.mark.gate(1)
+@pytest.mark.parametrize("engine", [{"kind": "torch", "zero": 1}, {"kind": "deepspeed", "zero": 1}], ids=str)
+def test_a_rank_makes_its_share_of_the_optimizers_state(tmp_path: Path, ranks: Any, engine: dict[str, Any]) -> None:
+    """Weights in bfloat16, whose optimizer is shared out: each rank needs two numbers for a quarter of the weights. Looking for
+    numbers that are not finite makes one more for a moment."""
+    saved(tmp_path / "hub", "Mixtral", MIXTRAL)
+    cluster, training = {"workers": 4}, {"weights": str(tmp_path / "hub"), "global_batch": 4}
+    given = {"engine": engine, "precision": "bfloat16", "moe": {"experts": "grouped"}, "optimizer": {"kind": "adamw"}}
+    recipe = imported(tmp_path, cluster=cluster, training=training, **given)
+    for elements, count in ranks(4).run(made_in_float32, recipe):
+        assert elements < 3.2 * count / 4
 
 
 def test_what_import_says(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -193,12 +246,13 @@ def growth(rank: int, recipe: Recipe) -> tuple[int, int]:
     """Fill a rank's weights. Return how much memory this took at most beyond the weights, and the bytes of the largest tensor."""
     groups = Groups.create(recipe.placed_fold, rank)
     model = Transformer(recipe.ownership, groups, seed=None)
-    parameters = dict(model.named_parameters())
-    state = {
-        f"model/{name}": parameters[local][index].detach() for local, parts in model.global_parts.items() for name, index in parts
-    }
-    for tensor in state.values():
-        tensor.zero_()  # now its pages are there
+    parameters, shards = dict(model.named_parameters()), list[Shard]()
+    for local, parts in model.global_parts.items():
+        for name, index in parts:
+            piece = model.pieces[name]
+            shards.append(Shard(f"model/{name}", parameters[local].detach()[index], piece.spec.shape, piece.offset))
+    for shard in shards:
+        shard.tensor.zero_()  # now its pages are there
     before, most, over = held_memory(), [0], threading.Event()
 
     def watch() -> None:
@@ -208,12 +262,12 @@ def growth(rank: int, recipe: Recipe) -> tuple[int, int]:
     thread = threading.Thread(target=watch)
     thread.start()
     assert recipe.training.weights is not None
-    Weights.at(recipe.training.weights, "training.weights").fill(recipe.model, state, state_pieces(model, state))
+    Weights.at(recipe.training.weights, "training.weights").fill(recipe.model, shards, parameters)
     over.set()
     thread.join()
     groups.close()
-    assert all(tensor.any() for key, tensor in state.items() if key.endswith(("query", "down", "embedding.weight")))
-    return most[0] - before, max(tensor.numel() * 4 for tensor in state.values())
+    assert all(shard.tensor.any() for shard in shards if shard.key.endswith(("query", "down", "embedding.weight")))
+    return most[0] - before, max(shard.tensor.numel() * 4 for shard in shards)
 
 
 @pytest.mark.nightly("writes a model of 2 GiB")
