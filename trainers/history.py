@@ -38,7 +38,7 @@ _POINTS = 1024  # of a line in a picture
 class History:
     """The records of a run by step. Records of steps that ran again replace the earlier ones.
 
-    A step adds 152 bytes, for any size of the model. Loads, and what follows from them, are kept in columns of steps
+    A step adds 160 bytes, for any size of the model. Loads, and what follows from them, are kept in columns of steps
     (`Course`).
     """
 

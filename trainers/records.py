@@ -66,7 +66,9 @@ class Step(TypedDict):
     """The entropy of the load over ln(experts), in the worst layer."""
     by_layer: NotRequired[Layers | None]
     trained_tokens: NotRequired[int]
-    """Number of tokens that count in the loss."""
+    """Number of tokens that count in the loss, and that were trained."""
+    skipped_steps: NotRequired[int]
+    """Number of steps of the run so far that were skipped because their gradient was not finite (`training.skip_steps`)."""
     traffic: NotRequired[dict[str, dict[str, int]]]
     """The calls, inside_bytes and across_bytes of all ranks together, by class of traffic (`foldray.comm.Groups`)."""
     time: NotRequired[float]

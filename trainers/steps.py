@@ -13,7 +13,7 @@ import numpy as np
 from trainers.records import Step
 
 _FINITE = ("loss", "lr", "tokens_per_s", "step_time_s")  # always numbers, even if they are not finite
-_WHOLE = ("step", "dead_experts", "trained_tokens")
+_WHOLE = ("step", "dead_experts", "trained_tokens", "skipped_steps")
 _OTHERS = (
     "grad_norm", "balance_loss", "z_loss", "mtp_loss", "drop_rate", "mfu", "load_max_over_mean", "rank_max_over_mean",
     "load_entropy", "time",

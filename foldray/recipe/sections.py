@@ -242,6 +242,14 @@ class TrainingSpec(Strict):
         lt=2**32,
         description="Seed of the initial weights and of the order of the sequences. Every fold starts from the same weights.",
     )
+    skip_steps: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="How many steps in a row training skips because their gradient has a number that is not finite. A skipped "
+        "step leaves weights, biases and the optimizer's state as they are, and its text is not trained. One such step more ends "
+        "the attempt. 0 skips none.",
+    )
     weights: str | None = Field(
         None,
         description="Folder of a model of Hugging Face's transformers, which every node must see. Training starts from its "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -39,8 +40,12 @@ class Engine(Protocol):
             This rank's contributions to the losses, one for each part of a micro-batch (`schedule.batch_degree`).
         """
 
-    def update(self, lr: float) -> Norms:
-        """Clip the gradients, update the weights with learning rate `lr`, and return the norms before clipping."""
+    def update(self, lr: float, skips: bool = False) -> Norms:
+        """Clip the gradients, update the weights with learning rate `lr`, and return the norms before clipping.
+
+        Args:
+            skips: whether to leave weights and optimizer as they are if the norm is not finite. All ranks have the same norm.
+        """
 
     def weights(self) -> Iterator[tuple[GradientClass, torch.Tensor]]:
         """Yield the tensors that this rank's optimizer updates, in the optimizer's precision, with the gradient class."""
@@ -91,13 +96,14 @@ class TorchEngine:
     def train(self, batches: Sequence[Batch]) -> list[Losses]:
         return self.execution.train(batches)
 
-    def update(self, lr: float) -> Norms:
+    def update(self, lr: float, skips: bool = False) -> Norms:
         norms = self.gradients.clip(self.spec.clip)
-        for optimizer, share in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = share * lr
-            optimizer.step()
-        self._spread()
+        if not skips or math.isfinite(norms.total):
+            for optimizer, share in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = share * lr
+                optimizer.step()
+            self._spread()
         self.gradients.zero()
         return norms
 

@@ -106,6 +106,7 @@ class Progress(Checked):
         step: number of finished steps.
         data: digest of the packed data.
         seed, global_batch: of the training. They decide the order of its text. Old checkpoints do not have them.
+        skipped: number of these steps that were skipped.
     """
 
     step: Annotated[int, Field(ge=1, le=_MOST_STEPS)]
@@ -115,6 +116,7 @@ class Progress(Checked):
     online: Found | None = None
     seed: int | None = None
     global_batch: Annotated[int, Field(ge=1)] | None = None
+    skipped: Count = 0
 
 
 _ENTRIES, _SIZES, _PROGRESS = TypeAdapter(dict[Name, Entry]), TypeAdapter(dict[Name, Count]), TypeAdapter(Progress)

@@ -18,6 +18,7 @@ _STEP = {
     "foldray_expert_overload": ("load_max_over_mean", "Load of the fullest expert over the mean load, in the worst layer"),
     "foldray_rank_overload": ("rank_max_over_mean", "Load of the fullest rank over the mean load, in the worst layer"),
     "foldray_dead_experts": ("dead_experts", "Experts without a token in the last step"),
+    "foldray_skipped_steps": ("skipped_steps", "Steps of the run that were skipped because their gradient was not finite"),
     "foldray_dropped_tokens": ("drop_rate", "Share of assignments that experts dropped in the last step"),
 }
 _OWN = {

@@ -51,6 +51,7 @@ class Summary:
     run_dir: str
     status: str
     steps: int
+    skipped_steps: int | None
     final_loss: float | None
     val_loss: float | None
     val_bpb: float | None
@@ -187,6 +188,7 @@ class RunFolder:
             run_dir=str(self.path),
             status=status,
             steps=history.last_step,
+            skipped_steps=steps[steps.last].get("skipped_steps") if steps else None,
             final_loss=steps[steps.last]["loss"] if steps else None,
             val_loss=validation["loss"] if validation else None,
             val_bpb=validation["bits_per_byte"] if validation else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from rich.segment import ControlType
 from rich.table import Column, Table
 
 from trainers.driver.recorder import Summary
-from trainers.records import Record, Step
+from trainers.records import Record, Step, number
 
 _PLAIN_PERIOD_S = 10.0
 _BAR_WIDTH = 30
@@ -140,6 +141,9 @@ class Progress:
 
     def _show(self, record: Step) -> None:
         step, now = record["step"], time.monotonic()
+        if record.get("skipped_steps") and not math.isfinite(number(record["grad_norm"])):
+            skipped = f"step {step} is skipped, because its gradient is not finite; {record['skipped_steps']} are so far"
+            self._say(f"{self._name}: {skipped}")
         if self._began is None or step < self._began[0]:
             self._began = (step, now)
         parts = [f"loss {_number(record['loss'], '.3f')}"]
@@ -180,7 +184,7 @@ def closing_table(summary: Summary) -> Table:
 def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.status != "finished":
         yield "status", f"[bold red]{escape(summary.status)}"
-    yield "steps", str(summary.steps)
+    yield "steps", f"{summary.steps}, {summary.skipped_steps} of them skipped" if summary.skipped_steps else str(summary.steps)
     yield "final loss", f"{_number(summary.final_loss, '.4f')} nats per token"
     if summary.val_bpb is not None:
         yield "validation", f"{summary.val_bpb:.3f} bits per byte: {_verdict(summary)}"

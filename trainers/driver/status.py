@@ -105,6 +105,7 @@ class RunStatus:
             "silent_s": quiet,
             "step": history.last_step,
             "steps": total,
+            "skipped_steps": steps[steps.last].get("skipped_steps") if steps else None,
             "loss": loss if loss is not None and math.isfinite(loss) else None,
             "val_bpb": validation and validation["bits_per_byte"],
             "step_time_s": step_time,
@@ -127,6 +128,8 @@ class RunStatus:
             speed = f", {found['step_time_s']:.3g} s a step, {found['tokens_per_s']:,.0f} tokens/s, {_span(found['left_s'])} left"
         loss = "" if found["loss"] is None else f", loss {found['loss']:.4f}"
         lines.append(f"step {found['step']} of {found['steps']}{loss}{speed}")
+        if found["skipped_steps"]:
+            lines.append(f"skipped {found['skipped_steps']} steps, whose gradients were not finite")
         if found["val_bpb"] is not None:
             lines.append(f"validation: {found['val_bpb']:.3f} bits per byte")
         saved = found["checkpoint"]

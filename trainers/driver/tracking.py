@@ -33,6 +33,7 @@ _STEP_METRICS = {
     "mtp_loss": "mtp_loss",
     "drop_rate": "drop_rate",
     "trained_tokens": "trained_tokens",
+    "skipped_steps": "skipped_steps",
     "expert_load/max_over_mean": "load_max_over_mean",
     "expert_load/rank_max_over_mean": "rank_max_over_mean",
     "expert_load/entropy": "load_entropy",

@@ -17,6 +17,7 @@ DeepSpeed, so pyproject.toml allows only a narrow range of its versions.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -70,7 +71,7 @@ class DeepSpeedEngine:
     def __init__(self, model: Transformer, groups: Groups, recipe: Recipe):
         self.model, self.groups, self.spec, self.zero = model, groups, recipe.optimizer, recipe.engine.zero
         self._classes: dict[nn.Parameter, GradientClass] = {p: name for name in CLASSES for p in model.by_class(name)}
-        self._norms = Norms()
+        self._norms, self._skips = Norms(), False
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # avoids a C++ build of half a minute
         deepspeed.init_distributed(dist_backend="nccl" if recipe.cluster.gpu else "gloo", verbose=False)
         name = _register(groups)
@@ -89,8 +90,10 @@ class DeepSpeedEngine:
         if reduced:
             self.engine.enable_backward_allreduce = False
         if self.zero:
-            # DeepSpeed's norm assumes that expert groups lie inside a data-parallel group, and that every stage has experts.
-            self.optimizer.scaled_global_norm = self._reduced_norm if self._sharded else self._partitioned_norm
+            # DeepSpeed's norm assumes that expert groups lie inside a data-parallel group, and that every stage has experts. It
+            # would skip steps without a word.
+            self.optimizer.scaled_global_norm = self._known_norm
+            self.optimizer.check_grad_overflow, self.optimizer.check_overflow = True, self._tell_skip
             self._make_optimizer_state()
 
     def train(self, batches: Sequence[Batch]) -> list[Losses]:
@@ -101,12 +104,18 @@ class DeepSpeedEngine:
             self.engine.backward(self.engine(batches))
         return self.step.losses
 
-    def update(self, lr: float) -> Norms:
+    def update(self, lr: float, skips: bool = False) -> Norms:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         if not self.zero:
             self._norms = self._clip()
-        self.engine.step()
+        else:
+            self._norms = self.step.gradients.norms() if self._sharded else self._partitioned_norms()
+        self._skips = skips and not math.isfinite(self._norms.total)
+        if self._skips and not self.zero:
+            self.engine.zero_grad()
+        else:
+            self.engine.step()
         if self._sharded:
             self.step.gradients.zero()
         return self._norms
@@ -175,10 +184,13 @@ class DeepSpeedEngine:
                 self.optimizer.averaged_gradients[index] = [sums]
                 index += 1
 
-    def _reduced_norm(self, norm_type: float = 2) -> torch.Tensor:
-        """Return the norm of the sums that the list has reduced, by which DeepSpeed clips."""
-        self._norms = self.step.gradients.norms()
+    def _known_norm(self, norm_type: float = 2) -> torch.Tensor:
+        """Return the norm by which DeepSpeed clips."""
         return torch.tensor(self._norms.total, dtype=torch.float64, device=self.engine.device)
+
+    def _tell_skip(self, partition_gradients: bool = True) -> None:
+        """Tell DeepSpeed whether to drop the gradients of this step."""
+        self.optimizer.overflow = self._skips
 
     def _make_optimizer_state(self) -> None:
         """Make the optimizer's state as zeros and link it, so that it can be read and set before the first step."""
@@ -211,8 +223,8 @@ class DeepSpeedEngine:
             return parameter.new_empty(0), 0
         return link.get_hp_fragment(key).detach(), link.lp_fragment_address.start
 
-    def _partitioned_norm(self, norm_type: float = 2) -> torch.Tensor:
-        """Return the norm of all reduced gradients, by which DeepSpeed clips. A rank holds a partition of the gradients."""
+    def _partitioned_norms(self) -> Norms:
+        """Return the norms of all reduced gradients. A rank holds a partition of the gradients."""
         place, counted = self.groups.coordinate.get("attention", {"tp": 0, "pp": 0}), []
         # Other ranks of the same data-parallel place hold these parameters, too, and count them.
         copies = {*(self.model.by_class("replicated") if place["tp"] else ()), *(self.model.tied() if place["pp"] else ())}
@@ -221,8 +233,7 @@ class DeepSpeedEngine:
             for gradient, parameter in zip(self.optimizer.averaged_gradients[index], parameters, strict=False):
                 if parameter not in copies:
                     counted.append((self._classes[parameter], gradient))
-        self._norms = gradient_norms(counted, self.engine.device, self.groups)
-        return torch.tensor(self._norms.total, dtype=torch.float64, device=self.engine.device)
+        return gradient_norms(counted, self.engine.device, self.groups)
 
     def _clip(self) -> Norms:
         """Clip the gradients at stage 0, where every rank has complete gradients. Return the norms before clipping."""

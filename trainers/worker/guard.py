@@ -1,5 +1,7 @@
 """Stops a training whose steps do not train, before a checkpoint saves the result.
 
+A gradient that is not finite may also come from a few numbers of a text. A recipe may let training skip such steps.
+
 Some combinations of precision, ZeRO stage and reduction may lose a gradient on its way to the optimizer. The loss may still
 fall, because other weights train or by chance. Two signs are certain with every engine: the gradient of a class is zero in
 the whole model, or no bit of a class's weights changes at a learning rate above zero.
@@ -28,15 +30,21 @@ class Guard:
         engine: the engine to check.
         groups: the process groups of the rank.
         model: its parameters decide which gradient classes the model has.
+        most: how many steps in a row may be skipped because their gradient is not finite.
+
+    Attributes:
+        skipped: how many steps have been skipped.
+        in_a_row: how many of them are the newest ones.
     """
 
-    def __init__(self, engine: Engine, groups: Groups, model: ModelSpec):
-        self.engine, self.groups = engine, groups
+    def __init__(self, engine: Engine, groups: Groups, model: ModelSpec, most: int = 0):
+        self.engine, self.groups, self.most = engine, groups, most
+        self.skipped = self.in_a_row = 0
         self.classes = [name for name in CLASSES if name in {spec.gradient_class for spec in parameter_table(model)}]
         self._moved = False
 
     def update(self, step: int, lr: float) -> Norms:
-        """Call `Engine.update` for step number `step`, counted from 1.
+        """Call `Engine.update` for step number `step`, counted from 1. A skipped step changes nothing.
 
         Raises:
             NothingTrained: a gradient is zero, infinite or NaN, or a class of weights has not changed. Weights are compared
@@ -44,10 +52,15 @@ class Guard:
         """
         compares = lr > 0 and not self._moved
         before = self._bits() if compares else {}
-        norms = self.engine.update(lr)
+        norms = self.engine.update(lr, skips=self.in_a_row < self.most)
+        if not math.isfinite(norms.total) and self.in_a_row < self.most:
+            self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
+            return norms
         for name in self.classes:
             if norms[name] == 0 or not math.isfinite(norms[name]):
-                raise NothingTrained(f"step {step}: the gradient norm of {name} weights is {norms[name]}")
+                after = f", after {self.in_a_row} skipped steps" if self.in_a_row else ""
+                raise NothingTrained(f"step {step}: the gradient norm of {name} weights is {norms[name]}{after}")
+        self.in_a_row = 0
         if compares:
             self._compare(step, lr, before)
             self._moved = True

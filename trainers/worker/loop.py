@@ -120,7 +120,7 @@ class Worker:
         self.outbox.send(_place(self.groups))
         probe(self.groups, self.device, DTYPES[recipe.precision])
         self.engine: Engine = make_engine(recipe, self.groups, self.device)
-        self.guard = Guard(self.engine, self.groups, recipe.model)
+        self.guard = Guard(self.engine, self.groups, recipe.model, recipe.training.skip_steps)
         self.saver = Saver(recipe.checkpoint.asynchronous, time_for(self._largest_state()))
         self.peak = self._all_ranks(matmul_peak(self.device, DTYPES[recipe.precision]))
         self.flops = step_flops(recipe.model, recipe.data.seq_len, recipe.training.global_batch)
@@ -178,7 +178,8 @@ class Worker:
         self.saver.settle()
         norms = self.guard.update(step + 1, rate)
         totals = self._totals(losses, stops)
-        self.engine.model.update_biases(totals.count_ME)
+        if not self.guard.in_a_row:
+            self.engine.model.update_biases(totals.count_ME)
         self.last = self._record(step + 1, totals, rate, norms.total, time.perf_counter() - started)
         self._tell_saved()
         if self.rank == 0:
@@ -210,7 +211,8 @@ class Worker:
             "balance_loss": totals.balance if moe else None, "z_loss": totals.z if moe else None,
             "mtp_loss": totals.further,
             "drop_rate": totals.dropped / float(counts.sum()) if moe else None,
-            "tokens_per_s": training.global_batch * length / seconds, "step_time_s": seconds, "trained_tokens": totals.tokens,
+            "tokens_per_s": training.global_batch * length / seconds, "step_time_s": seconds,
+            "trained_tokens": 0 if self.guard.in_a_row else totals.tokens, "skipped_steps": self.guard.skipped,
             "mfu": self.flops / seconds / self.peak,
             "load": counts.tolist() if moe else None,
             "load_max_over_mean": float(health.max_over_mean.max()) if health else None,
@@ -263,6 +265,7 @@ class Worker:
         fold["placement"] = self.recipe.placement and self.recipe.placement.model_dump()
         order = {"seed": self.recipe.training.seed, "global_batch": self.recipe.training.global_batch}
         progress = {"step": done, "data": data, "fold": fold, "validation": self.validation, **order}
+        progress["skipped"] = self.guard.skipped
         found = {"chosen": self.online.chosen, "seconds": self.online.seconds}
         progress["online"] = {"on": self.ground, "speeds": self.speeds, **found}
         with self.activity.during("saves a checkpoint", self.saver.limit.total_seconds()):
@@ -297,7 +300,7 @@ class Worker:
             tensors.load(stored, self.engine.shards(), self.saver.group, during)
             self.engine.load_shards()
         step = stored.progress.step
-        self.validation = stored.progress.validation
+        self.validation, self.guard.skipped = stored.progress.validation, stored.progress.skipped
         self._recall(stored.progress.online)
         if self.rank == 0:
             self.outbox.send({"kind": "resumed", "step": step})

@@ -1,6 +1,7 @@
 """Reports on a terminal, in a log, and beside JSON."""
 
 import io
+import math
 import time
 from typing import Any
 
@@ -24,8 +25,9 @@ def text(of: Console) -> str:
 
 def summary(**changes: Any) -> Summary:
     values: dict[str, Any] = {
-        "run_id": "quickstart-1", "run_dir": "/runs/quickstart-1", "status": "finished", "steps": 300, "final_loss": 1.5,
-        "val_loss": 1.75, "val_bpb": 2.5, "val_sources": None, "unigram_bpb": 4.87, "bigram_bpb": 3.62, "tokens_per_s": 12345.0,
+        "run_id": "quickstart-1", "run_dir": "/runs/quickstart-1", "status": "finished", "steps": 300, "skipped_steps": 0,
+        "final_loss": 1.5, "val_loss": 1.75, "val_bpb": 2.5, "val_sources": None,
+        "unigram_bpb": 4.87, "bigram_bpb": 3.62, "tokens_per_s": 12345.0,
         "mfu": 0.413, "load_max_over_mean": 1.18, "busiest_layer": 2, "dead_experts": 0,
         "rank_max_over_mean": 1.07, "load_entropy": 0.9912, "starved_experts": 0, "drop_rate": 0.012,
         "checkpoint": "/runs/quickstart-1/checkpoint_300", "pictures": ("/runs/quickstart-1/loss.png",),
@@ -51,6 +53,17 @@ def test_a_log_gets_a_line_per_tenth_of_the_steps():
     assert lines[-1].startswith("r-1: step 100/100 · loss ")
     assert "bits/byte" in lines[-1]
     assert "12.3k tokens/s" in lines[-1]
+
+
+def test_skipped_steps_are_told_and_counted():
+    shown = console(False)
+    with shown.progress("r-1", 3) as progress:
+        for record in (step(1), {**step(2), "grad_norm": math.nan, "skipped_steps": 4}, {**step(3), "skipped_steps": 4}):
+            progress.receive(record)
+    told = [line for line in text(shown).splitlines() if "skipped" in line]
+    assert told == ["r-1: step 2 is skipped, because its gradient is not finite; 4 are so far"]
+    assert "300, 4 of them skipped" in table(summary(skipped_steps=4))
+    assert "skipped" not in table(summary())
 
 
 def test_the_loss_of_further_tokens_is_told_apart():

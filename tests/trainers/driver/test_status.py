@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from pathlib import Path
@@ -67,6 +68,13 @@ def test_a_run_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
     assert rows[0][:6] == ["0", "10.0.0.1", "50%", "0.56", "1.00", "F"]
     assert rows[1] == ["1", "10.0.0.1", "90%", "1.80", "1.00", "F", "attention", "nothing"]
+
+
+def test_skipped_steps_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path, place(0), step(1), {**step(2), "grad_norm": math.nan, "skipped_steps": 1}, beats=False)
+    assert main(["status", str(run)]) == 0
+    assert "skipped 1 steps, whose gradients were not finite" in capsys.readouterr().out
+    assert RunFolder(run, RECIPE, {}).summary("failed").skipped_steps == 1
 
 
 def test_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,12 +75,13 @@ def test_every_step_and_validation_is_there(finished):
 
 def test_conversations_have_no_bits_per_byte(storage):
     tracker = Tracker(recipe(), "r-2", storage)
-    for record in (step(1), {**validation(1), "bits_per_byte": None}, {**step(2), "trained_tokens": 7}):
+    for record in (step(1), {**validation(1), "bits_per_byte": None}, {**step(2), "trained_tokens": 7, "skipped_steps": 3}):
         tracker.receive(record)
     tracker.close("FINISHED")
     metrics = tracker._client.get_run(tracker.run_id).data.metrics
     assert "validation/bits_per_byte" not in metrics
     assert (metrics["validation/loss"], metrics["trained_tokens"]) == (validation(1)["loss"], 7)
+    assert metrics["skipped_steps"] == 3
 
 
 def test_a_resumed_run_is_opened_again_and_no_step_is_logged_twice(finished, storage):
