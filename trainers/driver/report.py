@@ -142,8 +142,8 @@ class Progress:
     def _show(self, record: Step) -> None:
         step, now = record["step"], time.monotonic()
         if record.get("skipped_steps") and not math.isfinite(number(record["grad_norm"])):
-            skipped = f"step {step} is skipped, because its gradient is not finite; {record['skipped_steps']} are so far"
-            self._say(f"{self._name}: {skipped}")
+            count = record["skipped_steps"]
+            self._say(f"{self._name}: step {step} is skipped, because its gradient is not finite; skipped so far: {count}")
         if self._began is None or step < self._began[0]:
             self._began = (step, now)
         parts = [f"loss {_number(record['loss'], '.3f')}"]

@@ -129,7 +129,7 @@ class RunStatus:
         loss = "" if found["loss"] is None else f", loss {found['loss']:.4f}"
         lines.append(f"step {found['step']} of {found['steps']}{loss}{speed}")
         if found["skipped_steps"]:
-            lines.append(f"skipped {found['skipped_steps']} steps, whose gradients were not finite")
+            lines.append(f"skipped steps, whose gradients were not finite: {found['skipped_steps']}")
         if found["val_bpb"] is not None:
             lines.append(f"validation: {found['val_bpb']:.3f} bits per byte")
         saved = found["checkpoint"]

@@ -61,7 +61,7 @@ def test_skipped_steps_are_told_and_counted():
         for record in (step(1), {**step(2), "grad_norm": math.nan, "skipped_steps": 4}, {**step(3), "skipped_steps": 4}):
             progress.receive(record)
     told = [line for line in text(shown).splitlines() if "skipped" in line]
-    assert told == ["r-1: step 2 is skipped, because its gradient is not finite; 4 are so far"]
+    assert told == ["r-1: step 2 is skipped, because its gradient is not finite; skipped so far: 4"]
     assert "300, 4 of them skipped" in table(summary(skipped_steps=4))
     assert "skipped" not in table(summary())
 

@@ -73,7 +73,7 @@ def test_a_run_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_skipped_steps_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write(tmp_path, place(0), step(1), {**step(2), "grad_norm": math.nan, "skipped_steps": 1}, beats=False)
     assert main(["status", str(run)]) == 0
-    assert "skipped 1 steps, whose gradients were not finite" in capsys.readouterr().out
+    assert "skipped steps, whose gradients were not finite: 1" in capsys.readouterr().out
     assert RunFolder(run, RECIPE, {}).summary("failed").skipped_steps == 1
 
 
