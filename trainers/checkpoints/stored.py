@@ -22,7 +22,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,7 +32,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pyarrow import NativeFile
 from pydantic import Field, TypeAdapter
 
-from trainers.checkpoints.reading import Place, read
+from trainers.checkpoints.reading import READERS, Place, read
 from trainers.folders import Checked, Count, DamagedFile, Folder, read_json
 
 if TYPE_CHECKING:
@@ -192,9 +194,9 @@ def look(folder: Folder) -> Stored:
     names = folder.names()
     if names is None:
         raise DamagedFile("its folder", "does not exist")
-    entries = _entries(folder, names)
-    for name, entry in entries.items():
-        _check_size(folder, name, entry)
+    with ThreadPoolExecutor(READERS, "foldray-reader") as pool:  # there may be a manifest and a file of every rank
+        entries = _entries(folder, names, pool)
+        deque(pool.map(lambda name: _check_size(folder, name, entries[name]), entries), maxlen=0)
     for name in (METADATA, PROGRESS):
         if name not in entries:
             raise DamagedFile(name, "is in no manifest" if name in names else "is missing")
@@ -236,21 +238,23 @@ def seal(folder: Path, rank: int, boxes: Mapping[str, Mapping[str, str]]) -> lis
     return [*entries, manifest]
 
 
-def _entries(folder: Folder, names: list[str]) -> dict[str, Entry]:
+def _entries(folder: Folder, names: list[str], pool: ThreadPoolExecutor) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
-    for manifest in names:
-        if _MANIFEST.fullmatch(manifest):
-            of_manifest = read_json(folder, manifest, _ENTRIES)
-        elif _OLD_MANIFEST.fullmatch(manifest):
-            of_manifest = {name: Entry(size=size) for name, size in read_json(folder, manifest, _SIZES).items()}
-        else:
-            continue
+    manifests = [name for name in names if _MANIFEST.fullmatch(name) or _OLD_MANIFEST.fullmatch(name)]
+    for manifest, of_manifest in zip(manifests, pool.map(lambda name: _listed(folder, name), manifests), strict=True):
         if twice := of_manifest.keys() & entries.keys():
             raise DamagedFile(manifest, f"names {min(twice)}, which another manifest names, too")
         entries |= of_manifest
     if not entries:
         raise DamagedFile("its manifest", "is missing: the checkpoint was never completed")
     return entries
+
+
+def _listed(folder: Folder, manifest: str) -> dict[str, Entry]:
+    """Return the entries of a manifest."""
+    if _MANIFEST.fullmatch(manifest):
+        return read_json(folder, manifest, _ENTRIES)
+    return {name: Entry(size=size) for name, size in read_json(folder, manifest, _SIZES).items()}
 
 
 def _check_size(folder: Folder, name: str, entry: Entry) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -16,9 +17,10 @@ from ray.train import Checkpoint
 from foldray.runtime import Shard
 from tests.trainers.checkpoints.damage import FILE, flipped, shards_of
 from trainers.checkpoints import reading, tensors
-from trainers.checkpoints.reading import runs_of, time_for
+from trainers.checkpoints.reading import READERS, runs_of, time_for
 from trainers.checkpoints.staging import Staged
-from trainers.checkpoints.stored import DamagedCheckpoint
+from trainers.checkpoints.stored import DamagedCheckpoint, look, seal
+from trainers.folders import Folder
 
 COUNT = 300
 PROGRESS = {"step": 3, "data": "d", "fold": {}, "validation": {}, "seed": 0, "global_batch": 8}
@@ -104,6 +106,23 @@ def test_a_damaged_box_inside_a_run_is_named(tmp_path: Path, made: dict[str, tor
     with pytest.raises(DamagedCheckpoint, match=r"__0_0\.distcp has other bytes than were written"):
         load(tmp_path, list(made))
     load(tmp_path, list(made)[:10])  # a rank that needs none of it goes on
+
+
+def test_manifests_are_read_several_at_once(
+    tmp_path: Path, made: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(1, READERS):
+        (tmp_path / f"__{rank}_0.distcp").touch()
+        seal(tmp_path, rank, {f"__{rank}_0.distcp": {}})
+    together, read = threading.Barrier(READERS), Folder.read
+
+    def waiting(folder: Folder, name: str, limit: int) -> bytes:
+        if name.startswith("manifest."):
+            together.wait(60)
+        return read(folder, name, limit)
+
+    monkeypatch.setattr(Folder, "read", waiting)
+    assert len(look(Folder(str(tmp_path))).entries) == READERS + 2
 
 
 def test_runs_are_of_one_file_and_without_gaps() -> None:
