@@ -33,6 +33,7 @@ from pyarrow import NativeFile
 from pydantic import Field, TypeAdapter
 
 from trainers.checkpoints.reading import READERS, Place, read
+from trainers.data.order import NEWEST
 from trainers.folders import Checked, Count, DamagedFile, Folder, read_json
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ class Progress(Checked):
         data: digest of the packed data.
         seed, global_batch: of the training. They decide the order of its text. Old checkpoints do not have them.
         skipped: number of these steps that were skipped.
+        order: version of this order (`data/order.py`).
     """
 
     step: Annotated[int, Field(ge=1, le=_MOST_STEPS)]
@@ -119,6 +121,7 @@ class Progress(Checked):
     seed: int | None = None
     global_batch: Annotated[int, Field(ge=1)] | None = None
     skipped: Count = 0
+    order: Annotated[int, Field(ge=1, le=NEWEST)] = 1
 
 
 _ENTRIES, _SIZES, _PROGRESS = TypeAdapter(dict[Name, Entry]), TypeAdapter(dict[Name, Count]), TypeAdapter(Progress)

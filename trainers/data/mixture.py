@@ -23,7 +23,8 @@ from pydantic import Field, TypeAdapter
 
 from foldray.errors import UserError
 from trainers.data.baselines import Baselines
-from trainers.data.packed import PackedData, SampleOrder, Split
+from trainers.data.order import NEWEST, SampleOrder
+from trainers.data.packed import PackedData, Split
 from trainers.folders import Checked, DamagedFile, Folder, read_json
 
 FORMAT = 1
@@ -88,11 +89,12 @@ class MixedOrder:
         seed: seed of the training.
         counts: sequences of each source.
         weights: whole numbers, one for each source.
+        version: version of the sources' orders (`order.py`).
     """
 
-    def __init__(self, seed: int, counts: Sequence[int], weights: Sequence[int]):
+    def __init__(self, seed: int, counts: Sequence[int], weights: Sequence[int], version: int = NEWEST):
         self._shares = Shares(weights, seed)
-        self._orders = [SampleOrder(seed, count, source) for source, count in enumerate(counts)]
+        self._orders = [SampleOrder(seed, count, source, version) for source, count in enumerate(counts)]
         self._first = np.cumsum([0, *counts])
 
     def __call__(self, start: int, stop: int) -> np.ndarray:
@@ -126,8 +128,8 @@ class MixedSplit:
     def masked(self) -> bool:
         return any(split.masked for split in self._splits)
 
-    def order(self, seed: int) -> MixedOrder:
-        return MixedOrder(seed, [len(split) for split in self._splits], self._weights)
+    def order(self, seed: int, version: int = NEWEST) -> MixedOrder:
+        return MixedOrder(seed, [len(split) for split in self._splits], self._weights, version)
 
     def tokens(self, indices: ArrayLike) -> torch.Tensor:
         return self._gather(indices, Split.tokens)

@@ -1,4 +1,4 @@
-"""Packed sequences on disk, which are read by index, and the order in which training takes them.
+"""Packed sequences on disk, which are read by index.
 
 A split is one stream of tokens. A separator precedes each document. Sequence i consists of the tokens [i·S, (i + 1)·S] of
 the stream, both ends included (S = seq_len). The first S tokens are its inputs, and the last S tokens are its targets. So
@@ -23,6 +23,7 @@ from pydantic import Field, TypeAdapter
 
 from foldray.errors import UserError
 from trainers.data.baselines import Baselines
+from trainers.data.order import NEWEST, SampleOrder
 from trainers.folders import Checked, Count, DamagedFile, Folder, read_json
 
 FORMAT = 2
@@ -103,9 +104,9 @@ class Split:
     def __len__(self) -> int:
         return self._count
 
-    def order(self, seed: int) -> SampleOrder:
+    def order(self, seed: int, version: int = NEWEST) -> SampleOrder:
         """Return the order in which training takes the sequences."""
-        return SampleOrder(seed, len(self))
+        return SampleOrder(seed, len(self), version=version)
 
     def tokens(self, indices: ArrayLike) -> torch.Tensor:
         """Return the tokens of n sequences: int64 [n, seq_len + 1]. The targets are the inputs, shifted by one."""
@@ -197,46 +198,6 @@ class _Works:
         return self._open[key]
 
 
-class SampleOrder:
-    """The order of sequences: which sequence is at each global sample position. Every epoch is a new permutation of all
-    sequences.
-
-    The sequence at a position depends only on (seed, position). A permutation sorts raw Philox numbers, because NumPy
-    promises the same raw numbers in every version, but not the same shuffles.
-
-    Args:
-        seed: seed of the training.
-        count: sequences in an epoch.
-        source: number of the source in a mixture. Sources have orders of their own, also if they have equally many sequences.
-    """
-
-    def __init__(self, seed: int, count: int, source: int = 0):
-        if count < 1:
-            raise ValueError(f"count={count} sequences cannot be ordered")
-        self._seed, self._count, self._source = seed, count, source
-        self._epoch, self._permutation = -1, np.empty(0, np.int64)
-
-    def __call__(self, start: int, stop: int) -> np.ndarray:
-        """Return the sequence indices at global sample positions [start, stop): int64 [stop - start]."""
-        pieces = [np.empty(0, np.int64)]
-        while start < stop:
-            epoch, within = divmod(start, self._count)
-            pieces.append(self._of_epoch(epoch)[within : within + stop - start])
-            start += len(pieces[-1])
-        return np.concatenate(pieces)
-
-    def _of_epoch(self, epoch: int) -> np.ndarray:
-        if epoch != self._epoch:
-            keys = np.random.Philox([self._seed, epoch, self._source]).random_raw(self._count)
-            self._epoch, self._permutation = epoch, np.argsort(keys, kind="stable")
-        return self._permutation
-
-
-def sample_order(seed: int, count: int, start: int, stop: int) -> np.ndarray:
-    """Return `SampleOrder(seed, count)(start, stop)`, for a single use."""
-    return SampleOrder(seed, count)(start, stop)
-
-
 class Sequences(Protocol):
     """Sequences that training takes: those of a split, or of several (`mixture.MixedSplit`). They have the methods of `Split`."""
 
@@ -245,7 +206,7 @@ class Sequences(Protocol):
     @property
     def masked(self) -> bool: ...
 
-    def order(self, seed: int) -> Callable[[int, int], np.ndarray]: ...
+    def order(self, seed: int, version: int = ...) -> Callable[[int, int], np.ndarray]: ...
 
     def tokens(self, indices: ArrayLike) -> torch.Tensor: ...
 
@@ -260,10 +221,11 @@ class Batches:
     Args:
         split: usually `PackedData.train`.
         seed: seed of the order.
+        version: version of the order (`order.py`).
     """
 
-    def __init__(self, split: Sequences, seed: int):
-        self._order = split.order(seed)
+    def __init__(self, split: Sequences, seed: int, version: int = NEWEST):
+        self.version, self._order = version, split.order(seed, version)
 
     def indices(
         self, step: int, accumulation_index: int, dp_rank: int, dp: int, micro_batch: int, global_batch: int

@@ -32,7 +32,7 @@ import numpy as np
 from pydantic import Field, TypeAdapter
 
 from trainers.data.baselines import PAIRS, count_pairs
-from trainers.data.packed import sample_order
+from trainers.data.order import SampleOrder
 from trainers.data.unfit import Found
 from trainers.folders import Checked, Count, DamagedFile, Folder, read_json
 
@@ -287,7 +287,7 @@ class Index:
         """Write the index, and return the counts for `meta.json`. The validation sequences get a fixed random order."""
         np.save(folder / f"{split}-index.npy", np.asarray([self._tokens, self._documents], np.int64))
         if shuffled := split == "validation":
-            order = sample_order(0, self.sequences, 0, self.sequences)
+            order = SampleOrder(0, self.sequences, version=1)(0, self.sequences)  # as in all folders so far
             np.save(folder / f"{split}-order.npy", order)
             if self._costs is not None:
                 bytes_, units = self._costs

@@ -263,7 +263,8 @@ class Worker:
     def _save(self, done: int, final: bool) -> None:
         fold, data = self.recipe.fold.model_dump(), self.data.folder.name
         fold["placement"] = self.recipe.placement and self.recipe.placement.model_dump()
-        order = {"seed": self.recipe.training.seed, "global_batch": self.recipe.training.global_batch}
+        training = self.recipe.training
+        order = {"seed": training.seed, "global_batch": training.global_batch, "order": self.batches.version}
         progress = {"step": done, "data": data, "fold": fold, "validation": self.validation, **order}
         progress["skipped"] = self.guard.skipped
         found = {"chosen": self.online.chosen, "seconds": self.online.seconds}
@@ -301,6 +302,7 @@ class Worker:
             self.engine.load_shards()
         step = stored.progress.step
         self.validation, self.guard.skipped = stored.progress.validation, stored.progress.skipped
+        self.batches = Batches(self.data.train, self.recipe.training.seed, stored.progress.order)
         self._recall(stored.progress.online)
         if self.rank == 0:
             self.outbox.send({"kind": "resumed", "step": step})

@@ -1,4 +1,4 @@
-"""Reading packed data, and the order of sequences. The tests use the shard writer, without Ray."""
+"""Reading packed data. The tests use the shard writer, without Ray."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 from foldray.errors import UserError
 from trainers.data import shards
 from trainers.data.baselines import byte_pairs, count_pairs, fit
-from trainers.data.packed import FORMAT, Batches, PackedData, SampleOrder, Split, sample_order
+from trainers.data.order import SampleOrder
+from trainers.data.packed import FORMAT, Batches, PackedData, Split
 from trainers.data.shards import Index, Piece, costs, passing
 from trainers.data.shards import write as write_work
 
@@ -133,32 +134,10 @@ def test_no_such_sequence(tmp_path: Path):
             split.tokens([0, index])
 
 
-def test_epochs_are_permutations_and_differ():
-    order = SampleOrder(seed=3, count=50)
-    epochs = [order(start, start + 50).tolist() for start in (0, 50, 100)]
-    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in [*epochs, sample_order(4, 50, 0, 50).tolist()]}) == 4
-
-
-def test_order_depends_on_seed_and_position_alone():
-    whole = sample_order(7, 11, 0, 60)
-    order = SampleOrder(7, 11)
-    for start, stop in [(40, 60), (0, 1), (9, 25), (30, 30), (5, 60)]:  # forwards and backwards, across epochs
-        assert order(start, stop).tolist() == whole[start:stop].tolist()
-
-
-def test_order_never_changes():
-    # A checkpoint resumes in the middle of an order. The literal order shows if a version of NumPy changes it.
-    assert sample_order(0, 8, 0, 16).tolist() == GOLDEN
-
-
-GOLDEN = [0, 3, 7, 5, 1, 2, 6, 4, 3, 7, 4, 2, 1, 6, 5, 0]
-
-
 @pytest.mark.parametrize(("dp", "micro_batch"), [(1, 1), (1, 4), (2, 2), (4, 1), (4, 3), (12, 1), (5, 1), (7, 2), (5, 3), (1, 8)])
 def test_every_dp_takes_the_same_samples(tmp_path: Path, dp: int, micro_batch: int):
     split, global_batch = write(tmp_path, []), 12
-    whole = sample_order(5, len(split), 0, 3 * global_batch)
+    whole = SampleOrder(5, len(split))(0, 3 * global_batch)
     batches = [Batches(split, seed=5) for _ in range(dp)]
     for step in range(3):
         taken = [

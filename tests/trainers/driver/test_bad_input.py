@@ -25,7 +25,7 @@ from foldray.recipe import DataSpec, Recipe
 from tests.trainers.driver.runs import STEPS, recipe
 from trainers import FoldTrainer
 from trainers.cluster import joining
-from trainers.data.packed import sample_order
+from trainers.data.order import SampleOrder
 from trainers.data.prepare import prepare
 from trainers.driver import resuming
 from trainers.driver.mlflow_server import check_reachable
@@ -465,6 +465,6 @@ def damage(spec: DataSpec, cache: Path, samples: range) -> None:
     data = prepare(spec, 264, cache)
     (work,) = data.folder.glob("train-*.tokens")
     tokens = np.memmap(work, data.meta["dtype"])
-    for sequence in sample_order(0, len(data.train), samples.start, samples.stop):
+    for sequence in SampleOrder(0, len(data.train))(samples.start, samples.stop):
         tokens[sequence * spec.seq_len + 1] = 60_000
     tokens.flush()
