@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +14,10 @@ from pyarrow.fs import FileSystem, LocalFileSystem
 
 from foldray.blueprint import parameter_table
 from foldray.errors import UserError
-from foldray.files import read_text
 from foldray.recipe import Recipe
-from foldray.runtime import state_keys
 from trainers.checkpoints import reported
-from trainers.checkpoints.stored import METADATA, Progress, Stored, look
+from trainers.checkpoints.stored import METADATA, Stored, look
 from trainers.cluster.run_storage import storage_folder
-from trainers.data.mixture import Mixture
-from trainers.data.packed import PackedData
 from trainers.folders import DamagedFile, Folder
 
 _OURS = (METADATA, "manifest.", "sizes.")  # even a damaged checkpoint has at least one of these files
@@ -117,6 +113,11 @@ class Beginning:
             raise UserError(self.field, self.value, f"checkpoint {self.folder.name} cannot be reached ({error})") from None
         return stored
 
+    @property
+    def named(self) -> str:
+        """What messages call it."""
+        return f"run {self.value}" if self.field == "resume" else f"checkpoint {self.value}"
+
     def refused(self, file: str, what: str) -> UserError:
         """Return an error that names the damage of this checkpoint, and an earlier undamaged checkpoint of the run."""
         subject = f"its checkpoint {self.folder.last} " if self.field == "resume" else ""
@@ -155,30 +156,6 @@ def offer(run: Folder, damaged: str | None = None) -> str:
     return f"the run has no {'earlier ' if damaged else ''}undamaged checkpoint"
 
 
-def check_resumable(begin: Beginning, stored: Stored, recipe: Recipe, data: PackedData | Mixture) -> None:
-    """Refuse a checkpoint that workers cannot continue from with this recipe.
-
-    Raises:
-        UserError: the checkpoint has other data, another order of the data, another model, or no state for this optimizer.
-    """
-    progress = stored.progress
-    if progress.data != data.folder.name:
-        what = "other data, other weights of sources, or other sequence lengths"
-        rule = f"was trained on {what} than this recipe's section data"
-        raise UserError(begin.field, begin.value, rule)
-    # With another order, training would see some text twice and some text never.
-    for key, before in _order(begin, progress).items():
-        if before != (now := getattr(recipe.training, key)):
-            rule = f"{_run(begin)} takes its text in another order; keep its value"
-            raise UserError(f"training.{key}", now, rule, [before])
-    check_model(begin, stored, recipe)
-    _check_optimizer(begin, stored, recipe)
-    last = recipe.training.stop_after or recipe.training.steps
-    if begin.field == "from" and progress.step >= last:
-        field = "stop_after" if recipe.training.stop_after else "steps"
-        raise UserError(f"training.{field}", last, f"the checkpoint has {progress.step} finished steps already")
-
-
 def check_model(begin: Beginning, stored: Stored, recipe: Recipe) -> None:
     """Refuse a checkpoint of another model than the recipe's. No tensor is made, which might take all memory.
 
@@ -192,27 +169,6 @@ def check_model(begin: Beginning, stored: Stored, recipe: Recipe) -> None:
         if theirs.get(name) != ours.get(name):
             sizes = f"{_size(theirs.get(name))}, but this recipe's is {_size(ours.get(name))}"
             raise UserError(begin.field, begin.value, f"has another model: its {name} is {sizes}")
-
-
-def _check_optimizer(begin: Beginning, stored: Stored, recipe: Recipe) -> None:
-    tensors, rows = stored.contents.tensors, parameter_table(recipe.model)
-    wanted = {f"optimizer/{row.name}/{key}" for row in rows for key in state_keys(recipe.optimizer, row)}
-    if not wanted <= tensors.keys():
-        moments, momentum = (any(name.endswith(key) for name in tensors) for key in ("/exp_avg", "/momentum_buffer"))
-        before = ("muon" if momentum else "adamw") if moments else "sgd"
-        rule = f"{_run(begin)} has no optimizer state for it; keep its kind"
-        raise UserError("optimizer.kind", recipe.optimizer.kind, rule, [before])
-
-
-def _order(begin: Beginning, progress: Progress) -> Mapping[str, int]:
-    """Return the values that decide the order of the text. An old checkpoint takes them from the recipe in its run's folder."""
-    keys = ("seed", "global_batch")
-    known = {key: value for key in keys if (value := getattr(progress, key)) is not None}
-    recipe = Path(begin.folder.parent.path, "recipe.yaml")
-    if known or not (isinstance(begin.folder.filesystem, LocalFileSystem) and recipe.is_file()):
-        return known
-    training = Recipe.stored(str(recipe), read_text("recipe", recipe)).training
-    return {key: getattr(training, key) for key in keys}
 
 
 def _check(folder: Folder) -> tuple[Stored, bool]:
@@ -235,10 +191,6 @@ def _earlier(run: Folder, damaged: str | None) -> Iterator[Folder]:
     for name in names:
         if damaged is None or reported.step_of(name) < reported.step_of(damaged):
             yield run / name
-
-
-def _run(begin: Beginning) -> str:
-    return f"run {begin.value}" if begin.field == "resume" else f"checkpoint {begin.value}"
 
 
 def _size(shape: tuple[int, ...] | None) -> str:

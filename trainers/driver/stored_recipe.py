@@ -6,7 +6,7 @@ from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers.folders import DamagedFile, Folder
 
-_RECIPE, _MOST_RECIPE = "recipe.yaml", 1 << 20
+RECIPE, MOST_RECIPE = "recipe.yaml", 1 << 20
 
 
 def recipe_of(run: Folder, field: str, value: str, trust: bool = False) -> Recipe:
@@ -20,14 +20,14 @@ def recipe_of(run: Folder, field: str, value: str, trust: bool = False) -> Recip
         UserError: there is no recipe that can be read.
     """
     try:
-        text = run.read(_RECIPE, _MOST_RECIPE).decode()
+        text = run.read(RECIPE, MOST_RECIPE).decode()
     except DamagedFile as error:
         raise UserError(field, value, f"its {error}; it says how the model is made") from None
     except UnicodeDecodeError:
-        raise UserError(field, value, f"its {_RECIPE} is not UTF-8 text") from None
+        raise UserError(field, value, f"its {RECIPE} is not UTF-8 text") from None
     except OSError as error:
-        raise UserError(field, value, f"its {_RECIPE} cannot be read ({error.strerror or error})") from None
+        raise UserError(field, value, f"its {RECIPE} cannot be read ({error.strerror or error})") from None
     try:
-        return Recipe.stored(f"{run.name}/{_RECIPE}", text, trust)
+        return Recipe.stored(f"{run.name}/{RECIPE}", text, trust)
     except UserError as error:
-        raise UserError(field, value, f"its {_RECIPE} is refused ({error})") from None
+        raise UserError(field, value, f"its {RECIPE} is refused ({error})") from None

@@ -34,6 +34,7 @@ from trainers.data.prepare import prepare
 from trainers.data.unfit import told_unfit
 from trainers.driver.attempts import Attempt, Failure, GiveUp, GoOn, decide
 from trainers.driver.causes import told_first
+from trainers.driver.continuing import check_resumable
 from trainers.driver.mlflow_server import begin_import, check_reachable
 from trainers.driver.ray_configs import (
     check_backend,
@@ -45,7 +46,7 @@ from trainers.driver.ray_configs import (
 )
 from trainers.driver.recorder import as_yaml, read_run
 from trainers.driver.report import Console
-from trainers.driver.resuming import Beginning, check_resumable, list_checkpoints
+from trainers.driver.resuming import Beginning, list_checkpoints
 from trainers.driver.run import Run
 from trainers.driver.stopping import Stopping
 from trainers.driver.stored_recipe import recipe_of

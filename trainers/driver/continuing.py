@@ -1,0 +1,141 @@
+"""Which recipe may continue from a checkpoint: its data, their order, its model and optimizer, and what may change meanwhile."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import pyarrow
+
+from foldray.blueprint import ModelSpec, parameter_table
+from foldray.errors import UserError
+from foldray.files import parse_yaml
+from foldray.recipe import Recipe
+from foldray.runtime import state_keys
+from trainers.checkpoints.stored import Stored
+from trainers.data.mixture import Mixture
+from trainers.data.packed import PackedData
+from trainers.driver.resuming import Beginning, check_model
+from trainers.driver.stored_recipe import MOST_RECIPE, RECIPE
+from trainers.folders import DamagedFile
+
+_RULES: dict[str, Literal["kept", "told", "free"]] = {
+    "model": "kept", "model.preset": "free", "model.init_std": "free", "model.mtp_weight": "told",
+    "model.router.balance_loss": "told", "model.router.z_loss": "told", "model.router.bias_rate": "told",
+    "model.router.capacity_factor": "told", "model.router.drop": "told", "model.router.drop_scope": "told",
+    "model.router.pad": "told",
+    "data.mask_documents": "kept",
+    "optimizer": "told", "optimizer.kind": "kept", "training.steps": "told", "precision": "told", "moe.wire": "told",
+}  # fmt: skip
+"""What becomes of a key or a section with other values. The longest name decides, and other keys are free.
+
+A run keeps what decides the meaning of weights and moments; a new run may change it, and tells it. What people change while a
+model trains is told. What the start alone needs is free, and so is what changes no results.
+"""
+_LONGEST = 60  # characters of a value that is told
+_log = logging.getLogger(__name__)
+
+
+class Change(NamedTuple):
+    """A key of the recipe whose value is not the one that a checkpoint was trained with."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        before, now = (str("null" if value is None else value)[:_LONGEST] for value in (self.before, self.now))
+        return f"{self.key}={now} (before: {before})"
+
+
+def check_resumable(begin: Beginning, stored: Stored, recipe: Recipe, data: PackedData | Mixture) -> None:
+    """Refuse a checkpoint that workers cannot continue from with this recipe, and tell which settings have changed.
+
+    Raises:
+        UserError: the checkpoint has other data, another order of the data, another model, or no state for this optimizer.
+    """
+    before = _recipe_before(begin)
+    if stored.progress.data != data.folder.name:
+        what = "other data, other weights of sources, or other sequence lengths"
+        rule = f"was trained on {what} than this recipe's section data"
+        raise UserError(begin.field, begin.value, rule)
+    _check_order(begin, stored, recipe, before)
+    check_model(begin, stored, recipe)
+    _check_optimizer(begin, stored, recipe)
+    last = recipe.training.stop_after or recipe.training.steps
+    if begin.field == "from" and stored.progress.step >= last:
+        field = "stop_after" if recipe.training.stop_after else "steps"
+        raise UserError(f"training.{field}", last, f"the checkpoint has {stored.progress.step} finished steps already")
+    found = list(changes(recipe, before)) if before else []
+    for change in found if begin.field == "resume" else ():
+        if _rule(change.key) == "kept":
+            rule = f"{begin.named} was trained with another value; keep it, or start a new run: --from {begin.folder.name}"
+            raise UserError(change.key, change.now, rule, ["null" if change.before is None else change.before])
+    if found:
+        _log.warning("%s: training goes on with other values: %s", begin.named, ", ".join(map(str, found)))
+
+
+def changes(recipe: Recipe, before: Mapping[str, Any]) -> Iterator[Change]:
+    """Return the keys that matter to a training that goes on, and whose values differ.
+
+    Args:
+        before: the recipe of before, as it was written. No module that it names is imported. A key that it lacks, because an
+            earlier version wrote it, has its default.
+    """
+    defaults = {**Recipe.model_construct().model_dump(mode="json"), "model": ModelSpec.model_construct().model_dump(mode="json")}
+    found = _differing(recipe.model_dump(mode="json"), before, defaults, "")
+    return (change for change in found if _rule(change.key) != "free")
+
+
+def _differing(now: Any, before: Any, default: Any, key: str) -> Iterator[Change]:
+    if not (isinstance(now, dict) and isinstance(before, dict)):
+        if now != before:
+            yield Change(key, before, now)
+        return
+    for name, value in now.items():
+        usual = default.get(name) if isinstance(default, dict) else None
+        yield from _differing(value, before.get(name, usual), usual, f"{key}.{name}" if key else name)
+
+
+def _rule(key: str) -> str:
+    """Return what becomes of a key with another value."""
+    parts = key.split(".")
+    return next((_RULES[name] for end in range(len(parts), 0, -1) if (name := ".".join(parts[:end])) in _RULES), "free")
+
+
+def _recipe_before(begin: Beginning) -> dict[str, Any] | None:
+    """Return the recipe beside a checkpoint, as it was written; None, with a warning, if it cannot be read."""
+    try:
+        text = begin.folder.parent.read(RECIPE, MOST_RECIPE).decode()
+        if isinstance(found := parse_yaml("recipe", RECIPE, text), dict):
+            return found
+        what = "it is no mapping of sections"
+    except (DamagedFile, UserError, OSError, ValueError, pyarrow.ArrowException) as error:
+        what = str(error)
+    _log.warning("%s: its settings are not compared, because its recipe cannot be read (%s)", begin.named, what)
+    return None
+
+
+def _check_order(begin: Beginning, stored: Stored, recipe: Recipe, before: Mapping[str, Any] | None) -> None:
+    """Refuse another order of the text. Training would see some text twice and some text never.
+
+    An old checkpoint does not know what decides the order. The recipe beside it does.
+    """
+    training = (before or {}).get("training")
+    for key in ("seed", "global_batch"):
+        known = getattr(stored.progress, key)
+        if known is None and isinstance(training, dict):
+            known = training.get(key)
+        if known is not None and known != (now := getattr(recipe.training, key)):
+            raise UserError(f"training.{key}", now, f"{begin.named} takes its text in another order; keep its value", [known])
+
+
+def _check_optimizer(begin: Beginning, stored: Stored, recipe: Recipe) -> None:
+    tensors, rows = stored.contents.tensors, parameter_table(recipe.model)
+    wanted = {f"optimizer/{row.name}/{key}" for row in rows for key in state_keys(recipe.optimizer, row)}
+    if not wanted <= tensors.keys():
+        moments, momentum = (any(name.endswith(key) for name in tensors) for key in ("/exp_avg", "/momentum_buffer"))
+        before = ("muon" if momentum else "adamw") if moments else "sgd"
+        rule = f"{begin.named} has no optimizer state for it; keep its kind"
+        raise UserError("optimizer.kind", recipe.optimizer.kind, rule, [before])
