@@ -107,7 +107,8 @@ class Progress(Checked):
 
     Attributes:
         step: number of finished steps.
-        data: digest of the packed data.
+        data: name of the folder of the packed data.
+        content: what these data are, wherever they lie (`PackedData.content`). Old checkpoints do not have it.
         seed, global_batch: of the training. They decide the order of its text. Old checkpoints do not have them.
         skipped: number of these steps that were skipped.
         order: version of this order (`data/order.py`).
@@ -122,6 +123,7 @@ class Progress(Checked):
     global_batch: Annotated[int, Field(ge=1)] | None = None
     skipped: Count = 0
     order: Annotated[int, Field(ge=1, le=NEWEST)] = 1
+    content: str | None = None
 
 
 _ENTRIES, _SIZES, _PROGRESS = TypeAdapter(dict[Name, Entry]), TypeAdapter(dict[Name, Count]), TypeAdapter(Progress)

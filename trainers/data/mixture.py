@@ -23,6 +23,7 @@ from pydantic import Field, TypeAdapter
 
 from foldray.errors import UserError
 from trainers.data.baselines import Baselines
+from trainers.data.identity import digest
 from trainers.data.order import NEWEST, SampleOrder
 from trainers.data.packed import PackedData, Split
 from trainers.folders import Checked, DamagedFile, Folder, read_json
@@ -166,6 +167,18 @@ class Mixture:
     def __init__(self, folder: Path, parts: dict[str, PackedData], weights: Sequence[int]):
         self.folder, self.parts, self.weights = folder, parts, tuple(weights)
         self.train = MixedSplit([part.train for part in parts.values()], self.weights)
+
+    @property
+    def content(self) -> str | None:
+        """As `PackedData.content`, of all sources with their weights."""
+        return self._content([part.content for part in self.parts.values()])
+
+    def hashed(self) -> str:
+        """As `PackedData.hashed`."""
+        return str(self._content([part.hashed() for part in self.parts.values()]))
+
+    def _content(self, parts: list[str | None]) -> str | None:
+        return digest({"weights": self.weights, "parts": parts}) if all(parts) else None
 
 
 def document(parts: Iterable[PackedData], weights: Sequence[int]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from pydantic import Field, TypeAdapter
 
 from foldray.errors import UserError
 from trainers.data.baselines import Baselines
+from trainers.data.identity import Chain, digest
 from trainers.data.order import NEWEST, SampleOrder
 from trainers.folders import Checked, Count, DamagedFile, Folder, read_json
 
@@ -67,6 +68,18 @@ class PackedData:
             rule = f"holds packed data that cannot be read ({error}); delete it, and the next run prepares it again"
             raise UserError("data.cache", folder, rule) from None
 
+    @property
+    def content(self) -> str | None:
+        """What tells these sequences from others, wherever they come from. None if an earlier version prepared them."""
+        return self._content([self.meta[split.name].get("content") for split in (self.train, self.validation)])
+
+    def hashed(self) -> str:
+        """Return `content`. What an earlier version prepared is read whole for it."""
+        return self.content or str(self._content([split.hashed() for split in (self.train, self.validation)]))
+
+    def _content(self, splits: list[str | None]) -> str | None:
+        return digest({"seq_len": self.meta["seq_len"], "splits": splits}) if all(splits) else None
+
     def baselines(self, sequences: int | None = None) -> Baselines | None:
         """Return the byte models' bits per byte on the targets of the first `sequences` validation sequences (None: all).
 
@@ -89,6 +102,7 @@ class Split:
     """
 
     def __init__(self, folder: Path, name: str, meta: dict[str, Any]):
+        self.name = name
         self.seq_len: int = meta["seq_len"]
         self._count: int = meta[name]["sequences"]
         self.masked: bool = meta[name]["masked"]
@@ -129,6 +143,10 @@ class Split:
         """
         assert self._bytes is not None
         return int(self._bytes[self._count if sequences is None else sequences])
+
+    def hashed(self) -> str:
+        """Return the hash of all documents, as preparation makes it (`identity.Chain`)."""
+        return str(self._works.chain(self.masked))
 
     def _read(self, indices: ArrayLike, read: Callable[[int, int], np.ndarray], length: int) -> np.ndarray:
         """Return what the works have of n sequences: [n, length]."""
@@ -173,6 +191,14 @@ class _Works:
             for work, first, last in self._inside(start, stop)
         ]
         return np.concatenate(found)
+
+    def chain(self, masked: bool) -> Chain:
+        """Return the hash of all documents."""
+        found = Chain()
+        for work in range(len(self._tokens) - 1):
+            trained = self._of("trained", work) if masked else None
+            found.add_documents(self._of("tokens", work), self._of("starts", work), trained)
+        return found
 
     def _pieces(self, ending: str, start: int, stop: int) -> np.ndarray:
         return np.concatenate([self._of(ending, work)[first:last] for work, first, last in self._inside(start, stop)])

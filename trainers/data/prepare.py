@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ from trainers.data.chat import Chat
 from trainers.data.conversations import Reader
 from trainers.data.drafts import draft, writing
 from trainers.data.encode import Work, deal, encode, run_all, token_dtype
+from trainers.data.identity import digest
 from trainers.data.mixture import FILE, Mixture, document, is_whole, opened
 from trainers.data.packed import FORMAT, PackedData, is_intact
 from trainers.data.rows import check_field, cut
@@ -42,11 +42,12 @@ from trainers.data.shards import (
     written,
 )
 from trainers.data.sources import STORED, SourceFile, python_version, split_files
-from trainers.data.tokenizers import Tokenizer, load_tokenizer
+from trainers.data.tokenizers import Tokenizer, content_of, load_tokenizer
 from trainers.data.unfit import Tally, Unfit, refused
 
 _PACKING = 1
 """Version of the rules by which documents become sequences. Other rules would change the data of runs that go on."""
+_DIGITS = 16  # in the name of a folder
 _LOOKS, _LOOK_S = 11, 1.0
 Progress = Callable[[int, int, str], None]
 """A function that is called with the number of finished files, the number of all files, and the name of the work."""
@@ -79,7 +80,7 @@ def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | 
         with _named(name):
             parts[name] = _prepare(part, vocab, cache, progress)
     content = document(parts.values(), data.weights)
-    folder = cache_folder(cache) / _digest(content)
+    folder = cache_folder(cache) / digest(content)[:_DIGITS]
     if not is_whole(folder, content):
         with draft(folder, lambda: is_whole(folder, content)) as made, writing(folder):
             (made / FILE).write_text(json.dumps(content, indent=1))
@@ -100,10 +101,6 @@ def _named(source: str) -> Iterator[None]:
         raise UserError(f"data.sources.{source}.{key}", error.value, error.rule, error.legal) from None
 
 
-def _digest(inputs: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def _prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | None) -> PackedData:
     tokenizer = load_tokenizer(data.tokenizer)
     if vocab < tokenizer.vocab_size:
@@ -114,7 +111,9 @@ def _prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress |
     for files in (train, validation):
         encoding.check(files[0])
     inputs = _inputs(data, tokenizer, train, validation)
-    folder = cache_folder(cache) / _digest(inputs)
+    folder = cache_folder(cache) / digest(inputs)[:_DIGITS]
+    if not is_intact(folder) and is_intact(earlier := _earlier(folder, data, inputs)):
+        folder = earlier
     if not is_intact(folder):
         if not ray.is_initialized():
             raise RuntimeError("prepare() needs an initialised Ray: call ray.init() first")
@@ -124,6 +123,13 @@ def _prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress |
     if data.invalid == "refuse" and (first := packed.meta["unfit"]["first"]):  # prepared under another rule
         raise refused(first[0]["file"], first[0]["at"])
     return packed
+
+
+def _earlier(folder: Path, data: DataSpec, inputs: dict[str, Any]) -> Path:
+    """Return the folder in which an earlier version has put the same data. It knew a tokenizer by all files in its folder."""
+    if data.tokenizer == "byte":
+        return folder
+    return folder.with_name(digest({**inputs, "tokenizer": content_of(data.tokenizer)})[:_DIGITS])
 
 
 def cache_folder(cache: str | Path) -> Path:
@@ -185,7 +191,8 @@ def _inputs(data: DataSpec, tokenizer: Tokenizer, train: list[SourceFile], valid
         **({"messages_field": data.messages_field, "train_on": data.train_on} if data.masked else {}),
         # What other rules accept does not depend on the rule.
         **({"invalid": "skip"} if data.invalid == "skip" else {}),
-        "tokenizer": tokenizer.fingerprint,
+        # A chat template and its tokens are in further files than those that make tokens of text.
+        "tokenizer": content_of(data.tokenizer) if data.masked else tokenizer.fingerprint,
         "seq_len": data.seq_len,
         "split": split,
         "train": [listed(file) for file in train],

@@ -32,6 +32,7 @@ import numpy as np
 from pydantic import Field, TypeAdapter
 
 from trainers.data.baselines import PAIRS, count_pairs
+from trainers.data.identity import LINK, Chain
 from trainers.data.order import SampleOrder
 from trainers.data.unfit import Found
 from trainers.folders import Checked, Count, DamagedFile, Folder, read_json
@@ -71,6 +72,7 @@ class Written(Checked):
         tokens, documents, bytes: how many.
         counts: sums of the pieces' counts.
         unfit: documents that are not UTF-8 (`unfit.Unfit`).
+        content: hash of its documents (`identity.Chain`).
         sizes: sizes of the files that stay or are read once more, by the ending of their names.
         node: name of the node.
         mark: of the work that they belong to (`Work.mark`).
@@ -81,6 +83,7 @@ class Written(Checked):
     bytes: Count
     counts: dict[str, Count]
     unfit: dict[str, tuple[Count, Count, str]]
+    content: Annotated[str, Field(pattern=LINK)]
     sizes: dict[Annotated[str, Field(pattern=r"^[a-z]+$")], Count]
     node: str
     mark: str
@@ -106,13 +109,14 @@ def write(folder: Path, split: str, work: int, pieces: Iterable[Piece], unfit: F
         OSError: a file cannot be written.
     """
     tokens, documents, bytes_, has_pairs = 0, 0, 0, False
-    counts, pair_counts = dict[str, int](), np.zeros(PAIRS, np.int64)
+    counts, pair_counts, content = dict[str, int](), np.zeros(PAIRS, np.int64), Chain()
     with _Files(folder, split, work) as files:
         for piece in pieces:
             files.add("tokens", piece.tokens)
             files.add("starts", piece.starts + tokens)
             if piece.trained is not None:
                 files.add("trained", piece.trained)
+            content.add_documents(piece.tokens, piece.starts, piece.trained)
             has_pairs |= piece.pairs is not None
             if piece.pairs is not None and split == "validation":
                 files.add("lengths", piece.lengths)
@@ -127,8 +131,8 @@ def write(folder: Path, split: str, work: int, pieces: Iterable[Piece], unfit: F
             files.add("counts", pair_counts)
         files.close()
     done = Written(
-        tokens=tokens, documents=documents, bytes=bytes_, counts=counts, unfit=unfit, sizes=files.sizes, node=platform.node(),
-        mark=mark,
+        tokens=tokens, documents=documents, bytes=bytes_, counts=counts, unfit=unfit, content=str(content), sizes=files.sizes,
+        node=platform.node(), mark=mark,
     )  # fmt: skip
     with _Files(folder, split, work) as record:
         record.add("done", np.frombuffer(done.model_dump_json().encode(), np.uint8))
@@ -255,6 +259,7 @@ class Index:
         self._tokens, self._documents = array("q"), array("q")
         self.tokens = self._bytes = 0
         self._counts: Counter[str] = Counter()
+        self._content = Chain()
         self._costs: tuple[np.ndarray, np.ndarray] | None = None
 
     def add(self, work: Written) -> None:
@@ -263,6 +268,7 @@ class Index:
         self._documents.append(work.documents)
         self.tokens, self._bytes = self.tokens + work.tokens, self._bytes + work.bytes
         self._counts.update(work.counts)
+        self._content.extend(Chain.parse(work.content))
 
     @property
     def sequences(self) -> int:
@@ -302,6 +308,7 @@ class Index:
             "masked": masked,
             "shuffled": shuffled,
             "counts": dict(self._counts),
+            "content": str(self._content),
         }
 
 

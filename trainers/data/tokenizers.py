@@ -30,7 +30,8 @@ class Tokenizer(Protocol):
     eos: int | None
     """Id that ends an answer, if the tokenizer has one (Hugging Face's eos token)."""
     fingerprint: str
-    """Two tokenizers have the same fingerprint only if they make the same tokens of every text."""
+    """Two tokenizers have the same fingerprint only if they make the same tokens of every text. Files that change no tokens do
+    not change it."""
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, unsigned integers [n], without separators."""
@@ -57,11 +58,16 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "byte":
         return ByteTokenizer()
-    folder = Path(os.path.expanduser(name)).absolute()
+    folder = _folder_of(name)
     if not os.path.isdir(folder):  # unlike Path.is_dir, this accepts names that are too long
         rule = 'must be "byte" or a folder with a Hugging Face tokenizer; this folder does not exist'
         raise UserError("data.tokenizer", name, rule)
-    return FolderTokenizer(name, _from_folder(name, folder), _content_hash(folder))
+    inner = _from_folder(name, folder)
+    return FolderTokenizer(name, inner, _fingerprint(inner) if inner.is_fast else content_of(name))
+
+
+def _folder_of(name: str) -> Path:
+    return Path(os.path.expanduser(name)).absolute()
 
 
 class ByteTokenizer:
@@ -89,7 +95,7 @@ class FolderTokenizer:
     Args:
         name: the folder's name in the recipe, for messages.
         inner: the tokenizer of `transformers`.
-        fingerprint: hash of the folder's content.
+        fingerprint: hash of what makes tokens.
     """
 
     def __init__(self, name: str, inner: Any, fingerprint: str):
@@ -192,8 +198,15 @@ def _check_files(name: str, folder: Path) -> None:
             raise UserError("data.tokenizer", name, f"cannot be read: {path.name} is larger than {_MOST_BYTES >> 20} MiB")
 
 
-def _content_hash(folder: Path) -> str:
-    digest = hashlib.sha256()
+def _fingerprint(inner: Any) -> str:
+    """Return a hash of a fast tokenizer as it was loaded, with the tokens between documents and behind answers."""
+    made = inner.backend_tokenizer.to_str(), inner.bos_token_id, inner.eos_token_id
+    return hashlib.sha256(repr(made).encode()).hexdigest()
+
+
+def content_of(name: str) -> str:
+    """Return a hash of all files of a tokenizer, also of those that only chats need."""
+    digest, folder = hashlib.sha256(), _folder_of(name)
     for path in sorted(path for path in folder.iterdir() if path.suffix in DEFINING and path.is_file()):
         content = path.read_bytes()
         digest.update(f"{path.name} {len(content)}\n".encode() + content)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pyarrow
@@ -13,8 +14,8 @@ from foldray.errors import UserError
 from foldray.files import parse_yaml
 from foldray.recipe import Recipe
 from foldray.runtime import state_keys
-from trainers.checkpoints.stored import Stored
-from trainers.data.mixture import Mixture
+from trainers.checkpoints.stored import Progress, Stored
+from trainers.data.mixture import Mixture, opened
 from trainers.data.packed import PackedData
 from trainers.driver.resuming import Beginning, check_model
 from trainers.driver.stored_recipe import MOST_RECIPE, RECIPE
@@ -56,7 +57,7 @@ def check_resumable(begin: Beginning, stored: Stored, recipe: Recipe, data: Pack
         UserError: the checkpoint has other data, another order of the data, another model, or no state for this optimizer.
     """
     before = _recipe_before(begin)
-    if stored.progress.data != data.folder.name:
+    if not _has_data(begin, stored.progress, data):
         what = "other data, other weights of sources, or other sequence lengths"
         rule = f"was trained on {what} than this recipe's section data"
         raise UserError(begin.field, begin.value, rule)
@@ -83,9 +84,33 @@ def changes(recipe: Recipe, before: Mapping[str, Any]) -> Iterator[Change]:
         before: the recipe of before, as it was written. No module that it names is imported. A key that it lacks, because an
             earlier version wrote it, has its default.
     """
-    defaults = {**Recipe.model_construct().model_dump(mode="json"), "model": ModelSpec.model_construct().model_dump(mode="json")}
+    defaults = {**_defaults(Recipe), "model": _defaults(ModelSpec)}
     found = _differing(recipe.model_dump(mode="json"), before, defaults, "")
     return (change for change in found if _rule(change.key) != "free")
+
+
+def _has_data(begin: Beginning, progress: Progress, data: PackedData | Mixture) -> bool:
+    """Whether a checkpoint was trained on these data. Equal sequences are the same data, whichever files they come from.
+
+    Earlier versions knew data by paths and times of files. If their folder is still beside that of the data, it is read.
+    """
+    if progress.data == data.folder.name:
+        return True
+    if progress.content and data.content:
+        return progress.content == data.content
+    try:
+        earlier = None if progress.content else opened(data.folder.parent / Path(progress.data).name, list(data.parts))
+    except (UserError, ValueError):  # the folder is not there any more, or has another number of sources
+        return False
+    if earlier and len(earlier.train) != len(data.train):
+        return False
+    _log.warning("%s: an earlier version wrote no hash of the data, so all their tokens are read", begin.named)
+    return (earlier.hashed() if earlier else progress.content) == data.hashed()
+
+
+def _defaults(section: Any) -> dict[str, Any]:
+    """Return the keys of a section that have defaults, with these."""
+    return section.model_construct().model_dump(mode="json")
 
 
 def _differing(now: Any, before: Any, default: Any, key: str) -> Iterator[Change]:

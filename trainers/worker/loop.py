@@ -261,11 +261,11 @@ class Worker:
         return batch_of(split, indices, self.recipe.data.mask_documents, self.device)
 
     def _save(self, done: int, final: bool) -> None:
-        fold, data = self.recipe.fold.model_dump(), self.data.folder.name
+        fold, data = self.recipe.fold.model_dump(), {"data": self.data.folder.name, "content": self.data.content}
         fold["placement"] = self.recipe.placement and self.recipe.placement.model_dump()
         training = self.recipe.training
         order = {"seed": training.seed, "global_batch": training.global_batch, "order": self.batches.version}
-        progress = {"step": done, "data": data, "fold": fold, "validation": self.validation, **order}
+        progress = {"step": done, **data, "fold": fold, "validation": self.validation, **order}
         progress["skipped"] = self.guard.skipped
         found = {"chosen": self.online.chosen, "seconds": self.online.seconds}
         progress["online"] = {"on": self.ground, "speeds": self.speeds, **found}

@@ -176,6 +176,21 @@ def packed(folder: Path) -> dict[str, Any]:
     return meta
 
 
+def test_what_an_earlier_version_prepared_is_hashed_where_it_lies(tmp_path: Path):
+    meta = packed(tmp_path)
+    found = PackedData.open(tmp_path).content
+    assert found
+    for split in ("train", "validation"):
+        del meta[split]["content"]
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    earlier = PackedData.open(tmp_path)
+    assert (earlier.content, earlier.hashed()) == (None, found)
+    tokens = np.memmap(tmp_path / "train-000000.tokens", np.uint16)
+    tokens[3] ^= 1
+    tokens.flush()
+    assert PackedData.open(tmp_path).hashed() != found
+
+
 FORGED: list[Callable[[dict[str, Any]], Any]] = [
     lambda meta: [],
     lambda meta: meta.update(sizes=[]),

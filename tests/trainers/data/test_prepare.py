@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import hashlib
 import json
 import lzma
 import os
@@ -23,7 +24,7 @@ from trainers.data.packed import PackedData, is_intact
 from trainers.data.prepare import prepare
 from trainers.data.rows import cut
 from trainers.data.sources import split_files
-from trainers.data.tokenizers import ByteTokenizer, load_tokenizer
+from trainers.data.tokenizers import ByteTokenizer, content_of, load_tokenizer
 from trainers.data.unfit import Unfit
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -124,6 +125,23 @@ def test_cache_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     os.utime(tmp_path / "text" / "01.txt", ns=(1, 1))
     with pytest.raises(RuntimeError, match=r"ray\.init"):
         prepare(data, 257, tmp_path / "cache")
+
+
+def test_equal_text_is_the_same_data_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A copy has other paths and times, and perhaps other works. Its sequences are the same."""
+    data = corpus(tmp_path / "text", [30, 40, 50])
+    first = prepare(data, 257, tmp_path / "cache")
+    os.utime(tmp_path / "text" / "01.txt", ns=(1, 1))
+    touched = prepare(data, 257, tmp_path / "cache")
+    shutil.copytree(tmp_path / "text", tmp_path / "moved")
+    there = {"path": str(tmp_path / "moved" / "*.txt"), "validation": {"path": str(tmp_path / "moved" / "00.txt")}}
+    monkeypatch.setitem(prepare.__globals__, "deal", lambda parts, validation, **_: deal(parts, validation, least=1))
+    moved = prepare(DataSpec(**{**data.model_dump(), **there}), 257, tmp_path / "cache")
+    assert len({each.folder for each in (first, touched, moved)}) == 3
+    assert moved.meta["train"]["works"] > first.meta["train"]["works"]
+    assert first.content == touched.content == moved.content is not None
+    (tmp_path / "text" / "01.txt").write_text("x" * 40)
+    assert prepare(data, 257, tmp_path / "cache").content != first.content
 
 
 def test_broken_cache_is_made_anew(tmp_path: Path):
@@ -242,6 +260,17 @@ def test_folder_tokenizer(tmp_path: Path, tokenizer_folder: Path):
     assert len(text) - 40 < packed.validation.bytes() <= len(text)
     assert packed.validation.bytes() == len(tokenizer.inner.decode(stream(packed.validation)[1:]).encode())
     assert 0 < packed.baselines().bigram < packed.baselines().unigram < 8
+
+
+def test_a_folder_of_an_earlier_version_is_used(tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """It knew a tokenizer by all files in its folder."""
+    data = corpus(tmp_path / "text", [30, 30, 30]).model_copy(update={"tokenizer": str(tokenizer_folder), "seq_len": 4})
+    folder = prepare(data, 300, tmp_path / "cache").folder
+    inputs = {**json.loads((folder / "inputs.json").read_text()), "tokenizer": content_of(str(tokenizer_folder))}
+    name = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
+    folder.rename(tmp_path / "cache" / name)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # preparing would fail
+    assert prepare(data, 300, tmp_path / "cache").folder.name == name
 
 
 def test_worker_meets_a_mistake(tmp_path: Path):

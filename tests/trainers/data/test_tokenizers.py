@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -100,12 +101,27 @@ class DropsSpaces(Slow):
         return {"input_ids": [1] * len(spans), "offset_mapping": spans}
 
 
-def test_fingerprint_is_of_the_content(tokenizer_folder: Path):
+def test_a_fingerprint_is_of_what_makes_tokens(tokenizer_folder: Path):
     before = load_tokenizer(str(tokenizer_folder)).fingerprint
-    (tokenizer_folder / "model.safetensors").write_bytes(b"weights do not matter")
-    assert load_tokenizer(str(tokenizer_folder)).fingerprint == before
-    (tokenizer_folder / "special_tokens_map.json").write_text("{}")
-    assert load_tokenizer(str(tokenizer_folder)).fingerprint != before
+    others = {
+        "model.safetensors": "weights", "config.json": "{}", "chat_template.jinja": "{{ messages }}", "notes.txt": "new",
+        "generation_config.json": "{}",
+    }  # fmt: skip
+    for name, content in others.items():
+        (tokenizer_folder / name).write_text(content)
+        assert load_tokenizer(str(tokenizer_folder)).fingerprint == before, name
+    copy = shutil.copytree(tokenizer_folder, tokenizer_folder.with_name("copy"))
+    assert load_tokenizer(str(copy)).fingerprint == before
+    found = {before}
+    for file, old, new in [
+        ("tokenizer.json", '"add_prefix_space": false', '"add_prefix_space": true'),
+        ("tokenizer_config.json", '"bos_token": "<s>"', '"bos_token": "a"'),
+    ]:
+        text = (tokenizer_folder / file).read_text()
+        assert old in text
+        (tokenizer_folder / file).write_text(text.replace(old, new))
+        found.add(load_tokenizer(str(tokenizer_folder)).fingerprint)
+    assert len(found) == 3
 
 
 def test_no_such_folder(tmp_path: Path):

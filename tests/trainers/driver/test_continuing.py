@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +13,16 @@ from foldray.blueprint import parameter_table
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from foldray.runtime import state_keys
+from tests.trainers.data.test_packed import packed
 from tests.trainers.driver.runs import recipe
 from trainers.checkpoints.stored import Progress
+from trainers.data.packed import PackedData
 from trainers.driver.continuing import changes, check_resumable
 from trainers.driver.recorder import as_yaml
 from trainers.driver.resuming import Beginning
 from trainers.folders import Folder
 
-DATA: Any = SimpleNamespace(folder=Path("d"))
+DATA: Any = SimpleNamespace(folder=Path("d"), content="same", parts={"": None})
 
 
 @pytest.fixture
@@ -125,3 +128,30 @@ def test_the_recipe_says_the_order_that_an_old_checkpoint_does_not_know(before: 
     now = changed(before, training={"seed": 3})
     with pytest.raises(UserError, match=r"^training\.seed=3: run run takes its text in another order; .*; legal: 0$"):
         check_resumable(begin(tmp_path), stored(before, seed=None, global_batch=None), now, DATA)
+
+
+def test_equal_sequences_are_the_same_data(before: Recipe, tmp_path: Path) -> None:
+    """The folder of packed data has another name after `touch`, a copy, or a move."""
+    moved: Any = SimpleNamespace(folder=Path("other"), content="same", parts={"": None})
+    check_resumable(begin(tmp_path), stored(before, content="same"), before, moved)
+    check_resumable(begin(tmp_path), stored(before), before, DATA)
+    for known in ("another", None):
+        with pytest.raises(UserError, match=r"^resume=run: was trained on other data"):
+            check_resumable(begin(tmp_path), stored(before, content=known), before, moved)
+
+
+def test_data_of_an_earlier_version_are_read(before: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither its checkpoints nor its packed data have a hash of what they hold."""
+    for name, strip in (("0" * 16, True), ("1" * 16, False)):
+        (tmp_path / name).mkdir()
+        meta = packed(tmp_path / name)
+        for split in ("train", "validation") if strip else ():
+            del meta[split]["content"]
+        (tmp_path / name / "meta.json").write_text(json.dumps(meta))
+    earlier, now = (PackedData.open(tmp_path / name) for name in ("0" * 16, "1" * 16))
+    check_resumable(begin(tmp_path), stored(before, data=earlier.folder.name), before, now)
+    check_resumable(begin(tmp_path), stored(before, data="2" * 16, content=now.content), before, earlier)
+    assert caplog.messages == ["run run: an earlier version wrote no hash of the data, so all their tokens are read"] * 2
+    for other in ({"data": "2" * 16, "content": "another"}, {"data": "2" * 16}, {"data": "../.."}):
+        with pytest.raises(UserError, match=r"^resume=run: was trained on other data"):
+            check_resumable(begin(tmp_path), stored(before, **other), before, earlier)
