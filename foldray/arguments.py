@@ -90,7 +90,8 @@ def _add_training(commands: Any) -> None:
     begin = command.add_mutually_exclusive_group()
     meaning = "continue this run of the same storage from its last checkpoint; newest: the recipe's newest run, or a new one"
     begin.add_argument("--resume", metavar="RUN_ID", help=meaning)
-    begin.add_argument("--from", dest="start", metavar="PATH", help="start a new run from a checkpoint: …/RUN_ID/step_XXXXXXXX")
+    meaning = "start a new run from a checkpoint, also on other data: …/RUN_ID/step_XXXXXXXX"
+    begin.add_argument("--from", dest="start", metavar="PATH", help=meaning)
 
     command = _add(commands, "submit", "Send a recipe to a Ray cluster as a job, and print the job's log.")
     _add_recipe(command)

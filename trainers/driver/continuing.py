@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -50,22 +51,26 @@ class Change(NamedTuple):
         return f"{self.key}={now} (before: {before})"
 
 
-def check_resumable(begin: Beginning, stored: Stored, recipe: Recipe, data: PackedData | Mixture) -> None:
-    """Refuse a checkpoint that workers cannot continue from with this recipe, and tell which settings have changed.
+def check_resumable(begin: Beginning, stored: Stored, recipe: Recipe, data: PackedData | Mixture) -> Beginning:
+    """Refuse a checkpoint that workers cannot continue from with this recipe, and tell what has changed.
+
+    A new run may have other data (`Beginning.anew`).
 
     Raises:
-        UserError: the checkpoint has other data, another order of the data, another model, or no state for this optimizer.
+        UserError: the checkpoint has another model, or no state for this optimizer; or it is to go on with its own data in
+            another order; or a run is to go on with other data, or with other values of what it has to keep.
     """
-    before = _recipe_before(begin)
-    if not _has_data(begin, stored.progress, data):
+    before, anew = _recipe_before(begin), not _has_data(begin, stored.progress, data)
+    if anew and begin.field == "resume":
         what = "other data, other weights of sources, or other sequence lengths"
-        rule = f"was trained on {what} than this recipe's section data"
+        rule = f"was trained on {what} than this recipe's section data; a new run may have others: --from {begin.folder.name}"
         raise UserError(begin.field, begin.value, rule)
-    _check_order(begin, stored, recipe, before)
+    if not anew:
+        _check_order(begin, stored, recipe, before)
     check_model(begin, stored, recipe)
     _check_optimizer(begin, stored, recipe)
     last = recipe.training.stop_after or recipe.training.steps
-    if begin.field == "from" and stored.progress.step >= last:
+    if begin.field == "from" and not anew and stored.progress.step >= last:
         field = "stop_after" if recipe.training.stop_after else "steps"
         raise UserError(f"training.{field}", last, f"the checkpoint has {stored.progress.step} finished steps already")
     found = list(changes(recipe, before)) if before else []
@@ -73,8 +78,12 @@ def check_resumable(begin: Beginning, stored: Stored, recipe: Recipe, data: Pack
         if _rule(change.key) == "kept":
             rule = f"{begin.named} was trained with another value; keep it, or start a new run: --from {begin.folder.name}"
             raise UserError(change.key, change.now, rule, ["null" if change.before is None else change.before])
+    if anew:
+        what = f"the weights and the optimizer's state of step {stored.progress.step}"
+        _log.warning("%s: this run has other data, so it takes %s, and begins at step 0", begin.named, what)
     if found:
         _log.warning("%s: training goes on with other values: %s", begin.named, ", ".join(map(str, found)))
+    return replace(begin, anew=anew)
 
 
 def changes(recipe: Recipe, before: Mapping[str, Any]) -> Iterator[Change]:

@@ -37,12 +37,14 @@ class Beginning:
         value: the value of this option.
         folder: the folder of the checkpoint.
         stored: what is in it, if it has passed the checks of `look`.
+        anew: whether only weights and optimizer are taken from it. Steps and data then begin at their start.
     """
 
     field: str
     value: str
     folder: Folder
     stored: Stored | None = None
+    anew: bool = False
 
     @classmethod
     def at(cls, path: str, filesystem: FileSystem | None = None) -> Beginning:
@@ -112,6 +114,11 @@ class Beginning:
         except _UNREACHED as error:
             raise UserError(self.field, self.value, f"checkpoint {self.folder.name} cannot be reached ({error})") from None
         return stored
+
+    @property
+    def step(self) -> int:
+        """Number of steps that the training has finished when it begins."""
+        return 0 if self.anew else self.look().progress.step
 
     @property
     def named(self) -> str:

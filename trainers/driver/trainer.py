@@ -80,7 +80,7 @@ class FoldTrainer(TorchTrainer):
             from there. Without "validation", `data.validation.path` must name Parquet files.
         resume: id of a run in the same storage to continue with this recipe. The fold may differ.
         start: a checkpoint: its folder, `…/RUN/step_XXXXXXXX` (a path or a URI), or Ray's handle, such as `result.checkpoint`. A
-            new run starts there, as if it continued RUN.
+            new run starts there, as if it continued RUN. With other data, it takes only weights and the optimizer's state.
         search: makes the search for `schedule.sp_bytes: auto` and `schedule.degrees`, such as `tuners.OnlineSearch`.
         console: shows the progress; None shows nothing.
         **others: other arguments of `TorchTrainer`, which have no use here. The error says what to give instead.
@@ -177,7 +177,7 @@ class FoldTrainer(TorchTrainer):
 
         Raises:
             UserError: the recipe cannot run on this cluster, its data cannot be read, a package is missing, or the checkpoint to
-                start from is damaged or has other data or another model.
+                start from is damaged or does not go with the recipe.
             DamagedCheckpoint: the workers found the last checkpoint of the run damaged, like all others.
             ray.train.TrainingFailedError: the workers failed, and `attempts.decide` gives up, or the run has only damaged
                 checkpoints. The first line of the message has the failure.
@@ -202,7 +202,7 @@ class FoldTrainer(TorchTrainer):
         check_places(self.scaling_config, min(self.worlds))
         data = self._prepare()
         if begin and stored:
-            check_resumable(begin, stored, self.recipe, data)
+            begin = check_resumable(begin, stored, self.recipe, data)
         start = begin.folder if begin and begin.field == "from" else None
         name, origin = str(self.run_config.name), None if start is None else start.name
         need = self.scaling_config._resources_per_worker_not_none
@@ -210,7 +210,8 @@ class FoldTrainer(TorchTrainer):
         with self.run:
             recipes = {world: recipe.model_dump(mode="json") for world, recipe in self.worlds.items()}
             config = {"recipes": recipes, "data": str(data.folder), "queue": self.run.queue}
-            self.train_loop_config = config | {"search": self.search, "start": start and start.checkpoint}
+            anew = begin is not None and begin.anew
+            self.train_loop_config = config | {"search": self.search, "start": start and start.checkpoint, "anew": anew}
             self._send_recipe()
             return self._persist(self.run, begin)
 
@@ -249,7 +250,7 @@ class FoldTrainer(TorchTrainer):
             error, failure = outcome
             found = self._after(error, begin, damaged)
             begin = None if isinstance(found, GiveUp) else found
-            saved = begin.look().progress.step if begin else 0
+            saved = begin.step if begin else 0
             self.attempts.append(Attempt(run.folder.history.last_step, saved, failure))
             most = self.run_config.failure_config.max_failures
             decision = found if isinstance(found, GiveUp) else decide(self.attempts, None if most < 0 else most)

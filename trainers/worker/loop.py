@@ -51,7 +51,7 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         config: the recipes by number of workers, as dictionaries, the folder of packed data, the queue for records,
-            and optionally a search and the checkpoint to start from.
+            and optionally a search, the checkpoint to start from, and whether steps and data begin anew there.
 
     Raises:
         DamagedCheckpoint: (on all ranks) the checkpoint cannot be read.
@@ -64,7 +64,8 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
         with Pulse(rank, activity, beats, _LONGER * recipe.cluster.timeout) as pulse:
             with activity.during("building", _BUILDING_S):
                 data = opened(config["data"], list(recipe.data.parts))
-                worker = Worker(recipe, data, outbox, activity, config.get("search"), config.get("start"))
+                start = config.get("start"), config.get("anew", False)
+                worker = Worker(recipe, data, outbox, activity, config.get("search"), *start)
             pulse.trains()
             return worker.run(pulse)
     finally:
@@ -99,6 +100,7 @@ class Worker:
         activity: what this rank is doing.
         search: makes the search for degrees and sizes of chunks; None searches nothing.
         start: a checkpoint of another run. The training starts from it if this run has no checkpoint.
+        anew: whether it takes only weights and optimizer from there, and begins at step 0.
     """
 
     def __init__(
@@ -109,8 +111,10 @@ class Worker:
         activity: Activity,
         search: MakeSearch | None = None,
         start: ray.train.Checkpoint | None = None,
+        anew: bool = False,
     ):
-        self.recipe, self.data, self.outbox, self.activity, self.start = recipe, data, outbox, activity, start
+        self.recipe, self.data, self.outbox, self.activity = recipe, data, outbox, activity
+        self.start, self.anew = start, anew
         self.batches = Batches(data.train, recipe.training.seed)
         self.rank = ray.train.get_context().get_world_rank()
         self.device = ray.train.torch.get_device() if recipe.cluster.gpu else torch.device("cpu")
@@ -284,8 +288,12 @@ class Worker:
                 self.outbox.send({"kind": "checkpoint", "step": step, "path": path})
 
     def _restore(self) -> int:
-        """Load the checkpoint, if there is one, and return the number of finished steps."""
-        checkpoint = ray.train.get_checkpoint() or self.start
+        """Load the checkpoint, if there is one, and return the number of finished steps.
+
+        A training that begins anew with other data has finished none. Its weights and moments are those of the checkpoint.
+        """
+        own = ray.train.get_checkpoint()
+        checkpoint = own or self.start
         if checkpoint is None:
             if self.recipe.training.weights is not None:
                 with self.activity.during("loads weights", self.saver.limit.total_seconds()):
@@ -300,10 +308,12 @@ class Worker:
             during = partial(self.activity.during, "loads a checkpoint")
             tensors.load(stored, self.engine.shards(), self.saver.group, during)
             self.engine.load_shards()
+        self._recall(stored.progress.online)
+        if own is None and self.anew:
+            return 0
         step = stored.progress.step
         self.validation, self.guard.skipped = stored.progress.validation, stored.progress.skipped
         self.batches = Batches(self.data.train, self.recipe.training.seed, stored.progress.order)
-        self._recall(stored.progress.online)
         if self.rank == 0:
             self.outbox.send({"kind": "resumed", "step": step})
         return step

@@ -321,9 +321,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-RESUME: list[tuple[str, tuple[str, ...]]] = [
-    ("data.path=more/*", ("resume=RUN", "was trained on other data")),
-    ("data.seq_len=16", ("resume=RUN", "other sequence lengths")),
+BEGIN: list[tuple[str, tuple[str, ...]]] = [
     ("model.hidden=64", ("resume=RUN", "embedding.weight is 264×32, but this recipe's is 264×64")),
     ("model.layers=3", ("resume=RUN", "blocks.2.attention_norm.weight is missing, but this recipe's is 32")),
     ("model.layers=1", ("resume=RUN", "blocks.1.attention.key is 32×16, but this recipe's is missing")),
@@ -331,6 +329,12 @@ RESUME: list[tuple[str, tuple[str, ...]]] = [
     ("training.global_batch=16", ("training.global_batch=16", "RUN takes its text in another order", "legal: ")),
     ("optimizer.kind=sgd  optimizer.momentum=0.9", ("optimizer.kind=sgd", "RUN has no optimizer state for it", "legal: adamw")),
     ("optimizer.kind=muon  engine.kind=torch", ("optimizer.kind=muon", "RUN has no optimizer state for it", "legal: adamw")),
+]
+RESUME: list[tuple[str, tuple[str, ...]]] = [
+    ("data.path=more/*", ("resume=RUN", "was trained on other data", "a new run may have others: --from ")),
+    ("data.seq_len=16", ("resume=RUN", "other sequence lengths")),
+    ("model.topk=1", ("model.topk=1", "RUN was trained with another value", "legal: 2")),
+    *BEGIN,
 ]
 
 
@@ -345,7 +349,7 @@ def test_a_run_that_cannot_be_gone_on_with(refused: Refused, finished: Path, ove
 
 
 @pytest.mark.gate(4)
-@pytest.mark.parametrize(("overrides", "fragments"), RESUME, ids=[overrides for overrides, _ in RESUME])
+@pytest.mark.parametrize(("overrides", "fragments"), BEGIN, ids=[overrides for overrides, _ in BEGIN])
 def test_a_checkpoint_that_cannot_be_begun_at(
     refused: Refused, finished: Path, overrides: str, fragments: tuple[str, ...]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,3 +156,21 @@ def test_data_of_an_earlier_version_are_read(before: Recipe, tmp_path: Path, cap
     for other in ({"data": "2" * 16, "content": "another"}, {"data": "2" * 16}, {"data": "../.."}):
         with pytest.raises(UserError, match=r"^resume=run: was trained on other data"):
             check_resumable(begin(tmp_path), stored(before, **other), before, earlier)
+
+
+def test_a_new_run_may_have_other_data(before: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It begins at step 0, so it may have another order and fewer steps. Its model has to fit."""
+    other = stored(before, data="other", content="another")
+    now = changed(before, training={"seed": 7, "global_batch": 16, "steps": 20})
+    found = check_resumable(replace(begin(tmp_path, "from"), stored=other), other, now, DATA)
+    assert (found.anew, found.step) == (True, 0)
+    taken = "so it takes the weights and the optimizer's state of step 40, and begins at step 0"
+    assert caplog.messages[0] == f"checkpoint run: this run has other data, {taken}"
+    same = replace(begin(tmp_path, "from"), stored=stored(before))
+    assert check_resumable(same, stored(before), before, DATA).step == 40
+    with pytest.raises(UserError, match=r"^training\.seed=7: "):
+        check_resumable(same, stored(before), now, DATA)
+    with pytest.raises(UserError, match=r"^from=run: has another model"):
+        check_resumable(begin(tmp_path, "from"), other, changed(before, model={"hidden": 64}), DATA)
+    with pytest.raises(UserError, match=r"^resume=run: was trained on other data, .*; a new run may have others: --from /"):
+        check_resumable(begin(tmp_path), other, before, DATA)
