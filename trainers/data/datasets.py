@@ -1,17 +1,23 @@
 """Documents that a program hands over, as datasets of Ray or rows in memory: stored as files, which are then read as any others.
 
-A file is named by the hash of its documents. So equal documents in the same order are the same data, and a run that continues
-finds them again, also from the command line.
+A folder of files is named by the hash of its documents. So equal documents in the same order are the same data, and a run that
+continues finds them again, also from the command line. Of a dataset of Ray, a task writes each block, on the node that has it.
+The driver sees names and hashes alone.
 """
 
 from __future__ import annotations
 
-import hashlib
+import glob
 import logging
 import os
+import pickle
+import platform
+import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +29,13 @@ from ray.exceptions import RayError
 
 from foldray.errors import UserError
 from foldray.recipe import DataSpec
+from foldray.recipe.data import Invalid
+from trainers.data.drafts import check_seen, publish, writing
 from trainers.data.encode import quiet_console
+from trainers.data.identity import Chain
 from trainers.data.prepare import cache_folder
 from trainers.data.sources import STORED
-from trainers.data.unfit import Unfit, as_utf8, halves_in
+from trainers.data.unfit import as_utf8, halves_in, refused
 
 Documents = Any
 """A dataset of Ray, a function that makes one, or rows in memory: mappings with the text field, or texts."""
@@ -60,6 +69,8 @@ def check_datasets(datasets: Mapping[str, Any], data: DataSpec) -> None:
 def store(datasets: Mapping[str, Documents], data: DataSpec, cache: str | Path) -> DataSpec:
     """Store the documents of datasets as Parquet files, and return the section `data` that reads these files.
 
+    A dataset of Ray is written by the nodes that have its blocks. All of them must see the cache.
+
     Args:
         datasets: "train", and perhaps "validation"; otherwise `data.validation.path` names Parquet files.
         data: section `data` of the recipe. Its `text_field` is the column of the text.
@@ -69,38 +80,196 @@ def store(datasets: Mapping[str, Documents], data: DataSpec, cache: str | Path) 
         UserError: a dataset cannot be read, has no documents, or lacks the text field; or a file cannot be written.
     """
     folder = cache_folder(cache) / "documents"
-    paths = {name: str(_stored(name, dataset, data, folder)) for name, dataset in datasets.items()}
+    paths = {name: _stored(name, dataset, data, folder) for name, dataset in datasets.items()}
     if paths.get("validation") == paths["train"]:
         raise UserError("datasets.validation", "the same documents", "must differ from those of datasets.train")
     validation = data.validation.model_copy(update={"path": paths.get("validation", data.validation.path)})
     return data.model_copy(update={"source": "parquet", "path": paths["train"], "validation": validation})
 
 
-def _stored(name: str, dataset: Documents, data: DataSpec, folder: Path) -> Path:
-    """Write the documents of one dataset, unless their file exists already, and return its path."""
-    draft, digest, count = folder / f".{uuid.uuid4().hex[:8]}", hashlib.sha256(), 0
-    schema, unfit = pyarrow.schema([(data.text_field, pyarrow.large_string())]), Unfit(data.invalid)
+def _stored(name: str, dataset: Documents, data: DataSpec, folder: Path) -> str:
+    """Write the documents of one dataset, unless they are there already, and return the glob of their files."""
+    made, whole, content = folder / f".{uuid.uuid4().hex[:8]}", _Part(), Chain()
+    with writing(folder):
+        made.mkdir(parents=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for part in _parts(name, dataset, _Write(made, f"datasets.{name}", data.text_field, data.invalid)):
+            if part.documents:
+                check_seen(partial(_has_size, made / part.file, part.size), folder.parent, part.node)
+                with writing(folder):
+                    os.replace(made / part.file, made / f"part-{whole.documents:012d}.parquet")
+            content.extend(Chain.parse(part.content))
+            whole.add(part)
+        if not whole.documents:
+            raise UserError(f"datasets.{name}", "no rows", "has no documents")
+        if whole.unfit:
+            about = whole.unfit, whole.unfit_bytes, whole.first_unfit
+            _log.warning("datasets.%s: %d documents are not UTF-8, %d bytes of them, the first in row %d", name, *about)
+        found = folder / f"hash-{content.value:064x}"
+        with writing(folder):
+            for path in made.glob(".*"):  # without documents, or of tasks that ran twice
+                path.unlink()
+            publish(made, found, found.exists)
+    except _Mistake as mistake:
+        raise mistake.make(whole.rows + mistake.row) from None
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    paths = os.path.join(glob.escape(str(found)), "*.parquet")
+    assert STORED.search(paths), "the preparation knows stored documents by their path"
+    return paths
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return path.exists() and path.stat().st_size == size
+
+
+def _parts(name: str, dataset: Documents, write: _Write) -> Iterator[_Part]:
+    """Write the documents of a dataset, and yield what was written, in order.
+
+    Raises:
+        UserError: the dataset cannot be read, or lacks the text field.
+        _Mistake: a row is no document. Its part was not yielded.
+    """
+    if callable(dataset) and not isinstance(dataset, ray.data.Dataset):
+        dataset = dataset()
+    if not isinstance(dataset, ray.data.Dataset):
+        yield write(dataset)
+        return
+    if write.text_field in (dataset.columns(fetch_if_missing=False) or ()):
+        dataset = dataset.select_columns([write.text_field])
+    written = dataset.map_batches(write.of_block, batch_size=None, batch_format="pyarrow", zero_copy_batch=True)
+    try:
+        with _in_order(written.context), quiet_console():
+            for row in written.iter_rows():
+                found = pickle.loads(row["found"])
+                if isinstance(found, Exception):
+                    raise found
+                yield found
+    except RayError as error:
+        first = str(error).partition("\n\nThe above exception was")[0]  # the exception of a user's function comes first
+        reason = (first.strip().splitlines() or [type(error).__name__])[-1]
+        raise UserError(f"datasets.{name}", "a dataset", f"cannot be read ({reason})") from None
+
+
+@dataclass
+class _Part:
+    """A file of documents, or several.
+
+    Args:
+        file: its name.
+        size: in bytes.
+        node: name of the node that has written it.
+        content: hash of the documents (`identity.Chain`).
+        rows: rows of the dataset that were read for it.
+        documents: how many it has. A file without any is not kept.
+        unfit, unfit_bytes, first_unfit: rows that are not UTF-8, bytes of them that are not, and the number of the first one.
+    """
+
+    file: str = field(default_factory=lambda: f".{uuid.uuid4().hex}")
+    size: int = 0
+    node: str = field(default_factory=platform.node)
+    content: str = ""
+    rows: int = 0
+    documents: int = 0
+    unfit: int = 0
+    unfit_bytes: int = 0
+    first_unfit: int = 0
+
+    def add(self, other: _Part) -> None:
+        """Add the numbers of the next part."""
+        if not self.unfit:
+            self.first_unfit = self.rows + other.first_unfit
+        self.unfit, self.unfit_bytes = self.unfit + other.unfit, self.unfit_bytes + other.unfit_bytes
+        self.rows, self.documents = self.rows + other.rows, self.documents + other.documents
+
+
+class _Mistake(Exception):
+    """A row is no document.
+
+    Args:
+        row: its number in its part.
+        make: makes the error of its number in the dataset.
+    """
+
+    def __init__(self, row: int, make: Callable[[int], UserError]):
+        super().__init__(row, make)
+        self.row, self.make = row, make
+
+
+def _not_text(text_field: str, name: str, kind: str, row: int) -> UserError:
+    return UserError("data.text_field", text_field, f"is not text but {kind} in row {row} of {name}")
+
+
+def _not_utf8(name: str, row: int) -> UserError:
+    return refused(name, f"row {row}")
+
+
+@dataclass(frozen=True)
+class _Write:
+    """Writes documents into a file of its own.
+
+    Args:
+        folder: folder of the file.
+        name: what messages call the dataset.
+        text_field: key or column of the text.
+        rule: what becomes of documents that are not UTF-8. Halves of surrogate pairs have no UTF-8.
+    """
+
+    folder: Path
+    name: str
+    text_field: str
+    rule: Invalid
+
+    def of_block(self, block: pyarrow.Table) -> pyarrow.Table:
+        """Write a block of a dataset of Ray, and return one row. An error travels as a result, so Ray does not wrap it."""
+        found: _Part | Exception
         try:
-            with pyarrow.parquet.ParquetWriter(draft, schema) as writer:
-                for texts in _groups(_texts(name, dataset, data.text_field, unfit)):
+            if block.num_rows and self.text_field not in block.column_names:
+                raise UserError("data.text_field", self.text_field, "is not a column of the dataset", block.column_names)
+            batches = block.select([self.text_field]).to_batches(max_chunksize=1024) if block.num_rows else ()
+            found = self(text for batch in batches for text in batch.column(0).to_pylist())
+        except (UserError, _Mistake) as error:
+            found = error
+        return pyarrow.table({"found": [pickle.dumps(found)]})
+
+    def __call__(self, rows: Iterable[Any]) -> _Part:
+        """Write rows: texts, or mappings with the text.
+
+        Raises:
+            UserError: a mapping has no text, or the file cannot be written.
+            _Mistake: a row is no document.
+        """
+        part, content = _Part(), Chain()
+        schema = pyarrow.schema([(self.text_field, pyarrow.large_string())])
+        try:
+            with pyarrow.parquet.ParquetWriter(self.folder / part.file, schema) as writer:
+                for texts in _groups(self._texts(rows, part)):
                     writer.write_table(pyarrow.table([pyarrow.array(texts, pyarrow.large_string())], schema=schema))
-                    count += len(texts)
-                    for text in map(str.encode, texts):
-                        digest.update(len(text).to_bytes(8) + text)
-            if not count:
-                raise UserError(f"datasets.{name}", "no rows", "has no documents")
-            for field, (documents, bytes_, first) in unfit.found.items():
-                _log.warning("%s: %d documents are not UTF-8, %d bytes of them, the first in %s", field, documents, bytes_, first)
-            path = folder / f"sha256-{digest.hexdigest()}.parquet"
-            assert STORED.search(str(path)), "the preparation knows stored documents by their path"
-            os.replace(draft, path)
-            return path
-        finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError("data.cache", folder, f"cannot be written ({error.strerror or error})") from None
+                    part.documents += len(texts)
+                    for text in texts:
+                        content.add(text.encode())
+            part.size, part.content = (self.folder / part.file).stat().st_size, str(content)
+        except OSError as error:
+            rule = f"cannot be written on node {part.node} ({error.strerror or error}); every node must see it"
+            raise UserError("data.cache", self.folder.parent.parent, rule) from None
+        return part
+
+    def _texts(self, rows: Iterable[Any], part: _Part) -> Iterator[str]:
+        """Yield the documents of rows, and count the rows."""
+        for number, row in enumerate(rows):
+            part.rows += 1
+            if isinstance(row, Mapping) and self.text_field not in row:
+                raise UserError("data.text_field", self.text_field, f"is not a column of {self.name}", row)
+            text = row[self.text_field] if isinstance(row, Mapping) else row
+            if not isinstance(text, str):
+                raise _Mistake(number, partial(_not_text, self.text_field, self.name, type(text).__name__))
+            if halves := halves_in(text):
+                if self.rule == "refuse":
+                    raise _Mistake(number, partial(_not_utf8, self.name))
+                part.first_unfit = part.first_unfit if part.unfit else number
+                part.unfit, part.unfit_bytes = part.unfit + 1, part.unfit_bytes + 3 * halves
+            if not halves or self.rule == "replace":
+                yield as_utf8(text)
 
 
 def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -113,41 +282,6 @@ def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
             group, size = [], 0
     if group:
         yield group
-
-
-def _texts(name: str, dataset: Documents, text_field: str, unfit: Unfit) -> Iterator[str]:
-    """Yield the documents of a dataset, in order. Halves of surrogate pairs have no UTF-8."""
-    field = f"datasets.{name}"
-    try:
-        for number, row in enumerate(_rows(dataset, text_field)):
-            if isinstance(row, Mapping) and text_field not in row:
-                raise UserError("data.text_field", text_field, f"is not a column of {field}", row)
-            text = row[text_field] if isinstance(row, Mapping) else row
-            if not isinstance(text, str):
-                rule = f"is not text but {type(text).__name__} in row {number} of {field}"
-                raise UserError("data.text_field", text_field, rule)
-            halves = halves_in(text)
-            if not halves or unfit.keeps(field, 3 * halves, f"row {number}"):
-                yield as_utf8(text)
-    except RayError as error:
-        first = str(error).partition("\n\nThe above exception was")[0]  # the exception of a user's function comes first
-        reason = (first.strip().splitlines() or [type(error).__name__])[-1]
-        raise UserError(field, "a dataset", f"cannot be read ({reason})") from None
-
-
-def _rows(dataset: Documents, text_field: str) -> Iterator[Any]:
-    if callable(dataset) and not isinstance(dataset, ray.data.Dataset):
-        dataset = dataset()
-    if not isinstance(dataset, ray.data.Dataset):
-        yield from dataset
-        return
-    if text_field in (dataset.columns(fetch_if_missing=False) or ()):
-        dataset = dataset.select_columns([text_field])
-    with _in_order(dataset.context), quiet_console():
-        for batch in dataset.iter_batches(batch_size=1024, batch_format="pyarrow"):
-            if text_field not in batch.column_names:
-                raise UserError("data.text_field", text_field, "is not a column of the dataset", batch.column_names)
-            yield from ({text_field: text} for text in batch.column(text_field).to_pylist())
 
 
 @contextmanager

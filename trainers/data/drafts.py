@@ -16,6 +16,7 @@ from foldray.errors import UserError
 
 _LOCK, _DRAFT = "lock", re.compile(r"\.[0-9a-f]{16}(\.[0-9a-f]{8})?")
 _FORGOTTEN_S = 7 * 86400.0
+_LOOKS, _LOOK_S = 11, 1.0
 
 
 @contextmanager
@@ -96,3 +97,17 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError("data.cache", folder.parent, f"cannot be written ({error.strerror or error})") from None
+
+
+def check_seen(is_seen: Callable[[], bool], cache: Path, node: str) -> None:
+    """Check that this machine sees what a task on a node has written into the cache.
+
+    Raises:
+        UserError: it does not, also not after some seconds.
+    """
+    for _ in range(_LOOKS):  # the files of other nodes may come late
+        if is_seen():
+            return
+        time.sleep(_LOOK_S)
+    rule = f"is not the same folder everywhere: node {node} has written files there that the driver does not see"
+    raise UserError("data.cache", cache, f"{rule}; every node must see it, such as on a shared disk")

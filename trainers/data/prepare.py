@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
-import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from trainers.data import conversations
 from trainers.data.baselines import PAIRS, SMOOTHING, fit
 from trainers.data.chat import Chat
 from trainers.data.conversations import Reader
-from trainers.data.drafts import draft, writing
+from trainers.data.drafts import check_seen, draft, writing
 from trainers.data.encode import Work, deal, encode, run_all, token_dtype
 from trainers.data.identity import digest
 from trainers.data.mixture import FILE, Mixture, document, is_whole, opened
@@ -48,7 +48,6 @@ from trainers.data.unfit import Tally, Unfit, refused
 _PACKING = 1
 """Version of the rules by which documents become sequences. Other rules would change the data of runs that go on."""
 _DIGITS = 16  # in the name of a folder
-_LOOKS, _LOOK_S = 11, 1.0
 Progress = Callable[[int, int, str], None]
 """A function that is called with the number of finished files, the number of all files, and the name of the work."""
 
@@ -178,8 +177,8 @@ def _inputs(data: DataSpec, tokenizer: Tokenizer, train: list[SourceFile], valid
         split["path"] = None  # the file's hash is below
 
     def listed(file: SourceFile) -> list[Any]:
-        if STORED.search(file.path):
-            return [file.name]
+        if stored := STORED.search(file.path):
+            return [stored[1]]
         # A new installation of the same Python version changes the times of its library's files, but not their text.
         return [file.name, file.size] if file.kind == "stdlib" else [file.path, file.size, file.mtime_ns]
 
@@ -195,8 +194,8 @@ def _inputs(data: DataSpec, tokenizer: Tokenizer, train: list[SourceFile], valid
         "tokenizer": content_of(data.tokenizer) if data.masked else tokenizer.fingerprint,
         "seq_len": data.seq_len,
         "split": split,
-        "train": [listed(file) for file in train],
-        "validation": [listed(file) for file in validation],
+        "train": [each for each, _ in groupby(map(listed, train))],  # stored documents may be in several files
+        "validation": [each for each, _ in groupby(map(listed, validation))],
     }
 
 
@@ -274,18 +273,8 @@ def _written(folder: Path, calls: list[tuple[Work, int]], task: _Task) -> Genera
     new = run_all(missing, task) if missing else iter(())
     for (work, number), result in zip(calls, known, strict=True):
         found = next(new) if result is None else result
-        if not _is_shared(folder, work.split, number, found):
-            rule = f"is not the same folder everywhere: node {found.node} has written files there that the driver does not see"
-            raise UserError("data.cache", folder.parent, f"{rule}; every node must see it, such as on a shared disk")
+        check_seen(partial(is_seen, folder, work.split, number, found), folder.parent, found.node)
         yield found
-
-
-def _is_shared(folder: Path, split: str, number: int, found: Written) -> bool:
-    for _ in range(_LOOKS):  # the files of other nodes may come late
-        if is_seen(folder, split, number, found):
-            return True
-        time.sleep(_LOOK_S)
-    return False
 
 
 def _costs(folder: Path, train_works: int, index: Index) -> Iterator[Costs]:

@@ -17,8 +17,8 @@ from trainers.data.places import find, is_uri
 # Tests are left out because some distributions package them separately. So the text is nearly the same on all machines.
 # pydoc_data is one file of generated prose, which would be most of the validation set if the split picked it.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "pydoc_data"}
-STORED = re.compile(r"/documents/sha256-[0-9a-f]{64}\.parquet$")
-"""Paths of files that `datasets.py` wrote, which are named by the hash of their documents."""
+STORED = re.compile(r"/documents/(sha256-[0-9a-f]{64}\.parquet$|hash-[0-9a-f]{64}(?=/[^/]*\.parquet$))")
+"""Paths of files that `datasets.py` wrote. The group names the documents by their hash. Earlier versions wrote a single file."""
 
 
 @dataclass(frozen=True, slots=True)

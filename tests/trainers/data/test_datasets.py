@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import ray
 
 from foldray.errors import UserError
 from foldray.recipe import DataSpec
-from trainers.data import datasets
+from trainers.data import datasets, drafts
 from trainers.data.datasets import store
 from trainers.data.prepare import prepare
 
@@ -40,8 +41,12 @@ def generated() -> Iterator[str]:
     yield from TEXTS
 
 
+def files(spec: DataSpec) -> list[Path]:
+    return sorted(Path(str(spec.path)).parent.glob("*.parquet"))
+
+
 def documents(spec: DataSpec) -> list[str]:
-    return pyarrow.parquet.read_table(spec.path)["text"].to_pylist()
+    return [text for file in files(spec) for text in pyarrow.parquet.read_table(file)["text"].to_pylist()]
 
 
 @pytest.fixture(scope="module")
@@ -54,28 +59,49 @@ def plain(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> DataSp
     [ROWS, lambda: of_ray(ROWS), np.array(TEXTS), tuple(TEXTS), generated],
     ids=["rows", "dataset", "array", "tuple", "generator"],
 )
-def test_equal_documents_are_the_same_file(plain: DataSpec, tmp_path: Path, train: Any) -> None:
+def test_equal_documents_are_the_same_folder(plain: DataSpec, tmp_path: Path, train: Any) -> None:
     given = train() if train is generated else train
     spec = store({"train": given, "validation": TEXTS[:9]}, SPEC, tmp_path)
-    assert spec.path is not None
-    assert plain.path is not None
-    assert Path(spec.path).name == Path(plain.path).name
+    assert files(spec)[0].parent.name == files(plain)[0].parent.name
     assert documents(spec) == TEXTS
-    assert sorted(path.suffix for path in (tmp_path / "documents").iterdir()) == [".parquet"] * 2
+    assert {path.parent.name for path in (tmp_path / "documents").glob("*/*")} == set(os.listdir(tmp_path / "documents"))
+    assert len(os.listdir(tmp_path / "documents")) == 2
 
 
 def test_another_order_is_other_data(plain: DataSpec, tmp_path: Path) -> None:
     spec = store({"train": TEXTS[::-1], "validation": TEXTS[:9]}, SPEC, tmp_path)
-    assert Path(str(spec.path)).name != Path(str(plain.path)).name
+    assert files(spec)[0].parent.name != files(plain)[0].parent.name
+
+
+def test_blocks_are_written_by_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver writes no document of a dataset of Ray. A task that has run twice leaves nothing."""
+    monkeypatch.setattr(datasets, "_groups", lambda texts: pytest.fail("the driver reads documents"))  # not in other processes
+    spec = store({"train": of_ray(ROWS)}, SPEC, tmp_path)
+    assert [pyarrow.parquet.read_metadata(file).num_rows for file in files(spec)] == [10] * 6
+    assert documents(spec) == TEXTS
+    assert len(os.listdir(files(spec)[0].parent)) == 6
+    before = [file.stat().st_ino for file in files(spec)]
+    assert store({"train": of_ray(ROWS).repartition(2)}, SPEC, tmp_path).path == spec.path
+    assert [file.stat().st_ino for file in files(spec)] == before
+
+
+def test_a_node_that_writes_elsewhere_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafts, "_LOOKS", 1)
+    monkeypatch.setattr(drafts, "_LOOK_S", 0.0)
+    monkeypatch.setattr(datasets, "_has_size", lambda path, size: False)
+    with pytest.raises(UserError, match=r"^data.cache=.*: is not the same folder everywhere: node .* has written files"):
+        store({"train": ROWS}, SPEC, tmp_path)
+    assert not os.listdir(tmp_path / "documents")
 
 
 def test_stored_documents_are_packed_as_files_are(plain: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small row groups are several parts, and another place is the same data."""
+    """Other files and row groups, and another place, are the same data."""
     monkeypatch.setattr(datasets, "_GROUP", 100)
     spec = store({"train": of_ray(ROWS), "validation": TEXTS[:9]}, SPEC, tmp_path / "a")
-    assert pyarrow.parquet.ParquetFile(str(spec.path)).num_row_groups > 3
+    assert len(files(spec)) == 6
+    assert pyarrow.parquet.ParquetFile(files(spec.model_copy(update={"path": spec.validation.path}))[0]).num_row_groups == 3
     found, other = prepare(spec, 264, tmp_path / "a"), prepare(plain, 264, tmp_path / "b")
-    assert found.folder.name == other.folder.name
+    assert (found.folder.name, found.content) == (other.folder.name, other.content)
     for name in ("train", "validation"):
         one, two = getattr(found, name), getattr(other, name)
         assert one.tokens(range(len(one))).tolist() == two.tokens(range(len(two))).tolist()
@@ -100,6 +126,7 @@ def failing(row: dict[str, Any]) -> dict[str, Any]:
         (lambda: of_ray([{"body": "x"}]), r"^data\.text_field=text: is not a column of the dataset; legal: body$"),
         (lambda: of_ray(["x", "y"]), r"^data\.text_field=text: is not a column of the dataset; legal: item$"),
         (lambda: of_ray([{"text": 3}]), r"^data\.text_field=text: is not text but int in row 0 of datasets\.train$"),
+        (lambda: of_ray([*ROWS, {"text": None}]), r"^data\.text_field=text: is not text but NoneType in row 60 of datasets\.tr"),
         ([{"text": "a"}, {"body": "b"}], r"^data\.text_field=text: is not a column of datasets\.train; legal: body$"),
         (["a", None], r"^data\.text_field=text: is not text but NoneType in row 1 of datasets\.train$"),
         ([], r"^datasets\.train=no rows: has no documents$"),
@@ -110,8 +137,7 @@ def failing(row: dict[str, Any]) -> dict[str, Any]:
 def test_a_dataset_that_cannot_be_read_is_one_line(tmp_path: Path, train: Any, told: str) -> None:
     with pytest.raises(UserError, match=told):
         store({"train": train, "validation": TEXTS[:9]}, SPEC, tmp_path)
-    left = list((tmp_path / "documents").iterdir())
-    assert [path for path in left if not path.name.startswith("sha256-")] == []
+    assert [name for name in os.listdir(tmp_path / "documents") if not name.startswith("hash-")] == []
 
 
 def test_halves_of_surrogate_pairs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

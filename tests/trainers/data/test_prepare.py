@@ -17,6 +17,7 @@ import ray
 
 from foldray.errors import UserError
 from foldray.recipe import DataSpec
+from trainers.data import drafts
 from trainers.data.baselines import byte_pairs, count_pairs, fit
 from trainers.data.drafts import draft, publish
 from trainers.data.encode import Work, deal, encode, run_all
@@ -213,8 +214,8 @@ def test_a_cache_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: pytest
     data, other = corpus(tmp_path / "text", [30, 30]), tmp_path / "elsewhere"
     other.mkdir()
     task = prepare.__globals__["_Task"](other, partial(encode, tokenizer=ByteTokenizer(), text_field="text"), "refuse")
-    monkeypatch.setitem(prepare.__globals__, "_LOOKS", 1)
-    monkeypatch.setitem(prepare.__globals__, "_LOOK_S", 0.0)
+    monkeypatch.setattr(drafts, "_LOOKS", 1)
+    monkeypatch.setattr(drafts, "_LOOK_S", 0.0)
     monkeypatch.setitem(prepare.__globals__, "run_all", lambda calls, _: (task(call) for call in calls))
     with pytest.raises(UserError, match=r"^data.cache=.*: is not the same folder everywhere: node .* has written files"):
         prepare(data, 257, tmp_path / "cache")

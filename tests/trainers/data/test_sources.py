@@ -63,6 +63,21 @@ def test_glob(tmp_path: Path):
     assert names(spec("text", tmp_path / "z[1].txt", validation={"path": str(tmp_path / "y.txt")})) == (["z[1].txt"], ["y.txt"])
 
 
+def test_stored_documents_are_known_by_their_path():
+    """Earlier versions put the documents of a dataset into one file."""
+    hashed = "0123456789abcdef" * 4
+    for path, name in {
+        f"/cache/documents/sha256-{hashed}.parquet": f"sha256-{hashed}.parquet",
+        f"/ca[[]che/documents/hash-{hashed}/*.parquet": f"hash-{hashed}",
+        f"/cache/documents/hash-{hashed}/part-000000000000.parquet": f"hash-{hashed}",
+        f"/cache/documents/sha256-{hashed}.parquet/a.parquet": None,
+        f"/cache/documents/hash-{hashed}.parquet": None,
+        f"/cache/hash-{hashed}/a.parquet": None,
+    }.items():
+        found = sources.STORED.search(path)
+        assert (found and found[1]) == name
+
+
 @pytest.mark.parametrize("field", ["data.path", "data.validation.path"])
 def test_no_file(tmp_path: Path, field: str):
     here, nothing = str(texts(tmp_path, 2)), str(tmp_path / "*.md")
