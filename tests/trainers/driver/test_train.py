@@ -184,6 +184,28 @@ def test_a_run_goes_on_from_its_newest_undamaged_checkpoint(
     assert not second.attempts
 
 
+@pytest.mark.nightly("two trainings more; test_continuing.py and test_loop.py have all but the trainings")
+def test_a_copy_of_the_data_goes_on_and_other_data_are_a_second_stage(
+    engine: dict, whole: FoldTrainer, storage: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts, last = tmp_path / "texts", copied(whole, f"stage-{engine['engine']['kind']}") / f"step_{STEPS:08d}"
+    shutil.copytree(storage / "texts", texts, copy_function=shutil.copyfile)
+    data, training = {"path": f"{texts}/*.txt"}, {"steps": STEPS + 2}
+    more = fit(recipe(storage, **engine, data=data, training=training), resume=last.parent.name)
+    assert more.run is not None
+    assert (more.run.folder.history.resumes, len(losses(more))) == ([STEPS], STEPS + 2)
+    (texts / "0.txt").write_text("".join(f"{j} and 3 is {j + 3}. " for j in range(2000)))
+    caplog.clear()
+    stage = fit(recipe(storage, **engine, data=data, training={"steps": 4}), start=last)
+    assert stage.run is not None
+    assert "this run has other data, so it takes the weights and the optimizer's state of step 60" in caplog.text
+    steps = stage.run.folder.history.steps
+    assert (stage.run.folder.history.resumes, list(steps)) == ([], [1, 2, 3, 4])
+    assert steps[1]["loss"] < losses(whole)[0] - 1.0
+    state = weights(stage, 4)
+    assert {float(value) for name, value in state.items() if name.endswith("/step")} == {STEPS + 4.0}
+
+
 @pytest.mark.nightly("two trainings more")
 def test_a_new_run_begins_where_a_damaged_one_was_whole(
     engine: dict, whole: FoldTrainer, stopped: FoldTrainer, storage: Path
