@@ -103,10 +103,10 @@ def _has_data(begin: Beginning, progress: Progress, data: PackedData | Mixture) 
 
     Earlier versions knew data by paths and times of files. If their folder is still beside that of the data, it is read.
     """
-    if progress.data == data.folder.name:
-        return True
     if progress.content and data.content:
         return progress.content == data.content
+    if progress.data == data.folder.name:
+        return True
     try:
         earlier = None if progress.content else opened(data.folder.parent / Path(progress.data).name, list(data.parts))
     except (UserError, ValueError):  # the folder is not there any more, or has another number of sources

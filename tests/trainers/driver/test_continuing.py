@@ -136,9 +136,9 @@ def test_equal_sequences_are_the_same_data(before: Recipe, tmp_path: Path) -> No
     moved: Any = SimpleNamespace(folder=Path("other"), content="same", parts={"": None})
     check_resumable(begin(tmp_path), stored(before, content="same"), before, moved)
     check_resumable(begin(tmp_path), stored(before), before, DATA)
-    for known in ("another", None):
+    for known, data in (("another", moved), (None, moved), ("another", DATA)):
         with pytest.raises(UserError, match=r"^resume=run: was trained on other data"):
-            check_resumable(begin(tmp_path), stored(before, content=known), before, moved)
+            check_resumable(begin(tmp_path), stored(before, content=known), before, data)
 
 
 def test_data_of_an_earlier_version_are_read(before: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
