@@ -14,20 +14,24 @@ from foldray.windows import Window, find_window
 
 QkNorm = Literal["none", "head", "all"]
 AttentionBias = Literal["none", "inputs", "all"]
+RopeKind = Literal["yarn", "llama3", "linear"]
 
 
-class YarnSpec(NamedTuple):
-    """Rotary positions for sequences that are longer than those of an earlier training (YaRN, arXiv:2309.00071, section 3).
+class ScalingSpec(NamedTuple):
+    """Rotary positions for sequences that are longer than those of an earlier training.
 
     Args:
+        kind: which pairs of columns turn more slowly. With `linear`, all do.
         factor: how many times as long sequences may be.
         original: tokens of a sequence in the earlier training.
         fast, slow: turns within `original` tokens. Pairs of columns that turn more often than `fast` stay as they are, those
-            that turn less often than `slow` turn `factor` times as slowly, and in between it changes linearly.
-        truncate: whether these bounds are rounded to whole pairs.
+            that turn less often than `slow` turn `factor` times as slowly. In between, it changes linearly with the number of
+            the pair (`yarn`, arXiv:2309.00071, section 3), or with its turns (`llama3`).
+        truncate: whether the bounds of `yarn` are rounded to whole pairs.
         magnitude: factor on cosines and sines.
     """
 
+    kind: RopeKind
     factor: float
     original: int
     fast: float
@@ -43,13 +47,13 @@ class RopeSpec(NamedTuple):
         dim: number of a head's columns that turn: the first ones, or with latent attention the last ones.
         theta: base of the angles.
         interleaved: whether columns 2i and 2i + 1 are a pair. Otherwise columns i and i + dim/2 are.
-        yarn: a change for longer sequences; None without one.
+        scaling: a change for longer sequences; None without one.
     """
 
     dim: int
     theta: float
     interleaved: bool
-    yarn: YarnSpec | None = None
+    scaling: ScalingSpec | None = None
 
 
 class LatentSpec(NamedTuple):

@@ -164,7 +164,8 @@ class ModelSpec(Strict):
         description="Number of a head's columns that `rope` rotates, from the first one. Null rotates all of head_dim.",
     )
     rope_scaling: RopeScaling | None = Field(
-        None, description="YaRN, for sequences that are longer than those of an earlier training. Null leaves it out."
+        None,
+        description="Slower rotations, for sequences that are longer than those of an earlier training. Null leaves them out.",
     )
     rope_pairs: Literal["halves", "interleaved"] = Field(
         "halves",
@@ -299,8 +300,8 @@ class ModelSpec(Strict):
         window, mtp = self.windows[min(layer, self.layers - 1) % len(self.windows)], layer >= self.layers
         rope, scaling = None, self.rope_scaling
         if self.positions == "rope":
-            pairs, yarn = self.rope_pairs == "interleaved", scaling.yarn if scaling else None
-            rope = RopeSpec(self.rope_dim or self.head_dim, self.rope_theta, pairs, yarn)
+            pairs, scaled = self.rope_pairs == "interleaved", scaling.spec if scaling else None
+            rope = RopeSpec(self.rope_dim or self.head_dim, self.rope_theta, pairs, scaled)
         attention = AttentionSpec(
             self.heads,
             self.kv_heads,

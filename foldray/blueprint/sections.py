@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from foldray.blueprint.block import YarnSpec
+from foldray.blueprint.block import RopeKind, ScalingSpec
 from foldray.errors import UserError
 
 # These bounds are far above any model that can be trained. Checks loop over some of the sizes, so the sizes need bounds.
@@ -20,13 +20,29 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, str_max_length=4096)
 
 
-class RopeScaling(Strict):
-    """YaRN: rotary positions for sequences that are longer than those of an earlier training (arXiv:2309.00071, section 3)."""
+# Keys of scaled rotary positions that a kind needs beside its factor, and those that it does not have.
+_NEEDED = {"yarn": ("original_positions",), "llama3": ("original_positions", "beta_fast"), "linear": ()}
+_OF_YARN = ("truncate", "attention_factor", "mscale", "mscale_all_dim")
+_FOREIGN = {"yarn": (), "llama3": _OF_YARN, "linear": ("original_positions", "beta_fast", "beta_slow", *_OF_YARN)}
 
+
+class RopeScaling(Strict):
+    """Rotary positions for sequences that are longer than those of an earlier training."""
+
+    kind: RopeKind = Field(
+        "yarn",
+        description="Which pairs of columns turn more slowly. `yarn` (arXiv:2309.00071, section 3) goes from fast pairs to slow "
+        "ones by the number of the pair, `llama3` (Llama 3.1) by its turns. With `linear`, all turn `factor` times as slowly.",
+    )
     factor: float = Field(gt=1, description="How many times as long sequences may be.")
-    original_positions: int = Field(ge=1, le=LARGEST, description="Tokens of a sequence in the earlier training.")
+    original_positions: int | None = Field(
+        None, ge=1, le=LARGEST, description="Tokens of a sequence in the earlier training. `linear` alone does not need it."
+    )
     beta_fast: float = Field(
-        32.0, gt=0, description="Pairs of columns that turn more often than this within `original_positions` stay as they are."
+        32.0,
+        gt=0,
+        description="Pairs of columns that turn more often than this within `original_positions` stay as they are. Llama 3.1 has "
+        "4, and `llama3` needs the key.",
     )
     beta_slow: float = Field(
         1.0, gt=0, description="Pairs that turn less often than this turn `factor` times as slowly; between both, it is linear."
@@ -49,9 +65,19 @@ class RopeScaling(Strict):
     def _check(self) -> RopeScaling:
         if self.mscale is not None and self.mscale_all_dim is None:
             raise UserError("model.rope_scaling.mscale", self.mscale, "needs mscale_all_dim", ["null"])
-        if self.beta_fast <= self.beta_slow:
-            raise UserError("model.rope_scaling.beta_fast", self.beta_fast, f"must be more than beta_slow={self.beta_slow:g}")
+        self._check_kind()
+        if self.beta_fast < self.beta_slow or (self.kind == "llama3" and self.beta_fast == self.beta_slow):
+            rule = "at least" if self.kind == "yarn" else "more than"
+            raise UserError("model.rope_scaling.beta_fast", self.beta_fast, f"must be {rule} beta_slow={self.beta_slow:g}")
         return self
+
+    def _check_kind(self) -> None:
+        for key in _NEEDED[self.kind]:
+            if key not in self.model_fields_set or getattr(self, key) is None:
+                raise UserError(f"model.rope_scaling.{key}", "not given", f"must be given with kind={self.kind}")
+        for key in _FOREIGN[self.kind]:
+            if (value := getattr(self, key)) != (default := type(self).model_fields[key].default):
+                raise UserError(f"model.rope_scaling.{key}", value, f"has no meaning with kind={self.kind}", [default])
 
     def _logarithm(self, weight: float) -> float:
         return 0.1 * weight * math.log(self.factor) + 1
@@ -59,6 +85,8 @@ class RopeScaling(Strict):
     @property
     def magnitude(self) -> float:
         """Factor on cosines and sines."""
+        if self.kind != "yarn":
+            return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale is not None and self.mscale_all_dim is not None:
@@ -71,9 +99,9 @@ class RopeScaling(Strict):
         return 1.0 if self.mscale_all_dim is None else self._logarithm(self.mscale_all_dim) ** 2
 
     @property
-    def yarn(self) -> YarnSpec:
-        bounds = self.beta_fast, self.beta_slow
-        return YarnSpec(self.factor, self.original_positions, *bounds, self.truncate, self.magnitude)
+    def spec(self) -> ScalingSpec:
+        bounds = self.original_positions or 1, self.beta_fast, self.beta_slow
+        return ScalingSpec(self.kind, self.factor, *bounds, self.truncate, self.magnitude)
 
 
 class RouterSpec(Strict):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from foldray.blueprint import RopeSpec, YarnSpec
+from foldray.blueprint import RopeSpec, ScalingSpec
 from foldray.kernels import fused
 
 
@@ -32,27 +32,32 @@ def rotation(position_S: torch.Tensor, rope: RopeSpec, dtype: torch.dtype) -> Ro
     Angles are float64, because large positions lose digits in float32. Cosines and sines have at least float32.
     """
     rate_R = rope.theta ** (-torch.arange(0, rope.dim, 2, device=position_S.device, dtype=torch.float64) / rope.dim)
-    if rope.yarn is not None:
-        rate_R = _stretched(rate_R, rope, rope.yarn)
+    if rope.scaling is not None:
+        kept_R = _kept(rate_R, rope, rope.scaling)
+        rate_R = rate_R * kept_R + rate_R / rope.scaling.factor * (1 - kept_R)
     angle_SR, wide = position_S.to(torch.float64).unsqueeze(1) * rate_R, torch.promote_types(dtype, torch.float32)
-    magnitude = 1.0 if rope.yarn is None else rope.yarn.magnitude
+    magnitude = 1.0 if rope.scaling is None else rope.scaling.magnitude
     return Rotation((angle_SR.cos() * magnitude).to(wide), (angle_SR.sin() * magnitude).to(wide), rope.interleaved)
 
 
-def _stretched(rate_R: torch.Tensor, rope: RopeSpec, yarn: YarnSpec) -> torch.Tensor:
-    """Return the rates of pairs for longer sequences (YaRN, section 3.2)."""
+def _kept(rate_R: torch.Tensor, rope: RopeSpec, scaling: ScalingSpec) -> torch.Tensor:
+    """Return the share of its own rate that each pair keeps: 1 if it turns often, 0 if it turns seldom (`ScalingSpec`)."""
+    if scaling.kind == "linear":
+        return torch.zeros_like(rate_R)
+    if scaling.kind == "llama3":
+        turns_R = rate_R * (scaling.original / (2 * math.pi))
+        return ((turns_R - scaling.slow) / (scaling.fast - scaling.slow)).clamp(0, 1)
 
     def pair(turns: float) -> float:
         """Return the pair, a number that need not be whole, that turns as often as this within the original sequences."""
-        return rope.dim * math.log(yarn.original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return rope.dim * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    first, last = pair(yarn.fast), pair(yarn.slow)
-    if yarn.truncate:
+    first, last = pair(scaling.fast), pair(scaling.slow)
+    if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rope.dim - 1)
     width = last - first or 1e-3
-    slower_R = ((torch.arange(len(rate_R), device=rate_R.device, dtype=torch.float64) - first) / width).clamp(0, 1)
-    return rate_R * (1 - slower_R) + rate_R / yarn.factor * slower_R
+    return 1 - ((torch.arange(len(rate_R), device=rate_R.device, dtype=torch.float64) - first) / width).clamp(0, 1)
 
 
 def rotate(x_BSND: torch.Tensor, turn: Rotation) -> torch.Tensor:

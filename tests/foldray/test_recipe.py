@@ -176,6 +176,23 @@ BAD = [
     ("model.kv_heads=3", "model.kv_heads", "must divide heads=4; legal: 1, 2, 4"),
     ("model.head_dim=31", "model.head_dim", "must be even"),
     ("model.topk=9", "model.topk", "must be at most experts=8"),
+    ("model.rope_scaling={factor: 2}", "model.rope_scaling.original_positions", "must be given with kind=yarn"),
+    ("model.rope_scaling={kind: llama3, factor: 2, original_positions: 64}", "model.rope_scaling.beta_fast", "must be given"),
+    (
+        "model.rope_scaling={kind: llama3, factor: 2, original_positions: 64, beta_fast: 1}",
+        "model.rope_scaling.beta_fast",
+        "must be more than beta_slow=1",
+    ),
+    (
+        "model.rope_scaling={factor: 2, original_positions: 64, beta_fast: 0.5}",
+        "model.rope_scaling.beta_fast",
+        "must be at least beta_slow=1",
+    ),
+    (
+        "model.rope_scaling={kind: linear, factor: 2, attention_factor: 1.5}",
+        "model.rope_scaling.attention_factor",
+        "has no meaning with kind=linear; legal: None",
+    ),
     ("model.dense_first=5", "model.dense_first", "must be at most layers=4"),
     ("model.router.bias_rate=0.001", "model.router.bias_rate", "needs score=sigmoid"),
     ("model.router.normalize=true", "model.router.normalize", "sums to one already"),

@@ -100,10 +100,18 @@ _KEYS = {
     "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "norm_eps": "rms_norm_eps",
     "tied_embeddings": "tie_word_embeddings", "init_std": "initializer_range",
 }  # fmt: skip
-_YARN = {
-    "factor": "factor", "original_positions": "original_max_position_embeddings", "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow", "truncate": "truncate", "attention_factor": "attention_factor", "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
+# Keys of `config.json` for scaled rotary positions by keys of `model.rope_scaling`, for each rope_type that foldray reads.
+_SCALED = {
+    "yarn": {
+        "factor": "factor", "original_positions": "original_max_position_embeddings", "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow", "truncate": "truncate", "attention_factor": "attention_factor", "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
+    },
+    "llama3": {
+        "factor": "factor", "original_positions": "original_max_position_embeddings", "beta_fast": "high_freq_factor",
+        "beta_slow": "low_freq_factor",
+    },
+    "linear": {"factor": "factor"},
 }  # fmt: skip
 _FIXED: Values = {"hidden_act": "silu", "output_router_logits": False}
 # These say how transformers trains a model, and not what it computes.
@@ -153,8 +161,8 @@ def rope_config(model: ModelSpec) -> Values:
     """Return the key of `config.json` for rotary positions."""
     found: Values = {"rope_type": "default", "rope_theta": model.rope_theta}
     if scaling := model.rope_scaling:
-        values = {theirs: getattr(scaling, ours) for ours, theirs in _YARN.items()}
-        found |= {"rope_type": "yarn", **{key: value for key, value in values.items() if value is not None}}
+        values = {theirs: getattr(scaling, ours) for ours, theirs in _SCALED[scaling.kind].items()}
+        found |= {"rope_type": scaling.kind, **{key: value for key, value in values.items() if value is not None}}
     if model.rope_dim not in (None, model.head_dim) and not model.latent_rank:
         found["partial_rotary_factor"] = (model.rope_dim or 0) / model.head_dim
     return {"rope_parameters": found}
@@ -162,14 +170,15 @@ def rope_config(model: ModelSpec) -> Values:
 
 def _rope_model(config: Values) -> Values:
     rope, width, scaling = config["rope_parameters"], config["head_dim"], None
-    if (kind := rope.get("rope_type", "default")) not in ("default", "yarn"):
-        raise ValueError(f"says rope_parameters={rope}, and foldray reads the rope_types default and yarn only")
-    if kind == "yarn":
-        longer = config["max_position_embeddings"] / rope["original_max_position_embeddings"]
-        given = {**rope, "factor": rope.get("factor") or longer}
-        scaling = {ours: given[theirs] for ours, theirs in _YARN.items() if given.get(theirs)} | {
-            "truncate": rope.get("truncate", True)
-        }
+    if (kind := rope.get("rope_type", "default")) not in ("default", *_SCALED):
+        legal = ", ".join(["default", *_SCALED])
+        raise ValueError(f"says rope_parameters={rope}, and foldray reads the rope_types {legal} only")
+    if keys := _SCALED.get(kind):
+        scaling = {"kind": kind, **{ours: rope[theirs] for ours, theirs in keys.items() if rope.get(theirs)}}
+        if kind == "yarn" and "factor" not in scaling:
+            scaling["factor"] = config["max_position_embeddings"] / rope["original_max_position_embeddings"]
+        if rope.get("truncate") is False:
+            scaling["truncate"] = False
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
     turning = None if share == 1 else int(width * share)
     return {"rope_theta": rope["rope_theta"], "rope_dim": turning, "rope_scaling": scaling}

@@ -11,9 +11,11 @@ import torch
 import yaml
 
 from foldray import Recipe
+from foldray.blueprint import ModelSpec
 from foldray.cli import main
 from foldray.comm import Groups
 from foldray.model import Cache
+from foldray.model.rotary import rotation
 from foldray.moe import TokenPiece
 from tests.foldray.parity import IGNORED, batches, go_on, sample, weights
 from tests.trainers.checkpoints.damage import shards_of
@@ -21,6 +23,7 @@ from tests.trainers.hugging_face import oracle
 from tests.trainers.hugging_face.oracle import ALL, FAMILIES, by_our_names, filled, loaded, mean_loss, saved, widened
 from trainers.checkpoints import tensors
 from trainers.checkpoints.staging import Staged
+from trainers.hugging_face.family import rope_config
 
 BATCH, LENGTH = 8, 16
 FOLDS: list[tuple[str, int, dict[str, Any]]] = [
@@ -107,6 +110,27 @@ def trained(rank: int, recipe: Recipe) -> dict[str, Any]:
     engine.close()
     groups.close()
     return found
+
+
+@pytest.mark.parametrize("scaling", [
+    {"kind": "linear", "factor": 4.0},
+    {"kind": "llama3", "factor": 8.0, "original_positions": 64, "beta_fast": 4.0},
+    {"kind": "llama3", "factor": 32.0, "original_positions": 8192, "beta_fast": 4.0, "beta_slow": 0.5},
+    {"kind": "yarn", "factor": 4.0, "original_positions": 64},
+    {"kind": "yarn", "factor": 32.0, "original_positions": 4096, "beta_fast": 1.0, "beta_slow": 1.0},
+    {"kind": "yarn", "factor": 32.0, "original_positions": 4096, "beta_fast": 1.0, "truncate": False},
+], ids=lambda scaling: f"{scaling['kind']}-{scaling['factor']:g}")  # fmt: skip
+def test_scaled_rotations_are_those_of_transformers(scaling: dict[str, Any]) -> None:
+    """The rates of all pairs, from the key that an export writes, and the factor on cosines and sines."""
+    model = ModelSpec(preset="tiny", head_dim=64, rope_theta=5e5, rope_scaling=scaling)
+    rope = model.block(0).attention.rope
+    assert rope
+    config = oracle.transformers.LlamaConfig(head_dim=64, max_position_embeddings=1 << 17, **rope_config(model))
+    with widened():
+        rate_R, magnitude = oracle.ROPE_INIT_FUNCTIONS[scaling["kind"]](config)
+    cos_R, sin_R = (each[0] for each in rotation(torch.ones(1), rope, torch.float64)[:2])
+    torch.testing.assert_close(torch.atan2(sin_R, cos_R), rate_R, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(torch.hypot(sin_R, cos_R), torch.full_like(rate_R, magnitude), atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.gate(1 / 2)

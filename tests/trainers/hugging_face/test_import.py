@@ -154,8 +154,8 @@ BAD = {
     "more layers": (lambda hub: changed(hub, num_hidden_layers=3), "has no tensor model.layers.2."),
     "fewer layers": (lambda hub: changed(hub, num_hidden_layers=1), "has the tensor model.layers.1."),
     "scaled positions": (
-        lambda hub: changed(hub, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}),
-        "its config.json says rope_parameters={'rope_type': 'linear'",
+        lambda hub: changed(hub, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}),
+        "its config.json says rope_parameters={'rope_type': 'dynamic'",
     ),
     "another activation": (lambda hub: changed(hub, hidden_act="gelu"), "its config.json says hidden_act=gelu, and foldray"),
     "more experts": (lambda hub: changed(hub, num_local_experts=8), "has no tensor model.layers.0.block_sparse_moe.experts.4."),
