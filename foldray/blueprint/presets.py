@@ -1,12 +1,13 @@
 """Named models.
 
-The sizes are those of the papers' tables and of the models' own configuration files. Mixtral-8x22B and its G8T8
-re-parameterisation, Qwen2-57B-A14B and Llama3-8x70B are as in MoE Parallel Folding, section 4.1. GPT-MoE-S/M/L are as in
-FoldMoE, table 1, with MoE in every other block; dense inner width 4 × hidden and the GPT-2 vocabulary are assumptions.
-DeepSeek-MoE, GPT-OSS-120B and Qwen3-235B-A22B are as in DisagMoE's model table, with the head counts and vocabularies of
-the released models. These leave out the sliding windows, sinks, biases and norms of queries and keys of the released models.
+The sizes are those of the papers' tables and of the models' own configuration files. Mixtral-8x22B's G8T8
+re-parameterisation and Llama3-8x70B are as in MoE Parallel Folding, section 4.1. GPT-MoE-S/M/L are as in FoldMoE, table 1,
+with MoE in every other block; dense inner width 4 × hidden and the GPT-2 vocabulary are assumptions, and so is that no product
+has a bias. DeepSeek-MoE is as in DisagMoE's model table, with four experts for each token, and else like the released
+deepseek-moe-16b-base, where a token has six.
 
-The models of `_RELEASED` are whole, as their `config.json` describes them, and can be imported and exported.
+The models of `_RELEASED` are whole, as their `config.json` describes them, and can be imported and exported. Mixtral-8x22B and
+Qwen2-57B-A14B of MoE Parallel Folding, and GPT-OSS-120B and Qwen3-235B-A22B of DisagMoE are among them.
 """
 
 from __future__ import annotations
@@ -48,16 +49,36 @@ def _deepseek(heads: int, **sizes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    return {
+        "layers": layers, "hidden": 2880, "heads": 64, "kv_heads": 8, "head_dim": 64, "ffn_hidden": 2880,
+        "experts": experts, "topk": 4, "expert_hidden": 2880, "vocab": 201088, "rope_theta": 150000.0,
+        "windows": ["sliding:128", "full"], "attention_bias": "all", "attention_sinks": True, "expert_bias": True,
+        "ffn": "gated_clamped", "router": {"logit_bias": True}, **_yarn(32.0, truncate=False),
+    }  # fmt: skip
+
+
+def _qwen3(layers: int, hidden: int, heads: int, ffn_hidden: int, expert_hidden: int) -> dict[str, Any]:
+    return {
+        "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": 4, "head_dim": 128, "ffn_hidden": ffn_hidden,
+        "experts": 128, "topk": 8, "expert_hidden": expert_hidden, "vocab": 151936, "rope_theta": 1e6, "norm_eps": 1e-6,
+        "qk_norm": "head", "router": {"softmax": "before_topk", "normalize": True},
+    }  # fmt: skip
+
+
 _RELEASED: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": {
         "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn_hidden": 14336,
         "experts": 8, "topk": 2, "expert_hidden": 14336, "vocab": 32000, "rope_theta": 1e6,
     },
-    "qwen3-30b-a3b": {
-        "layers": 48, "hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "ffn_hidden": 6144,
-        "experts": 128, "topk": 8, "expert_hidden": 768, "vocab": 151936, "rope_theta": 1e6, "norm_eps": 1e-6,
-        "qk_norm": "head", "router": {"softmax": "before_topk", "normalize": True},
+    "mixtral-8x22b": _mixtral(8, 2, 16384),
+    "qwen2-57b-a14b": {
+        "layers": 28, "hidden": 3584, "heads": 28, "kv_heads": 4, "head_dim": 128, "ffn_hidden": 18944,
+        "experts": 64, "topk": 8, "expert_hidden": 2560, "shared_hidden": 20480, "shared_gate": True, "vocab": 151936,
+        "rope_theta": 1e6, "norm_eps": 1e-6, "attention_bias": "inputs", "router": {"softmax": "before_topk"},
     },
+    "qwen3-30b-a3b": _qwen3(48, 2048, 32, 6144, 768),
+    "qwen3-235b-a22b": _qwen3(94, 4096, 64, 12288, 1536),
     "olmoe-1b-7b": {
         "layers": 16, "hidden": 2048, "heads": 16, "kv_heads": 16, "head_dim": 128, "ffn_hidden": 1024,
         "experts": 64, "topk": 8, "expert_hidden": 1024, "vocab": 50304, "qk_norm": "all",
@@ -79,12 +100,8 @@ _RELEASED: dict[str, dict[str, Any]] = {
         "rope_pairs": "interleaved", "tied_embeddings": True,
         "router": {"softmax": "before_topk", "normalize": True, "selection_bias": True},
     },
-    "gpt-oss-20b": {
-        "layers": 24, "hidden": 2880, "heads": 64, "kv_heads": 8, "head_dim": 64, "ffn_hidden": 2880,
-        "experts": 32, "topk": 4, "expert_hidden": 2880, "vocab": 201088, "rope_theta": 150000.0,
-        "windows": ["sliding:128", "full"], "attention_bias": "all", "attention_sinks": True, "expert_bias": True,
-        "ffn": "gated_clamped", "router": {"logit_bias": True}, **_yarn(32.0, truncate=False),
-    },
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "deepseek-v2-lite": _deepseek(
         16, layers=27, hidden=2048, ffn_hidden=10944, dense_first=1, experts=64, topk=6, expert_hidden=1408, shared_hidden=2816,
         vocab=102400, router={"softmax": "before_topk"}, **_yarn(40.0, mscale=0.707, mscale_all_dim=0.707),
@@ -97,7 +114,8 @@ _RELEASED: dict[str, dict[str, Any]] = {
     "kimi-k2": _deepseek(
         64, layers=61, hidden=7168, ffn_hidden=18432, dense_first=1, experts=384, topk=8, expert_hidden=2048,
         shared_hidden=2048, vocab=163840, latent_query_rank=1536, rope_theta=50000.0,
-        router={"score": "sigmoid", "normalize": True, "scale": 2.827}, **_yarn(32.0, mscale=1.0, mscale_all_dim=1.0),
+        router={"score": "sigmoid", "normalize": True, "scale": 2.827},
+        **_yarn(32.0, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0),
     ),
 }  # fmt: skip
 
@@ -110,13 +128,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt-moe-s": _gpt_moe(6, 512, 1024),
     "gpt-moe-m": _gpt_moe(6, 768, 1536),
     "gpt-moe-l": _gpt_moe(12, 1024, 2048),
-    "mixtral-8x22b": _mixtral(8, 2, 16384),
     "mixtral-8x22b-g8t8": _mixtral(64, 8, 2048),
-    "qwen2-57b-a14b": {
-        "layers": 28, "hidden": 3584, "heads": 28, "kv_heads": 4, "head_dim": 128, "ffn_hidden": 18944,
-        "experts": 64, "topk": 8, "expert_hidden": 2560, "shared_hidden": 20480, "vocab": 151936, "rope_theta": 1e6,
-        "router": {"softmax": "before_topk"},
-    },
     "llama3-8x70b": {
         "layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "head_dim": 128, "ffn_hidden": 28672,
         "experts": 8, "topk": 2, "expert_hidden": 28672, "vocab": 128256, "rope_theta": 5e5,
@@ -124,15 +136,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "deepseek-moe": {
         "layers": 28, "hidden": 2048, "heads": 16, "kv_heads": 16, "head_dim": 128, "ffn_hidden": 10944,
         "experts": 64, "topk": 4, "expert_hidden": 1408, "shared_hidden": 2816, "vocab": 102400, "dense_first": 1,
-        "router": {"softmax": "before_topk"},
-    },
-    "gpt-oss-120b": {
-        "layers": 36, "hidden": 2880, "heads": 64, "kv_heads": 8, "head_dim": 64, "ffn_hidden": 2880,
-        "experts": 128, "topk": 4, "expert_hidden": 2880, "vocab": 201088, "rope_theta": 150000.0,
-    },
-    "qwen3-235b-a22b": {
-        "layers": 94, "hidden": 4096, "heads": 64, "kv_heads": 4, "head_dim": 128, "ffn_hidden": 12288,
-        "experts": 128, "topk": 8, "expert_hidden": 1536, "vocab": 151936, "rope_theta": 1e6,
-        "router": {"softmax": "before_topk", "normalize": True},
+        "norm_eps": 1e-6, "router": {"softmax": "before_topk"},
     },
 }  # fmt: skip

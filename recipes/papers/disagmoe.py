@@ -47,6 +47,11 @@ from foldray.planner.search import search
 from foldray.planner.space import Space
 
 MODELS, LENGTHS, TOKENS = ("deepseek-moe", "gpt-oss-120b", "qwen3-235b-a22b"), (4096, 8192, 16384, 32768), 65536
+# The paper's table has sizes alone, so the models leave out what else the released ones have.
+SIZES_ALONE = {
+    "windows": ["full"], "attention_bias": "none", "attention_sinks": False, "expert_bias": False, "ffn": "gated_silu",
+    "qk_norm": "none", "rope_scaling": None, "router": {"logit_bias": False},
+}  # fmt: skip
 PAPER = {"interleaved": "1.59–1.81", "within MoE layers": "1.2–1.5"}
 TOPKS, EPS, EXPERTS = (2, 4, 6, 8), (8, 16, 32), 64  # figure 13
 STAGES = (1, 2, 4, 8, 16, 32)  # figure 14
@@ -73,7 +78,7 @@ def main() -> None:
     found = []
     for model, length in itertools.product(args.models, args.lengths):
         print(f"\n{model}, {length} tokens, {args.gpus} GPUs", flush=True)
-        job = Job(ModelSpec.model_validate({"preset": model}), length, args.gpus * TOKENS // length)
+        job = Job(ModelSpec.model_validate({"preset": model, **SIZES_ALONE}), length, args.gpus * TOKENS // length)
         result = run(Space(job, machines, args.gpus))
         found.append({"model": model, "seq_len": length, "gpus": args.gpus, **result})
         if args.json:

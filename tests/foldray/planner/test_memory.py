@@ -69,11 +69,11 @@ def test_mixtral_by_hand() -> None:
 
 
 def test_qwen_by_hand() -> None:
-    """EP4 ETP2 TP2 PP4 on 64 GPUs. The last position has the head. TP cuts the shared experts."""
+    """EP4 ETP2 TP2 PP4 on 64 GPUs. The last position has the head. TP cuts the shared experts, but not their gate."""
     rank = rank_of(QWEN, Fold(64, tp=2, pp=4, ep=4, etp=2), 4096)
-    attention = (2 * 3584 * 3584 + 2 * 3584 * 512) // 2
+    attention = (2 * 3584 * 3584 + 2 * 3584 * 512 + 3584 + 2 * 512) // 2  # with biases of queries, keys and values
     shared = 3 * 3584 * 20480 // 2
-    whole = 2 * 3584 + 3584 * 64
+    whole = 2 * 3584 + 3584 * 64 + 3584
     expert = 3 * 3584 * 2560 * 64 // 8
     count = rank.elements(Content(((QWEN.block(0), 7),), False, QWEN.block(0)))
     dense = 7 * (attention + shared) + 151936 * 3584 // 2
