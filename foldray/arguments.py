@@ -259,6 +259,7 @@ def _add_import(commands: Any) -> None:
     command = _add(commands, "import-hf", "Write a recipe that trains a model of Hugging Face's transformers further.")
     command.add_argument("folder", metavar="DIR", help="folder of the model: config.json, weights in safetensors, tokenizer")
     command.add_argument("path", type=Path, metavar="RECIPE", help="file to write (.yaml); it must not exist")
+    command.add_argument("--tokenizer", metavar="DIR", help='folder of the tokenizer, or "byte" (default: the model\'s folder)')
     command.add_argument("--upcycle", type=int, metavar="N", help="make N experts of each network of a model without experts")
     command.add_argument("--topk", type=int, metavar="K", help="with --upcycle: experts that each token takes (default: 2)")
     command.add_argument(

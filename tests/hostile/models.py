@@ -25,7 +25,7 @@ from tests.hostile.row import (
     text,
 )
 
-IMPORT, TRAIN = "import-hf hub new.yaml", "train recipe.yaml data.tokenizer=tokenizer model.vocab=320"
+IMPORT, TRAIN = "import-hf hub new.yaml --tokenizer byte", "train recipe.yaml data.tokenizer=tokenizer model.vocab=320"
 CHAT = "train chat.yaml"
 WEIGHTS, INDEX, CONFIG = "hub/model.safetensors", "hub/model.safetensors.index.json", "hub/config.json"
 QUERY = "model.layers.0.self_attn.q_proj.weight"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from foldray.blueprint import count_parameters
-from foldray.errors import UserError
+from foldray.errors import MissingPackage, UserError
 from foldray.recipe import Recipe
 from trainers.data.tokenizers import load_tokenizer
 from trainers.hugging_face.dense import upcycled
@@ -33,12 +33,17 @@ class Upcycling(NamedTuple):
     parts: int
 
 
-def import_hf(folder: str, path: Path, as_json: bool = False, upcycling: Upcycling | None = None) -> int:
+def import_hf(
+    folder: str, path: Path, as_json: bool = False, upcycling: Upcycling | None = None, tokenizer: str | None = None
+) -> int:
     """Write a recipe whose training starts from the weights of a folder, and return 0. The weights stay where they are.
 
+    Args:
+        tokenizer: "byte" or the tokenizer's folder; None is the model's folder.
+
     Raises:
-        UserError: the folder is missing, damaged or holds a model that foldray does not have, or the file exists or cannot be
-            written.
+        UserError: the folder is missing, damaged or holds a model that foldray does not have, its tokenizer cannot be loaded,
+            or the file exists or cannot be written.
         MissingPackage: a package is missing.
     """
     if os.path.lexists(path):
@@ -50,7 +55,7 @@ def import_hf(folder: str, path: Path, as_json: bool = False, upcycling: Upcycli
     longest = int(weights.config().get("max_position_embeddings") or _LENGTH)
     given: dict[str, Any] = {
         "model": _model(weights, upcycling),
-        "data": {"tokenizer": _tokenizer(weights.folder), "seq_len": min(_LENGTH, longest)},
+        "data": {"tokenizer": _tokenizer(weights.folder, tokenizer), "seq_len": min(_LENGTH, longest)},
         "training": {"weights": str(weights.folder)},
         "optimizer": {"lr": 1e-5},
     }
@@ -59,6 +64,7 @@ def import_hf(folder: str, path: Path, as_json: bool = False, upcycling: Upcycli
     except UserError as error:
         raise weights.refused(f"its config.json means a recipe that is refused ({error})") from None
     weights.check(recipe.model)
+    _check_tokenizer(recipe.data.tokenizer, named=tokenizer is not None)
     try:
         path.write_text(yaml.safe_dump(given, sort_keys=False))
     except OSError as error:
@@ -68,6 +74,7 @@ def import_hf(folder: str, path: Path, as_json: bool = False, upcycling: Upcycli
     found["mtp_depth"] = recipe.model.mtp_depth
     found["left_out"] = left_out = len(weights.left_out(recipe.model))
     found["quantized"] = weights.format().method if weights.quantized(recipe.model) else None
+    found["tokenizer"] = recipe.data.tokenizer
     print(json.dumps(found) if as_json else _told(recipe, weights, path, count, left_out))
     return 0
 
@@ -92,13 +99,24 @@ def _model(weights: Weights, upcycling: Upcycling | None) -> dict[str, Any]:
         raise UserError("granularity", upcycling.parts, str(error)) from None
 
 
-def _tokenizer(folder: Path) -> str:
-    """Return the value of `data.tokenizer`: the folder, if it has a tokenizer that can prepare data."""
+def _tokenizer(folder: Path, named: str | None) -> str:
+    """Return the value of `data.tokenizer`."""
+    return named if named == "byte" else str(Path(os.path.expanduser(named or folder)).absolute())
+
+
+def _check_tokenizer(name: str, named: bool) -> None:
+    """Check that a tokenizer can prepare data. To the weights, the tokens of another one mean nothing.
+
+    Raises:
+        UserError: it cannot be loaded. The message says how to name another one, unless that was done.
+    """
     try:
-        load_tokenizer(str(folder))
-    except UserError:
-        return "byte"
-    return str(folder)
+        load_tokenizer(name)
+    except MissingPackage:
+        raise
+    except UserError as error:
+        advice = "" if named else '; name the tokenizer of these weights with --tokenizer (a folder, or "byte")'
+        raise UserError("tokenizer" if named else "DIR", name, error.rule + advice) from None
 
 
 def _told(recipe: Recipe, weights: Weights, path: Path, count: int, left_out: int) -> str:
@@ -114,6 +132,6 @@ def _told(recipe: Recipe, weights: Weights, path: Path, count: int, left_out: in
         "",
         f"  parameters  {count:,} in {len(set(weights.files.values()))} files",
         *further,
-        f"  tokenizer   {'that of the folder' if own else 'byte, because the folder has none that can prepare data'}",
+        f"  tokenizer   {'that of the folder' if own else recipe.data.tokenizer}",
         f"  next        set data.source, data.path and optimizer.lr in it, then: foldray train {path}",
     ])  # fmt: skip

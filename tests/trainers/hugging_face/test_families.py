@@ -36,9 +36,9 @@ FOLDS: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-def imported(folder: Path, path: Path, **sections: Any) -> Recipe:
-    """Import a folder, and return the recipe with further sections."""
-    assert main(["import-hf", str(folder), str(path)]) == 0
+def imported(folder: Path, path: Path, balanced: bool = False, **sections: Any) -> Recipe:
+    """Import a folder, and return the recipe with further sections, and without a balance loss unless it is `balanced`."""
+    assert main(["import-hf", str(folder), str(path), "--tokenizer", "byte"]) == 0
     given = yaml.safe_load(path.read_text())
     given["model"].setdefault("router", {})["balance_loss"] = 0.0
     base = {

@@ -23,6 +23,7 @@ from foldray.runtime import Shard
 from tests.foldray.parity import engine_of, weights
 from tests.trainers.hugging_face.oracle import GLM, MIXTRAL, filled, saved
 from trainers.hugging_face.quantized import Plain
+from trainers.hugging_face.tokens import write_tokenizer
 from trainers.hugging_face.weights import Weights
 from trainers.worker.engines import read_weights
 
@@ -31,7 +32,7 @@ transformers = pytest.importorskip("transformers")
 
 def imported(tmp_path: Path, **sections: Any) -> Recipe:
     """Import the folder `hub`, and return the recipe, with further sections."""
-    assert main(["import-hf", str(tmp_path / "hub"), str(tmp_path / "recipe.yaml")]) == 0
+    assert main(["import-hf", str(tmp_path / "hub"), str(tmp_path / "recipe.yaml"), "--tokenizer", "byte"]) == 0
     given = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
     base = {"engine": {"kind": "torch"}, "precision": "float64", "moe": {"experts": "loop"}}
     return Recipe.parse({**given, **base, **sections})
@@ -112,11 +113,37 @@ def test_a_rank_makes_its_share_of_the_optimizers_state(tmp_path: Path, ranks: A
 
 def test_what_import_says(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     saved(tmp_path / "hub", "Mixtral", MIXTRAL)
-    assert main(["import-hf", str(tmp_path / "hub"), str(tmp_path / "recipe.yaml"), "--json"]) == 0
+    assert main(["import-hf", str(tmp_path / "hub"), str(tmp_path / "recipe.yaml"), "--tokenizer", "byte", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"] == sum(parameter.numel() for parameter in transformers.MixtralForCausalLM(
         transformers.MixtralConfig(**MIXTRAL)
     ).parameters())  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    (None, "it lacks tokenizer.json or a similar file"),
+    ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "holds no Hugging Face tokenizer that can be loaded"),
+    ('{"version": "1.0", "model": {', "holds no Hugging Face tokenizer that can be loaded"),
+])  # fmt: skip
+def test_a_tokenizer_that_cannot_be_loaded_has_no_substitute(
+    tmp_path: Path, capsys: pytest.CaptureFixture, content: str | None, said: str
+) -> None:
+    folder, path = tmp_path / "hub", tmp_path / "recipe.yaml"
+    saved(folder, "Mixtral", MIXTRAL)
+    write_tokenizer("byte", tmp_path)
+    if content is not None:
+        write_tokenizer("byte", folder)
+        (folder / "tokenizer.json").write_text(content)
+    capsys.readouterr()
+    assert main(["import-hf", str(folder), str(path)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert said in line
+    assert "--tokenizer" in line
+    assert not path.exists()
+    assert main(["import-hf", str(folder), str(path), "--tokenizer", str(folder)]) == 2
+    assert capsys.readouterr().err.startswith(f"foldray: tokenizer={folder}")
+    assert main(["import-hf", str(folder), str(path), "--tokenizer", str(tmp_path)]) == 0
+    assert yaml.safe_load(path.read_text())["data"]["tokenizer"] == str(tmp_path)
 
 
 def changed(folder: Path, **keys: Any) -> None:

@@ -330,6 +330,6 @@ def test_a_folder_that_cannot_be_imported(
 def test_what_import_says_to_programs(tmp_path: Path, hubs: dict[str, Path], capsys: Any) -> None:
     for name, folder in hubs.items():
         capsys.readouterr()
-        assert main(["import-hf", str(folder), str(tmp_path / f"{name}.yaml"), "--json"]) == 0
+        assert main(["import-hf", str(folder), str(tmp_path / f"{name}.yaml"), "--tokenizer", "byte", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["quantized"] == name
         assert yaml.safe_load((tmp_path / f"{name}.yaml").read_text())["training"]["weights"] == str(folder)
