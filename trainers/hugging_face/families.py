@@ -355,7 +355,7 @@ FAMILIES = (
         {"use_bias": False, "moe_norm_min": 1e-12},
         _SOFTMAX | {"router.selection_bias": [True], "rope_pairs": ["interleaved"]},
         mlp("shared_experts", _BIAS._replace(name="moe_statics.e_score_correction_bias", axes=1)),
-        _ernie_needs, _ernie_config, _ernie_model,
+        _ernie_needs, _ernie_config, _ernie_model, ahead=("model.mtp_",),
     ),
     Family(
         "gpt_oss", "GptOssForCausalLM",

@@ -29,6 +29,7 @@ class Family(NamedTuple):
         model_more: further keys of `model` for a `config.json`, with all defaults of transformers in it.
         others: further names in `config.json` for the same models.
         dense: whether its models have no experts, and their networks become experts (`dense.py`).
+        ahead: how names of tensors begin that predict further tokens in a way that foldray does not have.
     """
 
     model_type: str
@@ -42,6 +43,7 @@ class Family(NamedTuple):
     model_more: Callable[[Values], Values]
     others: tuple[str, ...] = ()
     dense: bool = False
+    ahead: tuple[str, ...] = ()
 
     def misses(self, model: ModelSpec) -> list[tuple[str, Iterable[Any]]]:
         """Return the keys in which a model differs from the family, with the values that the family has."""
@@ -118,6 +120,13 @@ _FIXED: Values = {"hidden_act": "silu", "output_router_logits": False}
 _OF_TRAINING = {"output_router_logits", "attention_dropout", "router_jitter_noise"}
 _ONLY: dict[str, Sequence[Any]] = {
     "norm": ["rmsnorm"], "positions": ["rope"], "ffn": ["gated_silu"], "router.scale": [1.0], "router.groups": [1],
+    def repeats(self, model: ModelSpec) -> Iterator[Tensor]:
+        """Yield the tensors that a folder may have beside its parameters, with the same values: copies, and the head of a model
+        whose embedding is its head."""
+        yield from self.copies(model)
+        if model.tied_embeddings:
+            yield Tensor("lm_head.weight", "embedding.weight")
+
     "router.selection_bias": [False], "router.logit_bias": [False], "expert_bias": [False], "attention_sinks": [False],
     "shared_gate": [False], "mtp_depth": [0], "qk_norm": ["none"], "attention_bias": ["none"], "rope_pairs": ["halves"],
 }  # fmt: skip

@@ -193,14 +193,14 @@ class Weights:
         Raises:
             UserError: one has other values.
         """
-        copies = {each.name: each for each in family.copies(model) if each.name in self.files and each.ours in held}
+        copies = {each.name: each for each in family.repeats(model) if each.name in self.files and each.ours in held}
         for paths, names in self._by_files(form, copies).items():
             with self._reading(form, paths) as read:
                 for tensor in (copies[name] for name in names):
                     for shard in held[tensor.ours]:
                         copy = tensor.taken(read(tensor.name), shard.box)
                         if not torch.equal(copy.to(shard.tensor), shard.tensor):
-                            raise self.refused(f"{tensor.name} differs from {tensor.ours}, which multi-token prediction shares")
+                            raise self.refused(f"{tensor.name} differs from {tensor.ours}, and the model has one for both")
 
     def format(self) -> Format:
         """Return how the folder has its tensors.
@@ -220,10 +220,18 @@ class Weights:
         return sum(form.parts(name, self.files) != (name,) for name in names)
 
     def left_out(self, model: ModelSpec) -> list[str]:
-        """Return the tensors of blocks that predict further tokens (DeepSeek-V3, section 2.2), and that the model has not."""
-        further = self.config().get("num_nextn_predict_layers") or 0
+        """Return the tensors that predict further tokens, and that the model has not."""
+        config = self.config()
+        family, further = _family(config["model_type"]), config.get("num_nextn_predict_layers") or 0
         blocks = tuple(f"model.layers.{model.layers + number}." for number in range(model.mtp_depth, further))
-        return [name for name in self.files if name.startswith(blocks)] if blocks else []
+        return [name for name in self.files if name.startswith((*blocks, *(family.ahead if family else ())))]
+
+    def balance(self, model: ModelSpec) -> tuple[Any, str]:
+        """Return the weight of the balance loss that the folder asks for, and where it comes from."""
+        config = self.config()
+        family = _family(config["model_type"])
+        assert family
+        return family.balance(config, model)
 
     def refused(self, rule: str, legal: Any = None) -> UserError:
         return UserError(self.field, str(self.folder), rule, legal)
@@ -245,7 +253,7 @@ class Weights:
     def _check_tensors(self, family: Family, model: ModelSpec) -> None:
         shapes = {row.name: tuple(row.shape) for row in parameter_table(model)}
         tensors = {each.name: each for each in tensors_of(family, model)}  # one for each tensor in the files
-        tensors |= {each.name: each for each in family.copies(model) if each.name in self.files}
+        tensors |= {each.name: each for each in family.repeats(model) if each.name in self.files}
         form = self.format()
         known = {part for name in tensors for part in form.parts(name, self.files)} | {*self.left_out(model)}
         if unknown := sorted(name for name in self.files if name not in known and not name.endswith(_NOT_LEARNT)):

@@ -16,12 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from foldray import Recipe, UserError
+from foldray.blueprint import PRESETS, ModelSpec
 from foldray.cli import main
 from foldray.comm import Groups
 from foldray.model import Transformer
 from foldray.runtime import Shard
-from tests.foldray.parity import engine_of, weights
-from tests.trainers.hugging_face.oracle import GLM, MIXTRAL, filled, saved
+from tests.foldray.parity import engine_of, sample, weights
+from tests.trainers.hugging_face import hub
+from tests.trainers.hugging_face.oracle import GLM, MIXTRAL, filled, loaded, saved, widened
+from trainers.hugging_face.family import computed
 from trainers.hugging_face.quantized import Plain
 from trainers.hugging_face.tokens import write_tokenizer
 from trainers.hugging_face.weights import Weights
@@ -118,6 +121,49 @@ def test_what_import_says(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     assert found["parameters"] == sum(parameter.numel() for parameter in transformers.MixtralForCausalLM(
         transformers.MixtralConfig(**MIXTRAL)
     ).parameters())  # fmt: skip
+
+
+@pytest.mark.gate(4)
+@pytest.mark.parametrize("name", [name for name in hub.CONFIGS if name not in hub.LARGER])
+def test_a_model_as_hubs_have_it(tmp_path: Path, capsys: pytest.CaptureFixture, name: str) -> None:
+    """Its logits are those of transformers."""
+    config, path = hub.written(tmp_path / "hub", name), tmp_path / "recipe.yaml"
+    dense = hub.CONFIGS[name].keys().isdisjoint(["num_experts_per_tok", "moe_k"])
+    more = ["--upcycle", "4"] if dense else []
+    assert main(["import-hf", str(tmp_path / "hub"), str(path), "--tokenizer", "byte", "--json", *more]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    given = yaml.safe_load(path.read_text())
+    assert told["left_out"] == (12 if name.startswith("ernie") else 0)
+    assert told["mtp_depth"] == (name in ("glm-4.5-air", "deepseek-v3"))
+    recipe = Recipe.parse({**given, "engine": {"kind": "torch"}, "precision": "float64", "moe": {"experts": "loop"}})
+    engine, text_BL = filled(recipe, groups := Groups.create(recipe.placed_fold)), sample(3, 3, 14, 320)
+    if name == "kimi-k2":  # DeepSeek's class, under a name that transformers does not know
+        changed(tmp_path / "hub", model_type="deepseek_v3")
+    theirs = loaded(tmp_path / "hub")
+    with widened():
+        expected = theirs(text_BL).logits
+    torch.testing.assert_close(engine.model.logits(text_BL), expected, atol=1e-9, rtol=1e-9)
+    assert recipe.model.layers == config["num_hidden_layers"]
+    groups.close()
+
+
+@pytest.mark.parametrize("name", [name for name in hub.CONFIGS if name in PRESETS])
+def test_a_preset_computes_what_the_released_model_does(tmp_path: Path, name: str) -> None:
+    """By its published `config.json`."""
+    (tmp_path / "config.json").write_text(json.dumps(hub.CONFIGS[name]))
+    read = Weights(tmp_path, "DIR", {}).model()
+    assert computed(ModelSpec(preset=name)) == computed(ModelSpec.model_validate(read))
+
+
+def test_a_head_beside_a_tied_embedding(tmp_path: Path) -> None:
+    """Some trainers save both. If they differ, it is not known which one the model has."""
+    saved(tmp_path / "hub", "Mixtral", MIXTRAL | {"tie_word_embeddings": True})
+    rewritten(tmp_path / "hub", lambda found: found.update({"lm_head.weight": found["model.embed_tokens.weight"].clone()}))
+    recipe = imported(tmp_path)
+    held(0, recipe)
+    rewritten(tmp_path / "hub", lambda found: found["lm_head.weight"][3].add_(1e-9))
+    with pytest.raises(UserError, match=r"lm_head\.weight differs from embedding\.weight"):
+        held(0, recipe)
 
 
 @pytest.mark.parametrize(("content", "said"), [
