@@ -366,7 +366,8 @@ FAMILIES = (
         stacked, _gpt_oss_needs, _gpt_oss_config, _gpt_oss_model,
     ),
     Family(
-        "deepseek_v2", "DeepseekV2ForCausalLM", _DEEPSEEK, {"attention_bias": False, "mlp_bias": False},
+        "deepseek_v2", "DeepseekV2ForCausalLM", _DEEPSEEK | {"router.balance_loss": "aux_loss_alpha"},
+        {"attention_bias": False, "mlp_bias": False},
         _SOFTMAX | _ANY | {"moe_every": [1], "rope_pairs": ["interleaved"]}, mlp("shared_experts"),
         _deepseek2_needs, _deepseek2_config, _deepseek2_model,
     ),

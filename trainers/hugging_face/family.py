@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from foldray.blueprint import ModelSpec, RopeScaling
+from foldray.blueprint import ModelSpec, RopeScaling, RouterSpec
 from trainers.hugging_face.names import Block, Tensor, attention, further
 
 Need = tuple[str, bool, Iterable[Any]]
@@ -55,6 +55,8 @@ class Family(NamedTuple):
     def config(self, model: ModelSpec) -> Values:
         """Return the model's own part of `config.json`."""
         equal = {theirs: value_at(model, ours) for ours, theirs in {**_KEYS, **self.keys}.items() if theirs}
+        if _COEFFICIENT in equal:
+            equal[_COEFFICIENT] /= _shares(model)
         return {**equal, **_FIXED, **self.fixed, **rope_config(model), **self.config_more(model)}
 
     def model(self, config: Values) -> Values:
@@ -66,12 +68,34 @@ class Family(NamedTuple):
         for key, value in {**_FIXED, **self.fixed}.items():
             if key not in _OF_TRAINING and config.get(key, value) != value:
                 raise ValueError(f"says {key}={config[key]}, and foldray reads {value} only")
-        equal = {ours: config[theirs] for ours, theirs in {**_KEYS, **self.keys}.items() if theirs in config}
+        keys = {ours: theirs for ours, theirs in {**_KEYS, **self.keys}.items() if ours != _BALANCE}
+        equal = {ours: config[theirs] for ours, theirs in keys.items() if theirs in config}
         width = {"head_dim": head_dim(config)}
         found = {**equal, **width, **_rope_model({**config, **width}), **self.model_more(config)}
         if "latent_rank" not in self.keys:
             _drop_scale(found["rope_scaling"])
         return _nested(found)
+
+    def balance(self, config: Values, model: ModelSpec) -> tuple[Any, str]:
+        """Return the weight of the balance loss with which a folder's model is trained, and where it comes from.
+
+        Args:
+            config: `config.json`, with all defaults of transformers in it.
+            model: the model that it means.
+        """
+        key = self.keys.get(_BALANCE)
+        if self.dense:
+            return RouterSpec().balance_loss, "foldray's own: a dense model has none"
+        if key is None:
+            return 0.0, f"transformers trains a {self.architecture} without one"
+        if (given := config.get(key)) is None:
+            return 0.0, f"config.json has no {key}"
+        if key != _COEFFICIENT:
+            return given, f"{key} in config.json"
+        if not config.get("output_router_logits"):
+            return 0.0, f"output_router_logits is off in config.json, and with it {key}={given}"
+        share = f"{model.topk} experts of a token / {_moe_blocks(model)} blocks"
+        return given * _shares(model), f"{key}={given} in config.json · {share}, as transformers sums"
 
     def tensors(self, model: ModelSpec) -> Iterator[Tensor]:
         """Yield all tensors of a model."""
@@ -96,6 +120,13 @@ class Family(NamedTuple):
             yield Tensor(f"model.layers.{layer}.embed_tokens.weight", "embedding.weight")
             yield Tensor(f"model.layers.{layer}.shared_head.head.weight", head)
 
+    def repeats(self, model: ModelSpec) -> Iterator[Tensor]:
+        """Yield the tensors that a folder may have beside its parameters, with the same values: copies, and the head of a model
+        whose embedding is its head."""
+        yield from self.copies(model)
+        if model.tied_embeddings:
+            yield Tensor("lm_head.weight", "embedding.weight")
+
 
 _KEYS = {
     "vocab": "vocab_size", "hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
@@ -115,18 +146,12 @@ _SCALED = {
     },
     "linear": {"factor": "factor"},
 }  # fmt: skip
+_BALANCE, _COEFFICIENT = "router.balance_loss", "router_aux_loss_coef"
 _FIXED: Values = {"hidden_act": "silu", "output_router_logits": False}
 # These say how transformers trains a model, and not what it computes.
 _OF_TRAINING = {"output_router_logits", "attention_dropout", "router_jitter_noise"}
 _ONLY: dict[str, Sequence[Any]] = {
     "norm": ["rmsnorm"], "positions": ["rope"], "ffn": ["gated_silu"], "router.scale": [1.0], "router.groups": [1],
-    def repeats(self, model: ModelSpec) -> Iterator[Tensor]:
-        """Yield the tensors that a folder may have beside its parameters, with the same values: copies, and the head of a model
-        whose embedding is its head."""
-        yield from self.copies(model)
-        if model.tied_embeddings:
-            yield Tensor("lm_head.weight", "embedding.weight")
-
     "router.selection_bias": [False], "router.logit_bias": [False], "expert_bias": [False], "attention_sinks": [False],
     "shared_gate": [False], "mtp_depth": [0], "qk_norm": ["none"], "attention_bias": ["none"], "rope_pairs": ["halves"],
 }  # fmt: skip
@@ -148,6 +173,16 @@ def head_dim(config: Values) -> int:
 def nothing(given: Any) -> Any:
     """The further needs or keys of a family that has none."""
     return {}
+
+
+def _moe_blocks(model: ModelSpec) -> int:
+    return sum(map(model.is_moe, range(model.layers)))
+
+
+def _shares(model: ModelSpec) -> float:
+    """Return what the balance loss of transformers is, over foldray's: it is a mean over blocks, and not their sum, and if
+    all experts are used evenly, it is the number of a token's experts, and not 1."""
+    return model.topk / max(_moe_blocks(model), 1)
 
 
 # Heads and rotary positions.

@@ -60,6 +60,8 @@ def import_hf(
         "optimizer": {"lr": 1e-5},
     }
     try:
+        weight, origin = weights.balance(Recipe.parse(given).model)
+        given["model"]["router"] = {**given["model"].get("router", {}), "balance_loss": weight}
         recipe = Recipe.parse(given)
     except UserError as error:
         raise weights.refused(f"its config.json means a recipe that is refused ({error})") from None
@@ -74,8 +76,8 @@ def import_hf(
     found["mtp_depth"] = recipe.model.mtp_depth
     found["left_out"] = left_out = len(weights.left_out(recipe.model))
     found["quantized"] = weights.format().method if weights.quantized(recipe.model) else None
-    found["tokenizer"] = recipe.data.tokenizer
-    print(json.dumps(found) if as_json else _told(recipe, weights, path, count, left_out))
+    found |= {"tokenizer": recipe.data.tokenizer, "balance_loss": weight, "balance_loss_from": origin}
+    print(json.dumps(found) if as_json else _told(recipe, weights, path, count, left_out, origin))
     return 0
 
 
@@ -119,7 +121,7 @@ def _check_tokenizer(name: str, named: bool) -> None:
         raise UserError("tokenizer" if named else "DIR", name, error.rule + advice) from None
 
 
-def _told(recipe: Recipe, weights: Weights, path: Path, count: int, left_out: int) -> str:
+def _told(recipe: Recipe, weights: Weights, path: Path, count: int, left_out: int, origin: str) -> str:
     own = recipe.data.tokenizer == str(weights.folder)
     further = [f"  left out    {left_out} tensors of blocks that predict further tokens"] if left_out else []
     if depth := recipe.model.mtp_depth:
@@ -132,6 +134,7 @@ def _told(recipe: Recipe, weights: Weights, path: Path, count: int, left_out: in
         "",
         f"  parameters  {count:,} in {len(set(weights.files.values()))} files",
         *further,
+        f"  balance     model.router.balance_loss is {recipe.model.router.balance_loss:g} ({origin})",
         f"  tokenizer   {'that of the folder' if own else recipe.data.tokenizer}",
         f"  next        set data.source, data.path and optimizer.lr in it, then: foldray train {path}",
     ])  # fmt: skip

@@ -20,7 +20,7 @@ from foldray.moe import TokenPiece
 from tests.foldray.parity import IGNORED, batches, go_on, sample, weights
 from tests.trainers.checkpoints.damage import shards_of
 from tests.trainers.hugging_face import oracle
-from tests.trainers.hugging_face.oracle import ALL, FAMILIES, by_our_names, filled, loaded, mean_loss, saved, widened
+from tests.trainers.hugging_face.oracle import ALL, FAMILIES, MIXTRAL, by_our_names, filled, loaded, mean_loss, saved, widened
 from trainers.checkpoints import tensors
 from trainers.checkpoints.staging import Staged
 from trainers.hugging_face.family import rope_config
@@ -40,7 +40,7 @@ def imported(folder: Path, path: Path, balanced: bool = False, **sections: Any) 
     """Import a folder, and return the recipe with further sections, and without a balance loss unless it is `balanced`."""
     assert main(["import-hf", str(folder), str(path), "--tokenizer", "byte"]) == 0
     given = yaml.safe_load(path.read_text())
-    given["model"].setdefault("router", {})["balance_loss"] = 0.0
+    given["model"]["router"] |= {} if balanced else {"balance_loss": 0.0}
     base = {
         "engine": {"kind": "torch"}, "precision": "float64", "moe": {"experts": "loop"},
         "optimizer": {"kind": "sgd", "lr": 1.0, "decay": "constant", "weight_decay": 0.0, "clip": None},
@@ -151,6 +151,23 @@ def test_a_step_under_every_fold(
         for key, (tensor, box) in each.items():
             if (parameter := key.removeprefix("model/")) in expected:
                 torch.testing.assert_close(tensor, expected[parameter][box], atol=1e-9, rtol=1e-9, msg=f"{parameter} on {name}")
+
+
+def test_a_step_with_a_balance_loss(tmp_path: Path) -> None:
+    """transformers takes all sequences and all blocks of a step together, so there is one of each."""
+    sizes = MIXTRAL | {"num_hidden_layers": 1, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    theirs = saved(tmp_path / "hub", "Mixtral", sizes)
+    training = {"weights": str(tmp_path / "hub"), "global_batch": 1}
+    recipe = imported(tmp_path / "hub", tmp_path / "recipe.yaml", balanced=True, training=training)
+    text_BL, optimizer = sample(0, 1, LENGTH + 1, recipe.model.vocab), torch.optim.SGD(theirs.parameters(), lr=1.0)
+    with widened():
+        balance = theirs(text_BL[:, :-1], output_router_logits=True).aux_loss
+    (mean_loss(theirs, text_BL) + 0.5 * balance).backward()
+    optimizer.step()
+    expected = by_our_names(theirs, recipe.model, tmp_path / "after")
+    found = trained(0, recipe)
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[f"model/{key}"][0], tensor, atol=1e-9, rtol=1e-9, msg=key)
 
 
 @pytest.mark.gate(3)

@@ -126,13 +126,15 @@ def test_what_import_says(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
 @pytest.mark.gate(4)
 @pytest.mark.parametrize("name", [name for name in hub.CONFIGS if name not in hub.LARGER])
 def test_a_model_as_hubs_have_it(tmp_path: Path, capsys: pytest.CaptureFixture, name: str) -> None:
-    """Its logits are those of transformers."""
+    """Its logits are those of transformers, and so is the weight of its balance loss."""
     config, path = hub.written(tmp_path / "hub", name), tmp_path / "recipe.yaml"
     dense = hub.CONFIGS[name].keys().isdisjoint(["num_experts_per_tok", "moe_k"])
     more = ["--upcycle", "4"] if dense else []
     assert main(["import-hf", str(tmp_path / "hub"), str(path), "--tokenizer", "byte", "--json", *more]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     given = yaml.safe_load(path.read_text())
+    assert told["balance_loss"] == (0.01 if dense else 0.001 if name == "deepseek-v2-lite" else 0.0)
+    assert given["model"]["router"]["balance_loss"] == told["balance_loss"]
     assert told["left_out"] == (12 if name.startswith("ernie") else 0)
     assert told["mtp_depth"] == (name in ("glm-4.5-air", "deepseek-v3"))
     recipe = Recipe.parse({**given, "engine": {"kind": "torch"}, "precision": "float64", "moe": {"experts": "loop"}})
@@ -153,6 +155,25 @@ def test_a_preset_computes_what_the_released_model_does(tmp_path: Path, name: st
     (tmp_path / "config.json").write_text(json.dumps(hub.CONFIGS[name]))
     read = Weights(tmp_path, "DIR", {}).model()
     assert computed(ModelSpec(preset=name)) == computed(ModelSpec.model_validate(read))
+
+
+@pytest.mark.parametrize(("name", "keys", "weight", "said"), [
+    ("gpt-oss-20b", {}, 0.0, "output_router_logits is off in config.json, and with it router_aux_loss_coef=0.9"),
+    ("mixtral-8x7b", {"output_router_logits": True}, 0.02 * 2 / 32, "2 experts of a token / 32 blocks"),
+    ("glm-4.5-air", {"output_router_logits": True}, 0.0, "transformers trains a Glm4MoeForCausalLM without one"),
+    ("deepseek-v2-lite", {}, 0.001, "aux_loss_alpha in config.json"),
+    ("deepseek-v2-lite", {"aux_loss_alpha": None}, 0.0, "config.json has no aux_loss_alpha"),
+    ("kimi-k2", {}, 0.0, "transformers trains a DeepseekV3ForCausalLM without one"),
+    ("qwen3-0.6b", {}, 0.01, "foldray's own: a dense model has none"),
+])  # fmt: skip
+def test_the_balance_loss_is_what_the_folder_says(
+    tmp_path: Path, name: str, keys: dict[str, Any], weight: float, said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(hub.CONFIGS[name] | keys))
+    model = ModelSpec(preset="tiny" if name not in PRESETS else name)
+    found, origin = Weights(tmp_path, "DIR", {}).balance(model)
+    assert found == pytest.approx(weight, rel=1e-12)
+    assert said in origin
 
 
 def test_a_head_beside_a_tied_embedding(tmp_path: Path) -> None:
