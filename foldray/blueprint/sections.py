@@ -34,7 +34,7 @@ class RopeScaling(Strict):
         description="Which pairs of columns turn more slowly. `yarn` (arXiv:2309.00071, section 3) goes from fast pairs to slow "
         "ones by the number of the pair, `llama3` (Llama 3.1) by its turns. With `linear`, all turn `factor` times as slowly.",
     )
-    factor: float = Field(gt=1, description="How many times as long sequences may be.")
+    factor: float = Field(ge=1, description="How many times as long sequences may be.")
     original_positions: int | None = Field(
         None, ge=1, le=LARGEST, description="Tokens of a sequence in the earlier training. `linear` alone does not need it."
     )

@@ -117,6 +117,7 @@ def trained(rank: int, recipe: Recipe) -> dict[str, Any]:
     {"kind": "llama3", "factor": 8.0, "original_positions": 64, "beta_fast": 4.0},
     {"kind": "llama3", "factor": 32.0, "original_positions": 8192, "beta_fast": 4.0, "beta_slow": 0.5},
     {"kind": "yarn", "factor": 4.0, "original_positions": 64},
+    {"kind": "yarn", "factor": 1.0, "original_positions": 64},
     {"kind": "yarn", "factor": 32.0, "original_positions": 4096, "beta_fast": 1.0, "beta_slow": 1.0},
     {"kind": "yarn", "factor": 32.0, "original_positions": 4096, "beta_fast": 1.0, "truncate": False},
 ], ids=lambda scaling: f"{scaling['kind']}-{scaling['factor']:g}")  # fmt: skip
