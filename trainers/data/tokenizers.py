@@ -17,6 +17,8 @@ _PIECE = 1 << 20
 # A tokenizer's folder may also hold a model's weights. Only files with these endings define the tokens.
 DEFINING = {".json", ".txt", ".model", ".tiktoken", ".jinja"}
 _MOST_BYTES = 1 << 28  # of such a file; the largest in use have a tenth of it
+# A text that every tokenizer cuts in its own way: spaces, scripts, digits, accents, an emoji, code.
+_SAMPLE = "Hello world,  it's 3.14 and x_1 = (a+b);\n\tdef f(x):\n        return not x\n\nNaïve café, größer ✓ 日本 привет 🎉 end"
 _SIGNS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")  # every tokenizer's folder has at least one of these files
 
 
@@ -164,6 +166,7 @@ def _spread(total: int, count: int) -> np.ndarray:
 
 def _from_folder(name: str, folder: Path) -> Any:
     try:
+        import transformers
         from transformers import AutoTokenizer
         from transformers.utils import logging
     except ImportError:
@@ -175,12 +178,35 @@ def _from_folder(name: str, folder: Path) -> Any:
     logging.set_verbosity_error()  # transformers would warn of other mistakes than the one that it then raises
     try:
         # Without trust_remote_code=False, transformers would ask on the terminal whether to run code in the folder.
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        ours, theirs = _sampled(folder / "tokenizer.json", inner)
     except Exception as error:  # transformers documents no type; it raises OSError, ValueError, JSONDecodeError, KeyError
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError("data.tokenizer", name, f"holds no Hugging Face tokenizer that can be loaded ({reason})") from None
     finally:
         logging.set_verbosity(before)
+    if ours != theirs:
+        rule = f"has a tokenizer.json of which transformers {transformers.__version__} makes a {type(inner).__name__} with other"
+        remedy = "set tokenizer_class to PreTrainedTokenizerFast in its tokenizer_config.json, or install another version"
+        raise UserError("data.tokenizer", name, f"{rule} tokens; {remedy}")
+    return inner
+
+
+def _sampled(file: Path, inner: Any) -> tuple[list[int], list[int]]:
+    """Return the tokens of a text by the file of a fast tokenizer, and by what transformers makes of its folder.
+
+    They differ if transformers goes by a class that `tokenizer_config.json` names wrongly, and not by the file. Some versions
+    lose the spaces of a text in this way.
+    """
+    from tokenizers import Tokenizer
+
+    if not inner.is_fast or not file.is_file():
+        return [], []
+    plain = Tokenizer.from_file(str(file))
+    plain.no_truncation()
+    plain.no_padding()
+    theirs = inner(_SAMPLE, add_special_tokens=False, verbose=False)["input_ids"]
+    return plain.encode(_SAMPLE, add_special_tokens=False).ids, theirs
 
 
 def _check_files(name: str, folder: Path) -> None:

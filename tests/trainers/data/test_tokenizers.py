@@ -149,6 +149,48 @@ def test_code_in_the_folder_is_not_run(tokenizer_folder: Path, tmp_path: Path, m
     assert not canary.exists()
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v3", "mixtral", "llama", None])
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "LlamaTokenizerFast"])
+def test_the_file_of_a_tokenizer_holds_and_not_the_name_of_a_class(tokenizer_folder: Path, name: str, kind: str | None):
+    """DeepSeek's folders name such a class for tokenizers like GPT-2's. transformers before 5.22 lost all spaces of some."""
+    ids = load_tokenizer(str(tokenizer_folder)).encode(TEXT)
+    path = tokenizer_folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": name}))
+    if kind is not None:
+        (tokenizer_folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert load_tokenizer(str(tokenizer_folder)).encode(TEXT).tolist() == ids.tolist()
+
+
+def test_another_tokenizer_than_the_file_says_is_refused(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    made = AutoTokenizer.from_pretrained(tokenizer_folder)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: made)
+    load_tokenizer(str(tokenizer_folder))
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    with pytest.raises(UserError, match=r"^data\.tokenizer=.*of which transformers .* with other tokens; set tokenizer_class"):
+        load_tokenizer(str(tokenizer_folder))
+
+
+def test_spaces_as_mixtral_writes_them_are_taken(tmp_path: Path):
+    """transformers builds this tokenizer anew, with another rule for spaces and the same tokens."""
+    pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, normalizers
+
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁▁", "▁▁▁▁", "w", "▁w", "a", "n", "an"]
+    merges = [("▁", "▁"), ("▁▁", "▁▁"), ("▁", "w"), ("a", "n")]
+    inner = Tokenizer(models.BPE({piece: n for n, piece in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.add_special_tokens(pieces[:3])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "legacy": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
+    found = load_tokenizer(str(tmp_path))
+    assert found.inner.convert_ids_to_tokens(found.encode("an    w").tolist())[1:] == ["an", "▁▁▁▁", "w"]
+
+
 def test_tokenizer_without_separator(make_tokenizer):
     with pytest.raises(UserError, match="neither a bos nor an eos"):
         load_tokenizer(str(make_tokenizer(bos_token=None)))
