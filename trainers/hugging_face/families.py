@@ -14,7 +14,6 @@ from trainers.hugging_face.family import (
     dense_layers,
     layer_types,
     layer_windows,
-    nothing,
     one_sliding_width,
     one_window,
     rope_config,
@@ -192,6 +191,10 @@ def _minimax_needs(model: ModelSpec) -> Iterator[Need]:
     yield "router.normalize", model.router.normalize, [True]
 
 
+def _minimax_config(model: ModelSpec) -> Values:
+    return {"rotary_dim": model.rope_dim or model.head_dim}
+
+
 def _minimax_model(config: Values) -> Values:
     router = {"router.score": "sigmoid", "router.normalize": True}
     return {"qk_norm": "all", "ffn_hidden": config["intermediate_size"], **router}
@@ -346,7 +349,7 @@ FAMILIES = (
         {"router_jitter_noise": 0.0},
         _SIGMOID | _NO_DENSE | {"shared_hidden": [0], "qk_norm": ["all"],
                                 "router.selection_bias": [False, True]},
-        sparse_moe(Tensor("e_score_correction_bias", "")), _minimax_needs, nothing, _minimax_model,
+        sparse_moe(Tensor("e_score_correction_bias", "")), _minimax_needs, _minimax_config, _minimax_model,
     ),
     Family(
         "ernie4_5_moe", "Ernie4_5_MoeForCausalLM",

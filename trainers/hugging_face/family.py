@@ -202,14 +202,19 @@ def turns_whole_heads(model: ModelSpec) -> Need:
 
 
 def rope_config(model: ModelSpec) -> Values:
-    """Return the key of `config.json` for rotary positions."""
+    """Return the keys of `config.json` for rotary positions: `rope_parameters`, and beside it what transformers read before
+    version 5."""
     found: Values = {"rope_type": "default", "rope_theta": model.rope_theta}
     if scaling := model.rope_scaling:
         values = {theirs: getattr(scaling, ours) for ours, theirs in _SCALED[scaling.kind].items()}
         found |= {"rope_type": scaling.kind, **{key: value for key, value in values.items() if value is not None}}
     if model.rope_dim not in (None, model.head_dim) and not model.latent_rank:
         found["partial_rotary_factor"] = (model.rope_dim or 0) / model.head_dim
-    return {"rope_parameters": found}
+    older = {key: value for key, value in found.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    return {
+        "rope_parameters": found, "rope_theta": model.rope_theta, "rope_scaling": older if scaling else None,
+        **{key: value for key, value in found.items() if key == "partial_rotary_factor"},
+    }  # fmt: skip
 
 
 def _rope_model(config: Values) -> Values:

@@ -26,6 +26,7 @@ from trainers.data.tokenizers import ByteTokenizer, load_tokenizer
 from trainers.driver import export as module
 from trainers.driver.resuming import Beginning
 from trainers.hugging_face.families import family_of, tensors_of
+from trainers.hugging_face.family import rope_config
 from trainers.hugging_face.tokens import write_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -119,6 +120,19 @@ def test_every_weight_is_there_once_and_in_the_type_that_was_asked_for(
     assert not list(place.parent.glob(".*"))
     assert len({path.stat().st_mode for path in place.iterdir()}) == 1
     assert transformers.AutoModelForCausalLM.from_pretrained(place).dtype == torch.bfloat16
+
+
+YARN = {"factor": 4.0, "original_positions": 1000}
+
+
+def test_readers_of_older_configurations_find_rotary_positions() -> None:
+    plain = {**SIZES, "rope_theta": 500.0}
+    found = rope_config(ModelSpec.model_validate(plain))
+    assert (found["rope_theta"], found["rope_scaling"]) == (500.0, None)
+    found = rope_config(ModelSpec.model_validate({**plain, "rope_scaling": YARN, "rope_dim": 8}))
+    assert {"rope_type", "factor", "original_max_position_embeddings"} < found["rope_scaling"].keys()
+    assert found["rope_parameters"] == {**found["rope_scaling"], "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    assert (found["rope_theta"], found["partial_rotary_factor"]) == (500.0, 0.5)
 
 
 def test_the_newest_checkpoint_of_a_run_is_taken(
