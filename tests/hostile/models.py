@@ -28,6 +28,7 @@ from tests.hostile.row import (
 IMPORT, TRAIN = "import-hf hub new.yaml --tokenizer byte", "train recipe.yaml data.tokenizer=tokenizer model.vocab=320"
 CHAT = "train chat.yaml"
 WEIGHTS, INDEX, CONFIG = "hub/model.safetensors", "hub/model.safetensors.index.json", "hub/config.json"
+GENERATION = "hub/generation_config.json"
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 CODE = f"open({CANARY!r}, 'w').close()\nclass Evil:\n    pass\n"
 
@@ -56,11 +57,17 @@ def placed(**changes: Any) -> Make:
 
         with safe_open(place / WEIGHTS, "pt") as file:
             names = list(file.keys())
-        found = dict.fromkeys(names, "model.safetensors") | {QUERY: changes["at"]}
+        found = dict.fromkeys(names, "all.safetensors") | {QUERY: changes["at"]}
+        _all(place)
         (place / INDEX).write_text(json.dumps({"weight_map": found}))
         (place.parent / "outside.safetensors").unlink(missing_ok=True)
 
     return make
+
+
+def _all(place: Path) -> None:
+    """Give the file of tensors another name, so that only an index names it."""
+    (place / WEIGHTS).rename(place / "hub" / "all.safetensors")
 
 
 def _offsets(*span: int) -> Make:
@@ -101,9 +108,14 @@ _HUB = [
     ("tensors outside", IMPORT, QUERY, placed(at="../outside.safetensors")),
     ("tensors at an absolute path", IMPORT, QUERY, placed(at="/etc/passwd")),
     ("tensors at no path", IMPORT, QUERY, placed(at=7)),
-    ("depth in the index", IMPORT, "index.json cannot be read", text(INDEX, deep())),
-    ("an index that is a pipe", IMPORT, "index.json", fifo(INDEX)),
-    ("a list in the index", IMPORT, "has no weight_map", text(INDEX, '{"weight_map": []}')),
+    ("depth in the index", IMPORT, "index.json cannot be read", both(_all, text(INDEX, deep()))),
+    ("an index that is a pipe", IMPORT, "index.json", both(_all, fifo(INDEX))),
+    ("a list in the index", IMPORT, "has no weight_map", both(_all, text(INDEX, '{"weight_map": []}'))),
+    ("a name of tensors outside", IMPORT, "no name of a file", changed(CONFIG, transformers_weights="../outside.safetensors")),
+    ("depth in how it generates", IMPORT, "generation_config.json cannot be read", text(GENERATION, deep())),
+    ("how it generates, as a pipe", IMPORT, "generation_config.json", fifo(GENERATION)),
+    ("a million ways to generate", IMPORT, "export.generation",
+     text(GENERATION, json.dumps({f"key {number}": number for number in range(10**6)}))),
     ("a header of 2^63 bytes", IMPORT, "its model.safetensors cannot be read", header(length=2**63)),
     ("a header of 0 bytes", IMPORT, "its model.safetensors cannot be read", header(length=0)),
     ("a header beyond the file", IMPORT, "its model.safetensors cannot be read", header(length=10**7)),

@@ -27,7 +27,8 @@ from trainers.hugging_face.quantized import Format, Stored, format_of
 if TYPE_CHECKING:
     from foldray.runtime import Shard
 
-_INDEX, _CONFIG = "model.safetensors.index.json", "config.json"
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
 _OBJECT = TypeAdapter(dict[str, Any])
 _MOST_JSON = 1 << 26  # bytes of an index; that of a model with a hundred thousand tensors has 10 MB
 _NOT_LEARNT = ".rotary_emb.inv_freq"
@@ -50,34 +51,32 @@ class Weights:
 
     @classmethod
     def at(cls, folder: str, field: str) -> Weights:
-        """Find the tensors of a folder.
+        """Find the tensors of a folder, in the files that transformers would load: those that `config.json` names, or else the
+        one file, or else those of the index. Other files of tensors may lie beside them, such as those of an earlier save.
 
         Raises:
-            UserError: the folder is missing, or holds no file in the format of safetensors.
+            UserError: the folder is missing, or holds no such file in the format of safetensors.
             MissingPackage: the package safetensors is missing.
         """
         path = Path(os.path.expanduser(folder)).absolute()
         if not os.path.isdir(path):
             raise UserError(field, folder, "must be a folder with a model of transformers; it does not exist on this node")
         found = cls(path, field, {})
-        if (index := path / _INDEX).exists():
-            placed = found._json(_INDEX).get("weight_map")
-            if not isinstance(placed, dict):
-                raise found.refused(f"its {index.name} has no weight_map")
-            for name, file in placed.items():
-                if not isinstance(file, str) or file in ("", "..") or os.path.basename(file) != file:
-                    raise found.refused(f"its {index.name} places {name} in {file!r}, which is no name of a file in the folder")
-            return cls(path, field, {name: path / file for name, file in placed.items()})
-        files = sorted(path.glob("*.safetensors"))
-        if not files:
-            raise found.refused("must hold the weights in files in the format of safetensors, and has none")
-        by_name: dict[str, Path] = {}
-        for file in files:
-            for name in found._names(file):
-                if name in by_name:
-                    raise found.refused(f"has the tensor {name} twice: in {by_name[name].name} and in {file.name}")
-                by_name[name] = file
-        return cls(path, field, by_name)
+        named = found._json(_CONFIG).get("transformers_weights")
+        if named is not None and not _is_name(named):
+            raise found.refused(f"its {_CONFIG} says transformers_weights={named!r}, which is no name of a file in the folder")
+        main = next((name for name in ([named] if named else [_WHOLE, _INDEX]) if (path / name).exists()), None)
+        if main is None:
+            raise found.refused(f"must hold the weights in {named or f'{_WHOLE}, or in files with {_INDEX}'}, and has none")
+        if not main.endswith(".json"):
+            return cls(path, field, dict.fromkeys(found._names(path / main), path / main))
+        placed = found._json(main).get("weight_map")
+        if not isinstance(placed, dict):
+            raise found.refused(f"its {main} has no weight_map")
+        for name, file in placed.items():
+            if not _is_name(file):
+                raise found.refused(f"its {main} places {name} in {file!r}, which is no name of a file in the folder")
+        return cls(path, field, {name: path / file for name, file in placed.items()})
 
     def config(self) -> dict[str, Any]:
         """Return `config.json`, with all defaults of transformers.
@@ -343,3 +342,14 @@ class Weights:
 def _family(kind: Any) -> Family | None:
     """Return the family with this name in `config.json`."""
     return next((family for family in (*FAMILIES, *DENSE) if kind in (family.model_type, *family.others)), None)
+
+
+def _is_name(given: Any) -> bool:
+    """Whether a value names a file in a folder."""
+    return isinstance(given, str) and given not in ("", "..") and os.path.basename(given) == given
+
+
+def _within(vocab: int, given: Any) -> list[int]:
+    """Return one id or several as a list, without those outside of the vocabulary. The recipe refuses what is no id."""
+    listed = given if isinstance(given, list) else [] if given is None else [given]
+    return [each for each in listed if type(each) is not int or 0 <= each < vocab]

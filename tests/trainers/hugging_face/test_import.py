@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -235,10 +234,17 @@ def indexed(hub: Path, **changes: str) -> None:
     """Write an index, in which some tensors lie in other files."""
     from safetensors.torch import load_file
 
-    placed = dict.fromkeys(load_file(hub / "model.safetensors"), "model.safetensors") | changes
-    (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    placed = dict.fromkeys(load_file(hub / "model.safetensors"), "all.safetensors") | changes
+    (hub / "model.safetensors").rename(hub / "all.safetensors")
+    (hub / INDEX).write_text(json.dumps({"weight_map": placed}))
 
 
+def only_an_index(hub: Path, text: str) -> None:
+    indexed(hub)
+    (hub / INDEX).write_text(text)
+
+
+INDEX = "model.safetensors.index.json"
 QUERY, KEY = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
 BAD = {
     "another type": (lambda hub: changed(hub, model_type="bert"), "has a model of type 'bert'"),
@@ -264,12 +270,17 @@ BAD = {
     "another shape": (
         lambda hub: rewritten(hub, lambda found: found.update({KEY: found[KEY].T.contiguous()})), "has shape [48, 24]",
     ),
-    "the same tensor twice": (
-        lambda hub: shutil.copy(hub / "model.safetensors", hub / "more.safetensors"), "twice: in model.safetensors and in more",
+    "weights elsewhere": (lambda hub: changed(hub, transformers_weights="../a.safetensors"), "which is no name of a file"),
+    "lost weights": (lambda hub: changed(hub, transformers_weights="a.safetensors"), "weights in a.safetensors, and has none"),
+    "half of how it generates": (
+        lambda hub: (hub / "generation_config.json").write_text("{"), "its generation_config.json cannot be read",
+    ),
+    "ends that are text": (
+        lambda hub: (hub / "generation_config.json").write_text('{"eos_token_id": "</s>"}'), "export.generation.eos_token_id=",
     ),
     "a lost file": (lambda hub: indexed(hub, **{QUERY: "lost.safetensors"}), "its lost.safetensors cannot be read"),
-    "an index without places": (lambda hub: (hub / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
-    "half an index": (lambda hub: (hub / "model.safetensors.index.json").write_text("{"), "cannot be read"),
+    "an index without places": (lambda hub: only_an_index(hub, "{}"), "has no weight_map"),
+    "half an index": (lambda hub: only_an_index(hub, "{"), "cannot be read"),
     "no weights": (lambda hub: (hub / "model.safetensors").unlink(), "has none"),
     "cut weights": (
         lambda hub: (hub / "model.safetensors").write_bytes((hub / "model.safetensors").read_bytes()[:5000]),
@@ -300,6 +311,50 @@ def test_an_index_that_is_wrong_is_told(tmp_path: Path, capsys: pytest.CaptureFi
     path.write_text(json.dumps(index))
     assert main(["import-hf", str(tmp_path / "hub"), str(tmp_path / "recipe.yaml")]) == 2
     assert f"lacks the tensor {QUERY}" in capsys.readouterr().err.splitlines()[-1]
+
+
+def shards(hub: Path, made: Any) -> None:
+    made.save_pretrained(hub, max_shard_size="20KB")
+
+
+SAVES = {
+    "one file over many": (lambda hub, old, new: (shards(hub, old), new.save_pretrained(hub)), True),
+    "one file beside many": (
+        lambda hub, old, new: (
+            new.save_pretrained(hub), (hub / "model.safetensors").rename(hub / "new"), shards(hub, old),
+            (hub / "new").rename(hub / "model.safetensors"),
+        ),
+        True,
+    ),
+    "many files over one": (lambda hub, old, new: (old.save_pretrained(hub), shards(hub, new)), False),
+    "many files over more": (lambda hub, old, new: (old.save_pretrained(hub, max_shard_size="10KB"), shards(hub, new)), True),
+    "a file with a name": (
+        lambda hub, old, new: (
+            new.save_pretrained(hub), (hub / "model.safetensors").rename(hub / "own.safetensors"), old.save_pretrained(hub),
+            changed(hub, transformers_weights="own.safetensors"),
+        ),
+        True,
+    ),
+    "other files beside it": (
+        lambda hub, old, new: (
+            old.save_pretrained(hub), (hub / "model.safetensors").rename(hub / "consolidated.safetensors"),
+            new.save_pretrained(hub),
+        ),
+        True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAVES)
+def test_the_weights_are_those_that_transformers_loads(tmp_path: Path, case: str) -> None:
+    """A folder may hold files of two saves."""
+    old, new = (transformers.MixtralForCausalLM(transformers.MixtralConfig(**MIXTRAL)) for _ in range(2))
+    save, is_new = SAVES[case]
+    save(tmp_path / "hub", old, new)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub").model.embed_tokens.weight
+    assert torch.equal(theirs, (new if is_new else old).model.embed_tokens.weight)
+    ours, _ = held(0, imported(tmp_path, precision="float32"))["model/embedding.weight"]
+    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
