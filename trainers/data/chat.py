@@ -12,6 +12,9 @@ The assistant wrote these characters of the text:
   the generation prompt is not how the message begins, the conversation is refused.
 
 A token is the assistant's if it has a character that the assistant wrote.
+
+An answer ends with the first added token that the template puts behind it, such as `<|im_end|>`. In some templates there is
+none, and the token that begins the next message ends it, such as `<|user|>`. Without tags, this token is the assistant's as well.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +37,7 @@ Messages = Sequence[dict[str, Any]]
 _MOST_TEXT = 1 << 24  # characters of a conversation; tokenizers need about 250 bytes of memory for each
 _LONGEST_S = 10.0  # seconds in which a template makes the text of a conversation; most need less than a millisecond
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+_ANSWER = "zyxwvutsrq"  # of a conversation whose text shows what follows an answer; no template has this word
 
 
 class Rendered(NamedTuple):
@@ -70,6 +75,33 @@ class Chat:
             raise self._refused(f"has a chat template that is no text but {type(self._template).__name__}")
         self.has_tags = bool(_GENERATION.search(self._template))
 
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that end an answer: those of the template, and the tokenizer's eos token."""
+        own = self._ends[0] or list(self._ends[1])
+        return list(dict.fromkeys([*own, *([] if self.tokenizer.eos is None else [self.tokenizer.eos])]))
+
+    @cached_property
+    def _ends(self) -> tuple[list[int], dict[int, str]]:
+        """The token behind an answer, if there is one; or else the tokens that begin the messages behind it, with their texts."""
+        if behind := self._behind([]):
+            return list(behind), {}
+        return [], {**self._behind([{"role": "user", "content": "a"}]), **self._behind([{"role": "tool", "content": "a"}])}
+
+    def _behind(self, following: Messages) -> dict[int, str]:
+        """Return the first added token behind an answer that other messages follow, with its text; nothing if there is none, or
+        if the template takes no such conversation."""
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}, *following]
+        try:
+            text = self._render(messages, "an answer")
+        except UserError:
+            return {}
+        _, answer, rest = text.rpartition(_ANSWER)
+        added = self._inner.added_tokens_decoder
+        ids = self._inner(rest, add_special_tokens=False, verbose=False)["input_ids"] if answer else []
+        first = next((index for index in ids if index in added and added[index].content.strip()), None)
+        return {} if first is None else {first: added[first].content}
+
     def encode(self, messages: Messages, place: object, masked: bool = True) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of a conversation, uint32 [n], and whether each is the assistant's, bool [n].
 
@@ -91,7 +123,14 @@ class Chat:
             raise self._refused(f"makes a text of {len(text)} characters of {place}; at most {_MOST_TEXT} are allowed")
         found = self._inner(text, add_special_tokens=False, verbose=False, return_offsets_mapping=masked)
         ids = np.asarray(found["input_ids"], np.uint32)
-        return ids, covered(found["offset_mapping"], rendered.spans) if masked else np.ones(len(ids), bool)
+        if not masked:
+            return ids, np.ones(len(ids), bool)
+        spans = rendered.spans if self.has_tags else [(start, stop + self._end_at(text, stop)) for start, stop in rendered.spans]
+        return ids, covered(found["offset_mapping"], spans)
+
+    def _end_at(self, text: str, place: int) -> int:
+        """Return the length of the token at a place of a text that ends an answer and begins the next message; 0 without one."""
+        return next((len(end) for end in self._ends[1].values() if text.startswith(end, place)), 0)
 
     def render(self, messages: Messages, place: object) -> Rendered:
         """Return the text of a conversation, and what the assistant wrote of it.

@@ -92,7 +92,7 @@ def encode(work: Work, unfit: Unfit, reader: Reader, seq_len: int) -> Iterator[P
     Raises:
         UserError: as `Reader.read`.
     """
-    kept, tokens, counts = list[Conversation](), 0, Counter[str]()
+    kept, tokens, counts, ends = list[Conversation](), 0, Counter[str](), reader.chat.ends
     for part in work.parts:
         for whole in reader.read(part, unfit):
             found = Conversation(whole.tokens[:seq_len], whole.trained[:seq_len])
@@ -100,6 +100,7 @@ def encode(work: Work, unfit: Unfit, reader: Reader, seq_len: int) -> Iterator[P
                 kept.append(found)
                 tokens += len(found.tokens)
                 counts["cut"] += len(whole.tokens) > seq_len
+                counts["ended"] += bool(np.isin(found.tokens[found.trained], ends).any())
             else:
                 counts["left_out"] += 1
             if tokens >= _MOST_PACKED:
@@ -120,7 +121,7 @@ def _packed(kept: list[Conversation], counts: Counter[str], tokenizer: Tokenizer
             starts.append(row * seq_len + at)
             at = stop
         filled += seq_len - at
-    found = {"conversations": len(kept), "cut": counts["cut"], "left_out": counts["left_out"]}
+    found = {"conversations": len(kept), **{name: counts[name] for name in ("cut", "left_out", "ended")}}
     return Piece(
         tokens=tokens.reshape(-1),
         lengths=np.zeros(tokens.size, np.uint32),
@@ -158,7 +159,8 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def told(meta: Mapping[str, Any]) -> str:
-    """Return a line about packed conversations: how many there are, and what became of those that do not fit.
+    """Return a line about packed conversations: how many there are, what became of those that do not fit, and whether the model
+    learns to end its answers.
 
     Args:
         meta: content of `meta.json`.
@@ -172,6 +174,8 @@ def told(meta: Mapping[str, Any]) -> str:
         parts.append(f"{both['cut']} longer than {meta['seq_len']} tokens, cut at their end")
     if both["left_out"]:
         parts.append(f"{both['left_out']} without a token to train on, left out")
+    if "ended" in both and not both["ended"]:  # data of an earlier version do not say it
+        parts.append("no answer ends with a token that stops generation, so the model does not learn to stop")
     trained, filled = both["trained"] / tokens, both["filled"] / tokens
     parts.append(f"{trained:.1%} of all tokens count in the loss, and {filled:.1%} only fill sequences up")
     return "; ".join(parts)

@@ -59,6 +59,12 @@ THINKING = """{%- for message in messages -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
 
+# Nothing ends a turn but the token of the next role.
+ROLES = """{%- for message in messages -%}
+{{ ('[/INST]' if message['role'] == 'assistant' else '[INST]') + message['content'] }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '[/INST]' }}{%- endif -%}"""
+
 PLAIN = {"chatml": CHATML, "inst": INST}
 TAGGED = {"chatml": CHATML_TAGGED, "narrow": NARROW_TAGGED}
 

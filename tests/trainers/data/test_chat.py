@@ -19,6 +19,7 @@ from tests.trainers.data.chats import (
     INST,
     NARROW_TAGGED,
     PLAIN,
+    ROLES,
     TAGGED,
     THINKING,
     chat,
@@ -154,6 +155,29 @@ def test_a_generation_prompt_that_begins_no_message(tmp_path: Path):
     thoughtful = [{**each, "content": "<think>\n" + each["content"]} for each in CHATS["one turn"]]
     ids, trained = chat.encode(thoughtful, "line 7")
     assert chat.tokenizer.inner.decode(ids[trained]) == "It is 7.<|im_end|>\n"
+
+
+ENDS = {
+    "of the template": (CHATML, ["<|im_end|>", "</s>"]), "outside of the tags": (NARROW_TAGGED, ["<|im_end|>", "</s>"]),
+    "eos": (INST, ["</s>"]), "the next role": (ROLES, ["[INST]", "</s>"]), "the last one": (
+        INST.replace("+ eos_token", "+ (eos_token if loop.last else '<|im_end|>')"), ["</s>"]
+    ),
+    "none": ("{% for each in messages %}{{ each.role + ': ' + each.content }}{% endfor %}", ["</s>"]),
+    "never an answer": ("{{ messages[0].content }}", ["</s>"]), "fails": ("{{ 1 // 0 }}", ["</s>"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "ends"), ENDS.values(), ids=ENDS)
+def test_what_ends_an_answer(tmp_path: Path, template: str, ends: list[str]):
+    chat = chat_of(tmp_path, template)
+    assert chat.tokenizer.inner.convert_ids_to_tokens(chat.ends) == ends
+
+
+def test_a_token_of_the_next_role_that_ends_an_answer_is_trained(tmp_path: Path):
+    roles = chat_of(tmp_path, ROLES)
+    ids, trained = roles.encode(CHATS["several turns"], "here")
+    assert ids.tolist() == theirs(roles, CHATS["several turns"])["input_ids"]
+    assert roles.tokenizer.inner.decode(ids[trained]) == "7.[INST]12.[INST]Any time."
 
 
 BAD = {

@@ -12,7 +12,7 @@ import pytest
 
 from foldray.errors import UserError
 from foldray.recipe import DataSpec
-from tests.trainers.data.chats import CHATS, chat, make_tokenizer
+from tests.trainers.data.chats import CHATML, CHATS, NARROW_TAGGED, chat, make_tokenizer
 from trainers.data import conversations
 from trainers.data.chat import Chat
 from trainers.data.conversations import Reader, encode, pack, told
@@ -68,7 +68,8 @@ def test_conversations_are_packed_whole_with_their_masks(tmp_path: Path, chatml:
         filled += end - stop
     assert seen == expected
     assert found.counts == {
-        "conversations": len(CHATS), "cut": 0, "left_out": 0, "trained": int(found.trained.sum()), "filled": filled,
+        "conversations": len(CHATS), "cut": 0, "left_out": 0, "ended": len(CHATS), "trained": int(found.trained.sum()),
+        "filled": filled,
     }  # fmt: skip
 
 
@@ -99,6 +100,13 @@ def test_nothing_to_train_on(tmp_path: Path, chatml: Chat):
     write(tmp_path / "a.jsonl", chat("a"))
     found = encoded(tmp_path, Reader(chatml, "messages"), 64)
     assert (len(found.tokens), found.starts.tolist(), found.counts["left_out"]) == (0, [], 1)
+
+
+@pytest.mark.parametrize(("template", "ended"), [(CHATML, 2), (NARROW_TAGGED, 0)], ids=["trained", "outside of the tags"])
+def test_how_many_conversations_have_an_answer_with_an_end(tmp_path: Path, template: str, ended: int):
+    write(tmp_path / "a.jsonl", chat("a", "b"), chat("a", "b" * 100), chat("c", "d"))  # the second one loses its end
+    reader = Reader(Chat(load_tokenizer(str(make_tokenizer(tmp_path / "tokenizer", template)))), "messages")
+    assert encoded(tmp_path, reader, 40).counts["ended"] == ended
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -200,3 +208,12 @@ def test_what_is_told():
         "conversations: 7 for training, 7 for validation; 2 longer than 50 tokens, cut at their end; 4 without a token to "
         "train on, left out; 60.0% of all tokens count in the loss, and 10.0% only fill sequences up"
     )
+
+
+def test_a_model_that_does_not_learn_to_stop_is_told():
+    counts = {"conversations": 7, "trained": 60, "filled": 10}
+    lines = []
+    for ended in ({"ended": 0}, {"ended": 1}, {}):  # data of an earlier version do not say it
+        split = {"sequences": 3, "counts": {**counts, **ended}}
+        lines.append(told({"seq_len": 50, "train": split, "validation": split}))
+    assert ["no answer ends with a token that stops generation" in line for line in lines] == [True, False, False]
