@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PlainSerializer
 
+from foldray.blueprint.sections import LARGEST
 from foldray.errors import UserError
 from foldray.kinds import RECOMPUTABLE
 from foldray.schedule import KINDS, overlap_kind
@@ -36,6 +37,7 @@ def _check_label(value: str) -> None:
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Cost = Annotated[float, Field(ge=0, le=1e30)]
 Size = Annotated[int, Field(ge=1, le=MOST_BYTES)]
+TokenId = Annotated[int, Field(ge=0, lt=LARGEST)]
 Few = Field(min_length=1, max_length=16)  # training tries every value, and a tuner tries every combination
 Sizes = Annotated[tuple[Size, ...], Few]
 Operations = Annotated[tuple[Annotated[str, among(RECOMPUTABLE)], ...], Field(max_length=len(RECOMPUTABLE))]

@@ -32,6 +32,7 @@ def check_all(recipe: Description) -> None:
         _check_backend,
         _check_engine,
         _check_space,
+        _check_export,
     )
     for check in checks:
         check(recipe)
@@ -269,6 +270,17 @@ def _check_space(recipe: Description) -> None:
     if (settings := recipe.tune.space.settings_of_a_fold) > MOST_SETTINGS:
         rule = f"must make at most {MOST_SETTINGS} settings of every fold; list fewer values"
         raise UserError("tune.space", f"{settings} settings of every fold", rule)
+
+
+def _check_export(recipe: Description) -> None:
+    export, vocab = recipe.export, recipe.model.vocab
+    given = {"generation.eos_token_id": export.generation.get("eos_token_id")}
+    if export.tokens is not None:
+        given |= {f"tokens.{key}": value for key, value in export.tokens.model_dump(mode="json").items()}
+    for key, value in given.items():
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(each) is int and 0 <= each < vocab for each in listed):
+            raise UserError(f"export.{key}", value, "is an id, or a list of ids, of tokens of the vocabulary", [f"0…{vocab - 1}"])
 
 
 def check_trains(recipe: Description) -> None:

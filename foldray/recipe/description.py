@@ -16,6 +16,7 @@ from foldray.recipe.sections import (
     CheckpointSpec,
     ClusterSpec,
     EngineSpec,
+    ExportSpec,
     FoldSpec,
     MoeSpec,
     OptimizerSpec,
@@ -52,6 +53,7 @@ class Description(Strict):
     tracking: TrackingSpec = TrackingSpec()
     cluster: ClusterSpec = ClusterSpec()
     tune: TuneSpec = TuneSpec()
+    export: ExportSpec = ExportSpec()
 
     @model_validator(mode="before")
     @classmethod

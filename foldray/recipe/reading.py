@@ -26,8 +26,9 @@ _PLAIN = {
     "float": "is not a valid number",
     "bool": "is not a valid boolean",
     "string_type": "is not a text; quotes make it one",
-    "dict_type": "is not a mapping from names to sections",
+    "dict_type": "is not a mapping from names",
     "tuple_type": "is not a list",
+    "invalid-json-value": "is no value of JSON",
     "model_type": "is a section and needs a valid dictionary of its keys",
 }
 """Plain words for pydantic's error types, or for the beginnings of their names."""
@@ -221,7 +222,7 @@ def _names(annotation: Any) -> list[str]:
     if origin is tuple:
         words = ", ".join(_names(arguments[0]))
         return [f"{'list' if ... in arguments else 'pair'} of {words.replace('list of', 'lists of')}"]
-    return {type(None): ["null"], bool: ["true", "false"]}.get(annotation) or [annotation.__name__]
+    return {type(None): ["null"], bool: ["true", "false"], dict: ["mapping"]}.get(origin) or [annotation.__name__]
 
 
 def _listed(marks: Iterable[Any]) -> list[str]:

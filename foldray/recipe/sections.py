@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from foldray.blueprint import Strict
-from foldray.recipe.bounds import MOST_SEQUENCES, MOST_STEPS, MOST_WORKERS, Beta, Label, Url
+from foldray.recipe.bounds import LONGEST, MOST_SEQUENCES, MOST_STEPS, MOST_WORKERS, Beta, Label, TokenId, Url
 
 
 class FoldSpec(Strict):
@@ -351,3 +351,42 @@ class ClusterSpec(Strict):
         description="Seconds that a rank waits for others before the attempt fails, with the name of the rank that stands still. "
         "No part of a step may take as long.",
     )
+
+
+class TokensSpec(Strict):
+    """Tokens with a role, as an exported model names them in `config.json`. Null takes those that the training uses."""
+
+    bos: TokenId | None = Field(None, description="Token that begins a text (`bos_token_id`). Null is none.")
+    eos: Annotated[tuple[TokenId, ...], Field(max_length=64)] = Field(
+        (), description="Tokens that end a text or an answer (`eos_token_id`)."
+    )
+    pad: TokenId | None = Field(None, description="Token that fills up a batch (`pad_token_id`). Null is none.")
+
+
+class ExportSpec(Strict):
+    """What an exported model says of itself, beside its weights. `foldray import-hf` writes here what the folder says.
+
+    Training does not depend on these keys. `foldray generate` stops where they say that an answer ends.
+    """
+
+    max_positions: int | None = Field(
+        None,
+        ge=1,
+        le=LONGEST,
+        description="Longest sequence of the model in tokens (`max_position_embeddings`). The export says `data.seq_len` if that "
+        "is longer, or if this is null. With `model.rope_scaling` it says how far that reaches, if this key says no more than "
+        "`original_positions`.",
+    )
+    tokens: TokensSpec | None = None
+    generation: Annotated[dict[str, JsonValue], Field(max_length=256)] = Field(
+        {},
+        description="Content of `generation_config.json`. The export adds to its `eos_token_id` the tokens with which training "
+        "ends documents or answers.",
+    )
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that `generation` and `tokens` name as ends, each once."""
+        named: Any = self.generation.get("eos_token_id")
+        listed = named if isinstance(named, list) else [] if named is None else [named]
+        return tuple(dict.fromkeys([*listed, *(self.tokens.eos if self.tokens else ())]))

@@ -30,7 +30,7 @@ from trainers.hugging_face.families import family_of, tensors_of
 from trainers.hugging_face.family import Family
 from trainers.hugging_face.files import Form, write_file
 from trainers.hugging_face.names import Tensor
-from trainers.hugging_face.tokens import write_tokenizer
+from trainers.hugging_face.tokens import roles, write_tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _FILE = 4 << 30  # bytes of a file, if no tensor is larger
@@ -146,16 +146,25 @@ def _write(stored: Stored, recipe: Recipe, family: Family, dtype: torch.dtype, f
         index = {"metadata": {"total_size": size}, "weight_map": placed}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     tokenizer, kind = write_tokenizer(recipe.data.tokenizer, folder), str(dtype).removeprefix("torch.")
-    # A text ends where the next one would begin. An answer in a conversation ends with a token of its own.
-    ends = tokenizer.eos if recipe.data.masked and tokenizer.eos is not None else tokenizer.separator
+    tokens, generation = roles(recipe, tokenizer)
     config = {
         "architectures": [family.architecture], "model_type": family.model_type, **family.config(recipe.model),
-        "max_position_embeddings": recipe.data.seq_len, "bos_token_id": tokenizer.separator, "eos_token_id": ends, "dtype": kind,
+        "max_position_embeddings": _positions(recipe), **tokens, "dtype": kind,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    for name, found in (("config.json", config), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(found, indent=1) + "\n")
     twice = {each.name for each in copies}
     count = sum(math.prod(each.shape) for each in forms if not tensors[each.name][0].keeps and each.name not in twice)
     return Exported("", family.architecture, stored.progress.step, count, kind, len(files), size)
+
+
+def _positions(recipe: Recipe) -> int:
+    """Return how many positions the model is for. The sequences of a training may be shorter."""
+    known, scaling = recipe.export.max_positions or 0, recipe.model.rope_scaling
+    if scaling is None:
+        return max(known, recipe.data.seq_len)
+    # Before version 5, transformers take the ratio of both numbers for the factor.
+    return known if known > scaling.original_positions else round(scaling.original_positions * scaling.factor)
 
 
 def _files(forms: Sequence[Form]) -> Iterator[list[Form]]:

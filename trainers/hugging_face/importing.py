@@ -58,6 +58,7 @@ def import_hf(
         "data": {"tokenizer": _tokenizer(weights.folder, tokenizer), "seq_len": min(_LENGTH, longest)},
         "training": {"weights": str(weights.folder)},
         "optimizer": {"lr": 1e-5},
+        "export": weights.kept(),
     }
     try:
         weight, origin = weights.balance(Recipe.parse(given).model)

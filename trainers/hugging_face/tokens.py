@@ -1,15 +1,18 @@
-"""The tokenizer's files of an exported model."""
+"""The tokenizer's files of an exported model, and the tokens that its configuration names."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from foldray.errors import UserError
-from trainers.data.tokenizers import DEFINING, ByteTokenizer, Tokenizer, load_tokenizer
+from foldray.recipe import Recipe
+from trainers.data.chat import Chat
+from trainers.data.tokenizers import DEFINING, ByteTokenizer, FolderTokenizer, Tokenizer, load_tokenizer
 
 _SEPARATOR = "<|document|>"
 _OF_MODELS = ("config.json", "generation_config.json")  # files beside a tokenizer that describe its model
@@ -41,6 +44,35 @@ def write_tokenizer(name: str, folder: Path) -> Tokenizer:
     except OSError as error:
         raise UserError("data.tokenizer", name, f"cannot be copied ({error.strerror or error})") from None
     return tokenizer
+
+
+def roles(recipe: Recipe, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tokens with a role in `config.json`, and all of `generation_config.json`.
+
+    What the model came with stays as it was. Generation ends with those ends, and with those that training has taught.
+    """
+    kept, ends = recipe.export, _plain(_ends(recipe, tokenizer))
+    pad = tokenizer.inner.pad_token_id if isinstance(tokenizer, FolderTokenizer) else None
+    tokens = {"bos_token_id": tokenizer.separator, "eos_token_id": ends, "pad_token_id": pad}
+    if kept.tokens is not None:
+        tokens = {f"{role}_token_id": _plain(ids) if role == "eos" else ids for role, ids in kept.tokens}
+    return tokens, {**(kept.generation or tokens), "eos_token_id": ends}
+
+
+def _ends(recipe: Recipe, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens that end what a model writes, each once: first those that it came with."""
+    found = [*recipe.export.ends]
+    talks = {part.source == "conversations" for part in recipe.data.parts.values()}
+    if True in talks:
+        found += Chat(tokenizer).ends
+    if False in talks:
+        found.append(tokenizer.separator)  # a text ends where the next one would begin
+    return list(dict.fromkeys(found))
+
+
+def _plain(ids: Sequence[int]) -> Any:
+    """Return ids as `config.json` has them: one alone, or a list."""
+    return list(ids) if len(ids) > 1 else next(iter(ids), None)
 
 
 def _bytes(separator: int) -> dict[str, Any]:

@@ -128,6 +128,21 @@ class Weights:
         family = _family(self._json(_CONFIG).get("model_type"))
         return family.model_type if family and family.dense else None
 
+    def kept(self) -> dict[str, Any]:
+        """Return the section `export` of a recipe: what the folder says of its model beside the weights.
+
+        Ids outside of the vocabulary name no token. They are transformers' defaults, which are those of a larger model.
+
+        Raises:
+            UserError: `generation_config.json` is damaged.
+        """
+        config, generation = self.config(), self._json(_GENERATION) if (self.folder / _GENERATION).exists() else {}
+        bos, eos, pad = (_within(config["vocab_size"], config.get(f"{role}_token_id")) for role in ("bos", "eos", "pad"))
+        if (ends := generation.pop("eos_token_id", None)) is not None:
+            generation["eos_token_id"] = _within(config["vocab_size"], ends)
+        tokens = {"bos": bos[0] if bos else None, "eos": eos, "pad": pad[0] if pad else None}
+        return {"max_positions": config.get("max_position_embeddings"), "tokens": tokens, "generation": generation}
+
     def check(self, model: ModelSpec) -> None:
         """Check that the folder has this model: what `config.json` says, and the name and shape of every tensor.
 

@@ -39,7 +39,7 @@ class Generated(NamedTuple):
     Args:
         text: the continuation, without the prompt.
         tokens: its ids, without a separator at the end.
-        stopped: whether a separator (in a chat, also the tokenizer's eos token) ended it, or its length.
+        stopped: whether a token that ends texts (in a chat, also one that ends answers) ended it, or its length.
         seed: seed of the draws. The same call with this seed gives the same text.
     """
 
@@ -149,7 +149,8 @@ class Model:
         seed: int | None = None,
         told: Callable[[str], None] | None = None,
     ) -> Generated:
-        """Continue a prompt, token by token, until the model ends the document with a separator, or to a number of tokens.
+        """Continue a prompt, token by token, until the model ends the document with a separator or an end that it came with
+        (`export` in the recipe), or to a number of tokens.
 
         A model that was trained on conversations answers better to `chat`.
 
@@ -165,7 +166,7 @@ class Model:
                 than the learned positions, or the model's logits are not finite.
         """
         sampler = Sampling(temperature, top_p, top_k, seed).sampler()
-        return self._generate(self._prompt(prompt), tokens, sampler, {self.tokenizer.separator}, told)
+        return self._generate(self._prompt(prompt), tokens, sampler, self._stops, told)
 
     def chat(
         self,
@@ -178,8 +179,10 @@ class Model:
         seed: int | None = None,
         told: Callable[[str], None] | None = None,
     ) -> Generated:
-        """Answer a conversation, in the chat template of the tokenizer, until the model ends its answer with the tokenizer's
-        eos token (or with a separator), or to a number of tokens.
+        """Answer a conversation, in the chat template of the tokenizer, until the model ends the answer, or to a number of
+        tokens.
+
+        An answer ends with what follows one in the template, with the tokenizer's eos token, or with what ends a text.
 
         Args:
             messages: the conversation so far, as `[{"role": "user", "content": "Hello"}]`.
@@ -190,11 +193,16 @@ class Model:
         """
         sampler = Sampling(temperature, top_p, top_k, seed).sampler()
         checked = messages_of(list(messages), "the conversation", "messages", len(messages))
-        given = self._ids(Chat(self.tokenizer).prompt(checked), "messages")
-        return self._generate(given, tokens, sampler, {self.tokenizer.separator, self.tokenizer.eos}, told)
+        given = self._ids((chat := Chat(self.tokenizer)).prompt(checked), "messages")
+        return self._generate(given, tokens, sampler, self._stops.union(chat.ends), told)
+
+    @property
+    def _stops(self) -> frozenset[int]:
+        """The tokens that end a text."""
+        return frozenset([self.tokenizer.separator, *self.recipe.export.ends])
 
     def _generate(
-        self, given: torch.Tensor, tokens: int, sampler: Sampler, stops: Container[int | None], told: Callable[[str], None] | None
+        self, given: torch.Tensor, tokens: int, sampler: Sampler, stops: Container[int], told: Callable[[str], None] | None
     ) -> Generated:
         self._check_room(len(given), tokens)
         made, pieces = list[int](), list[str]()
@@ -252,7 +260,7 @@ class Model:
     def device(self) -> torch.device:
         return next(self.transformer.parameters()).device
 
-    def _continued(self, given_L: torch.Tensor, tokens: int, sampler: Sampler, stops: Container[int | None]) -> Iterator[int]:
+    def _continued(self, given_L: torch.Tensor, tokens: int, sampler: Sampler, stops: Container[int]) -> Iterator[int]:
         """Yield the tokens of a continuation, without the one of `stops` that ends it."""
         cache = Cache(self.transformer)
         for part_S in given_L.to(self.device).split(_TOGETHER):

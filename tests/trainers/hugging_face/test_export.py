@@ -20,6 +20,8 @@ from foldray.fold import Fold
 from foldray.model import Transformer
 from tests.foldray.model.test_transformer import by_name
 from tests.trainers.checkpoints.damage import FILE, flipped, shards_of
+from tests.trainers.data.chats import make_tokenizer
+from tests.trainers.hugging_face.oracle import MIXTRAL, saved
 from trainers.checkpoints import tensors
 from trainers.checkpoints.staging import Staged
 from trainers.data.tokenizers import ByteTokenizer, load_tokenizer
@@ -27,7 +29,7 @@ from trainers.driver import export as module
 from trainers.driver.resuming import Beginning
 from trainers.hugging_face.families import family_of, tensors_of
 from trainers.hugging_face.family import rope_config
-from trainers.hugging_face.tokens import write_tokenizer
+from trainers.hugging_face.tokens import roles, write_tokenizer
 
 transformers = pytest.importorskip("transformers")
 SIZES: dict[str, Any] = {
@@ -122,7 +124,35 @@ def test_every_weight_is_there_once_and_in_the_type_that_was_asked_for(
     assert transformers.AutoModelForCausalLM.from_pretrained(place).dtype == torch.bfloat16
 
 
+def test_what_a_folder_brought_leaves_with_it(tmp_path: Path) -> None:
+    """The run's sequences have 32 tokens, and its separator is 256."""
+    saved(tmp_path / "hub", "Mixtral", MIXTRAL | {"max_position_embeddings": 4096, "pad_token_id": 5})
+    generation = {"do_sample": True, "temperature": 0.7, "eos_token_id": [7, 2], "pad_token_id": 5, "of its own": [1.5]}
+    (tmp_path / "hub" / "generation_config.json").write_text(json.dumps(generation))
+    assert main(["import-hf", str(tmp_path / "hub"), str(tmp_path / "recipe.yaml")]) == 0
+    make_run(tmp_path / "run")
+    kept = yaml.safe_load((tmp_path / "recipe.yaml").read_text())["export"]
+    written = tmp_path / "run" / "recipe.yaml"
+    written.write_text(yaml.safe_dump(yaml.safe_load(written.read_text()) | {"export": kept}))
+    assert main(["export-hf", str(tmp_path / "run" / "step_00000003"), str(tmp_path / "out")]) == 0
+    before, after = (json.loads((tmp_path / place / "config.json").read_text()) for place in ("hub", "out"))
+    for key in ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"):
+        assert after[key] == before[key], key
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == generation | {"eos_token_id": [7, 2, 256]}
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.temperature == 0.7
+
+
 YARN = {"factor": 4.0, "original_positions": 1000}
+POSITIONS: list[tuple[int | None, dict[str, Any], int, int]] = [
+    (None, {}, 32, 32), (4096, {}, 32, 4096), (16, {}, 32, 32), (None, {"rope_scaling": YARN}, 32, 4000),
+    (1000, {"rope_scaling": YARN}, 32, 4000), (1250, {"rope_scaling": YARN}, 32, 1250),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("told", "model", "seq_len", "expected"), POSITIONS)
+def test_the_positions_of_a_model(told: int | None, model: dict[str, Any], seq_len: int, expected: int) -> None:
+    given = {"model": {**SIZES, **model}, "data": {"seq_len": seq_len}, "export": {"max_positions": told}}
+    assert module._positions(Recipe.parse(given)) == expected
 
 
 def test_readers_of_older_configurations_find_rotary_positions() -> None:
@@ -133,6 +163,17 @@ def test_readers_of_older_configurations_find_rotary_positions() -> None:
     assert {"rope_type", "factor", "original_max_position_embeddings"} < found["rope_scaling"].keys()
     assert found["rope_parameters"] == {**found["rope_scaling"], "rope_theta": 500.0, "partial_rotary_factor": 0.5}
     assert (found["rope_theta"], found["partial_rotary_factor"]) == (500.0, 0.5)
+
+
+def test_the_tokens_of_a_model_from_scratch(tmp_path: Path) -> None:
+    """A text ends with the separator, and an answer with what the template says."""
+    folder = make_tokenizer(tmp_path / "tokenizer", pad_token="[INST]")
+    tokenizer = load_tokenizer(str(folder))
+    bos, eos, end, pad = tokenizer.inner.convert_tokens_to_ids(["<s>", "</s>", "<|im_end|>", "[INST]"])  # type: ignore[attr-defined]
+    talks, reads = {"source": "conversations", "path": "a"}, {"source": "text", "path": "b"}
+    for data, ends in ((reads, bos), (talks, [end, eos]), ({"sources": {"a": talks, "b": reads}}, [end, eos, bos])):
+        tokens, generation = roles(Recipe.parse({"model": SIZES, "data": {**data, "tokenizer": str(folder)}}), tokenizer)
+        assert tokens == generation == {"bos_token_id": bos, "eos_token_id": ends, "pad_token_id": pad}
 
 
 def test_the_newest_checkpoint_of_a_run_is_taken(

@@ -16,6 +16,8 @@ from tests.trainers.data.chats import CHATS, chat, make_tokenizer
 from tests.trainers.hugging_face.test_export import make_run
 from trainers.inference.model import Model
 
+BROUGHT = 31  # an end that the model had before its training
+
 
 @pytest.fixture
 def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -25,6 +27,7 @@ def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     file = tmp_path / "run" / "recipe.yaml"
     recipe = yaml.safe_load(file.read_text())
     recipe["data"].update(source="conversations", path="a.jsonl", tokenizer=str(make_tokenizer(tmp_path / "tokenizer")))
+    recipe["export"] = {"generation": {"eos_token_id": [BROUGHT], "top_p": 0.9}}
     file.write_text(yaml.safe_dump(recipe))
     return str(tmp_path / "run" / "step_00000003")
 
@@ -34,25 +37,26 @@ def test_an_answer_continues_the_template(step: str) -> None:
     prompt = model.tokenizer.inner.apply_chat_template(  # type: ignore[attr-defined]
         CHATS["system"], add_generation_prompt=True, return_dict=False
     )
-    found = model.chat(CHATS["system"], 12, seed=3, told=told.append)
-    assert found == model.generate(prompt, 12, seed=3)
+    found = model.chat(CHATS["system"], 12, seed=6, told=told.append)
+    assert found == model.generate(prompt, 12, seed=6)
     assert "".join(told) == found.text
 
 
-@pytest.mark.parametrize("name", ["eos", "separator"])
-def test_an_answer_ends_with_eos_or_a_separator(step: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize("end", ["</s>", "<s>", "<|im_end|>", BROUGHT])
+def test_an_answer_ends_with_every_end(step: str, monkeypatch: pytest.MonkeyPatch, end: Any) -> None:
     model = Model.load(step)
-    ids = iter([104, getattr(model.tokenizer, name), 105])
+    ids = iter([104, end if end == BROUGHT else model.tokenizer.inner.convert_tokens_to_ids(end), 105])  # type: ignore[attr-defined]
     assert model.tokenizer.eos != model.tokenizer.separator
     monkeypatch.setattr("trainers.inference.sampling.Sampler.draw", lambda *_: next(ids))
     found = model.chat(chat("Hello"), 3)
     assert (found.tokens, found.stopped) == ([104], "separator")
 
 
-def test_a_text_does_not_end_with_eos(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_ends_with_what_the_model_had_but_not_with_eos(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model.load(step)
-    monkeypatch.setattr("trainers.inference.sampling.Sampler.draw", lambda *_: model.tokenizer.eos)
-    assert len(model.generate("Hello", 3).tokens) == 3
+    for end, tokens in ((model.tokenizer.eos, 3), (BROUGHT, 0)):
+        monkeypatch.setattr("trainers.inference.sampling.Sampler.draw", lambda *_, end=end: end)
+        assert len(model.generate("Hello", 3).tokens) == tokens
 
 
 BAD: list[tuple[Any, str]] = [
@@ -91,12 +95,16 @@ def test_bytes_have_no_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert "data.tokenizer=byte: has no chat template" in capsys.readouterr().err
 
 
-def test_an_exported_model_ends_with_eos_in_transformers(step: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exported_model_ends_with_every_end_in_transformers(
+    step: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     transformers = pytest.importorskip("transformers")
     assert main(["export-hf", step, str(tmp_path / "exported")]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
-    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == Model.load(step).tokenizer.eos
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "</s>"])
+    assert (model.generation_config.eos_token_id, model.generation_config.top_p) == ([BROUGHT, *ends], 0.9)
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (Model.load(step).tokenizer.separator, [BROUGHT, *ends])
     given = tokenizer.apply_chat_template(CHATS["system"], add_generation_prompt=True, return_tensors="pt")
     theirs = model.generate(**given, max_new_tokens=8, do_sample=False)[0, given["input_ids"].shape[1] :].tolist()
     ours = Model.load(step).chat(CHATS["system"], 8, temperature=0)
