@@ -1,6 +1,7 @@
 """Files in a store that a URI names: `store_listing.py PATTERN` lists those that match. It prints errors on standard output.
 
-Globs in URIs have `*`, `**` and `[…]`. A question mark begins the options of the store, such as `?region=eu-west-1`.
+Globs in URIs have `*`, `**` and `[…]`. In URIs of pyarrow's stores, a question mark begins the options of the store, such as
+`?region=eu-west-1`; elsewhere it is a part of the address.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ import json
 import posixpath
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote, unquote
 
-from pyarrow import ArrowInvalid
-from pyarrow.fs import FileSystem, FileType, FSSpecHandler, PyFileSystem
+from pyarrow.fs import FileInfo, FileSystem, FileType, FSSpecHandler, PyFileSystem
 
 REACHED = "reached"
 _WITH_BUCKETS = ("s3://", "gs://", "gcs://", "abfs://", "abfss://")
+_OF_ARROW = (*_WITH_BUCKETS, "hdfs://", "viewfs://")
 
 
 def store(uri: str) -> tuple[FileSystem, str]:
@@ -25,11 +28,8 @@ def store(uri: str) -> tuple[FileSystem, str]:
         OSError: the store cannot be reached.
         ValueError: nobody knows such a store, or a package for it is missing.
     """
-    try:
+    if uri.startswith(_OF_ARROW):
         return FileSystem.from_uri(uri)
-    except ArrowInvalid as error:
-        if "Unrecognized filesystem type" not in str(error):
-            raise
     import fsspec
 
     try:
@@ -40,28 +40,61 @@ def store(uri: str) -> tuple[FileSystem, str]:
 
 
 def listed(pattern: str) -> list[tuple[str, str, int, int]]:
-    """Return path, name, size and time of change of the files that a pattern matches."""
+    """Return URI, name, size and time of change of the files that a pattern matches.
+
+    A key of one of pyarrow's stores is written as the store shows it. Only if there is no such key, its escapes are read (`%20`).
+    """
+    if not pattern.startswith(_OF_ARROW):
+        return _matched(pattern, "", str)
+    plain, question, options = pattern.partition("?")
+    found = _matched(plain, question + options, _quoted)
+    return found or ("%" in plain and _matched(_unescaped(plain), question + options, _quoted)) or []
+
+
+def _matched(plain: str, options: str, quoted: Callable[[str], str]) -> list[tuple[str, str, int, int]]:
+    """Return what `listed` returns.
+
+    Args:
+        plain: the pattern without options.
+        options: what follows it in the URI of every file.
+        quoted: makes a URI of a scheme and a key.
+    """
     from fsspec.implementations.arrow import ArrowFSWrapper
 
-    plain, question, options = pattern.partition("?")
     fixed = re.split(r"[*\[]", plain, maxsplit=1)[0]
     folder = posixpath.dirname(fixed)
-    files, root = store(folder + question + options)
+    files, root = store(quoted(folder) + options)
     wanted = root + plain[len(folder) :]
     bucket = root.split("/")[0] or root
     there = files.get_file_info(bucket).type != FileType.NotFound  # raises if the store does not answer
     print(REACHED, flush=True)
     if not there and plain.startswith(_WITH_BUCKETS):
         raise FileNotFoundError(f"there is no bucket {bucket}, or it is not shown to you")
-    matched = [wanted] if fixed == plain else sorted(ArrowFSWrapper(files).glob(wanted))
-    found = [info for info in files.get_file_info(matched) if info.type == FileType.File]
+
+    def there_are(paths: list[str]) -> list[FileInfo]:
+        return [info for info in files.get_file_info(paths) if info.type == FileType.File]
+
+    # The name of an existing file is not a glob, even if it has brackets in it.
+    found = [] if "*" in plain else there_are([wanted])
+    if fixed != plain and not found:
+        found = there_are(sorted(ArrowFSWrapper(files).glob(wanted)))
     for info in found:
         if info.size is None:
             raise OSError(f"the store does not tell the size of {info.path}")
     return [
-        (folder + info.path[len(root) :] + question + options, posixpath.relpath(info.path, root), info.size, info.mtime_ns or 0)
+        (quoted(folder + info.path[len(root) :]) + options, posixpath.relpath(info.path, root), info.size, info.mtime_ns or 0)
         for info in found
     ]
+
+
+def _quoted(uri: str) -> str:
+    scheme, between, key = uri.partition("://")
+    return scheme + between + quote(key, safe="/!$&'()*+,;=:@")
+
+
+def _unescaped(plain: str) -> str:
+    """Return a pattern without escapes. An escaped `*`, `?` or bracket stays a plain character."""
+    return unquote(re.sub("%(2A|3F|5B)", r"[\g<0>]", plain, flags=re.IGNORECASE))
 
 
 def _reason(error: Any) -> str:

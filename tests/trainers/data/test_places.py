@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import quote
 
 import pyarrow
 import pytest
@@ -19,9 +20,10 @@ import pytest
 from foldray.errors import UserError
 from tests.s3 import ENVIRONMENT, NO_MOTO, moto_server, s3_server
 from trainers.data import places, rows
-from trainers.data.places import find, open_text, size_of
+from trainers.data.places import find, open_plain, open_text, size_of
 from trainers.data.rows import cut, read_documents
 from trainers.data.sources import _list_files
+from trainers.data.store_listing import listed
 from trainers.data.unfit import Unfit
 
 
@@ -120,7 +122,8 @@ def test_a_store_that_stays_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture(scope="module")
 def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("web")
-    (folder / "a.jsonl").write_bytes(JSONL)
+    for name in ("a.jsonl", "a b.jsonl"):
+        (folder / name).write_bytes(JSONL)
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(JSONL))
 
     class Handler(SimpleHTTPRequestHandler):
@@ -138,10 +141,20 @@ def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_files_of_a_web_server(web: str) -> None:
-    for name in ("a.jsonl", "a.jsonl.gz"):
+    for name in ("a.jsonl", "a.jsonl.gz?download=true"):
         assert documents(f"{web}/{name}") == LINES
+    for name in ("a.jsonl.gz?of=x/y", "a b.jsonl", "a%20b.jsonl?at=1#all"):
+        ((path, *_),) = listed(f"{web}/{name}")
+        with open_text(path) as file:
+            assert file.read() == JSONL
     with pytest.raises(UserError, match="matches no file that the store shows"):
         find("data.path", f"{web}/b.jsonl")
+
+
+KEYS = [
+    "a 1.jsonl", "größe.jsonl", "a%41b.jsonl", "aAb.jsonl", "v#1.jsonl", "what?.jsonl", "x[1].jsonl", "50%.jsonl", "a%2Fb.jsonl",
+    "day=2024-01-01.jsonl", "a+b.jsonl", "c&d.jsonl", "a:b.jsonl", "a*.jsonl", "in [1] #2/a%20b.jsonl",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +171,10 @@ def s3() -> Iterator[str]:
         for name, content in {"a.jsonl": JSONL, "b.jsonl.gz": gzip.compress(JSONL), "x.md": b"x", **stored}.items():
             with files.open_output_stream(f"texts/{name}", compression=None) as stream:
                 stream.write(content)
+        files.create_dir("keys")
+        for key in KEYS:
+            with files.open_output_stream(f"keys/{key}") as stream:
+                stream.write(key.encode())
         yield server.options
 
 
@@ -174,6 +191,19 @@ def test_files_of_s3(s3: str) -> None:
         file.seek(10)
         assert file.readline() == JSONL[10:].split(b"\n")[0] + b"\n"
     assert size_of(f"s3://texts/a.jsonl{s3}") == len(JSONL)
+
+
+def test_any_key_of_s3(s3: str) -> None:
+    def found(pattern: str) -> dict[str, str]:
+        """Return the content of each file, which is its key, by its name."""
+        return {name: open_plain(path).read().decode() for path, name, *_ in listed(f"s3://keys/{pattern}{s3}")}
+
+    assert found("**") == {key: key for key in KEYS}
+    for key in ("x[1].jsonl", "v#1.jsonl", "50%.jsonl", KEYS[-1]):
+        assert [*found(key).values()] == [*found(quote(key)).values()] == [key]
+    assert [*found("what%3f.jsonl")] == ["what?.jsonl"]  # a question mark begins the options
+    assert found("in [[]1] #2/*") == {KEYS[-1]: KEYS[-1]}
+    assert [*found("a%41b.jsonl")] == ["a%41b.jsonl"]  # not the other one
 
 
 @pytest.mark.parametrize(
