@@ -16,6 +16,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 from urllib.parse import unquote, urlsplit
@@ -29,7 +31,7 @@ from trainers.data import store_listing
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _REACHED_S, _LISTED_S = 20.0, 600.0  # seconds for a store to answer at all, and to list its files
-_BUFFER = 1 << 20
+_BUFFER, _CHUNK = 1 << 20, 1 << 16
 _SECRET = (
     "holds a password, a key or a token, which the run's files would keep; put the secret into the environment, such as "
     "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or into the configuration of the store's client"
@@ -155,9 +157,9 @@ def open_text(path: str) -> IO[bytes]:
     if ending == ".gz":
         return cast(IO[bytes], gzip.GzipFile(fileobj=file))
     if ending == ".bz2":
-        return bz2.BZ2File(file)
+        return _buffered(_Streams(file, bz2.BZ2Decompressor))
     if ending == ".xz":
-        return lzma.LZMAFile(file)
+        return _buffered(_Streams(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ), pads=True))
     if ending == ".zst":
         return _buffered(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd"))
     return file
@@ -171,3 +173,47 @@ def suffix(path: str) -> str:
 
 def _buffered(stream: Any) -> IO[bytes]:
     return io.BufferedReader(stream, _BUFFER)
+
+
+class _Streams(io.RawIOBase):
+    """The content of a file of compressed streams, one after another. Everything behind a stream is another one, or an error.
+
+    Python's own readers take damage at the beginning of a later stream for the end of the file.
+
+    Args:
+        file: the file.
+        begin: makes the decompressor of a stream.
+        pads: whether zero bytes, a multiple of four, may follow a stream, as in the format xz.
+    """
+
+    def __init__(self, file: IO[bytes], begin: Callable[[], Any], pads: bool = False):
+        self._file, self._begin, self._pads, self._stream = file, begin, pads, begin()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        found = b""
+        while not found:
+            given = b""
+            if self._stream.eof:
+                if not (given := self._behind()):
+                    return 0
+                self._stream = self._begin()
+            elif self._stream.needs_input and not (given := self._file.read(_CHUNK)):
+                raise EOFError("it ends within a stream")
+            found = self._stream.decompress(given, len(into))
+        into[: len(found)] = found
+        return len(found)
+
+    def _behind(self) -> bytes:
+        """Return what follows a stream and its padding; nothing at the end of the file."""
+        found, zeros = self._stream.unused_data, 0
+        while found or (found := self._file.read(_CHUNK)):
+            rest = found.lstrip(b"\0") if self._pads else found
+            zeros, found = zeros + len(found) - len(rest), rest
+            if found:
+                break
+        if zeros % 4:
+            raise OSError(f"{zeros} zero bytes are behind a stream, which is no multiple of four")
+        return found

@@ -69,6 +69,29 @@ def test_cut_and_damaged_files_are_one_line(tmp_path: Path, ending: str, kind: s
             documents(path, kind)
 
 
+@pytest.mark.parametrize("chunk", [3, 1 << 16])
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_nothing_behind_a_stream_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, chunk: int) -> None:
+    monkeypatch.setattr(places, "_CHUNK", chunk)
+    lines, path = LINES[:6], tmp_path / f"a.jsonl{ending}"
+    parts = ["".join(json.dumps({"text": line}) + "\n" for line in each).encode() for each in (lines[:3], lines[3:])]
+    one, two = map(COMPRESS[ending], parts)
+    first, fourth = (bytes(byte ^ 255 if at == place else byte for at, byte in enumerate(two)) for place in (0, 3))
+    padded = [one + bytes(zeros) + two + bytes(behind) for zeros, behind in ((4, 0), (64, 8), (0, 4), (64, 64))]
+    # bzip2 and zstd know no padding. In xz it comes in fours.
+    allowed = {".xz": padded, ".gz": padded}.get(ending, [])
+    refused = [one + first, one + fourth, one + two[:3], one + b"garbage", one + parts[1], bytes(18)]
+    if ending == ".xz":
+        refused += [one + bytes(5) + two, one + two + bytes(2)]
+    for content in allowed:
+        path.write_bytes(content)
+        assert documents(path) == lines
+    for content in refused + [each for each in padded if not allowed]:
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="is a compressed file that is cut or damaged"):
+            documents(path)
+
+
 @pytest.mark.gate(1 / 2)
 def test_a_file_that_expands_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "_MOST_DOCUMENT", 1 << 20)
