@@ -7,9 +7,10 @@ The assistant wrote these characters of the text:
 
 - If the template has `{% generation %}`, those inside of it.
 - Otherwise, for every message of the assistant, what follows the text of the messages before it with the generation prompt
-  (`add_generation_prompt`), up to the end of the text of the messages up to it. This holds only if both texts begin the text
-  of the whole conversation. If they do not, because the template shows a message differently when others follow, or because
-  the generation prompt is not how the message begins, the conversation is refused.
+  (`add_generation_prompt`), up to the end of the text of the messages up to it. If no message is before it, what follows the
+  first generation prompt. This holds only if both texts begin the text of the whole conversation. If they do not, because the
+  template shows a message differently when others follow, or because the generation prompt is not how the message begins, the
+  conversation is refused.
 
 A token is the assistant's if it has a character that the assistant wrote.
 
@@ -143,18 +144,25 @@ class Chat:
         text, spans = self._render(messages, place), list[tuple[int, int]]()
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = self._render(messages[:number], place, prompt=True)
                 through = self._render(messages[: number + 1], place)
-                what = None
+                before = self._render(messages[:number], place, prompt=True) if number else self._opening(through, place)
                 if not text.startswith(through):
-                    what = f"shows message {number + 1} of {place} differently when other messages follow"
-                elif not through.startswith(before):
-                    what = f"begins message {number + 1} of {place} in another way than its generation prompt"
-                if what:
-                    remedy = "mark that part in the template with {% generation %}"
-                    raise self._refused(f"has a chat template that {what}, so nobody can tell what the assistant wrote; {remedy}")
+                    raise self._unclear(f"shows message {number + 1} of {place} differently when other messages follow")
+                if not through.startswith(before):
+                    raise self._unclear(f"begins message {number + 1} of {place} in another way than its generation prompt")
                 spans.append((len(before), len(through)))
         return Rendered(text, spans)
+
+    def _opening(self, text: str, place: object) -> str:
+        """Return what is in front of the assistant's message that begins a text.
+
+        Most templates fail without any message, so a question shows the generation prompt.
+        """
+        question = [{"role": "user", "content": "?"}]
+        prompt = self._render(question, place, prompt=True).removeprefix(self._render(question, place))
+        if not prompt or prompt not in text:
+            raise self._unclear(f"puts no generation prompt in front of message 1 of {place}, which is the assistant's")
+        return text[: text.index(prompt) + len(prompt)]
 
     def prompt(self, messages: Messages) -> list[int]:
         """Return the tokens of a conversation with the generation prompt, after which the assistant writes.
@@ -189,6 +197,10 @@ class Chat:
     def _at_fault(self, place: object, error: Exception) -> UserError:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         return self._refused(f"has a chat template that fails with {place} ({type(error).__name__}: {reason})")
+
+    def _unclear(self, what: str) -> UserError:
+        remedy = "mark that part in the template with {% generation %}"
+        return self._refused(f"has a chat template that {what}, so nobody can tell what the assistant wrote; {remedy}")
 
     def _refused(self, rule: str) -> UserError:
         return UserError("data.tokenizer", self.tokenizer.name, rule)

@@ -57,6 +57,30 @@ def test_without_tags_the_mask_is_that_of_the_same_template_with_tags(tmp_path: 
     assert trained.tolist() == tagged.encode(messages, "here")[1].tolist()
 
 
+# As many templates do, it looks at the first message, and begins every conversation in the same way.
+LOOKS = "{%- if messages[0]['role'] != 'system' -%}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{%- endif -%}"
+
+
+@pytest.mark.parametrize("looks", ["", LOOKS])
+def test_a_conversation_may_begin_with_the_assistant(tmp_path: Path, looks: str):
+    plain, tagged = chat_of(tmp_path / "plain", looks + CHATML), chat_of(tmp_path / "tagged", looks + CHATML_TAGGED)
+    says = "Hello! <|im_start|>assistant\n"
+    for messages in (chat("", says, "3 plus 4?", "7.")[1:], chat("", says)[1:]):
+        ids, trained = plain.encode(messages, "here")
+        assert ids.tolist() == theirs(plain, messages)["input_ids"]
+        assert trained.tolist() == tagged.encode(messages, "here")[1].tolist()
+        written = [f"{each['content']}<|im_end|>\n" for each in messages if each["role"] == "assistant"]
+        assert plain.tokenizer.inner.decode(ids[trained]) == "".join(written)
+
+
+@pytest.mark.parametrize("template", [INST.replace("{{ raise_exception('turns must alternate') }}", ""), CHATML + "?"])
+def test_a_first_answer_whose_beginning_nobody_knows_is_refused(tmp_path: Path, template: str):
+    with pytest.raises(
+        UserError, match=r"puts no generation prompt in front of message 1 of line 7, which is the assistant's, so"
+    ):
+        chat_of(tmp_path, template).encode(chat("", "Hello!")[1:], "line 7")
+
+
 @pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
 def test_without_a_generation_prompt_the_answer_follows_the_question(tmp_path: Path, messages: list[dict]):
     chat = chat_of(tmp_path, INST)
