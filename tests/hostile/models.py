@@ -212,7 +212,7 @@ _DATA = [
     ("depth", CHAT, "is not JSON", chats('{"messages": ' + deep() + "\n")),
     ("depth in a message", CHAT, "message 1",
      chats('{"messages": [{"role": "user", "content": "x", "y": ' + "[" * 900 + "]" * 900 + "}]}\n")),
-    ("5000 digits", CHAT, "is not JSON", chats('{"messages": ' + "9" * 5000 + "}\n")),
+    ("5000 digits", CHAT, "is not a list of messages but Decimal", chats('{"messages": ' + "9" * 5000 + "}\n")),
     ("half a line", CHAT, "is not JSON", chats('{"messages": [{"role": "us')),
     ("zero bytes", CHAT, "is not JSON", chats(b"\0" * 1000 + b"\n")),
     ("a line of 6 GiB", CHAT, "line 1", both(*(hole(f"chats/{name}.jsonl") for name in "abcd"))),

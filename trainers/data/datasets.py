@@ -35,7 +35,7 @@ from trainers.data.encode import quiet_console
 from trainers.data.identity import Chain
 from trainers.data.prepare import cache_folder
 from trainers.data.sources import STORED
-from trainers.data.unfit import as_utf8, halves_in, refused
+from trainers.data.unfit import as_utf8, halves_in, refused, told_unfit
 
 Documents = Any
 """A dataset of Ray, a function that makes one, or rows in memory: mappings with the text field, or texts."""
@@ -102,9 +102,8 @@ def _stored(name: str, dataset: Documents, data: DataSpec, folder: Path) -> str:
             whole.add(part)
         if not whole.documents:
             raise UserError(f"datasets.{name}", "no rows", "has no documents")
-        if whole.unfit:
-            about = whole.unfit, whole.unfit_bytes, whole.first_unfit
-            _log.warning("datasets.%s: %d documents are not UTF-8, %d bytes of them, the first in row %d", name, *about)
+        if told := whole.told(f"datasets.{name}", data.invalid):
+            _log.warning(told)
         found = folder / f"hash-{content.value:064x}"
         with writing(folder):
             for path in made.glob(".*"):  # without documents, or of tasks that ran twice
@@ -162,7 +161,8 @@ class _Part:
         content: hash of the documents (`identity.Chain`).
         rows: rows of the dataset that were read for it.
         documents: how many it has. A file without any is not kept.
-        unfit, unfit_bytes, first_unfit: rows that are not UTF-8, bytes of them that are not, and the number of the first one.
+        unfit, unfit_bytes, first_unfit: rows that cannot be used as they are, bytes of them that are not UTF-8, and the number of
+            the first one.
     """
 
     file: str = field(default_factory=lambda: f".{uuid.uuid4().hex}")
@@ -174,6 +174,18 @@ class _Part:
     unfit: int = 0
     unfit_bytes: int = 0
     first_unfit: int = 0
+
+    def count_unfit(self, row: int, bytes_: int) -> None:
+        """Count a row that cannot be used as it is."""
+        self.first_unfit = self.first_unfit if self.unfit else row
+        self.unfit, self.unfit_bytes = self.unfit + 1, self.unfit_bytes + bytes_
+
+    def told(self, field: str, rule: Invalid) -> str | None:
+        """Return a line about these rows; None if there are none."""
+        first = {"file": field, "documents": self.unfit, "at": f"row {self.first_unfit}"}
+        return told_unfit(
+            {"unfit": {"rule": rule, "documents": self.unfit, "bytes": self.unfit_bytes, "files": 1, "first": [first]}}
+        )
 
     def add(self, other: _Part) -> None:
         """Add the numbers of the next part."""
@@ -212,7 +224,7 @@ class _Write:
         folder: folder of the file.
         name: what messages call the dataset.
         text_field: key or column of the text.
-        rule: what becomes of documents that are not UTF-8. Halves of surrogate pairs have no UTF-8.
+        rule: what becomes of documents that cannot be used. Halves of surrogate pairs have no UTF-8.
     """
 
     folder: Path
@@ -261,13 +273,15 @@ class _Write:
             if isinstance(row, Mapping) and self.text_field not in row:
                 raise UserError("data.text_field", self.text_field, f"is not a column of {self.name}", row)
             text = row[self.text_field] if isinstance(row, Mapping) else row
+            if not isinstance(text, str) and self.rule == "skip":
+                part.count_unfit(number, 0)
+                continue
             if not isinstance(text, str):
                 raise _Mistake(number, partial(_not_text, self.text_field, self.name, type(text).__name__))
             if halves := halves_in(text):
                 if self.rule == "refuse":
                     raise _Mistake(number, partial(_not_utf8, self.name))
-                part.first_unfit = part.first_unfit if part.unfit else number
-                part.unfit, part.unfit_bytes = part.unfit + 1, part.unfit_bytes + 3 * halves
+                part.count_unfit(number, 3 * halves)
             if not halves or self.rule == "replace":
                 yield as_utf8(text)
 

@@ -68,7 +68,7 @@ def encode(work: Work, unfit: Unfit, tokenizer: Tokenizer, text_field: str) -> I
     A document without tokens is left out, also from the byte pairs.
 
     Args:
-        unfit: takes the documents that are not UTF-8.
+        unfit: takes the documents that cannot be used.
 
     Raises:
         UserError: as `read_documents`.

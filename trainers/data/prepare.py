@@ -27,6 +27,7 @@ from trainers.data.encode import Work, deal, encode, run_all, token_dtype
 from trainers.data.identity import digest
 from trainers.data.mixture import FILE, Mixture, document, is_whole, opened
 from trainers.data.packed import FORMAT, PackedData, is_intact
+from trainers.data.places import suffix
 from trainers.data.rows import check_field, cut
 from trainers.data.shards import (
     Costs,
@@ -43,10 +44,11 @@ from trainers.data.shards import (
 )
 from trainers.data.sources import STORED, SourceFile, python_version, split_files
 from trainers.data.tokenizers import Tokenizer, content_of, load_tokenizer
-from trainers.data.unfit import Tally, Unfit, refused
+from trainers.data.unfit import Tally, Unfit, refused, told_unfit
 
-_PACKING = 1
-"""Version of the rules by which documents become sequences. Other rules would change the data of runs that go on."""
+_PACKING = 2
+"""Version of the rules by which documents become sequences. Other rules would change the data of runs that go on, so files that
+both versions read alike have version 1."""
 _DIGITS = 16  # in the name of a folder
 Progress = Callable[[int, int, str], None]
 """A function that is called with the number of finished files, the number of all files, and the name of the work."""
@@ -182,8 +184,11 @@ def _inputs(data: DataSpec, tokenizer: Tokenizer, train: list[SourceFile], valid
         # A new installation of the same Python version changes the times of its library's files, but not their text.
         return [file.name, file.size] if file.kind == "stdlib" else [file.path, file.size, file.mtime_ns]
 
+    def is_new(file: SourceFile) -> bool:
+        return suffix(file.path) in (".bz2", ".xz") or (data.masked and file.kind == "parquet")
+
     return {
-        "format": _PACKING,
+        "format": _PACKING if any(map(is_new, (*train, *validation))) else 1,
         "source": data.source,
         "python": python_version() if data.source == "stdlib" else None,
         "text_field": data.text_field if data.source in ("jsonl", "parquet") else None,
@@ -206,7 +211,7 @@ class _Task:
     Args:
         folder: folder of the files.
         encode: encodes a work.
-        rule: what becomes of documents that are not UTF-8.
+        rule: what becomes of documents that cannot be used.
     """
 
     folder: Path
@@ -247,19 +252,20 @@ def _write(
             done += work.files
             if progress is not None:
                 progress(done, total, "tokenizing")
+    unfit = {"rule": data.invalid, **tally.as_dict()}
     with writing(folder):
         for (split, each), name in zip(index.items(), ("training", "validation"), strict=True):
             if encoding.end is not None:
                 each.add(write(folder, split, len(works[split]), [encoding.end], {}))
             if not each.sequences:
-                raise _too_short(data, name, each.tokens)
+                raise _too_short(data, name, each.tokens, told_unfit({"unfit": unfit}))
         masked = encoding.end is not None
         if not masked:
             index["validation"].add_costs(_costs(folder, len(works["train"]), index["validation"]))
         counts = {split: each.finish(folder, split, masked) for split, each in index.items()}
         for path in passing(folder):
             path.unlink()
-        _write_meta(folder, data, tokenizer, inputs, counts, {"rule": data.invalid, **tally.as_dict()})
+        _write_meta(folder, data, tokenizer, inputs, counts, unfit)
 
 
 def _written(folder: Path, calls: list[tuple[Work, int]], task: _Task) -> Generator[Written, None, None]:
@@ -287,11 +293,11 @@ def _costs(folder: Path, train_works: int, index: Index) -> Iterator[Costs]:
     yield from run_all(list(enumerate(index.offsets)), lambda call: costs(folder, call[0], call[1], seq_len, table))
 
 
-def _too_short(data: DataSpec, name: str, tokens: int) -> UserError:
+def _too_short(data: DataSpec, name: str, tokens: int, unfit: str | None) -> UserError:
     rule = f"one sequence needs {data.seq_len + 1} tokens, but the {name} documents have {tokens} in all"
     if data.masked:
         rule = f"no conversation for {name} has a token to train on among its first {data.seq_len}"
-    return UserError("data.seq_len", data.seq_len, rule)
+    return UserError("data.seq_len", data.seq_len, "; ".join(filter(None, (rule, unfit))))
 
 
 def _write_meta(

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 from foldray.errors import UserError
@@ -22,6 +23,7 @@ _HEAD_BYTES = 8 << 10  # the beginning of a file that is checked for zero bytes
 _MOST_DOCUMENT = 1 << 30  # bytes of a text that is decompressed
 _LONGEST_LINE = 1 << 28  # bytes of a document in a jsonl file
 _EXPANDS = 4  # a compressed file is taken to hold this many times its bytes of text
+_MOST_ROWS, _BATCH_BYTES = 64, 8 << 20  # of a Parquet file that are decoded at once
 _END = 2**63 - 1
 _BOM = "\ufeff"
 
@@ -89,14 +91,15 @@ def read_documents(part: Part, text_field: str, unfit: Unfit) -> Iterator[str]:
     """Yield the documents of a part, in order.
 
     Raises:
-        UserError: as `read_rows`; or a document is not text.
+        UserError: as `read_rows`; or a document is not text, and the recipe does not skip it.
     """
     if part.file.kind in ("jsonl", "parquet"):
         for row in read_rows(part, "data.text_field", text_field, unfit):
-            if not isinstance(row.value, str):
-                kind = type(row.value).__name__
-                raise UserError("data.text_field", text_field, f"is not text but {kind} in {row}")
-            yield row.value
+            if isinstance(row.value, str):
+                yield row.value
+            else:
+                rule = f"is not text but {type(row.value).__name__} in {row.place(unfit)}"
+                unfit.leaves(part.file.locate(), UserError("data.text_field", text_field, rule))
         return
     with _reading(part.file), open_text(part.file.locate()) as content:
         found = content.read(_MOST_DOCUMENT + 1) if suffix(part.file.path) else content.read()
@@ -109,7 +112,7 @@ def read_documents(part: Part, text_field: str, unfit: Unfit) -> Iterator[str]:
     _refuse_zeros(found, part.file)
     text, many, first = decode(found)
     if not many or unfit.keeps(part.file.locate(), many, f"byte {first}"):
-        yield text
+        yield text.removeprefix(_BOM)
 
 
 class Row(NamedTuple):
@@ -119,16 +122,31 @@ class Row(NamedTuple):
         value: the value of the field that is read.
         file: the file.
         at: for jsonl the offset of its line in bytes, for parquet its row group.
+        number: for parquet its number in the row group.
     """
 
     value: Any
     file: SourceFile
     at: int
+    number: int = 0
 
     def __str__(self) -> str:
         """Return where the row is, for messages. This counts the lines before it."""
-        where = f"row group {self.at}" if self.file.kind == "parquet" else f"line {_line_number(self.file, self.at)}"
-        return f"{where} of {self.file.locate()}"
+        return f"{self.counted} of {self.file.locate()}"
+
+    @property
+    def counted(self) -> str:
+        """Where the row is in its file, for people. This counts the lines before it."""
+        return self.where if self.file.kind == "parquet" else f"line {_line_number(self.file, self.at)}"
+
+    @property
+    def where(self) -> str:
+        """Where the row is in its file, without counting."""
+        return f"row {self.number} of row group {self.at}" if self.file.kind == "parquet" else f"the line at byte {self.at}"
+
+    def place(self, unfit: Unfit) -> object:
+        """Return where the row is, for `unfit.leaves`. No lines are counted for rows that are skipped, which may be many."""
+        return self.where if unfit.rule == "skip" else self
 
 
 def read_rows(part: Part, field: str, key: str, unfit: Unfit) -> Iterator[Row]:
@@ -138,11 +156,11 @@ def read_rows(part: Part, field: str, key: str, unfit: Unfit) -> Iterator[Row]:
         part: the part.
         field: name of the recipe key that says which field to read, for messages.
         key: its value: the field of every row that is read.
-        unfit: takes the rows that are not UTF-8.
+        unfit: takes the rows that are not UTF-8, and the lines that are no JSON objects.
 
     Raises:
         UserError: the file cannot be read on this machine, has another size than when it was listed, is damaged, or lacks the
-            field; or a row is not UTF-8, and the recipe refuses such rows.
+            field; or the recipe refuses what `unfit` takes.
     """
     with _reading(part.file):
         yield from (_parquet_rows if part.file.kind == "parquet" else _jsonl_rows)(part, field, key, unfit)
@@ -197,27 +215,46 @@ def _jsonl_rows(part: Part, field: str, key: str, unfit: Unfit) -> Iterator[Row]
 
 
 def _row_of(line: bytes, file: SourceFile, offset: int, field: str, key: str, unfit: Unfit) -> Iterator[Row]:
-    text, many, first = decode(line)
+    row, (text, many, first) = Row(None, file, offset), decode(line)
     where = f"byte {offset + first}"
     if many and unfit.rule != "replace":
         unfit.keeps(file.locate(), many, where)
         return
-    value = _value_of(text.removeprefix(_BOM), file, offset, field, key)
+    try:
+        found = _object_of(text.removeprefix(_BOM))
+    except ValueError as error:
+        rule = f"{row.where if unfit.rule == 'skip' else row.counted} {error}"
+        unfit.leaves(file.locate(), UserError("data.path", file.locate(), rule))
+        return
+    if key not in found:
+        raise UserError(field, key, f"is not a field of {row}", found)
+    value = found[key]
     halves = halves_in(value) if b"\\ud" in line or b"\\uD" in line else 0
     if not many + halves or unfit.keeps(file.locate(), many + 3 * halves, where):
-        yield Row(mended(value) if halves else value, file, offset)
+        yield row._replace(value=mended(value) if halves else value)
 
 
-def _value_of(line: str, file: SourceFile, offset: int, field: str, key: str) -> Any:
+def _object_of(line: str) -> dict[str, Any]:
+    """Return the object of a line of JSON.
+
+    Raises:
+        ValueError: it is none; what it is, as the rest of a sentence.
+    """
     try:
-        found = json.loads(line)
+        found = json.loads(line, parse_int=_integer)
     except (ValueError, RecursionError) as error:
-        raise UserError("data.path", file.locate(), f"line {_line_number(file, offset)} is not JSON ({error})") from None
+        raise ValueError(f"is not JSON ({error})") from None
     if not isinstance(found, dict):
-        raise UserError("data.path", file.locate(), f"line {_line_number(file, offset)} is not a JSON object")
-    if key not in found:
-        raise UserError(field, key, f"is not a field of line {_line_number(file, offset)} of {file.locate()}", found)
-    return found[key]
+        raise ValueError("is not a JSON object")
+    return found
+
+
+def _integer(digits: str) -> int | Decimal:
+    """Return a number of JSON. Python makes no integers of thousands of digits."""
+    try:
+        return int(digits)
+    except ValueError:
+        return Decimal(digits)
 
 
 def _line_number(file: SourceFile, offset: int) -> int:
@@ -231,38 +268,38 @@ def _line_number(file: SourceFile, offset: int) -> int:
 def _parquet_rows(part: Part, field: str, key: str, unfit: Unfit) -> Iterator[Row]:
     with _open_parquet(part.file) as table:
         _check_schema(part.file, table.schema_arrow, field, key)
-        groups, before = list(range(part.start, part.stop)), 0
-        for batch in table.iter_batches(batch_size=1024, row_groups=groups, columns=[key]) if groups else ():
-            column = batch.column(0)
-            try:
-                yield from (Row(value, part.file, part.start) for value in column.to_pylist())
-            except UnicodeDecodeError:  # raised before the first row
-                yield from _mixed_rows(column, part, before, unfit)
-            before += len(column)
+        groups = range(part.start, part.stop)
+        rows = sum(table.metadata.row_group(group).num_rows for group in groups)
+        few = min(_MOST_ROWS, _BATCH_BYTES * rows // max(part.size, 1)) or 1
+        batches = table.iter_batches(batch_size=few, row_groups=[*groups], columns=[key]) if groups else ()
+        for number, cell in enumerate(cell for batch in batches for cell in batch.column(0)):
+            value, many = _value_of(cell)
+            row = Row(value, part.file, part.start, number)
+            if not many or unfit.keeps(part.file.locate(), many, row.where):
+                yield row
 
 
-def _mixed_rows(column: Any, part: Part, before: int, unfit: Unfit) -> Iterator[Row]:
-    """Yield the rows of a column of which some are not UTF-8."""
-    for number, cell in enumerate(column, before):
-        try:
-            yield Row(cell.as_py(), part.file, part.start)
-        except UnicodeDecodeError:
-            value, many = _decoded(cell)
-            if unfit.keeps(part.file.locate(), many, f"row {number} of row group {part.start}"):
-                yield Row(value, part.file, part.start)
+def _value_of(cell: Any) -> tuple[Any, int]:
+    """Return the value of a cell of Arrow as JSON would have it, and how many bytes in it are not UTF-8, which are U+FFFD.
 
-
-def _decoded(cell: Any) -> tuple[Any, int]:
-    """Return the value of a cell of Arrow with U+FFFD in place of what is not UTF-8, and how many bytes these are."""
+    A struct has the keys of all rows of its table. A row has none of those that are null in it. A map is an object.
+    """
     import pyarrow
 
-    if isinstance(cell, pyarrow.StringScalar) and cell.is_valid:  # also large ones
+    if not cell.is_valid:
+        return None, 0
+    if isinstance(cell, pyarrow.StringScalar):  # also large ones
         return decode(cell.as_buffer().to_pybytes())[:2]
-    if isinstance(cell, pyarrow.StructScalar) and cell.is_valid:
-        parts = {name: _decoded(each) for name, each in cell.items()}
-        return {name: value for name, (value, _) in parts.items()}, sum(many for _, many in parts.values())
-    if isinstance(cell, pyarrow.ListScalar) and cell.is_valid:
-        several = [_decoded(each) for each in cell.values]
+    if isinstance(cell, pyarrow.DictionaryScalar):
+        return _value_of(cell.value)
+    if isinstance(cell, pyarrow.StructScalar):
+        found = {field.name: _value_of(cell[at]) for at, field in enumerate(cell.type)}
+        return {name: value for name, (value, _) in found.items() if value is not None}, sum(many for _, many in found.values())
+    if isinstance(cell, pyarrow.MapScalar):
+        pairs = [(_value_of(pair[0]), _value_of(pair[1])) for pair in cell.values]
+        return {str(key): value for (key, _), (value, _) in pairs}, sum(key[1] + value[1] for key, value in pairs)
+    if isinstance(cell, pyarrow.ListScalar):
+        several = [_value_of(each) for each in cell.values]
         return [value for value, _ in several], sum(many for _, many in several)
     return cell.as_py(), 0
 
@@ -272,7 +309,8 @@ def _open_parquet(file: SourceFile) -> Any:
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.ParquetFile(pyarrow.PythonFile(open_plain(file.locate()), "r") if is_uri(file.path) else file.path)
+        source = pyarrow.PythonFile(open_plain(file.locate()), "r") if is_uri(file.path) else file.path
+        return pyarrow.parquet.ParquetFile(source, page_checksum_verification=True)
     except pyarrow.ArrowInvalid as error:
         raise UserError("data.path", file.locate(), f"is not Parquet ({error})") from None
 
@@ -280,3 +318,5 @@ def _open_parquet(file: SourceFile) -> Any:
 def _check_schema(file: SourceFile, schema: Any, field: str, key: str) -> None:
     if key not in schema.names:
         raise UserError(field, key, f"is not a column of {file.locate()}", schema.names)
+    if (count := schema.names.count(key)) > 1:
+        raise UserError(field, key, f"is the name of {count} columns of {file.locate()}")

@@ -71,7 +71,7 @@ class Written(Checked):
     Args:
         tokens, documents, bytes: how many.
         counts: sums of the pieces' counts.
-        unfit: documents that are not UTF-8 (`unfit.Unfit`).
+        unfit: documents that cannot be used as they are (`unfit.Unfit`).
         content: hash of its documents (`identity.Chain`).
         sizes: sizes of the files that stay or are read once more, by the ending of their names.
         node: name of the node.

@@ -1,4 +1,5 @@
-"""Text that is not UTF-8: it is found, counted and told, and the recipe decides what becomes of it (`data.invalid`)."""
+"""Documents that are not UTF-8, or no documents at all: they are found, counted and told, and the recipe decides what becomes of
+them (`data.invalid`)."""
 
 from __future__ import annotations
 
@@ -8,15 +9,16 @@ from typing import Any
 
 from foldray.errors import UserError
 from foldray.recipe.data import Invalid
+from trainers.folders import printable
 
 _MOST_FILES = 10  # that are named
 Found = dict[str, tuple[int, int, str]]
-"""By file, in the order of reading: documents, bytes that are not UTF-8, and the first place in the file."""
+"""By file, in the order of reading: documents, bytes that are not UTF-8, and the first document: its place, or what is wrong."""
 
 
 @dataclass
 class Unfit:
-    """Documents that are not UTF-8, and what becomes of them.
+    """Documents that cannot be used as they are, and what becomes of them.
 
     Args:
         rule: what the recipe wants (`data.invalid`).
@@ -27,7 +29,7 @@ class Unfit:
     found: Found = field(default_factory=dict)
 
     def keeps(self, file: str, many: int, where: str) -> bool:
-        """Count a document. Return whether it is kept, with U+FFFD in place of what is not UTF-8.
+        """Count a document that is not UTF-8. Return whether it is kept, with U+FFFD in place of what is not UTF-8.
 
         Args:
             file: path of its file.
@@ -39,9 +41,26 @@ class Unfit:
         """
         if self.rule == "refuse":
             raise refused(file, where)
-        documents, bytes_, first = self.found.get(file, (0, 0, where))
-        self.found[file] = documents + 1, bytes_ + many, first
+        self._add(file, many, where)
         return self.rule == "replace"
+
+    def leaves(self, file: str, error: UserError) -> None:
+        """Count a document that is left out, whatever its bytes are.
+
+        Args:
+            file: path of its file.
+            error: what is wrong with it.
+
+        Raises:
+            UserError: the error, because the recipe does not skip such documents.
+        """
+        if self.rule != "skip":
+            raise error
+        self._add(file, 0, printable(error.rule))
+
+    def _add(self, file: str, many: int, what: str) -> None:
+        documents, bytes_, first = self.found.get(file, (0, 0, what))
+        self.found[file] = documents + 1, bytes_ + many, first
 
 
 def refused(file: str, where: str) -> UserError:
@@ -90,7 +109,7 @@ class Tally:
 
 
 def told_unfit(meta: Mapping[str, Any]) -> str | None:
-    """Return a line about the documents that are not UTF-8; None if there are none.
+    """Return a line about the documents that cannot be used as they are; None if there are none.
 
     Args:
         meta: content of `meta.json`.
@@ -98,11 +117,14 @@ def told_unfit(meta: Mapping[str, Any]) -> str | None:
     found = meta["unfit"]
     if not found["documents"]:
         return None
-    kept = "their bad bytes are U+FFFD" if found["rule"] == "replace" else "they are left out"
-    named = [f"{each['file']} ({each['documents']}, the first at {each['at']})" for each in found["first"][:3]]
+    named = [f"{each['file']} ({each['documents']}, the first: {each['at']})" for each in found["first"][:3]]
     more = [f"and {found['files'] - 3} more files"] if found["files"] > 3 else []
-    count = f"{found['documents']} documents in {found['files']} files are not UTF-8, {found['bytes']} bytes of them"
-    return f"{count}; {kept}: {', '.join([*named, *more])}"
+    count, bytes_ = f"{found['documents']} documents in {found['files']} files", found["bytes"]
+    if found["rule"] == "replace":
+        told = f"{count} are not UTF-8, {bytes_} bytes of them; their bad bytes are U+FFFD"
+    else:
+        told = f"{count} cannot be used{f' ({bytes_} bytes are not UTF-8)' if bytes_ else ''}; they are left out"
+    return f"{told}: {', '.join([*named, *more])}"
 
 
 def as_utf8(text: str) -> str:

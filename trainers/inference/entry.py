@@ -103,12 +103,12 @@ def evaluate(run: str, files: Sequence[str], seq_len: int | None = None, as_json
 
 
 def _text(file: str) -> str:
-    """Return the text of a file.
+    """Return the text of a file, without a mark of the byte order, as training reads it.
 
     Raises:
         UserError: `read_text` refuses it, or it is empty.
     """
-    if not (text := read_text("FILE", file, _MOST_TEXT)):
+    if not (text := read_text("FILE", file, _MOST_TEXT).removeprefix("\ufeff")):
         raise UserError("FILE", file, "is empty, so there is nothing to predict")
     return text
 

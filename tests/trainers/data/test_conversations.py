@@ -142,6 +142,46 @@ def test_parquet_and_jsonl_give_the_same(tmp_path: Path, chatml: Chat):
     assert one.trained.tolist() == other.trained.tolist()
 
 
+def call(name: str, arguments: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+
+
+def in_parquet(folder: Path, *given: Any, kind: Any = None) -> list[Any]:
+    """Write messages as a table, and return them as they are read."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"messages": pyarrow.array(given, kind)}), folder / "a.parquet")
+    (part,) = cut(files(folder, "a.parquet"))
+    rows = conversations.read_rows(part, "field", "messages", Unfit("replace"))
+    return [conversations.messages_of(row.value, row, "field", "messages") for row in rows]
+
+
+def test_tool_calls_in_parquet_have_no_keys_of_other_calls(tmp_path: Path):
+    """A table gives every struct the keys of all others."""
+    calls = [call("weather", {"city": "Oslo"}), call("clock", {"zone": {"of": "UTC"}, "days": ["a", None]}), call("stop", {})]
+    given = [
+        [*chat("Cold?"), *calls, {"role": "tool", "content": "5 °C"}],
+        chat("a", "b"),
+        [*chat("c"), call("all", {"days": []})],
+    ]
+    assert in_parquet(tmp_path, *given) == given
+
+
+def test_a_map_in_parquet_is_an_object(tmp_path: Path):
+    pyarrow = pytest.importorskip("pyarrow")
+    text = pyarrow.string()
+    function = pyarrow.struct({"name": text, "arguments": pyarrow.map_(text, pyarrow.list_(text))})
+    kind = pyarrow.list_(
+        pyarrow.struct(
+            {
+                "role": pyarrow.dictionary(pyarrow.int8(), text),
+                "tool_calls": pyarrow.list_(pyarrow.struct({"function": function})),
+            }
+        )
+    )
+    pairs = [("city", ["Oslo", "Bergen"]), ("zone", None)]
+    assert in_parquet(tmp_path, [call("weather", pairs)], kind=kind) == [[call("weather", dict(pairs))]]
+
+
 def test_half_a_surrogate_and_keys_that_are_null(tmp_path: Path, chatml: Chat):
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "a\\ud83d", "name": null}]}\n')
     (row,) = conversations.read_rows(next(cut(files(tmp_path))), "field", "messages", Unfit("replace"))

@@ -148,4 +148,9 @@ def test_halves_of_surrogate_pairs(tmp_path: Path, caplog: pytest.LogCaptureFixt
     for rule, texts in (("skip", ["fine"]), ("replace", ["fine", "a?"])):
         caplog.clear()
         assert documents(store(given, SPEC.model_copy(update={"invalid": rule}), tmp_path)) == texts
-        assert caplog.messages == ["datasets.train: 1 documents are not UTF-8, 3 bytes of them, the first in row 1"]
+        what = "cannot be used (3 bytes are not UTF-8); they are left out" if rule == "skip" else "are not UTF-8, 3 bytes"
+        assert caplog.messages[0].startswith(f"1 documents in 1 files {what}")
+        assert caplog.messages[0].endswith(": datasets.train (1, the first: row 1)")
+    spec = SPEC.model_copy(update={"invalid": "skip"})
+    assert documents(store({**given, "train": ["fine", None, "too"]}, spec, tmp_path)) == ["fine", "too"]
+    assert caplog.messages[-1].endswith("(1, the first: is not text but NoneType in row 1 of datasets.train)")

@@ -129,6 +129,19 @@ def test_jsonl_in_parts_reads_every_line_once(tmp_path: Path, monkeypatch: pytes
     assert (len(parts) == 1) == (part_bytes == 1 << 20)
 
 
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("\ufefftext \ufeff", "utf-8")
+    assert documents(tmp_path / "a.txt", "text") == [["text \ufeff"]]
+
+
+def test_a_number_of_many_digits_is_json(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"id": -' + "7" * 5000 + ', "few": 7, "text": "fine"}')
+    assert documents(tmp_path / "a.jsonl", "jsonl") == [["fine"]]
+    with pytest.raises(UserError, match=r"^data.text_field=id: is not text but Decimal in line 1 "):
+        documents(tmp_path / "a.jsonl", "jsonl", "id")
+    assert rows._object_of('{"few": -7}') == {"few": -7}
+
+
 def test_jsonl_half_surrogate(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"text": "a\\ud83d"}')
     assert documents(tmp_path / "a.jsonl", "jsonl") == [["a?"]]
@@ -139,6 +152,27 @@ def test_parquet_row_groups(tmp_path: Path):
     assert documents(tmp_path / "a.parquet", "parquet") == [["a", "b"], ["c", "d"], ["e"]]
     table(tmp_path / "b.parquet", {"text": []})
     assert list(chain(*documents(tmp_path / "b.parquet", "parquet"))) == []
+
+
+@pytest.mark.parametrize(("size", "most"), [(1 << 20, 8), (3, 64)])
+def test_parquet_is_decoded_in_batches_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, most: int):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table(tmp_path / "a.parquet", {"text": [f"{row} ".ljust(size) for row in range(70)]}, use_dictionary=False)
+    batches, plain = [], parquet.ParquetFile.iter_batches
+    counted = lambda self, **more: (batches.append(len(batch)) or batch for batch in plain(self, **more))  # noqa: E731
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", counted)
+    assert [[int(text) for text in part] for part in documents(tmp_path / "a.parquet", "parquet")] == [[*range(70)]]
+    assert sum(batches) == 70
+    assert most // 2 < max(batches) <= most
+
+
+def test_damage_of_parquet_is_named_if_its_pages_have_checksums(tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    table(path, {"text": ["some text"]}, write_page_checksum=True, **options)
+    path.write_bytes(path.read_bytes().replace(b"some text", b"same text", 1))
+    with pytest.raises(UserError, match=r"^data.path=.*cannot be read on node .*CRC"):
+        documents(path, "parquet")
 
 
 def table(path: Path, columns: dict, **options) -> None:
@@ -174,8 +208,12 @@ def test_bad_parquet(tmp_path: Path):
     with pytest.raises(UserError, match=r"^data.text_field=text: is not a column of .*; legal: body, title$"):
         documents(tmp_path / "a.parquet", "parquet")
     table(tmp_path / "b.parquet", {"id": [1]})
-    with pytest.raises(UserError, match=r"^data.text_field=id: is not text but int in row group 0 "):
+    with pytest.raises(UserError, match=r"^data.text_field=id: is not text but int in row 0 of row group 0 "):
         documents(tmp_path / "b.parquet", "parquet", "id")
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "d.parquet")
+    with pytest.raises(UserError, match=r"^data.text_field=text: is the name of 2 columns of "):
+        documents(tmp_path / "d.parquet", "parquet")
     (tmp_path / "c.parquet").write_text("text")
     with pytest.raises(UserError, match="is not Parquet"):
         documents(tmp_path / "c.parquet", "parquet")

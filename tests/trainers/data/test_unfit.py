@@ -1,4 +1,4 @@
-"""Text that is not UTF-8: counted as Python's own decoder sees it, and refused, left out or replaced."""
+"""Documents that cannot be used: counted as Python's own decoder sees them, and refused, left out or replaced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as some
 
 from foldray.errors import UserError
-from trainers.data.rows import cut, read_documents
+from trainers.data.rows import _value_of, cut, read_documents, read_rows
 from trainers.data.sources import _list_files
 from trainers.data.unfit import Tally, Unfit, decode, told_unfit
 
@@ -93,6 +93,38 @@ def test_halves_of_surrogate_pairs_are_no_text(tmp_path: Path) -> None:
         documents(tmp_path / "a.jsonl", "jsonl", Unfit("refuse"))
 
 
+def test_rows_without_text_and_lines_that_are_no_json(tmp_path: Path) -> None:
+    lines = ['{"text": "fine"}', '{"text": null}', '{"text": 3}', "{torn", "[1]", '{"text": "too"}']
+    starts = [sum(len(each) + 1 for each in lines[:number]) for number in range(len(lines))]
+    for number, what in {1: "is not text but NoneType in line 2 of", 2: "int in line 2 of", 3: "line 2 is not JSON ("}.items():
+        (tmp_path / "a.jsonl").write_text(f"{lines[0]}\n{lines[number]}\n")
+        for rule in ("refuse", "replace"):
+            with pytest.raises(UserError) as caught:
+                documents(tmp_path / "a.jsonl", "jsonl", Unfit(rule))  # type: ignore[arg-type]
+            assert what in str(caught.value)
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    skip, path = Unfit("skip"), str(tmp_path / "a.jsonl")
+    assert documents(tmp_path / "a.jsonl", "jsonl", skip) == ["fine", "too"]
+    assert skip.found == {path: (4, 0, f"is not text but NoneType in the line at byte {starts[1]}")}
+    tally = Tally()
+    tally.add(skip.found)
+    assert told_unfit({"unfit": {"rule": "skip", **tally.as_dict()}}) == (
+        f"4 documents in 1 files cannot be used; they are left out: {path} (4, the first: {skip.found[path][2]})"
+    )
+
+
+def test_null_rows_of_parquet(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": [*"abcde", None, "g"]}), tmp_path / "a.parquet", row_group_size=3)
+    with pytest.raises(
+        UserError, match=r"^data.text_field=text: is not text but NoneType in row 2 of row group 1 of .*a.parquet"
+    ):
+        documents(tmp_path / "a.parquet", "parquet", Unfit("refuse"))
+    skip = Unfit("skip")
+    assert documents(tmp_path / "a.parquet", "parquet", skip) == [*"abcdeg"]
+    assert skip.found == {str(tmp_path / "a.parquet"): (1, 0, "is not text but NoneType in row 2 of row group 1")}
+
+
 def test_binary_files_are_left_out_or_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("text".encode("utf-16"))
     skip = Unfit("skip")
@@ -109,8 +141,6 @@ def test_nested_text_in_parquet(tmp_path: Path) -> None:
     structs = pyarrow.StructArray.from_arrays([content, pyarrow.array(["user"] * 3)], names=["content", "role"])
     lists = pyarrow.ListArray.from_arrays([0, 2, 3], structs)
     parquet.write_table(pyarrow.table({"messages": lists}), tmp_path / "a.parquet")
-    from trainers.data.rows import read_rows
-
     (part,) = cut(_list_files("parquet", str(tmp_path / "a.parquet"), "data.path"))
     replace, skip = Unfit("replace"), Unfit("skip")
     rows = [row.value for row in read_rows(part, "f", "messages", replace)]
@@ -118,6 +148,9 @@ def test_nested_text_in_parquet(tmp_path: Path) -> None:
     assert rows == [[{"content": "fine", **user}, {"content": "bad \ufffd", **user}], [{"content": "fine", **user}]]
     assert [row.value for row in read_rows(part, "f", "messages", skip)] == rows[1:]
     assert replace.found == {str(tmp_path / "a.parquet"): (1, 1, "row 0 of row group 0")}
+    assert _value_of(content.dictionary_encode()[1]) == ("bad \ufffd", 1)
+    pairs = pyarrow.MapArray.from_arrays([0, 2], content[:2], content[1:])
+    assert _value_of(pairs[0]) == ({"fine": "bad \ufffd", "bad \ufffd": "fine"}, 2)
 
 
 def test_the_tally_names_few_files_and_counts_all() -> None:
@@ -132,7 +165,9 @@ def test_the_tally_names_few_files_and_counts_all() -> None:
     assert len(found["first"]) == 10
     line = told_unfit({"unfit": {"rule": "skip", **found}})
     assert line == (
-        "60 documents in 30 files are not UTF-8, 180 bytes of them; they are left out: f0 (2, the first at byte 7), "
-        "f1 (2, the first at byte 7), f2 (2, the first at byte 7), and 27 more files"
+        "60 documents in 30 files cannot be used (180 bytes are not UTF-8); they are left out: f0 (2, the first: byte 7), "
+        "f1 (2, the first: byte 7), f2 (2, the first: byte 7), and 27 more files"
     )
+    kept = told_unfit({"unfit": {"rule": "replace", **found}})
+    assert str(kept).startswith("60 documents in 30 files are not UTF-8, 180 bytes of them; their bad bytes are U+FFFD: f0 (2,")
     assert told_unfit({"unfit": {"rule": "skip", **Tally().as_dict()}}) is None

@@ -99,7 +99,7 @@ def test_eval_scores_each_file_and_all_together(step: str, tmp_path: Path, capsy
 def test_mistakes_are_one_line(step: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, empty, binary = (tmp_path / name for name in ("good.txt", "empty.txt", "binary.txt"))
     good.write_text("x")
-    empty.write_text("")
+    empty.write_text("\ufeff")  # a mark of the byte order is no text
     binary.write_bytes(b"a\xff")
     make_run(tmp_path / "damaged")
     flipped(FILE)(tmp_path / "damaged" / "step_00000003")
