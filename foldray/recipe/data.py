@@ -75,8 +75,10 @@ class DataSpec(Strict):
     )
     invalid: Invalid = Field(
         "refuse",
-        description="What becomes of documents that are not UTF-8. `refuse` ends the preparation at the first one, and names its "
-        "place; `skip` leaves them out; `replace` puts U+FFFD in place of the bytes. The run says how many there are.",
+        description="What becomes of documents that cannot be used: those that are not UTF-8, rows without a text, broken lines "
+        "of JSON, and conversations that the chat template cannot take. `refuse` ends the preparation at the first one, and "
+        "names its place; `skip` leaves them out; `replace` puts U+FFFD in place of bytes that are not UTF-8, and refuses the "
+        "others. The run says how many there are.",
     )
     tokenizer: str = Field(
         "byte",

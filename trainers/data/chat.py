@@ -103,6 +103,15 @@ class Chat:
         first = next((index for index in ids if index in added and added[index].content.strip()), None)
         return {} if first is None else {first: added[first].content}
 
+    def check_offsets(self) -> None:
+        """Check that the tokenizer can tell which characters a token stands for.
+
+        Raises:
+            UserError: it cannot.
+        """
+        if not self._inner.is_fast:
+            raise self._refused("is not a fast tokenizer (tokenizer.json), so nobody knows which characters a token stands for")
+
     def encode(self, messages: Messages, place: object, masked: bool = True) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of a conversation, uint32 [n], and whether each is the assistant's, bool [n].
 
@@ -116,8 +125,6 @@ class Chat:
         Raises:
             UserError: the template refuses the conversation or is at fault, or its text does not show what the assistant wrote.
         """
-        if masked and not self._inner.is_fast:
-            raise self._refused("is not a fast tokenizer (tokenizer.json), so nobody knows which characters a token stands for")
         rendered = self.render(messages, place) if masked else Rendered(self._render(messages, place), [])
         text = rendered.text
         if len(text) > _MOST_TEXT:

@@ -50,13 +50,20 @@ class Reader:
         chat: the chat template.
         messages_field: the key or column of the messages.
         masked: whether only the assistant's tokens count; False counts all.
-        rule: what becomes of conversations that are not UTF-8.
+        rule: what becomes of conversations that cannot be used.
+
+    Raises:
+        UserError: the tokenizer cannot tell the assistant's tokens.
     """
 
     chat: Chat
     messages_field: str
     masked: bool = True
     rule: Invalid = "refuse"
+
+    def __post_init__(self) -> None:
+        if self.masked:
+            self.chat.check_offsets()
 
     def check(self, file: SourceFile) -> None:
         """Check the first conversation of a file.
@@ -70,13 +77,18 @@ class Reader:
         """Yield the conversations of a part of a file, in order. The first token of each does not count.
 
         Raises:
-            UserError: the file cannot be read, has something else than conversations, or the chat template cannot take one of
-                them.
+            UserError: the file cannot be read; or it has something else than conversations, or the chat template cannot take one
+                of them, and the recipe does not skip these.
         """
-        for row in read_rows(part, "data.messages_field", self.messages_field, unfit):
-            tokens, trained = self.chat.encode(
-                messages_of(row.value, row, "data.messages_field", self.messages_field), row, self.masked
-            )
+        field = "data.messages_field"
+        for row in read_rows(part, field, self.messages_field, unfit):
+            place = row.place(unfit)
+            try:
+                messages = messages_of(row.value, place, field, self.messages_field)
+                tokens, trained = self.chat.encode(messages, place, self.masked)
+            except UserError as error:
+                unfit.leaves(part.file.locate(), error)
+                continue
             trained[:1] = False  # nothing is before it
             yield Conversation(tokens, trained)
 
@@ -87,7 +99,7 @@ def encode(work: Work, unfit: Unfit, reader: Reader, seq_len: int) -> Iterator[P
     A conversation without a token that counts is left out.
 
     Args:
-        unfit: takes the conversations that are not UTF-8.
+        unfit: takes the conversations that cannot be used.
 
     Raises:
         UserError: as `Reader.read`.

@@ -26,6 +26,7 @@ from tests.trainers.data.chats import (
     make_tokenizer,
 )
 from trainers.data.chat import Chat, covered
+from trainers.data.conversations import Reader
 from trainers.data.tokenizers import load_tokenizer
 
 
@@ -242,7 +243,7 @@ def test_a_slow_tokenizer_has_no_offsets(tmp_path: Path, monkeypatch: pytest.Mon
     chat = chat_of(tmp_path)
     monkeypatch.setattr(type(chat.tokenizer.inner), "is_fast", False)
     with pytest.raises(UserError, match="is not a fast tokenizer"):
-        chat.encode(CHATS["one turn"], "here")
+        Reader(chat, "messages")
 
 
 def test_a_text_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

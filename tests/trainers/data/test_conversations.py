@@ -234,6 +234,36 @@ def test_missing_field_and_deep_nesting(tmp_path: Path, chatml: Chat):
         Reader(chatml, "messages").check(files(tmp_path)[0])
 
 
+def test_conversations_that_cannot_be_used_are_left_out(tmp_path: Path, chatml: Chat):
+    good, other = chat("a", "b"), chat("c", "d")
+    broken = [
+        {"role": "user", "content": "a", "name": {}},
+        None,
+        [{"role": "robot", "content": "a"}],
+        [call("add", {})],
+        chat("\ud800"),
+    ]
+    path = write(tmp_path / "a.jsonl", good, *broken, other)
+    skip = Unfit("skip")
+    with pytest.raises(UserError, match=r"^data.messages_field=messages: is not a list of messages but dict in line 2 of "):
+        encoded(tmp_path, Reader(chatml, "messages"), 64)
+    work = Work(list(cut(files(tmp_path))), validation=False)
+    (piece,) = encode(work, skip, Reader(chatml, "messages", rule="skip"), 64)
+    assert piece.counts is not None
+    assert piece.counts["conversations"] == 2
+    where = path.read_text().index("\n") + 1
+    assert skip.found == {str(path): (5, 3, f"is not a list of messages but dict in the line at byte {where}")}
+    write(path, [call("add", {})], good)  # the template fails, because there is no content
+    skip = Unfit("skip")
+    assert len(list(encode(Work(list(cut(files(tmp_path))), validation=False), skip, Reader(chatml, "messages"), 64))) == 1
+    ((count, _, first),) = skip.found.values()
+    assert count == 1
+    assert first.startswith("has a chat template that fails with the line at byte 0 (UndefinedError: ")
+    Reader(chatml, "messages", rule="skip").check(files(tmp_path)[0])
+    with pytest.raises(UserError, match="has a chat template that fails with line 1 of "):
+        Reader(chatml, "messages").check(files(tmp_path)[0])
+
+
 def test_check_reads_only_the_first_conversation(tmp_path: Path, chatml: Chat):
     write(tmp_path / "a.jsonl", chat("a", "b"), None)
     Reader(chatml, "messages").check(files(tmp_path)[0])

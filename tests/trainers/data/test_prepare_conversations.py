@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from trainers.data.encode import deal
 from trainers.data.packed import PackedData, Split
 from trainers.data.prepare import prepare
 from trainers.data.tokenizers import load_tokenizer
+from trainers.data.unfit import told_unfit
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 SEQ_LEN = 96
@@ -97,13 +99,22 @@ def test_a_mistake_beyond_the_first_line_comes_from_a_worker(tmp_path: Path):
     ):
         prepare(data, 300, tmp_path / "cache")
     assert os.listdir(tmp_path / "cache") == []
+    packed = prepare(corpus(tmp_path, invalid="skip"), 300, tmp_path / "cache")
+    line = told_unfit(packed.meta)
+    assert re.fullmatch(
+        r"1 documents in 1 files cannot be used; .*1.jsonl \(1, the first: message 1 in the line .*'robot'\)", str(line)
+    )
+    with pytest.raises(UserError, match="has the role 'robot'"):
+        prepare(data, 300, tmp_path / "cache")  # what another rule has prepared
 
 
 def test_nobody_to_train(tmp_path: Path):
-    data = corpus(tmp_path)
-    (tmp_path / "2.jsonl").write_text(json.dumps({"messages": chat("nobody answers")}))
+    data = corpus(tmp_path, invalid="skip")
+    (tmp_path / "2.jsonl").write_text("\n".join(json.dumps({"messages": each}) for each in (chat("nobody answers"), [])))
     with pytest.raises(
-        UserError, match=r"^data.seq_len=96: no conversation for validation has a token to train on among its first 96"
+        UserError,
+        match=r"^data.seq_len=96: no conversation for validation has a token to train on among its first 96; 1 documents in 1 "
+        r"files cannot be used; .*2.jsonl \(1, the first: is not a list of messages but an empty list in ",
     ):
         prepare(data, 300, tmp_path / "cache")
     assert os.listdir(tmp_path / "cache") == []
