@@ -72,7 +72,7 @@ def find(field: str, pattern: str) -> list[Place]:
 
 
 def _on_disk(field: str, pattern: str) -> list[Place]:
-    plain = unquote(urlsplit(pattern).path) if pattern.startswith("file:") else pattern
+    plain = unquote(re.sub("^file:(//[^/]*)?", "", pattern)) if pattern.startswith("file:") else pattern
     expanded = os.path.abspath(os.path.expanduser(plain))
     if os.path.isdir(expanded):
         raise UserError(field, pattern, "is a folder; name a file or a glob, such as " + os.path.join(pattern, "*"))
@@ -153,22 +153,27 @@ def open_text(path: str) -> IO[bytes]:
     Raises:
         OSError: it cannot be read.
     """
-    file, ending = open_plain(path), suffix(path)
-    if ending == ".gz":
+    file, packed = open_plain(path), suffix(path)
+    if packed == ".gz":
         return cast(IO[bytes], gzip.GzipFile(fileobj=file))
-    if ending == ".bz2":
+    if packed == ".bz2":
         return _buffered(_Streams(file, bz2.BZ2Decompressor))
-    if ending == ".xz":
+    if packed == ".xz":
         return _buffered(_Streams(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ), pads=True))
-    if ending == ".zst":
+    if packed == ".zst":
         return _buffered(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd"))
     return file
 
 
 def suffix(path: str) -> str:
     """Return the ending of a compressed file's name, or an empty text."""
-    ending = Path(urlsplit(path).path if is_uri(path) else path).suffix.lower()
-    return ending if ending in COMPRESSED else ""
+    found = ending(path)
+    return found if found in COMPRESSED else ""
+
+
+def ending(path: str) -> str:
+    """Return the ending of a file's name, in small letters. The options of a URI are no part of the name."""
+    return Path(urlsplit(path).path if is_uri(path) else path).suffix.lower()
 
 
 def _buffered(stream: Any) -> IO[bytes]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from foldray.errors import UserError
 from foldray.recipe import DataSpec
-from trainers.data.places import find, is_uri
+from trainers.data.places import ending, find, is_uri
 
 # Tests are left out because some distributions package them separately. So the text is nearly the same on all machines.
 # pydoc_data is one file of generated prose, which would be most of the validation set if the split picked it.
@@ -110,4 +110,4 @@ def _kind(source: str, path: str) -> str:
     """Return how a file is read."""
     if source != "conversations":
         return source
-    return "parquet" if path.partition("?")[0].endswith(".parquet") else "jsonl"
+    return "parquet" if ending(path) == ".parquet" else "jsonl"

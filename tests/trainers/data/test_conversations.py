@@ -149,8 +149,8 @@ def call(name: str, arguments: Any) -> dict[str, Any]:
 def in_parquet(folder: Path, *given: Any, kind: Any = None) -> list[Any]:
     """Write messages as a table, and return them as they are read."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table({"messages": pyarrow.array(given, kind)}), folder / "a.parquet")
-    (part,) = cut(files(folder, "a.parquet"))
+    parquet.write_table(pyarrow.table({"messages": pyarrow.array(given, kind)}), folder / "what?.parquet")
+    (part,) = cut(files(folder, "what?.parquet"))
     rows = conversations.read_rows(part, "field", "messages", Unfit("replace"))
     return [conversations.messages_of(row.value, row, "field", "messages") for row in rows]
 

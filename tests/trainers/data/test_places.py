@@ -109,6 +109,9 @@ def test_a_file_that_expands_without_end_is_refused(tmp_path: Path, monkeypatch:
 def test_a_file_uri_is_a_path(tmp_path: Path) -> None:
     (tmp_path / "a b.jsonl").write_bytes(JSONL)
     assert documents(f"file://{tmp_path}/a%20b.jsonl") == LINES
+    (tmp_path / "v#1?.jsonl").write_bytes(JSONL)
+    for name in ("v#1?.jsonl", "v%231%3F.jsonl", "v#?[?].jsonl"):
+        assert documents(f"file://{tmp_path}/{name}") == LINES
 
 
 @pytest.mark.gate(2)
