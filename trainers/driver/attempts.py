@@ -33,11 +33,15 @@ class Failure:
         kind: the kind of failure.
         what: the failure in one line.
         ranks: the ranks where it happened, as far as known.
+        cause: what one cause has in common each time (`causes.identity`). Failures of one kind and cause are equal.
+        after: finished steps, by the rank that failed; None if only rank 0 tells, whose records may be late.
     """
 
     kind: Kind
-    what: str
+    what: str = field(compare=False)
     ranks: tuple[int, ...] = field(default=(), compare=False)
+    cause: str = ""
+    after: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

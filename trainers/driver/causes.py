@@ -12,7 +12,7 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, Work
 
 from foldray.errors import UserError
 from foldray.urls import told_without
-from trainers.worker.ending import Preempted, WorkerError
+from trainers.worker.ending import AFTER, CAME, Preempted, WorkerError, origin
 
 LOST = (RayActorError, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError)
 """What Ray tells of a worker whose process has ended, or does not answer."""
@@ -21,6 +21,8 @@ _CONNECTION = re.compile(
     re.IGNORECASE,
 )
 _RAISED = re.compile(r"^raised in (.+)$", re.MULTILINE)
+_CAME = re.compile(rf"^{CAME}(.*)$", re.MULTILINE)
+_AFTER = re.compile(rf"^{AFTER}(\d+)$", re.MULTILINE)
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -54,13 +56,36 @@ def reason(error: BaseException) -> str:
     cause = root_cause(error)
     places = _places(cause)
     where = f" ({places[-1]})" if places else ""
-    told = str(cause) if isinstance(cause, WorkerError) else f"{type(cause).__name__}: {cause}"
-    text = textwrap.shorten(told_without(told), 600, placeholder=" …")
+    text = textwrap.shorten(told_without(_told(cause)), 600, placeholder=" …")
     return f"{text}{where}"
 
 
+def identity(error: BaseException) -> str:
+    """Return what one cause has in common each time: the type of the exception, and the function that it came from.
+
+    The message may have numbers that differ each time, such as the free bytes of a GPU.
+    """
+    cause = root_cause(error)
+    places = _noted(_CAME, cause)
+    return f"{_told(cause).partition(':')[0]} in {places[-1] if places else origin(cause)}"
+
+
+def steps_before(error: BaseException) -> int | None:
+    """Return how many steps had finished on the rank that raised the cause; None if it does not tell."""
+    steps = _noted(_AFTER, root_cause(error))
+    return int(steps[-1]) if steps else None
+
+
+def _told(cause: BaseException) -> str:
+    return str(cause) if isinstance(cause, WorkerError) else f"{type(cause).__name__}: {cause}"
+
+
 def _places(error: BaseException) -> list[str]:
-    return _RAISED.findall("\n".join(getattr(error, "__notes__", ())))
+    return _noted(_RAISED, error)
+
+
+def _noted(what: re.Pattern[str], error: BaseException) -> list[str]:
+    return what.findall("\n".join(getattr(error, "__notes__", ())))
 
 
 def told_first(error: TrainingFailedError) -> Exception:

@@ -65,9 +65,10 @@ def train(
         console.close(summary, trainer.run.tracker.view_url)
     if failure is not None:
         file, gave_up = _write_traceback(failure, Path(summary.run_dir)), trainer.gave_up
-        what = trainer.attempts[-1].failure.what if gave_up else reason(failure)
+        last = trainer.attempts[-1] if gave_up else None
+        what, reached = (last.failure.what, last.reached) if last else (reason(failure), summary.steps)
         why = f" ({gave_up.reason})" if gave_up and gave_up.reason else ""
-        text = f"training failed after step {summary.steps}: {what}{why}; the traceback is in {file}"
+        text = f"training failed after step {reached}: {what}{why}; the traceback is in {file}"
         print(f"foldray: {text}", file=sys.stderr)
         return 128 + trainer.stopped if trainer.stopped else 1
     if trainer.run.stopped:

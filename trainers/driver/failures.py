@@ -19,7 +19,7 @@ from ray.train.v2.api.exceptions import PreemptionError
 
 from foldray.errors import UserError
 from trainers.driver.attempts import Failure
-from trainers.driver.causes import LOST, follows, reason, root_cause
+from trainers.driver.causes import LOST, follows, identity, reason, root_cause, steps_before
 from trainers.driver.watch import Watch, named
 from trainers.records import Place
 from trainers.worker.ending import Preempted
@@ -57,9 +57,13 @@ def failure_of(error: Exception, places: Mapping[int, Place], watch: Watch, time
     if not isinstance(error, TrainingFailedError):
         if isinstance(error, RayError):
             return Failure("controller", f"{_CONTROLLER} was lost ({type(error).__name__}{_full_disk()})")
-        return Failure("raised", reason(cause))
+        return _raised(cause)
     failures = dict(getattr(error, "worker_failures", None) or {})
     return _of_nodes(places) or _of_workers(failures, places, cause, watch, timeout)
+
+
+def _raised(cause: BaseException, ranks: tuple[int, ...] = ()) -> Failure:
+    return Failure("raised", reason(cause), ranks, identity(cause), steps_before(cause))
 
 
 def _of_controller(error: BaseException) -> Failure:
@@ -94,7 +98,7 @@ def _of_workers(
     lost = tuple(sorted(rank for rank, error in failures.items() if isinstance(error, LOST)))
     own = {rank: error for rank, error in failures.items() if not follows(error)}
     if own:
-        return Failure("raised", reason(cause), tuple(sorted(own)))
+        return _raised(cause, tuple(sorted(own)))
     if watch.stands(timeout) or _TIMEOUT.search(str(cause)):
         found = watch.standstill()
         return Failure("stalled", found.what, found.ranks)

@@ -251,14 +251,15 @@ class FoldTrainer(TorchTrainer):
             found = self._after(error, begin, damaged)
             begin = None if isinstance(found, GiveUp) else found
             saved = begin.step if begin else 0
-            self.attempts.append(Attempt(run.folder.history.last_step, saved, failure))
+            reached = run.folder.history.last_step if failure.after is None else failure.after
+            self.attempts.append(Attempt(reached, saved, failure))
             most = self.run_config.failure_config.max_failures
             decision = found if isinstance(found, GiveUp) else decide(self.attempts, None if most < 0 else most)
             if run.asked and isinstance(decision, GoOn):
                 decision = GiveUp("it was asked to stop")
             reason = decision.reason if isinstance(decision, GiveUp) else ""
             run.tell({
-                "kind": "failed", "step": run.folder.history.last_step, "failure": failure.kind, "what": failure.what,
+                "kind": "failed", "step": reached, "failure": failure.kind, "what": failure.what,
                 "ranks": list(failure.ranks), "goes_on": isinstance(decision, GoOn), "saved": saved, "reason": reason,
             })  # fmt: skip
             if isinstance(decision, GiveUp):

@@ -34,8 +34,8 @@ from trainers.data.packed import Batches, PackedData, Sequences, Split
 from trainers.health import Health
 from trainers.records import Measured, Place, Step, Validation, averaged, number, reported
 from trainers.worker import ground
-from trainers.worker.ending import Preempted
 from trainers.worker.engines import DTYPES, make_engine, read_weights
+from trainers.worker.ending import AFTER, Preempted
 from trainers.worker.guard import Guard
 from trainers.worker.online import Knobs, MakeSearch, Online
 from trainers.worker.pulse import Pulse
@@ -67,7 +67,12 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
                 start = config.get("start"), config.get("anew", False)
                 worker = Worker(recipe, data, outbox, activity, config.get("search"), *start)
             pulse.trains()
-            return worker.run(pulse)
+            try:
+                return worker.run(pulse)
+            except Exception as error:
+                if worker.done is not None:
+                    error.add_note(f"{AFTER}{worker.done}")
+                raise
     finally:
         outbox.flush()
 
@@ -131,6 +136,7 @@ class Worker:
         self.spikes = Spikes()
         self.validation: dict[str, Any] = {}
         self.last: Step
+        self.done: int | None = None  # finished steps, once the state to start from is there
         self.search = search
         sizes = recipe.schedule.sp_bytes == "auto"
         self.online = Online(self.engine.execution, self.groups, self.device, recipe.orderings, sizes)
@@ -147,11 +153,13 @@ class Worker:
         training = self.recipe.training
         first, last = self._restore(), training.stop_after or training.steps
         totals, done = None, first
+        self.done = done
         online = self.online.steps(self.search, self.outbox.send)
         next(online, None)
         for step in range(first, last):
             started = time.perf_counter()
-            totals, done = self._step(step, pulse.stops), step + 1
+            totals = self._step(step, pulse.stops)
+            self.done = done = step + 1
             with suppress(StopIteration):
                 online.send(time.perf_counter() - started)
             final = done == last or totals.stops or totals.preempted

@@ -11,8 +11,8 @@ from trainers.driver.attempts import Attempt, Failure, GiveUp, GoOn, Kind, decid
 KINDS: tuple[Kind, ...] = ("refused", "unplaced", "damaged", "preempted", "lost", "controller", "stalled", "raised")
 
 
-def attempt(kind: Kind, saved: int = 0, reached: int = 0, what: str = "it", ranks: tuple[int, ...] = ()) -> Attempt:
-    return Attempt(reached, saved, Failure(kind, what, ranks))
+def attempt(kind: Kind, saved: int = 0, reached: int = 0, cause: str = "it", ranks: tuple[int, ...] = ()) -> Attempt:
+    return Attempt(reached, saved, Failure(kind, f"{cause} on {ranks}", ranks, cause))
 
 
 @pytest.mark.parametrize("kind", ["refused", "unplaced"])
@@ -52,13 +52,13 @@ def test_what_does_not_count(kind: Kind) -> None:
 
 
 def test_an_error_that_comes_back_at_the_same_step() -> None:
-    """It may come from a bad bit once, but twice it is the code, or the data. Which rank tells first does not matter."""
-    first, again = (attempt("raised", 10, 14, "ValueError: bad", (rank,)) for rank in (0, 1))
+    """It may come from a bad bit once, but twice it is the code, or the data. Neither words nor ranks matter."""
+    first, again = (attempt("raised", 10, 14, "ValueError in a, f", (rank,)) for rank in (0, 1))
     assert decide([first], 9) == GoOn()
     assert decide([first, again], 9) == GiveUp("every attempt fails in this way after step 14")
     assert decide([first, attempt("lost", 10, 12), again], 9) == GiveUp("every attempt fails in this way after step 14")
-    assert decide([first, attempt("raised", 10, 15, "ValueError: bad")], 9) == GoOn()
-    assert decide([first, attempt("raised", 10, 14, "OSError: other")], 9) == GoOn()
+    assert decide([first, attempt("raised", 10, 15, "ValueError in a, f")], 9) == GoOn()
+    assert decide([first, attempt("raised", 10, 14, "ValueError in a, g")], 9) == GoOn()
     assert decide([attempt("lost"), attempt("lost")], 9) == GoOn(), "workers may be lost at the same step by chance"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from typing import Any
 
@@ -11,8 +12,8 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from foldray.errors import UserError
 from tests.trainers.driver.faulty import Odd
-from trainers.driver.causes import reason, root_cause, told_first, tracebacks
-from trainers.worker.ending import WorkerError, sendable
+from trainers.driver.causes import identity, reason, root_cause, steps_before, told_first, tracebacks
+from trainers.worker.ending import AFTER, WorkerError, sendable
 
 
 def raised(error: Exception) -> Exception:
@@ -45,6 +46,27 @@ def test_the_cause_is_told_before_what_followed_from_it() -> None:
     assert str(root_cause(group(lost, raised(ValueError("mine"))))) == "mine"
     assert root_cause(group(lost)) is lost
     assert reason(ControllerError(raised(KeyError("x")))).startswith("KeyError: 'x' (")
+
+
+def test_the_same_error_with_other_numbers_is_the_same() -> None:
+    """CUDA's message has the free bytes of the GPU, and a library may fail in another of its functions."""
+
+    def fails(text: str, error: type[Exception] = ValueError) -> Exception:
+        try:
+            json.loads(text) if error is ValueError else exec("raise error(text)", {"error": error, "text": text})
+        except Exception as caught:
+            caught.add_note(f"{AFTER}14")
+            return pickle.loads(pickle.dumps(sendable(caught)))
+        raise AssertionError(text)
+
+    one, other = fails('{"a": 1'), fails("")
+    assert reason(one) != reason(other)
+    assert identity(group(RuntimeError("Connection closed by peer"), one)) == identity(group(other))
+    assert identity(one) != identity(raised(json.JSONDecodeError("x", "", 0))), "another function"
+    assert identity(one).startswith(f"JSONDecodeError in {__name__}, ")
+    assert identity(fails("x", OSError)) == identity(one).replace("JSONDecodeError", "OSError")
+    assert identity(raised(Odd(1, 2))) == identity(raised(Odd(3, 4))) == f"Odd in {__name__}, raised", "it cannot be pickled"
+    assert [steps_before(group(error)) for error in (one, raised(ValueError(f"{AFTER}3")))] == [14, None]
 
 
 def test_a_users_mistake_on_a_worker_is_a_users_mistake() -> None:

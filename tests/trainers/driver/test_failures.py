@@ -75,6 +75,14 @@ def test_an_error_of_a_worker() -> None:
     assert told(of_workers(r1=UserError("data.path", "x", "is gone")))[:2] == ("refused", "data.path=x: is gone")
 
 
+def test_an_error_is_dated_by_its_own_rank() -> None:
+    """Rank 0 tells of its steps once a second, so what the driver knows of them is late."""
+    error = ValueError("bad")
+    error.add_note("after step 12")
+    assert of_workers(r0=CLOSED, r1=error).after == 12
+    assert of_workers(r1=LOST).after is None
+
+
 def test_a_storage_that_does_not_answer_is_no_rank_that_stands_still() -> None:
     failure = of_workers(r0=CLOSED, r1=OSError("AWS Error NETWORK_CONNECTION: timeout was reached"))
     assert told(failure) == ("raised", "OSError: AWS Error NETWORK_CONNECTION: timeout was reached", (1,))
