@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -606,3 +607,11 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"foldray {foldray.__version__}\n"
+
+
+def test_a_terminal_that_lacks_characters_fails_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training of a week would have ended with exit code 1 because of its closing table."""
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
+    assert main(["slice", "--seq-len", "64", "--degree", "2", "--hidden", "64", "--heads", "4"]) == 0
+    assert out.getvalue().count(b"?") > 10, "its bars"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The code is 0 on success, 1 on a failure, 2 on a user's mistake (reported in one line on stderr) and 128 + its number for a
     signal that ends it: 130 on Ctrl-C.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters, over which no command may fail
     try:
         parser = make_parser(__version__)
         if completion.ASKED in os.environ:

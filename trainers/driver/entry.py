@@ -84,6 +84,6 @@ def _write_traceback(failure: Exception, folder: Path) -> Path:
     for place in (lambda: folder, lambda: Path(tempfile.mkdtemp(prefix="foldray-error-"))):
         with suppress(OSError):
             file = place() / "error.txt"
-            file.write_text(text)
+            file.write_text(text, encoding="utf-8", errors="backslashreplace")
             return file
     return Path(os.devnull)
