@@ -80,6 +80,18 @@ def scaled(recipe: Recipe, scaling: ScalingConfig) -> Recipe:
     return Recipe.parse({**values, "cluster": {**values["cluster"], **changes}})
 
 
+def with_storage(recipe: Recipe, run: RunConfig | None) -> Recipe:
+    """Return the recipe with the storage of Ray's configuration, if that names one and no filesystem of its own."""
+    if run is None or run.storage_path == DEFAULT_STORAGE_PATH or _files(run) is not None:
+        return recipe
+    return recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"storage": str(run.storage_path)})})
+
+
+def _files(run: RunConfig) -> FileSystem | None:
+    """Return the filesystem of a configuration; None for that of its path."""
+    return None if isinstance(run.storage_filesystem, LocalFileSystem) else run.storage_filesystem
+
+
 def merged_scaling(recipe: Recipe, base: ScalingConfig | None) -> ScalingConfig:
     """Return the user's configuration of workers, with what it leaves open as in the recipe."""
     own = workers.scaling(recipe)
@@ -151,7 +163,7 @@ def merged_run(recipe: Recipe, base: RunConfig | None, resume: str | None, world
             metric.
     """
     base = base or RunConfig()
-    files = None if isinstance(base.storage_filesystem, LocalFileSystem) else base.storage_filesystem
+    files = _files(base)
     storage = _storage(recipe, base, files)
     given = None if base.name.startswith(_RAYS_NAME) else base.name
     name = resume or given or f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"

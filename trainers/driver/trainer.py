@@ -43,6 +43,7 @@ from trainers.driver.ray_configs import (
     merged_scaling,
     refuse_arguments,
     scaled,
+    with_storage,
 )
 from trainers.driver.recorder import as_yaml, read_run
 from trainers.driver.report import Console
@@ -110,7 +111,7 @@ class FoldTrainer(TorchTrainer):
     ):
         refuse_arguments(others)
         check_trains(recipe)
-        self.recipe = recipe if scaling_config is None else scaled(recipe, scaling_config)
+        self.recipe = with_storage(recipe if scaling_config is None else scaled(recipe, scaling_config), run_config)
         self.worlds = worlds(self.recipe)
         if resume is not None and start is not None:
             raise UserError("from", start, f"starts a new run, but resume={resume} continues an old one; give only one")

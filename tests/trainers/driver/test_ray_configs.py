@@ -15,9 +15,10 @@ from ray.train.torch import TorchConfig
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers import FoldTrainer
-from trainers.cluster import joining
+from trainers.cluster import joining, run_storage
 from trainers.driver import ray_configs, trainer
 from trainers.driver.ray_configs import check_places
+from trainers.driver.recorder import RunFolder
 from trainers.folders import Folder
 from trainers.records import REPORTED
 
@@ -54,6 +55,15 @@ def test_a_storage_path_may_be_relative(folder: Path, given: str | Path, path: s
 def test_a_local_filesystem_is_no_other_storage(folder: Path) -> None:
     config = run_of(storage_path="runs", storage_filesystem=LocalFileSystem())
     assert (config.storage_path, config.storage_filesystem) == (str(folder / "runs"), None)
+
+
+def test_a_storage_elsewhere_is_told_with_its_scheme(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray knows the path of a checkpoint without the scheme of its storage."""
+    monkeypatch.setattr(run_storage, "_reachable", lambda field, uri: uri)
+    made = FoldTrainer(recipe(), run_config=RunConfig(name="far", storage_path="s3://bucket/runs?region=x"))
+    written = RunFolder(folder / "far", made.recipe, {})
+    written.receive({"kind": "checkpoint", "step": 2, "path": "bucket/runs/far/step_00000002"})
+    assert written.summary("finished").checkpoint == "s3://bucket/runs/far/step_00000002?region=x"
 
 
 def test_another_filesystem_is_tried(folder: Path) -> None:
