@@ -1,8 +1,9 @@
-"""Functions that hide the secrets of URLs in texts."""
+"""Functions that hide the secrets of URLs in texts, and the URLs of SQLite's files."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from urllib.parse import unquote
 
 HIDDEN = "***"
@@ -11,6 +12,7 @@ _PARAMETER = re.compile(r"[?&;#]([^?&;#=]*)=")
 _SECRET = re.compile("pass|pwd|secret|token|key|cred|auth|sig", re.IGNORECASE)
 _NAME = re.compile(r"[\w.+-]*")
 _URL = re.compile(r"[\w+.-]+://[^\s'\"]+")
+_SQLITE = re.compile(r"sqlite(?:\+pysqlite)?:///([^?]*)(.*)", re.DOTALL)
 
 
 def without_secrets(url: str) -> str:
@@ -43,6 +45,22 @@ def told_without(text: str, url: str | None = None) -> str:
         text = text.replace(url, without_secrets(url))
         text = re.sub(r"[\w%+-]{3,}", lambda word: HIDDEN if word.group().lower() in known else word.group(), text)
     return _URL.sub(lambda match: without_secrets(match.group()), text)
+
+
+def sqlite_url(path: Path) -> str:
+    """Return the URL of a database in a file, as SQLAlchemy reads it. The path may hold any character.
+
+    Where a character is escaped, the URL names the driver as well. Otherwise MLflow would make the folder of the escaped path.
+    """
+    plain = str(path)
+    quoted = plain.replace("%", "%25").replace("?", "%3F")
+    return f"sqlite:///{plain}" if quoted == plain else f"sqlite+pysqlite:///{quoted}"
+
+
+def sqlite_parts(url: str) -> tuple[Path, str] | None:
+    """Return the path of SQLite's file in a URL, and its query with the `?`; None for another URL. The path may be empty."""
+    found = _SQLITE.fullmatch(url)
+    return found and (Path(unquote(found[1])), found[2])
 
 
 def _query(url: str) -> tuple[str, str]:

@@ -18,10 +18,11 @@ from optuna.storages.journal import JournalFileBackend
 
 from foldray.errors import MissingPackage, UserError, refuse_hidden
 from foldray.recipe import Recipe
-from foldray.urls import told_without
+from foldray.urls import sqlite_parts, sqlite_url, told_without
 from trainers.cluster.run_storage import storage_folder
 
 _CONNECT_S = 10  # seconds; without a limit, connecting to a server that does not answer takes minutes
+_JOURNAL = "journal://"
 _EXAMPLES = ("sqlite:///PATH/tune.db", "journal:///PATH/tune.log", "postgresql+psycopg2://USER@HOST/DATABASE")
 
 
@@ -46,13 +47,12 @@ def study_url(recipe: Recipe, folder: Path) -> str:
     Raises:
         UserError: the path begins with the home of an unknown user.
     """
-    url = recipe.tune.storage or f"sqlite:///{folder.absolute()}/tune.db"
-    scheme = next((each for each in ("sqlite:///", "journal://") if url.startswith(each)), None)
-    path = "" if scheme is None else url.removeprefix(scheme)
-    if scheme is None or path in ("", ":memory:"):
+    url = recipe.tune.storage or sqlite_url(folder.absolute() / "tune.db")
+    if (path := _path(url)) is None or str(path) in (".", ":memory:"):
         return url
     try:
-        return f"{scheme}{Path(path).expanduser().absolute()}"
+        full, parts = path.expanduser().absolute(), sqlite_parts(url)
+        return f"{_JOURNAL}{full}" if parts is None else sqlite_url(full) + parts[1]
     except RuntimeError:
         raise UserError("tune.storage", url, "names the home of an unknown user") from None
 
@@ -144,8 +144,9 @@ def _connect_options(url: str) -> dict[str, Any]:
 
 def _path(url: str) -> Path | None:
     """Return the file of a storage; None for a storage on a server."""
-    scheme = next((each for each in ("sqlite:///", "journal://") if url.startswith(each)), None)
-    return None if scheme is None else Path(url.removeprefix(scheme))
+    if parts := sqlite_parts(url):
+        return parts[0]
+    return Path(url.removeprefix(_JOURNAL)) if url.startswith(_JOURNAL) else None
 
 
 def _check_file(path: Path, head: bytes) -> None:

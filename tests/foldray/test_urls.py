@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pickle
 import re
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import make_url
 
 from foldray import MissingPackage, Recipe, UserError
 from foldray.errors import refuse_hidden
 from foldray.recipe import describe
-from foldray.urls import holds_secret, told_without, without_secrets
+from foldray.urls import holds_secret, sqlite_parts, sqlite_url, told_without, without_secrets
 
 TOLD = [
     ("postgresql://me:hush@host/db", "postgresql://***@host/db"),
@@ -107,3 +111,10 @@ def test_every_key_that_speaks_of_an_address_hides_its_secrets() -> None:
     """This fails for a new key with an address that is not in `KEYS`."""
     found = {key for key, _, _, meaning in describe(Recipe) if re.search(r"\b(uri|url|address)\b", meaning.lower())}
     assert found == {f"{section}.{key}" for section, keys in KEYS.items() for key in keys}
+
+
+@given(st.text(st.sampled_from("a %?#&=+@:[é/"), min_size=1))
+def test_a_database_lies_where_its_path_says(name: str) -> None:
+    path = Path("/runs") / name.lstrip("/")
+    assert make_url(sqlite_url(path)).database == str(path)
+    assert sqlite_parts(f"{sqlite_url(path)}?timeout=5") == (path, "?timeout=5")

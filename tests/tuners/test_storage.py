@@ -162,6 +162,8 @@ def test_a_storage_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
         ("sqlite:///~/study.db", "sqlite:///{0}/home/study.db"),
         ("journal://logs/study.log", "journal://{0}/logs/study.log"),
         ("sqlite:////abs/study.db", "sqlite:////abs/study.db"),
+        ("sqlite:///a%20b.db?timeout=5", "sqlite:///{0}/a b.db?timeout=5"),
+        ("sqlite:///50%25.db", "sqlite+pysqlite:///{0}/50%25.db"),
         ("sqlite:///:memory:", "sqlite:///:memory:"),
         ("postgresql+psycopg2://me@host/db", "postgresql+psycopg2://me@host/db"),
     ],

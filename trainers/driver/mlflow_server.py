@@ -23,7 +23,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from foldray.errors import UserError, refuse_hidden
 from foldray.recipe import Recipe
-from foldray.urls import told_without, without_secrets
+from foldray.urls import sqlite_parts, sqlite_url, told_without, without_secrets
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -65,7 +65,7 @@ class TrackingServer:
         """Return a command that starts a server for the runs, for this machine only; None if a server runs already."""
         if _is_http(self.uri):
             return None
-        options = ["--backend-store-uri", self.uri, "--artifacts-destination", str(self._artifacts)]
+        options = ["--backend-store-uri", self.uri, "--artifacts-destination", self._artifacts.as_uri()]
         return shlex.join([*_mlflow(), "server", *options, "--host", "127.0.0.1", "--port", "5000", "--workers", "1"])
 
     def reason(self, error: Exception) -> str:
@@ -111,7 +111,7 @@ def check_reachable(recipe: Recipe) -> None:
     uri = _absolute(recipe.tracking.uri)
     refuse_hidden("tracking.uri", uri)
     with _told(uri):
-        if uri.startswith("sqlite:"):
+        if _scheme(uri) == "sqlite":
             _check_database(_sqlite_path(uri))
         elif _scheme(uri) in _PORTS:
             _knock(uri)
@@ -133,7 +133,7 @@ def _told(uri: str) -> Iterator[None]:
 
 def default_uri(storage: Path) -> str:
     """Return the URI of a SQLite database in the run storage. It is absolute, because Ray changes the workers' directory."""
-    return f"sqlite:///{storage.absolute()}/mlflow.db"
+    return sqlite_url(storage.absolute() / "mlflow.db")
 
 
 def log_recipe(client: MlflowClient, run_id: str, recipe: Recipe) -> None:
@@ -180,7 +180,7 @@ def _connect(uri: str) -> MlflowClient:
 @contextmanager
 def _alone(uri: str) -> Iterator[None]:
     """Lock a SQLite database for one driver, because two drivers that create its tables at the same time both fail."""
-    if not uri.startswith("sqlite:"):
+    if _scheme(uri) != "sqlite":
         yield
         return
     with Path(f"{_sqlite_path(uri)}.lock").open("w") as lock:
@@ -206,7 +206,8 @@ def _through_proxy(scheme: str, host: str | None) -> bool:
 
 
 def _absolute(uri: str) -> str:
-    return f"sqlite:///{_sqlite_path(uri)}" if uri.startswith("sqlite:///") else uri
+    parts = sqlite_parts(uri)
+    return uri if parts is None else sqlite_url(parts[0].absolute()) + parts[1]
 
 
 def _scheme(uri: str) -> str:
@@ -235,9 +236,9 @@ def _check_database(path: Path) -> None:
 
 
 def _sqlite_path(uri: str) -> Path:
-    if not uri.startswith("sqlite:///"):
+    if (parts := sqlite_parts(uri)) is None:
         raise ValueError("a SQLite URI has three slashes before its path")
-    return Path(uri.removeprefix("sqlite:///")).absolute()
+    return parts[0].absolute()
 
 
 def _is_http(uri: str) -> bool:
