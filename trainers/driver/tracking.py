@@ -56,7 +56,8 @@ class Tracker:
         recipe: the recipe of the training. Its keys become the run's parameters.
         name: the run's name.
         storage: local folder for the database if the recipe names none, and for artifacts if no server stores them.
-        mlflow_run_id: the MLflow run to continue. If the server does not know it, a new run is created.
+        mlflow_run_id: the MLflow run to continue. If the server does not know it, or if it is deleted, a new run is created, and
+            a warning says so.
 
     Raises:
         UserError: the tracking server does not answer, or refuses a request.
@@ -132,11 +133,16 @@ class Tracker:
         if run_id is None:
             return None
         try:
-            self.experiment_id = self._client.get_run(run_id).info.experiment_id
+            known = self._client.get_run(run_id).info
+            lost = known.lifecycle_stage == "deleted" and f"is deleted (mlflow runs restore --run-id {run_id} brings it back)"
         except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return None
-            raise
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            lost = "is not there"
+        if lost:
+            _log.warning("MLflow's run %s %s; training goes on with a new one", run_id, lost)
+            return None
+        self.experiment_id = known.experiment_id
         self._client.update_run(run_id, status="RUNNING")
         for name in ("loss", "validation/loss"):
             self._logged[name] = max((metric.step for metric in self._client.get_metric_history(run_id, name)), default=-1)

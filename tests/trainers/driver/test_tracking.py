@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import shlex
 import socket
 import time
 from pathlib import Path
@@ -25,8 +26,13 @@ def recipe(uri: str | None = None, **changes: Any) -> Recipe:
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory):
-    """A folder with one database for all tests of the module, because making its tables takes seconds."""
-    return tmp_path_factory.mktemp("storage")
+    """A folder with one database for all tests of the module, because making its tables takes seconds.
+
+    Its name has characters that mean something in a URL.
+    """
+    folder = tmp_path_factory.mktemp("storage") / "50%25 more?a=1#b"
+    folder.mkdir()
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +52,11 @@ def history(tracker: Tracker, name: str) -> list[tuple[int, float]]:
 
 def test_a_run_is_in_the_storages_database(finished, storage):
     run_of = finished._client.get_run(finished.run_id)
-    assert finished.uri == default_uri(storage) == f"sqlite:///{storage}/mlflow.db"
+    assert finished.uri == default_uri(storage)
+    assert (storage / "mlflow.db").stat().st_size > 0
+    assert [path.name for path in storage.parent.iterdir()] == [storage.name]
     assert (run_of.info.status, run_of.info.run_name) == ("FINISHED", "r-1")
-    assert run_of.info.artifact_uri.startswith(f"file://{storage}/mlartifacts/")
+    assert run_of.info.artifact_uri.startswith(f"{storage.as_uri()}/mlartifacts/")
     assert [file.path for file in finished._client.list_artifacts(finished.run_id)] == ["loss.png"]
 
 
@@ -115,6 +123,19 @@ def test_a_run_that_mlflow_does_not_know_is_begun_anew(storage):
     assert tracker._client.get_run(tracker.run_id).info.status == "FAILED"
 
 
+def test_a_deleted_run_is_begun_anew_with_a_word(storage, caplog):
+    """Whoever deleted it may have meant it. A job that resumes by itself must get on."""
+    made = Tracker(recipe(), "r-5", storage)
+    made.close("KILLED")
+    made._client.delete_run(made.run_id)
+    again = Tracker(recipe(), "r-5", storage, made.run_id)
+    again.receive(step(1))
+    again.close("FINISHED")
+    assert again.run_id != made.run_id
+    assert history(again, "loss") == [(1, 2.0)]
+    assert f"run {made.run_id} is deleted (mlflow runs restore --run-id {made.run_id} brings it back)" in caplog.text
+
+
 def test_a_deleted_experiment_is_refused(storage):
     made = Tracker(recipe(tracking={"experiment": "gone"}), "r", storage)
     made.close("FINISHED")
@@ -125,12 +146,12 @@ def test_a_deleted_experiment_is_refused(storage):
 
 def test_the_command_that_shows_the_run(finished, storage):
     command = finished.view_command()
-    assert f" server --backend-store-uri sqlite:///{storage}/mlflow.db " in command
-    assert f" --artifacts-destination {storage}/mlartifacts --host 127.0.0.1 " in command
+    assert f" server --backend-store-uri {shlex.quote(default_uri(storage))} " in command
+    assert f" --artifacts-destination {shlex.quote(storage.as_uri())}/mlartifacts --host 127.0.0.1 " in command
     assert finished.view_url.endswith(f"/#/experiments/{finished.experiment_id}/runs/{finished.run_id}")
     program, arguments = command.split(" server ")
     assert Path(program).name == "mlflow" or program.endswith(" -m mlflow")
-    mlflow.cli.server.make_context("server", arguments.split())  # fails if MLflow has no such option
+    mlflow.cli.server.make_context("server", shlex.split(arguments))  # fails if MLflow has no such option
 
 
 def test_a_failure_during_the_run_is_one_warning_and_nothing_is_lost(storage, monkeypatch, caplog):
