@@ -132,6 +132,10 @@ class Folder:
             stream.write(content)
         self.filesystem.move(draft, self._at(name))
 
+    def remove(self, name: str) -> None:
+        """Delete a file."""
+        self.filesystem.delete_file(self._at(name))
+
     def delete(self) -> None:
         """Delete the folder with its files, if it exists."""
         if self.names() is not None:

@@ -170,6 +170,11 @@ class Inbox:
             except Exception as error:
                 self._keep(error, f"{getattr(subscriber, '__qualname__', subscriber)} failed on a {record['kind']} record")
 
+    def mute(self) -> None:
+        """Tell the subscribers nothing more."""
+        with self.delivering:
+            self._subscribers = ()
+
     def _look(self, beats: Callable[[Beat], None], beat: Beat) -> None:
         """Pass a sign of life on. What fails there costs neither the records after it nor the training."""
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from typing import Any
 
 from trainers.driver.attempts import Attempt, Failure, GoOn, decide
 
-_FILE, _RESUME, _LIFE = "FOLDRAY_GUARD_FILE", "FOLDRAY_GUARD_RESUME", "FOLDRAY_GUARD_LIFE"
+_FILE, _RESUME, _LIFE, _HOLDER = (f"FOLDRAY_GUARD_{name}" for name in ("FILE", "RESUME", "LIFE", "HOLDER"))
 _STEP = re.compile(r".*step_(\d+)")
 _MOST = 3  # lost processes without a new checkpoint between them
 
@@ -35,6 +36,11 @@ def is_guarded() -> bool:
 def run_to_resume() -> str | None:
     """Return the id of the run that the parent wants to go on; None for the one of the command."""
     return os.environ.get(_RESUME)
+
+
+def holder() -> str:
+    """Return the name with which this driver takes a run's lease. Drivers that a parent starts one after another share it."""
+    return os.environ.get(_HOLDER) or secrets.token_hex(8)
 
 
 def tell(**facts: Any) -> None:
@@ -60,9 +66,10 @@ def guard(arguments: Sequence[str]) -> int:
     """Run `foldray ARGUMENTS` in another process until it ends by itself, and return its exit code."""
     attempts: list[Attempt] = []
     resume: str | None = None
+    holds = secrets.token_hex(8)
     while True:
         with tempfile.TemporaryDirectory(prefix="foldray-guard-") as place:
-            code, facts, asked = _run(arguments, Path(place, "facts"), resume)
+            code, facts, asked = _run(arguments, Path(place, "facts"), resume, holds)
         if "ended" in facts:
             return int(facts["ended"])
         if asked is not None:
@@ -91,10 +98,10 @@ def _began(facts: Mapping[str, Any]) -> bool:
     return "folder" in facts and Path(facts["folder"], "recipe.yaml").exists()
 
 
-def _run(arguments: Sequence[str], file: Path, resume: str | None) -> tuple[int, dict[str, Any], int | None]:
+def _run(arguments: Sequence[str], file: Path, resume: str | None, holds: str) -> tuple[int, dict[str, Any], int | None]:
     """Run the command once. Return how its process ended, what it has told, and the first signal that was passed on to it."""
     ours, theirs = os.pipe()
-    env = {**os.environ, _FILE: str(file), _LIFE: str(ours), **({_RESUME: resume} if resume else {})}
+    env = {**os.environ, _FILE: str(file), _LIFE: str(ours), _HOLDER: holds, **({_RESUME: resume} if resume else {})}
     command = [sys.executable, "-m", "foldray", *arguments]
     # In a process group of its own, it gets a Ctrl-C from its parent alone.
     with subprocess.Popen(command, env=env, pass_fds=[ours], process_group=0) as process:

@@ -74,6 +74,7 @@ class Run:
         self.folder.tracked_by(self.tracker.uri, self.tracker.run_id, self.tracker.view_command())
         self.summary: Summary | None = None
         self.watch, self.stopped, self.grows, self.asked = Watch(), False, False, False
+        self._abandoned = False
         self._recipe, self._worlds, self._need, self._sees_room = recipe, worlds, need or {}, 0
         self._grew_from, self._grew = 0, -math.inf
         last = recipe.training.stop_after or recipe.training.steps
@@ -149,6 +150,11 @@ class Run:
         self.asked, self.grows = True, False
         self._inbox.stops = True
 
+    def abandon(self) -> None:
+        """Write nothing more, neither now nor at the end: another driver has the run."""
+        self._abandoned = True
+        self._inbox.mute()
+
     @property
     def queue(self) -> Any:
         """Ray's handle of the queue, for the outboxes of workers."""
@@ -158,11 +164,17 @@ class Run:
         try:
             self._stack.__exit__(kind, error, trace)
         finally:
-            killed = self.stopped or isinstance(error, KeyboardInterrupt)
-            status: Status = "KILLED" if killed else "FINISHED" if error is None else "FAILED"
-            self._close("stopped" if self.stopped else status.lower(), error)
-            self.tracker.store(self.folder.artifacts)
-            self.tracker.close(status)
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Write how the run has ended."""
+        if self._abandoned:
+            return
+        killed = self.stopped or isinstance(error, KeyboardInterrupt)
+        status: Status = "KILLED" if killed else "FINISHED" if error is None else "FAILED"
+        self._close("stopped" if self.stopped else status.lower(), error)
+        self.tracker.store(self.folder.artifacts)
+        self.tracker.close(status)
 
     def _close(self, status: str, error: BaseException | None) -> None:
         """Close the folder. A full disk must not hide why training ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import logging
 import math
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,7 +19,7 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 from ray.train.v2._internal.execution.callback import RayTrainCallback
 from ray.train.v2._internal.execution.failure_handling import create_failure_policy
 
-from foldray.errors import MissingPackage, UserError
+from foldray.errors import UserError
 from foldray.recipe import Recipe, check_trains
 from foldray.recipe.refold import worlds
 from trainers.checkpoints.stored import DamagedCheckpoint, Stored
@@ -32,9 +32,11 @@ from trainers.data.mixture import Mixture
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
 from trainers.data.unfit import told_unfit
+from trainers.driver import guardian
 from trainers.driver.attempts import Attempt, Failure, GiveUp, GoOn, decide
 from trainers.driver.causes import told_first
 from trainers.driver.continuing import check_resumable
+from trainers.driver.lease import Lease
 from trainers.driver.mlflow_server import begin_import, check_reachable
 from trainers.driver.ray_configs import (
     check_backend,
@@ -53,7 +55,7 @@ from trainers.driver.stopping import Stopping
 from trainers.driver.stored_recipe import recipe_of
 from trainers.folders import Folder
 from trainers.hugging_face.weights import Weights
-from trainers.worker.engines import make_backend
+from trainers.worker.engines import check_packages
 from trainers.worker.online import MakeSearch
 from trainers.worker.task import train_on_worker
 
@@ -126,6 +128,7 @@ class FoldTrainer(TorchTrainer):
         self.gave_up: GiveUp | None = None
         self.stopped: int | None = None
         self._controller: Any = None
+        self._lease: Lease
         check_backend(self.recipe, torch_config)
         if datasets:
             check_datasets(datasets, self.recipe.data)
@@ -177,13 +180,22 @@ class FoldTrainer(TorchTrainer):
         checkpoint and stop; `stopped` is the number of the signal.
 
         Raises:
-            UserError: the recipe cannot run on this cluster, its data cannot be read, a package is missing, or the checkpoint to
-                start from is damaged or does not go with the recipe.
+            UserError: the recipe cannot run on this cluster, its data cannot be read, a package is missing, another driver has
+                the run, or the checkpoint to start from is damaged or does not go with the recipe.
             DamagedCheckpoint: the workers found the last checkpoint of the run damaged, like all others.
             ray.train.TrainingFailedError: the workers failed, and `attempts.decide` gives up, or the run has only damaged
                 checkpoints. The first line of the message has the failure.
         """
-        _check_packages(self.recipe)
+        check_packages(self.recipe)
+        field = "run_config.name" if self.resume is None else "resume"
+        say = self.console.say if self.console else logging.getLogger(__name__).warning
+        with Lease(self._folder, field, guardian.holder(), say, self._give_way) as self._lease:
+            if self.resume is not None:  # a run that is there already has something to lose
+                self._lease.take()
+            return self._begin_and_fit()
+
+    def _begin_and_fit(self) -> Result:
+        """Look at what training starts from, join or start Ray, and train."""
         begin = self._begin()
         stored = begin.look() if begin else None
         if begin is None and self.recipe.training.weights is not None:
@@ -207,6 +219,7 @@ class FoldTrainer(TorchTrainer):
         start = begin.folder if begin and begin.field == "from" else None
         name, origin = str(self.run_config.name), None if start is None else start.name
         need = self.scaling_config._resources_per_worker_not_none
+        self._lease.take()
         self.run = Run(self.recipe, name, self._root, data, self.console, origin, tuple(self.worlds), need)
         with self.run:
             recipes = {world: recipe.model_dump(mode="json") for world, recipe in self.worlds.items()}
@@ -231,16 +244,20 @@ class FoldTrainer(TorchTrainer):
 
         Raises:
             GetTimeoutError: Ray does not start the controller's process, for which Ray itself would wait for ever.
+        UserError: another driver has taken the run over meanwhile.
         """
         self._controller = controller
         ray.get(controller.__ray_ready__.remote(), timeout=_START_S)
+        self._lease.check()
 
     def _persist(self, run: Run, begin: Beginning | None) -> Result:
         """Make attempts until one succeeds, or until no other would help."""
         damaged = set[str]()
         self._list(begin)
         while True:
+            self._lease.check()
             outcome = self._attempt(run)
+            self._lease.check()
             if not isinstance(outcome, tuple):
                 if run.stopped and run.grows:
                     run.tell({"kind": "grows", "step": run.folder.history.last_step})
@@ -274,8 +291,7 @@ class FoldTrainer(TorchTrainer):
             result = super().fit()
         except KeyboardInterrupt:
             if self._controller is not None:
-                with suppress(RayError):
-                    ray.kill(self._controller)
+                self._end_attempt()
                 workers.release(self._controller)
             raise
         except Exception as error:
@@ -288,6 +304,18 @@ class FoldTrainer(TorchTrainer):
             return found, Failure("damaged", str(found))
         run.stopped = bool(result.return_value.get("stopped"))
         return result
+
+    def _end_attempt(self) -> None:
+        """End the process of Ray Train that starts the workers. `_attempt` gives back what it has reserved."""
+        if self._controller is not None:
+            with suppress(RayError):
+                ray.kill(self._controller)
+
+    def _give_way(self) -> None:
+        """End the training without another word in the run's folder, because another driver has it now."""
+        if self.run is not None:
+            self.run.abandon()
+        self._end_attempt()
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Result:
         """Let Ray's elastic scaling take legal numbers of workers alone, and leave what follows from failures to `decide`."""
@@ -389,15 +417,3 @@ class FoldTrainer(TorchTrainer):
         """Write the recipe to a storage elsewhere, where whoever loads a checkpoint finds it."""
         if self._is_elsewhere:
             self._folder.write("recipe.yaml", as_yaml(self.recipe).encode())
-
-
-def _check_packages(recipe: Recipe) -> None:
-    """Refuse a recipe whose packages are missing, because every worker would fail in every attempt.
-
-    The function does not import DeepSpeed, which is slow.
-    """
-    for field, kind in (("engine.kind", recipe.engine.kind), ("moe.backend", recipe.moe.backend)):
-        if kind == "deepspeed" and importlib.util.find_spec(kind) is None:
-            raise MissingPackage(field, kind, kind, "pip install deepspeed")
-    if recipe.moe.backend == "tutel":
-        make_backend(recipe)

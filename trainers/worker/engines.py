@@ -1,6 +1,8 @@
-"""Makes the engine that trains a recipe."""
+"""Makes the engine that trains a recipe, and checks that its packages are there."""
 
 from __future__ import annotations
+
+import importlib.util
 
 import torch
 
@@ -62,3 +64,15 @@ def make_backend(recipe: Recipe) -> MoeBackend:
         except ModuleNotFoundError as error:
             raise MissingPackage("moe.backend", kind, error.name or kind, "pip install deepspeed") from None
     return MoeBackend(**kernels)
+
+
+def check_packages(recipe: Recipe) -> None:
+    """Refuse a recipe whose packages are missing, because every worker would fail in every attempt.
+
+    The function does not import DeepSpeed, which is slow.
+    """
+    for field, kind in (("engine.kind", recipe.engine.kind), ("moe.backend", recipe.moe.backend)):
+        if kind == "deepspeed" and importlib.util.find_spec(kind) is None:
+            raise MissingPackage(field, kind, kind, "pip install deepspeed")
+    if recipe.moe.backend == "tutel":
+        make_backend(recipe)

@@ -36,6 +36,11 @@ def test_a_training_that_has_no_other_error_fails(run: Any) -> None:
     assert run.summary == "finished"
 
 
+def test_a_driver_whose_run_another_one_has_writes_nothing() -> None:
+    """The fields that `Run` would write with are not there."""
+    Run._end(SimpleNamespace(_abandoned=True), ValueError("the cause"))  # type: ignore[arg-type]
+
+
 def test_the_traceback_goes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     file = entry._write_traceback(ValueError("the cause"), tmp_path / "gone")

@@ -21,6 +21,7 @@ from trainers.driver import guardian
 guardian.watch_parent()
 at = Path("log").open("a")
 print(json.dumps([sys.argv[1:], guardian.run_to_resume()]), file=at, flush=True)
+print(guardian.holder(), file=Path("holders").open("a"), flush=True)
 ends = Path("ends").read_text().split()
 Path("ends").write_text(" ".join(ends[1:]))
 if ends[0] != "early":
@@ -68,6 +69,8 @@ def test_its_exit_code_is_passed_on(place: Path, code: int, capfd: pytest.Captur
 def test_a_lost_process_goes_on(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, log = guard(place, "kill exits 0", '{"steps": 7, "checkpoint": "/x/r-1/step_00000005"}')
     assert (code, log) == (0, ['[["train", "x.yaml"], null]', *['[["train", "x.yaml"], "r-1"]'] * 2])
+    holders = (place / "holders").read_text().splitlines()
+    assert (len(holders), len(set(holders))) == (3, 1), "so none of them waits for the lease of another"
     first, second = capfd.readouterr().err.splitlines()
     assert first == (
         "foldray: after step 7, the process of the training was lost (SIGKILL): Ray's head or node ended it, or memory ran out; "
