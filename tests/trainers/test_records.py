@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import ray
 
 from tests.trainers.records import history, place, resumed, saved, step, validation
-from trainers.cluster import mailbox
+from trainers.cluster import mail, mailbox
 from trainers.cluster.mail import Mail
 from trainers.cluster.mailbox import Inbox, Outbox
 from trainers.history import LOAD_WINDOW, History
@@ -136,6 +137,48 @@ def test_a_queue_that_comes_back_costs_nothing(ray_session, caplog, monkeypatch)
         outbox.send(step(1))
         assert outbox.flush()
     assert [record["step"] for record in seen] == [1]
+
+
+def test_what_waits_for_a_driver_that_hangs_is_bounded(monkeypatch):
+    """Steps are told every second, and signs of life by every rank."""
+    monkeypatch.setattr(mail, "MOST", 10)
+    waiting = Mail()
+    for count in range(1, 101):
+        waiting.put(
+            [*([place(count % 2)] if count < 5 else []), step(count), {"kind": "beat", "rank": count % 2, "count": count}]
+        )
+    taken = waiting.take(False)
+    assert [record["kind"] for record in taken].count("place") == 4
+    steps = [record["step"] for record in taken if record["kind"] == "step"]
+    assert steps == list(range(steps[0], 101)), "the newest, in order"
+    assert len(steps) <= 20
+    assert [record["count"] for record in taken if record["kind"] == "beat"] == [99, 100]
+    assert waiting.take(False) == []
+
+
+def test_settling_waits_for_a_record_that_came_after_the_last_look(monkeypatch):
+    """A look that is under way may have left the queue before the record came. So what an attempt failed of was not yet known."""
+    looks, seen = threading.Event(), []
+
+    class Reader:
+        reads = 0
+
+        def take(self, stops):
+            self.reads += 1
+            if self.reads == 1:
+                looks.wait(60)
+            return [step(1)] if self.reads == 2 else []
+
+    reader = Reader()
+    monkeypatch.setattr(mailbox, "_Reader", lambda queue: reader)
+    inbox = Inbox([seen.append])
+    inbox.queue, inbox._reader = None, reader
+    inbox._thread.start()
+    threading.Timer(0.3, looks.set).start()
+    inbox.settle()
+    assert seen == [step(1)]
+    inbox._leaving.set()
+    inbox._thread.join(60)
 
 
 def test_records_that_have_time_go_together(ray_session):

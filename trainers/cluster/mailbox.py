@@ -120,7 +120,8 @@ class Inbox:
     ):
         self._subscribers, self._beats = tuple(subscribers), beats
         self._period, self._patience = period, patience
-        self._leaving, self._idle, self.delivering = threading.Event(), threading.Event(), threading.RLock()
+        self._leaving, self._emptied, self.delivering = threading.Event(), threading.Condition(), threading.RLock()
+        self._empty = 0  # the number of the last read that found nothing
         self._failure: Exception | None = None
         self._deaf = False  # to signs of life, which has been told
         self._lost: Exception | None = None
@@ -135,6 +136,7 @@ class Inbox:
         options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy}
         # Ray's head would keep a history of these calls, which come several times a second (docs/measurements/faults.md).
         self.queue = ray.remote(Mail).options(**options, enable_task_events=False).remote()
+        self._reader = _Reader(self.queue)
         self._thread.start()
         return self
 
@@ -150,8 +152,9 @@ class Inbox:
 
     def settle(self) -> None:
         """Wait until all records that have arrived in the queue are delivered, or until the queue does not answer."""
-        self._idle.clear()
-        self._idle.wait(self._patience)
+        with self._emptied:
+            later = self._reader.reads + 1  # what is under way may have left the queue before the newest record came
+            self._emptied.wait_for(lambda: self._empty >= later or self._lost is not None, self._patience)
 
     def deliver(self, *records: Record | Beat) -> None:
         """Pass records to the subscribers."""
@@ -188,19 +191,18 @@ class Inbox:
 
     def _run(self) -> None:
         lost_since: float | None = None
-        reader = _Reader(self.queue)
         while True:
             # This is read before the queue, so the last read still gets records that were sent before the context ended.
             leaving = self._leaving.is_set()
             try:
-                records = reader.take(self.stops)
+                records = self._reader.take(self.stops)
             except Exception as error:
                 lost_since = lost_since or time.monotonic()
                 if leaving or time.monotonic() - lost_since > self._patience:
                     if self._lost is None:
                         _warn("the queue is lost; training continues without records", error)
                     self._lost = error
-                    self._idle.set()
+                    self._wake(self._empty)
                 if leaving:
                     return
                 time.sleep(_PAUSE_S)
@@ -210,10 +212,16 @@ class Inbox:
             lost_since = self._lost = None
             self.deliver(*records)
             if not records:
-                self._idle.set()
+                self._wake(self._reader.reads)
                 if leaving:
                     return
                 self._leaving.wait(self._period)
+
+    def _wake(self, empty: int) -> None:
+        """Let `settle` look again, after a read that found nothing, or the loss of the queue."""
+        with self._emptied:
+            self._empty = empty
+            self._emptied.notify_all()
 
     def _keep(self, error: Exception, what: str) -> None:
         if self._failure is None:
@@ -226,10 +234,10 @@ def _warn(what: str, error: Exception) -> None:
 
 
 class _Reader:
-    """Takes everything out of a queue."""
+    """Takes everything out of a queue. `reads` counts the calls that it has made."""
 
     def __init__(self, queue: Any):
-        self._queue, self._coming = queue, None
+        self._queue, self._coming, self.reads = queue, None, 0
 
     def take(self, stops: bool) -> list[Any]:
         """Return what is in the queue, or was when the last call gave up. `stops` is that of `Mail.take`.
@@ -238,6 +246,7 @@ class _Reader:
             ray.exceptions.RayError: the queue is lost, or does not answer in time.
         """
         if self._coming is None:
+            self.reads += 1
             self._coming = self._queue.take.remote(stops)
         try:
             taken = ray.get(self._coming, timeout=_ANSWER_S)
