@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import secrets
-import shutil
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
+import pyarrow
 import ray._private.state
 import ray.train
 import torch
@@ -25,6 +25,7 @@ from foldray.recipe import Recipe
 from trainers.cluster.joining import check_room, connect
 from trainers.cluster.run_storage import storage_folder
 from trainers.cluster.seating import Seating, resources, traffic_of
+from trainers.folders import Folder
 
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
 """Environment of workers on CPUs. By default, glibc returns large blocks to the kernel, and steps get new pages for them."""
@@ -100,7 +101,8 @@ def on_workers(
     try:
         result = trainer.fit().return_value
     finally:
-        shutil.rmtree(Path(storage) / folder, ignore_errors=True)
+        with suppress(OSError, ValueError, pyarrow.ArrowException):
+            (Folder(storage) / folder).delete()
     assert isinstance(result, dict), f"the first worker returned {result!r} instead of a dict"
     return result
 
