@@ -116,7 +116,7 @@ class RunFolder:
         self._drawn = self._page_drawn = time.monotonic()
         self.path.mkdir(parents=True, exist_ok=True)
         self._mend_last_line()
-        (self.path / "recipe.yaml").write_text(as_yaml(recipe))
+        _replace(self.path / "recipe.yaml", as_yaml(recipe))
         self._write_run("running")
 
     def tracked_by(self, uri: str, run_id: str, command: str | None) -> None:
@@ -127,7 +127,7 @@ class RunFolder:
     def receive(self, record: Record) -> None:
         """Write a record. At a validation, draw the pictures again, but at most twice a minute, and the page less often."""
         if record["kind"] == "listed":
-            (self.path / f"list-{record['degree']}.json").write_text(as_json(record) + "\n")
+            _replace(self.path / f"list-{record['degree']}.json", as_json(record) + "\n")
             record = {**record, "lists": []}
         self.history.receive(record)
         with self._metrics.open("a") as lines:  # closing flushes the file, so its readers see complete lines
@@ -151,7 +151,7 @@ class RunFolder:
             for rank, place in sorted(self.history.places.items())
             if rank in beats
         ]
-        _replace(self.path / RANKS, as_json({"time": time.time(), "ranks": ranks}))
+        _replace(self.path / RANKS, as_json({"time": time.time(), "ranks": ranks}) + "\n")
 
     def draw(self, page: bool = True) -> None:
         """Draw the pictures for which the run has data, and with `page` also the page of the experts' health."""
@@ -267,7 +267,7 @@ class RunFolder:
         failures = [{key: failure.get(key) for key in told} for failure in self.history.failures]
         origin = {"started_from": self._start, "resumed_at": self.history.resumes, "failures": failures}
         document = summary.as_dict() | origin | {"data": self._data, "workers": workers}
-        _replace(self.path / "run.json", json.dumps(json.loads(as_json(document)), indent=2))
+        _replace(self.path / "run.json", json.dumps(json.loads(as_json(document)), indent=2) + "\n")
         self._wrote, self._is_stale = time.monotonic(), False
         return summary
 
@@ -351,7 +351,7 @@ def _without_loads(record: Step) -> Step:
 def _replace(path: Path, text: str) -> None:
     """Write a text file at once, so that its readers find the old text or the new one."""
     draft = path.with_name(f".{path.name}")
-    draft.write_text(text + "\n")
+    draft.write_text(text)
     draft.replace(path)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +82,20 @@ def test_a_resumed_run_goes_on_in_its_folder(recipe, tmp_path):
     written = (first.path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["kind"] for line in written] == ["step", "step", "checkpoint", "resumed", "step", "step"]
     assert document(second)["resumed_at"] == [1]
+
+
+def test_a_full_disk_costs_no_recipe(recipe, tmp_path, monkeypatch):
+    """Without it, the run could not go on once the disk has room."""
+    RunFolder(tmp_path / "r-1", recipe, {})
+
+    def full(path, text, **_):
+        path.open("w").close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        RunFolder(tmp_path / "r-1", recipe, {})
+    assert Recipe.load(tmp_path / "r-1" / "recipe.yaml") == recipe
 
 
 def test_a_run_that_never_began_can_be_closed(recipe, tmp_path):
