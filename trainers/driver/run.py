@@ -70,8 +70,12 @@ class Run:
         history = read_history(root / name)
         self.tracker = Tracker(recipe, name, root, (read_run(root / name) or {}).get("mlflow_run_id"))
         bits = {} if found is None else found._asdict()
-        self.folder = RunFolder(root / name, recipe, bits, length, history, start, told_data(data))
-        self.folder.tracked_by(self.tracker.uri, self.tracker.run_id, self.tracker.view_command())
+        try:
+            self.folder = RunFolder(root / name, recipe, bits, length, history, start, told_data(data))
+            self.folder.tracked_by(self.tracker.uri, self.tracker.run_id, self.tracker.view_command())
+        except BaseException:
+            self.tracker.close("FAILED")
+            raise
         self.summary: Summary | None = None
         self.watch, self.stopped, self.grows, self.asked = Watch(), False, False, False
         self._abandoned = False
@@ -83,12 +87,19 @@ class Run:
         self._looked = -math.inf
 
     def __enter__(self) -> Run:
+        try:
+            self._begin()
+        except BaseException as error:  # Python does not call `__exit__`
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def _begin(self) -> None:
         self._gauges = Gauges(self.folder.path.name)
         subscribers = [self.folder.receive, self.tracker.receive, self._gauges.receive]
         if self._progress is not None:
             subscribers.append(self._stack.enter_context(self._progress).receive)
         self._inbox = self._stack.enter_context(Inbox(subscribers, self._beat))
-        return self
 
     def _beat(self, beat: Beat) -> None:
         """Take a sign of life. From time to time, see which ranks are slow, and write what all ranks do."""

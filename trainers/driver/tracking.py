@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -124,7 +125,12 @@ class Tracker:
 
     def _create(self, recipe: Recipe, name: str) -> str:
         run = self._client.create_run(self.experiment_id, run_name=name)
-        log_recipe(self._client, run.info.run_id, recipe)
+        try:
+            log_recipe(self._client, run.info.run_id, recipe)
+        except BaseException:
+            with suppress(Exception):  # the first error says more
+                self._client.set_terminated(run.info.run_id, "FAILED")
+            raise
         return run.info.run_id
 
     def _reopen(self, run_id: str | None) -> str | None:
@@ -133,8 +139,9 @@ class Tracker:
         if run_id is None:
             return None
         try:
-            known = self._client.get_run(run_id).info
-            lost = known.lifecycle_stage == "deleted" and f"is deleted (mlflow runs restore --run-id {run_id} brings it back)"
+            known = self._client.get_run(run_id)
+            deleted = known.info.lifecycle_stage == "deleted"
+            lost = deleted and f"is deleted (mlflow runs restore --run-id {run_id} brings it back)"
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
@@ -142,10 +149,11 @@ class Tracker:
         if lost:
             _log.warning("MLflow's run %s %s; training goes on with a new one", run_id, lost)
             return None
-        self.experiment_id = known.experiment_id
+        self.experiment_id = known.info.experiment_id
         self._client.update_run(run_id, status="RUNNING")
-        for name in ("loss", "validation/loss"):
-            self._logged[name] = max((metric.step for metric in self._client.get_metric_history(run_id, name)), default=-1)
+        # MLflow keeps the metric of the last step apart. A history has all steps, and takes minutes to read.
+        self._logged = {metric.key: metric.step for metric in known.data.to_proto().metrics}
+        self._tried = self._logged.get("online/step_time_s", 0)
         return run_id
 
     def _per_layer(self, record: Step) -> dict[str, float]:

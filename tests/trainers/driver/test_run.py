@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from foldray import Recipe
 from tests.trainers.driver.test_watch import beat
 from tests.trainers.records import place
 from trainers.driver import run as module
@@ -31,6 +33,27 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     )  # fmt: skip
     found._grow = lambda workers: Run._grow(found, workers)
     return found
+
+
+@pytest.mark.parametrize("fails", ["RunFolder", "Gauges"])
+def test_a_start_that_fails_ends_the_run_in_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: str) -> None:
+    """Otherwise it would be told to be running for ever."""
+    told: list[str] = []
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    tracker = SimpleNamespace(
+        uri="", run_id="", view_command=lambda: "", store=lambda files: None, close=told.append, receive=lambda record: None
+    )
+    monkeypatch.setattr(module, "Tracker", lambda *_: tracker)
+    monkeypatch.setattr(module, "baselines", lambda *_: (None, None))
+    monkeypatch.setattr(module, "told_data", lambda data: {})
+    monkeypatch.setattr(module, fails, full)
+    recipe = Recipe.parse({"name": "r", "model": {"preset": "tiny"}})
+    with pytest.raises(OSError, match="No space left"), Run(recipe, "r-1", tmp_path, None, None):  # type: ignore[arg-type]
+        pass
+    assert told == ["FAILED"]
 
 
 def look(run: Any, *ranks: int, trained: float = 9.0) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlflow.cli
 import pytest
+from mlflow import MlflowClient
 
 from foldray import Recipe, UserError
 from foldray.urls import without_secrets
@@ -92,9 +93,11 @@ def test_conversations_have_no_bits_per_byte(storage):
     assert metrics["skipped_steps"] == 3
 
 
-def test_a_resumed_run_is_opened_again_and_no_step_is_logged_twice(finished, storage):
+def test_a_resumed_run_is_opened_again_and_no_step_is_logged_twice(finished, storage, monkeypatch):
     other = recipe(optimizer={"lr": 0.5})
-    tracker = Tracker(other, "r-1", storage, finished.run_id)
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "get_metric_history", lambda *_: pytest.fail("it has every step of a week"))
+        tracker = Tracker(other, "r-1", storage, finished.run_id)
     assert tracker._client.get_run(tracker.run_id).info.status == "RUNNING"
     records: list[Record] = [
         resumed(28),
@@ -121,6 +124,16 @@ def test_a_run_that_mlflow_does_not_know_is_begun_anew(storage):
     tracker = Tracker(recipe(), "r-2", storage, "0123456789abcdef0123456789abcdef")
     tracker.close("FAILED")
     assert tracker._client.get_run(tracker.run_id).info.status == "FAILED"
+
+
+def test_a_run_whose_recipe_mlflow_does_not_take_has_failed(storage, monkeypatch):
+    monkeypatch.setattr(MlflowClient, "log_batch", lambda *_, **__: pytest.fail("no"))
+    client = Tracker.__new__(Tracker)
+    client._client, client.experiment_id = MlflowClient(default_uri(storage)), "0"
+    with pytest.raises(pytest.fail.Exception):
+        client._create(recipe(), "r-6")
+    (found,) = client._client.search_runs(["0"], "attributes.run_name = 'r-6'")
+    assert found.info.status == "FAILED"
 
 
 def test_a_deleted_run_is_begun_anew_with_a_word(storage, caplog):
