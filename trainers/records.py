@@ -185,6 +185,8 @@ class Beat(TypedDict):
     trained_s: float
     """Seconds since training began, and `waited_s` of them for other ranks."""
     waited_s: float
+    may_take_s: NotRequired[float | None]
+    """Seconds that the present work may take without a change; None is the usual limit."""
     time: NotRequired[float]
 
 

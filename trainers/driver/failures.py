@@ -20,7 +20,7 @@ from ray.train.v2.api.exceptions import PreemptionError
 from foldray.errors import UserError
 from trainers.driver.attempts import Failure
 from trainers.driver.causes import LOST, follows, identity, reason, root_cause, steps_before
-from trainers.driver.watch import Watch, named
+from trainers.driver.watch import Standstill, Watch, named
 from trainers.records import Place
 from trainers.worker.ending import Preempted
 
@@ -32,7 +32,9 @@ _BROKE = re.compile("connection (closed|reset|refused)( by peer)?|broken pipe|no
 _TIMEOUT = re.compile("timed? ?out", re.IGNORECASE)
 
 
-def failure_of(error: Exception, places: Mapping[int, Place], watch: Watch, timeout: float) -> Failure:
+def failure_of(
+    error: Exception, places: Mapping[int, Place], watch: Watch, timeout: float, ended: Standstill | None = None
+) -> Failure:
     """Return why an attempt failed.
 
     One fault makes other ranks fail as well. So a lost node counts first, then errors of the workers' own code, then ranks that
@@ -43,7 +45,10 @@ def failure_of(error: Exception, places: Mapping[int, Place], watch: Watch, time
         places: the place of every rank in this attempt, as far as known.
         watch: the signs of life of the attempt's ranks.
         timeout: seconds after which a wait for other ranks fails.
+        ended: why the driver has ended the attempt itself; None if it has not.
     """
+    if ended is not None:
+        return _of_nodes(places) or Failure("stalled", ended.what, ended.ranks)
     cause = root_cause(error)
     if isinstance(cause, UserError):
         return Failure("refused", str(cause))

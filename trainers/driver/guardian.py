@@ -7,6 +7,7 @@ happened, and lets the run go on from its last checkpoint.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +28,8 @@ from trainers.driver.attempts import Attempt, Failure, GoOn, decide
 _FILE, _RESUME, _LIFE, _HOLDER = (f"FOLDRAY_GUARD_{name}" for name in ("FILE", "RESUME", "LIFE", "HOLDER"))
 _STEP = re.compile(r".*step_(\d+)")
 _MOST = 3  # lost processes without a new checkpoint between them
+_LEFT_S = 5.0  # for processes that a lost one has left, to end by themselves
+_ADOPT = 36  # PR_SET_CHILD_SUBREAPER of Linux
 
 
 def is_guarded() -> bool:
@@ -102,14 +106,52 @@ def _run(arguments: Sequence[str], file: Path, resume: str | None, holds: str) -
     """Run the command once. Return how its process ended, what it has told, and the first signal that was passed on to it."""
     ours, theirs = os.pipe()
     env = {**os.environ, _FILE: str(file), _LIFE: str(ours), _HOLDER: holds, **({_RESUME: resume} if resume else {})}
-    command = [sys.executable, "-m", "foldray", *arguments]
+    command, own = [sys.executable, "-m", "foldray", *arguments], _children()
+    _adopt(True)
     # In a process group of its own, it gets a Ctrl-C from its parent alone.
     with subprocess.Popen(command, env=env, pass_fds=[ours], process_group=0) as process:
         os.close(ours)
         with _forwarding(process) as passed:
             code = process.wait()
     os.close(theirs)
-    return code, _facts(file), passed[0] if passed else None
+    facts = _facts(file)
+    if "ended" not in facts:
+        _end_left(own)
+    _adopt(False)
+    return code, facts, passed[0] if passed else None
+
+
+def _adopt(wanted: bool) -> None:
+    """Become the parent of processes whose parent ends, or no longer. Only Linux can do so."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_ADOPT, int(wanted), 0, 0, 0)
+
+
+def _end_left(own: set[int]) -> None:
+    """End what a lost process has left behind, apart from the children of this process before it.
+
+    Ray's agents end with their node, but if its head is lost as well, they may try to tell it for ever.
+    """
+    began, asked = time.monotonic(), set[int]()
+    while (left := _children() - own) and time.monotonic() - began < 2 * _LEFT_S:
+        late = time.monotonic() - began > _LEFT_S
+        for child in left:
+            with suppress(OSError):
+                if late or child not in asked:
+                    os.kill(child, signal.SIGKILL if late else signal.SIGTERM)
+                os.waitpid(child, os.WNOHANG)
+        asked |= left
+        time.sleep(0.1)
+
+
+def _children() -> set[int]:
+    """Return the processes whose parent is this one, on a system with /proc."""
+    found = set[int]()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if int((process / "stat").read_bytes().rpartition(b")")[2].split()[1]) == os.getpid():
+                found.add(int(process.name))
+    return found
 
 
 def _facts(file: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -22,13 +22,16 @@ from trainers.driver.gauges import Gauges
 from trainers.driver.recorder import RunFolder, Summary, read_history, read_run
 from trainers.driver.report import Console
 from trainers.driver.tracking import Status, Tracker
-from trainers.driver.watch import Watch
+from trainers.driver.watch import Standstill, Watch
+from trainers.history import LOAD_WINDOW
 from trainers.records import Beat, Record
 
 _log = logging.getLogger(__name__)
 _SURE = 2  # looks at a cluster that has room
 _LOOK_S = 10.0  # between two looks at what all ranks do
 _VAIN_S = 600.0  # between two tries to grow, if no more workers have started
+_SILENT_S, _SILENT_STEPS = 60.0, 30.0
+"""For so many seconds, or times the longest of the newest steps, a rank may show no sign of life while others do."""
 
 
 class Run:
@@ -49,6 +52,7 @@ class Run:
         start: the checkpoint that the run starts from; None for a run without one.
         worlds: numbers of workers that training may take.
         need: the resources of each; only several numbers of workers need them.
+        end: ends the attempt.
 
     Raises:
         UserError: a file of the earlier run cannot be read, or the tracking server does not answer or refuses a request.
@@ -64,6 +68,7 @@ class Run:
         start: str | None = None,
         worlds: Sequence[int] = (),
         need: Mapping[str, float] | None = None,
+        end: Callable[[], None] = lambda: None,
     ):
         found, length = baselines(data, recipe.training.eval_sequences)
         # These two may raise a UserError. They come first, so that an error leaves no folder behind.
@@ -78,7 +83,8 @@ class Run:
             raise
         self.summary: Summary | None = None
         self.watch, self.stopped, self.grows, self.asked = Watch(), False, False, False
-        self._abandoned = False
+        self._abandoned, self._end_attempt = False, end
+        self._ended: Standstill | None = None  # why this attempt was ended
         self._recipe, self._worlds, self._need, self._sees_room = recipe, worlds, need or {}, 0
         self._grew_from, self._grew = 0, -math.inf
         last = recipe.training.stop_after or recipe.training.steps
@@ -118,9 +124,18 @@ class Run:
                     "over_others": pace.over_others or 0.0, "goes_on": pace.is_slow, "time": time.time(),
                 })  # fmt: skip
         self.folder.write_ranks(self.watch.beats, paces)
+        if self._ended is None and self.watch.silent(self._patience()):
+            self._ended = self.watch.standstill()
+            self._end_attempt()
         trains = self.watch.beats.keys() == places.keys() and all(beat["trained_s"] for beat in self.watch.beats.values())
         if len(self._worlds) > 1 and trains and not self.grows:
             self._grow(len(places))
+
+    def _patience(self) -> float:
+        """Return for how many seconds a rank may show no sign of life while others do."""
+        steps = self.folder.history.steps
+        longest = float(steps.column("step_time_s")[-LOAD_WINDOW:].max()) if steps else math.inf
+        return min(self._recipe.cluster.timeout, max(_SILENT_S, _SILENT_STEPS * longest))
 
     def _grow(self, workers: int) -> None:
         """Ask the workers to stop, so that more of them start, once the cluster has had room for more several times.
@@ -140,12 +155,12 @@ class Run:
             self.watch.clear()
             self.folder.history.forget_places()
         self._inbox.stops = self.asked
-        self.grows, self.stopped, self._sees_room = False, False, 0
+        self.grows, self.stopped, self._sees_room, self._ended = False, False, 0, None
 
     def failure(self, error: Exception) -> Failure:
         """Return why an attempt failed."""
         with self._inbox.delivering:
-            return failure_of(error, self.folder.history.places, self.watch, self._recipe.cluster.timeout)
+            return failure_of(error, self.folder.history.places, self.watch, self._recipe.cluster.timeout, self._ended)
 
     def tell(self, record: Record) -> None:
         """Pass a record of the driver itself to the folder, MLflow and the progress line."""

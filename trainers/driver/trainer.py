@@ -220,7 +220,7 @@ class FoldTrainer(TorchTrainer):
         name, origin = str(self.run_config.name), None if start is None else start.name
         need = self.scaling_config._resources_per_worker_not_none
         self._lease.take()
-        self.run = Run(self.recipe, name, self._root, data, self.console, origin, tuple(self.worlds), need)
+        self.run = Run(self.recipe, name, self._root, data, self.console, origin, tuple(self.worlds), need, self._end_attempt)
         with self.run:
             recipes = {world: recipe.model_dump(mode="json") for world, recipe in self.worlds.items()}
             config = {"recipes": recipes, "data": str(data.folder), "queue": self.run.queue}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from trainers.records import Beat
 _RECENT = 15  # signs of life that a rank's pace is measured over
 _SLOW = 1.3  # times as long as the other ranks, or as before
 _QUIET_S = 10.0  # without a sign of life for so much longer than the others, a rank counts as stopped
+_UNSEEN_S = 15.0  # more time between two looks does not count, because the driver itself stood still
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Watch:
         self._first: dict[int, Beat] = {}
         self._recent: dict[int, deque[Beat]] = {}
         self._arrived: dict[int, float] = {}  # on this machine's clock, because those of nodes differ
+        self._silent_s: dict[int, float] = {}
+        self._looked = -math.inf
 
     def receive(self, beat: Beat, now: float | None = None) -> None:
         """Take a sign of life that arrives now, in seconds of `time.monotonic`."""
@@ -65,12 +69,25 @@ class Watch:
 
     def clear(self) -> None:
         """Forget the ranks of an attempt."""
-        for each in (self.beats, self._first, self._recent, self._arrived):
+        for each in (self.beats, self._first, self._recent, self._arrived, self._silent_s):
             each.clear()
 
     def stands(self, patience: float) -> bool:
         """Whether a rank has told that nothing changed for so many seconds."""
         return any(beat["still_s"] > patience for beat in self.beats.values())
+
+    def silent(self, limit: float, now: float | None = None) -> bool:
+        """Look for ranks that train, and have shown no sign of life for longer than `limit` seconds.
+
+        Call this from time to time while other ranks show some.
+        """
+        now = time.monotonic() if now is None else now
+        passed = min(now - self._looked, _UNSEEN_S)
+        for rank, at in self._arrived.items():
+            self._silent_s[rank] = 0.0 if at > self._looked else self._silent_s.get(rank, 0.0) + passed
+        self._looked = now
+        mays = {rank: max(limit, beat.get("may_take_s") or 0.0) for rank, beat in self.beats.items() if beat["trained_s"]}
+        return any(self._silent_s[rank] > may for rank, may in mays.items())
 
     def paces(self, positions: Mapping[int, int] | None = None) -> dict[int, Pace]:
         """Return the pace of every rank that has shown enough signs of life.

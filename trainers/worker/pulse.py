@@ -72,5 +72,5 @@ class Pulse:
         self._outbox.send({
             "kind": "beat", "rank": self._rank, "doing": str(activity.doing), "waits": activity.waits,
             "started": dict(activity.started), "still_s": now - activity.since, "trained_s": max(now - self._began, 0.0),
-            "waited_s": activity.waited_s - self._waited_s,
+            "waited_s": activity.waited_s - self._waited_s, "may_take_s": activity.may_take_s,
         })  # fmt: skip

@@ -18,7 +18,7 @@ from foldray.errors import UserError
 from tests.trainers.driver.test_watch import WAITS, beat, watch
 from trainers.driver.attempts import Failure
 from trainers.driver.failures import failure_of
-from trainers.driver.watch import Watch
+from trainers.driver.watch import Standstill, Watch
 from trainers.records import Place
 
 LOST = WorkerHealthCheckFailedError("worker died", ActorDiedError())
@@ -97,6 +97,14 @@ def test_ranks_that_wait_too_long() -> None:
     )
     still = watch(beat(0, "F combine", WAITS), beat(1, "reads its sequences", still_s=33.0))
     assert told(of_workers(still, r1=LOST))[::2] == ("stalled", (1,)), "it has ended itself"
+
+
+def test_an_attempt_that_the_driver_has_ended(nodes: list[dict[str, Any]]) -> None:
+    ended = Standstill((1,), "rank 1 showed no sign of life for 70 s")
+    found = failure_of(ActorDiedError(), places(), Watch(), 20, ended)
+    assert told(found) == ("stalled", "rank 1 showed no sign of life for 70 s", (1,))
+    nodes[0]["Alive"] = False
+    assert failure_of(ActorDiedError(), places(), Watch(), 20, ended).what == "node 10.0.0.1 was lost, with ranks 0, 1"
 
 
 def test_what_is_not_a_workers_fault() -> None:

@@ -15,7 +15,7 @@ from trainers.driver import guardian
 
 # Tells its run, writes what it knows into a file, and ends as told in the file "ends": "kill", or an exit code.
 STAND_IN = """
-import json, os, signal, sys, time
+import json, os, signal, subprocess, sys, time
 from pathlib import Path
 from trainers.driver import guardian
 guardian.watch_parent()
@@ -26,6 +26,12 @@ ends = Path("ends").read_text().split()
 Path("ends").write_text(" ".join(ends[1:]))
 if ends[0] != "early":
     guardian.tell(run="r-1", folder=os.getcwd())
+if ends[0] == "leaves":
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(0, flush=True); time.sleep(600)"
+    left = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE, start_new_session=True)
+    left.stdout.read(1)
+    Path("left").write_text(str(left.pid))
+    ends[0] = "kill"
 if ends[0] in ("kill", "early"):
     os.kill(os.getpid(), signal.SIGKILL)
 if ends[0] == "deaf":
@@ -77,6 +83,20 @@ def test_a_lost_process_goes_on(place: Path, capfd: pytest.CaptureFixture[str]) 
         "run r-1 goes on from its last checkpoint"
     )
     assert "lost (exit code 1)" in second
+
+
+def test_what_a_lost_process_has_left_is_ended(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's agents may wait for a lost head for ever. A child that this process had before stays."""
+    monkeypatch.setattr(guardian, "_LEFT_S", 0.5)
+    own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        assert guard(place, "leaves 0")[0] == 0
+        left = int((place / "left").read_text())
+        assert not Path(f"/proc/{left}").exists() or os.kill(left, signal.SIGKILL)
+        assert own.poll() is None
+    finally:
+        own.kill()
+        own.wait()
 
 
 def test_it_gives_up_without_progress(place: Path, capfd: pytest.CaptureFixture[str]) -> None:

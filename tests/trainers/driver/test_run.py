@@ -13,7 +13,7 @@ import pytest
 
 from foldray import Recipe
 from tests.trainers.driver.test_watch import beat
-from tests.trainers.records import place
+from tests.trainers.records import place, step
 from trainers.driver import run as module
 from trainers.driver.run import Run
 from trainers.driver.watch import Watch
@@ -29,7 +29,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     found: Any = SimpleNamespace(
         folder=folder, watch=Watch(), stopped=False, grows=False, asked=False, _worlds=(2, 4), _need={}, _sees_room=0,
         _grew_from=0, _grew=-math.inf, _looked=-math.inf, _gauges=SimpleNamespace(look=lambda waiting: None),
-        _inbox=SimpleNamespace(stops=False, delivering=threading.RLock()),
+        _inbox=SimpleNamespace(stops=False, delivering=threading.RLock()), _ended=None, _patience=lambda: 60.0,
     )  # fmt: skip
     found._grow = lambda workers: Run._grow(found, workers)
     return found
@@ -54,6 +54,15 @@ def test_a_start_that_fails_ends_the_run_in_mlflow(monkeypatch: pytest.MonkeyPat
     with pytest.raises(OSError, match="No space left"), Run(recipe, "r-1", tmp_path, None, None):  # type: ignore[arg-type]
         pass
     assert told == ["FAILED"]
+
+
+def test_how_long_a_rank_may_be_silent_follows_the_steps() -> None:
+    cluster = Recipe.parse({"name": "r", "model": {"preset": "tiny"}}).cluster
+    found: Any = SimpleNamespace(folder=SimpleNamespace(history=History()), _recipe=SimpleNamespace(cluster=cluster))
+    assert Run._patience(found) == cluster.timeout == 300.0, "no step is known"
+    for number, seconds, expected in ((1, 0.2, 60.0), (2, 4.0, 120.0), (3, 100.0, 300.0)):
+        found.folder.history.receive({**step(number), "step_time_s": seconds})
+        assert Run._patience(found) == expected
 
 
 def look(run: Any, *ranks: int, trained: float = 9.0) -> bool:

@@ -26,7 +26,7 @@ from trainers import FoldTrainer, Model
 from trainers.checkpoints.reported import LIST
 from trainers.checkpoints.stored import look
 from trainers.data.packed import PackedData
-from trainers.driver import resuming
+from trainers.driver import resuming, run, watch
 from trainers.driver.recorder import RunFolder, read_run
 from trainers.folders import Folder
 from trainers.health import Health
@@ -132,7 +132,7 @@ def test_stopping_and_resuming_changes_no_bit(engine: dict, whole: FoldTrainer, 
 
 def test_a_killed_worker_costs_nothing_before_the_last_checkpoint(engine: dict, whole: FoldTrainer, storage: Path) -> None:
     trainer = FoldTrainer(recipe(storage, **engine))
-    killer = threading.Thread(target=_kill_rank_1_after, args=(trainer, 30), daemon=True)
+    killer = threading.Thread(target=_signal_rank_1_after, args=(trainer, 30, signal.SIGKILL), daemon=True)
     killer.start()
     trainer.fit()
     killer.join()
@@ -146,12 +146,29 @@ def test_a_killed_worker_costs_nothing_before_the_last_checkpoint(engine: dict, 
     assert "the process of rank 1 on " in attempt.failure.what
 
 
-def _kill_rank_1_after(trainer: FoldTrainer, step: int) -> None:
+@pytest.mark.nightly("another training; test_watch.py and test_run.py have the rule")
+def test_a_stopped_worker_is_replaced_before_the_others_wait_too_long(
+    engine: dict, whole: FoldTrainer, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name, seconds in ((run, "_LOOK_S", 0.5), (run, "_SILENT_S", 6.0), (watch, "_QUIET_S", 3.0)):
+        monkeypatch.setattr(module, name, seconds)
+    trainer = FoldTrainer(recipe(storage, **engine))
+    stopper = threading.Thread(target=_signal_rank_1_after, args=(trainer, 30, signal.SIGSTOP), daemon=True)
+    stopper.start()
+    trainer.fit()
+    stopper.join()
+    assert losses(trainer) == losses(whole)
+    (attempt,) = trainer.attempts
+    assert (attempt.failure.kind, attempt.failure.ranks) == ("stalled", (1,))
+    assert attempt.failure.what.startswith("rank 1 showed no sign of life for ")
+
+
+def _signal_rank_1_after(trainer: FoldTrainer, step: int, sign: signal.Signals) -> None:
     deadline = time.monotonic() + 300  # a loaded machine starts slowly
     while time.monotonic() < deadline:
         history = trainer.run.folder.history if trainer.run is not None else None
         if history is not None and history.last_step >= step:
-            os.kill(history.places[1]["pid"], signal.SIGKILL)
+            os.kill(history.places[1]["pid"], sign)
             return
         time.sleep(0.01)
 

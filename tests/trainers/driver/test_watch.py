@@ -69,6 +69,29 @@ def test_standing_still_is_told_by_the_ranks() -> None:
     assert not found.stands(0)
 
 
+def test_a_rank_is_silent_if_others_are_not() -> None:
+    """Time counts while the driver looks every ten seconds, and not while it stands still itself."""
+
+    def silent_after(looks: int, **changes: Any) -> bool:
+        found = Watch()
+        for number in range(looks + 1):
+            found.receive(beat(0), now=10.0 * number)
+            if number == 0:
+                found.receive(beat(1, **changes), now=0.0)
+            silent = found.silent(60.0, now=10.0 * number + 1.0)
+        return silent
+
+    assert [silent_after(looks) for looks in (6, 7)] == [False, True]
+    assert not silent_after(50, trained_s=0.0), "it is being built"
+    assert [silent_after(looks, may_take_s=200.0) for looks in (20, 21)] == [False, True]
+    late = watch(beat(0), beat(1))
+    assert not late.silent(60.0, now=1001.0)
+    late.receive(beat(0), now=9000.0)
+    assert not late.silent(60.0, now=9001.0), "the other's sign of life comes next"
+    late.receive(beat(1), now=9002.0)
+    assert not late.silent(60.0, now=9090.0)
+
+
 def paced(shares: Sequence[float], beats: int = 20, before: Sequence[float] | None = None) -> Watch:
     """Signs of life of ranks that work for these shares of their time, after other shares before."""
     found, trained, waited = Watch(), [0.0] * len(shares), [0.0] * len(shares)
