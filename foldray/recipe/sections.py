@@ -349,7 +349,8 @@ class ClusterSpec(Strict):
         ge=1,
         le=86400,
         description="Seconds that a rank waits for others before the attempt fails, with the name of the rank that stands still. "
-        "No part of a step may take as long.",
+        "No part of a step may take as long. A rank that shows no sign of life at all is replaced sooner: after a minute, or "
+        "after 30 times what a step takes if that is longer.",
     )
 
 
