@@ -187,7 +187,7 @@ class FoldTrainer(TorchTrainer):
                 checkpoints. The first line of the message has the failure.
         """
         check_packages(self.recipe)
-        field = "run_config.name" if self.resume is None else "resume"
+        field = "run" if self.resume is None else "resume"
         say = self.console.say if self.console else logging.getLogger(__name__).warning
         with Lease(self._folder, field, guardian.holder(), say, self._give_way) as self._lease:
             if self.resume is not None:  # a run that is there already has something to lose
