@@ -161,7 +161,8 @@ def read_trials(study: optuna.Study, table: Table[Any], states: Sequence[TrialSt
 
 def read_trial(trial: FrozenTrial, table: Table[Any]) -> StoredTrial:
     """Read one trial. A trial that cannot be read counts as lost, with a reason, so its row can be measured again."""
-    row = table.find(trial.params) if trial.params else None
+    # The only row of a table has no parameters, so empty ones name it. In other tables they have not been written yet.
+    row = table.find(trial.params) if trial.params or not table.distributions else None
     try:
         record = TrialRecord.of_attributes(trial.user_attrs)
         if trial.params and row is None:

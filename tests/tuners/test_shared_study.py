@@ -16,8 +16,10 @@ from tests.tuners.test_space import recipe
 from tuners.measure import Gain
 from tuners.predictions import Predictions
 from tuners.record import StudyRecord, TrialRecord, write_study, write_trial
+from tuners.samplers import SAMPLERS
 from tuners.shared_study import SharedStudy
 from tuners.space import Settings
+from tuners.study import _fastest
 
 SPACE: dict[str, Any] = {"tp": [1], "cp": [1], "pp": [1], "kind": ["sequential", "stream"], "degree": [2, 4]}
 
@@ -64,6 +66,16 @@ def test_no_more_trials_than_rows_or_than_were_asked_for(tmp_path: Path) -> None
     assert len(claim_all(opened(tmp_path, given(trials=2)))) == 2
     assert claim_all(opened(tmp_path, given(trials=2))) == [], "the same study is not begun anew"
     assert len(claim_all(opened(tmp_path, given(trials=100)))) == len(rows) - 2
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("predicted", [False, True])
+def test_the_only_legal_setting_is_measured_once(tmp_path: Path, sampler: str, predicted: bool) -> None:
+    base = recipe(2, tp=[1], cp=[1], pp=[1], ep=[1], etp=[1], kind=["sequential"], degree=[1])
+    only = base.model_copy(update={"tune": base.tune.model_copy(update={"sampler": sampler})})
+    shared = opened(tmp_path, only, predicted)
+    assert claim_all(shared) == [0]
+    assert _fastest(shared.trials()).row == 0
 
 
 def test_the_winner_is_compared_once_for_all_tuners(tmp_path: Path) -> None:
