@@ -70,10 +70,19 @@ def multiples_near(value: int, unit: int) -> list[int]:
 
 def _short(value: Any) -> str:
     try:
-        text = value if isinstance(value, str) else without_secrets(str(value))
+        text = value if isinstance(value, str) else told_without(str(_hidden(value)))
     except (ValueError, RecursionError):  # Python refuses to print integers of thousands of digits, and very deep lists
         return f"a {type(value).__name__} that is too large to print"
     return _cut(repr(text) if text == "" or text != text.strip() else text)
+
+
+def _hidden(value: Any) -> Any:
+    """Return a value with the secrets of all its texts hidden."""
+    if isinstance(value, str):
+        return without_secrets(value)
+    if isinstance(value, dict):
+        return {key: _hidden(item) for key, item in value.items()}
+    return type(value)(map(_hidden, value)) if type(value) in (list, tuple) else value
 
 
 def _cut(text: str, limit: int = 80) -> str:

@@ -8,11 +8,16 @@ from urllib.parse import unquote
 
 HIDDEN = "***"
 _ON_DISK = ("sqlite", "journal", "file")  # schemes whose URLs name a path, where an "@" is part of the path
+_DATABASE = re.compile(r"(postgres|mysql|mariadb)[\w+]*$")  # schemes whose URLs end in a name, where an "@" is of a password
 _PARAMETER = re.compile(r"[?&;#]([^?&;#=]*)=")
 _SECRET = re.compile("pass|pwd|secret|token|key|cred|auth|sig", re.IGNORECASE)
 _NAME = re.compile(r"[\w.+-]*")
 _URL = re.compile(r"[\w+.-]+://[^\s'\"]+")
 _SQLITE = re.compile(r"sqlite(?:\+pysqlite)?:///([^?]*)(.*)", re.DOTALL)
+_HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(:\d*)?")
+_BROKEN_SCHEME = re.compile(r"[\w+.-]*(:/|//)")
+_BARE_USER = re.compile(r"[^\s:/]*:\S*")
+_BARE_HOST = re.compile(r"(?!\d+\b(?!\.))[^\s:/]+[.:/]")  # a name or a number with dots, and no single number as in `stream:4@2`
 
 
 def without_secrets(url: str) -> str:
@@ -75,15 +80,33 @@ def _query(url: str) -> tuple[str, str]:
 def _user(url: str) -> range:
     """Return the positions of user and password in a URL; an empty range if nothing there is secret.
 
-    A password may hold any character, escaped or not, so it ends at the last "@". A user's name alone is not secret
-    (`postgresql://USER@HOST`, `abfss://CONTAINER@HOST`), except in a web URL, where it may be a token.
+    They are in the authority, which ends at the next "/", "?" or "#". But a password may hold any character, escaped or not. So
+    they end at the last "@" of the text, if there is a password. A text without a scheme has one only if it reads
+    USER:PASSWORD@HOST, as an address from which the scheme is missing.
     """
-    end = max(url.rfind("@"), 0)
-    begin = url.find("://", 0, end) + 3
-    if begin < 3:  # the scheme is missing, as in `USER:PASSWORD@HOST`
-        is_path = url.startswith("/") and not url.startswith("//")
-        return range(end if ":" in url[:end] and not is_path else 0)
-    scheme, user = url[: begin - 3], url[begin:end]
-    is_path = scheme.endswith(_ON_DISK) and user.startswith("/")
-    is_name = _NAME.fullmatch(user) and not scheme.endswith(("http", "https"))
-    return range(begin, begin if is_path or is_name else end)
+    end = url.rfind("@")
+    if end < 1:
+        return range(0)
+    if "://" in url[:end]:
+        begins = [match.end() for match in re.finditer("://", url[:end])]
+        begin = next((begin for begin in begins if _holds_user(url[max(begin - 40, 0) : begin - 3], url[begin:])), end)
+        return range(begin, end)
+    broken = _BROKEN_SCHEME.match(url)
+    bare = _BARE_USER.fullmatch(url, 0, end) and _BARE_HOST.match(url, end + 1)
+    return range(end if (_holds_user("", url[broken.end() :]) if broken else bare) else 0)
+
+
+def _holds_user(scheme: str, rest: str) -> bool:
+    """Whether the text behind the scheme of a URL begins with a secret user. Other text may stand before the scheme.
+
+    A user's name alone is not secret (`postgresql://USER@HOST`, `abfss://CONTAINER@HOST`), except in a web URL, where it may be
+    a token.
+    """
+    if scheme.endswith(_ON_DISK) and rest.startswith("/"):
+        return False
+    authority = re.split("[/?#]", rest.lstrip("/"), maxsplit=1)[0]
+    user, at, _ = authority.rpartition("@")
+    if at:
+        return not _NAME.fullmatch(user) or scheme.endswith(("http", "https"))
+    # What looks like a port is the beginning of a password, if it is no number, or if no path may follow it.
+    return "@" in rest and ":" in authority and (not _HOST.fullmatch(authority) or bool(_DATABASE.search(scheme)))

@@ -15,6 +15,7 @@ from foldray import MissingPackage, Recipe, UserError
 from foldray.errors import refuse_hidden
 from foldray.recipe import describe
 from foldray.urls import holds_secret, sqlite_parts, sqlite_url, told_without, without_secrets
+from foldray.recipe.reading import refuse_secrets
 
 TOLD = [
     ("postgresql://me:hush@host/db", "postgresql://***@host/db"),
@@ -37,11 +38,21 @@ TOLD = [
     ("me:hush@host:6379", "***@host:6379"),
     ("://me:hush@host", "://***@host"),
     ("sqlite://me:hush@host", "sqlite://***@host"),
+    ("postgresql://me:12/hu@sh@host/db", "postgresql://***@host/db"),
+    ("mysql://me@corp:hush@host/db", "mysql://***@host/db"),
+    ("https://me:hush@host/snapshot@2024/x", "https://***@2024/x"),
+    ("https://a/x@1,https://me:hush@b/y", "https://a/x@1,https://***@b/y"),
+    ("me:hu/sh@host.corp", "***@host.corp"),
+    ("me:hush@127.0.0.1/db", "***@127.0.0.1/db"),
+    ("https://host/x@2?X-Amz-Security-Token=hush@1", "https://host/x@2?X-Amz-Security-Token=***"),
 ]
 PLAIN = [
     "postgresql+psycopg2://tuner@host/db", "http://host:5000", "abfss://container@account.dfs.core.windows.net/x", "host:6379",
     "sqlite:////home/me@work/runs:1@2.db", "journal:///runs@2/tune.log", "file:///runs/me:you@work", "/runs/me:you@work",
-    "runs@2", "s3://bucket/runs?region=x", "auto", "", "@", "hdfs://me@host:8020/runs",
+    "runs@2", "s3://bucket/runs?region=x", "auto", "", "@", "hdfs://me@host:8020/runs", "stream:4@2", "stream:0:2@2", "a:b@2:1",
+    "s3://corpus/snapshot@2024/x:1.txt", "s3://bucket/team@x/runs", "hf://datasets/a/b@main/x:y", "hdfs://host:8020/runs@2",
+    "http://[::1]:5000/x@y", "https://host/x?mail=me@corp", "abfss://container@account.dfs.core.windows.net/x@2", "sweep:lr@h200",
+    "data/a:b@c.txt", "lr: 3 @ host.corp",
 ]  # fmt: skip
 
 
@@ -81,6 +92,7 @@ def test_no_line_of_error_holds_a_secret_however_it_is_looked_at() -> None:
         UserError("a", url, f"is not {url}"),
         UserError("a", [url], "is a list"),
         UserError("a", {"uri": url}, "is a mapping"),
+        UserError("a", {"b": [1, ("http://host/x", url), "me:hush@host:1"]}, "is a mapping"),
         MissingPackage("a", url, "p", "pip install p"),
     ):
         for each in (error, pickle.loads(pickle.dumps(error))):
@@ -105,6 +117,18 @@ def test_a_recipe_keeps_its_secrets_in_its_own_process() -> None:
     for name, value in (("uri", recipe.model_dump(mode="json")["tracking"]["uri"]), ("none", "***")):
         with pytest.raises(UserError, match="lacks its secret, because foldray writes secrets to no file"):
             refuse_hidden(name, value)
+
+
+def test_a_path_of_a_store_reaches_the_workers_as_it_is() -> None:
+    storage, path = "s3://bucket/team@x/runs", "s3://corpus/snapshot@2024/x.txt"
+    recipe = Recipe.parse(
+        {"model": {"preset": "tiny"}, "cluster": {"storage": storage}, "data": {"source": "text", "path": path}}
+    )
+    given = recipe.model_dump(mode="json")
+    refuse_secrets(given)
+    assert (given["cluster"]["storage"], given["data"]["path"]) == (storage, path)
+    with pytest.raises(UserError, match=r"^schedule=stream:4@3: "):
+        recipe.named_ordering("stream:4@3")
 
 
 def test_every_key_that_speaks_of_an_address_hides_its_secrets() -> None:
