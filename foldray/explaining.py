@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from foldray.amounts import in_bytes, three_digits
 from foldray.errors import UserError
 from foldray.fold import ROWS, Arrangement, Edges, Room, arrange, filled
 from foldray.planner.hardware import load_hardware
@@ -145,12 +146,7 @@ class Seats:
         return f"{self._crossing(placed, family)} of {groups} group{'s' * (groups > 1)}" if groups else ""
 
     def _amount(self, value: float) -> str:
-        if not self.in_bytes:
-            return f"{value:.3g}"
-        for size, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-            if value >= size:
-                return f"{value / size:.3g} {name}"
-        return f"{value:.0f} B"
+        return in_bytes(value, decimal=True) if self.in_bytes else three_digits(value)
 
 
 def _less(before: float, after: float) -> str:

@@ -500,6 +500,8 @@ def test_explain_puts_ranks_on_the_nodes_of_a_cluster(here: Path, capsys: pytest
     assert (here / "fold.png").exists()
     said(explained(capsys, f"{asked} 2x4"), "node 1  4      4–7 ")
     said(explained(capsys, "--world-size 16 --tp 2 --cluster h200"), "node 1  8      8–15", "ranks in order are as good as any")
+    assert main(["explain", *asked.split(), "0x8"]) == 2
+    assert capsys.readouterr().err == "foldray: cluster=0x8: has no node\n"
 
 
 def test_explain_knows_the_bytes_of_a_recipe(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

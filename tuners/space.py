@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from foldray.amounts import in_bytes
 from foldray.errors import UserError
 from foldray.fold import divisors
 from foldray.recipe import Recipe
@@ -94,7 +95,7 @@ class Setting(NamedTuple):
         more = [] if self.micro_batch == 1 else [f"micro-batch {self.micro_batch}"]
         more += [] if self.virtual_stages == 1 else [f"{self.virtual_stages} virtual stages"]
         more += [] if self.recompute == "none" else [f"recomputes {self.recompute}"]
-        more += [] if self.reduction == "end" else [f"{self.reduction} of {_short(self.sp_bytes)}"]
+        more += [] if self.reduction == "end" else [f"{self.reduction} of {in_bytes(self.sp_bytes)}"]
         more += [] if self.slicing == "time_uniform" else [self.slicing]
         more += [] if self.dispatch == "assignment" else [f"once to each {self.dispatch}"]
         return ", ".join([f"{' '.join(sizes) or 'DP'} {self.kind}{cut}", *more])
@@ -223,10 +224,3 @@ def _is_legal(recipe: Recipe, setting: Setting) -> bool:
     except UserError:
         return False
     return True
-
-
-def _short(size: int) -> str:
-    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size} B"

@@ -155,7 +155,8 @@ class ModelSpec(Strict):
     rope_theta: float = Field(
         10000.0,
         gt=0,
-        description="Base of the rotation angles; longer sequences take a larger base. `learned` positions do not use it.",
+        description="Base of the rotation angles; longer sequences take a larger base. With `rope_scaling` it must be more than "
+        "1. `learned` positions do not use it.",
     )
     rope_dim: int | None = Field(
         None,
@@ -258,6 +259,10 @@ class ModelSpec(Strict):
     def _check_latent(self) -> None:
         if self.rope_scaling is not None and self.positions != "rope":
             raise UserError("model.rope_scaling", "given", f"has no meaning with positions={self.positions}", ["null"])
+        if self.rope_scaling is not None and self.rope_theta <= 1:
+            raise UserError(
+                "model.rope_theta", self.rope_theta, "must be more than 1 with rope_scaling, which takes its logarithm"
+            )
         if not self.latent_rank:
             if self.latent_query_rank:
                 raise UserError("model.latent_query_rank", self.latent_query_rank, "needs latent_rank", [0])

@@ -86,8 +86,7 @@ class Ownership:
 
     def __post_init__(self) -> None:
         _check_divides(self.model, self.fold)
-        assert self.stages
-        assert self.expert_stages
+        _ = self.stages, self.expert_stages  # making them checks them, also where Python runs no assertions
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:

@@ -68,6 +68,8 @@ def _seats(given: argparse.Namespace, fold: Fold, recipe: Recipe | None) -> Any:
         nodes = [Node(host.address, host.seats) for host in joined_hosts(given.cluster, recipe)]
     else:
         nodes = named_nodes(given.cluster, fold.world_size)
+    if not nodes:
+        raise UserError("cluster", given.cluster, "has no node")
     return Seats.of(edges, nodes, recipe is not None)
 
 

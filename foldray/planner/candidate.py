@@ -128,7 +128,7 @@ class Candidate:
     zero: int = 1
 
     def __post_init__(self) -> None:
-        assert self.ownership
+        _ = self.ownership  # making it checks the fold, also where Python runs no assertions
         if self.micro_batch % self.ordering.batch_degree:
             raise UserError(
                 "micro_batch", self.micro_batch, f"must be a multiple of the schedule's {self.ordering.batch_degree} parts"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from foldray.amounts import in_bytes
 from foldray.planner.hardware import Hardware, constants
 from foldray.planner.listed import Listed
 from foldray.planner.memory import GIB
@@ -104,7 +105,7 @@ def schedule(planned: Planned) -> str:
     text = ordering.forward.kind + (f" d={ordering.slicing.degree}" if ordering.slicing else "")
     text += f" R={ordering.batch_degree}" if ordering.batch_degree > 1 else ""
     text += f" b={candidate.micro_batch}" + (f" v={candidate.virtual_stages}" if candidate.virtual_stages > 1 else "")
-    text += f" {ordering.reduction.kind}" + (f"={size >> 20} MiB" if (size := ordering.reduction.most) else "")
+    text += f" {ordering.reduction.kind}" + (f"={in_bytes(size)}" if (size := ordering.reduction.most) else "")
     return text + (f" again {'+'.join(ordering.recompute)}" if ordering.recompute else "")
 
 

@@ -2,6 +2,8 @@
 
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -175,6 +177,11 @@ BAD = [
     ("model.preset=tiney", "model.preset", "is not a known model; did you mean 'tiny'?"),
     ("model.kv_heads=3", "model.kv_heads", "must divide heads=4; legal: 1, 2, 4"),
     ("model.head_dim=31", "model.head_dim", "must be even"),
+    (
+        "model={preset: tiny, rope_theta: 1.0, rope_scaling: {factor: 2, original_positions: 64}}",
+        "model.rope_theta",
+        "more than 1",
+    ),
     ("model.topk=9", "model.topk", "must be at most experts=8"),
     ("model.rope_scaling={factor: 2}", "model.rope_scaling.original_positions", "must be given with kind=yarn"),
     ("model.rope_scaling={kind: llama3, factor: 2, original_positions: 64}", "model.rope_scaling.beta_fast", "must be given"),
@@ -403,6 +410,31 @@ def test_folds_that_do_not_fit_are_refused_with_what_would(sections, field, valu
     assert rule in found.rule
     assert str(found).startswith(f"{field}=")
     assert "\n" not in str(found)
+
+
+_WITHOUT_ASSERTIONS = """
+from dataclasses import replace
+from foldray import Recipe, UserError
+from foldray.fold import Fold
+from foldray.recipe.refold import as_candidate
+from tests.foldray.test_recipe import BAD_FOLDS, folded
+for sections, field, *_ in BAD_FOLDS:
+    try:
+        Recipe.parse(folded(**sections))
+        print("taken:", sections)
+    except UserError:
+        pass
+legal = as_candidate(Recipe.parse(folded(model={"experts": 12})))
+try:
+    print("taken:", replace(legal, fold=Fold(8, ep=8)))
+except UserError:
+    pass
+"""
+
+
+def test_python_without_assertions_refuses_the_same():
+    command = [sys.executable, "-O", "-c", _WITHOUT_ASSERTIONS]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == ""
 
 
 @pytest.mark.parametrize("fold", [{"tp": 3}, {"tp": 4, "cp": 2, "pp": 2}, {"ep": 3, "etp": 2}, {"pp": 16}, {"tp": 5, "ep": 7}])

@@ -13,9 +13,10 @@ import torch
 from ray._common.utils import get_system_memory
 from ray.exceptions import AuthenticationError
 
+from foldray.amounts import in_bytes
 from foldray.blueprint import count_by_cut
 from foldray.errors import UserError
-from foldray.planner.memory import GIB, parameters
+from foldray.planner.memory import parameters
 from foldray.recipe import Recipe
 from foldray.urls import told_without
 from trainers.cluster.jobs import WANTS_TOKEN, has_token, in_job, token_file
@@ -176,8 +177,8 @@ def _check_memory(recipe: Recipe, available: float, where: str) -> None:
         each = share.weights + share.gradients + share.optimizer * _STATES.get(recipe.optimizer.kind, 0.0)
         needed += each * (fold.attention_ranks if family == "dp_cp" else fold.moe_ranks)
     if needed > available:
-        least = f"{workers} workers need at least {needed / GIB:.3g} GiB for weights, gradients and optimizer"
-        rule = f"{least}, but {where} has {available / GIB:.3g} GiB"
+        least = f"{workers} workers need at least {in_bytes(needed)} for weights, gradients and optimizer"
+        rule = f"{least}, but {where} has {in_bytes(available)}"
         raise UserError("model", f"{outside + inside:.3g} parameters", rule)
 
 

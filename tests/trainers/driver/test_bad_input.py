@@ -163,7 +163,7 @@ TRACKING: list[tuple[str, tuple[str, ...]]] = [
 CLUSTER: list[tuple[str, tuple[str, ...]]] = [
     (
         "model.vocab=16000000  model.hidden=100000",
-        ("model=3.2e+12 parameters", "2 workers need", "GiB for weights, gradients and optimizer, but the cluster has"),
+        ("model=3.2e+12 parameters", "2 workers need", "TiB for weights, gradients and optimizer, but the cluster has"),
     ),
     ("cluster.workers=8  training.global_batch=16", ("cluster.workers=8", "has room for 2 workers of 1 CPU", "legal: 1 to 2")),
     ("cluster.workers=131072  training.global_batch=262144", ("cluster.workers=131072", "has room for 2 workers", "1 to 2")),
