@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from foldray.amounts import in_bytes
@@ -16,6 +16,7 @@ from foldray.errors import UserError
 from foldray.fold import divisors
 from foldray.recipe import Recipe
 from foldray.recipe.bounds import MOST_SETTINGS
+from foldray.recipe.tuning import DEGREES
 from foldray.schedule import AF_PIPE, SEARCHED, SEQUENTIAL, overlap_kind
 from tuners.table import Table
 
@@ -118,7 +119,7 @@ def apply_setting(recipe: Recipe, setting: Setting) -> Recipe:
         given["placement"] |= {"attention": setting.attention, "experts": experts, "expert_pp": setting.expert_pp}
     given["schedule"]["recompute"] = () if setting.recompute == "none" else tuple(setting.recompute.split("+"))
     given["schedule"] |= {"sp_bytes": setting.sp_bytes or None, "degrees": None}
-    if setting.degree == 1 or not overlap_kind(setting.kind).cuts_attention:
+    if setting.degree != recipe.schedule.degree or not overlap_kind(setting.kind).cuts_attention:
         given["schedule"]["slices"] = None
     if setting.kind != recipe.schedule.kind:
         was, row = overlap_kind(recipe.schedule.kind), overlap_kind(setting.kind)
@@ -133,7 +134,7 @@ class Settings(Table[Setting]):
 
     Attributes:
         recipe: the unchanged recipe.
-        default: the setting of the unchanged recipe. The table may lack it.
+        default: the setting of the unchanged recipe. The table lacks it only if a list of the space leaves out its value.
 
     Raises:
         UserError: no setting in the space is legal, or there are too many.
@@ -197,20 +198,29 @@ def _placed_folds(recipe: Recipe) -> Iterator[dict[str, Any]]:
 
 
 def _settings_of_fold(recipe: Recipe, start: Setting) -> Iterator[Setting]:
+    """Yield the settings of a fold.
+
+    Args:
+        start: the setting of the unchanged recipe with this fold.
+    """
     space = recipe.tune.space
-    kinds = space.kind or ((AF_PIPE.name,) if start.attention else SEARCHED)
+    kinds = space.kind or tuple(dict.fromkeys([*((AF_PIPE.name,) if start.attention else SEARCHED), start.kind]))
+    degrees = space.degree or sorted({*DEGREES, start.degree})
+    batch_degrees = space.batch_degree or sorted({1, start.batch_degree})
     virtual_stages = (space.virtual_stages or (start.virtual_stages,)) if start.pp > 1 else (1,)
-    # With ep = 1 no token travels, so there is no all-to-all to hide.
     cuts = [(kind, 1, 1) for kind in kinds if not (overlap_kind(kind).cuts and overlap_kind(kind).of_stages)]
-    if start.ep > 1 or start.attention:
-        pieces = itertools.product(kinds, space.degree, space.batch_degree)
-        cuts += [(kind, degree, batch) for kind, degree, batch in pieces if overlap_kind(kind).cuts and degree * batch > 1]
-    reductions: Sequence[tuple[str, int]] = [("end", 0)] if None in space.sp_bytes else []
-    reductions = [*reductions, *(("chunks", size) for size in space.sp_bytes if size)]
-    recompute = ["+".join(kinds_of_ops) or "none" for kinds_of_ops in space.recompute]
+    # With ep = 1 no token travels, so there is no all-to-all to hide.
+    travels, own = start.ep > 1 or start.attention, (start.kind, start.degree, start.batch_degree)
+    pieces = itertools.product(kinds, degrees, batch_degrees)
+    cuts += [cut for cut in pieces if overlap_kind(cut[0]).cuts and cut[1] * cut[2] > 1 and (travels or cut == own)]
+    reductions = [(start.reduction, start.sp_bytes)]
+    if space.sp_bytes is not None:
+        reductions = [("chunks", size) if size else ("end", 0) for size in space.sp_bytes]
+    recompute = [start.recompute] if space.recompute is None else ["+".join(ops) or "none" for ops in space.recompute]
     micro_batches, ways = space.micro_batch or (start.micro_batch,), space.dispatch or (start.dispatch,)
+    slicings = space.slicing or (start.slicing,)
     for stages, micro_batch, (kind, degree, batch_degree), slicing, again, (reduction, size), way in itertools.product(
-        virtual_stages, micro_batches, cuts, space.slicing, recompute, reductions, ways
+        virtual_stages, micro_batches, cuts, slicings, recompute, reductions, ways
     ):
         yield start._replace(
             virtual_stages=stages, micro_batch=micro_batch, kind=kind, degree=degree, slicing=slicing, batch_degree=batch_degree,

@@ -1,6 +1,6 @@
 """The recipe: the one description that every command reads."""
 
-from foldray.recipe.checks import check_trains
+from foldray.recipe.checks import check_trains, slow_on_gpu
 from foldray.recipe.data import DataSpec, SourceSpec, ValidationSplit
 from foldray.recipe.reading import describe
 from foldray.recipe.recipe import Recipe
@@ -32,4 +32,5 @@ __all__ = [
     "ValidationSplit",
     "check_trains",
     "describe",
+    "slow_on_gpu",
 ]

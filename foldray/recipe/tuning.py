@@ -23,11 +23,15 @@ from foldray.recipe.bounds import (
 )
 from foldray.schedule import SEARCHED
 
+DEGREES = (1, 2, 4, 8)
+"""The degrees that a tuner tries if the recipe lists none."""
+
 
 class SpaceSpec(Strict):
     """The settings that `foldray tune` may try: all legal combinations of these values.
 
-    A list of one value settles a key. More values may hold a faster setting, but more trials are needed to find it.
+    A list of one value settles a key. More values may hold a faster setting, but more trials are needed to find it. Where a key
+    is null, the recipe's own value is always among those that are tried.
     """
 
     tp: Sizes | None = Field(None, description="Tensor-parallel sizes. Null is every legal size.")
@@ -43,18 +47,28 @@ class SpaceSpec(Strict):
     virtual_stages: Sizes | None = Field(None, description="Stages per pipeline position. Null is the recipe's number.")
     micro_batch: Sizes | None = Field(None, description="Sequences per micro-batch. Null is the recipe's number.")
     kind: tuple[OverlapName, ...] | None = Field(
-        None, min_length=1, max_length=16, description=f"Kinds of schedule. Null is {', '.join(SEARCHED)}."
+        None, min_length=1, max_length=16, description=f"Kinds of schedule. Null is {', '.join(SEARCHED)} and the recipe's."
     )
-    degree: Sizes = Field((1, 2, 4, 8), description="Pieces that a sequence is cut into. 1 does not cut.")
-    slicing: Annotated[tuple[Literal["token_uniform", "algorithm1", "time_uniform"], ...], Few] = Field(
-        ("time_uniform",), description="Ways to cut attention into slices."
+    degree: Sizes | None = Field(
+        None,
+        description=f"Pieces that a sequence is cut into. 1 does not cut. Null is {', '.join(map(str, DEGREES))} and the "
+        "recipe's number.",
     )
-    batch_degree: Sizes = Field((1,), description="Parts that a micro-batch is cut into along the batch. 1 does not cut.")
-    recompute: Annotated[tuple[Operations, ...], Few] = Field(
-        ((),), description="Lists of operations to compute again; an empty list computes nothing again."
+    slicing: Annotated[tuple[Literal["token_uniform", "algorithm1", "time_uniform"], ...], Few] | None = Field(
+        None, description="Ways to cut attention into slices. Null is the recipe's own."
     )
-    sp_bytes: Annotated[tuple[Size | None, ...], Few] = Field(
-        (None,), description="Bytes of a chunk of gradients. Null reduces all gradients at the end of the step."
+    batch_degree: Sizes | None = Field(
+        None,
+        description="Parts that a micro-batch is cut into along the batch. 1 does not cut. Null is 1 and the recipe's number.",
+    )
+    recompute: Annotated[tuple[Operations, ...], Few] | None = Field(
+        None,
+        description="Lists of operations to compute again; an empty list computes nothing again. Null is the recipe's own list.",
+    )
+    sp_bytes: Annotated[tuple[Size | None, ...], Few] | None = Field(
+        None,
+        description="Bytes of a chunk of gradients. A null in the list reduces all gradients at the end of the step. Null is the "
+        "recipe's own `reduction` and `sp_bytes`.",
     )
     dispatch: Annotated[tuple[Literal["assignment", "rank"], ...], Few] | None = Field(
         None, description="What a token travels for (`moe.dispatch`). Null is the recipe's own."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from foldray.errors import UserError
 from foldray.planner.hardware import load_hardware
 from foldray.recipe import Recipe
+from tests.foldray.test_recipe import SHIPPED
 from tuners.predictions import predict_rows
 from tuners.space import Setting, Settings, apply_setting
 
@@ -53,6 +55,40 @@ def test_rows_are_all_that_is_legal() -> None:
                         if ep > 1 or degree == 1:
                             found.add(row)
     assert set(table.rows) == found
+
+
+OWN = (
+    {}, {"kind": "flow", "sp_bytes": "auto"}, {"kind": "stream", "degree": 3, "reduction": "buckets", "slicing": "token_uniform"},
+    {"kind": "aaam", "degree": 2, "backward": "stream", "recompute": ["expert"], "slices": [128, 128]},
+    {"kind": "weave", "degrees": [1, 2], "reduction": "chunks", "sp_bytes": 100_000},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("schedule", OWN, ids=str)
+def test_a_space_without_lists_has_the_unchanged_recipe(schedule: dict[str, Any], ep: int) -> None:
+    base = recipe(2, tp=[1], cp=[1], pp=[1], etp=[1]).model_dump(exclude={"schedule"})
+    given = Recipe.parse(base | {"fold": {"ep": ep}, "training": {"micro_batch": 2}, "schedule": schedule})
+    table = Settings(given)
+    assert table.default in table.number
+    assert {(row.reduction, row.sp_bytes, row.recompute) for row in table.rows} == {
+        (table.default.reduction, table.default.sp_bytes, table.default.recompute)
+    }
+    own = apply_setting(given, table.default)
+    assert own.ordering == given.ordering._replace(reduction=own.ordering.reduction)
+    assert (own.ordering.reduction.kind, own.ordering.reduction.most) == (
+        given.ordering.reduction.kind, given.ordering.reduction.most,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_recipe_may_win_its_own_study(path: Path) -> None:
+    shipped = Recipe.load(path)
+    sizes = Setting.of(shipped)
+    fold = {axis: (getattr(sizes, axis),) for axis in ("tp", "cp", "pp", "ep", "etp")}
+    space = shipped.tune.space.model_copy(update=fold)
+    table = Settings(shipped.model_copy(update={"tune": shipped.tune.model_copy(update={"space": space})}))
+    assert table.default in table.number
 
 
 def test_a_list_settles_or_widens() -> None:

@@ -20,7 +20,7 @@ from ray.train.v2._internal.execution.callback import RayTrainCallback
 from ray.train.v2._internal.execution.failure_handling import create_failure_policy
 
 from foldray.errors import UserError
-from foldray.recipe import Recipe, check_trains
+from foldray.recipe import Recipe, check_trains, slow_on_gpu
 from foldray.recipe.refold import worlds
 from trainers.checkpoints.stored import DamagedCheckpoint, Stored
 from trainers.cluster import joining, workers
@@ -59,6 +59,7 @@ from trainers.worker.engines import check_packages
 from trainers.worker.online import MakeSearch
 from trainers.worker.task import train_on_worker
 
+_log = logging.getLogger(__name__)
 _START_S = 120.0
 """Seconds for Ray to start the process of its controller."""
 
@@ -187,6 +188,8 @@ class FoldTrainer(TorchTrainer):
                 checkpoints. The first line of the message has the failure.
         """
         check_packages(self.recipe)
+        if slow := slow_on_gpu(self.recipe):
+            _log.warning(slow)
         field = "run" if self.resume is None else "resume"
         say = self.console.say if self.console else logging.getLogger(__name__).warning
         with Lease(self._folder, field, guardian.holder(), say, self._give_way) as self._lease:
