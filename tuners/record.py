@@ -47,7 +47,8 @@ class TrialRecord(_Record):
 
     Args:
         owner: the tuner that runs the trial, as HOST:PID.
-        seen: when that tuner last said that it is alive, in seconds since 1970.
+        seen: when that tuner last said that it is alive, in seconds since 1970 by its host's clock. Other tuners only look
+            whether it changes.
         lost: whether the tuner went away before the trial ended, or the trial cannot be read. Its row is then free again.
         setting: the trial's row in words.
         predicted_s: the planner's prediction of a step, in seconds.

@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from tuners.claims import claim, release_abandoned
+from tuners.claims import Claims
 from tuners.measure import Gain
 from tuners.predictions import Predictions
 from tuners.record import Comparison, StoredTrial, StudyRecord, read_study, read_trial, read_trials, write_study
@@ -39,6 +39,7 @@ class SharedStudy:
 
     def __init__(self, recipe: Recipe, table: Settings, predictions: Predictions | None, url: str):
         self._spec, self._table, self._predictions, self._url = recipe.tune, table, predictions, url
+        self._claims = Claims()
         storage, with_memory = open_storage(url), recipe.tune.second is not None
         self._sampler = make_sampler(self._spec.sampler, table, self._spec.seed, predictions, with_memory)
         objectives = [_OBJECTIVE, _SECOND_OBJECTIVE] if with_memory else [_OBJECTIVE]
@@ -60,15 +61,21 @@ class SharedStudy:
         return read_trial(trial, self._table)
 
     def claim_trial(self) -> optuna.Trial | None:
-        """Take the next trial. Return None if all trials are spent, or no row is left."""
-        with self._lock():
-            release_abandoned(self.study, self._table)
-            counted = [trial for trial in self.trials() if trial.state != TrialState.WAITING and not trial.record.lost]
-            if len(counted) >= self._spec.trials or not self._sampler.untried_rows(counted):
+        """Take the next trial. Return None if all trials are spent, or no row is left.
+
+        If another tuner may be gone, wait until this is known, because its trial is then free again.
+        """
+        while True:
+            with self._lock():
+                doubtful = self._claims.release_abandoned(self.study, self._table)
+                counted = [trial for trial in self.trials() if trial.state != TrialState.WAITING and not trial.record.lost]
+                if len(counted) < self._spec.trials and self._sampler.untried_rows(counted):
+                    trial = self.study.ask(self._table.distributions)
+                    self._claims.claim(trial)
+                    return trial
+            if not doubtful:
                 return None
-            trial = self.study.ask(self._table.distributions)
-            claim(trial)
-        return trial
+            self._claims.wait()
 
     def reference_seconds(self, measure: Callable[[], float]) -> float:
         """Return the seconds of a step of the unchanged recipe. The first tuner calls `measure` for all tuners."""

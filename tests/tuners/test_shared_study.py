@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +14,7 @@ from optuna.trial import TrialState
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from tests.tuners.test_space import recipe
+from tuners import claims
 from tuners.measure import Gain
 from tuners.predictions import Predictions
 from tuners.record import StudyRecord, TrialRecord, write_study, write_trial
@@ -125,6 +127,19 @@ def test_a_running_trial_that_cannot_be_read_is_released(tmp_path: Path) -> None
     assert again is not None, "the damaged trial does not count"
     assert shared.trials()[0].state == TrialState.FAIL
     assert shared.trials()[0].row in claim_all(opened(tmp_path, given(trials=100, sampler="random")))
+
+
+def test_the_last_trial_of_a_tuner_that_may_be_gone_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heartbeats of another host have stopped. What its trial leaves is taken, once it counts as gone."""
+    monkeypatch.setattr(claims, "_HEARTBEAT_S", 0.0)
+    shared, seconds = opened(tmp_path, given(trials=1, sampler="random")), itertools.count(0.0, 10.0)
+    left = shared.claim_trial()
+    assert left is not None
+    write_trial(left, TrialRecord(owner="another-host:1"))
+    other = opened(tmp_path, given(trials=1, sampler="random"))
+    other._claims = claims.Claims(lambda: next(seconds))
+    assert other.claim_trial() is not None
+    assert [trial.state for trial in other.trials()] == [TrialState.FAIL, TrialState.RUNNING]
 
 
 def test_the_reference_is_measured_once(tmp_path: Path) -> None:

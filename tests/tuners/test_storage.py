@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +20,8 @@ from foldray.errors import UserError
 from foldray.recipe import Recipe
 from tests.tuners.postgres import new_database, server
 from tests.tuners.test_sampler import predictions, table
-from tuners.claims import Heartbeat, claim, release_abandoned
+from tuners import claims
+from tuners.claims import Claims, Heartbeat
 from tuners.record import StoredTrial, TrialRecord, read_trials, write_trial
 from tuners.samplers import PlannerOrder, TableSampler
 from tuners.storage import open_storage, storage_lock, study_url
@@ -44,15 +47,15 @@ def study_at(url: str) -> optuna.Study:
 
 def work(url: str, trials: int, each_s: float) -> None:
     """Run a tuner that measures nothing, until the study has `trials` trials."""
-    study, rows = study_at(url), table()
+    study, rows, own = study_at(url), table(), Claims()
     while True:
         with storage_lock(url, "s"):
-            release_abandoned(study, rows)
+            own.release_abandoned(study, rows)
             counted = [each for each in read_trials(study, rows) if not each.record.lost]
             if len(counted) >= trials:
                 return
             trial = study.ask(rows.distributions)
-            claim(trial)
+            own.claim(trial)
         with Heartbeat(trial):
             time.sleep(each_s)
             study.tell(trial, 1.0)
@@ -133,16 +136,45 @@ def test_a_lock_leaves_no_connection(postgres: str) -> None:
             assert connection.execute(text(others)).scalar() == 0
 
 
-def test_a_trial_of_a_living_tuner_stays(tmp_path: Path) -> None:
-    study = study_at(f"sqlite:///{tmp_path}/tune.db")
-    mine, elsewhere, silent = (study.ask(table().distributions) for _ in range(3))
-    for trial in (mine, elsewhere, silent):
-        claim(trial)
-    write_trial(elsewhere, TrialRecord(owner="another-host:1"))
-    write_trial(silent, TrialRecord(owner="another-host:2", seen=time.time() - 3600))
-    assert release_abandoned(study, table()) == 1
-    assert [each.state for each in study.trials] == [TrialState.RUNNING, TrialState.RUNNING, TrialState.FAIL]
-    assert read_trials(study, table())[0].record.owner == f"{socket.gethostname()}:{os.getpid()}"
+def test_a_trial_of_a_living_tuner_stays() -> None:
+    seconds, rows = [0.0], table()
+    study = optuna.create_study(sampler=TableSampler(rows, PlannerOrder(rows, 0, predictions())))
+    watching = Claims(lambda: seconds[0])
+    mine, slow, fast, ended = (study.ask(rows.distributions) for _ in range(4))
+    watching.claim(mine)
+    for number, (trial, clock) in enumerate([(slow, -3600.0), (fast, 3600.0), (ended, 3600.0)]):
+        write_trial(trial, TrialRecord(owner=f"another-host:{number}", seen=time.time() + clock))
+    for seconds[0] in range(0, 120, 10):
+        doubtful = watching.release_abandoned(study, rows)
+        assert doubtful == (seconds[0] <= 40), "one may be gone, until it counts as gone"
+        for trial, clock in ((slow, -3600), (fast, 3600)):
+            write_trial(trial, TrialRecord(seen=clock + seconds[0]))
+    assert [each.state.name for each in study.trials] == ["RUNNING", "RUNNING", "RUNNING", "FAIL"]
+    assert read_trials(study, rows)[0].record.owner == f"{socket.gethostname()}:{os.getpid()}"
+    for later, doubtful in ((5, False), (30, True), (40, False)):
+        seconds[0] += later
+        assert watching.release_abandoned(study, rows) == doubtful
+    assert [each.state.name for each in study.trials] == ["RUNNING", "FAIL", "FAIL", "FAIL"]
+
+
+def test_heartbeats_go_on_after_errors_of_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    study, tried, enough = study_at(f"sqlite:///{tmp_path}/tune.db"), list[float](), threading.Event()
+
+    def write(trial: optuna.Trial, record: TrialRecord) -> None:
+        tried.append(record.seen)
+        if len(tried) < 4:
+            raise optuna.exceptions.StorageInternalError("postgresql://me:hush@host/db does not answer")
+        enough.set()
+
+    monkeypatch.setattr(claims, "write_trial", write)
+    monkeypatch.setattr(claims, "_HEARTBEAT_S", 0.01)
+    with Heartbeat(study.ask(table().distributions)):
+        assert enough.wait(60)
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
+        "the heartbeat of trial 0 cannot be written (postgresql://***@host/db does not answer); it is tried again"
+    ]
 
 
 def test_a_storage_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ class Ranks:
 
     Raises:
         UserError: the cluster has no room for the ranks.
+        RankFailure: the ranks do not start, or do not find each other. Nothing of them is left.
     """
 
     def __init__(self, recipe: Recipe, nodes: Sequence[str] | None = None):
@@ -66,32 +67,33 @@ class Ranks:
             chosen = chosen_nodes(self._traffic, needs) if spec.placement == "PACK" else None
         if chosen is not None:
             options["bundle_label_selector"] = [{NODE_ID: node} for node in chosen]
+        self._actors: list[Any] = []
         self._placement: PlacementGroup = placement_group([needs] * spec.workers, strategy=spec.placement, **options)
-        if not self._placement.wait(_PLACED_S):
+        try:
+            if not self._placement.wait(_PLACED_S):
+                raise UserError("cluster.workers", spec.workers, f"found no room on the cluster within {_PLACED_S:.0f} s")
+            self._start(recipe, needs)
+        except BaseException:  # otherwise the next ranks would wait for this room
             self.close()
-            raise UserError("cluster.workers", spec.workers, f"found no room on the cluster within {_PLACED_S:.0f} s")
-        self._actors = self._start(recipe, needs)
+            raise
 
-    def _start(self, recipe: Recipe, needs: dict[str, float]) -> list[Any]:
+    def _start(self, recipe: Recipe, needs: dict[str, float]) -> None:
         make = ray.remote(_Rank).options
-        started = []
         for bundle in range(recipe.cluster.workers):
             strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
             options: dict[str, Any] = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0), "max_restarts": 0}
             options["scheduling_strategy"], options["runtime_env"] = strategy, {"env_vars": environment(recipe)}
-            started.append(make(**options).remote(recipe.cluster.cpus_per_worker))
-        self._actors = started
-        places = self._wait([actor.where.remote() for actor in started], _JOINED_S)
-        anywhere = [""] * len(started)
+            self._actors.append(make(**options).remote(recipe.cluster.cpus_per_worker))
+        places = self._wait([actor.where.remote() for actor in self._actors], _JOINED_S)
+        anywhere = [""] * len(places)
         order = seated(self._traffic, [node for node, _ in places], anywhere, anywhere)
-        actors = [started[number] for number in order]
+        self._actors = actors = [self._actors[number] for number in order]
         host = places[order[0]][1]
         address = f"tcp://{host}:{self._wait([actors[0].free_port.remote()], _JOINED_S)[0]}"
         self.hosts = list(dict.fromkeys(places[number][1] for number in order))
         backend = "nccl" if recipe.cluster.gpu else "gloo"
         joins = [actor.join.remote(address, rank, len(actors), backend) for rank, actor in enumerate(actors)]
         self._wait(joins, _JOINED_S)
-        return actors
 
     def call(self, function: Callable[..., Any], *arguments: Any, timeout: float) -> list[Any]:
         """Call `function(state, *arguments)` on all ranks at once, and return the results by rank.
@@ -107,7 +109,7 @@ class Ranks:
 
     def close(self) -> None:
         """Stop all ranks, even if a call is running."""
-        for actor in getattr(self, "_actors", []):
+        for actor in self._actors:
             ray.kill(actor)
         remove_placement_group(self._placement)
 
