@@ -20,8 +20,8 @@ FOLDERS = ("foldray", "trainers", "tuners", "recipes")  # ground first
 ENGINE_NEEDS = ("torch", "numpy", "scipy", "pydantic", "PyYAML")
 ENGINE_IMPORTS = {"torch", "numpy", "scipy", "pydantic", "yaml"}
 WITHOUT_TORCH = {
-    "__init__", "__main__", "urls", "errors", "files", "tables", "activations", "windows", "kinds", "fold", "blueprint", "recipe",
-    "schedule", "timeline", "finding", "planner", "drawing", "arguments", "completion",
+    "__init__", "__main__", "urls", "amounts", "errors", "files", "tables", "activations", "windows", "kinds", "fold", "blueprint",
+    "recipe", "schedule", "timeline", "finding", "planner", "drawing", "arguments", "completion",
 }  # fmt: skip
 
 
@@ -230,6 +230,7 @@ def test_what_is_allowed_passes(path, source):
 
 DISTRIBUTIONS = {"yaml": "pyyaml", "sklearn": "scikit-learn", "grpc": "grpcio"}  # distributions with other names
 LIBRARIES = ("foldray", "trainers", "tuners")
+ON_NO_INDEX = {"tutel"}  # a command of its own installs it
 
 
 def undeclared(path: str, source: str, declared: set[str]) -> list[str]:
@@ -242,10 +243,21 @@ def undeclared(path: str, source: str, declared: set[str]) -> list[str]:
 def test_every_package_that_is_imported_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [name for key, names in project["optional-dependencies"].items() if key != "dev" for name in names]
-    declared = {canonicalize_name(Requirement(text).name) for text in [*project["dependencies"], *extras]}
+    requirements = [Requirement(text) for text in [*project["dependencies"], *extras]]
+    assert [str(each) for each in requirements if each.url] == [], "an index refuses packages that require an address"
+    declared = {canonicalize_name(each.name) for each in requirements} | ON_NO_INDEX
     paths = [path for path in modules() if path.split("/")[0] in LIBRARIES]
     assert {path: found for path in paths if (found := undeclared(path, (ROOT / path).read_text(), declared))} == {}
     assert undeclared("tuners/a.py", "def f():\n    from sklearn.base import x", declared - {"scikit-learn"}) == ["sklearn"]
+
+
+def test_one_command_installs_tutel():
+    """The README has the command that the error of a missing package names, for the environment of `make setup`."""
+    from foldray.moe.tutel import INSTALL
+
+    command = INSTALL.split(" (")[0]
+    assert command.replace("pip", ".venv/bin/pip", 1) in (ROOT / "README.md").read_text().splitlines()
+    assert not any(f"[{name}]" in (ROOT / path).read_text() for name in ON_NO_INDEX for path in ("README.md", "CONTRIBUTING.md"))
 
 
 _MAKES = {"tensor", "zeros", "ones", "full", "empty", "arange", "randn", "rand"}

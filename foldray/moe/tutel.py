@@ -19,7 +19,11 @@ from foldray.kernels.permutation import sort_by_expert
 from foldray.moe.contracts import Sent
 from foldray.moe.router import Gate, Routing
 
-INSTALL = "NO_CUDA=1 pip install --no-build-isolation 'foldray[tutel]' (leave NO_CUDA out on a GPU; needs a C++ compiler)"
+INSTALL = (
+    "NO_CUDA=1 pip install --no-build-isolation git+https://github.com/microsoft/tutel@82af7aad9fc3ec981395ba97e7242a480984a55e "
+    "(leave NO_CUDA out on a GPU; needs a C++ compiler)"
+)
+"""Tutel is on no package index, and a package on one may not require an address. So it is no extra of foldray's."""
 
 
 class TutelPermutation:
