@@ -20,8 +20,8 @@ FOLDERS = ("foldray", "trainers", "tuners", "recipes")  # ground first
 ENGINE_NEEDS = ("torch", "numpy", "scipy", "pydantic", "PyYAML")
 ENGINE_IMPORTS = {"torch", "numpy", "scipy", "pydantic", "yaml"}
 WITHOUT_TORCH = {
-    "__init__", "__main__", "urls", "amounts", "errors", "files", "tables", "activations", "windows", "kinds", "fold", "blueprint",
-    "recipe", "schedule", "timeline", "finding", "planner", "drawing", "arguments", "completion",
+    "__init__", "__main__", "urls", "amounts", "errors", "files", "tables", "activations", "windows", "kinds", "fold",
+    "blueprint", "recipe", "schedule", "timeline", "finding", "planner", "drawing", "arguments", "completion",
 }  # fmt: skip
 
 

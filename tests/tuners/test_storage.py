@@ -14,6 +14,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from foldray.errors import UserError
@@ -208,6 +209,14 @@ def test_a_storage_in_a_file_has_its_whole_path(
     recipe = Recipe.parse({"model": {"preset": "tiny"}, "tune": {"storage": given, "study": "s", "space": {"degree": [1, 2]}}})
     folders: list[str | Path | None] = [None, "runs/tune/s", Path("runs/tune/s")]
     assert {FoldTuner(recipe, folder).url for folder in folders} == {expected.format(tmp_path)}
+
+
+@pytest.mark.parametrize("name", ["a?b", "a%20b", "a%3Fb#c", "{x} ü@b"])
+def test_a_study_is_in_its_folder_whatever_that_is_called(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    open_storage(study_url(Recipe.parse({"model": {"preset": "tiny"}}), folder)).create_new_study([StudyDirection.MINIMIZE])
+    assert sorted(path.name for path in folder.iterdir()) == ["tune.db", "tune.db.turn"]
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_a_storage_of_an_unknown_user_is_refused() -> None:
