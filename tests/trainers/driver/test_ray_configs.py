@@ -271,3 +271,19 @@ def test_a_run_is_restored_with_its_recipe(folder: Path, filesystem: FileSystem 
     assert made.recipe.training.steps == 77
     assert (made.resume, made.run_config.storage_path, made.run_config.name) == ("x", str(path.parent), "x")
     assert made.run_config.failure_config.max_failures == 2
+
+
+def test_a_gpu_of_the_configuration_warns_of_what_is_slow_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stop(made: FoldTrainer) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(trainer, "_check_packages", lambda given: None)
+    monkeypatch.setattr(FoldTrainer, "_begin", stop)
+    given = recipe(data={"mask_documents": True}, schedule={"kind": "stream", "degree": 4})
+    for uses in (False, True):
+        with pytest.raises(InterruptedError):
+            FoldTrainer(given, scaling_config=ScalingConfig(num_workers=2, use_gpu=uses)).fit()
+    (told,) = [record.message for record in caplog.records if record.name == "trainers.driver.trainer"]
+    assert told.startswith("schedule.degree=4 with kind=stream: cuts attention into pieces, and with data.mask_documents")
