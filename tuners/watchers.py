@@ -53,7 +53,8 @@ class Console(Watcher):
         self, study: optuna.Study, trials: list[StoredTrial], table: Settings, predictions: Predictions | None
     ) -> None:
         done = sum(trial.state.is_finished() and not trial.record.lost for trial in trials)
-        parts = [f"{len(table.rows)} legal settings, {'predicted' if predictions else 'nothing predicted'}"]
+        settings = f"{len(table.rows)} legal setting{'s' * (len(table.rows) > 1)}"
+        parts = [f"{settings}, {'predicted' if predictions else 'nothing predicted'}"]
         parts += [f"{done} trials are done"] if done else []
         self._terminal.print("; ".join(parts))
         for trial in trials:

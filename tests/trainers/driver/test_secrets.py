@@ -275,10 +275,10 @@ def test_a_model_that_this_machine_cannot_hold_is_refused_before_ray_starts(monk
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray starts"))
-    with pytest.raises(UserError, match=r"^model=5\.5e\+11 parameters: 1 workers need .* GiB .*, but this machine has"):
+    with pytest.raises(UserError, match=r"^model=5\.5e\+11 parameters: 1 workers need .* TiB .*, but this machine has"):
         joining.connect(Recipe.parse(LARGE))
     crowd = {"model": {"preset": "tiny"}, "cluster": {"workers": 2**17}, "training": {"global_batch": 2**17}}
-    with pytest.raises(UserError, match=r"131072 workers need .* GiB .*, but this machine has"):
+    with pytest.raises(UserError, match=r"131072 workers need .* TiB .*, but this machine has"):
         joining.connect(Recipe.parse(crowd), crowded=True)
 
 
