@@ -14,8 +14,8 @@ from sqlalchemy import make_url
 from foldray import MissingPackage, Recipe, UserError
 from foldray.errors import refuse_hidden
 from foldray.recipe import describe
-from foldray.urls import holds_secret, sqlite_parts, sqlite_url, told_without, without_secrets
 from foldray.recipe.reading import refuse_secrets
+from foldray.urls import holds_secret, sqlite_parts, sqlite_url, told_without, without_secrets
 
 TOLD = [
     ("postgresql://me:hush@host/db", "postgresql://***@host/db"),

@@ -161,7 +161,7 @@ def _write(stored: Stored, recipe: Recipe, family: Family, dtype: torch.dtype, f
 def _positions(recipe: Recipe) -> int:
     """Return how many positions the model is for. The sequences of a training may be shorter."""
     known, scaling = recipe.export.max_positions or 0, recipe.model.rope_scaling
-    if scaling is None:
+    if scaling is None or scaling.original_positions is None:
         return max(known, recipe.data.seq_len)
     # Before version 5, transformers take the ratio of both numbers for the factor.
     return known if known > scaling.original_positions else round(scaling.original_positions * scaling.factor)

@@ -34,8 +34,8 @@ from trainers.data.packed import Batches, PackedData, Sequences, Split
 from trainers.health import Health
 from trainers.records import Measured, Place, Step, Validation, averaged, number, reported
 from trainers.worker import ground
-from trainers.worker.engines import DTYPES, make_engine, read_weights
 from trainers.worker.ending import AFTER, Preempted
+from trainers.worker.engines import DTYPES, make_engine, read_weights
 from trainers.worker.guard import Guard
 from trainers.worker.online import Knobs, MakeSearch, Online
 from trainers.worker.pulse import Pulse
