@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, get_args
 
 from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec
@@ -109,7 +111,8 @@ def count_by_cut(model: ModelSpec) -> tuple[int, int]:
     return edges * hidden + norm + blocks + dense + routed, sparse * model.experts * expert
 
 
-def count_by_op(model: ModelSpec) -> dict[tuple[str, BlockSpec | None], tuple[int, int]]:
+@lru_cache(maxsize=16)
+def count_by_op(model: ModelSpec) -> Mapping[tuple[str, BlockSpec | None], tuple[int, int]]:
     """Return the number of elements that the ops of one block compute with, by kind of op and block.
 
     A value is (elements that are cut among ranks, elements that each rank has whole). The block of the embedding and of the
@@ -125,7 +128,8 @@ def count_by_op(model: ModelSpec) -> dict[tuple[str, BlockSpec | None], tuple[in
     return found
 
 
-def hidden_matrices(model: ModelSpec) -> dict[tuple[str, BlockSpec], Counter[tuple[GradientClass, int, int]]]:
+@lru_cache(maxsize=16)
+def hidden_matrices(model: ModelSpec) -> Mapping[tuple[str, BlockSpec], Mapping[tuple[GradientClass, int, int], int]]:
     """Return the matrices that Muon updates (`ParameterSpec.is_hidden_matrix`), by kind of op and block.
 
     A matrix is (gradient class, inputs, outputs) → number of such matrices in one block of the kind.

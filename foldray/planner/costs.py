@@ -204,9 +204,8 @@ class RankCosts(AttentionParts, MixtureParts):
     @cached_property
     def _weights(self) -> dict[tuple[str, BlockSpec | None], tuple[float, float]]:
         """The same as (those that TP or EP and ETP cut, those that every rank has whole)."""
-        self.memo.counts = self.memo.counts or count_by_op(self.model)
         parts = defaultdict(lambda: self.fold.tp, {EXPERT: self.fold.ep * self.fold.etp})
-        return {key: (cut / parts[key[0]], whole) for key, (cut, whole) in self.memo.counts.items()}
+        return {key: (cut / parts[key[0]], whole) for key, (cut, whole) in count_by_op(self.model).items()}
 
     def elements(self, content: Content) -> dict[str, float]:
         """Return the number of parameters of stages, by the group family over which their gradients are summed.

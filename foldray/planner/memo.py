@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
-from foldray.blueprint.parameters import GradientClass
 from foldray.fold import Fold
 from foldray.planner.candidate import Pieces
 from foldray.planner.layout import Content, StageForm
@@ -215,13 +214,8 @@ class Memo:
 
     Args:
         ops, blocks, folds: the tables by their keys; a fold has its stage of ZeRO in the key.
-        counts: (kind of op, block) → elements that the op computes with: those that are cut over ranks, and those that every
-            rank holds whole.
-        matrices: the matrices that Muon updates (`blueprint.hidden_matrices`).
     """
 
     ops: dict[OpKey, OpTables] = field(default_factory=dict)
     blocks: dict[BlockKey, BlockTables] = field(default_factory=dict)
     folds: dict[tuple[Fold, int], FoldTables] = field(default_factory=dict)
-    counts: Mapping[tuple[str, BlockSpec | None], tuple[int, int]] = field(default_factory=dict)
-    matrices: Mapping[tuple[str, BlockSpec], Mapping[tuple[GradientClass, int, int], int]] = field(default_factory=dict)

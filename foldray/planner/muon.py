@@ -46,11 +46,10 @@ def matrices(rank: RankCosts, content: Content) -> list[Matrices]:
     """Return the matrices of stages that Muon updates, by gradient class. Without Muon, there are none."""
     if not rank.job.iterations:
         return []
-    rank.memo.matrices = rank.memo.matrices or hidden_matrices(rank.model)
     found: dict[str, Counter] = {}
     for block, count in content.blocks:
         for kind in (ATTENTION, ROUTE, EXPERT) if block.moe else (ATTENTION, FFN):
-            for (name, *shape), number in rank.memo.matrices.get((kind, block), {}).items():
+            for (name, *shape), number in hidden_matrices(rank.model).get((kind, block), {}).items():
                 own = number / (rank.fold.ep if name == "expert" else 1)
                 found.setdefault(name, Counter())[tuple(shape)] += count * own  # type: ignore[assignment]
     cutters = {"dense": "tp", "replicated": None, "expert": "etp"}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
-from foldray.blueprint.layout import smallest_slice
+from foldray.blueprint import ModelSpec, smallest_slice
 from foldray.fold import Fold, divisors
 from foldray.kinds import ATTENTION, EXPERT, FFN
 from foldray.planner.candidate import Job
@@ -73,20 +74,9 @@ class Space:
                 yield replace(fold, ep_inside=together)
 
     def _one_level(self) -> Iterator[Fold]:
-        model, job = self.job.model, self.job
-        for pp in self._sizes("pp", self.gpus, lambda n: n <= model.layers):
-            place = self.gpus // pp
-            moe = [
-                (ep, etp)
-                for ep in self._sizes("ep", place, lambda n: model.experts % n == 0)
-                for etp in self._sizes(
-                    "etp", place // ep, lambda n: model.expert_hidden % n == 0 and not (model.expert_bias and n > 1)
-                )
-            ]
-            for tp in self._sizes("tp", place, self._cuts_heads):
-                for cp in self._sizes("cp", place // tp, lambda n, tp=tp: job.seq_len % smallest_slice(n, tp) == 0):  # type: ignore[misc]
-                    if job.global_batch % (place // tp // cp) == 0:
-                        yield from (Fold(self.gpus, tp, cp, pp, ep, etp) for ep, etp in moe)
+        for fold in legal_folds(self.job.model, self.job.seq_len, self.gpus, self.pins):
+            if self.job.global_batch % fold.dp == 0:
+                yield fold
 
     def orderings(self, fold: Fold, batch_degree: int) -> Iterator[Ordering]:
         """Yield the schedules of a fold, without recomputation. They depend on its smallest slice, and on whether ep is 1.
@@ -115,11 +105,29 @@ class Space:
         whole = [1] if batch_degree > 1 else []
         return [*whole, *(degree for degree in self.degrees if degree * batch_degree <= max(self.degrees))]
 
-    def _cuts_heads(self, tp: int) -> bool:
-        model = self.job.model
+
+def legal_folds(model: ModelSpec, seq_len: int, gpus: int, pins: Mapping[str, int] = MappingProxyType({})) -> Iterator[Fold]:
+    """Yield every fold of `gpus` ranks that divides a model and its sequences.
+
+    Args:
+        pins: axis → size, for axes with a fixed size.
+    """
+
+    def sizes(axis: str, among: int, legal: Callable[[int], bool]) -> list[int]:
+        found = [n for n in divisors(among) if legal(n)]
+        return [n for n in found if n == pins[axis]] if axis in pins else found
+
+    def cuts_heads(tp: int) -> bool:
         dense = model.ffn_hidden if model.has_dense else 0
         return not any(size % tp for size in (model.heads, model.kv_heads, dense, model.shared_hidden, model.vocab))
 
-    def _sizes(self, axis: str, among: int, legal: Callable[[int], bool]) -> list[int]:
-        found = [n for n in divisors(among) if legal(n)]
-        return [n for n in found if n == self.pins[axis]] if axis in self.pins else found
+    for pp in sizes("pp", gpus, lambda n: n <= model.layers):
+        place = gpus // pp
+        moe = [
+            (ep, etp)
+            for ep in sizes("ep", place, lambda n: model.experts % n == 0)
+            for etp in sizes("etp", place // ep, lambda n: model.expert_hidden % n == 0 and not (model.expert_bias and n > 1))
+        ]
+        for tp in sizes("tp", place, cuts_heads):
+            for cp in sizes("cp", place // tp, lambda n, tp=tp: seq_len % smallest_slice(n, tp) == 0):  # type: ignore[misc]
+                yield from (Fold(gpus, tp, cp, pp, ep, etp) for ep, etp in moe)

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 from foldray.errors import UserError
-from foldray.fold import divisors
 from foldray.planner.candidate import DTYPES, Candidate, Job
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware, load_hardware
+from foldray.planner.memo import Memo
 from foldray.planner.memory import ledger
 from foldray.planner.prediction import Step
+from foldray.planner.space import legal_folds
+from foldray.planner.updates import stage_updates
 from foldray.recipe.recipe import Recipe
 
 _AXES = ("tp", "cp", "pp", "ep", "etp")
 _DEFAULT = "h200"  # without a hardware file, only the order of folds counts
+MOST_WORLDS = 64
+"""Most numbers of workers for which folds are planned, beside the recipe's own."""
 _FULLER = 1.5
 """How much more than its share of the lost workers' memory a rank may need, before folds that need less are preferred."""
 
@@ -36,9 +40,9 @@ def as_candidate(recipe: Recipe) -> Candidate:
 def worlds(recipe: Recipe) -> dict[int, Recipe]:
     """Return the recipe for every number of workers with which training may go on, by that number, in ascending order.
 
-    For fewer workers it is the legal fold with the shortest predicted step, among those whose fullest rank needs not much
-    more memory. Everything but the section `fold` and the number of workers stays, so the batch and the order of the text do,
-    too. Numbers of workers without a legal fold are left out.
+    For fewer workers it is the legal fold with the shortest step, among those whose fullest rank needs not much more memory.
+    Everything but the section `fold` and the number of workers stays, so the batch and the order of the text do, too. Numbers of
+    workers without a legal fold are left out, and of more than `MOST_WORLDS` numbers all but every n-th.
 
     Raises:
         UserError: the hardware that the recipe names is unknown.
@@ -46,53 +50,81 @@ def worlds(recipe: Recipe) -> dict[int, Recipe]:
     least = recipe.cluster.min_workers or recipe.cluster.workers
     if least == recipe.cluster.workers:
         return {least: recipe}
-    hardware = load_hardware(recipe.tune.hardware or _DEFAULT, "tune.hardware")
-    own = _needs(recipe)
+    prices = _Prices(load_hardware(recipe.tune.hardware or _DEFAULT, "tune.hardware"))
+    whole = prices.needs(as_candidate(recipe)) * recipe.cluster.workers
     found: dict[int, Recipe] = {}
-    for workers in range(least, recipe.cluster.workers):
-        if best := _best(list(_legal(recipe, workers)), own * recipe.cluster.workers / workers, hardware):
+    apart = -(-(recipe.cluster.workers - least) // MOST_WORLDS)
+    for workers in [least, *sorted(range(recipe.cluster.workers - apart, least, -apart))]:
+        if best := _best(list(_folded(recipe, workers)), whole / workers, prices):
             found[workers] = best
     return found | {recipe.cluster.workers: recipe}
 
 
-def _best(recipes: list[Recipe], share: float, hardware: Hardware) -> Recipe | None:
-    """Return the recipe with the shortest predicted step.
+class _Folded(NamedTuple):
+    """A recipe under another fold, whose rules are not checked yet, and its candidate."""
+
+    recipe: Recipe
+    candidate: Candidate
+
+    def checked(self) -> Recipe | None:
+        """Return the recipe; None if it breaks a rule."""
+        with suppress(UserError):
+            return Recipe.parse(self.recipe.model_dump())
+        return None
+
+
+class _Prices:
+    """Memory and steps of the folds of one recipe, which share tables of costs.
+
+    Args:
+        hardware: the cluster whose steps are estimated.
+    """
+
+    def __init__(self, hardware: Hardware):
+        self._hardware, self._default, self._memos = hardware, load_hardware(_DEFAULT), (Memo(), Memo())
+
+    def needs(self, candidate: Candidate) -> float:
+        """Return the bytes that the fullest rank needs."""
+        device = Device.of(candidate.job, self._default)
+        return ledger(candidate, OpWork(candidate, device, memo=self._memos[0]).rank).total
+
+    def seconds(self, candidate: Candidate) -> float:
+        """Return the seconds of a step without a simulation of its pipeline, which takes long where there are many positions.
+
+        It is the bound that a pipeline of equal stages reaches, and the time of gradients that leave at the end.
+        """
+        candidate = replace(candidate, job=replace(candidate.job, dtype="bf16"))  # hardware files may lack the others
+        work = OpWork(candidate, Device.of(candidate.job, self._hardware), memo=self._memos[1])
+        reduction, contents = candidate.ordering.reduction, candidate.layout.positions.different
+        leaving = [sum(each.reduce for each in stage_updates(work.rank, content, reduction)) for content in contents]
+        return Step(candidate, work).simulated_bound() + max(leaving) * (reduction.kind == "end")
+
+
+def _best(every: Sequence[_Folded], share: float, prices: _Prices) -> Recipe | None:
+    """Return the legal recipe with the shortest step.
 
     Args:
         share: bytes that a rank would need if the lost workers' memory were spread evenly.
     """
-    needs = {number: _needs(recipe) for number, recipe in enumerate(recipes)}
-    least = min(needs.values(), default=math.inf)
-    fit = [number for number, need in needs.items() if need <= max(_FULLER * share, least)]
-    return min((recipes[number] for number in fit), key=lambda recipe: _seconds(recipe, hardware), default=None)
+    needs = [(prices.needs(each.candidate), number) for number, each in enumerate(every)]
+    small = [number for need, number in needs if need <= _FULLER * share]
+    large = [number for need, number in sorted(needs) if need > _FULLER * share]
+    if len(small) > 1:
+        small.sort(key=lambda number: prices.seconds(every[number].candidate))
+    return next(filter(None, (every[number].checked() for number in [*small, *large])), None)
 
 
-def _legal(recipe: Recipe, workers: int) -> Iterator[Recipe]:
-    """Yield the recipe with every legal fold of so many workers. What fits one pipeline only is left to the defaults."""
-    values = recipe.model_dump()
-    values["cluster"] |= {"workers": workers, "min_workers": min(workers, values["cluster"]["min_workers"])}
-    for sizes in itertools.product(divisors(workers), repeat=len(_AXES)):
-        fold: dict[str, Any] = dict(zip(_AXES, sizes, strict=True))
-        if workers % (fold["tp"] * fold["cp"] * fold["pp"]) or workers % (fold["ep"] * fold["etp"] * fold["pp"]):
-            continue
-        fold["ep_inside"] = math.gcd(recipe.fold.ep_inside, fold["ep"])
-        schedule = dict(values["schedule"])
-        if fold["pp"] != recipe.fold.pp:
-            schedule |= {"stage_layers": None, "virtual_stages": 1}
-        try:
-            yield Recipe.parse({**values, "fold": {**values["fold"], **fold}, "schedule": schedule})
-        except UserError:
-            continue
-
-
-def _needs(recipe: Recipe) -> float:
-    """Return the bytes that the fullest rank of a recipe needs."""
-    candidate = as_candidate(recipe)
-    return ledger(candidate, OpWork(candidate, Device.of(candidate.job, load_hardware(_DEFAULT))).rank).total
-
-
-def _seconds(recipe: Recipe, hardware: Hardware) -> float:
-    """Return the predicted seconds of a step."""
-    candidate = as_candidate(recipe)
-    candidate = replace(candidate, job=replace(candidate.job, dtype="bf16"))  # hardware files may lack the others
-    return Step(candidate, OpWork(candidate, Device.of(candidate.job, hardware))).prediction().seconds
+def _folded(recipe: Recipe, workers: int) -> Iterator[_Folded]:
+    """Yield the recipe with every fold of so many workers that divides its model. What fits one pipeline only is left to the
+    defaults."""
+    least = min(workers, recipe.cluster.min_workers or workers)
+    cluster = recipe.cluster.model_copy(update={"workers": workers, "min_workers": least})
+    for each in legal_folds(recipe.model, recipe.data.seq_len, workers):
+        sizes = {axis: getattr(each, axis) for axis in _AXES} | {"ep_inside": math.gcd(recipe.fold.ep_inside, each.ep)}
+        schedule = recipe.schedule
+        if each.pp != recipe.fold.pp:
+            schedule = schedule.model_copy(update={"stage_layers": None, "virtual_stages": 1})
+        changed = {"cluster": cluster, "fold": recipe.fold.model_copy(update=sizes), "schedule": schedule}
+        other = recipe.model_copy(update=changed)
+        with suppress(UserError):
+            yield _Folded(other, as_candidate(other))

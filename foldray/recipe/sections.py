@@ -335,7 +335,8 @@ class ClusterSpec(Strict):
         ge=1,
         le=MOST_WORKERS,
         description="Fewest workers that training goes on with after it has lost some. It then takes the best legal fold for the "
-        "workers that are left, and all of them again when the cluster has room. Null waits for all workers.",
+        "workers that are left, and all of them again when the cluster has room. If there are more than 64 numbers in between, "
+        "only every n-th of them counts. Null waits for all workers.",
     )
     max_failures: int = Field(
         3,

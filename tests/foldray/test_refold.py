@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from foldray.blueprint import parameters
 from foldray.errors import UserError
+from foldray.planner.hardware import load_hardware
+from foldray.planner.lists import PipelineList
+from foldray.planner.prediction import predict
 from foldray.recipe import Recipe
-from foldray.recipe.refold import _needs, as_candidate, worlds
+from foldray.recipe.refold import MOST_WORLDS, _Folded, _folded, _Prices, as_candidate, worlds
+from tests.patches import patched
 
 
 def recipe(**sections: Any) -> Recipe:
@@ -20,6 +28,47 @@ def recipe(**sections: Any) -> Recipe:
         "cluster": {"workers": 4, "min_workers": 2},
     }
     return Recipe.parse({key: {**base.get(key, {}), **sections.get(key, {})} for key in base | sections})
+
+
+def test_many_numbers_of_workers_are_little_work() -> None:
+    """No pipeline is simulated, the model's parameters are counted once, and only the fastest folds are checked as recipes."""
+    given = recipe(cluster={"workers": 48, "min_workers": 32}, training={"steps": 9, "global_batch": 64})
+    done = Counter[str]()
+
+    def counted(name: str, original: Any) -> Any:
+        def call(*each: Any, **more: Any) -> Any:
+            done[name] += 1
+            return original(*each, **more)
+
+        return call
+
+    with (
+        patched(parameters, "parameter_table", counted("tables", parameters.parameter_table)),
+        patched(PipelineList, "__init__", counted("pipelines", PipelineList.__init__)),
+        patched(_Folded, "checked", counted("checks", _Folded.checked)),
+    ):
+        found = worlds(given)
+    assert list(found) == list(range(32, 49))
+    assert done["tables"] <= 1
+    assert done["checks"] <= 2 * len(found)
+    assert done["pipelines"] == 0
+
+
+def test_long_ranges_have_every_nth_number() -> None:
+    found = list(worlds(recipe(model={"preset": "tiny", "layers": 2, "experts": 1, "topk": 1}, fold={"ep": 1},
+                               cluster={"workers": 200, "min_workers": 7})))  # fmt: skip
+    assert (found[0], found[-1]) == (7, 200)
+    assert len(found) <= MOST_WORLDS + 2
+    assert {after - before for before, after in pairwise(found[1:])} == {4}
+
+
+def test_folds_have_the_order_of_their_predictions() -> None:
+    """The estimate of a step is near its prediction, which simulates the pipeline."""
+    machines, given = load_hardware("h200"), recipe(cluster={"workers": 13, "min_workers": 12}, fold={"ep": 1})
+    every = [replace(each.candidate, job=replace(each.candidate.job, dtype="bf16")) for each in _folded(given, 12)]
+    ratios = [_Prices(machines).seconds(each) / predict(each, machines).seconds for each in every]
+    assert len(ratios) > 50
+    assert max(ratios) < 1.1 * min(ratios)
 
 
 def test_everything_but_the_fold_stays() -> None:
@@ -44,7 +93,8 @@ def test_a_rank_needs_not_much_more_memory() -> None:
     given = recipe(model={"preset": "tiny", "experts": 12, "expert_hidden": 8192})
     three = worlds(given)[3]
     assert three.fold.ep * three.fold.etp == 3
-    assert _needs(three) < 1.5 * _needs(given) * 4 / 3
+    prices = _Prices(load_hardware("h200"))
+    assert prices.needs(as_candidate(three)) < 1.5 * prices.needs(as_candidate(given)) * 4 / 3
 
 
 def test_a_pipeline_of_another_length_has_equal_stages() -> None:
