@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from foldray.errors import UserError
@@ -24,10 +25,13 @@ class Window(NamedTuple):
         name: the name in recipes.
         first: position of a query → position of the first key that the query sees. This position must not decrease from one
             query to the next. With None, every query sees keys from the beginning of the sequence.
+        seen: number of queries → number of pairs of one of the first so many queries and a key that it sees. With None, they are
+            counted one by one.
     """
 
     name: str
     first: Callable[[int], int] | None = None
+    seen: Callable[[int], int] | None = None
 
     def begin(self, query: int) -> int:
         """Return the position of the first key that a query sees."""
@@ -41,16 +45,36 @@ class Window(NamedTuple):
     def pairs(self, queries: range) -> int:
         """Return the number of pairs of a query and a key that the query sees, over a range of queries."""
         if self.first is None:
-            return (queries.start + 1 + queries.stop) * len(queries) // 2
-        return sum(query - self.first(query) + 1 for query in queries)
+            return _triangle(queries.stop) - _triangle(queries.start)
+        if self.seen is not None:
+            return self.seen(queries.stop) - self.seen(queries.start)
+        counted = _counted(self.first, 1 << queries.stop.bit_length())  # as few tables as there are powers of two
+        return counted[queries.stop] - counted[queries.start]
+
+
+def _triangle(queries: int) -> int:
+    """Return the number of pairs of so many queries with themselves and all keys before."""
+    return queries * (queries + 1) // 2
+
+
+@lru_cache(maxsize=4)
+def _counted(first: Callable[[int], int], queries: int) -> Sequence[int]:
+    """Return, for every number up to `queries`, the number of pairs of the first so many queries."""
+    return list(accumulate((query - first(query) + 1 for query in range(queries)), initial=0))
 
 
 def _sliding(size: int) -> Window:
-    return Window(f"sliding:{size}", lambda query: max(0, query - size + 1))
+    def seen(queries: int) -> int:
+        return _triangle(min(queries, size)) + max(0, queries - size) * size
+
+    return Window(f"sliding:{size}", lambda query: max(0, query - size + 1), seen)
 
 
 def _chunked(size: int) -> Window:
-    return Window(f"chunked:{size}", lambda query: query // size * size)
+    def seen(queries: int) -> int:
+        return queries // size * _triangle(size) + _triangle(queries % size)
+
+    return Window(f"chunked:{size}", lambda query: query // size * size, seen)
 
 
 FULL = Window("full")

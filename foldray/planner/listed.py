@@ -85,7 +85,7 @@ def with_kind(candidate: Candidate, kind: str, degree: int, hardware: Hardware, 
 def _less_and_less(candidate: Candidate, kind: str, degree: int) -> Iterator[Candidate]:
     """Yield the candidate with another kind of schedule, first with the most memory."""
     job, fold, old = candidate.job, candidate.fold, candidate.ordering
-    cost = SliceCost.of_model(job.model.hidden, job.model.heads)
+    cost = SliceCost.of(job.model)
     sequences = Sequences(job.seq_len, cost, smallest_slice(fold.cp, fold.tp))
     ordering = make_ordering(sequences, kind, degree, reduction=old.reduction, weights_apart=True)
     for again in (old.recompute, *(each for each in RECOMPUTE if set(each) > set(old.recompute))):

@@ -71,11 +71,17 @@ class Network:
     _exchanges: dict[str, Collective] = field(default_factory=dict, repr=False, compare=False)
 
     def shape(self, family: str) -> Shape:
-        """Return the placement of a family's first group. It stands for all groups of the family."""
+        """Return the placement of that group of a family which covers most nodes, and has fewest ranks together on one of them.
+
+        All groups of a family communicate at once, and the others wait for this one. If the sizes of a fold do not divide a node,
+        some groups lie inside nodes and others do not.
+        """
         if family not in self._shapes:
             grid, axes = self.fold.axes(family)
-            steps = tuple((grid.stride(axis), grid.length(axis)) for axis in axes)
-            self._shapes[family] = _placed(grid.ranks[0], steps, self.device.hardware.gpus_per_node)
+            steps = {axis: (grid.stride(axis), grid.length(axis)) for axis in grid.axes}
+            own = tuple(sorted(steps[axis] for axis in axes))
+            others = tuple(sorted(step for axis, step in steps.items() if axis not in axes))
+            self._shapes[family] = _widest(grid.ranks[0], own, others, self.device.hardware.gpus_per_node)
         return self._shapes[family]
 
     def gather(self, family: str, whole: float) -> Travel:
@@ -160,18 +166,30 @@ class _Link(NamedTuple):
     start: float
 
 
+_Steps = tuple[tuple[int, int], ...]
+"""(stride, size) of axes, by ascending strides. Each stride is a multiple of those before it."""
+
+
 @lru_cache(maxsize=4096)
-def _placed(first: int, steps: tuple[tuple[int, int], ...], ranks_per_node: int) -> Shape:
-    """Return the placement of a group.
+def _widest(first: int, own: _Steps, others: _Steps, ranks_per_node: int) -> Shape:
+    """Return the placement of the widest group of a family (`Network.shape`).
 
     Args:
-        first: first rank of the group.
-        steps: (stride, size) of every axis of the group.
+        first: first rank of the grid.
+        own, others: the axes of a group, and the axes along which groups lie side by side.
         ranks_per_node: ranks that share a node.
     """
-    ranks, copies = [first], 1
+    begins = {first % ranks_per_node}  # where groups begin on a node, which is all that their placement depends on
+    for stride, size in others:
+        begins = {(begin + stride * i) % ranks_per_node for begin in begins for i in range(min(size, ranks_per_node))}
+    return max((_placed(begin, own, ranks_per_node) for begin in begins), key=lambda shape: (shape.nodes, -shape.together))
+
+
+def _placed(begin: int, steps: _Steps, ranks_per_node: int) -> Shape:
+    """Return the placement of a group whose first rank has this place on a node."""
+    ranks, copies = [begin], 1
     for stride, size in steps:
-        if stride % ranks_per_node == first % ranks_per_node == 0:  # the same ranks again, on other nodes
+        if stride % ranks_per_node == 0 and ranks[-1] < ranks_per_node:  # the same ranks again, on other nodes
             copies *= size
         else:
             ranks = [rank + stride * i for i in range(size) for rank in ranks]

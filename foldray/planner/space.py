@@ -87,7 +87,7 @@ class Space:
             yield Ordering()
         if fold.ep == 1:
             return
-        cost = SliceCost.of_model(self.job.model.hidden, self.job.model.heads)
+        cost = SliceCost.of(self.job.model)
         sequences = Sequences(self.job.seq_len, cost, smallest_slice(fold.cp, fold.tp))
         for kind, degree in itertools.product(self._kinds(batch_degree), self._degrees(batch_degree)):
             if sequences.length // sequences.multiple_of >= degree:

@@ -62,7 +62,8 @@ def sent(candidate: Candidate) -> dict[str, float]:
             row = rank.travelling
             found[ROWS] += parts * rows * (row.out + row.scales + row.back) / fold.pp
     add(EMBED, None, fold.pp)
-    add(HEAD, job.blocks[-1], fold.pp)
+    for _ in range(1 + job.model.mtp_depth):
+        add(HEAD, None, fold.pp)
     found["pp"] = parts * candidate.virtual_stages * rank.handover.seconds if fold.pp > 1 else 0.0
     whole = Content.of([StageForm(job.blocks, first=True, last=True)])
     for family, count in rank.elements(whole).items():

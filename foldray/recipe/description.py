@@ -110,7 +110,7 @@ class Description(Strict):
     def slice_cost(self) -> SliceCost:
         """The cost of a slice of attention: the measured cost of the recipe, or its FLOPs."""
         measured = self.schedule.slice_cost
-        return SliceCost.of_model(self.model.hidden, self.model.heads) if measured is None else SliceCost(*measured)
+        return SliceCost.of(self.model) if measured is None else SliceCost(*measured)
 
     @property
     def slice_unit(self) -> int:

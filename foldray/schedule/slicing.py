@@ -8,11 +8,14 @@ as many tokens as the first j micro-batches.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from foldray.blueprint import ModelSpec
 from foldray.errors import UserError, multiples_near
+from foldray.windows import FULL, find_window
 
 SLICINGS = ("token_uniform", "algorithm1", "time_uniform")
 
@@ -50,20 +53,35 @@ class SliceCost(NamedTuple):
     """The cost of a slice of l tokens that ends after c tokens: quadratic · l · (c − (l − 1) / 2) + linear · l.
 
     This counts causal attention exactly: token i of the slice (i = 0 … l − 1) sees c − l + i + 1 keys. FoldMoE's formula (5)
-    counts c keys for every token.
+    counts c keys for every token. Blocks with a window see fewer pairs.
 
     Args:
         quadratic: cost per pair of a query and a key that it sees.
         linear: cost per token.
+        windows: (name of a window, share of the blocks that have it), for all windows; empty is `full` in all blocks.
     """
 
     quadratic: float
     linear: float
+    windows: tuple[tuple[str, float], ...] = ()
 
     @classmethod
     def of_model(cls, hidden: int, heads: int) -> SliceCost:
         """Return the cost in FLOPs, with the coefficients of FoldMoE's formula (5): H is `hidden`, h is `heads`."""
         return cls(4 * hidden + 3 * heads, 8 * hidden * hidden)
+
+    @classmethod
+    def of(cls, model: ModelSpec) -> SliceCost:
+        """Return the mean cost in FLOPs of the model's blocks: of their products, and of the scores of the pairs that they see.
+
+        With as many key and value heads as query heads, and heads that are together as wide as the model, it is `of_model`.
+        """
+        every = [model.block(layer).attention for layer in range(model.layers)]
+        spec, windows = every[0], Counter(each.window for each in every if set(model.windows) != {FULL.name})
+        products = sum(width * (inside or model.hidden) for inside, width in spec.inputs.values())
+        products += model.hidden * (spec.outputs + sum(spec.downs.values()))
+        shares = tuple((name, count / model.layers) for name, count in sorted(windows.items()))
+        return cls(2 * (spec.queries + spec.outputs) + 3 * spec.heads, 2 * products, shares)
 
     @classmethod
     def measured(cls, timings: Sequence[tuple[int, int, float]]) -> SliceCost:
@@ -86,7 +104,10 @@ class SliceCost(NamedTuple):
 
     def before(self, context: int) -> float:
         """Return the cost of the first `context` tokens of a sequence."""
-        return self.quadratic * (context * (context + 1) // 2) + self.linear * context
+        pairs: float = context * (context + 1) // 2
+        if self.windows:
+            pairs = sum(share * find_window(name).pairs(range(context)) for name, share in self.windows)
+        return self.quadratic * pairs + self.linear * context
 
     def slices(self, lengths: Sequence[int]) -> list[float]:
         """Return the cost of each slice of a sequence."""

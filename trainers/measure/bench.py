@@ -57,7 +57,7 @@ def bench(recipe: Recipe, names: Sequence[str], rounds: int, as_json: bool = Fal
         result["bound_ms"] = bound
     cost = _slice_cost(timings["slices"])
     if as_json:
-        print(to_json({"results": results, "slice_cost": cost}))
+        print(to_json({"results": results, "slice_cost": cost and cost[:2]}))
     else:
         print(_table(list(chosen), results, rounds))
         if cost:
@@ -231,7 +231,7 @@ def _slice_cost(timings: list[tuple[int, int, float]]) -> SliceCost | None:
     Returns None if too few different slices ran, or if the slices are so short that only the time to start them is measured.
     """
     cost = SliceCost.measured(timings) if len({timing[:2] for timing in timings}) > 2 else None
-    return cost if cost and max(cost) > 0 else None
+    return cost if cost and max(cost[:2]) > 0 else None
 
 
 def _table(names: Sequence[str], results: Sequence[dict[str, Any]], rounds: int) -> str:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
 
 from foldray.blueprint import ModelSpec
 from foldray.comm import TRAFFIC
-from foldray.fold import ROWS, Fold
+from foldray.errors import UserError
+from foldray.fold import ROWS, Fold, Placement
 from foldray.planner.candidate import Candidate, Job
+from foldray.planner.device import Device
+from foldray.planner.hardware import load_hardware
+from foldray.planner.network import Network
 from foldray.planner.traffic import edges, sent
 from tests.foldray.planner.fake_step import run_step
+from tests.gate import examples
 
 MODEL = ModelSpec(
     layers=2, hidden=64, heads=8, kv_heads=4, head_dim=8, ffn_hidden=64, experts=8, topk=2, expert_hidden=64, vocab=64,
@@ -46,6 +54,38 @@ def test_planned_bytes_are_counted_bytes(fold: Fold, zero: int) -> None:
         rounded = 2e-3 if fold.ep_inside > 1 and family in ("ep", "ep_inside", "etp") else 1e-9
         close = 0.3 if family == "tp" else 0.06 if family == "tp_dp_cp" and fold.pp > 1 else rounded
         assert found[family] == pytest.approx(count, rel=close), family
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_each_further_token_has_a_head(depth: int) -> None:
+    """The planner's backward gathers the inputs of attention, of the shared expert and of the head once more than a step does."""
+    model = MODEL.model_copy(update={"mtp_depth": depth})
+    candidate = Candidate(replace(JOB, model=model), Fold(8, tp=2, ep=4), micro_batch=2, zero=0)
+    counts = run_step(candidate).sent.items()
+    counted = sum(each.inside_bytes for (name, operation), each in counts if name == "tensor" and operation != "all_reduce")
+    gather = 16 / 4 * 256 * MODEL.hidden * 2 / 2  # bytes of a rank's half of the sequences of its data-parallel place
+    blocks, heads = 2 + depth, 1 + depth
+    assert sent(candidate)["tp"] == pytest.approx(counted + (2 * blocks + heads) * gather, rel=1e-12)
+
+
+FAMILIES = ("tp", "cp", "dp_cp", "tp_dp_cp", "pp", "ep", "etp", "edp")
+
+
+@given(st.sampled_from([12, 24, 36]), st.lists(st.integers(1, 4), min_size=5, max_size=5), st.integers(1, 10),
+       st.sampled_from(["tp-cp-dp-pp", "dp-tp-cp-pp", "cp-tp-dp-pp"]), st.integers(0, 9))  # fmt: skip
+@examples(100)
+def test_the_widest_group_of_a_family_sets_its_pace(world: int, sizes: list[int], node: int, order: str, offset: int) -> None:
+    """Groups are counted on their nodes one by one."""
+    try:
+        fold = Fold(world, *sizes, order=order, offset=offset)
+    except UserError:
+        reject()
+    network = Network(fold, Device(load_hardware("eos-h100").model_copy(update={"gpus_per_node": node})))
+    for family in FAMILIES:
+        groups = [Counter(rank // node for rank in group) for group in fold.groups(family)]
+        widest = max(groups, key=lambda shares: (len(shares), -min(shares.values())))
+        assert network.shape(family) == (widest.total(), min(widest.values()), len(widest)), family
+        assert (network.shape(family).nodes > 1) == (Placement(fold, node).crossing(family) > 0)
 
 
 def test_rows_of_experts_with_ranks_of_their_own() -> None:

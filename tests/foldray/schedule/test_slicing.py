@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foldray.blueprint import ModelSpec
 from foldray.errors import UserError
 from foldray.schedule import SLICINGS, SliceCost, Slicing, slice_sequence
+from tests.foldray.model.striding import STRIDES
 
 SMALL = SliceCost.of_model(512, 8)
 
@@ -69,6 +71,42 @@ def test_the_cost_of_slices_adds_up_to_that_of_all_tokens() -> None:
     assert cost.slices([2, 1, 3]) == [3 * (1 + 2) + 10, 3 * 3 + 5, 3 * (4 + 5 + 6) + 15]
     length, context = 3, 6
     assert cost.slices([3, 3])[1] == 3 * length * (context - (length - 1) / 2) + 5 * length
+
+
+@pytest.mark.parametrize(("windows", "first"), [
+    (("full",), lambda query: 0), (("sliding:5",), lambda query: max(0, query - 4)),
+    (("chunked:4",), lambda query: query // 4 * 4), (("tests.foldray.model.striding:STRIDES",), STRIDES.first),
+])  # fmt: skip
+def test_the_cost_of_a_models_slices_counts_its_products_and_the_pairs_that_it_sees(windows, first) -> None:
+    """Grouped keys and values are narrow, heads are together wider than the model, and windows see few pairs."""
+    model = ModelSpec(preset="tiny", layers=2, hidden=64, heads=8, kv_heads=2, head_dim=16, windows=windows)
+    products = 64 * (8 * 16) * 2 + 64 * (2 * 16) * 2  # of queries and outputs, of keys and values
+    ends, lengths = (3, 4, 9, 23), (3, 1, 5, 14)
+    pairs = [sum(query - first(query) + 1 for query in range(end - own, end)) for end, own in zip(ends, lengths, strict=True)]
+    expected = [(4 * 8 * 16 + 3 * 8) * seen + 2 * products * own for seen, own in zip(pairs, lengths, strict=True)]
+    assert SliceCost.of(model).slices(lengths) == expected
+
+
+def test_the_cost_of_a_models_slices_is_the_papers_where_heads_are_plain() -> None:
+    model = ModelSpec(preset="tiny", hidden=128, heads=4, kv_heads=4, head_dim=32)
+    assert SliceCost.of(model) == SliceCost.of_model(128, 4)
+
+
+def test_narrow_vectors_of_latent_attention_are_cheaper_than_whole_heads() -> None:
+    model = ModelSpec(preset="deepseek-v3")
+    down, up = 1536 + 512 + 64, 1536 * 128 * 192 + 512 * 128 * 256
+    assert SliceCost.of(model).linear == 2 * (7168 * down + up + 128 * 128 * 7168)
+
+
+def test_slices_of_windows_are_nearly_equal() -> None:
+    """If every query sees 64 keys, later slices cost no more than earlier ones. Half of the blocks see all keys in the second."""
+    narrow, mixed = (SliceCost.of(ModelSpec(preset="tiny", layers=2, windows=windows, max_positions=8192))
+                     for windows in (("sliding:64",), ("sliding:64", "full")))  # fmt: skip
+    found = slice_sequence("time_uniform", 8192, 4, narrow).attention
+    assert max(found) - min(found) < 64
+    both, whole = (slice_sequence("time_uniform", 8192, 4, cost).attention for cost in (mixed, mixed._replace(windows=())))
+    assert max(found) < max(both[1:]) < max(whole[1:])
+    assert max(mixed.slices(both)[1:]) < max(mixed.slices(whole)[1:])
 
 
 def _listing(length: int, degree: int, cost: SliceCost) -> list[int]:
