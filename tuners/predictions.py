@@ -10,11 +10,10 @@ from foldray.planner.apart import ApartWork, Sides
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
-from foldray.planner.listed import list_seconds
+from foldray.planner.listed import comparable_seconds, list_seconds
 from foldray.planner.memo import Memo
 from foldray.planner.memory import ledger
 from foldray.planner.placing import apart_seconds
-from foldray.planner.prediction import Step
 from foldray.planner.whole import whole_seconds
 from foldray.recipe.refold import as_candidate
 from tuners.space import Settings, apply_setting
@@ -58,11 +57,11 @@ def predict_rows(table: Settings, hardware: Hardware, told: Callable[[int], None
         shared = shared_by_dispatch[candidate.job.dispatch]
         work = OpWork(candidate, device, memo=shared)
         peak_bytes.append(ledger(candidate, work.rank).total)
-        if candidate.ordering.forward.row.found:
+        if len(table.rows) > _MOST_SIMULATED:
+            seconds.append(comparable_seconds(candidate, device, shared))
+        elif candidate.ordering.forward.row.found:
             seconds.append(list_seconds(candidate, device, shared))
-        elif len(table.rows) <= _MOST_SIMULATED or not candidate.ordering.of_stages:
-            seconds.append(whole_seconds(candidate, work))
         else:
-            seconds.append(Step(candidate, work).prediction().seconds)
+            seconds.append(whole_seconds(candidate, work))
     told(len(table.rows))
     return Predictions(seconds, peak_bytes)

@@ -1,4 +1,10 @@
-"""What planned candidates would take with kinds that the search itself does not try, found lists above all."""
+"""What planned candidates would take with kinds that the search itself does not try, found lists above all.
+
+The search predicts a step from passes of its stages (`prediction.py`). Steps with these kinds are simulated whole (`whole.py`).
+The two have different prices: in a whole step on a GPU, every op lasts at least as long as the host takes to issue it. So nothing
+compares one with the other. A simulation says how many times as fast a kind is as the same candidate in passes, which is
+simulated, too.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +21,10 @@ from foldray.planner.hardware import Hardware
 from foldray.planner.memo import Memo
 from foldray.planner.memory import GIB, ledger
 from foldray.planner.nodes import Planned
-from foldray.planner.prediction import straggling
+from foldray.planner.prediction import Step, straggling
 from foldray.planner.space import RECOMPUTE
 from foldray.planner.whole import whole_seconds
-from foldray.schedule import LIST, Sequences, SliceCost, make_ordering
+from foldray.schedule import LIST, ONE_A_ONE_M, SEQUENTIAL, Overlap, Sequences, SliceCost, make_ordering
 
 DEGREES = (1, 2)
 AHEADS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0)
@@ -32,7 +38,7 @@ class Listed(NamedTuple):
 
     Args:
         candidate: the candidate.
-        seconds: predicted seconds of a step.
+        seconds: predicted seconds of a step: simulated ones, or from `with_list` those that compare with the search's.
         over_bound: seconds of its passes over those that no list of its ops can beat.
         memory_gib: memory at the fullest position, with all that the list may keep.
         fits: whether the memory is there.
@@ -48,13 +54,52 @@ class Listed(NamedTuple):
 def with_list(planned: Planned, hardware: Hardware, imbalance: float = 1.0) -> Listed:
     """Return the same fold and micro-batch with a found list, at the fastest degree that fits into memory, if any fits.
 
+    Its seconds are the planned ones, divided by how many times as fast the list is in a simulation of both.
+
     Args:
         planned: the candidate.
         hardware: the cluster.
         imbalance: rows of the fullest rank over the mean, for the memory.
     """
     found = [with_kind(planned.candidate, LIST.name, degree, hardware, imbalance) for degree in DEGREES]
-    return min(found, key=lambda each: (not each.fits, each.seconds))
+    best = min(found, key=lambda each: (not each.fits, each.seconds))
+    return best._replace(seconds=planned.prediction.seconds * best.seconds / simulated_seconds(planned.candidate, hardware))
+
+
+def simulated_seconds(candidate: Candidate, hardware: Hardware) -> float:
+    """Return the predicted seconds of a step whose every op is simulated, with the wait for the slowest node."""
+    device = Device.of(candidate.job, hardware)
+    return _simulated(candidate, device, _ROUNDS).seconds * (1 + straggling(candidate.fold.world_size, device))
+
+
+def comparable_seconds(candidate: Candidate, device: Device, memo: Memo | None = None) -> float:
+    """Return the predicted seconds of a step of any kind, which compare with those of `Step.prediction`.
+
+    If the step does not consist of passes of stages, these are the seconds of the same pieces in passes, divided by how many
+    times as fast the kind is in a simulation of both.
+
+    Args:
+        candidate: the candidate, whose workers have attention and experts.
+        device: its devices.
+        memo: tables of known results.
+    """
+    passes = _in_passes(candidate)
+    seconds = Step(passes, OpWork(passes, device, memo=memo)).prediction().seconds
+    if passes == candidate:
+        return seconds
+    own, theirs = (_simulated(each, device, FEWER_ROUNDS, memo, quick=True).seconds for each in (candidate, passes))
+    return seconds * own / theirs
+
+
+def _in_passes(candidate: Candidate) -> Candidate:
+    """Return a candidate with the same pieces, in passes of stages; the same one if it has such passes already."""
+    ordering = candidate.ordering
+    if ordering.of_stages:
+        return candidate
+    whole = ordering.degree * ordering.batch_degree == 1
+    kind = Overlap(SEQUENTIAL.name) if whole else Overlap(ONE_A_ONE_M.name)
+    passes = ordering._replace(forward=kind, backward=kind, weights_apart=False, costs=None, found=None)
+    return replace(candidate, ordering=passes)
 
 
 def with_kind(candidate: Candidate, kind: str, degree: int, hardware: Hardware, imbalance: float = 1.0) -> Listed:

@@ -25,13 +25,12 @@ from foldray.kinds import HANDOVER, REDUCE
 from foldray.planner.allocator import Allocation, Demand, Machines, allocate
 from foldray.planner.apart import ApartWork, Sides
 from foldray.planner.candidate import Candidate
-from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
-from foldray.planner.listed import AHEADS, FEWER_ROUNDS
+from foldray.planner.listed import AHEADS, FEWER_ROUNDS, comparable_seconds
 from foldray.planner.memo import Memo
 from foldray.planner.memory import GIB, Memory
-from foldray.planner.prediction import predict, straggling
+from foldray.planner.prediction import straggling
 from foldray.planner.space import Space
 from foldray.planner.whole import whole_seconds
 from foldray.schedule import AF_PIPE, LIST, Ordering, Overlap
@@ -181,9 +180,7 @@ def predicted_seconds(candidate: Candidate, hardware: Hardware) -> float:
     device = Device.of(candidate.job, hardware)
     if candidate.fold.disjoint:
         return apart_seconds(ApartWork(candidate, Sides(device, device)))
-    if not candidate.ordering.of_stages:  # `predict` puts steps together from passes of stages
-        return whole_seconds(candidate, OpWork(candidate, device)) * (1 + straggling(candidate.fold.world_size, device))
-    return predict(candidate, hardware).seconds
+    return comparable_seconds(candidate, device)
 
 
 def least_seconds(work: ApartWork) -> float:

@@ -181,6 +181,23 @@ def test_tokens_may_travel_once_to_each_rank() -> None:
         assert predict_rows(alone, hardware).seconds == [together.seconds[number]]
 
 
+def test_rows_of_a_large_table_have_one_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one worker nothing travels, so a found list takes as long as passes of stages."""
+    monkeypatch.setattr("tuners.predictions._MOST_SIMULATED", 1)
+    sizes = {"layers": 2, "hidden": 1024, "heads": 8, "kv_heads": 2, "head_dim": 128, "expert_hidden": 4096}
+    given = {
+        "model": {"preset": "tiny", **sizes},
+        "engine": {"kind": "torch"},
+        "precision": "bfloat16",
+        "data": {"seq_len": 16384},
+    }
+    space = {"kind": ["sequential", "list"], "degree": [1], "recompute": [[]], "sp_bytes": [None], "micro_batch": [1]}
+    table = Settings(Recipe.parse({**given, "training": {"global_batch": 2}, "tune": {"space": space}}))
+    assert [row.kind for row in table.rows] == ["sequential", "list"]
+    passes, listed = predict_rows(table, load_hardware("h200")).seconds
+    assert listed == pytest.approx(passes, rel=1e-6)
+
+
 def _only(row: Setting) -> dict[str, Any]:
     """Return the space of one row."""
     sizes = {axis: [getattr(row, axis)] for axis in ("tp", "cp", "pp", "ep", "etp")}

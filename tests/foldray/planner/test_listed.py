@@ -13,8 +13,11 @@ from foldray.kinds import EXPERT
 from foldray.planner.candidate import Candidate, Job
 from foldray.planner.device import Device
 from foldray.planner.hardware import load_hardware
-from foldray.planner.listed import list_seconds, with_kind
-from foldray.planner.memory import blocks_in_flight, fullest
+from foldray.planner.listed import list_seconds, simulated_seconds, with_kind, with_list
+from foldray.planner.memory import Memory, blocks_in_flight, fullest
+from foldray.planner.nodes import Planned
+from foldray.planner.placing import predicted_seconds
+from foldray.planner.prediction import predict
 from foldray.planner.space import RECOMPUTE
 from foldray.schedule import COMPUTE, Overlap, step_schedule
 
@@ -33,6 +36,18 @@ def test_a_quick_prediction_is_near_that_of_a_longer_search(axes: dict[str, int]
     listed = with_kind(candidate, "list", degree, MACHINES)
     assert list_seconds(listed.candidate, Device.of(candidate.job, MACHINES)) == pytest.approx(listed.seconds, rel=0.02)
     assert listed.over_bound >= 1
+
+
+def test_a_list_is_compared_with_its_like() -> None:
+    """On one GPU nothing travels, so a list takes as long as passes. But both prices of these passes differ by a tenth."""
+    machines, model = load_hardware("h200"), MODEL.model_copy(update={"layers": 2, "expert_hidden": 4096, "kv_heads": 2})
+    candidate = Candidate(Job(model, 16384, 2), Fold(1))
+    planned = Planned(candidate, predict(candidate, machines), Memory(*[0.0] * 8), True)
+    listed = with_list(planned, machines)
+    assert simulated_seconds(candidate, machines) > 1.1 * planned.prediction.seconds
+    assert listed.seconds == pytest.approx(planned.prediction.seconds, rel=1e-9)
+    assert predicted_seconds(listed.candidate, machines) == pytest.approx(planned.prediction.seconds, rel=1e-9)
+    assert predicted_seconds(candidate, machines) == planned.prediction.seconds
 
 
 @pytest.mark.gate(1 / 2)

@@ -12,9 +12,13 @@ from foldray import Recipe
 from foldray.blueprint import ModelSpec
 from foldray.cli import main
 from foldray.errors import UserError
-from foldray.planner.candidate import Job
+from foldray.fold import Fold
+from foldray.planner.candidate import Candidate, Job
+from foldray.planner.costs import OpWork
+from foldray.planner.device import Device
 from foldray.planner.hardware import load_hardware
-from foldray.planner.memory import GIB
+from foldray.planner.memory import GIB, Memory
+from foldray.planner.nodes import Planned
 from foldray.planner.placing import (
     _best_order,
     _leaner,
@@ -26,7 +30,8 @@ from foldray.planner.placing import (
     roofline,
     search_placements,
 )
-from foldray.planner.prediction import straggling
+from foldray.planner.prediction import predict, straggling
+from foldray.planner.search import Found
 from foldray.planner.space import Space
 from foldray.planner.whole import whole_seconds
 
@@ -102,6 +107,24 @@ def test_the_roofline_gives_more_gpus_to_longer_sequences() -> None:
 def test_a_dense_model_is_refused() -> None:
     with pytest.raises(UserError, match="has no MoE block"):
         roofline(Space(Job(ModelSpec(preset="deepseek-moe", layers=1), 4096, 256), SPACE.hardware, 16))
+
+
+def test_placements_are_compared_with_their_like(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Steps of placements are simulated whole, so that of shared workers is, too."""
+    machines = load_hardware("h200")
+    job = Job(MODEL, 4096, 16)
+    candidate = Candidate(job, Fold(8, ep=8))
+    planned = Planned(candidate, predict(candidate, machines), Memory(*[0.0] * 8), True)
+    placed = _placed(next(iter(_works(Space(job, machines, 8, micro_batches=(1,))))), Space(job, machines, 8), True)
+    monkeypatch.setattr("foldray.planner.placing.search_placements", lambda space, top: [placed])
+    monkeypatch.setattr("foldray.planner.search.search", lambda space, top: Found([planned], [planned], 1))
+    asked = ["--model", "deepseek-moe", "--gpus", "8", "--seq-len", "4096", "--global-batch", "16"]
+    assert main(["plan", "--cluster", "h200", "--disaggregate", "--json", *asked]) == 0
+    document = json.loads(capsys.readouterr().out)
+    whole = whole_seconds(candidate, OpWork(candidate, Device.of(job, machines)))  # one node waits for none
+    assert document["shared"]["step_time_s"] == pytest.approx(whole)
+    assert document["speed"] == pytest.approx(whole / placed.seconds)
+    assert whole > 1.02 * planned.prediction.seconds
 
 
 @pytest.mark.nightly("two searches of placements")
