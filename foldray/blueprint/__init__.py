@@ -16,7 +16,7 @@ from foldray.blueprint.placement import GradientPart, Maker, Ownership, Piece, m
 from foldray.blueprint.presets import PRESETS
 from foldray.blueprint.sections import RopeScaling, RouterSpec, Strict
 from foldray.blueprint.skew import expert_shares, overload, rank_shares, ranks_of_a_token, visits_of_a_token
-from foldray.blueprint.stages import Stage, make_stages, stage_positions
+from foldray.blueprint.stages import Stage, even_sizes, make_stages, stage_positions
 
 __all__ = [
     "PRESETS",
@@ -41,6 +41,7 @@ __all__ = [
     "count_by_cut",
     "count_by_op",
     "count_parameters",
+    "even_sizes",
     "expert_shares",
     "forward_flops_per_token",
     "half_flops",

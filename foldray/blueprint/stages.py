@@ -35,6 +35,20 @@ def stage_positions(stages: int, pp: int) -> tuple[int, ...]:
     return tuple(stage % pp for stage in range(stages))
 
 
+def even_sizes(layers: int, count: int, first: int = 0, last: int = 0) -> list[int]:
+    """Return the numbers of blocks of `count` stages, as even as can be, longer stages first.
+
+    Args:
+        first, last: how many blocks the embedding counts as in the first stage, and the head in the last one. They may leave a
+            stage without a block.
+    """
+    each, longer = divmod(layers + first + last, count)
+    found = [each + (number < longer) for number in range(count)]
+    found[0] -= first
+    found[-1] -= last
+    return found
+
+
 def make_stages(
     layers: int, pp: int, virtual_stages: int = 1, sizes: Sequence[int] | None = None, further: int = 0
 ) -> tuple[Stage, ...]:
@@ -53,7 +67,7 @@ def make_stages(
         if virtual_stages == 1:
             raise UserError("fold.pp", pp, rule, [f"1…{layers}"])
         raise UserError("schedule.virtual_stages", virtual_stages, rule, [f"1…{max(1, layers // pp)}"])
-    even = [layers // count + (number < layers % count) for number in range(count)]
+    even = even_sizes(layers, count)
     sizes = even if sizes is None else sizes
     if len(sizes) != count or sum(sizes) != layers or min(sizes) < 1:
         rule = f"must be {count} numbers of blocks (pp={pp} × {virtual_stages} virtual stages), each at least 1, {layers} in sum"

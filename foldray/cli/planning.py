@@ -109,7 +109,7 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
         raise UserError("skew", given.skew, "must be a number from 0 to 16")
     named = {"preset": given.model, **({} if given.skew is None else {"router": {"skew": given.skew}})}
     model = recipe.model if recipe and given.model is None else ModelSpec.model_validate(named)
-    own = (recipe.optimizer.iterations, recipe.moe.dispatch, recipe.moe.wire) if recipe else ()
+    own = (recipe.optimizer.iterations, recipe.moe.dispatch, recipe.moe.wire, recipe.schedule.context) if recipe else ()
     job = Job(model, given.seq_len, given.global_batch, given.dtype or "bf16", *own)
     machines.peak(job.dtype)
     pins = {axis: getattr(given, axis) for axis in AXES if getattr(given, axis) is not None}

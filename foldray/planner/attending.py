@@ -34,10 +34,11 @@ class AttentionParts(Parts):
         if own.sinks:
             yield self._memory(2 * wide * own.outputs * self.device.bytes)
         if fold.cp > 1 and whole:
-            # A ring passes keys and values on while it attends to those that have arrived. In backward it passes them on
-            # again, with their float32 gradients.
+            # A ring passes keys and values on while it attends to those that have arrived, and an all-gather brings all of them
+            # first. Backward brings them again, and their float32 gradients back.
             travel = self._keys(spec, wide, self.device.bytes + 4 * back)
-            yield Work(travel.lane, "cp", max(0.0, travel.seconds - core * (fold.cp - 1) / fold.cp))
+            hidden = core * (fold.cp - 1) / fold.cp if self.job.context == "ring" else 0.0
+            yield Work(travel.lane, "cp", max(0.0, travel.seconds - hidden))
         if fold.cp > 1 or not whole:
             yield from self._parts(own, tokens, whole, wide, back)
         yield from self._products("gemm", wide, own.outputs, self.model.hidden, back)
@@ -99,11 +100,13 @@ class AttentionParts(Parts):
 
         Each part attends to some of the keys. In a ring, the fullest rank has two parts for the keys of every member, and a
         third part for its own keys. A slice (with CP, each of its two chunks on a rank) has one part for all tokens before
-        it, if there are any, and one part for itself.
+        it, if there are any, and one part for itself. So have the chunks of a whole sequence whose keys are gathered; those of
+        the fullest rank all have tokens before them.
         """
         fold = self.fold
         chunks = 1 if fold.cp == 1 else 2
-        parts = 2 * fold.cp + 1 if whole else 2 * chunks - (tokens.start == 0)
+        ring = whole and self.job.context == "ring"
+        parts = 2 * fold.cp + 1 if ring else 2 * chunks - (tokens.start == 0 and not whole)
         shared = fold.cp * fold.tp
         begin = own.sees.begin(tokens.start * shared)
         queries, keys = parts * wide / chunks, wide * fold.cp if whole else (tokens.stop * shared - begin) * self.sequences

@@ -47,6 +47,7 @@ class Job:
         iterations: iterations of Newton-Schulz of Muon in a step; 0 is AdamW.
         dispatch: what a token travels for (`moe.dispatch` of a recipe).
         wire: how rows are written for the wire (`moe.wire` of a recipe); None leaves them as they are.
+        context: how ranks that share a sequence exchange keys and values of whole ones (`schedule.context` of a recipe).
     """
 
     model: ModelSpec
@@ -56,6 +57,7 @@ class Job:
     iterations: int = 0
     dispatch: Literal["assignment", "rank"] = "assignment"
     wire: Literal["bfloat16", "float8"] | None = None
+    context: Literal["ring", "all_gather"] = "ring"
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:
@@ -114,6 +116,7 @@ class Candidate:
         micro_batch: sequences of a micro-batch.
         virtual_stages: stages per pipeline position.
         zero: stage of ZeRO. 0 to 2 are as in training. 3 also shards the weights, and gathers them for every op.
+        stage_layers: number of blocks of each stage; None cuts evenly.
 
     Raises:
         UserError: the fold does not divide the model or the batch, the parts do not divide the micro-batch, or training has no
@@ -126,6 +129,7 @@ class Candidate:
     micro_batch: int = 1
     virtual_stages: int = 1
     zero: int = 1
+    stage_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         _ = self.ownership  # making it checks the fold, also where Python runs no assertions
@@ -145,7 +149,7 @@ class Candidate:
 
     @cached_property
     def ownership(self) -> Ownership:
-        return Ownership(self.job.model, self.fold, self.virtual_stages)
+        return Ownership(self.job.model, self.fold, self.virtual_stages, self.stage_layers)
 
     @property
     def micro_batches(self) -> int:

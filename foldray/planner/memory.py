@@ -21,7 +21,7 @@ from foldray.planner.costs import RankCosts
 from foldray.planner.layout import Content, PipelineLayout
 from foldray.planner.memo import ActivationKey, Held
 from foldray.planner.muon import elements, moment
-from foldray.planner.working import after_backward, buffers, head_logits, networks, unreduced
+from foldray.planner.working import after_backward, buffers, head_logits, networks, passing_keys, unreduced
 from foldray.schedule import PipelineGraph, passes
 
 GIB = 2**30
@@ -134,7 +134,8 @@ def _position(
     if content.head:  # what heads before the last one leave until the blocks between them go backward
         rows += (content.heads - 1) * pieces.slicing.length * rank.sequences * rank.model.hidden * rank.device.bytes
     logits = head_logits(rank, max(pieces.slicing.moe)) if content.head else 0.0
-    work = max(networks(rank, block, pieces.slicing, imbalance) for block in size) - logits
+    running = [max(networks(rank, each, pieces.slicing, imbalance), passing_keys(rank, each, pieces.slicing)) for each in size]
+    work = max(running) - logits
     updating = moment(rank, content) - several * unreduced(rank, content)
     behind = max(after_backward(rank, content, several), updating) - kept - rows - logits
     return Memory(*held, kept, rows, logits, max(0.0, work, behind), workspace)

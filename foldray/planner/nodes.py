@@ -15,22 +15,23 @@ A bound of a node is at most the bounds of its refinements.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from foldray.blueprint.layout import smallest_slice
+from foldray.blueprint import BlockSpec, smallest_slice
 from foldray.fold import Fold
-from foldray.planner.bounds import fold_bound, hop_bounds, least_computed, stage_bounds, step_bound
+from foldray.planner.bounds import fold_bound, hop_bounds, least_computed, stage_bounds, stage_work, step_bound
 from foldray.planner.candidate import Candidate, Pieces
 from foldray.planner.costs import OpWork, RankCosts
 from foldray.planner.device import Device
+from foldray.planner.layout import Content, StageForm
 from foldray.planner.memo import Memo
 from foldray.planner.memory import GIB, Memory, least_memory, peak_memory
 from foldray.planner.passes import with_best_lags
 from foldray.planner.prediction import Prediction, Step, straggling
 from foldray.planner.space import Space
-from foldray.planner.staging import Stagings, make_stagings
+from foldray.planner.staging import Staging, Stagings, Weights, make_stagings
 from foldray.planner.updates import least_behind
 from foldray.schedule import Ordering, Slicing
 
@@ -58,7 +59,7 @@ class Choice(NamedTuple):
     group: Group
     rank: RankCosts
     ordering: Ordering
-    virtual_stages: int
+    staging: Staging
     memory: Memory
 
 
@@ -83,6 +84,23 @@ class Node(NamedTuple):
     what: list[Group] | Group | Choice | Simulated | Planned
 
 
+def _weights(rank: RankCosts) -> Weights:
+    """Return how long a model's blocks and ends compute.
+
+    Args:
+        rank: the costs of a rank that holds all of the model.
+    """
+    length, blocks = rank.job.seq_len, rank.job.blocks
+    pieces, own = Pieces(Slicing((length,), (length,))), tuple(block for block in blocks if not block.mtp)
+
+    def computed(last: bool, *held: BlockSpec) -> float:
+        content = Content.of([StageForm(held, False, last)])
+        return sum(stage_work(rank, content, back, pieces).computed for back in (False, True))
+
+    mean = computed(False, *own) / len(own)
+    return Weights({block: computed(False, block) / mean for block in set(own)}, computed(True, *blocks) / mean - len(own))
+
+
 class Refinement:
     """The nodes of a space, from folds to predictions."""
 
@@ -98,17 +116,29 @@ class Refinement:
         self._known_stagings: dict[tuple[int, int], Stagings] = {}
         self._different = sorted(set(self.job.blocks), key=lambda block: block.order)
         self._again = tuple(sorted({kind for again in space.recompute for kind in again}))
+        self._weights = _weights(self._rank(Fold(1), 1))
 
     def folds(self) -> Iterator[Node]:
         """Yield a node for every legal fold."""
         for fold in self.space.folds():
             sizes = [n for n in self.space.micro_batches if self.job.global_batch % (fold.dp * n) == 0]
-            ranks = [(self._rank(fold, n), n) for n in sizes]
-            if ranks:
+            if ranks := self._holding([(self._rank(fold, n), n) for n in sorted(sizes)]):
                 # Recomputation costs time and saves memory, so one bound is without it and the other with all of it.
-                seconds = min(self._least_seconds(Group(*rank, ())) for rank in ranks)
-                held = min(self._least_held(Group(*rank, self._again)) for rank in ranks)
-                yield Node(seconds, held, [Group(*rank, again) for rank in ranks for again in self.space.recompute])
+                seconds = min(self._least_seconds(Group(*rank, ())) for rank, _ in ranks)
+                held = min(least for _, least in ranks)
+                yield Node(seconds, held, [Group(*rank, again) for rank, _ in ranks for again in self.space.recompute])
+
+    def _holding(self, ranks: Iterable[tuple[RankCosts, int]]) -> list[tuple[tuple[RankCosts, int], float]]:
+        """Return (costs, micro-batch) with the least memory, the smallest micro-batch first, up to the first that cannot fit.
+
+        A larger micro-batch never needs less memory.
+        """
+        found = list[tuple[tuple[RankCosts, int], float]]()
+        for rank in ranks:
+            found.append((rank, self._least_held(Group(*rank, self._again))))
+            if found[-1][1] > self.limit:
+                break
+        return found
 
     def _rank(self, fold: Fold, sequences: int) -> RankCosts:
         return RankCosts(self.job, fold, self.device, sequences, self.space.zero, self._memo)
@@ -130,9 +160,8 @@ class Refinement:
             yield from self._choices(node, what, needless)
         elif isinstance(what, Choice):
             group = what.group
-            candidate = Candidate(
-                self.job, group.rank.fold, what.ordering, group.micro_batch, what.virtual_stages, self.space.zero
-            )
+            stages = what.staging.virtual_stages, self.space.zero, what.staging.stage_layers
+            candidate = Candidate(self.job, group.rank.fold, what.ordering, group.micro_batch, *stages)
             candidate = with_best_lags(candidate, what.rank)
             step = Step(candidate, OpWork(candidate, self.device, what.rank))
             yield Node(max(step.simulated_bound(), node.seconds), node.held, Simulated(step, what.memory))
@@ -160,7 +189,7 @@ class Refinement:
                     hops = hop_bounds(rank, layout.contents, pieces, stages)
                     seconds = self._slower * step_bound(layout, micro_batches, stages, behind, hops)
                     for ordering in orderings:
-                        what = Choice(group, rank, ordering, staging.virtual_stages, memory)
+                        what = Choice(group, rank, ordering, staging, memory)
                         yield Node(max(seconds, node.seconds), memory.total, what)
 
     def _least_seconds(self, group: Group) -> float:
@@ -209,7 +238,7 @@ class Refinement:
     def _stagings(self, group: Group) -> Stagings:
         pp, micro_batches = group.rank.fold.pp, self._micro_batches(group)
         if (pp, micro_batches) not in self._known_stagings:
-            self._known_stagings[pp, micro_batches] = make_stagings(self.job.blocks, pp, micro_batches)
+            self._known_stagings[pp, micro_batches] = make_stagings(self.job.blocks, pp, micro_batches, self._weights)
         return self._known_stagings[pp, micro_batches]
 
     def _orderings_of(self, group: Group, batch_degree: int) -> Mapping[Pieces, list[Ordering]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from foldray.amounts import in_bytes
@@ -43,6 +44,7 @@ def _candidate(planned: Planned) -> dict[str, Any]:
             "sp_bytes": ordering.reduction.most,
             "micro_batch": candidate.micro_batch,
             "virtual_stages": candidate.virtual_stages,
+            "stage_layers": candidate.stage_layers and list(candidate.stage_layers),
             "recompute": list(ordering.recompute),
         },
         "step_time_s": prediction.seconds,
@@ -105,8 +107,15 @@ def schedule(planned: Planned) -> str:
     text = ordering.forward.kind + (f" d={ordering.slicing.degree}" if ordering.slicing else "")
     text += f" R={ordering.batch_degree}" if ordering.batch_degree > 1 else ""
     text += f" b={candidate.micro_batch}" + (f" v={candidate.virtual_stages}" if candidate.virtual_stages > 1 else "")
+    text += f" stages {_runs(candidate.stage_layers)}" if candidate.stage_layers else ""
     text += f" {ordering.reduction.kind}" + (f"={in_bytes(size)}" if (size := ordering.reduction.most) else "")
     return text + (f" again {'+'.join(ordering.recompute)}" if ordering.recompute else "")
+
+
+def _runs(sizes: Sequence[int]) -> str:
+    """Return numbers of blocks in short: 2,30×3,2 for [2, 3, …, 3, 2]."""
+    runs = ((size, len(list(run))) for size, run in groupby(sizes))
+    return ",".join(f"{count}×{size}" if count > 1 else str(size) for size, count in runs)
 
 
 def _of_first(planned: Planned) -> list[str]:

@@ -19,7 +19,7 @@ from foldray.schedule import OVERLAPS, Ordering, Reduction, Sequences, SliceCost
 DEGREES = (2, 4, 8)
 BATCH_DEGREES = (1, 2)
 RECOMPUTE: tuple[tuple[str, ...], ...] = ((), (EXPERT,), (ATTENTION, FFN, EXPERT))
-MICRO_BATCHES = (1, 2, 4)
+MICRO_BATCHES = (1, 2, 4, 8, 16)
 KINDS = tuple(name for name, row in OVERLAPS.items() if row.of_stages)
 """Kinds whose steps the search puts together from passes of stages."""
 REDUCTIONS = (*(Reduction("chunks", size << 20) for size in (64, 16, 4, 1)), Reduction("buckets"), Reduction("end"))

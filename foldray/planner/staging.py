@@ -1,12 +1,13 @@
-"""The legal numbers of virtual stages, for all folds with the same number of positions and of micro-batches."""
+"""The stages to try, for all folds with the same number of positions and of micro-batches."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from foldray.blueprint import BlockSpec, make_stages
+from foldray.blueprint import BlockSpec, even_sizes, make_stages, stage_positions
 from foldray.fold import divisors
 from foldray.planner.layout import PipelineLayout, Positions, make_layout
 from foldray.planner.memory import blocks_in_flight
@@ -14,21 +15,38 @@ from foldray.schedule import PipelineGraph
 
 
 class Staging(NamedTuple):
-    """One number of virtual stages.
+    """One way to cut a model into stages.
 
     Args:
         virtual_stages: number of stages of a position.
+        stage_layers: number of blocks of each stage; None cuts evenly.
         layout: the stages.
         pipeline: the pipeline with at most 3·pp micro-batches, which are enough to find its memory (`memory.in_flight`).
     """
 
     virtual_stages: int
+    stage_layers: tuple[int, ...] | None
     layout: PipelineLayout
     pipeline: PipelineGraph
 
 
+class Weights(NamedTuple):
+    """How long the parts of a model compute, in units of its mean block.
+
+    Args:
+        blocks: block → its time; 1 for blocks that are not here.
+        ends: time of what the last stage has besides: heads, and blocks of multi-token prediction.
+    """
+
+    blocks: Mapping[BlockSpec, float]
+    ends: float
+
+
+_EQUAL = Weights({}, 0.0)
+
+
 class Stagings(NamedTuple):
-    """All legal numbers of virtual stages, and what their common bounds need.
+    """All stagings to try, and what their common bounds need.
 
     Args:
         all: all stagings.
@@ -43,27 +61,58 @@ class Stagings(NamedTuple):
     first_blocks: int
 
 
-def make_stagings(blocks: Sequence[BlockSpec], pp: int, micro_batches: int) -> Stagings:
+def make_stagings(blocks: Sequence[BlockSpec], pp: int, micro_batches: int, weights: Weights = _EQUAL) -> Stagings:
     """Return the stagings of a model's blocks.
 
-    Several virtual stages need stages with equal numbers of blocks, and a multiple of pp micro-batches. Blocks of multi-token
-    prediction do not count: they are in the last stage.
+    Several virtual stages need a multiple of pp micro-batches. Their number divides the blocks of the fullest position.
+
+    Args:
+        blocks: the blocks, with those of multi-token prediction, which are in the last stage.
+        pp: number of pipeline positions.
+        micro_batches: micro-batches of a step.
+        weights: how long blocks and ends compute.
     """
     further = sum(block.mtp for block in blocks)
     layers = len(blocks) - further
-    several = pp > 1 and pp in divisors(layers) and PipelineGraph(pp, micro_batches).full_rounds
+    several = pp > 1 and PipelineGraph(pp, micro_batches).full_rounds
     every, leanest = list[Staging](), list[tuple[Staging, list[Counter[BlockSpec]]]]()
-    for virtual_stages in divisors(layers // pp) if several else [1]:
-        cut = make_stages(layers, pp, virtual_stages, further=further)
-        stages = tuple(tuple(blocks[i] for i in stage.layers) for stage in cut)
+    for virtual_stages in divisors(-(-layers // pp)) if several else [1]:
         pipeline = PipelineGraph(pp, min(micro_batches, 3 * pp), virtual_stages)
-        every.append(found := Staging(virtual_stages, make_layout(stages, pp), pipeline))
-        kept = [Counter(dict(blocks_in_flight(found.layout, pipeline, place))) for place in range(pp)]
-        if not any(_needs_no_less(found, kept, *other) for other in leanest):
-            leanest.append((found, kept))
+        for sizes in _cuts(blocks[:layers], pp, virtual_stages, weights):
+            cut = make_stages(layers, pp, virtual_stages, sizes, further)
+            stages = tuple(tuple(blocks[i] for i in stage.layers) for stage in cut)
+            every.append(found := Staging(virtual_stages, sizes, make_layout(stages, pp), pipeline))
+            kept = [Counter(dict(blocks_in_flight(found.layout, pipeline, place))) for place in range(pp)]
+            if not any(_needs_no_less(found, kept, *other) for other in leanest):
+                leanest.append((found, kept))
     positions = list(dict.fromkeys(each.layout.positions for each in every))
     first_blocks = min(len(form.blocks) for each in every for form in each.layout.forms)
     return Stagings(every, [each for each, _ in leanest], positions, first_blocks)
+
+
+def _cuts(blocks: Sequence[BlockSpec], pp: int, virtual_stages: int, weights: Weights) -> Iterator[tuple[int, ...] | None]:
+    """Yield the numbers of blocks of stages: even ones (None), and those with fewer blocks beside the embedding and the head.
+
+    Either the head counts as about as many blocks as take as long, or both ends count as one block each, as in Megatron-LM's
+    options `account_for_embedding_in_pipeline_split` and `account_for_loss_in_pipeline_split`. A cut is left out if another one
+    loads no position more, and has no more blocks at the first position, which keeps the activations of most micro-batches.
+    """
+    layers, count = len(blocks), pp * virtual_stages
+    if count > layers:
+        return
+    known = list[tuple[float, int]]()
+    for first, last in ((0, 0), (0, math.floor(weights.ends)), (0, math.ceil(weights.ends)), (1, 1)) if pp > 1 else ((0, 0),):
+        sizes = even_sizes(layers, count, first, last)
+        if min(sizes) < 1:
+            continue
+        loads, begin, end = [0.0] * pp, 0, 0
+        for size, place in zip(sizes, stage_positions(count, pp), strict=True):
+            begin, end = end, end + size
+            loads[place] += sum(weights.blocks.get(block, 1.0) for block in blocks[begin:end])
+        most, held = max(*loads[:-1], loads[-1] + weights.ends) if pp > 1 else 0.0, sum(sizes[::pp])
+        if not any(most >= other and held >= few for other, few in known):
+            known.append((most, held))
+            yield tuple(sizes) if first + last else None
 
 
 def _needs_no_less(one: Staging, kept: list[Counter[BlockSpec]], other: Staging, others: list[Counter[BlockSpec]]) -> bool:

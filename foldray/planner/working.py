@@ -93,6 +93,17 @@ def networks(rank: RankCosts, block: BlockSpec, slicing: Slicing, imbalance: flo
     return found
 
 
+def passing_keys(rank: RankCosts, block: BlockSpec, slicing: Slicing) -> float:
+    """Return the bytes of other ranks' keys and values, and of float32 gradients, while a block attends to whole sequences.
+
+    A ring has two more blocks of each (`model/context.py`), and an all-gather those of all ranks.
+    """
+    if rank.fold.cp == 1 or slicing.degree > 1:
+        return 0.0
+    own = slicing.length * rank.sequences * (block.attention.keys + block.attention.values)
+    return own * (2 if rank.job.context == "ring" else rank.fold.cp) * (rank.device.bytes + _SUM)
+
+
 def _summing(rank: RankCosts, block: BlockSpec, tokens: float) -> float:
     """Return the bytes that experts need in backward if their rank sums the results, with the rows that have arrived.
 

@@ -33,8 +33,10 @@ def as_candidate(recipe: Recipe) -> Candidate:
     training, schedule = recipe.training, recipe.schedule
     batch = recipe.accumulation * recipe.placed_fold.dp * training.micro_batch
     dtype, iterations = DTYPES[recipe.precision], recipe.optimizer.iterations
-    job = Job(recipe.model, recipe.data.seq_len, batch, dtype, iterations, recipe.moe.dispatch, recipe.moe.wire)
-    return Candidate(job, recipe.placed_fold, recipe.ordering, training.micro_batch, schedule.virtual_stages, recipe.engine.zero)
+    travel = recipe.moe.dispatch, recipe.moe.wire, schedule.context
+    job = Job(recipe.model, recipe.data.seq_len, batch, dtype, iterations, *travel)
+    stages = schedule.virtual_stages, recipe.engine.zero, schedule.stage_layers
+    return Candidate(job, recipe.placed_fold, recipe.ordering, training.micro_batch, *stages)
 
 
 def worlds(recipe: Recipe) -> dict[int, Recipe]:

@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 
 from foldray.blueprint import ModelSpec
 from foldray.fold import Fold
-from foldray.kinds import OP_KINDS, STAGE
+from foldray.kinds import ATTENTION, OP_KINDS, STAGE
 from foldray.planner.candidate import Candidate, Job
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
-from foldray.planner.hardware import Hardware, constants, counts, known_hardware, load_hardware
+from foldray.planner.hardware import Hardware, Link, constants, counts, known_hardware, load_hardware
+from foldray.planner.memory import ledger
 from foldray.planner.prediction import Step, predict, straggling
 from foldray.planner.whole import simulate_step, whole_seconds
+from foldray.recipe import Recipe
+from foldray.recipe.refold import as_candidate
 from foldray.schedule import Ordering, Overlap, Reduction, SliceCost, slice_sequence, step_schedule
 from foldray.timeline import simulate
 from tests.gate import examples
@@ -123,6 +126,64 @@ def test_weights_that_tp_ranks_hold_whole_are_reduced_over_all_of_them() -> None
     work = OpWork(each, device)
     whole = whole_seconds(each, work) * (1 + straggling(16, device))
     assert Step(each, work).prediction().seconds == pytest.approx(whole, rel=1e-9)
+
+
+@pytest.mark.parametrize(("pp", "virtual", "sizes", "batch"), [
+    (2, 1, (7, 1), 16), (2, 1, (1, 7), 16), (2, 2, (1, 3, 3, 1), 32), (4, 1, (1, 3, 3, 1), 64), (2, 3, (1, 1, 3, 1, 1, 1), 64),
+])  # fmt: skip
+def test_uneven_stages_are_as_long_as_when_they_are_simulated_whole(pp: int, virtual: int, sizes: Any, batch: int) -> None:
+    each = candidate("sequential", 1, {"pp": pp, "ep": 8 // pp}, batch=batch, virtual=virtual, stage_layers=sizes)
+    work = OpWork(each, Device.of(each.job, machines()))
+    whole = simulate(each.graph, step_schedule(each.graph, each.ordering.forward), work.cost).seconds
+    assert Step(each, work).passes() == pytest.approx(whole, rel=1e-9)
+
+
+def test_the_stages_of_a_recipe_are_priced() -> None:
+    """The longest stage sets the pace: 30 blocks take 30 · m for m micro-batches, and 2 blocks of the last one come after."""
+    model = {"preset": "tiny", "layers": 32, "hidden": 1024, "head_dim": 256, "expert_hidden": 4096, "vocab": 256}
+    given = {
+        "model": model,
+        "fold": {"pp": 2},
+        "data": {"seq_len": 4096},
+        "training": {"global_batch": 8},
+        "precision": "bfloat16",
+    }
+    seconds, held = [], []
+    for sizes in ([30, 2], [16, 16]):
+        schedule = {"stage_layers": sizes}
+        each = as_candidate(Recipe.parse({**given, "precision": "bfloat16", "schedule": schedule, "cluster": {"workers": 2}}))
+        work = OpWork(each, Device.of(each.job, load_hardware("eos-h100")))
+        seconds.append(Step(each, work).passes())
+        held.append(ledger(each, work.rank).total)
+    assert seconds[0] / seconds[1] == pytest.approx((8 * 30 + 2) / (9 * 16), rel=0.02)
+    assert held[0] > 1.5 * held[1]
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_gathered_keys_wait_and_those_of_a_ring_do_not(back: bool) -> None:
+    """Half of the keys and values come from the other rank. Backward also sends their float32 gradients back."""
+    machine, tokens = machines(inter=Link(gb_s=1e4), intra=Link(gb_s=1e4)), range(2048)
+    cp = {}
+    for context in ("ring", "all_gather"):
+        each = candidate("sequential", 1, {"cp": 2, "ep": 4})
+        each = replace(each, job=replace(each.job, context=context))
+        works = OpWork(each, Device.of(each.job, machine)).rank.price(ATTENTION, back, tokens, MODEL.block(0)).works
+        cp[context] = sum(work.seconds for work in works if work.what == "cp")
+    sent = 2048 * 2 * 8 * 128 * (2 + 4 * back)
+    assert cp["all_gather"] == pytest.approx(sent / (1e13 * constants()["intra"].value))
+    assert cp["ring"] == 0
+
+
+def test_gathered_keys_take_memory() -> None:
+    """Eight ranks' keys and values with float32 gradients are there at once, or two ranks' beside a rank's own."""
+    model = MODEL.model_copy(update={"heads": 64, "kv_heads": 64, "vocab": 256})
+    base = candidate("sequential", 1, {"cp": 8, "ep": 8}, model=model)
+    work = []
+    for way in ("ring", "all_gather"):
+        each = replace(base, job=replace(base.job, context=way, seq_len=65536))
+        work.append(ledger(each, OpWork(each, Device.of(each.job, machines())).rank).working)
+    own = 65536 // 8 * 2 * 64 * 128 * (2 + 4)
+    assert work[1] - work[0] == pytest.approx((8 - 2) * own, rel=0.2)
 
 
 def test_a_long_pipeline_is_as_long_as_when_it_is_simulated_whole() -> None:

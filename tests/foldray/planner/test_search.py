@@ -18,7 +18,7 @@ from foldray.planner.hardware import load_hardware
 from foldray.planner.memory import ledger
 from foldray.planner.nodes import Planned, Refinement
 from foldray.planner.passes import LAGS, with_best_lags
-from foldray.planner.prediction import Step
+from foldray.planner.prediction import Step, predict
 from foldray.planner.search import search
 from foldray.planner.space import Space
 from foldray.schedule import Overlap, Sequences, SliceCost, make_ordering
@@ -110,6 +110,25 @@ def test_experts_are_not_cut_by_tensors_where_they_need_not_be() -> None:
     (whole,), (cut,) = (search(Space(job, load_hardware("eos-h100"), 128, {**pins, "etp": etp}), 1).best for etp in (1, 2))
     assert whole.fits
     assert whole.prediction.seconds < 0.95 * cut.prediction.seconds
+
+
+def test_a_large_head_leaves_the_last_stage_fewer_blocks() -> None:
+    """Of 16 blocks of Qwen3-235B on two positions, nine take about as long as seven and the head."""
+    model = ModelSpec.model_validate({"preset": "qwen3-235b-a22b", "layers": 16})
+    pins = {"tp": 1, "cp": 1, "pp": 2, "ep": 4, "etp": 1}
+    (best,) = search(Space(Job(model, 4096, 64), load_hardware("h200"), 8, pins, micro_batches=(1,), batch_degrees=(1,)), 1).best
+    sizes = best.candidate.stage_layers
+    assert sizes
+    assert [sum(sizes[place::2]) for place in (0, 1)] == [9, 7]
+    even = replace(best.candidate, stage_layers=None)
+    assert best.prediction.seconds < 0.97 * predict(even, load_hardware("h200")).seconds
+
+
+def test_small_models_have_large_micro_batches() -> None:
+    """Where the host sets the pace, every further sequence in an op is almost free."""
+    job = Job(MODEL, 512, 64)
+    (best,) = search(Space(job, load_hardware("h200"), 1, degrees=(2,)), 1).best
+    assert best.candidate.micro_batch == 16
 
 
 def test_a_plan_with_a_slow_link_hides_all_it_can() -> None:
