@@ -16,7 +16,7 @@ from typing_extensions import TypedDict  # pydantic requires this one below Pyth
 from trainers.health import Layers
 
 VALIDATED = ("validation/loss", "validation/bits_per_byte")
-REPORTED = ("step", "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_time_s", "mfu", *VALIDATED)
+REPORTED = ("step", "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_time_s", "mfu", "product_share", *VALIDATED)
 """Metrics that Ray gets with each checkpoint, by the names that MLflow has (`reported`)."""
 
 
@@ -54,6 +54,9 @@ class Step(TypedDict):
     tokens_per_s: float
     step_time_s: float
     mfu: float | None
+    """Model FLOPs over those of the GPUs' data sheets; None if the data sheet of a rank's device is not known."""
+    product_share: NotRequired[float | None]
+    """Model FLOPs over those of matrix products that the ranks measured before the first step."""
     load: list[list[int]] | None
     """Tokens per MoE layer and global expert; None for a model without MoE layers. Files have it, and `by_layer`, for every n-th
     step of a large model."""

@@ -15,8 +15,8 @@ from trainers.records import Step
 _FINITE = ("loss", "lr", "tokens_per_s", "step_time_s")  # always numbers, even if they are not finite
 _WHOLE = ("step", "dead_experts", "trained_tokens", "skipped_steps")
 _OTHERS = (
-    "grad_norm", "balance_loss", "z_loss", "mtp_loss", "drop_rate", "mfu", "load_max_over_mean", "rank_max_over_mean",
-    "load_entropy", "time",
+    "grad_norm", "balance_loss", "z_loss", "mtp_loss", "drop_rate", "mfu", "product_share", "load_max_over_mean",
+    "rank_max_over_mean", "load_entropy", "time",
 )  # fmt: skip
 
 

@@ -84,6 +84,7 @@ class Hardware(Strict):
     about: str = ""
     source: str = Field("", description="where the numbers come from")
     gpus_per_node: Count
+    gpu: str = Field("", description="name of the GPU as its driver tells it, if the peaks are those of its data sheet")
     peak_tflops: dict[str, Speed] = Field(description="dense, by dtype")
     processors: Count = Field(1, description="multiprocessors of a GPU: tiles of a product that run at once")
     memory_gib: float = Field(gt=0, le=_MOST, description="of one GPU")
@@ -130,6 +131,17 @@ def _given() -> Mapping[str, Any]:
 def known_hardware() -> list[str]:
     """Return the names of the clusters that come with foldray."""
     return sorted(path.stem for path in (_HERE / "hardware").glob("*.yaml"))
+
+
+def data_sheet_peak(gpu: str, dtype: str) -> float | None:
+    """Return the FLOP/s of a GPU by its data sheet; None if no cluster that comes with foldray has this GPU and dtype.
+
+    Args:
+        gpu: the name that the driver tells, such as "NVIDIA H200".
+        dtype: dtype of matrix products, as in hardware files.
+    """
+    every = (load_hardware(name) for name in known_hardware())
+    return next((each.peak(dtype) for each in every if gpu and each.gpu == gpu and dtype in each.peak_tflops), None)
 
 
 def load_hardware(name: str, field: str = "cluster") -> Hardware:

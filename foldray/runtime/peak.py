@@ -1,4 +1,4 @@
-"""The name of a device, and its peak speed, which is the denominator of model FLOP utilisation."""
+"""The name of a device, and the speed of its matrix products, which is below the peak of its data sheet."""
 
 from __future__ import annotations
 

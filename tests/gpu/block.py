@@ -1,4 +1,4 @@
-"""Measures a training step of one block at real sizes, beside Hugging Face's Mixtral: time, MFU, host, kernels and memory."""
+"""Measures a training step of one block at real sizes, beside Hugging Face's Mixtral: time, speed, host, kernels, memory."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def measure(report: Report, sizes: dict[str, Any], length: int, peak: float) -> 
         device_ms, host_ms = zip(*took[name], strict=True)
         rows[name] = row = {
             "ms": statistics.median(device_ms), "min": min(device_ms), "max": max(device_ms),
-            "host_ms": statistics.median(host_ms), "mfu_of_peak": flops / statistics.median(device_ms) / peak / 1e9,
+            "host_ms": statistics.median(host_ms), "product_share": flops / statistics.median(device_ms) / peak / 1e9,
             **_profiled(step), "peak_gib": _peak(step),
         }  # fmt: skip
         report.say(f"  {name:12} " + " ".join(f"{key} {value:.3g}" for key, value in row.items() if key != "top"))

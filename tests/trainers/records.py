@@ -23,7 +23,7 @@ def step(number: int, loss: float = 2.0, load: list[list[int]] | None = None, mf
     health = load and Health.of([np.array(load)], ep=2 if len(load[0]) % 2 == 0 else 1)
     return Step(
         kind="step", step=number, loss=loss, lr=1e-3, grad_norm=1.0, balance_loss=1.0, z_loss=0.0, drop_rate=0.01,
-        tokens_per_s=12_345.0, step_time_s=0.1, mfu=mfu, load=load,
+        tokens_per_s=12_345.0, step_time_s=0.1, mfu=mfu, product_share=0.5, load=load,
         load_max_over_mean=None if load is None else 1.5, dead_experts=None if load is None else 0,
         rank_max_over_mean=float(health.rank_max_over_mean.max()) if health else None,
         load_entropy=float(health.entropy.min()) if health else None, by_layer=health.by_layer() if health else None,

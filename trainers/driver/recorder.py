@@ -60,6 +60,7 @@ class Summary:
     bigram_bpb: float | None
     tokens_per_s: float | None
     mfu: float | None
+    product_share: float | None
     load_max_over_mean: float | None
     busiest_layer: int | None
     rank_max_over_mean: float | None
@@ -197,6 +198,7 @@ class RunFolder:
             bigram_bpb=self._baselines.get("bigram"),
             tokens_per_s=_of_known(np.median, steps.column("tokens_per_s")),
             mfu=_of_known(np.median, steps.column("mfu")),
+            product_share=_of_known(np.median, steps.column("product_share")),
             **self._balance(),
             drop_rate=_of_known(np.mean, steps.column("drop_rate")[-LOAD_WINDOW:]),
             checkpoint=self._checkpoint(),

@@ -196,7 +196,9 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.tokens_per_s is not None:
         yield "speed", f"{_short(summary.tokens_per_s)} tokens/s (median)"
     if summary.mfu is not None:
-        yield "MFU", f"{summary.mfu:.1%} of measured matmul peak (median)"
+        yield "MFU", f"{summary.mfu:.1%} of the data sheet (median)"
+    if summary.product_share is not None:
+        yield "share of products", f"{summary.product_share:.1%} of the speed of measured matrix products (median)"
     if summary.load_max_over_mean is not None:
         busiest = f"a step's busiest expert has {summary.load_max_over_mean:.2f}× the even share (layer {summary.busiest_layer})"
         yield "expert balance", busiest

@@ -29,6 +29,7 @@ _STEP_METRICS = {
     "tokens_per_s": "tokens_per_s",
     "step_time_s": "step_time_s",
     "mfu": "mfu",
+    "product_share": "product_share",
     "balance_loss": "balance_loss",
     "z_loss": "z_loss",
     "mtp_loss": "mtp_loss",

@@ -22,9 +22,11 @@ from foldray.blueprint import step_flops
 from foldray.comm import APART, TRAFFIC, Activity, Count, Groups, probe
 from foldray.kernels.transfer import move
 from foldray.model import IGNORED, Batch, Losses, all_losses
+from foldray.planner.candidate import DTYPES as SHORT_DTYPES
+from foldray.planner.hardware import data_sheet_peak
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, learning_rate
-from foldray.runtime.peak import matmul_peak
+from foldray.runtime.peak import matmul_peak, processor
 from trainers.checkpoints.reading import time_for
 from trainers.checkpoints.saver import Saver
 from trainers.checkpoints.stored import Found
@@ -131,7 +133,9 @@ class Worker:
         self.engine: Engine = make_engine(recipe, self.groups, self.device)
         self.guard = Guard(self.engine, self.groups, recipe.model, recipe.training.skip_steps)
         self.saver = Saver(recipe.checkpoint.asynchronous, time_for(self._largest_state()))
-        self.peak = self._all_ranks(matmul_peak(self.device, DTYPES[recipe.precision]))
+        self.products = self._all_ranks(matmul_peak(self.device, DTYPES[recipe.precision]))
+        peak = data_sheet_peak(processor(self.device), SHORT_DTYPES[recipe.precision])
+        self.peak = self._all_ranks(math.nan if peak is None else peak)  # not a number if a rank's device is not known
         self.flops = step_flops(recipe.model, recipe.data.seq_len, recipe.training.global_batch)
         self.spikes = Spikes()
         self.validation: dict[str, Any] = {}
@@ -142,7 +146,7 @@ class Worker:
         self.online = Online(self.engine.execution, self.groups, self.device, recipe.orderings, sizes)
         # The result of a search holds only for these settings on these machines. Otherwise training searches again.
         self.ground = {**ground.settings(recipe), "machines": ground.machines(self.device, _nodes())}
-        self.speeds = {"products": self.peak, "link": ground.link_rate(self.groups, self.device)}
+        self.speeds = {"products": self.products, "link": ground.link_rate(self.groups, self.device)}
 
     def run(self, pulse: Pulse) -> dict[str, Any]:
         """Train to the last step of the recipe, and return a summary. Ray returns the summary of rank 0.
@@ -225,7 +229,8 @@ class Worker:
             "drop_rate": totals.dropped / float(counts.sum()) if moe else None,
             "tokens_per_s": training.global_batch * length / seconds, "step_time_s": seconds,
             "trained_tokens": 0 if self.guard.in_a_row else totals.tokens, "skipped_steps": self.guard.skipped,
-            "mfu": self.flops / seconds / self.peak,
+            "mfu": None if math.isnan(self.peak) else self.flops / seconds / self.peak,
+            "product_share": self.flops / seconds / self.products,
             "load": counts.tolist() if moe else None,
             "load_max_over_mean": float(health.max_over_mean.max()) if health else None,
             "rank_max_over_mean": float(health.rank_max_over_mean.max()) if health else None,

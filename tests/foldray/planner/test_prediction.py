@@ -15,7 +15,7 @@ from foldray.kinds import ATTENTION, OP_KINDS, STAGE
 from foldray.planner.candidate import Candidate, Job
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
-from foldray.planner.hardware import Hardware, Link, constants, counts, known_hardware, load_hardware
+from foldray.planner.hardware import Hardware, Link, constants, counts, data_sheet_peak, known_hardware, load_hardware
 from foldray.planner.memory import ledger
 from foldray.planner.prediction import Step, predict, straggling
 from foldray.planner.whole import simulate_step, whole_seconds
@@ -201,6 +201,14 @@ def test_shares_sum_to_the_step(fold: dict[str, int], zero: int) -> None:
         assert sum(prediction.breakdown.values()) == pytest.approx(prediction.seconds, rel=1e-9)
         assert min(prediction.breakdown.values()) >= 0
         assert prediction.mfu_full > prediction.mfu_causal
+
+
+def test_mfu_is_that_of_a_data_sheet() -> None:
+    """NVIDIA's data sheets: dense bf16 TFLOP/s of the SXM and PCIe cards. Other GPUs, and processors, have no MFU."""
+    assert data_sheet_peak("NVIDIA H100 80GB HBM3", "bf16") == data_sheet_peak("NVIDIA H200", "bf16") == 989.5e12
+    assert data_sheet_peak("NVIDIA GeForce RTX 3090", "fp32") == 35.6e12
+    assert [data_sheet_peak(name, "bf16") for name in ("NVIDIA H100 PCIe", "AMD EPYC", "")] == [None] * 3
+    assert data_sheet_peak("NVIDIA H200", "fp64") is None
 
 
 FASTER = st.sampled_from(["memory_gb_s", "intra", "inter", "bf16"])

@@ -28,7 +28,7 @@ def summary(**changes: Any) -> Summary:
         "run_id": "quickstart-1", "run_dir": "/runs/quickstart-1", "status": "finished", "steps": 300, "skipped_steps": 0,
         "final_loss": 1.5, "val_loss": 1.75, "val_bpb": 2.5, "val_sources": None,
         "unigram_bpb": 4.87, "bigram_bpb": 3.62, "tokens_per_s": 12345.0,
-        "mfu": 0.413, "load_max_over_mean": 1.18, "busiest_layer": 2, "dead_experts": 0,
+        "mfu": 0.413, "product_share": 0.519, "load_max_over_mean": 1.18, "busiest_layer": 2, "dead_experts": 0,
         "rank_max_over_mean": 1.07, "load_entropy": 0.9912, "starved_experts": 0, "drop_rate": 0.012,
         "checkpoint": "/runs/quickstart-1/checkpoint_300", "pictures": ("/runs/quickstart-1/loss.png",),
         "mlflow_uri": "sqlite:////runs/mlflow.db", "mlflow_run_id": "ab", "mlflow_command": "mlflow server --port 5000",
@@ -136,7 +136,8 @@ def test_json_keeps_standard_output_free(capsys):
 def test_the_closing_table_says_it_all():
     shown = table(summary())
     for words in ("quickstart-1", "300", "1.5000 nats", "2.500 bits per byte: beats the bigram baseline (3.620; unigram 4.870)",
-                  "12.3k tokens/s", "41.3% of measured matmul peak", "1.18× the even share (layer 2)", "1.20%",
+                  "12.3k tokens/s", "41.3% of the data sheet", "51.9% of the speed of measured matrix products",
+                  "1.18× the even share (layer 2)", "1.20%",
                   "busiest rank has 1.07× the even share", "0.991 in the worst layer (1 is even)",
                   "checkpoint_300", "loss.png"):  # fmt: skip
         assert words in shown
@@ -175,6 +176,7 @@ def test_what_is_not_known_is_left_out():
         "val_loss",
         "val_bpb",
         "mfu",
+        "product_share",
         "load_max_over_mean",
         "drop_rate",
         "checkpoint",
@@ -185,6 +187,7 @@ def test_what_is_not_known_is_left_out():
     shown = table(summary(**dict.fromkeys(names), pictures=(), status="failed"))
     assert "failed" in shown
     assert "MFU" not in shown
+    assert "products" not in shown
     assert "not a number" in shown
 
 

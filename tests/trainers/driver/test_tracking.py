@@ -74,7 +74,8 @@ def test_every_step_and_validation_is_there(finished):
     names = ("max_over_mean", "entropy")
     layers = {f"expert_load/layer_{layer}/{name}" for layer in recipe().model.moe_layers for name in names}
     assert set(metrics) == layers | {
-        "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_time_s", "mfu", "balance_loss", "z_loss", "drop_rate",
+        "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_time_s", "mfu", "product_share", "balance_loss",
+        "z_loss", "drop_rate",
         "expert_load/max_over_mean", "expert_load/dead", "expert_load/rank_max_over_mean", "expert_load/entropy",
         "validation/bits_per_byte", "validation/loss",
     }  # fmt: skip

@@ -68,6 +68,8 @@ def test_a_run_leaves_what_people_look_at(whole: FoldTrainer) -> None:
     for record in [record for record in records if record["kind"] == "step"]:
         health = Health.of([np.array(record["load"])], ep=2)
         assert record["by_layer"] == health.by_layer()
+        assert record["mfu"] is None  # no data sheet has this processor
+        assert 0 < record["product_share"] < 1
         assert record["load_entropy"] == pytest.approx(float(health.entropy.min()))
         assert record["rank_max_over_mean"] == pytest.approx(float(health.rank_max_over_mean.max()))
     logged = MlflowClient(run.tracker.uri).get_metric_history(run.tracker.run_id, "loss")
