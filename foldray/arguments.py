@@ -80,6 +80,7 @@ def make_parser(version: str = "") -> argparse.ArgumentParser:
     _add_import(commands)
     _add_slice(commands)
     _add_explain(commands)
+    _add_recipes(commands)
     _add_completion(commands)
     return parser
 
@@ -311,6 +312,11 @@ def _add_explain(commands: Any) -> None:
     command.add_argument("--picture", metavar="FILE.png", help="also draw both grids as a picture")
 
 
+def _add_recipes(commands: Any) -> None:
+    command = _add(commands, "recipes", "List the recipes that come with foldray, or copy them.")
+    command.add_argument("--copy", type=Path, metavar="DIR", help="copy them to DIR/recipes, to change them")
+
+
 def _add_completion(commands: Any) -> None:
     command = _add(
         commands, "completion", "Print a script that completes commands, options, recipes and their keys in a shell.",
@@ -342,7 +348,8 @@ def _add_recipe(command: argparse.ArgumentParser, joins: bool = False) -> None:
     Args:
         joins: whether the command joins a Ray cluster. Then it also takes the cluster's address.
     """
-    command.add_argument("recipe", metavar="RECIPE", help="YAML file; docs/recipe.md describes its keys")
+    meaning = "YAML file, or the name of one of `foldray recipes`; docs/recipe.md describes its keys"
+    command.add_argument("recipe", metavar="RECIPE", help=meaning)
     _add_overrides(command)
     if joins:
         meaning = "Ray cluster to join (cluster.address, default that of RAY_ADDRESS); without any, Ray starts on this machine"

@@ -115,7 +115,7 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
             "command=help",
             "is not known",
             "legal: train, submit, verify, bench, timeline, tune, dashboard, plan, calibrate, generate, eval, status, health, "
-            "export-hf, import-hf, slice, explain, completion",
+            "export-hf, import-hf, slice, explain, recipes, completion",
         ),
     ),
     (["--verbose"], ("arguments=--verbose", "required: COMMAND")),
@@ -147,6 +147,8 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
     (["health"], ("arguments=nothing", "required: RUN")),
     (["health", "absent"], ("RUN=absent", "has no metrics.jsonl")),
     (["completion"], ("arguments=nothing", "required: shell")),
+    (["train", "quikstart"], ("recipe=quikstart", "did you mean 'quickstart'?", "legal: disaggregated, ")),
+    (["plan", "quikstart"], ("recipe=quikstart", "is neither a file nor a recipe of foldray's")),
     (["completion", "tcsh"], ("shell=tcsh", "is not known", "legal: bash, zsh, fish")),
 ]
 

@@ -18,7 +18,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "train": running.train, "submit": running.submit, "verify": running.verify, "bench": running.bench,
     "timeline": running.timeline, "tune": running.tune, "dashboard": running.dashboard, "calibrate": running.calibrate,
     "generate": running.generate, "eval": running.eval_, "status": running.status, "health": running.health,
-    "export-hf": running.export_hf, "import-hf": running.import_hf, "completion": running.complete,
+    "export-hf": running.export_hf, "import-hf": running.import_hf, "completion": running.complete, "recipes": running.recipes,
     "plan": planning.plan, "slice": folds.slice_, "explain": folds.explain,
 }  # fmt: skip
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from typing import Any
 
 from foldray import completion
 from foldray.cli.output import recipe_of, say, say_json, say_nothing_more
 from foldray.errors import MissingPackage, UserError
 from foldray.files import write_picture
-from foldray.recipe import Recipe
+from foldray.recipe import Recipe, shipped
 
 
 def train(given: argparse.Namespace) -> int:
@@ -148,6 +149,21 @@ def import_hf(given: argparse.Namespace) -> int:
     topk, parts = (default if value is None else value for value, default in ((given.topk, 2), (given.granularity, 1)))
     upcycling = None if given.upcycle is None else Upcycling(given.upcycle, topk, parts)
     return run(given.folder, given.path, as_json=given.json, upcycling=upcycling, tokenizer=given.tokenizer)
+
+
+def recipes(given: argparse.Namespace) -> int:
+    copied = [] if given.copy is None else shipped.copy(given.copy)
+    known = shipped.shipped()
+    if given.json:
+        rows = [{"name": name, "path": str(each.path), "about": each.about} for name, each in known.items()]
+        say_json({"recipes": rows, "copied": [str(path) for path in copied]})
+    elif given.copy is not None:
+        say("\n".join(map(str, copied)))
+    else:
+        for name, each in known.items():
+            say(textwrap.fill(each.about, 120, initial_indent=f"{name:<20}", subsequent_indent=" " * 20))
+        say("\nfoldray train NAME trains one of them. foldray recipes --copy . copies them to ./recipes, to change them.")
+    return 0
 
 
 def complete(given: argparse.Namespace) -> int:

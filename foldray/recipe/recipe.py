@@ -11,6 +11,7 @@ from pydantic import model_validator
 from foldray.errors import UserError
 from foldray.files import load_yaml, parse_yaml
 from foldray.fold import divisors
+from foldray.recipe import shipped
 from foldray.recipe.checks import check_all
 from foldray.recipe.description import Description
 from foldray.recipe.reading import apply, refuse_own, refuse_secrets
@@ -28,10 +29,13 @@ class Recipe(Description):
     def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         """Read a YAML file, apply `key.sub=value` overrides (values are YAML) and validate.
 
+        Args:
+            path: the file, or the name of one of foldray's recipes (`shipped.py`).
+
         Raises:
             UserError: the recipe is illegal, or a value has a secret that files would show.
         """
-        given = cls._sections(str(path), load_yaml("recipe", path))
+        given = cls._sections(str(path), load_yaml("recipe", shipped.find(path)))
         for override in overrides:
             apply(given, override)
         recipe = cls.parse(given)
