@@ -376,8 +376,8 @@ class ExportSpec(Strict):
         ge=1,
         le=LONGEST,
         description="Longest sequence of the model in tokens (`max_position_embeddings`). The export says `data.seq_len` if that "
-        "is longer, or if this is null. With `model.rope_scaling` it says how far that reaches, if this key says no more than "
-        "`original_positions`.",
+        "is longer, or if this is null. With YaRN it says how far `model.rope_scaling` reaches, if this key says no more than "
+        "its `original_positions`.",
     )
     tokens: TokensSpec | None = None
     generation: Annotated[dict[str, JsonValue], Field(max_length=256)] = Field(

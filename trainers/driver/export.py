@@ -161,9 +161,10 @@ def _write(stored: Stored, recipe: Recipe, family: Family, dtype: torch.dtype, f
 def _positions(recipe: Recipe) -> int:
     """Return how many positions the model is for. The sequences of a training may be shorter."""
     known, scaling = recipe.export.max_positions or 0, recipe.model.rope_scaling
-    if scaling is None or scaling.original_positions is None:
+    if scaling is None or scaling.kind != "yarn":
         return max(known, recipe.data.seq_len)
-    # Before version 5, transformers take the ratio of both numbers for the factor.
+    assert scaling.original_positions
+    # Before version 5, transformers take the ratio of both numbers for YaRN's factor.
     return known if known > scaling.original_positions else round(scaling.original_positions * scaling.factor)
 
 

@@ -129,7 +129,7 @@ def test_what_a_folder_brought_leaves_with_it(tmp_path: Path) -> None:
     saved(tmp_path / "hub", "Mixtral", MIXTRAL | {"max_position_embeddings": 4096, "pad_token_id": 5})
     generation = {"do_sample": True, "temperature": 0.7, "eos_token_id": [7, 2], "pad_token_id": 5, "of its own": [1.5]}
     (tmp_path / "hub" / "generation_config.json").write_text(json.dumps(generation))
-    assert main(["import-hf", str(tmp_path / "hub"), str(tmp_path / "recipe.yaml")]) == 0
+    assert main(["import-hf", str(tmp_path / "hub"), str(tmp_path / "recipe.yaml"), "--tokenizer", "byte"]) == 0
     make_run(tmp_path / "run")
     kept = yaml.safe_load((tmp_path / "recipe.yaml").read_text())["export"]
     written = tmp_path / "run" / "recipe.yaml"
@@ -146,6 +146,8 @@ YARN = {"factor": 4.0, "original_positions": 1000}
 POSITIONS: list[tuple[int | None, dict[str, Any], int, int]] = [
     (None, {}, 32, 32), (4096, {}, 32, 4096), (16, {}, 32, 32), (None, {"rope_scaling": YARN}, 32, 4000),
     (1000, {"rope_scaling": YARN}, 32, 4000), (1250, {"rope_scaling": YARN}, 32, 1250),
+    (131, {"rope_scaling": YARN | {"kind": "llama3", "original_positions": 64, "beta_fast": 4.0}}, 32, 131),
+    (64, {"rope_scaling": {"kind": "linear", "factor": 2.0}}, 32, 64),
 ]  # fmt: skip
 
 
