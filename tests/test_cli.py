@@ -148,7 +148,6 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
     (["health", "absent"], ("RUN=absent", "has no metrics.jsonl")),
     (["completion"], ("arguments=nothing", "required: shell")),
     (["train", "quikstart"], ("recipe=quikstart", "did you mean 'quickstart'?", "legal: disaggregated, ")),
-    (["plan", "quikstart"], ("recipe=quikstart", "is neither a file nor a recipe of foldray's")),
     (["completion", "tcsh"], ("shell=tcsh", "is not known", "legal: bash, zsh, fish")),
 ]
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -36,17 +37,18 @@ def test_recipes_are_found_by_name_and_copied(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.gate(1 / 3)
 def test_a_wheel_brings_the_recipes(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "installed"
+    source, place = tmp_path / "source", tmp_path / "environment"
     for name in ("foldray", "trainers", "tuners", "recipes"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, source / name)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    venv.create(place)
+    (site,) = place.glob("lib/python*/site-packages")
+    (site / "needs.pth").write_text(sysconfig.get_path("purelib") + "\n")  # all that foldray needs, behind what the wheel brings
+    python, pip = place / "bin" / "python", [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", tmp_path, source], check=True)
     (wheel,) = tmp_path.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", target, wheel], check=True)
-    environment = {**os.environ, "PYTHONPATH": str(target)}
-    for command, wanted in (("recipes", str(target / "share")), ("explain quickstart", "attention")):
-        words = [sys.executable, "-m", "foldray", *command.split(), *(["--json"] if command == "recipes" else [])]
-        told = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-        assert wanted in told.stdout
+    subprocess.run([*pip, "--python", python, "install", "--no-deps", "--no-index", wheel], check=True)
+    for command, wanted in (("recipes --json", str(place / "share")), ("explain quickstart", "attention")):
+        words = [python, "-m", "foldray", *command.split()]
+        assert wanted in subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, files
@@ -41,7 +42,7 @@ def find(recipe: str | Path) -> Path:
         UserError: there is no such file, and no recipe of this name.
     """
     path, name = Path(recipe), str(recipe)
-    if os.path.exists(path) or path.suffix or path.name != name:
+    if os.path.exists(path) or not re.fullmatch(r"[a-z_]{1,40}", name):
         return path
     known = shipped()
     if name not in known:
