@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from foldray.kernels.attention import Mask
-from foldray.kernels.transfer import move
+from foldray.kernels.transfer import to_device
 from foldray.model.batch import document_starts
 from foldray.windows import FULL, Window
 
@@ -145,24 +146,23 @@ class Sight:
     def _positions(self, queries: range, runs: Sequence[range]) -> Tensor:
         """Return which keys are within the window and not later than the query: bool [B, 1, S, T], or [1, 1, S, T]."""
         key_T = torch.cat([torch.arange(keys.start, keys.stop, device=self.device) for keys in runs])
-        begin_BS = move(self._begin_BL[:, queries.start : queries.stop], self.device)
+        begin_BS = to_device(self._begin_BL[:, queries.start : queries.stop].tolist(), self.device, torch.int64)
         query_S = torch.arange(queries.start, queries.stop, device=self.device)
         return ((key_T >= begin_BS.unsqueeze(2)) & (key_T <= query_S.unsqueeze(1))).unsqueeze(1)
 
     @cached_property
-    def _begin_BL(self) -> Tensor:
-        """For every query, the first key that its window has: int64 [B, L] on the host, or [1, L]. A window is that of a document
-        alone."""
-        begin_L = torch.tensor(self.window.begins(self.length))
+    def _begin_BL(self) -> np.ndarray:
+        """For every query, the first key that its window has: int64 [B, L], or [1, L]. A window is that of a document alone."""
+        begin_L = np.asarray(self.window.begins(self.length))
         if self.window.first is None or self._host_BL is None or not len(self._host_BL):
             return begin_L[None]
-        start_BL = document_starts(self._host_BL)
-        return start_BL + begin_L[torch.arange(self.length) - start_BL]
+        start_BL = document_starts(self._host_BL).numpy()
+        return start_BL + begin_L[np.arange(self.length) - start_BL]
 
     @cached_property
     def _begin_L(self) -> list[int]:
         """The least `_begin_BL` of all sequences."""
-        return self._begin_BL.amin(0).tolist()
+        return self._begin_BL.min(axis=0).tolist()
 
     def _first(self, queries: range, keys: range) -> int:
         """Return the position of the first of these keys that any of the queries sees; `keys.stop` if they see none."""

@@ -54,7 +54,10 @@ def asked(place: Path, line: str) -> list[str]:
         ("foldray tr", ["train"]),
         ("foldray train --re", ["--resume"]),
         ("foldray train m", ["mine.yaml"]),
-        ("foldray train mine.yaml training.s", ["training.steps=", "training.stop_after=", "training.seed=", "training.skip_steps="]),
+        (
+            "foldray train mine.yaml training.s",
+            ["training.steps=", "training.stop_after=", "training.seed=", "training.skip_steps="],
+        ),
         ("foldray train mine.yaml fold.ep=2 engine.kind=", ["deepspeed", "torch"]),
         ("foldray plan --model mixtral-8x7", ["mixtral-8x7b"]),
         ("foldray plan --sharding ", ["zero1", "zero3"]),
