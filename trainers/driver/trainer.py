@@ -247,7 +247,7 @@ class FoldTrainer(TorchTrainer):
 
         Raises:
             GetTimeoutError: Ray does not start the controller's process, for which Ray itself would wait for ever.
-        UserError: another driver has taken the run over meanwhile.
+            UserError: another driver has taken the run over meanwhile.
         """
         self._controller = controller
         ray.get(controller.__ray_ready__.remote(), timeout=_START_S)
