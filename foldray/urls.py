@@ -58,7 +58,7 @@ def sqlite_url(path: Path) -> str:
     Where a character is escaped, the URL names the driver as well. Otherwise MLflow would make the folder of the escaped path.
     """
     plain = str(path)
-    quoted = plain.replace("%", "%25").replace("?", "%3F")
+    quoted = re.sub(r"[%?{}]", lambda found: f"%{ord(found[0]):02X}", plain)  # Optuna fills in what stands in braces
     return f"sqlite:///{plain}" if quoted == plain else f"sqlite+pysqlite:///{quoted}"
 
 

@@ -105,11 +105,12 @@ def _cuts(blocks: Sequence[BlockSpec], pp: int, virtual_stages: int, weights: We
         sizes = even_sizes(layers, count, first, last)
         if min(sizes) < 1:
             continue
-        loads, begin, end = [0.0] * pp, 0, 0
+        loads, held, begin, end = [0.0] * pp, 0, 0, 0
         for size, place in zip(sizes, stage_positions(count, pp), strict=True):
             begin, end = end, end + size
             loads[place] += sum(weights.blocks.get(block, 1.0) for block in blocks[begin:end])
-        most, held = max(*loads[:-1], loads[-1] + weights.ends) if pp > 1 else 0.0, sum(sizes[::pp])
+            held += size if place == 0 else 0
+        most = max(*loads[:-1], loads[-1] + weights.ends) if pp > 1 else 0.0
         if not any(most >= other and held >= few for other, few in known):
             known.append((most, held))
             yield tuple(sizes) if first + last else None

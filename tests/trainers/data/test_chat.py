@@ -27,7 +27,7 @@ from tests.trainers.data.chats import (
 )
 from trainers.data.chat import Chat, covered
 from trainers.data.conversations import Reader
-from trainers.data.tokenizers import load_tokenizer
+from trainers.data.tokenizers import content_of, load_tokenizer
 
 
 def chat_of(folder: Path, template: str | None = CHATML, **options: Any) -> Chat:
@@ -151,9 +151,11 @@ def test_a_template_in_the_configuration(tmp_path: Path):
     assert Chat(load_tokenizer(str(folder))).encode(CHATS["one turn"], "here")[1].any()
 
 
-def test_the_template_is_part_of_the_fingerprint(tmp_path: Path):
-    folders = [make_tokenizer(tmp_path / "one"), make_tokenizer(tmp_path / "two", INST)]
-    assert len({load_tokenizer(str(folder)).fingerprint for folder in folders}) == 2
+def test_the_template_is_part_of_the_content_of_a_folder_alone(tmp_path: Path):
+    """Conversations know their tokenizer by the content of its folder, and text by what makes tokens."""
+    folders = [str(make_tokenizer(tmp_path / "one")), str(make_tokenizer(tmp_path / "two", INST))]
+    assert len({load_tokenizer(folder).fingerprint for folder in folders}) == 1
+    assert len(set(map(content_of, folders))) == 2
 
 
 def test_no_template(tmp_path: Path):

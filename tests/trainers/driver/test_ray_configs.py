@@ -279,7 +279,7 @@ def test_a_gpu_of_the_configuration_warns_of_what_is_slow_there(
     def stop(made: FoldTrainer) -> None:
         raise InterruptedError
 
-    monkeypatch.setattr(trainer, "_check_packages", lambda given: None)
+    monkeypatch.setattr(trainer, "check_packages", lambda given: None)
     monkeypatch.setattr(FoldTrainer, "_begin", stop)
     given = recipe(data={"mask_documents": True}, schedule={"kind": "stream", "degree": 4})
     for uses in (False, True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,9 +35,9 @@ def restored(
     loaded, sent = state(0), list[Any]()
     worker: Any = SimpleNamespace(
         recipe=make_recipe(1), data=SimpleNamespace(train=Ordered()), start=Checkpoint.from_directory(str(folder)), rank=0,
-        activity=Activity(), saver=SimpleNamespace(group=None), validation={}, anew=anew, _recall=lambda known: None,
-        engine=SimpleNamespace(shards=lambda: shards_of(loaded), load_shards=lambda shards: None),
-        outbox=SimpleNamespace(send=sent.append),
+        activity=Activity(), saver=SimpleNamespace(group=None, limit=timedelta(minutes=1)), guard=SimpleNamespace(skipped=0),
+        engine=SimpleNamespace(shards=lambda: shards_of(loaded), load_shards=lambda: None),
+        outbox=SimpleNamespace(send=sent.append), validation={}, anew=anew, _recall=lambda known: None,
     )  # fmt: skip
     worker.batches = Batches(worker.data.train, worker.recipe.training.seed)
     worker.sent = sent
