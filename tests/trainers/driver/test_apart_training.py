@@ -32,7 +32,7 @@ def own(engine: dict[str, Any], storage: Path) -> FoldTrainer:
     return fit(apart(storage, **engine))
 
 
-@pytest.mark.gate(1 / 3)
+@pytest.mark.gate(2 / 5)
 def test_a_run_is_that_of_shared_workers_and_its_record_says_which_half_a_worker_has(
     whole: FoldTrainer, own: FoldTrainer
 ) -> None:

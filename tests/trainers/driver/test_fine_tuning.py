@@ -97,7 +97,7 @@ def test_a_run_goes_on_at_the_same_conversation(storage: Path, whole: Any) -> No
     assert second.summary.val_loss == whole.summary.val_loss
 
 
-@pytest.mark.gate(1 / 3)
+@pytest.mark.gate(1 / 4)
 def test_from_a_folder_of_transformers_and_back(
     storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

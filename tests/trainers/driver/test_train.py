@@ -102,7 +102,7 @@ def test_the_run_record_agrees_with_the_fold_that_explain_shows(whole: FoldTrain
     assert all(worker["node"] and worker["pid"] for worker in workers)
 
 
-@pytest.mark.gate(1 / 2)
+@pytest.mark.gate(1 / 3)
 def test_a_run_begins_with_weights_of_transformers(engine: dict, whole: FoldTrainer, storage: Path, tmp_path: Path) -> None:
     """The weights of a run leave for transformers, and another fold and engine begin with them."""
     pytest.importorskip("transformers")
@@ -133,7 +133,7 @@ def test_stopping_and_resuming_changes_no_bit(engine: dict, whole: FoldTrainer, 
     assert second.run.summary.val_bpb == whole.run.summary.val_bpb  # type: ignore[union-attr]
 
 
-@pytest.mark.gate(1 / 2)
+@pytest.mark.gate(2 / 5)
 def test_a_killed_worker_costs_nothing_before_the_last_checkpoint(engine: dict, whole: FoldTrainer, storage: Path) -> None:
     trainer = FoldTrainer(recipe(storage, **engine))
     killer = threading.Thread(target=_signal_rank_1_after, args=(trainer, 30, signal.SIGKILL), daemon=True)
