@@ -124,7 +124,7 @@ def _in_order(graph: StepGraph, ops: Sequence[Op]) -> Iterator[tuple[Op, Op]]:
     if graph.backward:
         yield from pairwise(heads)  # the logits of one piece exist at a time
     for op in ops:
-        if op.direction == "B" and op.kind != REDUCE and graph.channel(op) is None and op.kind != HEAD:
+        if op.direction == "B" and graph.channel(op) is None and op.kind != HEAD:
             sums[op.kind, op.layer].append(op)
     for same in sums.values():  # backward reaches the last part of a micro-batch first
         same.sort(key=lambda op: (op.micro_batch // parts, -op.micro_batch, -op.part))

@@ -273,11 +273,11 @@ class _Write:
             if isinstance(row, Mapping) and self.text_field not in row:
                 raise UserError("data.text_field", self.text_field, f"is not a column of {self.name}", row)
             text = row[self.text_field] if isinstance(row, Mapping) else row
-            if not isinstance(text, str) and self.rule == "skip":
+            if not isinstance(text, str):
+                if self.rule != "skip":
+                    raise _Mistake(number, partial(_not_text, self.text_field, self.name, type(text).__name__))
                 part.count_unfit(number, 0)
                 continue
-            if not isinstance(text, str):
-                raise _Mistake(number, partial(_not_text, self.text_field, self.name, type(text).__name__))
             if halves := halves_in(text):
                 if self.rule == "refuse":
                     raise _Mistake(number, partial(_not_utf8, self.name))
