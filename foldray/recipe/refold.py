@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from operator import itemgetter
 from typing import NamedTuple
 
 from foldray.errors import UserError
+from foldray.fold import Fold
 from foldray.planner.candidate import DTYPES, Candidate, Job
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
@@ -24,6 +26,8 @@ _AXES = ("tp", "cp", "pp", "ep", "etp")
 _DEFAULT = "h200"  # without a hardware file, only the order of folds counts
 MOST_WORLDS = 64
 """Most numbers of workers for which folds are planned, beside the recipe's own."""
+_NEAREST = 64
+"""Folds of each number of workers that are compared: those with the least change of the recipe's sizes, counted in doublings."""
 _FULLER = 1.5
 """How much more than its share of the lost workers' memory a rank may need, before folds that need less are preferred."""
 
@@ -42,7 +46,8 @@ def as_candidate(recipe: Recipe) -> Candidate:
 def worlds(recipe: Recipe) -> dict[int, Recipe]:
     """Return the recipe for every number of workers with which training may go on, by that number, in ascending order.
 
-    For fewer workers it is the legal fold with the shortest step, among those whose fullest rank needs not much more memory.
+    For fewer workers it is the legal fold with the shortest step, among those that are nearest to the recipe's and whose fullest
+    rank needs not much more memory. If they all need much more, it is the fold of them all that needs least.
     Everything but the section `fold` and the number of workers stays, so the batch and the order of the text do, too. Numbers of
     workers without a legal fold are left out, and of more than `MOST_WORLDS` numbers all but every n-th.
 
@@ -57,7 +62,7 @@ def worlds(recipe: Recipe) -> dict[int, Recipe]:
     found: dict[int, Recipe] = {}
     apart = -(-(recipe.cluster.workers - least) // MOST_WORLDS)
     for workers in [least, *sorted(range(recipe.cluster.workers - apart, least, -apart))]:
-        if best := _best(list(_folded(recipe, workers)), whole / workers, prices):
+        if best := _best(recipe, workers, whole / workers, prices):
             found[workers] = best
     return found | {recipe.cluster.workers: recipe}
 
@@ -102,26 +107,35 @@ class _Prices:
         return Step(candidate, work).simulated_bound() + max(leaving) * (reduction.kind == "end")
 
 
-def _best(every: Sequence[_Folded], share: float, prices: _Prices) -> Recipe | None:
-    """Return the legal recipe with the shortest step.
+def _best(recipe: Recipe, workers: int, share: float, prices: _Prices) -> Recipe | None:
+    """Return the best legal recipe of so many workers.
 
     Args:
         share: bytes that a rank would need if the lost workers' memory were spread evenly.
     """
-    needs = [(prices.needs(each.candidate), number) for number, each in enumerate(every)]
-    small = [number for need, number in needs if need <= _FULLER * share]
-    large = [number for need, number in sorted(needs) if need > _FULLER * share]
+    asked = [getattr(recipe.placed_fold, axis) for axis in _AXES]
+
+    def change(fold: Fold) -> float:
+        return sum(abs(math.log2(getattr(fold, axis) / size)) for axis, size in zip(_AXES, asked, strict=True))
+
+    folds = sorted(legal_folds(recipe.model, recipe.data.seq_len, workers), key=change)
+    near = [(prices.needs(each.candidate), each) for each in _folded(recipe, folds[:_NEAREST])]
+    small = [each for need, each in near if need <= _FULLER * share]
     if len(small) > 1:
-        small.sort(key=lambda number: prices.seconds(every[number].candidate))
-    return next(filter(None, (every[number].checked() for number in [*small, *large])), None)
+        small.sort(key=lambda each: prices.seconds(each.candidate))
+    if best := next(filter(None, (each.checked() for each in small)), None):
+        return best
+    large = [(need, each) for need, each in near if need > _FULLER * share]
+    large += [(prices.needs(each.candidate), each) for each in _folded(recipe, folds[_NEAREST:])]
+    large.sort(key=itemgetter(0))
+    return next(filter(None, (each.checked() for _, each in large)), None)
 
 
-def _folded(recipe: Recipe, workers: int) -> Iterator[_Folded]:
-    """Yield the recipe with every fold of so many workers that divides its model. What fits one pipeline only is left to the
-    defaults."""
-    least = min(workers, recipe.cluster.min_workers or workers)
-    cluster = recipe.cluster.model_copy(update={"workers": workers, "min_workers": least})
-    for each in legal_folds(recipe.model, recipe.data.seq_len, workers):
+def _folded(recipe: Recipe, folds: Iterable[Fold]) -> Iterator[_Folded]:
+    """Yield the recipe with every fold that divides its model and batch. What fits one pipeline only is left to the defaults."""
+    for each in folds:
+        least = min(each.world_size, recipe.cluster.min_workers or each.world_size)
+        cluster = recipe.cluster.model_copy(update={"workers": each.world_size, "min_workers": least})
         sizes = {axis: getattr(each, axis) for axis in _AXES} | {"ep_inside": math.gcd(recipe.fold.ep_inside, each.ep)}
         schedule = recipe.schedule
         if each.pp != recipe.fold.pp:

@@ -14,7 +14,8 @@ from foldray.errors import UserError
 from foldray.planner.hardware import load_hardware
 from foldray.planner.lists import PipelineList
 from foldray.planner.prediction import predict
-from foldray.recipe import Recipe
+from foldray.planner.space import legal_folds
+from foldray.recipe import Recipe, refold
 from foldray.recipe.refold import MOST_WORLDS, _Folded, _folded, _Prices, as_candidate, worlds
 from tests.patches import patched
 
@@ -62,10 +63,32 @@ def test_long_ranges_have_every_nth_number() -> None:
     assert {after - before for before, after in pairwise(found[1:])} == {4}
 
 
+def test_the_nearest_folds_alone_are_priced() -> None:
+    """960 workers have 6,390 folds of this model."""
+    given = recipe(
+        model={"preset": "qwen3-30b-a3b", "experts": 128},
+        data={"seq_len": 4096},
+        cluster={"workers": 1024, "min_workers": 960},
+        training={"steps": 9, "global_batch": 1024, "micro_batch": 1},
+        fold={"ep": 8, "pp": 8},
+    )
+    priced, needs = [], _Prices.needs
+    with (
+        patched(_Prices, "needs", lambda self, candidate: priced.append(candidate.fold) or needs(self, candidate)),
+        patched(refold, "MOST_WORLDS", 1),
+    ):
+        found = worlds(given)
+    assert (list(found), len(priced)) == ([960, 1024], 65)
+    fold = found[960].fold
+    assert (fold.tp, fold.cp, fold.etp) == (1, 1, 1)
+    assert fold.ep * fold.pp >= 32
+
+
 def test_folds_have_the_order_of_their_predictions() -> None:
     """The estimate of a step is near its prediction, which simulates the pipeline."""
     machines, given = load_hardware("h200"), recipe(cluster={"workers": 13, "min_workers": 12}, fold={"ep": 1})
-    every = [replace(each.candidate, job=replace(each.candidate.job, dtype="bf16")) for each in _folded(given, 12)]
+    folds = legal_folds(given.model, given.data.seq_len, 12)
+    every = [replace(each.candidate, job=replace(each.candidate.job, dtype="bf16")) for each in _folded(given, folds)]
     ratios = [_Prices(machines).seconds(each) / predict(each, machines).seconds for each in every]
     assert len(ratios) > 50
     assert max(ratios) < 1.1 * min(ratios)
