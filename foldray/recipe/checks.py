@@ -210,6 +210,10 @@ def _check_data(recipe: Description) -> None:
     check_data(data)
     if model.positions == "learned" and data.seq_len > model.max_positions:
         raise UserError("data.seq_len", data.seq_len, f"must be at most model.max_positions={model.max_positions}")
+    if recipe.training.weights and "tokenizer" not in data.model_fields_set:
+        # To weights that somebody trained, the tokens of another tokenizer mean nothing.
+        rule = "must be named beside training.weights: the folder of the tokenizer of these weights, or byte"
+        raise UserError("data.tokenizer", None, rule)
 
 
 def _check_engine(recipe: Description) -> None:

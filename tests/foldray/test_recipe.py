@@ -212,6 +212,7 @@ BAD = [
     ("fold.etp=2", "fold", "etp·ep·pp must divide the world size 2 (cluster.workers); nearest legal folds: tp=1"),
     ("model.experts=7", "fold.ep", "must divide model.experts=7; legal: 1"),
     ("training.global_batch=6", "training.global_batch", "must be a multiple of dp × micro_batch = 2 × 2"),
+    ("training.weights=hub", "data.tokenizer", "must be named beside training.weights"),
     ("training.stop_after=11", "training.stop_after", "must be at most steps=10"),
     ("optimizer.warmup_steps=11", "optimizer.warmup_steps", "must be at most steps=10"),
     # the data

@@ -108,12 +108,12 @@ def test_a_run_begins_with_weights_of_transformers(engine: dict, whole: FoldTrai
     pytest.importorskip("transformers")
     assert whole.run is not None
     assert main(["export-hf", str(whole.run.folder.path), str(tmp_path / "hub")]) == 0
-    training = {"steps": 1, "weights": str(tmp_path / "hub")}
-    begun = fit(recipe(storage, **other(engine), training=training, optimizer={"lr": 1e-6}, fold={"ep": 1, "tp": 2}))
+    changed = {"training": {"steps": 1, "weights": str(tmp_path / "hub")}, "data": {"tokenizer": "byte"}}
+    begun = fit(recipe(storage, **other(engine), **changed, optimizer={"lr": 1e-6}, fold={"ep": 1, "tp": 2}))
     assert begun.run is not None
     assert begun.run.summary.val_bpb == pytest.approx(whole.run.summary.val_bpb, rel=1e-3)
     with pytest.raises(UserError, match=r"means model\.layers=2, and the recipe's model has 3"):
-        fit(recipe(storage, **engine, training=training, model={"layers": 3}))
+        fit(recipe(storage, **engine, **changed, model={"layers": 3}))
 
 
 @pytest.mark.nightly("another training")
