@@ -57,8 +57,8 @@ docs: setup ## write docs/recipe.md, the page of all recipe keys
 	$(BIN)/python -m foldray.recipe.page > docs/recipe.md
 
 bench: setup ## measure the MoE layer, and schedules over a slow link between two hosts (needs root)
-	$(BIN)/python recipes/benchmarks/moe_layer.py
-	$(BIN)/python recipes/benchmarks/overlap.py
+	$(BIN)/python benchmarks/moe_layer.py
+	$(BIN)/python benchmarks/overlap.py
 
 gpu-check: ## check and measure the engine on a GPU, with the current Python; PARTS="correct block", OUT=FOLDER
 	$(PYTHON) tests/gpu/check.py $(PARTS) $(if $(OUT),--out $(OUT))

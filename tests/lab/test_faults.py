@@ -1,4 +1,4 @@
-"""Some of the faults of `faults.py` and `host_faults.py`, as `recipes/benchmarks/faults.py` tries them all."""
+"""Some of the faults of `faults.py` and `host_faults.py`, as `benchmarks/faults.py` tries them all."""
 
 from __future__ import annotations
 

@@ -9,9 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
-from torch.nn import functional
-
 if TYPE_CHECKING:
     from tests.lab.hosts import Host
 
@@ -29,7 +26,7 @@ def on_hosts(
 
     Args:
         lab: the hosts.
-        command: program and arguments; `--worker=NUMBER` is added.
+        command: program, script and arguments; `--worker=NUMBER` is added behind the script.
         env: changes to the environment.
         parts: the control group of every process (`tests/lab/cores.py`); none if empty.
 
@@ -38,7 +35,9 @@ def on_hosts(
     """
     cores = sorted(os.sched_getaffinity(0))
     workers = [
-        host.popen([*command, f"--worker={i}"], env=env, cpu=cores[i % len(cores)], part=parts[i] if parts else None)
+        host.popen(
+            [*command[:2], f"--worker={i}", *command[2:]], env=env, cpu=cores[i % len(cores)], part=parts[i] if parts else None
+        )
         for i, host in enumerate(lab)
     ]
     try:
@@ -49,16 +48,3 @@ def on_hosts(
             worker.kill()
     if any(codes):
         raise SystemExit(f"the hosts ended with {codes}")
-
-
-class GatedMlp(nn.Module):
-    """An expert for the MoE layers of other projects: [T, H] → [T, H], with F inner units."""
-
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(hidden, 2 * inner, bias=False)
-        self.down = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.up(x).chunk(2, -1)
-        return self.down(functional.silu(gate) * value)

@@ -1,4 +1,19 @@
-"""Training steps of several recipes, in turns on the same hosts."""
+"""Compare training steps of several recipes, in turns on the same hosts.
+
+    python benchmarks/steps.py "fold.ep=4" "fold.ep=4 schedule.kind=stream schedule.degree=4" [--link MBIT] [--json FILE]
+    python benchmarks/steps.py --set fold.pp=2 fold.ep=2 -- "schedule.kind=sequential" "schedule.kind=list"
+    python benchmarks/steps.py --forecast -- "fold.ep=4" "placement.attention=2 placement.experts=2 fold.ep=2"
+    python benchmarks/steps.py --together 2 --set fold.ep=4 moe.dispatch=rank -- "fold.ep_inside=1" "fold.ep_inside=2"
+
+The script uses network namespaces on this machine as hosts, which needs root. Each host has a link of the given rate, and each
+worker a share of a core (control groups). Without this share, hosts on one core would run faster while their neighbour waits, and
+no bubble of a pipeline would cost time. `--speeds 1 1 0.5 0.5` halves the cores of the last two workers, `--together 2` puts two
+workers on each host.
+
+A variant has changes to the recipe of `--base`, as `foldray train` takes them. A step is forward, backward and the sums of
+gradients of all micro-batches. The variants take turns within a round. A step takes as long as on the slowest worker. `stream`
+chooses its lags as training does. `--forecast` calibrates the hosts first, and predicts all steps.
+"""
 
 from __future__ import annotations
 
@@ -9,35 +24,82 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
-from common import on_hosts
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 
-from foldray.comm import Groups
-from foldray.fold import Fold
-from foldray.planner.apart import ApartWork, Sides
-from foldray.planner.costs import OpWork
-from foldray.planner.device import Device
-from foldray.planner.hardware import Hardware
-from foldray.planner.whole import pass_seconds, simulate_step
-from foldray.recipe import Recipe
-from foldray.recipe.refold import as_candidate
-from foldray.runtime import Trace
-from foldray.runtime.peak import processor
-from foldray.schedule import Op, Span, StepGraph
-from trainers.measure.bench import shifted, shown
-from trainers.measure.comparison import random_batches
-from trainers.measure.meter import Meter
-from trainers.measure.speeds import measured
-from trainers.pictures.timeline import draw_timelines
-from trainers.worker.engines import make_engine
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from common import on_hosts  # noqa: E402
 
+from foldray.comm import Groups  # noqa: E402
+from foldray.fold import Fold  # noqa: E402
+from foldray.planner.apart import ApartWork, Sides  # noqa: E402
+from foldray.planner.costs import OpWork  # noqa: E402
+from foldray.planner.device import Device  # noqa: E402
+from foldray.planner.hardware import Hardware  # noqa: E402
+from foldray.planner.whole import pass_seconds, simulate_step  # noqa: E402
+from foldray.recipe import Recipe  # noqa: E402
+from foldray.recipe.refold import as_candidate  # noqa: E402
+from foldray.runtime import Trace  # noqa: E402
+from foldray.runtime.peak import processor  # noqa: E402
+from foldray.schedule import Op, Span, StepGraph  # noqa: E402
+from trainers.measure.bench import shifted, shown  # noqa: E402
+from trainers.measure.comparison import random_batches  # noqa: E402
+from trainers.measure.meter import Meter  # noqa: E402
+from trainers.measure.speeds import measured  # noqa: E402
+from trainers.pictures.timeline import draw_timelines  # noqa: E402
+from trainers.worker.engines import make_engine  # noqa: E402
+
+FOLDER = Path(__file__).parent
 WARM_UP = 3  # rounds. The last two are timed where times are needed: training finds a list twice
+
+
+def main() -> None:
+    args = arguments()
+    if args.worker is not None:
+        return work(args)
+    on_lab(args)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("variants", nargs="+", metavar="KEY=VALUE …", help="changes to the recipe, one text for each variant")
+    parser.add_argument("--base", default=FOLDER / "steps.yaml", help="the recipe (default %(default)s)")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="changes for all variants")
+    parser.add_argument("--rounds", type=int, default=5, help="default %(default)s")
+    parser.add_argument("--link", type=int, default=200, metavar="MBIT", help="rate of each link (default %(default)s)")
+    parser.add_argument("--share", type=float, default=0.9, help="share of all cores that the workers get (default %(default)s)")
+    parser.add_argument("--speeds", type=float, nargs="*", help="of the workers' cores, over the usual one (default equal)")
+    parser.add_argument("--together", type=int, default=1, help="workers on each host (default %(default)s)")
+    parser.add_argument("--forecast", action="store_true", help="calibrate the hosts first, and print predicted steps, too")
+    parser.add_argument("--picture", type=Path, help="draw the last variant's step, recorded and predicted, to this PNG")
+    parser.add_argument("--json", type=Path, help="write every measurement to this file")
+    for hidden in ("--worker", "--store", "--result"):
+        parser.add_argument(hidden, type={"--worker": int, "--result": Path}.get(hidden), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def recipes_of(args: argparse.Namespace) -> dict[str, Recipe]:
+    return {each: Recipe.load(args.base, [*args.set, *each.split()]) for each in args.variants}
+
+
+def work(args: argparse.Namespace) -> None:
+    """Run the variants on one worker in turns, and let the first one write the result."""
+    recipes = recipes_of(args)
+    traces = {args.variants[-1]: Trace()} if args.picture else {}
+    with joined(args.store, args.worker, next(iter(recipes.values())).cluster.workers):
+        predicted = forecast(recipes, args.worker) if args.forecast or args.picture else {}
+        steps = in_turns(recipes, args.worker, args.rounds, traces)
+        for name, trace in traces.items():
+            draw(recipes[name], trace, predicted[name], args.picture, args.worker)
+    if args.worker == 0:
+        seconds = {name: each.seconds for name, each in predicted.items()}
+        args.result.write_text(json.dumps({"steps": steps, "predicted": seconds}))
 
 
 @contextmanager
@@ -173,31 +235,29 @@ def table(run: Mapping[str, list[float]], predicted: Mapping[str, float]) -> str
     return "\n".join(lines)
 
 
-def on_lab(args: argparse.Namespace, script: str, speeds: Sequence[float], together: int = 1) -> dict[str, Any]:
-    """Run a script on the hosts of a lab, and print, write and return what the first worker has measured.
-
-    Args:
-        args: `share` (of all cores, which the hosts get), `link` (Mbit/s) and `json` (a file to write, or None).
-        script: the script. Its workers get `--worker`, `--store` and `--result`.
-        speeds: for every worker, its share of a core over the usual one.
-        together: number of workers on each host.
-    """
+def on_lab(args: argparse.Namespace) -> None:
+    """Run this script on the hosts of a lab, and print and write what the first worker has measured."""
     from tests.lab.cores import part_of_core
     from tests.lab.hosts import hosts, why_not
 
     if (reason := why_not()) is not None:
         raise SystemExit(f"no lab on this machine: {reason}")
+    workers = next(iter(recipes_of(args).values())).cluster.workers
+    speeds = args.speeds or [1.0] * workers
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        result, share = Path(folder) / "result.json", args.share * len(os.sched_getaffinity(0)) / len(speeds)
+        result, share = Path(folder) / "result.json", args.share * len(os.sched_getaffinity(0)) / workers
         parts = [stack.enter_context(part_of_core(share * speed)) for speed in speeds]
-        own = stack.enter_context(hosts(len(speeds) // together, rate=f"{args.link}mbit"))
-        lab = [host for host in own for _ in range(together)]
-        command = [sys.executable, script, *sys.argv[1:], f"--store={lab[0].address}:29400", f"--result={result}"]
-        with on_hosts(lab, command, parts=parts):
+        own = stack.enter_context(hosts(workers // args.together, rate=f"{args.link}mbit"))
+        lab = [host for host in own for _ in range(args.together)]
+        options = [f"--store={lab[0].address}:29400", f"--result={result}"]
+        with on_hosts(lab, [sys.executable, __file__, *options, *sys.argv[1:]], parts=parts):
             pass
         run = json.loads(result.read_text())
     print(table(run["steps"], run["predicted"]))
     if args.json:
         setting = {"cpu": processor(), "torch": torch.__version__, "command": " ".join(sys.argv), "core": share}
         args.json.write_text(json.dumps({**setting, **run}, indent=1) + "\n")
-    return run
+
+
+if __name__ == "__main__":
+    main()

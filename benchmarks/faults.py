@@ -1,6 +1,6 @@
 """Hurts trainings in every way of `tests/lab/faults.py` or `tests/lab/host_faults.py`, and prints what came of it.
 
-    python recipes/benchmarks/faults.py --json faults.jsonl
+    python benchmarks/faults.py --json faults.jsonl
 
 A training of 120 steps with a checkpoint every 10 steps is hurt before its workers exist, while they start, in mid-run, or
 while a checkpoint is written. The table has what foldray told, the seconds from the fault to the first new step (or to the end),
@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.lab.faults import FAULTS
 from tests.lab.host_faults import HOST_FAULTS, on_hosts

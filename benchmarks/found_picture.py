@@ -1,6 +1,6 @@
 """Draw the ideas behind woven and found lists, one below the other, from a simulation of two blocks and four micro-batches.
 
-    python recipes/benchmarks/found_picture.py [--ratio 0.8] [--picture docs/images/found.png]
+    python benchmarks/found_picture.py [--ratio 0.8] [--picture docs/images/found.png]
 
 All-to-alls take `ratio` times as long as computation. A forward takes one unit of time per block, and a backward two. No time
 here is measured.
@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from foldray.blueprint import ModelSpec  # noqa: E402

@@ -1,6 +1,6 @@
 """Compare predicted steps with measured ones. The planner knows the machines only from `foldray calibrate`.
 
-    python recipes/benchmarks/planned.py [--link MBIT] [--rounds N] [--json FILE] [--picture FILE]
+    python benchmarks/planned.py [--link MBIT] [--rounds N] [--json FILE] [--picture FILE]
 
 The script uses two hosts (network namespaces on this machine, which needs root) with one worker each, a Ray cluster over
 both, and a link with the rate of --link. `foldray calibrate` measures the cluster. Then all recipes below are measured in
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from foldray.planner.candidate import Candidate  # noqa: E402
@@ -87,7 +87,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if not args.cluster:
             changes = [*overrides(args.length, {"ep": 2}), f"cluster.storage={folder}", "cluster.placement=SPREAD"]
             run("-m", "foldray", "calibrate", RECIPE, "--out", path, *changes)
-        run("recipes/benchmarks/planned_worker.py", f"{folder}/results.json", args.rounds, path, args.length, *args.folds)
+        run("benchmarks/planned_worker.py", f"{folder}/results.json", args.rounds, path, args.length, *args.folds)
         results, machines = json.loads((Path(folder) / "results.json").read_text()), load_hardware(str(path))
     rows = [row(result, machines, args.length) for result in results]
     about = {"cpu": processor(), "command": " ".join(sys.argv), "link_mbit": args.link}

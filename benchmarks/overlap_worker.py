@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from overlap import SIDES, WARM_UP, arguments, model_of
-from overlap_peers import as_others, deepspeed_stack, without_prefixes
-from overlap_sweep import search, sweep
 from torch import Tensor
 
 from foldray.blueprint import Ownership
@@ -38,18 +36,6 @@ _HALVINGS = 12
 _STOLEN, _DRIFT, _TRIES = 0.05, 0.1, 4  # accepted share of a core that others take, accepted change of C, most measurements
 
 
-class Stack(NamedTuple):
-    """Blocks with one kind of router."""
-
-    model: Transformer
-    gradients: Gradients
-    execution: Execution
-
-    @property
-    def layers(self) -> list[Layer]:
-        return [self.model.block(layer).moe for layer in self.model.spec.moe_layers]
-
-
 class Silent:
     """An exchange that sends nothing. As many rows arrive as in a real step, taken from the rows that are here.
 
@@ -65,10 +51,6 @@ class Silent:
     def start_counts(self, sent: Sent) -> Received:
         if self.recorded is None:
             self.recorded = sent, Received.of(self.real.start_counts(sent).counts)
-        return self.recorded[1]
-
-    def equal_counts(self, sent: Sent) -> Received:
-        self.recorded = self.recorded or (sent, self.real.equal_counts(sent))
         return self.recorded[1]
 
     def start_out(self, rows: Rows, sent: Sent, received: Received) -> Pending:
@@ -122,10 +104,12 @@ class Worker:
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=args.hosts)
         fold = Fold(args.hosts, cp=args.cp, ep=args.hosts)
         self.spec, self.groups = model_of(args), Groups.create(fold, self.rank)
-        names = [args.sweep] if args.sweep else [*(args.variants or [""]), *(["deepspeed"] if args.peers else [])]
-        self.stacks = {padded: self._stack(fold, padded) for padded in {_is_padded(name) for name in names}}
-        self.padded = min(self.stacks)
-        self.silent = {name: [Silent(layer.exchange) for layer in each.layers] for name, each in self.stacks.items()}
+        self.model = Transformer(Ownership(self.spec, fold), self.groups)
+        self.gradients = Gradients(self.model, self.groups)
+        self.execution = Execution(self.model, self.groups, self.gradients, reduces=args.gradients)
+        self.execution.trace = Trace()
+        self.layers: list[Layer] = [self.model.block(layer).moe for layer in self.spec.moe_layers]
+        self.silent = [Silent(layer.exchange) for layer in self.layers]
         text = torch.randint(
             0, self.spec.vocab, (args.batch, args.length + 1), generator=torch.Generator().manual_seed(self.groups.dp_rank)
         )
@@ -134,67 +118,33 @@ class Worker:
         self.chosen: dict[str, Ordering] = {}  # by variant, the ordering after the warm-up rounds
         self.found: dict[str, Found] = {}  # by variant, the list that was found last
         self.predicted: dict[str, Mapping[Op, Span]] = {}  # by variant, the spans of that list by the simulator
-        self.picked: dict[str, dict[str, Any]] = {}  # by variant, the result of the search for the size of chunks
         self.measuring = False
         self.held_up: dict[str, list[float]] = {}  # by variant, seconds that all-to-alls waited for chunks ahead of them
 
-    def _stack(self, fold: Fold, padded: bool) -> Stack:
-        model = Transformer(Ownership(model_of(self.args, padded), fold), self.groups)
-        gradients = Gradients(model, self.groups)
-        execution = Execution(model, self.groups, gradients, reduces=self.args.gradients)
-        execution.trace = Trace()
-        return Stack(model, gradients, execution)
-
-    @property
-    def stack(self) -> Stack:
-        return self.stacks[self.padded]
-
-    @property
-    def execution(self) -> Execution:
-        return self.stack.execution
-
-    @property
-    def gradients(self) -> Gradients:
-        return self.stack.gradients
-
     def serve(self) -> None:
         """Measure all variants. The first host writes the results."""
-        if self.args.sweep:
-            self.balance()
-            results = sweep(self, self.args.sweep)
-            if self.rank == 0:
-                self.args.result.write_text(json.dumps(results))
-            self.groups.close()
-            return
         plan: dict[str, Callable[[], dict[str, float]]] = {name: partial(self.step, name) for name in self.args.variants}
-        if self.args.peers:
-            plan["deepspeed"] = self.peer()
         self.tell("balance of routers")
         self.balance()
         results: dict[str, list[dict[str, float]]] = defaultdict(list)
         for number in range(WARM_UP + self.args.rounds):
             self.measuring = number >= WARM_UP
             prefix = f"round {number - WARM_UP + 1} of {self.args.rounds}: "
-            for padded in () if self.args.peaks else sorted(self.stacks, reverse=True):
-                self.padded = padded
-                kind = "padded/" * (self.padded and len(self.stacks) > 1)
-                self.tell(f"{prefix}{kind}C")
+            if not self.args.peaks:
+                self.tell(f"{prefix}C")
                 self.alone = self.together(self.compute_alone)
-                results[f"{kind}C"].append(self.alone)
+                results["C"].append(self.alone)
                 if plan:
-                    self.tell(f"{prefix}{kind}X")
-                    results[f"{kind}X"].append(self.together(self.talk_alone))
+                    self.tell(f"{prefix}X")
+                    results["X"].append(self.together(self.talk_alone))
             if plan and self.args.gradients and not self.args.peaks:
                 results["G"].append(self.together(self.reduce_alone))
             for name, run in plan.items():
                 self.tell(f"{prefix}{name}")
-                self.use(_is_padded(name))
                 measured = self.together(run) if self.args.peaks or not self.measuring else self.undisturbed(run)
                 results[name].append(measured)
             if not self.measuring:
                 results.clear()
-            if number == WARM_UP - 1:
-                self.search_sizes()
         self.fullest = self.rows_of_the_fullest()
         if self.rank == 0:
             document = {name: _medians(rounds) for name, rounds in results.items()}
@@ -205,7 +155,6 @@ class Worker:
                 "fullest": self.fullest,
                 "chosen": best,
                 "held_up": self.held_up,
-                "picked": self.picked,
                 "found": {name: {**found._asdict(), "schedule": ()} for name, found in self.found.items()},
             }
             self.args.result.write_text(json.dumps({**document, **more}))
@@ -213,35 +162,10 @@ class Worker:
 
     def balance(self) -> None:
         """Bisect the selection biases of the routers, until all experts have the same number of rows (nearly)."""
-        for stack in self.stacks.values():
-            for halvings in range(_HALVINGS):
-                losses = all_losses(stack.execution.evaluate(self.batches), self.groups.control)
-                for bias_E, count_E in zip(stack.model.biases().values(), losses.count_ME, strict=True):
-                    bias_E += 0.5 ** (halvings + 2) * torch.sign(count_E.double().mean() - count_E).to(bias_E.dtype)
-
-    def search_sizes(self) -> None:
-        """Run training's search for the size of chunks, for every variant with `=auto`."""
-        for name in (variant for variant in self.args.variants if variant.endswith("=auto")):
-            self.tell(f"search of {name}")
-            self.padded = _is_padded(name)
-            self.execution.reorder(self.chosen[name])
-            self.picked[name] = search(self, 0)
-            self.chosen[name] = self.execution.ordering
-        self.held_up.clear()
-
-    def use(self, padded: bool) -> None:
-        """Change to the blocks with this kind of router."""
-        if self.padded != padded:
-            self.padded = padded
-            if not self.args.peaks:
-                self.alone = self.together(self.compute_alone)
-
-    def slowest(self, name: str | None) -> float:
-        """Run a step on all hosts, and return the milliseconds of the slowest one."""
-        of_hosts: list[Any] = [None] * self.args.hosts
-        dist.barrier()
-        dist.all_gather_object(of_hosts, self.step(name)["step_ms"])
-        return max(of_hosts)
+        for halvings in range(_HALVINGS):
+            losses = all_losses(self.execution.evaluate(self.batches), self.groups.control)
+            for bias_E, count_E in zip(self.model.biases().values(), losses.count_ME, strict=True):
+                bias_E += 0.5 ** (halvings + 2) * torch.sign(count_E.double().mean() - count_E).to(bias_E.dtype)
 
     def tell(self, text: str) -> None:
         """Show the progress."""
@@ -274,11 +198,11 @@ class Worker:
         return min(tries, key=lambda attempt: attempt[0])[1]
 
     def rows_of_the_fullest(self) -> float:
-        """Return the rows of the host with most rows over the mean, the largest of all blocks, without padding."""
-        if False not in self.stacks or self.args.peaks:
+        """Return the rows of the host with most rows over the mean, the largest of all blocks."""
+        if self.args.peaks:
             return 1.0
         of_hosts: list[Any] = [None] * self.args.hosts
-        dist.all_gather_object(of_hosts, [sum(silent.rows()[0]) for silent in self.silent[False]])
+        dist.all_gather_object(of_hosts, [sum(silent.rows()[0]) for silent in self.silent])
         return max(max(counts) * len(counts) / sum(counts) for counts in zip(*of_hosts, strict=True))
 
     def bytes_sent(self) -> int:
@@ -289,26 +213,25 @@ class Worker:
 
     def compute_alone(self) -> dict[str, float]:
         """Run the uncut blocks without all-to-alls."""
-        silent, name = self.silent[self.padded], "padded/" * self.padded + "sequential"
-        ring = self.groups.context
-        for layer, each in zip(self.stack.layers, silent, strict=True):
+        silent, ring = self.silent, self.groups.context
+        for layer, each in zip(self.layers, silent, strict=True):
             layer.exchange = each  # type: ignore[misc]
         self._use_ring(SilentRing(ring.size, ring.index))
         self.execution.reduces = False
         if not silent[0].silent:
-            self.step(name)
+            self.step("sequential")
             for each in silent:
                 each.silent = True
-        measured = self.step(name)
+        measured = self.step("sequential")
         self.execution.reduces = self.args.gradients
-        for layer, each in zip(self.stack.layers, silent, strict=True):
+        for layer, each in zip(self.layers, silent, strict=True):
             layer.exchange = each.real  # type: ignore[misc]
         self._use_ring(ring)
         return measured
 
     def _use_ring(self, ring: Any) -> None:
         for layer in range(self.spec.layers):
-            self.stack.model.block(layer).attention.ring = ring
+            self.model.block(layer).attention.ring = ring
 
     def reduce_alone(self) -> dict[str, float]:
         """Run only the reductions of a step."""
@@ -319,7 +242,7 @@ class Worker:
 
     def talk_alone(self) -> dict[str, float]:
         """Run only the all-to-alls of a step, all at once, so the link carries as much as it can."""
-        rows = [each.rows() for each in self.silent[self.padded]]
+        rows = [each.rows() for each in self.silent]
         x_NH = torch.randn(max(sum(part) for each in rows for part in each), self.spec.hidden)
         tokens = self.args.batch * self.args.length // self.args.cp
         block = torch.randn(tokens, 2 * self.spec.kv_heads * self.spec.head_dim)  # in backward, its gradient is as large
@@ -338,30 +261,23 @@ class Worker:
             times[f"{direction}_ms"] = (time.perf_counter() - begin) * 1e3
         return {**times, "step_ms": sum(times.values())}
 
-    def step(self, name: str | None) -> dict[str, float]:
-        """Run forward and backward, without an update.
-
-        Args:
-            name: name of a variant; None uses the present ordering.
-        """
+    def step(self, name: str) -> dict[str, float]:
+        """Run forward and backward of a variant, without an update."""
         execution, trace = self.execution, self.execution.trace
         assert trace is not None
-        ordering = execution.ordering
-        if name is not None:
-            ordering = self.chosen.get(name) or self._named(name)
+        ordering = self.chosen.get(name) or self._named(name)
         if ordering != execution.ordering:
             execution.reorder(ordering)
         graph, _ = execution.step(self.batches)  # builds the graph before the clock starts
         before = _resident(anew=True)
-        with as_others(name or "", self.stack.layers):
-            execution.train(self.batches)
+        execution.train(self.batches)
         peak = _resident()
         self.gradients.zero()
         recordings: list[Any] = [None] * self.args.hosts
         dist.all_gather_object(recordings, Recording(execution.order(graph), trace.spans))
         if self.args.traces and self.rank == 0:
-            self._write_trace(name or "search", graph, recordings, trace.begin)
-        if name is not None and not self.measuring:  # the last warm-up round counts
+            self._write_trace(name, graph, recordings, trace.begin)
+        if not self.measuring:  # the last warm-up round counts
             execution.reorder(self._named(name)._replace(reduction=ordering.reduction))
             if execution.lacks_costs:
                 execution.learn_costs()
@@ -372,18 +288,13 @@ class Worker:
         claimed, seen = overlaps(graph, execution.order(graph), trace.spans)
         simulated = replay(graph, recordings).seconds * 1e3
         if self.measuring:
-            self.held_up.setdefault(name or "search", []).extend(held_up(graph, trace.spans))
+            self.held_up.setdefault(name, []).extend(held_up(graph, trace.spans))
         counts = {"claimed": claimed, "missed": claimed - seen, "peak_mib": peak, "before_mib": before}
         return {**trace.times(graph), "simulated_ms": simulated, **counts}
 
     def _named(self, name: str) -> Ordering:
         """Return the ordering of a variant before its op times are known."""
-        return named_ordering(
-            without_prefixes(name).removesuffix("=auto"),
-            self.args.length,
-            self.cost,
-            smallest_slice(self.args.cp, 1),
-        )
+        return named_ordering(name, self.args.length, self.cost, smallest_slice(self.args.cp, 1))
 
     def _write_trace(self, name: str, graph: StepGraph, recordings: Sequence[Recording], begin: float) -> None:
         """Write the last step, and draw it above what the simulator expects: of a found list, what it was found for."""
@@ -395,29 +306,6 @@ class Worker:
         expected = self.predicted.get(name) or replay(graph, recordings, 0).spans
         rows = {"measured": shifted(recordings[0].spans, begin), "simulated": expected}
         draw_timelines(graph, rows, path.with_suffix(".png"), f"{name}: the first host")
-
-    def peer(self) -> Callable[[], dict[str, float]]:
-        """Return a function that runs the same blocks with DeepSpeed's MoE layer."""
-        stack = deepspeed_stack(self.spec, self.stacks[True].model, self.args.hosts)
-        x_BLH = torch.randn(self.args.batch, self.args.length, self.spec.hidden)
-
-        def run() -> dict[str, float]:
-            self.execution.reorder(Ordering())  # whole sequences
-            for parameter in stack.parameters():
-                parameter.grad = None
-            begin = time.perf_counter()
-            loss = stack(x_BLH.clone().requires_grad_()).square().mean()
-            turn = time.perf_counter()
-            loss.backward()
-            end = time.perf_counter()
-            return {"step_ms": (end - begin) * 1e3, "forward_ms": (turn - begin) * 1e3, "backward_ms": (end - turn) * 1e3}
-
-        return run
-
-
-def _is_padded(name: str) -> bool:
-    """Whether a variant's experts have a fixed number of rows. Those of DeepSpeed have."""
-    return "padded/" in name or name == "deepspeed"
 
 
 def _resident(anew: bool = False) -> float:

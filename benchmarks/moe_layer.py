@@ -1,6 +1,6 @@
 """Measure one MoE layer, forward and backward, on one core: foldray and other projects.
 
-    python recipes/benchmarks/moe_layer.py [--rounds 9] [--json result.json]
+    python benchmarks/moe_layer.py [--rounds 9] [--json result.json]
 
 All layers have the same weights and get the same tokens, which are new in every round. Before the measurement, all layers
 must agree on the output and on the gradient of the tokens. The layers take turns within a round, in one process, with one
@@ -30,8 +30,9 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from common import MALLOC, GatedMlp
+from common import MALLOC
 from torch import Tensor, nn
+from torch.nn import functional
 
 from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups
@@ -70,6 +71,19 @@ class Layer(Protocol):
     def __call__(self, x_TH: Tensor) -> Tensor: ...
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+class GatedMlp(nn.Module):
+    """An expert for the MoE layers of other projects: [T, H] → [T, H], with F inner units."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(x).chunk(2, -1)
+        return self.down(functional.silu(gate) * value)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Measure how much of the all-to-alls each schedule hides, in a stack of blocks over a slow link.
 
-    python recipes/benchmarks/overlap.py [--ratios 0.5 1 1.5] [--length 4096] [--variants stream:4:2 …] [--json FILE]
-    python recipes/benchmarks/overlap.py --gradients --batch 4 --length 1024 --variants sequential flow@4+chunks=1000000 …
+    python benchmarks/overlap.py [--ratios 0.5 1 1.5] [--length 4096] [--variants stream:4:2 …] [--json FILE]
+    python benchmarks/overlap.py --gradients --batch 4 --length 1024 --variants sequential flow@4+chunks=1000000 …
 
 The script uses two hosts (network namespaces on this machine, which needs root) with one core each, and a link between them.
 It chooses the rate of the link so that the all-to-alls alone take `ratio` times as long as computation alone; --links sets
@@ -15,12 +15,9 @@ the rate instead. Each host has one process. All measurements take turns within 
   long again, because gloo's ends agree on each message before it leaves. Pieces can overlap these pauses, too, so this would
   not be a limit.)
 - G, with --gradients, is all reductions of gradients of a step, started at once. Then every variant has these reductions, too.
-- Every variant [mm/][gloo/][padded/]KIND[:DEGREE[:LAG[:BACKWARD_LAG]]][@PARTS][+REDUCTION[=BYTES]] runs, in the given order.
-  Routers are dropless, as they are by default. Their biases balance them, as training would. With `padded/`, experts have a
-  fixed number of rows (capacity factor 1). With --peers, the same blocks also run with the MoE layer of DeepSpeed. `mm/` and
-  `gloo/` do as other projects do: experts multiply with `torch.mm`, and rows travel with gloo's own all-to-all. For
-  `+chunks=auto`, training's own search finds the size before the measurement. `stream:DEGREE` chooses its lags as training
-  does, from op times of the warm-up rounds.
+- Every variant KIND[:DEGREE[:LAG[:BACKWARD_LAG]]][@PARTS][+REDUCTION[=BYTES]] runs, in the given order. Routers are dropless,
+  as they are by default. Their biases balance them, as training would. `stream:DEGREE` chooses its lags as training does, from op
+  times of the warm-up rounds.
 
 With --cp 2, every two hosts share their sequences, and X has their keys and values, too. `sequential` then sends them around a
 ring, and C leaves them out.
@@ -49,12 +46,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from common import MALLOC, on_hosts  # noqa: E402
-from overlap_sweep import report_sweep  # noqa: E402
 
 from foldray.blueprint import ModelSpec  # noqa: E402
 from foldray.runtime.peak import processor  # noqa: E402
@@ -93,10 +89,7 @@ def _over_links(args: argparse.Namespace) -> list[dict[str, Any]]:
     for rate in args.links or _rates(args):
         with hosts(args.hosts, rate=f"{rate * 1e6:.0f}bit") as lab:
             runs.append({"link_mbit": rate, **_run(lab, args)})
-        if args.sweep:
-            report_sweep(runs[-1], args.picture)
-        else:
-            report(runs[-1])
+        report(runs[-1])
     return runs
 
 
@@ -128,9 +121,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--variants", nargs="*", default=["sequential", "moe_only:4", "aaam:4", "one_a_one_m:4", "stream:4"])
     parser.add_argument("--gradients", action="store_true", help="reduce gradients too")
     parser.add_argument("--peaks", action="store_true", help="measure memory instead, every variant in new processes")
-    parser.add_argument("--peers", action="store_true", help="also measure DeepSpeed's MoE layer")
-    parser.add_argument("--sweep", metavar="VARIANT", help="measure sizes of gradient chunks instead (overlap_sweep.py)")
-    parser.add_argument("--picture", type=Path, help="PNG of the sweep")
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
     parser.add_argument("--traces", type=Path, help="folder for a Perfetto trace and a picture of every variant's last step")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
@@ -146,9 +136,7 @@ def _run(lab: list, args: argparse.Namespace, rounds: int | None = None, variant
         variants = args.variants if variants is None else variants
         options = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in SIZES]
         options += [f"--rounds={rounds or args.rounds}", f"--store={lab[0].address}:29400", f"--result={result}"]
-        options += ["--peaks"] * args.peaks + ["--peers"] * (args.peers and bool(variants))
-        options += ["--gradients"] * ((args.gradients or bool(args.sweep)) and bool(variants))
-        options += [f"--sweep={args.sweep}"] * (bool(args.sweep) and bool(variants))
+        options += ["--peaks"] * args.peaks + ["--gradients"] * (args.gradients and bool(variants))
         options += [f"--traces={args.traces.absolute()}"] if args.traces else []
         command = [sys.executable, Path(__file__).with_name("overlap_worker.py"), *options, "--variants", *variants]
         # With --peaks, larger blocks come from the kernel and return to it at once, so the peak of the process is exact.
@@ -158,13 +146,8 @@ def _run(lab: list, args: argparse.Namespace, rounds: int | None = None, variant
         return json.loads(result.read_text())
 
 
-def model_of(args: argparse.Namespace, padded: bool = False) -> ModelSpec:
-    router = {
-        "balance_loss": 0.01,
-        "score": "sigmoid",
-        "bias_rate": 0.01,
-        **({"capacity_factor": 1.0, "pad": True} if padded else {}),
-    }
+def model_of(args: argparse.Namespace) -> ModelSpec:
+    router = {"balance_loss": 0.01, "score": "sigmoid", "bias_rate": 0.01}
     return ModelSpec(
         layers=args.blocks, hidden=args.hidden, heads=args.heads, kv_heads=args.kv_heads, head_dim=args.hidden // args.heads,
         ffn_hidden=args.inner, experts=max(args.hosts, 2), topk=1, expert_hidden=args.inner, vocab=64,
@@ -174,8 +157,7 @@ def model_of(args: argparse.Namespace, padded: bool = False) -> ModelSpec:
 
 def limits(run: dict[str, Any], name: str) -> list[float]:
     """Return the limit of a variant in every round, in milliseconds. No schedule of one step can be faster."""
-    exchanges = "padded/X" if "padded/" in name and "padded/X" in run else "X"
-    alone, collectives = run[name], [run[key] for key in (exchanges, "G") if key in run]
+    alone, collectives = run[name], [run[key] for key in ("X", "G") if key in run]
     return [
         sum(max(alone[f"alone_{side}"]["rounds"][r], sum(part[side]["rounds"][r] for part in collectives)) for side in SIDES)
         for r in range(len(run["X"]["step_ms"]["rounds"]))
@@ -195,7 +177,7 @@ def over_alone(run: dict[str, Any], name: str) -> float:
 
 
 def measured(run: dict[str, Any]) -> dict[str, Any]:
-    """Return the variants and peers of a run, by name."""
+    """Return the variants of a run, by name."""
     return {name: result for name, result in run.items() if isinstance(result, dict) and f"alone_{SIDES[0]}" in result}
 
 
@@ -214,7 +196,7 @@ def report(run: dict[str, Any]) -> None:
     print(f"{link_of(run)}, all-to-alls alone {ratio(run):.2f} × computation alone")
     print(f"{'':<22}{'ms':>8}{'min':>8}{'max':>8}{'limit':>8}{'× limit':>9}{'× C':>8}", end="")
     print(f"{'forward':>9}{'backward':>9}{'exposed':>9}{'simulated':>10}{'seen':>9}")
-    for name in (*(key for key in ("C", "X", "padded/C", "padded/X", "G") if key in run), *measured(run)):
+    for name in (*(key for key in ("C", "X", "G") if key in run), *measured(run)):
         result = run[name]
         step = result["step_ms"]
         line = f"{name:<22}{step['median']:>8.0f}{step['min']:>8.0f}{step['max']:>8.0f}"
@@ -232,7 +214,7 @@ def report(run: dict[str, Any]) -> None:
             line += f"{result['simulated_ms']['median']:>10.0f}{f'{claimed - missed:.0f}/{claimed:.0f}':>9}"
         print(line)
     if run["fullest"] > 1:
-        print(f"without padding, the fullest host has at most {run['fullest']:.2f} times the mean number of rows of a block")
+        print(f"the fullest host has at most {run['fullest']:.2f} times the mean number of rows of a block")
     for name in ("C", "X", "G"):
         if "busy_ms" in run.get(name, {}):
             print(f"{name}: its core is busy for {run[name]['busy_ms']['median']:.0f} ms")
@@ -246,8 +228,6 @@ def report(run: dict[str, Any]) -> None:
     for name, found in run["found"].items():
         print(f"{name}: found {found['seconds'] * 1e3:.0f} ms, {found['seconds'] / found['bound']:.3f} × the bound; ", end="")
         print(f"{found['named']} {found['named_seconds'] * 1e3:.0f} ms; keeps {found['kept']} blocks, sequential {found['own']}")
-    for name, search in run["picked"].items():
-        print(f"{name}: {search['pick'] / 2**10:.0f} KiB")
     print(flush=True)
 
 

@@ -1,6 +1,6 @@
 """Trains for half an hour, lets something fail every two minutes, and compares every loss with that of a quiet training.
 
-    python recipes/benchmarks/soak.py --json soak.json --picture soak.png
+    python benchmarks/soak.py --json soak.json --picture soak.png
 
 The faults are those of `tests/lab/faults.py` that a training survives, drawn at random. The script prints what foldray told of
 each, the seconds to the next new step, the steps that ran again, and the memory and the number of processes over time.
@@ -25,7 +25,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.lab.faults import FAULTS
 from tests.lab.hurt import EVERY, Hurt, follow, place
