@@ -14,25 +14,3 @@ from foldray.comm.exchange import (
 from foldray.comm.groups import APART, TRAFFIC, Groups, host_group
 from foldray.comm.line import Line
 from foldray.comm.probe import UnsupportedBackend, probe
-
-__all__ = [
-    "APART",
-    "TRAFFIC",
-    "Activity",
-    "Communicator",
-    "Count",
-    "Groups",
-    "Line",
-    "Pending",
-    "Traffic",
-    "UnsupportedBackend",
-    "gather_rows",
-    "gather_sequence",
-    "host_group",
-    "mirrored",
-    "mirrored_together",
-    "probe",
-    "scatter_rows",
-    "scatter_sequence",
-    "sum_over_members",
-]

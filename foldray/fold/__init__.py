@@ -3,8 +3,8 @@ torch."""
 
 from foldray.fold.advice import nearest_disjoint, nearest_folds
 from foldray.fold.arranging import Room, arrange, filled
-from foldray.fold.fold import ATTENTION_AXES, FAMILIES, MOE_AXES, Fold, divisors
-from foldray.fold.grid import Grid, listed
+from foldray.fold.fold import FAMILIES, Fold, divisors
+from foldray.fold.grid import Grid
 from foldray.fold.placement import HEAT, Arrangement, Placement, best_order
 from foldray.fold.traffic import ROWS, Edges, Flow, Share
 

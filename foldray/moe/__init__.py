@@ -4,8 +4,6 @@ from foldray.moe.balance import Balance, Tally
 from foldray.moe.contracts import (
     Exchange,
     Layer,
-    Permutation,
-    PlainExchange,
     PlainLayer,
     Received,
     RowCounts,
@@ -20,29 +18,3 @@ from foldray.moe.experts import Experts
 from foldray.moe.layer import MoeBackend, MoELayer
 from foldray.moe.pattern import Pattern
 from foldray.moe.router import Gate, Router, Routing, TokenPiece
-
-__all__ = [
-    "AllToAll",
-    "Balance",
-    "Exchange",
-    "Experts",
-    "Gate",
-    "Layer",
-    "MoELayer",
-    "MoeBackend",
-    "Pattern",
-    "Permutation",
-    "PlainExchange",
-    "PlainLayer",
-    "Received",
-    "Router",
-    "Routing",
-    "RowCounts",
-    "Rows",
-    "Sent",
-    "Tally",
-    "TokenPiece",
-    "combine",
-    "dispatch",
-    "run_layer",
-]

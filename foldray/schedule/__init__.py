@@ -7,7 +7,7 @@ from foldray.schedule.compiled import COMPUTE, CompiledSchedule, LaneSeconds, Sc
 from foldray.schedule.generators import Run
 from foldray.schedule.graph import Channel, Graph, PipelineGraph
 from foldray.schedule.handovers import place_handovers, with_handovers
-from foldray.schedule.lists import expand, ordered_schedule, position_list, stage_order, step_schedule
+from foldray.schedule.lists import ordered_schedule, position_list, stage_order, step_schedule
 from foldray.schedule.op import Direction, Op, Schedule, handover, stage
 from foldray.schedule.ordering import FoundList, Ordering, Sequences, make_ordering, named_ordering
 from foldray.schedule.overlaps import (
@@ -30,74 +30,4 @@ from foldray.schedule.slicing import SLICINGS, SliceCost, Slicing, slice_sequenc
 from foldray.schedule.step_graph import StepGraph
 from foldray.schedule.step_ops import Place, gathers, leaves_weights
 from foldray.schedule.text import show
-from foldray.schedule.traffic import OpCosts, by_urgency
-
-__all__ = [
-    "AF_PIPE",
-    "COMPUTE",
-    "KINDS",
-    "LIST",
-    "ONE_A_ONE_M",
-    "OVERLAPS",
-    "REDUCTIONS",
-    "SEARCHED",
-    "SEQUENTIAL",
-    "SLICINGS",
-    "STREAM",
-    "WEAVE",
-    "Channel",
-    "Chunk",
-    "CompiledSchedule",
-    "Cost",
-    "Direction",
-    "FoundList",
-    "Graph",
-    "LaneSeconds",
-    "Op",
-    "OpCosts",
-    "Ordering",
-    "Overlap",
-    "OverlapKind",
-    "PipelineGraph",
-    "Place",
-    "Reduction",
-    "Run",
-    "Schedule",
-    "ScheduleError",
-    "Sequences",
-    "SliceCost",
-    "Slicing",
-    "Span",
-    "StepGraph",
-    "by_urgency",
-    "check",
-    "check_pipeline",
-    "check_ranks",
-    "computed",
-    "cut_buffer",
-    "expand",
-    "forward_only",
-    "gathers",
-    "handover",
-    "interleaved",
-    "leaves_weights",
-    "make_ordering",
-    "named_ordering",
-    "one_f_one_b",
-    "ordered_schedule",
-    "overlap_kind",
-    "passes",
-    "peak",
-    "pipeline",
-    "place_handovers",
-    "place_reductions",
-    "position_list",
-    "show",
-    "slice_sequence",
-    "stage",
-    "stage_order",
-    "step_schedule",
-    "times",
-    "unit_times",
-    "with_handovers",
-]
+from foldray.schedule.traffic import OpCosts

@@ -2,26 +2,6 @@
 
 from foldray.timeline.perfetto import perfetto
 from foldray.timeline.recorded import Recording, message_seconds, op_costs, recorded_cost, replay, slice_timings
-from foldray.timeline.simulator import Simulation, simulate
+from foldray.timeline.simulator import simulate
 from foldray.timeline.text import draw_text
-from foldray.timeline.usage import Usage, held_up, length, merged, overlaps, queued, usage
-
-__all__ = [
-    "Recording",
-    "Simulation",
-    "Usage",
-    "draw_text",
-    "held_up",
-    "length",
-    "merged",
-    "message_seconds",
-    "op_costs",
-    "overlaps",
-    "perfetto",
-    "queued",
-    "recorded_cost",
-    "replay",
-    "simulate",
-    "slice_timings",
-    "usage",
-]
+from foldray.timeline.usage import held_up, length, merged, overlaps, queued, usage
