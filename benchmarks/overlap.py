@@ -218,11 +218,6 @@ def report(run: dict[str, Any]) -> None:
     for name in ("C", "X", "G"):
         if "busy_ms" in run.get(name, {}):
             print(f"{name}: its core is busy for {run[name]['busy_ms']['median']:.0f} ms")
-    for name, seconds in run["held_up"].items():
-        if any(seconds):
-            figures = statistics.median(seconds), statistics.quantiles(seconds, n=20)[-1], max(seconds)
-            middle, high, most = (f"{figure * 1e3:.0f}" for figure in figures)
-            print(f"{name}: all-to-alls wait for chunks for {middle} ms (median), {high} (95 %), {most} (most)")
     for name, (forward, lag, backward, backward_lag) in run["chosen"].items():
         print(f"{name}: forward {forward} {lag}, backward {backward} {backward_lag}")
     for name, found in run["found"].items():

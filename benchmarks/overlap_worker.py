@@ -29,7 +29,7 @@ from foldray.model import Batch, Transformer, all_losses
 from foldray.moe import Exchange, Layer, Received, Rows, Sent
 from foldray.runtime import Execution, Gradients, Trace
 from foldray.schedule import Op, Ordering, SliceCost, Span, StepGraph, named_ordering
-from foldray.timeline import Recording, held_up, overlaps, perfetto, recorded_cost, replay, simulate
+from foldray.timeline import Recording, overlaps, perfetto, recorded_cost, replay, simulate
 from trainers.measure.bench import shifted
 
 _HALVINGS = 12
@@ -119,7 +119,6 @@ class Worker:
         self.found: dict[str, Found] = {}  # by variant, the list that was found last
         self.predicted: dict[str, Mapping[Op, Span]] = {}  # by variant, the spans of that list by the simulator
         self.measuring = False
-        self.held_up: dict[str, list[float]] = {}  # by variant, seconds that all-to-alls waited for chunks ahead of them
 
     def serve(self) -> None:
         """Measure all variants. The first host writes the results."""
@@ -154,7 +153,6 @@ class Worker:
                 "bytes": self.bytes_sent(),
                 "fullest": self.fullest,
                 "chosen": best,
-                "held_up": self.held_up,
                 "found": {name: {**found._asdict(), "schedule": ()} for name, found in self.found.items()},
             }
             self.args.result.write_text(json.dumps({**document, **more}))
@@ -287,8 +285,6 @@ class Worker:
             self.chosen[name] = execution.ordering
         claimed, seen = overlaps(graph, execution.order(graph), trace.spans)
         simulated = replay(graph, recordings).seconds * 1e3
-        if self.measuring:
-            self.held_up.setdefault(name, []).extend(held_up(graph, trace.spans))
         counts = {"claimed": claimed, "missed": claimed - seen, "peak_mib": peak, "before_mib": before}
         return {**trace.times(graph), "simulated_ms": simulated, **counts}
 

@@ -4,7 +4,6 @@ from foldray.moe.balance import Balance, Tally
 from foldray.moe.contracts import (
     Exchange,
     Layer,
-    PlainLayer,
     Received,
     RowCounts,
     Rows,

@@ -1,6 +1,6 @@
 """Schedules as data: ops, graphs of their needs, generators of their order, a checker, a clock, a drawing. Pure Python."""
 
-from foldray.schedule.check import check, check_ranks, peak
+from foldray.schedule.check import check, peak
 from foldray.schedule.chunks import REDUCTIONS, Chunk, Reduction, cut_buffer
 from foldray.schedule.clock import Cost, Span, times, unit_times
 from foldray.schedule.compiled import COMPUTE, CompiledSchedule, LaneSeconds, ScheduleError
@@ -29,5 +29,4 @@ from foldray.schedule.reduction import place_reductions
 from foldray.schedule.slicing import SLICINGS, SliceCost, Slicing, slice_sequence
 from foldray.schedule.step_graph import StepGraph
 from foldray.schedule.step_ops import Place, gathers, leaves_weights
-from foldray.schedule.text import show
 from foldray.schedule.traffic import OpCosts

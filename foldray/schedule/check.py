@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import zip_longest
-
 from foldray.schedule.clock import unit_times
 from foldray.schedule.compiled import ScheduleError
 from foldray.schedule.graph import Channel, Graph
@@ -35,26 +32,6 @@ def check(graph: Graph, schedule: Schedule) -> None:
         _check_frees(graph, position, places)
     _check_channels(graph, schedule)
     unit_times(graph, schedule)
-
-
-def check_ranks(graph: Graph, lists: Sequence[Sequence[Op]]) -> None:
-    """Accept the lists of the ranks of one pipeline position if all of them start the same collectives in the same order.
-
-    Raises:
-        ScheduleError: two ranks have different collectives on a channel, or the same collectives in different orders.
-    """
-    queues: list[dict[Channel, list[Op]]] = []
-    for ops in lists:
-        queues.append({})
-        for op in ops:
-            if (channel := graph.channel(op)) is not None:
-                queues[-1].setdefault(channel, []).append(op)
-    for rank, own in enumerate(queues[1:], 1):
-        for channel in {*queues[0], *own}:
-            for first, other in zip_longest(queues[0].get(channel, ()), own.get(channel, ())):
-                if first != other:
-                    rule = f"rank 0 has {first or 'nothing more'} where rank {rank} has {other or 'nothing more'}"
-                    raise ScheduleError(f"the channel of {channel[0]} has two orders: {rule}")
 
 
 def peak(graph: Graph, schedule: Schedule) -> tuple[int, ...]:

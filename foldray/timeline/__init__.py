@@ -4,4 +4,4 @@ from foldray.timeline.perfetto import perfetto
 from foldray.timeline.recorded import Recording, message_seconds, op_costs, recorded_cost, replay, slice_timings
 from foldray.timeline.simulator import simulate
 from foldray.timeline.text import draw_text
-from foldray.timeline.usage import held_up, length, merged, overlaps, queued, usage
+from foldray.timeline.usage import length, merged, overlaps, queued, usage

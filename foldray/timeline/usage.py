@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from foldray.kinds import EXCHANGES, REDUCE
 from foldray.schedule import Graph, Op, Span
 
 
@@ -55,17 +54,6 @@ def overlaps(graph: Graph, order: Sequence[Op], spans: Mapping[Op, Span]) -> tup
         claimed += bool(beside)
         seen += any(span.start < spans[op].end and spans[op].start < span.end for span in beside)
     return claimed, seen
-
-
-def held_up(graph: Graph, spans: Mapping[Op, Span]) -> list[float]:
-    """Return, for every all-to-all, how long it shared the link with chunks of gradients that had started before it."""
-    chunks = [span for op, span in spans.items() if op.kind == REDUCE]
-    found = []
-    for op, span in spans.items():
-        if op.kind in EXCHANGES:
-            ahead = [min(chunk.end, span.end) for chunk in chunks if chunk.start < span.start < chunk.end]
-            found.append(max(ahead, default=span.start) - span.start)
-    return found
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from foldray.comm import Pending
 from foldray.kernels.experts import reference_ffn
-from foldray.moe import MoELayer, PlainLayer, TokenPiece, run_layer
+from foldray.kernels.transfer import start_reading
+from foldray.moe import MoELayer, Received, Router, Routing, RowCounts, Rows, Sent, TokenPiece, run_layer
+from foldray.moe.contracts import Expert
 from foldray.runtime import micro_batch
 from tests.foldray.moe.test_layer import layer, spec
 from tests.foldray.parity import make_recipe, train
@@ -20,6 +24,56 @@ ROUTERS: list[dict[str, Any]] = [
     {"capacity_factor": 0.75, "drop": "position"},
     {"score": "sigmoid", "normalize": True, "scale": 2.5},
 ]
+
+
+class PlainExchange:
+    """The exchange of a single rank, where nothing travels."""
+
+    def start_counts(self, sent: Sent) -> Received:
+        rows_E = start_reading(sent.rows_E)()
+        return Received.of(RowCounts([[rows_E]], [sum(rows_E)]))
+
+    equal_counts = start_counts
+
+    def start_out(self, rows: Rows, sent: Sent, received: Received) -> Pending:
+        return Pending([], rows)
+
+    def start_back(self, rows: Rows, sent: Sent, received: Received, room: int | None = None) -> Pending:
+        return Pending([], rows)
+
+
+class PlainLayer:
+    """The simplest layer for one rank. It computes row by row in ordinary autograd, and tests compare other layers with it.
+
+    Args:
+        router: chooses experts.
+        experts: one function [n, H] → [n, H] for each global expert.
+        shared: the shared expert, [B, s, H] → [B, s, H]; None if the layer has none.
+    """
+
+    def __init__(self, router: Router, experts: Sequence[Expert], shared: Expert | None = None):
+        self.exchange, self.router, self.experts, self.shared = PlainExchange(), router, experts, shared
+
+    def route(self, h_TH: torch.Tensor, piece: TokenPiece) -> Routing:
+        return self.router(h_TH, piece)
+
+    def dispatch_preprocess(self, h_TH: torch.Tensor, routing: Routing) -> tuple[Rows, Sent]:
+        chosen, keep_TK = routing.expert_TK.tolist(), routing.keep_TK
+        kept = [(t, k) for t, row in enumerate(chosen) for k in range(len(row)) if keep_TK is None or keep_TK[t, k]]
+        slots = sorted(kept, key=lambda slot: chosen[slot[0]][slot[1]])
+        rows_E = [sum(chosen[t][k] == expert for t, k in slots) for expert in range(len(self.experts))]
+        return [torch.stack([h_TH[t] for t, _ in slots])], Sent(torch.tensor(rows_E), (slots, len(chosen)))
+
+    def run_experts(self, rows: Rows, received: Received) -> torch.Tensor:
+        parts = rows[0].split(received.rows_by_expert)
+        return torch.cat([expert(part_nH) for expert, part_nH in zip(self.experts, parts, strict=True)])
+
+    def combine_postprocess(self, y_NH: torch.Tensor, sent: Sent, weight_TK: torch.Tensor) -> torch.Tensor:
+        slots, tokens = sent.memory
+        out = [y_NH.new_zeros(y_NH.shape[1]) for _ in range(tokens)]
+        for y_H, (t, k) in zip(y_NH, slots, strict=True):
+            out[t] = out[t] + weight_TK[t, k] * y_H
+        return torch.stack(out)
 
 
 def plain(made: MoELayer) -> PlainLayer:

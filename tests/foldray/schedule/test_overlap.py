@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -24,7 +23,6 @@ from foldray.schedule import (
     Slicing,
     StepGraph,
     check,
-    check_ranks,
     handover,
     position_list,
     slice_sequence,
@@ -177,8 +175,6 @@ def test_whatever_is_generated_passes_the_checker(
     schedule = step_schedule(graph, Overlap(forward, lag), Overlap(backward, other))
     check(graph, schedule)
     check_lists(graph, schedule)
-    for ops in schedule:
-        check_ranks(graph, [ops, ops])
 
 
 def test_a_forward_and_a_backward_are_woven_in_turns() -> None:
@@ -358,23 +354,3 @@ def test_faults_are_named(name: str) -> None:
 def swapped(a: Op, b: Op) -> tuple[Op, ...]:
     other = {a: b, b: a}
     return tuple(other.get(each, each) for each in GOOD)
-
-
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        (
-            lambda: swapped(op("dispatch", "F", 0, 1), op("combine", "F", 0, 0)),
-            "the channel of tokens has two orders: rank 0 has dispatch F0.0/1 where rank 1 has combine F0.0",
-        ),
-        (
-            lambda: tuple(o for o in GOOD if o != op("counts", "F", 1, 1)),
-            "rank 0 has counts F1.0/1 where rank 1 has nothing more",
-        ),
-        (lambda: (*GOOD, op("dispatch", "B", 0, 0)), "rank 0 has nothing more where rank 1 has dispatch B0.0"),
-    ],
-)
-def test_ranks_whose_collectives_do_not_meet_are_found(edit: Callable[[], tuple[Op, ...]], words: str) -> None:
-    check_ranks(GRAPH, [GOOD, GOOD])
-    with pytest.raises(ScheduleError, match=words):
-        check_ranks(GRAPH, [GOOD, edit()])

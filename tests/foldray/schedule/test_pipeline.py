@@ -20,7 +20,6 @@ from foldray.schedule import (
     one_f_one_b,
     peak,
     pipeline,
-    show,
     unit_times,
 )
 from foldray.schedule.pipeline import woven_pairs
@@ -206,19 +205,6 @@ def test_a_whole_schedule_in_full():
     assert lists == [
         "F0.0 | handover F0.0 | F0.1 | handover F0.1 | handover B1.0 | handover B1.1 | B0.0 | B0.1",
         "handover F0.0 | handover F0.1 | F1.0 | B1.0 | handover B1.0 | F1.1 | B1.1 | handover B1.1",
-    ]
-
-
-def test_drawings():
-    one, many = PipelineGraph(3, 3), PipelineGraph(2, 2, 2)
-    assert show(one, one_f_one_b(one)).splitlines() == [
-        "0 | F0.0 F0.1 F0.2 .    .    .    .    B0.0----- .    B0.1----- .    B0.2-----",
-        "1 | .    F1.0 F1.1 .    .    B1.0----- F1.2 B1.1----- .    B1.2-----",
-        "2 | .    .    F2.0 B2.0----- F2.1 B2.1----- F2.2 B2.2-----",
-    ]
-    assert show(many, interleaved(many)).splitlines() == [
-        "0 | F0.0 F0.1 F2.0 F2.1 .    .    B2.0----- .    B2.1----- B0.0----- B0.1-----",
-        "1 | .    F1.0 F1.1 F3.0 B3.0----- F3.1 B3.1----- B1.0----- B1.1-----",
     ]
 
 
