@@ -53,8 +53,15 @@ lint: setup ## run ruff and mypy
 	$(BIN)/ruff format --check
 	$(BIN)/mypy foldray trainers tuners
 
-docs: setup ## write docs/recipe.md, the page of all recipe keys
+$(VENV)/.documented: $(VENV)/.tested
+	@$(call INSTALL,'.[$(EXTRAS),docs]')
+	@touch $@
+
+docs: $(VENV)/.documented ## write the pages that the code knows, and make a site of all pages in docs/_build
 	$(BIN)/python -m foldray.recipe.page > docs/recipe.md
+	$(BIN)/python -m tests.error_lines > docs/troubleshooting.md
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
+	@echo "docs/_build/index.html is the first page"
 
 bench: setup ## measure the MoE layer, and schedules over a slow link between two hosts (needs root)
 	$(BIN)/python benchmarks/moe_layer.py

@@ -1,4 +1,4 @@
-"""What a run leaves in the checkout: a share's row of docs/measurements/nightly.md, and with --seconds those of each file."""
+"""What a run leaves in the checkout: a share's row of docs/notebook/nightly.md, and with --seconds those of each file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.gate import SECONDS
 from tests.pool import repository
 
-PAGE = repository() / "docs" / "measurements" / "nightly.md"
+PAGE = repository() / "docs" / "notebook" / "nightly.md"
 _LEAST_S = 0.1  # of a file whose seconds are worth a line
 
 

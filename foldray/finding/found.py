@@ -116,7 +116,7 @@ def _received_early(problem: Problem, found: _Timed, limits: _Limits, cost: Cost
 
     A rank posts a receive before what it computes next. If rows leave a little earlier than predicted, and the receiver has begun
     to compute, they wait until this computation ends. So a receive is posted before all that ends later than the computation
-    behind the rows begins. docs/measurements/disaggregation.md has what this gains.
+    behind the rows begins. docs/notebook/disaggregation.md has what this gains.
     """
     graph = problem.graph
     orders = tuple(tuple(op for op in ops if graph.channel(op) is None) for ops in found.schedule)

@@ -213,7 +213,7 @@ def _check_data(recipe: Description) -> None:
     if recipe.training.weights and "tokenizer" not in data.model_fields_set:
         # To weights that somebody trained, the tokens of another tokenizer mean nothing.
         rule = "must be named beside training.weights: the folder of the tokenizer of these weights, or byte"
-        raise UserError("data.tokenizer", None, rule)
+        raise UserError("data.tokenizer", "null", rule)
 
 
 def _check_engine(recipe: Description) -> None:

@@ -23,7 +23,7 @@ class Row(NamedTuple):
     """A hostile input as a user hands it over.
 
     Args:
-        kind: the kind of the input, in the table of `docs/measurements/hostile.md`.
+        kind: the kind of the input, in the table of `docs/notebook/hostile.md`.
         name: what is hostile about it.
         command: the command line, without `foldray`; `shlex` splits it.
         says: a part of the line that refuses it.

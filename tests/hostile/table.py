@@ -1,4 +1,4 @@
-"""All rows of hostile inputs: `python -m tests.hostile.table > docs/measurements/hostile.md` counts them."""
+"""All rows of hostile inputs: `python -m tests.hostile.table > docs/notebook/hostile.md` counts them."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ def test_a_hostile_input_is_refused_in_one_line(row: Row, outcomes: dict[str, di
 
 
 def test_the_page_counts_the_rows() -> None:
-    again = "python -m tests.hostile.table > docs/measurements/hostile.md"
-    assert (ROOT / "docs" / "measurements" / "hostile.md").read_text() == page(), f"run {again}"
+    again = "python -m tests.hostile.table > docs/notebook/hostile.md"
+    assert (ROOT / "docs" / "notebook" / "hostile.md").read_text() == page(), f"run {again}"
 
 
 def test_rows_have_names_of_their_own() -> None:

@@ -134,7 +134,7 @@ class Inbox:
         # any node, unless its affinity is hard.
         strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy}
-        # Ray's head would keep a history of these calls, which come several times a second (docs/measurements/faults.md).
+        # Ray's head would keep a history of these calls, which come several times a second (docs/notebook/faults.md).
         self.queue = ray.remote(Mail).options(**options, enable_task_events=False).remote()
         self._reader = _Reader(self.queue)
         self._thread.start()

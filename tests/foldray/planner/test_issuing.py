@@ -106,7 +106,7 @@ MEASURED: list[tuple[dict[str, int], int, int, list[float]]] = [
     (FINE, 1, 8192, [15.6, 23.9, 40.4, 72.8]), (FINE, 1, 32768, [82.9, 94.1, 108, 134]),
     (MIXTRAL, 4, 8192, [155.4, 179.3, 227.5]), (FINE, 4, 8192, [56.3, 91.0, 155.7]),
 ]  # fmt: skip
-"""Sizes, blocks, tokens, and milliseconds of a step in 1, 2, 4 and 8 pieces on one H200 (docs/measurements/gpus.md)."""
+"""Sizes, blocks, tokens, and milliseconds of a step in 1, 2, 4 and 8 pieces on one H200 (docs/notebook/gpus.md)."""
 
 
 @pytest.mark.parametrize(("sizes", "layers", "length", "measured"), MEASURED, ids=lambda each: str(each)[:24])

@@ -324,7 +324,7 @@ def _alive() -> dict[int, int]:
 
 
 def test_gradients_of_large_matrices_are_nowhere_but_in_their_sums_on_a_gpu() -> None:
-    """The peaks of a block on an H200 beside weights and sums (docs/measurements/gpus.md), in GiB: at most 15 % less."""
+    """The peaks of a block on an H200 beside weights and sums (docs/notebook/gpus.md), in GiB: at most 15 % less."""
     assert counts().summing == experts.SUMMING_PRODUCT
     machines, sizes = load_hardware("h200"), {"layers": 1, "head_dim": 128, "vocab": 1024, "moe_every": 1}
     large = {"hidden": 4096, "heads": 32, "kv_heads": 8, "expert_hidden": 14336, "experts": 8, "topk": 2, "ffn_hidden": 14336}
