@@ -64,7 +64,8 @@ _PAGE = """\
 # Troubleshooting
 
 foldray answers a mistake with one line: the key, its value, the rule, and the legal values. The exit code is then 2, and nothing
-was written. These are the lines of common mistakes. A script asks foldray for each of them, and a test holds this page to its answers.
+was written. These are the lines of common mistakes. A script asks foldray for each of them, and a test holds this page to its
+answers.
 
 What happens when something fails while a model trains (a lost worker, a full disk, a cut link) is the subject of
 [long runs](running.md#what-happens-when-something-fails).
