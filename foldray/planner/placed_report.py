@@ -73,8 +73,8 @@ def placements_document(found: Comparison) -> dict[str, Any]:
         "shared": {"fold": str(found.shared.candidate.fold), "step_time_s": found.shared_seconds},
         "speed": found.speed,
         "roofline": {
-            "attention": {"gpus": list(allocation.attention), "nics": allocation.attention_nics, "seconds": allocation.sides[0]},
-            "experts": {"gpus": list(allocation.experts), "nics": allocation.expert_nics, "seconds": allocation.sides[1]},
+            "attention": {"gpus": [allocation.attention], "nics": allocation.attention_nics, "seconds": allocation.sides[0]},
+            "experts": {"gpus": [allocation.experts], "nics": allocation.expert_nics, "seconds": allocation.sides[1]},
         },
         "step_time_with_these_nics_s": found.more_adapters,
     }
@@ -92,7 +92,7 @@ def placements_table(found: Comparison, hardware: Hardware) -> str:
         line += f"{held[0]:>8.0f}, {held[1]:.0f} GiB"
         lines.append(line if each.fits else f"{line}, more than the {hardware.memory_gib:.0f} GiB there are")
     shared, allocation = found.shared, found.allocation
-    a, f = sum(allocation.attention), sum(allocation.experts)
+    a, f = allocation.attention, allocation.experts
     lines += [
         "",
         f"with shared workers: {shared.candidate.fold}, {schedule(shared)}, {found.shared_seconds:.2f} s",

@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from foldray.blueprint.placement import check_apart
 from foldray.errors import UserError
 from foldray.fold import Fold, divisors
 from foldray.kinds import HANDOVER, REDUCE
-from foldray.planner.allocator import Allocation, Demand, Machines, allocate
+from foldray.planner.allocator import Allocation, Demand, allocate
 from foldray.planner.apart import ApartWork, Sides
 from foldray.planner.candidate import Candidate
 from foldray.planner.device import Device
@@ -61,12 +61,11 @@ class Placed(NamedTuple):
     mfu: float
 
 
-def roofline(space: Space, kinds: Sequence[Machines] = ()) -> tuple[Demand, Allocation]:
+def roofline(space: Space) -> tuple[Demand, Allocation]:
     """Return the FLOPs and bytes of a layer for one sequence, and the best GPUs and adapters for them.
 
     Args:
         space: the job and the cluster. Every GPU has one adapter.
-        kinds: the GPUs, if they are of several kinds; none are `space.gpus` of the cluster's.
 
     Raises:
         UserError: there are too few GPUs, or the model has no MoE block.
@@ -77,9 +76,8 @@ def roofline(space: Space, kinds: Sequence[Machines] = ()) -> tuple[Demand, Allo
     rows = ranks_of_a_token(model, ep) * model.hidden * device.bytes
     demand = Demand(attention * job.seq_len, experts * job.seq_len, rows * job.seq_len)
     speed = device.peak * device.share["gemm"]
-    machines = kinds or [Machines(space.gpus, speed, speed)]
-    nics = sum(kind.gpus for kind in machines)
-    return demand, allocate(demand, machines, nics, space.hardware.inter.gb_s * 1e9 * device.share["exchange"])
+    rate = space.hardware.inter.gb_s * 1e9 * device.share["exchange"]
+    return demand, allocate(demand, space.gpus, speed, space.gpus, rate)
 
 
 def search_placements(space: Space, top: int = 5, most: int = 64) -> list[Placed]:
@@ -255,7 +253,4 @@ def _pinned_away(space: Space, **sizes: int) -> bool:
 
 def adapters(allocation: Allocation) -> tuple[float, float]:
     """Return the adapters of a GPU of attention, and of a GPU of the experts."""
-    return (
-        allocation.attention_nics / max(1, sum(allocation.attention)),
-        allocation.expert_nics / max(1, math.fsum(allocation.experts)),
-    )
+    return allocation.attention_nics / allocation.attention, allocation.expert_nics / allocation.experts
