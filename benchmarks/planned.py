@@ -34,7 +34,7 @@ from foldray.planner.device import Device  # noqa: E402
 from foldray.planner.hardware import Hardware, load_hardware  # noqa: E402
 from foldray.planner.whole import whole_seconds  # noqa: E402
 from foldray.recipe import Recipe  # noqa: E402
-from foldray.recipe.refold import as_candidate  # noqa: E402
+from foldray.refold import as_candidate  # noqa: E402
 from foldray.runtime.peak import processor  # noqa: E402
 from foldray.schedule import LaneSeconds, Op  # noqa: E402
 

@@ -44,7 +44,7 @@ from foldray.planner.device import Device  # noqa: E402
 from foldray.planner.hardware import Hardware  # noqa: E402
 from foldray.planner.whole import pass_seconds, simulate_step  # noqa: E402
 from foldray.recipe import Recipe  # noqa: E402
-from foldray.recipe.refold import as_candidate  # noqa: E402
+from foldray.refold import as_candidate  # noqa: E402
 from foldray.runtime import Trace  # noqa: E402
 from foldray.runtime.peak import processor  # noqa: E402
 from foldray.schedule import Op, Span, StepGraph  # noqa: E402

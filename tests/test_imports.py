@@ -21,7 +21,7 @@ ENGINE_NEEDS = ("torch", "numpy", "scipy", "pydantic", "PyYAML")
 ENGINE_IMPORTS = {"torch", "numpy", "scipy", "pydantic", "yaml"}
 WITHOUT_TORCH = {
     "__init__", "__main__", "urls", "amounts", "errors", "files", "tables", "activations", "windows", "kinds", "fold",
-    "blueprint", "recipe", "schedule", "timeline", "finding", "planner", "drawing", "arguments", "completion",
+    "blueprint", "recipe", "schedule", "timeline", "finding", "planner", "refold", "drawing", "arguments", "completion",
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from foldray.errors import UserError
 from foldray.planner.candidate import Candidate
 from foldray.planner.hardware import Hardware, constants
 from foldray.planner.placing import predicted_seconds
-from foldray.recipe.refold import as_candidate
+from foldray.refold import as_candidate
 from tuners.outcome import Outcome
 from tuners.space import apply_setting
 

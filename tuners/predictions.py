@@ -15,7 +15,7 @@ from foldray.planner.memo import Memo
 from foldray.planner.memory import ledger
 from foldray.planner.placing import apart_seconds
 from foldray.planner.whole import whole_seconds
-from foldray.recipe.refold import as_candidate
+from foldray.refold import as_candidate
 from tuners.space import Settings, apply_setting
 
 _MOST_SIMULATED = 500  # rows; for a larger table the planner simulates parts of steps, which is faster and less exact

@@ -57,7 +57,7 @@ def _seats(given: argparse.Namespace, fold: Fold, recipe: Recipe | None) -> Any:
     """Put the ranks on the nodes of a cluster: one that is described, or a Ray cluster that runs."""
     from foldray.explaining import Node, Seats, named_nodes
     from foldray.planner import traffic
-    from foldray.recipe.refold import as_candidate
+    from foldray.refold import as_candidate
 
     if given.ranks_per_node is not None:
         raise UserError("cluster", given.cluster, "says how many ranks a node has; leave out --ranks-per-node")

@@ -443,7 +443,7 @@ _WITHOUT_ASSERTIONS = """
 from dataclasses import replace
 from foldray import Recipe, UserError
 from foldray.fold import Fold
-from foldray.recipe.refold import as_candidate
+from foldray.refold import as_candidate
 from tests.foldray.test_recipe import BAD_FOLDS, folded
 for sections, field, *_ in BAD_FOLDS:
     try:

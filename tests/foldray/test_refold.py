@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
+from foldray import refold
 from foldray.blueprint import parameters
 from foldray.errors import UserError
 from foldray.planner.hardware import load_hardware
 from foldray.planner.lists import PipelineList
 from foldray.planner.prediction import predict
 from foldray.planner.space import legal_folds
-from foldray.recipe import Recipe, refold
-from foldray.recipe.refold import MOST_WORLDS, _Folded, _folded, _Prices, as_candidate, worlds
+from foldray.recipe import Recipe
+from foldray.refold import MOST_WORLDS, _Folded, _folded, _Prices, as_candidate, worlds
 from tests.patches import patched
 
 

@@ -13,7 +13,7 @@ from foldray.errors import UserError
 from foldray.planner.hardware import Hardware, load_hardware
 from foldray.planner.prediction import predict
 from foldray.recipe import Recipe
-from foldray.recipe.refold import as_candidate
+from foldray.refold import as_candidate
 from tuners.learning import write_corrected_hardware
 from tuners.outcome import Outcome
 from tuners.record import TrialRecord, read_trial

@@ -20,7 +20,7 @@ from ray.train.v2._internal.execution.worker_group import Worker, WorkerGroupCon
 from foldray.fold import Edges, Room, arrange
 from foldray.planner import traffic
 from foldray.recipe import Recipe
-from foldray.recipe.refold import as_candidate
+from foldray.refold import as_candidate
 from trainers.cluster.joining import join
 
 NODE_ID = "ray.io/node-id"

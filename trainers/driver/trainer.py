@@ -21,7 +21,7 @@ from ray.train.v2._internal.execution.failure_handling import create_failure_pol
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe, check_trains, slow_on_gpu
-from foldray.recipe.refold import worlds
+from foldray.refold import worlds
 from trainers.checkpoints.stored import DamagedCheckpoint, Stored
 from trainers.cluster import joining, workers
 from trainers.cluster.elastic import LegalWorlds

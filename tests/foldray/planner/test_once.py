@@ -21,7 +21,7 @@ from foldray.planner.prediction import predict
 from foldray.planner.search import search
 from foldray.planner.space import Space
 from foldray.planner.traffic import sent
-from foldray.recipe.refold import as_candidate
+from foldray.refold import as_candidate
 from tests.foldray.parity import make_recipe
 
 MODEL = ModelSpec(

@@ -20,7 +20,7 @@ from foldray.planner.memory import ledger
 from foldray.planner.prediction import Step, predict, straggling
 from foldray.planner.whole import simulate_step, whole_seconds
 from foldray.recipe import Recipe
-from foldray.recipe.refold import as_candidate
+from foldray.refold import as_candidate
 from foldray.schedule import Ordering, Overlap, Reduction, SliceCost, slice_sequence, step_schedule
 from foldray.timeline import simulate
 from tests.gate import examples
