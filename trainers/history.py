@@ -26,11 +26,10 @@ from trainers.records import (
     Validation,
 )
 from trainers.speed import Speed
-from trainers.steps import Steps
+from trainers.steps import ALWAYS, Steps
 
 LOAD_WINDOW = 20  # steps to sum expert loads over, because the load of one step depends mostly on its batch
 _RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")], config=ConfigDict(strict=True))
-_FINITE = ("loss", "lr", "tokens_per_s", "step_time_s")
 _LONGEST_LINE = 1 << 28
 _POINTS = 1024  # of a line in a picture
 
@@ -97,7 +96,7 @@ class History:
             raise ValueError(f"line {number} is not a record") from None
         try:
             # Infinite numbers and NaN are written as null.
-            known = {key: 0.0 if value is None and key in _FINITE else value for key, value in record.items()}
+            known = {key: 0.0 if value is None and key in ALWAYS else value for key, value in record.items()}
             _RECORD.validate_python(known)
             self.receive(record)
         except (AttributeError, ArithmeticError, LookupError, TypeError, ValueError):

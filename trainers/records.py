@@ -16,8 +16,7 @@ from typing_extensions import TypedDict  # pydantic requires this one below Pyth
 from trainers.health import Layers
 
 VALIDATED = ("validation/loss", "validation/bits_per_byte")
-REPORTED = ("step", "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_time_s", "mfu", "product_share", *VALIDATED)
-"""Metrics that Ray gets with each checkpoint, by the names that MLflow has (`reported`)."""
+"""What Ray gets with a checkpoint after a validation."""
 
 
 class Place(TypedDict):
@@ -38,40 +37,24 @@ class Place(TypedDict):
 
 
 class Step(TypedDict):
-    """One finished optimizer step; `step` counts from 1. Rank 0 sends this record and all records of the following kinds."""
+    """One finished optimizer step; `step` counts from 1. Rank 0 sends this record and all records of the following kinds.
+
+    It has all metrics (`metrics.METRICS`), and those of the recipe. Here are the ones that code reads by name.
+    """
 
     kind: Literal["step"]
     step: int
     loss: float
-    """Cross entropy, nats per token that counts, without the balance and z-losses."""
     lr: float
     grad_norm: float | None
-    balance_loss: float | None
-    z_loss: float | None
-    mtp_loss: NotRequired[float | None]
-    """Cross entropy of further tokens, nats per token, mean over depths; None without multi-token prediction."""
-    drop_rate: float | None
     tokens_per_s: float
     step_time_s: float
-    mfu: float | None
-    """Model FLOPs over those of the GPUs' data sheets; None if the data sheet of a rank's device is not known."""
-    product_share: NotRequired[float | None]
-    """Model FLOPs over those of matrix products that the ranks measured before the first step."""
+    mtp_loss: NotRequired[float | None]
+    skipped_steps: NotRequired[int]
     load: list[list[int]] | None
     """Tokens per MoE layer and global expert; None for a model without MoE layers. Files have it, and `by_layer`, for every n-th
     step of a large model."""
-    load_max_over_mean: float | None
-    """The load of the fullest expert over the mean load, in the worst layer; `rank_max_over_mean`: that of the fullest rank."""
-    dead_experts: int | None
-    """Number of experts of all layers without a token in this step."""
-    rank_max_over_mean: NotRequired[float | None]
-    load_entropy: NotRequired[float | None]
-    """The entropy of the load over ln(experts), in the worst layer."""
     by_layer: NotRequired[Layers | None]
-    trained_tokens: NotRequired[int]
-    """Number of tokens that count in the loss, and that were trained."""
-    skipped_steps: NotRequired[int]
-    """Number of steps of the run so far that were skipped because their gradient was not finite (`training.skip_steps`)."""
     traffic: NotRequired[dict[str, dict[str, int]]]
     """The calls, inside_bytes and across_bytes of all ranks together, by class of traffic (`foldray.comm.Groups`)."""
     time: NotRequired[float]
@@ -248,16 +231,13 @@ class Failed(TypedDict):
 Record = Failed | Grows | Slow | Spiked | Place | Step | Validation | Resumed | Tried | Settled | Listed | Drifted | Saved
 
 
-def reported(step: Step, validation: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the metrics `REPORTED` of a checkpoint after this step. An older validation is not among them.
+def validated(step: int, validation: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return what Ray gets of a validation after this step. An older one is left out.
 
     Args:
         validation: the newest `Validation`; empty before the first one.
     """
-    values: Mapping[str, Any] = {**step, "learning_rate": step["lr"]}
-    if validation.get("step") == step["step"]:
-        values = {**values, **{name: validation[name.rpartition("/")[2]] for name in VALIDATED}}
-    return {name: values[name] for name in REPORTED if name in values}
+    return {name: validation[name.rpartition("/")[2]] for name in VALIDATED} if validation.get("step") == step else {}
 
 
 def averaged(parts: Sequence[Measured], weights: Sequence[int]) -> Measured:

@@ -10,14 +10,12 @@ from typing import Any, cast
 
 import numpy as np
 
+from trainers.metrics import METRICS
 from trainers.records import Step
 
-_FINITE = ("loss", "lr", "tokens_per_s", "step_time_s")  # always numbers, even if they are not finite
-_WHOLE = ("step", "dead_experts", "trained_tokens", "skipped_steps")
-_OTHERS = (
-    "grad_norm", "balance_loss", "z_loss", "mtp_loss", "drop_rate", "mfu", "product_share", "load_max_over_mean",
-    "rank_max_over_mean", "load_entropy", "time",
-)  # fmt: skip
+ALWAYS = tuple(metric.name for metric in METRICS if metric.always)  # always numbers, even if they are not finite
+_WHOLE = {"step", *(metric.name for metric in METRICS if metric.whole)}
+_ELSEWHERE = ("kind", "load", "by_layer", "traffic")
 
 
 class Steps(Mapping[int, Step]):
@@ -27,10 +25,12 @@ class Steps(Mapping[int, Step]):
     """
 
     def __init__(self) -> None:
-        self._columns = {name: array("d") for name in (*_WHOLE, *_FINITE, *_OTHERS)}
+        self._columns = {name: array("d") for name in ("step", "time", *(metric.name for metric in METRICS))}
 
     def take(self, record: Step) -> None:
         """Add a step that comes after all others."""
+        for name in record.keys() - self._columns.keys() - set(_ELSEWHERE):  # a metric of the recipe's own
+            self._columns[name] = array("d", [math.nan] * len(self))
         for name, column in self._columns.items():
             value = record.get(name)
             column.append(math.nan if value is None else cast(float, value))
@@ -43,7 +43,7 @@ class Steps(Mapping[int, Step]):
 
     def column(self, name: str) -> np.ndarray:
         """Return a number of all steps, in their order. It is NaN where a step has none."""
-        return np.array(self._columns[name])
+        return np.array(self._columns[name]) if name in self._columns else np.full(len(self), math.nan)
 
     @property
     def last(self) -> int:
@@ -66,6 +66,6 @@ class Steps(Mapping[int, Step]):
         return len(self._columns["step"])
 
     def _number(self, name: str, value: float) -> Any:
-        if math.isnan(value) and name not in _FINITE:
+        if math.isnan(value) and name not in ALWAYS:
             return None
         return int(value) if name in _WHOLE else value

@@ -11,7 +11,7 @@ from foldray.blueprint.sections import LARGEST
 from foldray.errors import UserError
 from foldray.kinds import RECOMPUTABLE
 from foldray.schedule import KINDS, overlap_kind
-from foldray.tables import OWN, among
+from foldray.tables import IMPORTABLE, OWN, among
 from foldray.urls import without_secrets
 
 # These bounds are far above what anybody can train. A larger value would exhaust the machine before another check refuses it.
@@ -34,6 +34,11 @@ def _check_label(value: str) -> None:
         raise UserError("", value, "must be a node's label, of letters, digits, '.', '_' and '-'", ["KEY=VALUE"])
 
 
+def _check_own(value: str) -> None:
+    if not IMPORTABLE.fullmatch(value):
+        raise UserError("", value, "must name an object in a module", [OWN])
+
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Cost = Annotated[float, Field(ge=0, le=1e30)]
 Size = Annotated[int, Field(ge=1, le=MOST_BYTES)]
@@ -42,6 +47,8 @@ Few = Field(min_length=1, max_length=16)  # training tries every value, and a tu
 Sizes = Annotated[tuple[Size, ...], Few]
 Operations = Annotated[tuple[Annotated[str, among(RECOMPUTABLE)], ...], Field(max_length=len(RECOMPUTABLE))]
 OverlapName = Annotated[str, among((*KINDS, OWN), overlap_kind)]
+OwnRows = Annotated[tuple[Annotated[str, among((OWN,), _check_own)], ...], Field(max_length=64)]
+"""Objects in modules of the user's."""
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 """A name that is also a part of a path."""
 Label = Annotated[str, among(("KEY=VALUE",), _check_label)]

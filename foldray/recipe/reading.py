@@ -16,7 +16,7 @@ from foldray.files import one_line, read_yaml
 from foldray.tables import IMPORTABLE, Among, Refused
 from foldray.urls import holds_secret
 
-_WITH_OWN = ("model", "schedule", "tune")  # sections with keys that take rows of the user's own (`tables.OWN`)
+_WITH_OWN = ("model.", "schedule.", "tune.", "tracking.metrics")  # how keys begin that take rows of the user's own (`tables.OWN`)
 _DEEPEST = 10  # levels of sections; no recipe has as many
 NAME = "NAME"
 """What stands for the name of a section that the user names."""
@@ -98,19 +98,18 @@ def refuse_booleans(model: type[BaseModel], given: Any, prefix: str = "") -> Non
 
 
 def refuse_own(given: Any, key: str = "") -> None:
-    """Refuse values that name a row in a module (`module:NAME`), in the sections whose keys take such rows.
+    """Refuse values that name a row in a module (`module:NAME`), in keys that take such rows.
 
     Raises:
         UserError: there is such a value.
     """
     if isinstance(given, dict):
         for name, value in given.items():
-            if key or name in _WITH_OWN:
-                refuse_own(value, f"{key}.{name}" if key else name)
+            refuse_own(value, f"{key}.{name}" if key else name)
     elif isinstance(given, list):
         for number, value in enumerate(given):
             refuse_own(value, f"{key}.{number}")
-    elif isinstance(given, str) and IMPORTABLE.fullmatch(given):
+    elif isinstance(given, str) and key.startswith(_WITH_OWN) and IMPORTABLE.fullmatch(given):
         rule = "names code, which a stored recipe runs only if you trust it: --trust, or trust=True in Python"
         raise UserError(key, given, rule)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, model_validator
 
 from foldray.blueprint import Strict
-from foldray.recipe.bounds import LONGEST, MOST_SEQUENCES, MOST_STEPS, MOST_WORKERS, Beta, Label, TokenId, Url
+from foldray.recipe.bounds import LONGEST, MOST_SEQUENCES, MOST_STEPS, MOST_WORKERS, Beta, Label, OwnRows, TokenId, Url
 
 
 class FoldSpec(Strict):
@@ -303,6 +303,11 @@ class TrackingSpec(Strict):
 
     experiment: str = Field("foldray", min_length=1, description="MLflow experiment that the run is listed under.")
     uri: Url | None = Field(None, description="MLflow tracking URI. Null is a SQLite database, `mlflow.db`, in the run storage.")
+    metrics: OwnRows = Field(
+        (),
+        description="Metrics of your own, each as `module:NAME`, where NAME is a `trainers.metrics.Metric`. `metrics.jsonl` and "
+        "MLflow have them, and Prometheus and the closing table where the metric says so.",
+    )
 
 
 class ClusterSpec(Strict):

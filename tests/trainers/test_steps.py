@@ -10,6 +10,7 @@ import pytest
 
 from tests.trainers.records import step
 from trainers.history import History
+from trainers.metrics import METRICS
 from trainers.pictures.health import draw_health
 from trainers.pictures.speed import draw_speed
 from trainers.pictures.training import draw_expert_load, draw_loss
@@ -32,7 +33,7 @@ def test_records_come_back_as_they_were() -> None:
     assert list(steps) == [3, 4]
     for record in (first, second):
         found = steps[record["step"]]
-        for name in set(Step.__annotations__) - ELSEWHERE:
+        for name in {*Step.__annotations__, *(metric.name for metric in METRICS)} - ELSEWHERE:
             assert found[name] == record.get(name), name  # type: ignore[literal-required]
             assert type(found[name]) is type(record.get(name)), name  # type: ignore[literal-required]
         assert found["load"] is None

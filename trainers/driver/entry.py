@@ -15,6 +15,7 @@ from trainers.driver.causes import reason, root_cause, tracebacks
 from trainers.driver.report import Console
 from trainers.driver.resuming import newest_run
 from trainers.driver.trainer import FoldTrainer
+from trainers.metrics import metrics_of
 from trainers.records import as_json as to_json
 from trainers.worker.online import MakeSearch
 
@@ -62,7 +63,7 @@ def train(
     if as_json:
         print(to_json(summary.as_dict()))
     else:
-        console.close(summary, trainer.run.tracker.view_url)
+        console.close(summary, trainer.run.tracker.view_url, metrics_of(recipe))
     if failure is not None:
         file, gave_up = _write_traceback(failure, Path(summary.run_dir)), trainer.gave_up
         last = trainer.attempts[-1] if gave_up else None

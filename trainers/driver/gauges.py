@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 from ray.util.metrics import Gauge
 
+from trainers.metrics import Metric
 from trainers.records import Record
 
-_STEP = {
-    "foldray_step": ("step", "Finished optimizer steps"),
-    "foldray_loss": ("loss", "Cross entropy of the last step, nats per token"),
-    "foldray_step_time_s": ("step_time_s", "Seconds of the last step"),
-    "foldray_tokens_per_s": ("tokens_per_s", "Tokens per second of the last step"),
-    "foldray_mfu": ("mfu", "Model FLOPs of the last step over those of the GPUs' data sheets, from 0 to 1"),
-    "foldray_product_share": ("product_share", "Model FLOPs of the last step over those of measured matrix products"),
-    "foldray_expert_overload": ("load_max_over_mean", "Load of the fullest expert over the mean load, in the worst layer"),
-    "foldray_rank_overload": ("rank_max_over_mean", "Load of the fullest rank over the mean load, in the worst layer"),
-    "foldray_dead_experts": ("dead_experts", "Experts without a token in the last step"),
-    "foldray_skipped_steps": ("skipped_steps", "Steps of the run that were skipped because their gradient was not finite"),
-    "foldray_dropped_tokens": ("drop_rate", "Share of assignments that experts dropped in the last step"),
-}
 _OWN = {
+    "foldray_step": "Finished optimizer steps",
     "foldray_checkpoint_age_s": "Seconds since the last checkpoint, or since the run began",
     "foldray_failed_attempts": "Attempts that failed",
     "foldray_waiting": "Share of its time that a rank waits for others: exposed communication, bubbles and stragglers",
@@ -34,18 +24,21 @@ class Gauges:
 
     Args:
         run: the run's id.
+        metrics: those of the run's recipe.
     """
 
-    def __init__(self, run: str):
+    def __init__(self, run: str, metrics: Sequence[Metric]):
         self._run, self._saved, self._failed = run, time.time(), 0
-        texts = {name: text for name, (_, text) in _STEP.items()} | _OWN
+        self._of_steps = {f"foldray_{metric.gauge}": metric for metric in metrics if metric.gauge}
+        texts = {name: f"{metric.about}; of the last step" for name, metric in self._of_steps.items()} | _OWN
         self._gauges = {name: Gauge(name, text, ("run", "rank")) for name, text in texts.items()}
 
     def receive(self, record: Record) -> None:
         """Set the gauges to the figures of a record."""
         if record["kind"] == "step":
-            for name, (key, _) in _STEP.items():
-                self._set(name, record.get(key))
+            self._set("foldray_step", record["step"])
+            for name, metric in self._of_steps.items():
+                self._set(name, cast(Mapping[str, object], record).get(metric.name))
             self._age()
         elif record["kind"] == "checkpoint":
             self._saved = time.time()

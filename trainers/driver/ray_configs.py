@@ -23,7 +23,8 @@ from foldray.recipe import Recipe
 from trainers.cluster import workers
 from trainers.cluster.run_storage import check_filesystem, checked_storage, storage_folder
 from trainers.cluster.seating import Seating, traffic_of
-from trainers.records import REPORTED, VALIDATED
+from trainers.metrics import reported_names
+from trainers.records import VALIDATED
 
 _CONTROLLER_FAILURES = 2  # how often Ray may fail to place the workers; without a limit it tries forever
 _RAYS_NAME = "ray_train_run-"  # the beginning of the name that Ray gives to a run without one
@@ -210,8 +211,8 @@ def _checkpoints(recipe: Recipe, given: CheckpointConfig) -> CheckpointConfig:
         UserError: the metric that scores checkpoints is not reported with each of them.
     """
     field, metric = "run_config.checkpoint_config.checkpoint_score_attribute", given.checkpoint_score_attribute
-    if metric is not None and metric not in REPORTED:
-        raise UserError(field, metric, "is not a metric of a checkpoint", REPORTED)
+    if metric is not None and metric not in (names := reported_names(recipe)):
+        raise UserError(field, metric, "is not a metric of a checkpoint", names)
     every, between = recipe.training.eval_every, recipe.checkpoint.every
     if metric in VALIDATED and between and (not every or between % every):
         rule = f"needs a validation at every checkpoint: training.eval_every must divide checkpoint.every={between}"

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from foldray.urls import without_secrets
 from trainers.driver.watch import Pace
 from trainers.folders import DamagedFile, Folder, read_json, with_path
 from trainers.history import LOAD_WINDOW, History
+from trainers.metrics import Metric, metrics_of
 from trainers.records import Beat, Record, Step, as_json
+from trainers.steps import Steps
 
 _BALANCE = (
     "load_max_over_mean", "busiest_layer", "rank_max_over_mean", "load_entropy", "dead_experts", "starved_experts",
@@ -39,9 +41,9 @@ _PAGE_PERIOD_S = 300.0  # the page of the experts' health takes one second or tw
 class Summary:
     """The results of a run, for the closing table, `run.json` and `train --json`.
 
-    Rates are medians over all steps. Figures of experts cover the newest steps (`LOAD_WINDOW`; `health.Health`).
-    `val_loss` is in nats per token that counts, `val_bpb` in bits per byte (None for conversations). `val_sources` has loss and
-    bits_per_byte of each source of a mixture (None without one).
+    `metrics` has the metrics of steps, as `Metric.over` puts them together. Figures of experts cover the newest steps
+    (`LOAD_WINDOW`; `health.Health`). `val_loss` is in nats per token that counts, `val_bpb` in bits per byte (None for
+    conversations). `val_sources` has loss and bits_per_byte of each source of a mixture (None without one).
     `load_max_over_mean` is the load of the busiest expert over the mean load, averaged over these steps, in the worst layer;
     `rank_max_over_mean` is that of the busiest rank, and `load_entropy` the lowest entropy of a layer. A dead expert got no
     token in any of these steps, and a starved one less than a tenth of the even share.
@@ -51,23 +53,19 @@ class Summary:
     run_dir: str
     status: str
     steps: int
-    skipped_steps: int | None
+    metrics: dict[str, float | None]
     final_loss: float | None
     val_loss: float | None
     val_bpb: float | None
     val_sources: dict[str, Any] | None
     unigram_bpb: float | None
     bigram_bpb: float | None
-    tokens_per_s: float | None
-    mfu: float | None
-    product_share: float | None
     load_max_over_mean: float | None
     busiest_layer: int | None
     rank_max_over_mean: float | None
     load_entropy: float | None
     dead_experts: int | None
     starved_experts: int | None
-    drop_rate: float | None
     checkpoint: str | None
     pictures: tuple[str, ...]
     mlflow_uri: str | None
@@ -75,7 +73,9 @@ class Summary:
     mlflow_command: str | None
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return one mapping of all results, the metrics among them."""
+        fields = asdict(self)
+        return {**fields, **fields.pop("metrics")}
 
 
 class RunFolder:
@@ -112,6 +112,7 @@ class RunFolder:
         self.previous = read_run(path)
         self.history = read_history(path) if history is None else history
         self._start = start or (self.previous or {}).get("started_from")
+        self._of_steps = metrics_of(recipe)
         self._recipe, self._baselines, self._bytes_per_token = recipe, dict(baselines), bytes_per_token
         self._mlflow: tuple[str | None, str | None, str | None] = (None, None, None)
         self._drawn = self._page_drawn = time.monotonic()
@@ -189,18 +190,14 @@ class RunFolder:
             run_dir=str(self.path),
             status=status,
             steps=history.last_step,
-            skipped_steps=steps[steps.last].get("skipped_steps") if steps else None,
+            metrics={metric.name: _over(metric, steps) for metric in self._of_steps if metric.over},
             final_loss=steps[steps.last]["loss"] if steps else None,
             val_loss=validation["loss"] if validation else None,
             val_bpb=validation["bits_per_byte"] if validation else None,
             val_sources=dict(validation["sources"]) if validation and "sources" in validation else None,
             unigram_bpb=self._baselines.get("unigram"),
             bigram_bpb=self._baselines.get("bigram"),
-            tokens_per_s=_of_known(np.median, steps.column("tokens_per_s")),
-            mfu=_of_known(np.median, steps.column("mfu")),
-            product_share=_of_known(np.median, steps.column("product_share")),
             **self._balance(),
-            drop_rate=_of_known(np.mean, steps.column("drop_rate")[-LOAD_WINDOW:]),
             checkpoint=self._checkpoint(),
             pictures=tuple(str(path) for path in (*self._pictures, self._online) if path.exists()),
             mlflow_uri=self._mlflow[0],
@@ -357,6 +354,15 @@ def _replace(path: Path, text: str) -> None:
     draft.replace(path)
 
 
-def _of_known(what: Callable[[np.ndarray], Any], values: np.ndarray) -> float | None:
+def _over(metric: Metric, steps: Steps) -> float | None:
+    """Return a metric over the steps of a run; None if no step has it."""
+    values = steps.column(metric.name)
+    if metric.over == "last":
+        values = values[-1:]
+    elif metric.over == "newest":
+        values = values[-LOAD_WINDOW:]
     known = values[~np.isnan(values)]
-    return float(what(known)) if known.size else None
+    if not known.size:
+        return None
+    value = float(np.median(known) if metric.over == "median" else np.mean(known))
+    return int(value) if metric.whole else value

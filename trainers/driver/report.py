@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import rich.console
@@ -16,6 +16,7 @@ from rich.segment import ControlType
 from rich.table import Column, Table
 
 from trainers.driver.recorder import Summary
+from trainers.metrics import METRICS, Metric
 from trainers.records import Record, Step, number
 
 _PLAIN_PERIOD_S = 10.0
@@ -57,10 +58,10 @@ class Console:
         """Return the progress line of a run that ends at step `total`."""
         return Progress(name, total, self)
 
-    def close(self, summary: Summary, view_url: str | None = None) -> None:
+    def close(self, summary: Summary, view_url: str | None = None, metrics: Sequence[Metric] = METRICS) -> None:
         """Print the closing table, and the command and the URL that show the run in MLflow, on lines to copy."""
         self.out.print()
-        self.out.print(closing_table(summary))
+        self.out.print(closing_table(summary, metrics))
         if summary.mlflow_command:
             self.say(f"\nTo see the run in MLflow, start its server:\n  {summary.mlflow_command}")
         if view_url:
@@ -171,20 +172,25 @@ class Progress:
         self._console.say(text)
 
 
-def closing_table(summary: Summary) -> Table:
-    """Return a table with the results of a run: loss, speed, balance of experts, and paths."""
+def closing_table(summary: Summary, metrics: Sequence[Metric] = METRICS) -> Table:
+    """Return a table with the results of a run: loss, speed, balance of experts, and paths.
+
+    Args:
+        metrics: those of the run's recipe.
+    """
     table = Table(title=f"run {escape(summary.run_id)}", title_justify="left", title_style="bold", show_header=False, box=None)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for label, text in _rows(summary):
+    for label, text in _rows(summary, metrics):
         table.add_row(label, text)
     return table
 
 
-def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
+def _rows(summary: Summary, metrics: Sequence[Metric]) -> Iterator[tuple[str, str]]:
     if summary.status != "finished":
         yield "status", f"[bold red]{escape(summary.status)}"
-    yield "steps", f"{summary.steps}, {summary.skipped_steps} of them skipped" if summary.skipped_steps else str(summary.steps)
+    skipped = summary.metrics.get("skipped_steps")
+    yield "steps", f"{summary.steps}, {skipped} of them skipped" if skipped else str(summary.steps)
     yield "final loss", f"{_number(summary.final_loss, '.4f')} nats per token"
     if summary.val_bpb is not None:
         yield "validation", f"{summary.val_bpb:.3f} bits per byte: {_verdict(summary)}"
@@ -193,12 +199,9 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
     for name, part in (summary.val_sources or {}).items():
         bits = "" if part["bits_per_byte"] is None else f", {_number(part['bits_per_byte'], '.3f')} bits per byte"
         yield f"  {escape(name)}", f"{_number(part['loss'], '.4f')} nats per token{bits}"
-    if summary.tokens_per_s is not None:
-        yield "speed", f"{_short(summary.tokens_per_s)} tokens/s (median)"
-    if summary.mfu is not None:
-        yield "MFU", f"{summary.mfu:.1%} of the data sheet (median)"
-    if summary.product_share is not None:
-        yield "share of products", f"{summary.product_share:.1%} of the speed of measured matrix products (median)"
+    for metric in metrics:
+        if metric.shown and (value := summary.metrics.get(metric.name)) is not None:
+            yield metric.shown[0], escape(metric.shown[1].format(value))
     if summary.load_max_over_mean is not None:
         busiest = f"a step's busiest expert has {summary.load_max_over_mean:.2f}× the even share (layer {summary.busiest_layer})"
         yield "expert balance", busiest
@@ -208,8 +211,6 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
         dead, all_starved = summary.dead_experts or 0, summary.starved_experts or 0  # every dead expert is starved, too
         starved = f", {all_starved} starved" if all_starved > dead else ""
         yield "dead experts", f"[bold red]{dead}[/]{starved}" if dead else f"none{starved}"
-    if summary.drop_rate is not None:
-        yield "dropped tokens", f"{summary.drop_rate:.2%}"
     folder = f"{summary.run_dir}/"
     yield "run folder", escape(summary.run_dir)
     yield "checkpoint", escape((summary.checkpoint or "none").removeprefix(folder))

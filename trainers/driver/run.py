@@ -24,6 +24,7 @@ from trainers.driver.report import Console
 from trainers.driver.tracking import Status, Tracker
 from trainers.driver.watch import Standstill, Watch
 from trainers.history import LOAD_WINDOW
+from trainers.metrics import metrics_of
 from trainers.records import Beat, Record
 
 _log = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class Run:
         return self
 
     def _begin(self) -> None:
-        self._gauges = Gauges(self.folder.path.name)
+        self._gauges = Gauges(self.folder.path.name, metrics_of(self._recipe))
         subscribers = [self.folder.receive, self.tracker.receive, self._gauges.receive]
         if self._progress is not None:
             subscribers.append(self._stack.enter_context(self._progress).receive)

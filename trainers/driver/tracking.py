@@ -13,34 +13,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from foldray.recipe import Recipe
 from trainers.driver.mlflow_server import TrackingServer, log_recipe
+from trainers.metrics import metrics_of
 from trainers.records import Record, Step
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric
-
-_STEP_METRICS = {
-    "loss": "loss",
-    "learning_rate": "lr",
-    "grad_norm": "grad_norm",
-    "tokens_per_s": "tokens_per_s",
-    "step_time_s": "step_time_s",
-    "mfu": "mfu",
-    "product_share": "product_share",
-    "balance_loss": "balance_loss",
-    "z_loss": "z_loss",
-    "mtp_loss": "mtp_loss",
-    "drop_rate": "drop_rate",
-    "trained_tokens": "trained_tokens",
-    "skipped_steps": "skipped_steps",
-    "expert_load/max_over_mean": "load_max_over_mean",
-    "expert_load/rank_max_over_mean": "rank_max_over_mean",
-    "expert_load/entropy": "load_entropy",
-    "expert_load/dead": "dead_experts",
-}
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -67,7 +48,7 @@ class Tracker:
 
     def __init__(self, recipe: Recipe, name: str, storage: Path, mlflow_run_id: str | None = None):
         self._server = TrackingServer(recipe, storage)
-        self._layers = recipe.model.moe_layers
+        self._layers, self._metrics = recipe.model.moe_layers, metrics_of(recipe)
         self._logged: dict[str, int] = {}
         self._fails, self._tried = False, 0
         self._client, self.experiment_id = self._server.client, self._server.experiment_id
@@ -79,7 +60,8 @@ class Tracker:
     def receive(self, record: Record) -> None:
         """Log the metrics of a record."""
         if record["kind"] == "step":
-            values: dict[str, float | None] = {name: record.get(key) for name, key in _STEP_METRICS.items()}  # type: ignore[misc]
+            step = cast(Mapping[str, float | None], record)
+            values: dict[str, float | None] = {metric.outside: step.get(metric.name) for metric in self._metrics}
             self._send("loss", record["step"], values | self._per_layer(record) | _traffic(record))
         elif record["kind"] == "validation":
             values = {"validation/loss": record["loss"], "validation/bits_per_byte": record["bits_per_byte"]}

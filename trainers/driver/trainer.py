@@ -77,7 +77,7 @@ class FoldTrainer(TorchTrainer):
             CPUs leaves that of the recipe.
         run_config: Ray's configuration of the run. The recipe has what it leaves open: name, storage_path, max_failures and
             num_to_keep. Ray fills these itself, so a value that equals Ray's default counts as left open. The metrics of a
-            checkpoint are `records.REPORTED`.
+            checkpoint are `metrics.reported_names`.
         torch_config: Ray's configuration; None uses gloo on CPUs and NCCL on GPUs, with the timeout of the recipe.
         datasets: text in place of the recipe's files, as "train" and "validation": each a `ray.data.Dataset` or rows in memory,
             whose column `data.text_field` has one document in each row. They are stored beside the packed data, and are read

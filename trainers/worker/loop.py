@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import numpy as np
 import ray
@@ -34,7 +34,8 @@ from trainers.cluster.mailbox import Outbox
 from trainers.data.mixture import Mixture, opened
 from trainers.data.packed import Batches, PackedData, Sequences, Split
 from trainers.health import Health
-from trainers.records import Measured, Place, Step, Validation, averaged, number, reported
+from trainers.metrics import Finished, Totals, metrics_of, reported
+from trainers.records import Measured, Place, Step, Validation, averaged, number, validated
 from trainers.worker import ground
 from trainers.worker.ending import AFTER, Preempted
 from trainers.worker.engines import DTYPES, make_engine, read_weights
@@ -79,24 +80,6 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
         outbox.flush()
 
 
-class Totals(NamedTuple):
-    """Losses and counts of a step, over all ranks and micro-batches, and whether any rank has to end after it.
-
-    `tokens` are those that count in the loss.
-    """
-
-    tokens: int
-    language: float
-    balance: float
-    z: float
-    further: float | None
-    dropped: float
-    count_ME: torch.Tensor
-    traffic: dict[str, Count]
-    stops: bool
-    preempted: bool
-
-
 class Worker:
     """One rank of a training.
 
@@ -137,7 +120,7 @@ class Worker:
         peak = data_sheet_peak(processor(self.device), SHORT_DTYPES[recipe.precision])
         self.peak = self._all_ranks(math.nan if peak is None else peak)  # not a number if a rank's device is not known
         self.flops = step_flops(recipe.model, recipe.data.seq_len, recipe.training.global_batch)
-        self.spikes = Spikes()
+        self.spikes, self.metrics = Spikes(), metrics_of(recipe)
         self.validation: dict[str, Any] = {}
         self.last: Step
         self.done: int | None = None  # finished steps, once the state to start from is there
@@ -218,27 +201,18 @@ class Worker:
         return Batch.empty(self.recipe.data.seq_len, self.device)
 
     def _record(self, done: int, totals: Totals, rate: float, norm: float, seconds: float) -> Step:
-        training, length, counts = self.recipe.training, self.recipe.data.seq_len, totals.count_ME
-        moe = counts.numel() > 0
+        moe, trained = totals.count_ME.numel() > 0, not self.guard.in_a_row
         # The counts are on the host already, because biases of experts need them.
-        health = Health.of([counts.numpy()], self.recipe.placed_fold.ep) if moe else None
-        return {
-            "kind": "step", "step": done, "loss": totals.language, "lr": rate, "grad_norm": norm,
-            "balance_loss": totals.balance if moe else None, "z_loss": totals.z if moe else None,
-            "mtp_loss": totals.further,
-            "drop_rate": totals.dropped / float(counts.sum()) if moe else None,
-            "tokens_per_s": training.global_batch * length / seconds, "step_time_s": seconds,
-            "trained_tokens": 0 if self.guard.in_a_row else totals.tokens, "skipped_steps": self.guard.skipped,
-            "mfu": None if math.isnan(self.peak) else self.flops / seconds / self.peak,
-            "product_share": self.flops / seconds / self.products,
-            "load": counts.tolist() if moe else None,
-            "load_max_over_mean": float(health.max_over_mean.max()) if health else None,
-            "rank_max_over_mean": float(health.rank_max_over_mean.max()) if health else None,
-            "load_entropy": float(health.entropy.min()) if health else None,
-            "dead_experts": int(health.dead.sum()) if health else None,
-            "by_layer": health.by_layer() if health else None,
+        health = Health.of([totals.count_ME.numpy()], self.recipe.placed_fold.ep) if moe else None
+        finished = Finished(
+            self.recipe, totals, rate, norm, seconds, trained, self.guard.skipped, self.flops, self.peak, self.products, health
+        )
+        record = {
+            "kind": "step", "step": done, **{metric.name: metric.measure(finished) for metric in self.metrics},
+            "load": totals.count_ME.tolist() if moe else None, "by_layer": health.by_layer() if health else None,
             "traffic": {name: asdict(count) for name, count in totals.traffic.items() if count.calls},
         }  # fmt: skip
+        return cast(Step, record)
 
     def _validate(self, done: int) -> None:
         """Measure the loss on the first validation sequences of every source, and average it by the sources' weights."""
@@ -287,7 +261,7 @@ class Worker:
         found = {"chosen": self.online.chosen, "seconds": self.online.seconds}
         progress["online"] = {"on": self.ground, "speeds": self.speeds, **found}
         with self.activity.during("saves a checkpoint", self.saver.limit.total_seconds()):
-            metrics = reported(self.last, self.validation)
+            metrics = reported(self.last, self.metrics) | validated(done, self.validation)
             self.saver.save(self.engine.shards(), progress, metrics, last=final)
             if final:  # Ray ends all ranks once one of them raises, so none may be first
                 self.saver.meet()

@@ -11,7 +11,8 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.trainers.records import saved, step
-from trainers.driver.gauges import _OWN, _STEP, Gauges
+from trainers.driver.gauges import _OWN, Gauges
+from trainers.metrics import METRICS
 
 
 def scraped(port: int, run: str) -> dict[str, dict[str, float]]:
@@ -29,7 +30,7 @@ def scraped(port: int, run: str) -> dict[str, dict[str, float]]:
 
 @pytest.mark.nightly("waits until Ray exports its metrics")
 def test_prometheus_reads_the_figures_of_a_run(ray_session) -> None:
-    gauges, port = Gauges("run-7"), ray.nodes()[0]["MetricsExportPort"]
+    gauges, port = Gauges("run-7", METRICS), ray.nodes()[0]["MetricsExportPort"]
     record: Any = {**step(3, loss=2.5), "mfu": None}
     gauges.receive(saved(2))
     gauges.receive(record)
@@ -48,13 +49,14 @@ def test_prometheus_reads_the_figures_of_a_run(ray_session) -> None:
     assert found["ray_foldray_failed_attempts"][key] == 1
     assert 0 <= found["ray_foldray_checkpoint_age_s"][key] < 90
     assert found["ray_foldray_waiting"]["1"] == 0.25
-    known = {f"ray_{name}" for name in (*_STEP, *_OWN)}
-    assert known - set(found) == {f"ray_{name}" for name, (field, _) in _STEP.items() if record.get(field) is None}
+    of_steps = {f"ray_foldray_{metric.gauge}": metric.name for metric in METRICS if metric.gauge}
+    known = {*of_steps, *(f"ray_{name}" for name in _OWN)}
+    assert known - set(found) == {name for name, field in of_steps.items() if record.get(field) is None}
     assert set(found) <= known
 
 
 def test_a_checkpoint_grows_older_while_no_step_ends(ray_session, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, gauges = time.time(), Gauges("run-8")
+    now, gauges = time.time(), Gauges("run-8", METRICS)
     monkeypatch.setattr(time, "time", lambda: now)
     seen: dict[str, object] = {}
     monkeypatch.setattr(Gauges, "_set", lambda self, name, value, rank=None: seen.update({name: value}))

@@ -19,7 +19,7 @@ from tests.pool import repository
 from trainers import FoldTrainer, Model
 from trainers.data.packed import PackedData
 from trainers.driver.recorder import read_history
-from trainers.records import REPORTED
+from trainers.metrics import reported_names
 
 pytestmark = [pytest.mark.usefixtures("ray_session")]
 
@@ -109,7 +109,7 @@ def test_a_result_is_filled_as_ray_documents_it(result: Result, place: Path) -> 
     assert Path(result.path) == place / "runs" / "mine"
     assert result.error is None
     assert result.return_value["steps"] == 6
-    assert tuple(result.metrics) == REPORTED
+    assert tuple(result.metrics) == reported_names(Recipe.parse({"model": {"preset": "tiny"}}))
     history = read_history(place / "runs" / "mine")
     assert history.resumes == [2]
     last, validation = history.steps[6], history.validations[6]
@@ -140,7 +140,7 @@ def test_callbacks_hear_of_every_report(result: Result, place: Path) -> None:
     assert [Path(report["checkpoint"]).name for report in reports] == ["step_00000002", "step_00000004", "step_00000006"]
     assert {report["run"] for report in reports} == {"mine"}
     for report in reports:
-        assert [set(each) for each in report["metrics"]] == [set(REPORTED)] * 2
+        assert [set(each) for each in report["metrics"]] == [set(reported_names(Recipe.parse({"model": {"preset": "tiny"}})))] * 2
         assert len({each["loss"] for each in report["metrics"]}) == 1
     assert reports[-1]["metrics"][0] == result.metrics
 

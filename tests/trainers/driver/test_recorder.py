@@ -39,11 +39,11 @@ def test_a_run_leaves_everything(recipe, tmp_path):
     names = {path.name for path in folder.path.iterdir()}
     assert names == {"recipe.yaml", "metrics.jsonl", "run.json", "loss.png", "speed.png", "expert_load.png", "expert_health.png"}
     assert (summary.run_id, summary.steps, summary.dead_experts) == ("r-1", 30, 0)
-    assert (summary.mfu, summary.product_share) == (0.4, 0.5)
+    assert (summary.metrics["mfu"], summary.metrics["product_share"]) == (0.4, 0.5)
     assert summary.checkpoint == "/storage/run/checkpoint_30"
     assert summary.load_max_over_mean is not None
     assert 1.2 < summary.load_max_over_mean < 1.5
-    assert summary.drop_rate == pytest.approx(0.01)
+    assert summary.metrics["drop_rate"] == pytest.approx(0.01)
     assert {"run_id", "run_dir", "steps", "final_loss", "val_bpb", "bigram_bpb", "mlflow_uri"} <= set(document(folder))
     assert [worker["rank"] for worker in document(folder)["workers"]] == [0, 1]
     assert len((folder.path / "metrics.jsonl").read_text().splitlines()) == 2 + 30 + 3 + 3

@@ -74,7 +74,7 @@ def test_skipped_steps_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture
     run = write(tmp_path, place(0), step(1), {**step(2), "grad_norm": math.nan, "skipped_steps": 1}, beats=False)
     assert main(["status", str(run)]) == 0
     assert "skipped steps, whose gradients were not finite: 1" in capsys.readouterr().out
-    assert RunFolder(run, RECIPE, {}).summary("failed").skipped_steps == 1
+    assert RunFolder(run, RECIPE, {}).summary("failed").metrics["skipped_steps"] == 1
 
 
 def test_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
