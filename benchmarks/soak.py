@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.lab.faults import FAULTS
 from tests.lab.hurt import EVERY, Hurt, follow, place
-from trainers.history import History
 from trainers.pictures.speed import draw_speed
+from trainers.telemetry.history import History
 
 _ENDLESS = ["training.steps=1000000", "training.eval_every=1000000"]
 _LEFT_OUT = ("disk",)  # faults that need a small disk

@@ -5,21 +5,27 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from trainers.telemetry import turn_off
+from trainers.quiet import turn_off
 
 if TYPE_CHECKING:
-    from trainers.driver.disaggregated import DisagTrainer
-    from trainers.driver.trainer import FoldTrainer
     from trainers.inference.model import Model
+    from trainers.runs.disaggregated import DisagTrainer
+    from trainers.runs.trainer import FoldTrainer
+    from trainers.telemetry.metrics import Metric
 
 turn_off()  # before Ray, MLflow or transformers are imported
 
-__all__ = ["DisagTrainer", "FoldTrainer", "Model"]
+__all__ = ["DisagTrainer", "FoldTrainer", "Metric", "Model"]
 
 
 def __getattr__(name: str) -> Any:
     # Importing Ray takes seconds. A program that uses another part of this package does not wait for it.
     if name in __all__:
-        rooms = {"Model": "inference.model", "FoldTrainer": "driver.trainer", "DisagTrainer": "driver.disaggregated"}
+        rooms = {
+            "Model": "inference.model",
+            "Metric": "telemetry.metrics",
+            "FoldTrainer": "runs.trainer",
+            "DisagTrainer": "runs.disaggregated",
+        }
         return getattr(importlib.import_module(f"trainers.{rooms[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,8 +9,8 @@ from pathlib import Path
 from foldray.errors import MissingPackage, UserError
 from foldray.recipe import Recipe
 from foldray.urls import without_secrets
-from trainers.driver.mlflow_server import check_reachable
-from trainers.records import as_json as to_json
+from trainers.sinks.mlflow_server import check_reachable
+from trainers.telemetry.records import as_json as to_json
 from tuners import report
 from tuners.learning import write_corrected_hardware
 from tuners.outcome import Outcome

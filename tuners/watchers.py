@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from foldray.recipe import Recipe
 from foldray.schedule import Span
-from trainers.driver.mlflow_server import TrackingServer, log_recipe
 from trainers.pictures.timeline import draw_timelines
+from trainers.sinks.mlflow_server import TrackingServer, log_recipe
 from tuners import report
 from tuners.measure import Measurement
 from tuners.outcome import Outcome, Watcher

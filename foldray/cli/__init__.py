@@ -49,7 +49,7 @@ def run() -> int:
     """Run the command of this process, and return its exit code. A training runs in a process that a parent guards."""
     if sys.argv[1:2] != ["train"]:
         return main()
-    from trainers.driver import guardian
+    from trainers.faults import guardian
 
     if not guardian.is_guarded():
         return guardian.guard(sys.argv[1:])

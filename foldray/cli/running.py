@@ -15,7 +15,7 @@ from foldray.recipe import Recipe, shipped
 
 def train(given: argparse.Namespace) -> int:
     recipe = recipe_of(given)
-    from trainers.driver.entry import train as run
+    from trainers.runs.entry import train as run
 
     return run(recipe, resume=given.resume, start=given.start, as_json=given.json, search=_search(recipe))
 
@@ -110,7 +110,7 @@ def eval_(given: argparse.Namespace) -> int:
 
 
 def status(given: argparse.Namespace) -> int:
-    from trainers.driver.status import RunStatus
+    from trainers.runs.status import RunStatus
 
     found = RunStatus.at(given.run, given.trust)
     if given.json:
@@ -121,7 +121,7 @@ def status(given: argparse.Namespace) -> int:
 
 
 def health(given: argparse.Namespace) -> int:
-    from trainers.driver.health import RunHealth
+    from trainers.runs.experts import RunHealth
 
     found = RunHealth.at(given.run, given.trust)
     if given.picture:
@@ -134,7 +134,7 @@ def health(given: argparse.Namespace) -> int:
 
 
 def export_hf(given: argparse.Namespace) -> int:
-    from trainers.driver.export import export
+    from trainers.inference.export import export
 
     return export(given.run, given.folder, given.dtype, as_json=given.json, trust=given.trust)
 

@@ -305,8 +305,8 @@ class TrackingSpec(Strict):
     uri: Url | None = Field(None, description="MLflow tracking URI. Null is a SQLite database, `mlflow.db`, in the run storage.")
     metrics: OwnRows = Field(
         (),
-        description="Metrics of your own, each as `module:NAME`, where NAME is a `trainers.metrics.Metric`. `metrics.jsonl` and "
-        "MLflow have them, and Prometheus and the closing table where the metric says so.",
+        description="Metrics of your own, each as `module:NAME`, where NAME is a `trainers.Metric`. `metrics.jsonl` and MLflow "
+        "have them, and Prometheus and the closing table where the metric says so.",
     )
 
 

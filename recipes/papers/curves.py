@@ -28,8 +28,8 @@ import ray
 
 from foldray import Recipe
 from trainers import FoldTrainer
-from trainers.history import History
-from trainers.records import number
+from trainers.telemetry.history import History
+from trainers.telemetry.records import number
 
 Curves = dict[str, dict[int, float]]
 

@@ -13,9 +13,9 @@ from tests.trainers.data.chats import chat, make_tokenizer
 from tests.trainers.hugging_face.oracle import MIXTRAL, saved
 from tests.trainers.hugging_face.test_export import make_run
 from trainers.checkpoints.reported import write_list
-from trainers.driver.recorder import RANKS
 from trainers.folders import Folder
-from trainers.records import as_json
+from trainers.sinks.run_folder import RANKS
+from trainers.telemetry.records import as_json
 
 RECIPE: dict[str, Any] = {
     "model": {"preset": "tiny", "layers": 2},

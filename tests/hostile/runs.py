@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.hostile.row import CANARY, LARGE, STEP, TOUCH, Make, Row, both, cut, deep, fifo, folder, hole, linked, listening, text
 from tests.trainers.checkpoints import damage
-from trainers.driver.recorder import RANKS
+from trainers.sinks.run_folder import RANKS
 
 LIST = "run/checkpoint_manager_snapshot.json"
 OWN = f"open({CANARY!r}, 'w').close()\nROW = None\n"

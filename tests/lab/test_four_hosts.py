@@ -27,7 +27,7 @@ _LIMIT = 400  # seconds for one training on a busy machine
 _QUEUES = """
 import foldray, ray, sys, trainers
 from contextlib import ExitStack
-from trainers.cluster.mailbox import Inbox
+from trainers.telemetry.mailbox import Inbox
 ray.init(address=sys.argv[1], log_to_driver=False, runtime_env={"py_modules": [foldray, trainers]})
 where = lambda actor: ray.get(actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()))
 with ExitStack() as stack:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trainers.health import Health
-from trainers.history import History
-from trainers.records import Place, Record, Resumed, Saved, Step, Validation
+from trainers.telemetry.expert_health import Health
+from trainers.telemetry.history import History
+from trainers.telemetry.records import Place, Record, Resumed, Saved, Step, Validation
 
 
 def place(rank: int) -> Place:

@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 
-from trainers.health import Course, Health, entropy, max_over_mean, on_ranks, overlaps, similarity, unused
+from trainers.telemetry.expert_health import Course, Health, entropy, max_over_mean, on_ranks, overlaps, similarity, unused
 
 
 def test_one_step_by_hand():

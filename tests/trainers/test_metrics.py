@@ -12,10 +12,10 @@ import torch
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from tests.trainers.records import step
-from trainers.driver.recorder import RunFolder, read_history
-from trainers.driver.report import Console, closing_table
-from trainers.driver.tracking import Tracker
-from trainers.metrics import METRICS, Finished, Metric, Totals, metrics_of, reported, reported_names
+from trainers.sinks.mlflow_run import Tracker
+from trainers.sinks.run_folder import RunFolder, read_history
+from trainers.sinks.terminal import Console, closing_table
+from trainers.telemetry.metrics import METRICS, Finished, Metric, Totals, metrics_of, reported, reported_names
 
 WATTS = Metric(
     "watts", lambda step: 700.0 / step.seconds, "Power of a GPU, W", "gpu/watts", "watts", "median", ("power", "{:.0f} W"), True
@@ -60,7 +60,7 @@ def test_a_metric_of_a_recipe_reaches_everything(tmp_path: Path) -> None:
     ("name", "rule"),
     [
         ("nowhere:WATTS", "cannot be imported"),
-        (f"{__name__}:OWN", "is a dict, not a trainers.metrics.Metric"),
+        (f"{__name__}:OWN", "is a dict, not a trainers.Metric"),
         (f"{__name__}:LOSS", "has the name 'loss', which another number of a step has"),
     ],
 )

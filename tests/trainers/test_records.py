@@ -13,11 +13,11 @@ import pytest
 import ray
 
 from tests.trainers.records import history, place, resumed, saved, step, validation
-from trainers.cluster import mail, mailbox
-from trainers.cluster.mail import Mail
-from trainers.cluster.mailbox import Inbox, Outbox
-from trainers.history import LOAD_WINDOW, History
-from trainers.records import Record, as_json, number
+from trainers.quiet import mail, mailbox
+from trainers.telemetry.history import LOAD_WINDOW, History
+from trainers.telemetry.mail import Mail
+from trainers.telemetry.mailbox import Inbox, Outbox
+from trainers.telemetry.records import Record, as_json, number
 
 
 @ray.remote(num_cpus=0)

@@ -9,13 +9,13 @@ import tracemalloc
 import pytest
 
 from tests.trainers.records import step
-from trainers.history import History
-from trainers.metrics import METRICS
 from trainers.pictures.health import draw_health
 from trainers.pictures.speed import draw_speed
 from trainers.pictures.training import draw_expert_load, draw_loss
-from trainers.records import Step
-from trainers.steps import Steps
+from trainers.telemetry.history import History
+from trainers.telemetry.metrics import METRICS
+from trainers.telemetry.records import Step
+from trainers.telemetry.steps import Steps
 
 ELSEWHERE = {"kind", "load", "by_layer", "traffic"}
 

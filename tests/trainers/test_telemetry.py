@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainers.telemetry import VARIABLES
+from trainers.quiet import VARIABLES
 
 # What the libraries themselves make of the environment, after what is imported first.
 ASKED = """

@@ -14,11 +14,11 @@ from rich.table import Table
 
 from foldray.errors import UserError
 from foldray.files import read_text
-from trainers.driver.trained import Trained
 from trainers.inference.model import Model, check_count
 from trainers.inference.sampling import Sampling
 from trainers.inference.scoring import Score
-from trainers.records import as_json as to_json
+from trainers.inference.trained import Trained
+from trainers.telemetry.records import as_json as to_json
 
 _MOST_TEXT = 1 << 30  # bytes of a file
 

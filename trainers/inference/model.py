@@ -23,10 +23,10 @@ from foldray.runtime import State
 from trainers.data.chat import Chat
 from trainers.data.conversations import messages_of
 from trainers.data.tokenizers import Tokenizer, load_tokenizer
-from trainers.driver.trained import Trained, fill
 from trainers.inference.sampling import Sampler, Sampling
 from trainers.inference.scoring import Score, windows
 from trainers.inference.stream import TextStream
+from trainers.inference.trained import Trained, fill
 from trainers.worker.engines import DTYPES
 
 _TOGETHER = 4096  # tokens of a pass, if a window is not longer

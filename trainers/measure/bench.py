@@ -24,7 +24,7 @@ from foldray.timeline import Recording, draw_text, perfetto, replay, slice_timin
 from trainers.cluster import workers
 from trainers.measure.comparison import random_batches
 from trainers.measure.meter import wait_for
-from trainers.records import as_json as to_json
+from trainers.telemetry.records import as_json as to_json
 from trainers.worker.engines import make_engine
 
 DEFAULT = ("sequential", "moe_only:2", "moe_only:4", "one_a_one_m:2", "one_a_one_m:4", "stream:4")

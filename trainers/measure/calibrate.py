@@ -13,7 +13,7 @@ from foldray.planner.hardware import Hardware
 from foldray.recipe import Recipe
 from trainers.cluster import workers
 from trainers.measure.speeds import measured
-from trainers.records import as_json as to_json
+from trainers.telemetry.records import as_json as to_json
 
 
 def calibrate(recipe: Recipe, path: Path, as_json: bool = False) -> int:

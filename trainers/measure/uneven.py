@@ -25,9 +25,9 @@ from foldray.runtime import Engine, Trace
 from foldray.schedule import Op, StepGraph
 from foldray.timeline import Recording, replay
 from trainers.cluster import workers
-from trainers.health import max_over_mean, on_ranks
 from trainers.measure.bench import WARM_UP, recorded, slowest, timed_step
-from trainers.records import as_json as to_json
+from trainers.telemetry.expert_health import max_over_mean, on_ranks
+from trainers.telemetry.records import as_json as to_json
 from trainers.worker.engines import make_engine
 
 

@@ -23,7 +23,7 @@ from foldray.recipe import Recipe
 from trainers.cluster import workers
 from trainers.measure.cases import CASES, Refused, case_recipe
 from trainers.measure.comparison import compare_gradients, compare_updates
-from trainers.records import as_json as to_json
+from trainers.telemetry.records import as_json as to_json
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 """Largest difference that counts as rounding, relative to a gradient's largest value. For the loss it is absolute."""

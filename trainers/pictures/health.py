@@ -12,8 +12,6 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from trainers.health import STARVED, Course, overlaps, similarity
-from trainers.history import LOAD_WINDOW, History
 from trainers.pictures.canvas import (
     BLUE,
     GREEN,
@@ -30,6 +28,8 @@ from trainers.pictures.canvas import (
     share_norm,
     smoothed,
 )
+from trainers.telemetry.expert_health import STARVED, Course, overlaps, similarity
+from trainers.telemetry.history import LOAD_WINDOW, History
 
 _MAPS, _ABREAST = 8, 4  # heat maps on the page, and in a row of it
 _PIXELS = 1024  # most columns of a heat map
@@ -52,7 +52,7 @@ are not compared by their numbers."""
 
 
 def draw_health(history: History, path: Path, title: str, layers: Sequence[int] | None = None) -> None:
-    """Draw the load of every expert over the run, and below it what follows from it (`trainers.health` has the formulas).
+    """Draw the load of every expert over the run, and below it what follows from it (`expert_health.py` has the formulas).
 
     With many MoE layers, the loads of eight are drawn: those with the most dead experts now, then those with the lowest
     entropy. All panels below cover all layers.

@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from trainers.history import History
 from trainers.pictures.canvas import (
     BLUE,
     GREEN,
@@ -31,7 +30,8 @@ from trainers.pictures.canvas import (
     share_norm,
     smoothed,
 )
-from trainers.records import Tried, number
+from trainers.telemetry.history import History
+from trainers.telemetry.records import Tried, number
 
 _CELL_NUMBERS = 16  # with more experts, cells are too small for numbers
 _HINTS = {"unigram": "knows how frequent each byte is", "bigram": "knows the byte before"}

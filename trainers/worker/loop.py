@@ -30,19 +30,19 @@ from foldray.runtime.peak import matmul_peak, processor
 from trainers.checkpoints.reading import time_for
 from trainers.checkpoints.saver import Saver
 from trainers.checkpoints.stored import Found
-from trainers.cluster.mailbox import Outbox
 from trainers.data.mixture import Mixture, opened
 from trainers.data.packed import Batches, PackedData, Sequences, Split
-from trainers.health import Health
-from trainers.metrics import Finished, Totals, metrics_of, reported
-from trainers.records import Measured, Place, Step, Validation, averaged, number, validated
+from trainers.faults.ending import AFTER, Preempted
+from trainers.faults.guard import Guard
+from trainers.faults.pulse import Pulse
+from trainers.faults.spikes import Spikes
+from trainers.telemetry.expert_health import Health
+from trainers.telemetry.mailbox import Outbox
+from trainers.telemetry.metrics import Finished, Totals, metrics_of, reported
+from trainers.telemetry.records import Measured, Place, Step, Validation, averaged, number, validated
 from trainers.worker import ground
-from trainers.worker.ending import AFTER, Preempted
 from trainers.worker.engines import DTYPES, make_engine, read_weights
-from trainers.worker.guard import Guard
 from trainers.worker.online import Knobs, MakeSearch, Online
-from trainers.worker.pulse import Pulse
-from trainers.worker.spikes import Spikes
 
 _LONGER = 1.5  # a rank that stands still ends itself after those that wait for it
 _BUILDING_S = 3600.0  # a rank ends itself if it needs longer to read the index of its data and to build its model and engine

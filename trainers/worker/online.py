@@ -15,7 +15,7 @@ import torch
 from foldray.comm import Groups
 from foldray.runtime import Execution, Trace
 from foldray.schedule import FoundList, Ordering
-from trainers.records import Drifted, Listed, Settled, Tried
+from trainers.telemetry.records import Drifted, Listed, Settled, Tried
 
 SMALLEST = 64 << 10  # bytes; for smaller messages, every network needs nearly all the time to start them
 STEPS = 8  # steps of each trial; FlowMoE (section 4.1) takes ten, but here a run-off follows

@@ -18,7 +18,7 @@ from tests.trainers.data.test_packed import packed
 from trainers.data.mixture import FILE, MixedOrder, Mixture, Shares, baselines, deal, document, opened
 from trainers.data.order import SampleOrder
 from trainers.data.packed import Batches, PackedData
-from trainers.records import averaged
+from trainers.telemetry.records import averaged
 
 WEIGHTS = some.lists(some.integers(1, 60), min_size=1, max_size=7)
 SEEDS = some.integers(0, 2**63 - 1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainers.driver.attempts import Attempt, Failure, GiveUp, GoOn, Kind, decide
+from trainers.faults.attempts import Attempt, Failure, GiveUp, GoOn, Kind, decide
 
 KINDS: tuple[Kind, ...] = ("refused", "unplaced", "damaged", "preempted", "lost", "controller", "stalled", "raised")
 

@@ -27,8 +27,8 @@ from trainers import FoldTrainer
 from trainers.cluster import joining
 from trainers.data.order import SampleOrder
 from trainers.data.prepare import prepare
-from trainers.driver import resuming
-from trainers.driver.mlflow_server import check_reachable
+from trainers.runs import resuming
+from trainers.sinks.mlflow_server import check_reachable
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

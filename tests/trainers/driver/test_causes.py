@@ -12,8 +12,8 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from foldray.errors import UserError
 from tests.trainers.driver.faulty import Odd
-from trainers.driver.causes import identity, reason, root_cause, steps_before, told_first, tracebacks
-from trainers.worker.ending import AFTER, WorkerError, sendable
+from trainers.faults.causes import identity, reason, root_cause, steps_before, told_first, tracebacks
+from trainers.faults.ending import AFTER, WorkerError, sendable
 
 
 def raised(error: Exception) -> Exception:

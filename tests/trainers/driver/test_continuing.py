@@ -18,10 +18,10 @@ from tests.trainers.data.test_packed import packed
 from tests.trainers.driver.runs import recipe
 from trainers.checkpoints.stored import Progress
 from trainers.data.packed import PackedData
-from trainers.driver.continuing import changes, check_resumable
-from trainers.driver.recorder import as_yaml
-from trainers.driver.resuming import Beginning
 from trainers.folders import Folder
+from trainers.runs.continuing import changes, check_resumable
+from trainers.runs.resuming import Beginning
+from trainers.sinks.run_folder import as_yaml
 
 DATA: Any = SimpleNamespace(folder=Path("d"), content="same", parts={"": None})
 

@@ -16,10 +16,10 @@ from ray.train.v2.api.exceptions import PreemptionError
 
 from foldray.errors import UserError
 from tests.trainers.driver.test_watch import WAITS, beat, watch
-from trainers.driver.attempts import Failure
-from trainers.driver.failures import failure_of
-from trainers.driver.watch import Standstill, Watch
-from trainers.records import Place
+from trainers.faults.attempts import Failure
+from trainers.faults.failures import failure_of
+from trainers.faults.watch import Standstill, Watch
+from trainers.telemetry.records import Place
 
 LOST = WorkerHealthCheckFailedError("worker died", ActorDiedError())
 CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.3]:47631")

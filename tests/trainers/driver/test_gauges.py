@@ -11,8 +11,8 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.trainers.records import saved, step
-from trainers.driver.gauges import _OWN, Gauges
-from trainers.metrics import METRICS
+from trainers.sinks.prometheus import _OWN, Gauges
+from trainers.telemetry.metrics import METRICS
 
 
 def scraped(port: int, run: str) -> dict[str, dict[str, float]]:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from trainers.driver import guardian
+from trainers.faults import guardian
 
 # Tells its run, writes what it knows into a file, and ends as told in the file "ends": "kill", or an exit code.
 STAND_IN = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-from trainers.driver import guardian
+from trainers.faults import guardian
 guardian.watch_parent()
 at = Path("log").open("a")
 print(json.dumps([sys.argv[1:], guardian.run_to_resume()]), file=at, flush=True)
@@ -112,7 +112,7 @@ def test_before_the_run_there_is_nothing_to_resume(place: Path, capfd: pytest.Ca
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
 def test_signals_and_the_end_of_the_parent_reach_it(place: Path, sign: signal.Signals) -> None:
     (place / "ends").write_text("wait")
-    code = "import sys; from trainers.driver import guardian; sys.exit(guardian.guard(['train']))"
+    code = "import sys; from trainers.faults import guardian; sys.exit(guardian.guard(['train']))"
     parent = subprocess.Popen([sys.executable, "-P", "-c", code])
     wait_for(place / "log", "waits")
     os.kill(parent.pid, sign)
@@ -125,7 +125,7 @@ def test_a_process_that_was_told_to_stop_does_not_begin_again(place: Path, capfd
     (place / "ends").write_text("deaf 0")
     (place / "recipe.yaml").touch()
     parent = subprocess.Popen(
-        [sys.executable, "-P", "-c", "import sys; from trainers.driver import guardian; sys.exit(guardian.guard(['train']))"]
+        [sys.executable, "-P", "-c", "import sys; from trainers.faults import guardian; sys.exit(guardian.guard(['train']))"]
     )
     wait_for(place / "log", "waits")
     os.kill(parent.pid, signal.SIGTERM)

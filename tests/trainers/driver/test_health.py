@@ -10,9 +10,9 @@ from foldray import Recipe
 from foldray.cli import main
 from tests.trainers.pictures.test_training import size
 from tests.trainers.records import step
-from trainers.driver.recorder import as_yaml
-from trainers.history import LOAD_WINDOW
-from trainers.records import Step, as_json
+from trainers.sinks.run_folder import as_yaml
+from trainers.telemetry.history import LOAD_WINDOW
+from trainers.telemetry.records import Step, as_json
 
 STEPS = 30
 

@@ -14,10 +14,10 @@ from foldray.errors import UserError
 from tests.s3 import ENVIRONMENT, NO_MOTO, moto_server, s3_server
 from tests.trainers.driver.runs import recipe
 from trainers import FoldTrainer
-from trainers.driver import lease
-from trainers.driver.lease import Lease
-from trainers.driver.recorder import RunFolder
+from trainers.faults import lease
+from trainers.faults.lease import Lease
 from trainers.folders import Folder
+from trainers.sinks.run_folder import RunFolder
 
 _STORE = pytest.mark.skipif(moto_server() is None, reason=NO_MOTO), pytest.mark.nightly("starts a server of S3")
 

@@ -21,7 +21,7 @@ from trainers.checkpoints.stored import look
 from trainers.data.mixture import Mixture, opened
 from trainers.data.prepare import prepare
 from trainers.folders import Folder
-from trainers.records import averaged
+from trainers.telemetry.records import averaged
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 STEPS, STOP = 16, 7

@@ -18,8 +18,8 @@ from foldray.recipe import Recipe
 from tests.pool import repository
 from trainers import FoldTrainer, Model
 from trainers.data.packed import PackedData
-from trainers.driver.recorder import read_history
-from trainers.metrics import reported_names
+from trainers.sinks.run_folder import read_history
+from trainers.telemetry.metrics import reported_names
 
 pytestmark = [pytest.mark.usefixtures("ray_session")]
 

@@ -9,8 +9,8 @@ import pytest
 
 from foldray import Recipe
 from tests.trainers.records import place, resumed, run, saved, step, validation
-from trainers.driver.recorder import RunFolder, as_yaml, read_run
-from trainers.records import Record, as_json
+from trainers.sinks.run_folder import RunFolder, as_yaml, read_run
+from trainers.telemetry.records import Record, as_json
 
 BASELINES = {"unigram": 4.87, "bigram": 3.62}
 ROUTED = {"score": "sigmoid", "normalize": True, "bias_rate": 0.001}
@@ -113,7 +113,7 @@ def test_the_recipe_can_be_loaded_again(router, tmp_path):
 
 @pytest.mark.parametrize("lines", [0, 1, 3])
 def test_what_a_killed_driver_has_half_written_is_removed(recipe, tmp_path, monkeypatch, lines):
-    monkeypatch.setattr("trainers.driver.recorder._BLOCK", 64)
+    monkeypatch.setattr("trainers.sinks.run_folder._BLOCK", 64)
     whole = "".join(as_json(step(number)) + "\n" for number in range(1, lines + 1))
     (tmp_path / "metrics.jsonl").write_text(whole + as_json(step(lines + 1))[:-5])
     folder = RunFolder(tmp_path, recipe, BASELINES)

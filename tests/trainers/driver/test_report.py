@@ -9,8 +9,8 @@ import pytest
 import rich.console
 
 from tests.trainers.records import resumed, run, step, validation
-from trainers.driver.recorder import Summary
-from trainers.driver.report import Console, closing_table
+from trainers.sinks.run_folder import Summary
+from trainers.sinks.terminal import Console, closing_table
 
 
 def console(terminal: bool, width: int = 100) -> Console:

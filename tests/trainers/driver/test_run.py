@@ -14,10 +14,10 @@ import pytest
 from foldray import Recipe
 from tests.trainers.driver.test_watch import beat
 from tests.trainers.records import place, step
-from trainers.driver import run as module
-from trainers.driver.run import Run
-from trainers.driver.watch import Watch
-from trainers.history import History
+from trainers.faults.watch import Watch
+from trainers.runs import run as module
+from trainers.runs.run import Run
+from trainers.telemetry.history import History
 
 
 @pytest.fixture

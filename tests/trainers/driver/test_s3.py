@@ -16,7 +16,7 @@ import yaml
 
 from tests.pool import repository
 from tests.s3 import ENVIRONMENT, NO_MOTO, S3, moto_server, s3_server
-from trainers.history import History
+from trainers.telemetry.history import History
 
 pytestmark = [
     pytest.mark.nightly("trainings that write to a store"),

@@ -24,8 +24,9 @@ from foldray.recipe import Recipe
 from tests.trainers.records import run
 from trainers import FoldTrainer
 from trainers.cluster import joining, run_storage, storage_probe, workers
-from trainers.driver import mlflow_server, trainer
-from trainers.driver.tracking import Tracker
+from trainers.runs import trainer
+from trainers.sinks import mlflow_server
+from trainers.sinks.mlflow_run import Tracker
 from tuners import shared_study
 from tuners.storage import open_storage
 

@@ -15,9 +15,9 @@ from foldray import Recipe
 from foldray.cli import main
 from tests.trainers.driver.test_watch import WAITS, beat
 from tests.trainers.records import place, saved, step, validation
-from trainers.driver.recorder import RANKS, RunFolder
-from trainers.driver.watch import Watch
-from trainers.records import Failed, Record
+from trainers.faults.watch import Watch
+from trainers.sinks.run_folder import RANKS, RunFolder
+from trainers.telemetry.records import Failed, Record
 
 RECIPE = Recipe.parse({"name": "r", "model": {"preset": "tiny"}, "cluster": {"workers": 2}, "training": {"steps": 100}})
 

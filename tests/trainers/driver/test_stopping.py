@@ -13,8 +13,8 @@ from ray.train import RunConfig
 
 from tests.foldray.parity import make_recipe
 from trainers import FoldTrainer
-from trainers.driver import stopping
-from trainers.driver.stopping import Stopping
+from trainers.faults import stopping
+from trainers.faults.stopping import Stopping
 
 
 def send(number: signal.Signals) -> None:

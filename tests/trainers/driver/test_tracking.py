@@ -16,9 +16,9 @@ from mlflow import MlflowClient
 from foldray import Recipe, UserError
 from foldray.urls import without_secrets
 from tests.trainers.records import resumed, run, saved, step, validation
-from trainers.driver.mlflow_server import default_uri, flatten
-from trainers.driver.tracking import Tracker
-from trainers.records import Record
+from trainers.sinks.mlflow_run import Tracker
+from trainers.sinks.mlflow_server import default_uri, flatten
+from trainers.telemetry.records import Record
 
 
 def recipe(uri: str | None = None, **changes: Any) -> Recipe:
@@ -195,7 +195,7 @@ def test_a_database_that_is_gone_is_one_line(tmp_path, capfd, caplog):
     for number in (1, 2):
         tracker.receive(step(number))
         tracker._sender._send_pending()
-    assert [entry.name for entry in caplog.records] == ["trainers.driver.tracking"]
+    assert [entry.name for entry in caplog.records] == ["trainers.sinks.mlflow_run"]
     assert "fails (attempt to write a readonly database)" in caplog.text
     assert "Traceback" not in capfd.readouterr().err
     tracker.close("FAILED")
@@ -247,7 +247,7 @@ def test_a_server_that_never_answers_is_the_users_mistake(tmp_path, monkeypatch,
 
 def test_a_relative_database_is_named_absolutely(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("trainers.driver.mlflow_server._connect", lambda uri: pytest.fail(uri))
+    monkeypatch.setattr("trainers.sinks.mlflow_server._connect", lambda uri: pytest.fail(uri))
     with pytest.raises(pytest.fail.Exception, match=f"sqlite:///{tmp_path}/my.db"):
         Tracker(recipe("sqlite:///my.db"), "r", tmp_path)
 

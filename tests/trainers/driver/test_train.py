@@ -26,10 +26,11 @@ from trainers import FoldTrainer, Model
 from trainers.checkpoints.reported import LIST
 from trainers.checkpoints.stored import look
 from trainers.data.packed import PackedData
-from trainers.driver import resuming, run, watch
-from trainers.driver.recorder import RunFolder, read_run
+from trainers.faults import watch
 from trainers.folders import Folder
-from trainers.health import Health
+from trainers.runs import resuming, run
+from trainers.sinks.run_folder import RunFolder, read_run
+from trainers.telemetry.expert_health import Health
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

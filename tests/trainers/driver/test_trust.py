@@ -14,7 +14,7 @@ from tests.foldray.kernels.test_own_activation import NAME
 from tests.trainers import records
 from tests.trainers.hugging_face.test_export import make_run
 from trainers import FoldTrainer, Model
-from trainers.records import as_json
+from trainers.telemetry.records import as_json
 
 REFUSED = f"foldray: RUN=run: its recipe.yaml is refused (model.ffn={NAME}: names code, which a stored recipe runs only if"
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainers.driver.watch import Watch
-from trainers.records import Beat
+from trainers.faults.watch import Watch
+from trainers.telemetry.records import Beat
 
 
 def beat(rank: int, doing: str = "F attention", waits: Sequence[str] = (), **changes: Any) -> Beat:

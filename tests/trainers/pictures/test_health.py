@@ -8,10 +8,10 @@ from matplotlib.figure import Figure
 
 from tests.trainers.pictures.test_training import size
 from tests.trainers.records import history, resumed, run, step
-from trainers.health import Course
-from trainers.history import History
 from trainers.pictures import health
 from trainers.pictures.health import _columns, _worst, draw_health
+from trainers.telemetry.expert_health import Course
+from trainers.telemetry.history import History
 
 
 @pytest.mark.gate(3)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.trainers.records import history, resumed, run, step, validation
-from trainers.history import History
 from trainers.pictures.canvas import smoothed
 from trainers.pictures.training import draw_expert_load, draw_loss
+from trainers.telemetry.history import History
 
 BASELINES = {"unigram": 4.87, "bigram": 3.62}
 

@@ -13,7 +13,7 @@ from foldray.comm import Groups
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, Norms, TorchEngine
 from tests.foldray.parity import batches, engine_of, make_recipe
-from trainers.worker.guard import Guard, NothingTrained
+from trainers.faults.guard import Guard, NothingTrained
 
 _ADAMW = {"kind": "adamw", "lr": 1e-3, "weight_decay": 0.1}
 _TORCH, _DEEPSPEED = {"kind": "torch", "zero": 1}, {"kind": "deepspeed", "zero": 2}

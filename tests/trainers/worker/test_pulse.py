@@ -10,8 +10,8 @@ import pytest
 import ray
 
 from foldray.comm import Activity
-from trainers.cluster.mailbox import Outbox
-from trainers.worker.pulse import STALLED, Pulse
+from trainers.faults.pulse import STALLED, Pulse
+from trainers.telemetry.mailbox import Outbox
 
 
 class Telling:

@@ -12,7 +12,7 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, Work
 
 from foldray.errors import UserError
 from foldray.urls import told_without
-from trainers.worker.ending import AFTER, CAME, Preempted, WorkerError, origin
+from trainers.faults.ending import AFTER, CAME, Preempted, WorkerError, origin
 
 LOST = (RayActorError, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError)
 """What Ray tells of a worker whose process has ended, or does not answer."""

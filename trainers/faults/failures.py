@@ -18,11 +18,11 @@ from ray.train.v2._internal.exceptions import (
 from ray.train.v2.api.exceptions import PreemptionError
 
 from foldray.errors import UserError
-from trainers.driver.attempts import Failure
-from trainers.driver.causes import LOST, follows, identity, reason, root_cause, steps_before
-from trainers.driver.watch import Standstill, Watch, named
-from trainers.records import Place
-from trainers.worker.ending import Preempted
+from trainers.faults.attempts import Failure
+from trainers.faults.causes import LOST, follows, identity, reason, root_cause, steps_before
+from trainers.faults.ending import Preempted
+from trainers.faults.watch import Standstill, Watch, named
+from trainers.telemetry.records import Place
 
 _CONTROLLER = "the process of Ray Train that starts the workers"
 _LEAST_FREE = 32 * 2**20

@@ -19,12 +19,12 @@ from typing_extensions import TypedDict  # pydantic requires this one below Pyth
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from foldray.urls import without_secrets
-from trainers.driver.watch import Pace
+from trainers.faults.watch import Pace
 from trainers.folders import DamagedFile, Folder, read_json, with_path
-from trainers.history import LOAD_WINDOW, History
-from trainers.metrics import Metric, metrics_of
-from trainers.records import Beat, Record, Step, as_json
-from trainers.steps import Steps
+from trainers.telemetry.history import LOAD_WINDOW, History
+from trainers.telemetry.metrics import Metric, metrics_of
+from trainers.telemetry.records import Beat, Record, Step, as_json
+from trainers.telemetry.steps import Steps
 
 _BALANCE = (
     "load_max_over_mean", "busiest_layer", "rank_max_over_mean", "load_entropy", "dead_experts", "starved_experts",

@@ -15,9 +15,9 @@ from rich.progress import Progress as Bar
 from rich.segment import ControlType
 from rich.table import Column, Table
 
-from trainers.driver.recorder import Summary
-from trainers.metrics import METRICS, Metric
-from trainers.records import Record, Step, number
+from trainers.sinks.run_folder import Summary
+from trainers.telemetry.metrics import METRICS, Metric
+from trainers.telemetry.records import Record, Step, number
 
 _PLAIN_PERIOD_S = 10.0
 _BAR_WIDTH = 30

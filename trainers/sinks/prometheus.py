@@ -8,8 +8,8 @@ from typing import cast
 
 from ray.util.metrics import Gauge
 
-from trainers.metrics import Metric
-from trainers.records import Record
+from trainers.telemetry.metrics import Metric
+from trainers.telemetry.records import Record
 
 _OWN = {
     "foldray_step": "Finished optimizer steps",

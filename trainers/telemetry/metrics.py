@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from foldray.tables import imported
-from trainers.health import Health
-from trainers.records import VALIDATED
+from trainers.telemetry.expert_health import Health
+from trainers.telemetry.records import VALIDATED
 
 if TYPE_CHECKING:
     import torch
@@ -152,7 +152,7 @@ def metrics_of(recipe: Recipe) -> tuple[Metric, ...]:
     own: list[Metric] = []
     for name in recipe.tracking.metrics:
         if not isinstance(row := imported("tracking.metrics", name), Metric):
-            raise UserError("tracking.metrics", name, f"is a {type(row).__name__}, not a trainers.metrics.Metric")
+            raise UserError("tracking.metrics", name, f"is a {type(row).__name__}, not a trainers.Metric")
         if row.name in _TAKEN or row.name in {other.name for other in (*METRICS, *own)}:
             raise UserError("tracking.metrics", name, f"has the name {row.name!r}, which another number of a step has")
         own.append(row)

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from trainers.metrics import METRICS
-from trainers.records import Step
+from trainers.telemetry.metrics import METRICS
+from trainers.telemetry.records import Step
 
 ALWAYS = tuple(metric.name for metric in METRICS if metric.always)  # always numbers, even if they are not finite
 _WHOLE = {"step", *(metric.name for metric in METRICS if metric.whole)}

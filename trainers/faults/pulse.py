@@ -9,7 +9,7 @@ import time
 from types import TracebackType
 
 from foldray.comm import Activity
-from trainers.cluster.mailbox import Outbox
+from trainers.telemetry.mailbox import Outbox
 
 STALLED = 75  # exit code of a rank that has ended itself
 

@@ -1,7 +1,7 @@
 """Carries records from the workers to the driver, and the driver's order to stop back.
 
-Workers never write to MLflow or to files of the run. They put records (`trainers/records.py`) into a queue, a process of Ray
-(`mail.py`). The driver reads the queue, and only the driver writes metrics, files and pictures. The order travels with each
+Workers never write to MLflow or to files of the run. They put records (`records.py`) into a queue, a process of Ray (`mail.py`).
+The driver reads the queue, and only the driver writes metrics, files and pictures. The order travels with each
 read of the driver, and with the answer to what a worker sends, so it needs no process and no message of its own.
 """
 
@@ -20,8 +20,8 @@ import ray
 from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from trainers.cluster.mail import Mail
-from trainers.records import Beat, Record
+from trainers.telemetry.mail import Mail
+from trainers.telemetry.records import Beat, Record
 
 Subscriber = Callable[[Record], None]
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from trainers.health import Course, Health, entropy, max_over_mean, unused
-from trainers.records import (
+from trainers.telemetry.expert_health import Course, Health, entropy, max_over_mean, unused
+from trainers.telemetry.records import (
     Drifted,
     Failed,
     Listed,
@@ -25,8 +25,8 @@ from trainers.records import (
     Tried,
     Validation,
 )
-from trainers.speed import Speed
-from trainers.steps import ALWAYS, Steps
+from trainers.telemetry.speed import Speed
+from trainers.telemetry.steps import ALWAYS, Steps
 
 LOAD_WINDOW = 20  # steps to sum expert loads over, because the load of one step depends mostly on its batch
 _RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")], config=ConfigDict(strict=True))

@@ -16,10 +16,10 @@ from rich.text import Text
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from trainers.driver.recorder import RANKS, read_history, read_run
-from trainers.driver.stored_recipe import recipe_of
 from trainers.folders import Checked, DamagedFile, Folder, printable, read_json
-from trainers.history import LOAD_WINDOW, History
+from trainers.runs.stored_recipe import recipe_of
+from trainers.sinks.run_folder import RANKS, read_history, read_run
+from trainers.telemetry.history import LOAD_WINDOW, History
 
 _FIELD = "RUN"
 _QUIET_S = 120.0  # a run without news for so long, and for many times its step, is not told to be training

@@ -23,8 +23,8 @@ from foldray.recipe import Recipe
 from trainers.cluster import workers
 from trainers.cluster.run_storage import check_filesystem, checked_storage, storage_folder
 from trainers.cluster.seating import Seating, traffic_of
-from trainers.metrics import reported_names
-from trainers.records import VALIDATED
+from trainers.telemetry.metrics import reported_names
+from trainers.telemetry.records import VALIDATED
 
 _CONTROLLER_FAILURES = 2  # how often Ray may fail to place the workers; without a limit it tries forever
 _RAYS_NAME = "ray_train_run-"  # the beginning of the name that Ray gives to a run without one

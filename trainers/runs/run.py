@@ -13,19 +13,19 @@ from typing import Any
 
 from foldray.recipe import Recipe
 from trainers.cluster.elastic import larger_world
-from trainers.cluster.mailbox import Inbox
 from trainers.data.mixture import Mixture, baselines, told_data
 from trainers.data.packed import PackedData
-from trainers.driver.attempts import Failure
-from trainers.driver.failures import failure_of
-from trainers.driver.gauges import Gauges
-from trainers.driver.recorder import RunFolder, Summary, read_history, read_run
-from trainers.driver.report import Console
-from trainers.driver.tracking import Status, Tracker
-from trainers.driver.watch import Standstill, Watch
-from trainers.history import LOAD_WINDOW
-from trainers.metrics import metrics_of
-from trainers.records import Beat, Record
+from trainers.faults.attempts import Failure
+from trainers.faults.failures import failure_of
+from trainers.faults.watch import Standstill, Watch
+from trainers.sinks.mlflow_run import Status, Tracker
+from trainers.sinks.prometheus import Gauges
+from trainers.sinks.run_folder import RunFolder, Summary, read_history, read_run
+from trainers.sinks.terminal import Console
+from trainers.telemetry.history import LOAD_WINDOW
+from trainers.telemetry.mailbox import Inbox
+from trainers.telemetry.metrics import metrics_of
+from trainers.telemetry.records import Beat, Record
 
 _log = logging.getLogger(__name__)
 _SURE = 2  # looks at a cluster that has room

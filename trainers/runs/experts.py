@@ -11,11 +11,11 @@ from rich.table import Table
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from trainers.driver.recorder import read_history
-from trainers.driver.stored_recipe import recipe_of
 from trainers.folders import Folder
-from trainers.health import STARVED, Health
-from trainers.history import History
+from trainers.runs.stored_recipe import recipe_of
+from trainers.sinks.run_folder import read_history
+from trainers.telemetry.expert_health import STARVED, Health
+from trainers.telemetry.history import History
 
 _FIELD = "RUN"
 _LEGEND = f"""\

@@ -24,13 +24,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers.checkpoints.stored import METADATA, Stored
-from trainers.driver.trained import Trained, fill
 from trainers.folders import DamagedFile
 from trainers.hugging_face.families import family_of, tensors_of
 from trainers.hugging_face.family import Family
 from trainers.hugging_face.files import Form, write_file
 from trainers.hugging_face.names import Tensor
 from trainers.hugging_face.tokens import roles, write_tokenizer
+from trainers.inference.trained import Trained, fill
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _FILE = 4 << 30  # bytes of a file, if no tensor is larger

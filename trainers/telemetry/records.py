@@ -1,6 +1,6 @@
 """Records of a training.
 
-Records are dicts, not classes of this package, so the queue that carries them (`cluster/mailbox.py`) need not import this
+Records are dicts, not classes of this package, so the queue that carries them (`mailbox.py`) need not import this
 package.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict  # pydantic requires this one below Python 3.12
 
-from trainers.health import Layers
+from trainers.telemetry.expert_health import Layers
 
 VALIDATED = ("validation/loss", "validation/bits_per_byte")
 """What Ray gets with a checkpoint after a validation."""
@@ -200,7 +200,7 @@ class Slow(TypedDict):
 
 
 class Spiked(TypedDict):
-    """The loss of a step is far above the losses before it (`worker.spikes`). Training goes on."""
+    """The loss of a step is far above the losses before it (`faults/spikes.py`). Training goes on."""
 
     kind: Literal["spiked"]
     step: int
@@ -217,7 +217,7 @@ class Failed(TypedDict):
     step: int
     """The last step that finished."""
     failure: str
-    """The kind of failure (`driver.attempts.Kind`)."""
+    """The kind of failure (`faults.attempts.Kind`)."""
     what: str
     ranks: list[int]
     """Where it happened, as far as known."""

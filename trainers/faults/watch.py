@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainers.records import Beat
+from trainers.telemetry.records import Beat
 
 _RECENT = 15  # signs of life that a rank's pace is measured over
 _SLOW = 1.3  # times as long as the other ranks, or as before

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from foldray.recipe import Recipe
-from trainers.driver.mlflow_server import TrackingServer, log_recipe
-from trainers.metrics import metrics_of
-from trainers.records import Record, Step
+from trainers.sinks.mlflow_server import TrackingServer, log_recipe
+from trainers.telemetry.metrics import metrics_of
+from trainers.telemetry.records import Record, Step
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trainers.driver.attempts import Attempt, Failure, GoOn, decide
+from trainers.faults.attempts import Attempt, Failure, GoOn, decide
 
 _FILE, _RESUME, _LIFE, _HOLDER = (f"FOLDRAY_GUARD_{name}" for name in ("FILE", "RESUME", "LIFE", "HOLDER"))
 _STEP = re.compile(r".*step_(\d+)")

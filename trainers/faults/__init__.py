@@ -1,0 +1,1 @@
+"""What fails, how it is noticed, and who tries again."""

@@ -1,0 +1,1 @@
+"""Where records go: the run's folder, MLflow, Prometheus and the terminal."""
