@@ -21,12 +21,12 @@ from tests.record import Record
 _WITH_RAY = (
     *(f"tests/trainers/cluster/test_{name}" for name in ("actors", "seating", "workers")),
     *(f"tests/trainers/data/test_{name}" for name in ("datasets", "prepare")),
-    *(f"tests/trainers/driver/test_{name}" for name in (
-        "apart_training", "bad_input", "fine_tuning", "gauges", "guardian", "mixture", "python", "recipes", "s3", "safe_defaults",
-        "secrets", "stopping", "train",
-    )),
+    *(f"tests/trainers/faults/test_{name}" for name in ("guardian", "pulse", "stopping")),
     *(f"tests/trainers/measure/test_{name}" for name in ("bench", "calibrate", "verify")),
-    *(f"tests/trainers/{name}" for name in ("test_records", "worker/test_online", "worker/test_pulse")),
+    *(f"tests/trainers/runs/test_{name}" for name in (
+        "apart_training", "bad_input", "fine_tuning", "mixture", "python", "recipes", "s3", "safe_defaults", "secrets", "train",
+    )),
+    *(f"tests/trainers/{name}" for name in ("sinks/test_prometheus", "telemetry/test_records", "worker/test_online")),
     "tests/tuners/test_entry_killed", "tests/tuners/test_study", "tests/lab",
 )  # fmt: skip
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from tests.trainers import records
 from tests.trainers.data.chats import chat, make_tokenizer
 from tests.trainers.hugging_face.oracle import MIXTRAL, saved
 from tests.trainers.hugging_face.test_export import make_run
+from tests.trainers.telemetry import records
 from trainers.checkpoints.reported import write_list
 from trainers.folders import Folder
 from trainers.sinks.run_folder import RANKS

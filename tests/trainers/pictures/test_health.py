@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.trainers.pictures.test_training import size
-from tests.trainers.records import history, resumed, run, step
+from tests.trainers.telemetry.records import history, resumed, run, step
 from trainers.pictures import health
 from trainers.pictures.health import _columns, _worst, draw_health
 from trainers.telemetry.expert_health import Course

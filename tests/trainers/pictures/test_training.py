@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.trainers.records import history, resumed, run, step, validation
+from tests.trainers.telemetry.records import history, resumed, run, step, validation
 from trainers.pictures.canvas import smoothed
 from trainers.pictures.training import draw_expert_load, draw_loss
 from trainers.telemetry.history import History

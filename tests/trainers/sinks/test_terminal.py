@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import rich.console
 
-from tests.trainers.records import resumed, run, step, validation
+from tests.trainers.telemetry.records import resumed, run, step, validation
 from trainers.sinks.run_folder import Summary
 from trainers.sinks.terminal import Console, closing_table
 

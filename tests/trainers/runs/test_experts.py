@@ -9,7 +9,7 @@ import pytest
 from foldray import Recipe
 from foldray.cli import main
 from tests.trainers.pictures.test_training import size
-from tests.trainers.records import step
+from tests.trainers.telemetry.records import step
 from trainers.sinks.run_folder import as_yaml
 from trainers.telemetry.history import LOAD_WINDOW
 from trainers.telemetry.records import Step, as_json

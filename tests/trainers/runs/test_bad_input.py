@@ -22,7 +22,7 @@ from ray.train.torch import TorchTrainer
 from foldray.cli import main
 from foldray.errors import UserError
 from foldray.recipe import DataSpec, Recipe
-from tests.trainers.driver.runs import STEPS, recipe
+from tests.trainers.runs.runs import STEPS, recipe
 from trainers import FoldTrainer
 from trainers.cluster import joining
 from trainers.data.order import SampleOrder

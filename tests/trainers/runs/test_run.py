@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from foldray import Recipe
-from tests.trainers.driver.test_watch import beat
-from tests.trainers.records import place, step
+from tests.trainers.faults.test_watch import beat
+from tests.trainers.telemetry.records import place, step
 from trainers.faults.watch import Watch
 from trainers.runs import run as module
 from trainers.runs.run import Run

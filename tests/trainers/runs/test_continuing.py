@@ -15,7 +15,7 @@ from foldray.errors import UserError
 from foldray.recipe import Recipe
 from foldray.runtime import state_keys
 from tests.trainers.data.test_packed import packed
-from tests.trainers.driver.runs import recipe
+from tests.trainers.runs.runs import recipe
 from trainers.checkpoints.stored import Progress
 from trainers.data.packed import PackedData
 from trainers.folders import Folder

@@ -11,8 +11,8 @@ import pytest
 from foldray import UserError
 from foldray.cli import main
 from tests.foldray.kernels.test_own_activation import NAME
-from tests.trainers import records
 from tests.trainers.hugging_face.test_export import make_run
+from tests.trainers.telemetry import records
 from trainers import FoldTrainer, Model
 from trainers.telemetry.records import as_json
 

@@ -8,7 +8,7 @@ import tracemalloc
 
 import pytest
 
-from tests.trainers.records import step
+from tests.trainers.telemetry.records import step
 from trainers.pictures.health import draw_health
 from trainers.pictures.speed import draw_speed
 from trainers.pictures.training import draw_expert_load, draw_loss

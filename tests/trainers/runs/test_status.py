@@ -13,8 +13,8 @@ import pytest
 
 from foldray import Recipe
 from foldray.cli import main
-from tests.trainers.driver.test_watch import WAITS, beat
-from tests.trainers.records import place, saved, step, validation
+from tests.trainers.faults.test_watch import WAITS, beat
+from tests.trainers.telemetry.records import place, saved, step, validation
 from trainers.faults.watch import Watch
 from trainers.sinks.run_folder import RANKS, RunFolder
 from trainers.telemetry.records import Failed, Record

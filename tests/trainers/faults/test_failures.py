@@ -15,7 +15,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, Wo
 from ray.train.v2.api.exceptions import PreemptionError
 
 from foldray.errors import UserError
-from tests.trainers.driver.test_watch import WAITS, beat, watch
+from tests.trainers.faults.test_watch import WAITS, beat, watch
 from trainers.faults.attempts import Failure
 from trainers.faults.failures import failure_of
 from trainers.faults.watch import Standstill, Watch

@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 
 from foldray import Recipe, UserError
 from foldray.urls import without_secrets
-from tests.trainers.records import resumed, run, saved, step, validation
+from tests.trainers.telemetry.records import resumed, run, saved, step, validation
 from trainers.sinks.mlflow_run import Tracker
 from trainers.sinks.mlflow_server import default_uri, flatten
 from trainers.telemetry.records import Record

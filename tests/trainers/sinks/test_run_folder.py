@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from foldray import Recipe
-from tests.trainers.records import place, resumed, run, saved, step, validation
+from tests.trainers.telemetry.records import place, resumed, run, saved, step, validation
 from trainers.sinks.run_folder import RunFolder, as_yaml, read_run
 from trainers.telemetry.records import Record, as_json
 

@@ -21,7 +21,7 @@ from foldray.cli import main
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from tests.trainers.checkpoints.damage import flipped
-from tests.trainers.driver.runs import STEPS, fit, losses, recipe, same, weights
+from tests.trainers.runs.runs import STEPS, fit, losses, recipe, same, weights
 from trainers import FoldTrainer, Model
 from trainers.checkpoints.reported import LIST
 from trainers.checkpoints.stored import look

@@ -10,7 +10,7 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.trainers.records import saved, step
+from tests.trainers.telemetry.records import saved, step
 from trainers.sinks.prometheus import _OWN, Gauges
 from trainers.telemetry.metrics import METRICS
 

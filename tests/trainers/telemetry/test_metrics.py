@@ -11,7 +11,7 @@ import torch
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from tests.trainers.records import step
+from tests.trainers.telemetry.records import step
 from trainers.sinks.mlflow_run import Tracker
 from trainers.sinks.run_folder import RunFolder, read_history
 from trainers.sinks.terminal import Console, closing_table

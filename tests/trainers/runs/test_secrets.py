@@ -21,7 +21,7 @@ from foldray.blueprint import PRESETS, count_by_cut, parameter_table
 from foldray.cli import main
 from foldray.errors import MissingPackage, UserError
 from foldray.recipe import Recipe
-from tests.trainers.records import run
+from tests.trainers.telemetry.records import run
 from trainers import FoldTrainer
 from trainers.cluster import joining, run_storage, storage_probe, workers
 from trainers.runs import trainer

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import ray
 
-from tests.trainers.records import history, place, resumed, saved, step, validation
-from trainers.quiet import mail, mailbox
+from tests.trainers.telemetry.records import history, place, resumed, saved, step, validation
+from trainers.telemetry import mail, mailbox
 from trainers.telemetry.history import LOAD_WINDOW, History
 from trainers.telemetry.mail import Mail
 from trainers.telemetry.mailbox import Inbox, Outbox
