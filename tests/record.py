@@ -43,7 +43,7 @@ class Record:
             known |= {file: round(seconds, 1) for file, seconds in self._seconds.items() if seconds >= _LEAST_S}
             there = {file: seconds for file, seconds in sorted(known.items()) if (repository() / file).exists()}
             SECONDS.write_text(json.dumps(there, indent=0) + "\n")
-        if self._share:
+        if self._share and self._outcomes:  # not if tests are only listed
             lines = PAGE.read_text().splitlines()
             rows = [self._row() if line.startswith(f"| {self._share} |") else line for line in lines]
             PAGE.write_text("\n".join(rows) + "\n")
