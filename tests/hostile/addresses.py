@@ -19,7 +19,8 @@ _STORAGES = [
     ("a zero byte", 'train recipe.yaml "cluster.storage=\\"a\\\\0b\\""', "a zero byte"),
 ]  # fmt: skip
 _PLACES = [
-    (f"a password in {key}", f"train recipe.yaml {key}=s3://{_USER}@bucket/x", f"{key}=s3://***@bucket/x: holds a password")
+    (f"a password in {key}", f"train recipe.yaml data.tokenizer=byte {key}=s3://{_USER}@bucket/x",
+     f"{key}=s3://***@bucket/x: holds a password")
     for key in ("data.path", "data.cache", "data.tokenizer", "data.validation.path", "training.weights", "tune.learn")
 ]  # fmt: skip
 _TRACKERS = [

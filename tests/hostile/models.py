@@ -143,7 +143,8 @@ _HUB = [
     ("a quantization of text", IMPORT, "config.json", changed(CONFIG, quantization_config="evil")),
     ("blocks of 0", IMPORT, "config.json",
      changed(CONFIG, quantization_config={"quant_method": "fp8", "weight_block_size": [0, 0]})),
-    ("weights outside, to train from", "train recipe.yaml training.weights=hub", QUERY, placed(at="../outside.safetensors")),
+    ("weights outside, to train from", "train recipe.yaml data.tokenizer=byte training.weights=hub", QUERY,
+     placed(at="../outside.safetensors")),
 ]  # fmt: skip
 _TOKENIZERS = [
     ("code of its own", TRAIN, "data.tokenizer=tokenizer",

@@ -30,7 +30,7 @@ WAYS = [(4, 1, 1), (4, 2, 1), (3, 1, 4), (4, 3, 2)]  # copies, copies per token,
 def imported(folder: Path, path: Path, copies: int, topk: int, parts: int, **sections: Any) -> Recipe:
     given = ["--upcycle", str(copies), "--topk", str(topk), "--granularity", str(parts), "--tokenizer", "byte"]
     assert main(["import-hf", str(folder), str(path), *given]) == 0
-    base = {"engine": {"kind": "torch"}, "precision": "float64", "data": {"seq_len": 16}}
+    base = {"engine": {"kind": "torch"}, "precision": "float64", "data": {"seq_len": 16, "tokenizer": "byte"}}
     recipe = yaml.safe_load(path.read_text())
     recipe["training"] = recipe["training"] | sections.pop("training", {})
     return Recipe.parse({**recipe, **base, **sections})
