@@ -23,7 +23,7 @@ _WITH_RAY = (
     *(f"tests/trainers/data/test_{name}" for name in ("datasets", "prepare")),
     *(f"tests/trainers/faults/test_{name}" for name in ("guardian", "pulse", "stopping")),
     *(f"tests/trainers/measure/test_{name}" for name in ("bench", "calibrate", "verify")),
-    *(f"tests/trainers/runs/test_{name}" for name in (
+    *(f"tests/trainers/driver/test_{name}" for name in (
         "apart_training", "bad_input", "fine_tuning", "mixture", "python", "recipes", "s3", "safe_defaults", "secrets", "train",
     )),
     *(f"tests/trainers/{name}" for name in ("sinks/test_prometheus", "telemetry/test_records", "worker/test_online")),

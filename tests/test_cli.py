@@ -34,7 +34,7 @@ Refused = Callable[..., str]
 
 
 class Trained:
-    """Replaces `trainers.runs.entry`. It records the recipes that the command line accepts, and does not train them."""
+    """Replaces `trainers.driver.entry`. It records the recipes that the command line accepts, and does not train them."""
 
     def __init__(self) -> None:
         self.recipes: list[Recipe] = []
@@ -49,7 +49,7 @@ class Trained:
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
     recorder = Trained()
-    monkeypatch.setitem(sys.modules, "trainers.runs.entry", SimpleNamespace(train=recorder.train))
+    monkeypatch.setitem(sys.modules, "trainers.driver.entry", SimpleNamespace(train=recorder.train))
     return recorder
 
 
@@ -412,7 +412,7 @@ def test_an_interrupt_is_no_traceback(here: Path, monkeypatch: pytest.MonkeyPatc
     def interrupted(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(sys.modules, "trainers.runs.entry", SimpleNamespace(train=interrupted))
+    monkeypatch.setitem(sys.modules, "trainers.driver.entry", SimpleNamespace(train=interrupted))
     assert main(["train", "good.yaml"]) == 130
     assert capsys.readouterr() == ("", "foldray: interrupted\n")
 

@@ -198,7 +198,7 @@ def test_every_floor_is_in_the_architecture_page():
         ("foldray/cli/running.py", "from trainers import FoldTrainer", "against the direction"),
         ("foldray/cli/running.py", "def train():\n    import ray", "nothing beyond torch"),
         ("trainers/worker/loop.py", "import tuners", "against the direction"),
-        ("trainers/worker/loop.py", "from trainers.runs import run", "against the direction"),
+        ("trainers/worker/loop.py", "from trainers.driver import run", "against the direction"),
         ("trainers/worker/loop.py", "from trainers import FoldTrainer", "imports from rooms"),
         ("trainers/worker/loop.py", "def f():\n    import optuna", "tuners/"),
         ("tuners/study.py", "import recipes.quickstart", "no package"),

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from trainers.quiet import turn_off
 
 if TYPE_CHECKING:
+    from trainers.driver.disaggregated import DisagTrainer
+    from trainers.driver.trainer import FoldTrainer
     from trainers.inference.model import Model
-    from trainers.runs.disaggregated import DisagTrainer
-    from trainers.runs.trainer import FoldTrainer
     from trainers.telemetry.metrics import Metric
 
 turn_off()  # before Ray, MLflow or transformers are imported
@@ -24,8 +24,8 @@ def __getattr__(name: str) -> Any:
         rooms = {
             "Model": "inference.model",
             "Metric": "telemetry.metrics",
-            "FoldTrainer": "runs.trainer",
-            "DisagTrainer": "runs.disaggregated",
+            "FoldTrainer": "driver.trainer",
+            "DisagTrainer": "driver.disaggregated",
         }
         return getattr(importlib.import_module(f"trainers.{rooms[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,7 @@ from foldray.recipe import Recipe, shipped
 
 def train(given: argparse.Namespace) -> int:
     recipe = recipe_of(given)
-    from trainers.runs.entry import train as run
+    from trainers.driver.entry import train as run
 
     return run(recipe, resume=given.resume, start=given.start, as_json=given.json, search=_search(recipe))
 
@@ -110,7 +110,7 @@ def eval_(given: argparse.Namespace) -> int:
 
 
 def status(given: argparse.Namespace) -> int:
-    from trainers.runs.status import RunStatus
+    from trainers.driver.status import RunStatus
 
     found = RunStatus.at(given.run, given.trust)
     if given.json:
@@ -121,7 +121,7 @@ def status(given: argparse.Namespace) -> int:
 
 
 def health(given: argparse.Namespace) -> int:
-    from trainers.runs.experts import RunHealth
+    from trainers.driver.experts import RunHealth
 
     found = RunHealth.at(given.run, given.trust)
     if given.picture:

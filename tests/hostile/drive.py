@@ -145,7 +145,7 @@ def hurried() -> None:
 
     from trainers.cluster import joining
     from trainers.data import chat
-    from trainers.runs import trainer
+    from trainers.driver import trainer
 
     chat._LONGEST_S = 1.0
 

@@ -13,9 +13,9 @@ from foldray.recipe import Recipe
 from foldray.runtime import Shard, State
 from trainers.checkpoints.stored import DamagedCheckpoint, Stored
 from trainers.checkpoints.tensors import load, opened
+from trainers.driver.resuming import Beginning, check_model
+from trainers.driver.stored_recipe import recipe_of
 from trainers.folders import Folder
-from trainers.runs.resuming import Beginning, check_model
-from trainers.runs.stored_recipe import recipe_of
 
 _FIELD = "RUN"
 

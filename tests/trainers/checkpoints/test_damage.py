@@ -30,7 +30,7 @@ from tests.trainers.checkpoints.damage import (
     replaced,
 )
 from trainers.checkpoints.stored import DamagedCheckpoint
-from trainers.runs.resuming import Beginning
+from trainers.driver.resuming import Beginning
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from tests.patches import patched
 from trainers import FoldTrainer
 from trainers.cluster import actors
 from trainers.cluster.actors import Ranks
-from trainers.runs import ray_configs
+from trainers.driver import ray_configs
 
 
 def main(nodes: str, path: str, what: str) -> None:

@@ -19,7 +19,7 @@ from ray.train.v2._internal.execution.context import DistributedContext
 from foldray.cli import main
 from foldray.fold import Edges, Flow, Fold
 from tests.foldray.parity import make_recipe
-from tests.trainers.runs.runs import MODEL
+from tests.trainers.driver.runs import MODEL
 from trainers.cluster import seating
 from trainers.cluster.seating import NODE_ID, Host, Seating, chosen_nodes, seated, traffic_of
 

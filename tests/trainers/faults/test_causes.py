@@ -11,7 +11,7 @@ from ray.train import TrainingFailedError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from foldray.errors import UserError
-from tests.trainers.runs.faulty import Odd
+from tests.trainers.driver.faulty import Odd
 from trainers.faults.causes import identity, reason, root_cause, steps_before, told_first, tracebacks
 from trainers.faults.ending import AFTER, WorkerError, sendable
 

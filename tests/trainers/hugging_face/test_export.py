@@ -25,11 +25,11 @@ from tests.trainers.hugging_face.oracle import MIXTRAL, saved
 from trainers.checkpoints import tensors
 from trainers.checkpoints.staging import Staged
 from trainers.data.tokenizers import ByteTokenizer, load_tokenizer
+from trainers.driver.resuming import Beginning
 from trainers.hugging_face.families import family_of, tensors_of
 from trainers.hugging_face.family import rope_config
 from trainers.hugging_face.tokens import roles, write_tokenizer
 from trainers.inference import export as module
-from trainers.runs.resuming import Beginning
 
 transformers = pytest.importorskip("transformers")
 SIZES: dict[str, Any] = {

@@ -14,9 +14,9 @@ import trainers
 from foldray import Recipe, UserError
 from foldray.model import Transformer
 from tests.trainers.hugging_face.test_export import GLM, make_run
+from trainers.driver.resuming import Beginning
 from trainers.inference import model as module
 from trainers.inference.model import Model
-from trainers.runs.resuming import Beginning
 
 SEPARATOR = 256
 LEARNED: dict[str, Any] = {"positions": "learned", "max_positions": 40}

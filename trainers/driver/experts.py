@@ -11,8 +11,8 @@ from rich.table import Table
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
+from trainers.driver.stored_recipe import recipe_of
 from trainers.folders import Folder
-from trainers.runs.stored_recipe import recipe_of
 from trainers.sinks.run_folder import read_history
 from trainers.telemetry.expert_health import STARVED, Health
 from trainers.telemetry.history import History

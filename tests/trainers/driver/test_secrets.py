@@ -24,7 +24,7 @@ from foldray.recipe import Recipe
 from tests.trainers.telemetry.records import run
 from trainers import FoldTrainer
 from trainers.cluster import joining, run_storage, storage_probe, workers
-from trainers.runs import trainer
+from trainers.driver import trainer
 from trainers.sinks import mlflow_server
 from trainers.sinks.mlflow_run import Tracker
 from tuners import shared_study

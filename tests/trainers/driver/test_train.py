@@ -21,14 +21,14 @@ from foldray.cli import main
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from tests.trainers.checkpoints.damage import flipped
-from tests.trainers.runs.runs import STEPS, fit, losses, recipe, same, weights
+from tests.trainers.driver.runs import STEPS, fit, losses, recipe, same, weights
 from trainers import FoldTrainer, Model
 from trainers.checkpoints.reported import LIST
 from trainers.checkpoints.stored import look
 from trainers.data.packed import PackedData
+from trainers.driver import resuming, run
 from trainers.faults import watch
 from trainers.folders import Folder
-from trainers.runs import resuming, run
 from trainers.sinks.run_folder import RunFolder, read_run
 from trainers.telemetry.expert_health import Health
 

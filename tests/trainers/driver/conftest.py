@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainers.runs.runs import fit, recipe
+from tests.trainers.driver.runs import fit, recipe
 from trainers import FoldTrainer
 
 

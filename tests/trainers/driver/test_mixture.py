@@ -16,7 +16,7 @@ from foldray.cli import main
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from tests.trainers.data.chats import CHATS, make_tokenizer
-from tests.trainers.runs.runs import MODEL, fit, losses, recipe, same, weights
+from tests.trainers.driver.runs import MODEL, fit, losses, recipe, same, weights
 from trainers.checkpoints.stored import look
 from trainers.data.mixture import Mixture, opened
 from trainers.data.prepare import prepare

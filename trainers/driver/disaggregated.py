@@ -7,7 +7,7 @@ from typing import Any
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from foldray.schedule import AF_PIPE
-from trainers.runs.trainer import FoldTrainer
+from trainers.driver.trainer import FoldTrainer
 
 
 class DisagTrainer(FoldTrainer):

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
+from trainers.driver.stored_recipe import recipe_of
 from trainers.folders import Checked, DamagedFile, Folder, printable, read_json
-from trainers.runs.stored_recipe import recipe_of
 from trainers.sinks.run_folder import RANKS, read_history, read_run
 from trainers.telemetry.history import LOAD_WINDOW, History
 

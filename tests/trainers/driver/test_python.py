@@ -28,7 +28,7 @@ RECIPE: dict[str, Any] = {
     "name": "python",
     "model": {
         "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_hidden": 64, "experts": 4, "topk": 2,
-        "expert_hidden": 48, "vocab": 264, "moe_every": 1, "ffn": "tests.trainers.runs.faulty:FAULTY",
+        "expert_hidden": 48, "vocab": 264, "moe_every": 1, "ffn": "tests.trainers.driver.faulty:FAULTY",
     },
     "data": {"text_field": "body", "seq_len": 32},
     "fold": {"ep": 2},
@@ -99,7 +99,7 @@ def result(place: Path, failed: Exception) -> Result:
 def test_the_error_of_a_users_function_comes_first(failed: Exception, place: Path) -> None:
     first = str(failed).splitlines()[0]
     assert first.startswith("Odd: 1 is not 2 (")
-    assert "tests/trainers/runs/faulty.py:" in first
+    assert "tests/trainers/driver/faulty.py:" in first
     assert first.endswith(", fail_at)")
     assert "Odd: 1 is not 2" in (place / "exceptions.txt").read_text()
     assert json.loads((place / "runs" / "mine" / "run.json").read_text())["status"] == "failed"

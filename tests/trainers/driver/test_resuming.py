@@ -24,9 +24,9 @@ from tests.trainers.checkpoints.damage import FILE, Damage, flipped, load, make_
 from trainers.checkpoints import tensors
 from trainers.checkpoints.reported import LIST as reported_list
 from trainers.checkpoints.stored import DamagedCheckpoint, look
+from trainers.driver import resuming
+from trainers.driver.resuming import Beginning, list_checkpoints, newest_run
 from trainers.folders import Folder
-from trainers.runs import resuming
-from trainers.runs.resuming import Beginning, list_checkpoints, newest_run
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from tests.trainers.runs.runs import STEPS, fit, losses, recipe
+from tests.trainers.driver.runs import STEPS, fit, losses, recipe
 from trainers import DisagTrainer, FoldTrainer
 
 pytestmark = pytest.mark.usefixtures("ray_session")

@@ -31,4 +31,4 @@ def fail_at(up_NW: Tensor) -> Tensor:
     return gate_NF.relu().square() * value_NF
 
 
-FAULTY = Activation("faulty", True, "tests.trainers.runs.faulty:fail_at")
+FAULTY = Activation("faulty", True, "tests.trainers.driver.faulty:fail_at")

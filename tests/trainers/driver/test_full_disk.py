@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from trainers.runs import entry
-from trainers.runs.run import Run
+from trainers.driver import entry
+from trainers.driver.run import Run
 
 
 def full(*_: Any, **__: Any) -> Any:

@@ -15,12 +15,12 @@ from foldray.errors import UserError
 from foldray.recipe import Recipe
 from foldray.runtime import state_keys
 from tests.trainers.data.test_packed import packed
-from tests.trainers.runs.runs import recipe
+from tests.trainers.driver.runs import recipe
 from trainers.checkpoints.stored import Progress
 from trainers.data.packed import PackedData
+from trainers.driver.continuing import changes, check_resumable
+from trainers.driver.resuming import Beginning
 from trainers.folders import Folder
-from trainers.runs.continuing import changes, check_resumable
-from trainers.runs.resuming import Beginning
 from trainers.sinks.run_folder import as_yaml
 
 DATA: Any = SimpleNamespace(folder=Path("d"), content="same", parts={"": None})

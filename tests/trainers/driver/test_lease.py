@@ -12,7 +12,7 @@ import pytest
 
 from foldray.errors import UserError
 from tests.s3 import ENVIRONMENT, NO_MOTO, moto_server, s3_server
-from tests.trainers.runs.runs import recipe
+from tests.trainers.driver.runs import recipe
 from trainers import FoldTrainer
 from trainers.faults import lease
 from trainers.faults.lease import Lease

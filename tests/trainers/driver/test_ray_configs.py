@@ -16,9 +16,9 @@ from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers import FoldTrainer
 from trainers.cluster import joining, run_storage
+from trainers.driver import ray_configs, trainer
+from trainers.driver.ray_configs import check_places
 from trainers.folders import Folder
-from trainers.runs import ray_configs, trainer
-from trainers.runs.ray_configs import check_places
 from trainers.sinks.run_folder import RunFolder
 from trainers.telemetry.metrics import reported_names
 
@@ -285,5 +285,5 @@ def test_a_gpu_of_the_configuration_warns_of_what_is_slow_there(
     for uses in (False, True):
         with pytest.raises(InterruptedError):
             FoldTrainer(given, scaling_config=ScalingConfig(num_workers=2, use_gpu=uses)).fit()
-    (told,) = [record.message for record in caplog.records if record.name == "trainers.runs.trainer"]
+    (told,) = [record.message for record in caplog.records if record.name == "trainers.driver.trainer"]
     assert told.startswith("schedule.degree=4 with kind=stream: cuts attention into pieces, and with data.mask_documents")

@@ -14,9 +14,9 @@ import pytest
 from foldray import Recipe
 from tests.trainers.faults.test_watch import beat
 from tests.trainers.telemetry.records import place, step
+from trainers.driver import run as module
+from trainers.driver.run import Run
 from trainers.faults.watch import Watch
-from trainers.runs import run as module
-from trainers.runs.run import Run
 from trainers.telemetry.history import History
 
 

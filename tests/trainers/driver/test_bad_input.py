@@ -22,12 +22,12 @@ from ray.train.torch import TorchTrainer
 from foldray.cli import main
 from foldray.errors import UserError
 from foldray.recipe import DataSpec, Recipe
-from tests.trainers.runs.runs import STEPS, recipe
+from tests.trainers.driver.runs import STEPS, recipe
 from trainers import FoldTrainer
 from trainers.cluster import joining
 from trainers.data.order import SampleOrder
 from trainers.data.prepare import prepare
-from trainers.runs import resuming
+from trainers.driver import resuming
 from trainers.sinks.mlflow_server import check_reachable
 
 pytestmark = pytest.mark.usefixtures("ray_session")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
+from trainers.driver.resuming import newest_run
+from trainers.driver.trainer import FoldTrainer
 from trainers.faults import guardian
 from trainers.faults.causes import reason, root_cause, tracebacks
-from trainers.runs.resuming import newest_run
-from trainers.runs.trainer import FoldTrainer
 from trainers.sinks.terminal import Console
 from trainers.telemetry.metrics import metrics_of
 from trainers.telemetry.records import as_json as to_json

@@ -32,15 +32,8 @@ from trainers.data.mixture import Mixture
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
 from trainers.data.unfit import told_unfit
-from trainers.faults import guardian
-from trainers.faults.attempts import Attempt, Failure, GiveUp, GoOn, decide
-from trainers.faults.causes import told_first
-from trainers.faults.lease import Lease
-from trainers.faults.stopping import Stopping
-from trainers.folders import Folder
-from trainers.hugging_face.weights import Weights
-from trainers.runs.continuing import check_resumable
-from trainers.runs.ray_configs import (
+from trainers.driver.continuing import check_resumable
+from trainers.driver.ray_configs import (
     check_backend,
     check_places,
     merged_run,
@@ -49,9 +42,16 @@ from trainers.runs.ray_configs import (
     scaled,
     with_storage,
 )
-from trainers.runs.resuming import Beginning, list_checkpoints
-from trainers.runs.run import Run
-from trainers.runs.stored_recipe import recipe_of
+from trainers.driver.resuming import Beginning, list_checkpoints
+from trainers.driver.run import Run
+from trainers.driver.stored_recipe import recipe_of
+from trainers.faults import guardian
+from trainers.faults.attempts import Attempt, Failure, GiveUp, GoOn, decide
+from trainers.faults.causes import told_first
+from trainers.faults.lease import Lease
+from trainers.faults.stopping import Stopping
+from trainers.folders import Folder
+from trainers.hugging_face.weights import Weights
 from trainers.sinks.mlflow_server import begin_import, check_reachable
 from trainers.sinks.run_folder import as_yaml, read_run
 from trainers.sinks.terminal import Console
