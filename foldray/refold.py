@@ -47,7 +47,7 @@ def worlds(recipe: Recipe) -> dict[int, Recipe]:
     """Return the recipe for every number of workers with which training may go on, by that number, in ascending order.
 
     For fewer workers it is the legal fold with the shortest step, among those that are nearest to the recipe's and whose fullest
-    rank needs not much more memory. If they all need much more, it is the fold of them all that needs least.
+    rank needs not much more memory. If all of these need much more, it is the legal fold that needs least.
     Everything but the section `fold` and the number of workers stays, so the batch and the order of the text do, too. Numbers of
     workers without a legal fold are left out, and of more than `MOST_WORLDS` numbers all but every n-th.
 

@@ -73,7 +73,7 @@ class Run:
     ):
         found, length = baselines(data, recipe.training.eval_sequences)
         # These two may raise a UserError. They come first, so that an error leaves no folder behind.
-        history = read_history(root / name)
+        history = read_history(root / name, metrics=metrics_of(recipe))
         self.tracker = Tracker(recipe, name, root, (read_run(root / name) or {}).get("mlflow_run_id"))
         bits = {} if found is None else found._asdict()
         try:

@@ -55,6 +55,7 @@ from trainers.hugging_face.weights import Weights
 from trainers.sinks.mlflow_server import begin_import, check_reachable
 from trainers.sinks.run_folder import as_yaml, read_run
 from trainers.sinks.terminal import Console
+from trainers.telemetry.metrics import metrics_of
 from trainers.worker.engines import check_packages
 from trainers.worker.online import MakeSearch
 from trainers.worker.task import train_on_worker
@@ -114,6 +115,7 @@ class FoldTrainer(TorchTrainer):
     ):
         refuse_arguments(others)
         check_trains(recipe)
+        metrics_of(recipe)  # refuses what is no metric
         self.recipe = with_storage(recipe if scaling_config is None else scaled(recipe, scaling_config), run_config)
         self.worlds = worlds(self.recipe)
         if resume is not None and start is not None:

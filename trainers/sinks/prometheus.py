@@ -30,7 +30,7 @@ class Gauges:
     def __init__(self, run: str, metrics: Sequence[Metric]):
         self._run, self._saved, self._failed = run, time.time(), 0
         self._of_steps = {f"foldray_{metric.gauge}": metric for metric in metrics if metric.gauge}
-        texts = {name: f"{metric.about}; of the last step" for name, metric in self._of_steps.items()} | _OWN
+        texts = {name: metric.about for name, metric in self._of_steps.items()} | _OWN
         self._gauges = {name: Gauge(name, text, ("run", "rank")) for name, text in texts.items()}
 
     def receive(self, record: Record) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from foldray.urls import without_secrets
 from trainers.faults.watch import Pace
 from trainers.folders import DamagedFile, Folder, read_json, with_path
 from trainers.telemetry.history import LOAD_WINDOW, History
-from trainers.telemetry.metrics import Metric, metrics_of
+from trainers.telemetry.metrics import METRICS, Metric, metrics_of
 from trainers.telemetry.records import Beat, Record, Step, as_json
 from trainers.telemetry.steps import Steps
 
@@ -75,7 +75,7 @@ class Summary:
     def as_dict(self) -> dict[str, Any]:
         """Return one mapping of all results, the metrics among them."""
         fields = asdict(self)
-        return {**fields, **fields.pop("metrics")}
+        return fields.pop("metrics") | fields  # no metric replaces a result
 
 
 class RunFolder:
@@ -110,9 +110,9 @@ class RunFolder:
         self._data = data
         self.path = path.absolute()
         self.previous = read_run(path)
-        self.history = read_history(path) if history is None else history
-        self._start = start or (self.previous or {}).get("started_from")
         self._of_steps = metrics_of(recipe)
+        self.history = read_history(path, metrics=self._of_steps) if history is None else history
+        self._start = start or (self.previous or {}).get("started_from")
         self._recipe, self._baselines, self._bytes_per_token = recipe, dict(baselines), bytes_per_token
         self._mlflow: tuple[str | None, str | None, str | None] = (None, None, None)
         self._drawn = self._page_drawn = time.monotonic()
@@ -313,12 +313,13 @@ def read_run(path: Path, field: str = "resume") -> dict[str, Any] | None:
         raise UserError(field, path.name, f"its {error}; repair or delete that file") from None
 
 
-def read_history(path: Path, field: str = "resume") -> History:
+def read_history(path: Path, field: str = "resume", metrics: Sequence[Metric] = METRICS) -> History:
     """Return the history in a run folder's `metrics.jsonl`.
 
     Args:
         path: the run folder.
         field: what the user calls the run.
+        metrics: the metrics of its steps that are kept.
 
     Raises:
         UserError: the file cannot be read.
@@ -327,7 +328,7 @@ def read_history(path: Path, field: str = "resume") -> History:
     try:
         if file.exists():
             Folder(str(path)).size(file.name)  # refuses a device, whose read might never end
-        return History.read(file)
+        return History.read(file, metrics)
     except (DamagedFile, ValueError) as error:
         what = error if isinstance(error, DamagedFile) else DamagedFile(file.name, f"cannot be read ({error})")
         raise UserError(field, path.name, f"its {what}; repair or delete that file") from None

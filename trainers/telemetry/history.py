@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from trainers.telemetry.expert_health import Course, Health, entropy, max_over_mean, unused
+from trainers.telemetry.metrics import METRICS, Metric
 from trainers.telemetry.records import (
     Drifted,
     Failed,
@@ -41,9 +43,9 @@ class History:
     (`Course`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: Sequence[Metric] = METRICS) -> None:
         self.places: dict[int, Place] = {}
-        self.steps = Steps()
+        self.steps = Steps(metrics)
         self.validations: dict[int, Validation] = {}
         self.checkpoints: dict[int, Saved] = {}
         self.resumes: list[int] = []
@@ -72,13 +74,16 @@ class History:
         self._loads: deque[tuple[int, np.ndarray]] = deque(maxlen=LOAD_WINDOW)
 
     @classmethod
-    def read(cls, path: Path) -> History:
+    def read(cls, path: Path, metrics: Sequence[Metric] = METRICS) -> History:
         """Read the history in a `metrics.jsonl`, and skip lines that a crash cut off.
+
+        Args:
+            metrics: the metrics of its steps that are kept.
 
         Raises:
             ValueError: a line is JSON, but not a record.
         """
-        history = cls()
+        history = cls(metrics)
         if path.exists():
             with path.open() as lines:
                 for number, line in enumerate(iter(lambda: lines.readline(_LONGEST_LINE), ""), 1):

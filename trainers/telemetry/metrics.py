@@ -84,6 +84,9 @@ class Metric:
         shown: the row of the closing table, with a label and a text whose braces hold the number.
         reported: whether Ray gets it with each checkpoint.
         whole, always: whether it is a whole number; whether every step has it, even if it is not finite.
+
+    Raises:
+        ValueError: `name` or `gauge` is no identifier, or is taken.
     """
 
     name: str
@@ -97,10 +100,21 @@ class Metric:
     whole: bool = False
     always: bool = False
 
+    def __post_init__(self) -> None:
+        for name in filter(None, (self.name, self.gauge)):
+            if not name.isidentifier() or name in _TAKEN:
+                raise ValueError(f"a metric cannot have the name {name!r}")
+
     @property
     def outside(self) -> str:
         """The name in MLflow and Ray."""
         return self.mlflow or self.name
+
+
+_TAKEN = (
+    "kind", "step", "time", "load", "by_layer", "traffic",  # of records
+    "checkpoint_age_s", "failed_attempts", "waiting",  # of gauges
+)  # fmt: skip
 
 
 def _of_health(measure: Callable[[Health], float]) -> Callable[[Finished], float | None]:
@@ -153,13 +167,12 @@ def metrics_of(recipe: Recipe) -> tuple[Metric, ...]:
     for name in recipe.tracking.metrics:
         if not isinstance(row := imported("tracking.metrics", name), Metric):
             raise UserError("tracking.metrics", name, f"is a {type(row).__name__}, not a trainers.Metric")
-        if row.name in _TAKEN or row.name in {other.name for other in (*METRICS, *own)}:
-            raise UserError("tracking.metrics", name, f"has the name {row.name!r}, which another number of a step has")
+        for other in (*METRICS, *own):
+            for attribute in ("name", "outside", "gauge"):
+                if (own_name := getattr(row, attribute)) is not None and own_name == getattr(other, attribute):
+                    raise UserError("tracking.metrics", name, f"has the name {own_name!r}, which another metric has")
         own.append(row)
     return (*METRICS, *own)
-
-
-_TAKEN = ("kind", "step", "time", "load", "by_layer", "traffic")
 
 
 def reported_names(recipe: Recipe) -> tuple[str, ...]:

@@ -5,32 +5,31 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 
-from trainers.telemetry.metrics import METRICS
+from trainers.telemetry.metrics import METRICS, Metric
 from trainers.telemetry.records import Step
 
 ALWAYS = tuple(metric.name for metric in METRICS if metric.always)  # always numbers, even if they are not finite
 _WHOLE = {"step", *(metric.name for metric in METRICS if metric.whole)}
-_ELSEWHERE = ("kind", "load", "by_layer", "traffic")
 
 
 class Steps(Mapping[int, Step]):
     """Step → its record without load, measures by layer and traffic, which `metrics.jsonl` has.
 
+    It has the given metrics, and ignores other numbers of records.
+
     Every number takes 8 bytes. A week may have a million steps, and a million dicts would fill the memory of the driver.
     """
 
-    def __init__(self) -> None:
-        self._columns = {name: array("d") for name in ("step", "time", *(metric.name for metric in METRICS))}
+    def __init__(self, metrics: Sequence[Metric] = METRICS) -> None:
+        self._columns = {name: array("d") for name in ("step", "time", *(metric.name for metric in metrics))}
 
     def take(self, record: Step) -> None:
         """Add a step that comes after all others."""
-        for name in record.keys() - self._columns.keys() - set(_ELSEWHERE):  # a metric of the recipe's own
-            self._columns[name] = array("d", [math.nan] * len(self))
         for name, column in self._columns.items():
             value = record.get(name)
             column.append(math.nan if value is None else cast(float, value))
@@ -43,7 +42,7 @@ class Steps(Mapping[int, Step]):
 
     def column(self, name: str) -> np.ndarray:
         """Return a number of all steps, in their order. It is NaN where a step has none."""
-        return np.array(self._columns[name]) if name in self._columns else np.full(len(self), math.nan)
+        return np.array(self._columns[name])
 
     @property
     def last(self) -> int:

@@ -47,7 +47,7 @@ def test_a_metric_of_a_recipe_reaches_everything(tmp_path: Path) -> None:
     assert summary.metrics["watts"] == 400.0
     assert json.loads((tmp_path / "r-1" / "run.json").read_text())["watts"] == 400.0
     assert tracker._client.get_run(tracker.run_id).data.metrics["gpu/watts"] == 500.0
-    assert read_history(tmp_path / "r-1").steps.column("watts")[1:].tolist() == [300.0, 500.0]
+    assert read_history(tmp_path / "r-1", metrics=metrics_of(recipe)).steps.column("watts")[1:].tolist() == [300.0, 500.0]
     console = Console()
     with console.out.capture() as shown:
         console.out.print(closing_table(summary, metrics_of(recipe)))
@@ -61,7 +61,7 @@ def test_a_metric_of_a_recipe_reaches_everything(tmp_path: Path) -> None:
     [
         ("nowhere:WATTS", "cannot be imported"),
         (f"{__name__}:OWN", "is a dict, not a trainers.Metric"),
-        (f"{__name__}:LOSS", "has the name 'loss', which another number of a step has"),
+        (f"{__name__}:LOSS", "has the name 'loss', which another metric has"),
     ],
 )
 def test_what_is_no_metric_is_one_line(name: str, rule: str) -> None:
