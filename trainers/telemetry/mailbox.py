@@ -1,8 +1,8 @@
 """Carries records from the workers to the driver, and the driver's order to stop back.
 
 Workers never write to MLflow or to files of the run. They put records (`records.py`) into a queue, a process of Ray (`mail.py`).
-The driver reads the queue, and only the driver writes metrics, files and pictures. The order travels with each
-read of the driver, and with the answer to what a worker sends, so it needs no process and no message of its own.
+The driver reads the queue, and only the driver writes metrics, files and pictures. The order travels with each read of the
+driver, and with the answer to what a worker sends, so it needs no process and no message of its own.
 """
 
 from __future__ import annotations

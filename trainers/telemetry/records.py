@@ -1,7 +1,6 @@
 """Records of a training.
 
-Records are dicts, not classes of this package, so the queue that carries them (`mailbox.py`) need not import this
-package.
+Records are dicts, not classes of this package, so the queue that carries them (`mail.py`) need not import this package.
 """
 
 from __future__ import annotations
