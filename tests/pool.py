@@ -19,8 +19,6 @@ from torch.distributed import TCPStore
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preload"])
 
-# Process groups have threads. A group in a reference cycle lives until garbage collection.
-_MANY_THREADS = 30
 _AT_WORK = 0.03  # of a core: ranks that wait for each other for ever use less
 
 
@@ -116,6 +114,7 @@ def _serve(rank: int, world: int, port: int, connection: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("gloo", store=TCPStore("127.0.0.1", port, is_master=False), rank=rank, world_size=world)
+    gc.freeze()  # so that a collection takes milliseconds
     while True:
         try:
             case, arguments = connection.recv()
@@ -125,8 +124,20 @@ def _serve(rank: int, world: int, port: int, connection: Connection) -> None:
             connection.send((True, case(rank, *arguments)))
         except BaseException:
             connection.send((False, f"rank {rank} of {world}:\n{traceback.format_exc()}"))
-        if len(os.listdir("/proc/self/task")) > _MANY_THREADS:
-            gc.collect()
+        _drop_groups()
+
+
+def _drop_groups() -> None:
+    """Destroy the process groups that a case has left, even in reference cycles.
+
+    Each has a thread that wakes a hundred times a second. Those of a long session would take half of the processors.
+    """
+    import torch.distributed as dist
+
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
 
 
 def repository() -> Path:
