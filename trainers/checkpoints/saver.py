@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,13 +33,14 @@ class Saver:
     Args:
         asynchronous: write in the background; a save waits until the previous one is written.
         limit: how long ranks wait for each other, and for a checkpoint to be written.
+        check: called on rank 0 before anything is written; it raises an exception if the run belongs to another training now.
 
     Attributes:
         written: the step and the path of every checkpoint that this rank has written, until somebody takes it out.
     """
 
-    def __init__(self, asynchronous: bool, limit: timedelta):
-        self.asynchronous, self.limit = asynchronous, limit
+    def __init__(self, asynchronous: bool, limit: timedelta, check: Callable[[], None] = lambda: None):
+        self.asynchronous, self.limit, self.check = asynchronous, limit, check
         self.group = host_group(limit)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self._staged: Staged | None = None
@@ -106,5 +107,6 @@ class Saver:
     def _clear(self, place: Folder) -> None:
         """Delete what an earlier attempt has left of a checkpoint with this name. It may have had other ranks."""
         if self.rank == 0:
+            self.check()
             place.delete()
         self.meet()

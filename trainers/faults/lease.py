@@ -2,7 +2,8 @@
 
 A storage may have no locks, and the clocks of two hosts differ. So the holder writes a new number every few seconds, and another
 driver watches, by its own clock alone, whether the file changes. Two drivers that start together may both write it. The holder
-reads it again before it writes, so whoever wrote last keeps it, and the other one ends.
+reads it again before it writes, so whoever wrote last keeps it, and the other one ends. A driver that stands still cannot end,
+so its workers look at the lease before they write a checkpoint.
 """
 
 from __future__ import annotations
@@ -130,12 +131,30 @@ class Lease:
         self._run.write(_FILE, held.model_dump_json().encode())
 
     def _others(self) -> bytes | None:
-        """Return the lease as another driver has written it; None if there is none, or it is this driver's own."""
-        with suppress(DamagedFile):
-            content = self._run.read(_FILE, _MOST)
-            held = _read(content)
-            return None if held and held.holder == self._holder else content
-        return None
+        return _others(self._run, self._holder)
+
+
+class LeaseLost(RuntimeError):
+    """Another driver has the run, so the workers of this one may write nothing to it."""
+
+
+def check_holder(run: Folder, holder: str) -> None:
+    """Check, on a worker, that no other driver has taken the run over while this training's own stood still.
+
+    Raises:
+        LeaseLost: another one has.
+    """
+    if (lease := _others(run, holder)) is not None:
+        raise LeaseLost(f"{run.last} was taken over by another driver, {_told(lease)}; this training writes no more checkpoints")
+
+
+def _others(run: Folder, holder: str) -> bytes | None:
+    """Return the lease as another driver than `holder` has written it; None without such a lease."""
+    with suppress(DamagedFile):
+        content = run.read(_FILE, _MOST)
+        held = _read(content)
+        return None if held and held.holder == holder else content
+    return None
 
 
 def _read(content: bytes) -> _Held | None:

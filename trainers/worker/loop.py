@@ -34,8 +34,10 @@ from trainers.data.mixture import Mixture, opened
 from trainers.data.packed import Batches, PackedData, Sequences, Split
 from trainers.faults.ending import AFTER, Preempted
 from trainers.faults.guard import Guard
+from trainers.faults.lease import check_holder
 from trainers.faults.pulse import Pulse
 from trainers.faults.spikes import Spikes
+from trainers.folders import Folder
 from trainers.telemetry.expert_health import Health
 from trainers.telemetry.mailbox import Outbox
 from trainers.telemetry.metrics import Finished, Totals, metrics_of, reported
@@ -53,8 +55,8 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
     """Run the training loop; Ray calls this on every worker.
 
     Args:
-        config: the recipes by number of workers, as dictionaries, the folder of packed data, the queue for records,
-            and optionally a search, the checkpoint to start from, and whether steps and data begin anew there.
+        config: the recipes by number of workers, as dictionaries, the folder of packed data, the queue for records, the holder
+            of the run's lease, and optionally a search, the checkpoint to start from, and whether steps and data begin anew.
 
     Raises:
         DamagedCheckpoint: (on all ranks) the checkpoint cannot be read.
@@ -68,7 +70,7 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
             with activity.during("building", _BUILDING_S):
                 data = opened(config["data"], list(recipe.data.parts))
                 start = config.get("start"), config.get("anew", False)
-                worker = Worker(recipe, data, outbox, activity, config.get("search"), *start)
+                worker = Worker(recipe, data, outbox, activity, config["holder"], config.get("search"), *start)
             pulse.trains()
             try:
                 return worker.run(pulse)
@@ -88,6 +90,7 @@ class Worker:
         data: the packed data.
         outbox: sends records to the driver.
         activity: what this rank is doing.
+        holder: the driver of this training, as the run's lease names it.
         search: makes the search for degrees and sizes of chunks; None searches nothing.
         start: a checkpoint of another run. The training starts from it if this run has no checkpoint.
         anew: whether it takes only weights and optimizer from there, and begins at step 0.
@@ -99,6 +102,7 @@ class Worker:
         data: PackedData | Mixture,
         outbox: Outbox,
         activity: Activity,
+        holder: str,
         search: MakeSearch | None = None,
         start: ray.train.Checkpoint | None = None,
         anew: bool = False,
@@ -115,7 +119,9 @@ class Worker:
         probe(self.groups, self.device, DTYPES[recipe.precision])
         self.engine: Engine = make_engine(recipe, self.groups, self.device)
         self.guard = Guard(self.engine, self.groups, recipe.model, recipe.training.skip_steps)
-        self.saver = Saver(recipe.checkpoint.asynchronous, time_for(self._largest_state()))
+        storage = ray.train.get_context().get_storage()
+        check = partial(check_holder, Folder(storage.experiment_fs_path, storage.storage_filesystem), holder)
+        self.saver = Saver(recipe.checkpoint.asynchronous, time_for(self._largest_state()), check)
         self.products = self._all_ranks(matmul_peak(self.device, DTYPES[recipe.precision]))
         peak = data_sheet_peak(processor(self.device), SHORT_DTYPES[recipe.precision])
         self.peak = self._all_ranks(math.nan if peak is None else peak)  # not a number if a rank's device is not known

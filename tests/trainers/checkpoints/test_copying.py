@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from trainers.checkpoints.copying import written_to
 from trainers.checkpoints.reading import time_for
 from trainers.checkpoints.saver import Saver
 from trainers.checkpoints.stored import Stored
+from trainers.faults.lease import LeaseLost, check_holder
 from trainers.folders import Folder
 
 PROGRESS = {"step": 3, "data": "d", "fold": {}, "validation": {}, "seed": 0, "global_batch": 8}
@@ -88,6 +90,20 @@ def test_files_are_copied_again_after_an_error(storage: Storage, save: Callable[
     assert storage.calls == {"write": 1, "copy": 3}
     assert [step for step, _ in storage.saver.written] == [3]
     assert load(storage.files / "step_00000003").keys() == state(3).keys()
+
+
+def test_a_driver_that_lost_its_lease_writes_nothing_more(storage: Storage, save: Callable[[], None]) -> None:
+    """It may stand still, so that its workers have to look, and a checkpoint of this name may be the new driver's by now."""
+    run = Folder(storage.context.experiment_fs_path, storage.context.storage_filesystem)
+    storage.saver.check = partial(check_holder, run, "ours")
+    save()
+    run.write("driver.json", b'{"holder": "ours", "host": "h", "pid": 1, "beat": 3}')
+    save()
+    before = {file: file.stat().st_mtime_ns for file in storage.files.rglob("*") if file.is_file()}
+    run.write("driver.json", b'{"holder": "theirs", "host": "another", "pid": 7, "beat": 1}')
+    with pytest.raises(LeaseLost, match="r was taken over by another driver, process 7 on another"):
+        save()
+    assert all(file.stat().st_mtime_ns == time for file, time in before.items() if file.name != "driver.json")
 
 
 def test_only_the_boxes_of_a_plan_are_read(storage: Storage, save: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
