@@ -106,12 +106,13 @@ class Run:
         subscribers = [self.folder.receive, self.tracker.receive, self._gauges.receive]
         if self._progress is not None:
             subscribers.append(self._stack.enter_context(self._progress).receive)
-        self._inbox = self._stack.enter_context(Inbox(subscribers, self._beat))
+        self._inbox = self._stack.enter_context(Inbox(subscribers, self._look))
 
-    def _beat(self, beat: Beat) -> None:
-        """Take a sign of life. From time to time, see which ranks are slow, and write what all ranks do."""
-        self.watch.receive(beat)
-        if time.monotonic() - self._looked < _LOOK_S:
+    def _look(self, beats: Sequence[Beat]) -> None:
+        """Take signs of life. From time to time, see which ranks are slow or silent, and write what all ranks do."""
+        for beat in beats:
+            self.watch.receive(beat)
+        if not self.watch.beats or time.monotonic() - self._looked < _LOOK_S:
             return
         self._looked = time.monotonic()
         places = self.folder.history.places

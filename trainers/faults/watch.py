@@ -79,7 +79,7 @@ class Watch:
     def silent(self, limit: float, now: float | None = None) -> bool:
         """Look for ranks that train, and have shown no sign of life for longer than `limit` seconds.
 
-        Call this from time to time while other ranks show some.
+        Call this from time to time while the queue answers, so that the signs of a rank would arrive.
         """
         now = time.monotonic() if now is None else now
         passed = min(now - self._looked, _UNSEEN_S)

@@ -101,7 +101,7 @@ class Inbox:
 
     Args:
         subscribers: functions that take a record. The thread calls them in this order.
-        beats: takes signs of life, which the subscribers do not get; None drops them.
+        looks: takes the signs of life of every read of the queue, even if there are none; the subscribers do not get them.
         period: seconds between two reads of the queue.
         patience: seconds to wait at the end of the context for records that are still in the queue.
 
@@ -114,11 +114,11 @@ class Inbox:
     def __init__(
         self,
         subscribers: Sequence[Subscriber],
-        beats: Callable[[Beat], None] | None = None,
+        looks: Callable[[Sequence[Beat]], None] | None = None,
         period: float = 0.2,
         patience: float = 30.0,
     ):
-        self._subscribers, self._beats = tuple(subscribers), beats
+        self._subscribers, self._looks = tuple(subscribers), looks
         self._period, self._patience = period, patience
         self._leaving, self._emptied, self.delivering = threading.Event(), threading.Condition(), threading.RLock()
         self._empty = 0  # the number of the last read that found nothing
@@ -162,8 +162,8 @@ class Inbox:
             for record in records:
                 if record["kind"] != "beat":
                     self.tell(record)
-                elif self._beats is not None:
-                    self._look(self._beats, record)
+            if self._looks is not None:
+                self._look(self._looks, [record for record in records if record["kind"] == "beat"])
 
     def tell(self, record: Record) -> None:
         """Pass a record to the subscribers, out of one that takes signs of life."""
@@ -178,10 +178,10 @@ class Inbox:
         with self.delivering:
             self._subscribers = ()
 
-    def _look(self, beats: Callable[[Beat], None], beat: Beat) -> None:
-        """Pass a sign of life on. What fails there costs neither the records after it nor the training."""
+    def _look(self, looks: Callable[[Sequence[Beat]], None], beats: Sequence[Beat]) -> None:
+        """Use signs of life. What fails there costs neither the records nor the training."""
         try:
-            beats(beat)
+            looks(beats)
         except Exception as error:
             if not self._deaf:
                 _warn("signs of life cannot be used", error)

@@ -65,10 +65,29 @@ def test_how_long_a_rank_may_be_silent_follows_the_steps() -> None:
         assert Run._patience(found) == expected
 
 
+def test_a_rank_alone_is_missed_too(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else shows a sign of life, but the queue answers."""
+    now, ended = [1000.0], list[bool]()
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    run._end_attempt = lambda: ended.append(True)
+    run.folder.history.receive(place(0))
+    Run._look(run, [])  # before any sign of life
+    Run._look(run, [beat(0, trained_s=9.0)])
+    for _ in range(6):
+        Run._look(run, [])
+        now[0] += 10.0
+    assert not ended
+    for _ in range(3):
+        Run._look(run, [])
+        now[0] += 10.0
+    assert ended == [True], "its attempt is ended once"
+    assert run._ended.ranks == (0,)
+
+
 def look(run: Any, *ranks: int, trained: float = 9.0) -> bool:
     """Let ranks show two signs of life each, and return whether the workers were asked to stop."""
     for rank in (*ranks, *ranks):
-        Run._beat(run, beat(rank, trained_s=trained))
+        Run._look(run, [beat(rank, trained_s=trained)])
     return run._inbox.stops
 
 

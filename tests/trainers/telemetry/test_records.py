@@ -71,8 +71,8 @@ def test_signs_of_life_that_cannot_be_used_cost_no_records(ray_session, caplog):
     """A disk may be full for a moment, or Ray's head away."""
     seen, looked = [], []
 
-    def fails(beat):
-        looked.append(beat)
+    def fails(beats):
+        looked.extend(beats)
         raise OSError(28, "No space left on device")
 
     with Inbox([seen.append], fails, period=0.01) as inbox:
