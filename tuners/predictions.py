@@ -10,11 +10,10 @@ from foldray.planner.apart import ApartWork, Sides
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
-from foldray.planner.listed import comparable_seconds, list_seconds
+from foldray.planner.listed import step_seconds
 from foldray.planner.memo import Memo
 from foldray.planner.memory import ledger
 from foldray.planner.placing import apart_seconds
-from foldray.planner.whole import whole_seconds
 from foldray.refold import as_candidate
 from tuners.space import Settings, apply_setting
 
@@ -55,13 +54,7 @@ def predict_rows(table: Settings, hardware: Hardware, told: Callable[[int], None
             peak_bytes.append(max(side.total for side in apart.memory()))
             continue
         shared = shared_by_dispatch[candidate.job.dispatch]
-        work = OpWork(candidate, device, memo=shared)
-        peak_bytes.append(ledger(candidate, work.rank).total)
-        if len(table.rows) > _MOST_SIMULATED:
-            seconds.append(comparable_seconds(candidate, device, shared))
-        elif candidate.ordering.forward.row.found:
-            seconds.append(list_seconds(candidate, device, shared))
-        else:
-            seconds.append(whole_seconds(candidate, work))
+        peak_bytes.append(ledger(candidate, OpWork(candidate, device, memo=shared).rank).total)
+        seconds.append(step_seconds(candidate, device, shared, whole=len(table.rows) <= _MOST_SIMULATED))
     told(len(table.rows))
     return Predictions(seconds, peak_bytes)

@@ -40,7 +40,7 @@ def plan(given: argparse.Namespace) -> int:
 
 def _plan_placements(given: argparse.Namespace, machines: Any) -> int:
     """Find workers of their own for the experts, and compare them with the best plan whose workers have both halves."""
-    from foldray.planner import listed, placed_report, placing, search
+    from foldray.planner import placed_report, placing, search
     from foldray.planner.apart import ApartWork
 
     space = _space(given, machines)
@@ -50,8 +50,7 @@ def _plan_placements(given: argparse.Namespace, machines: Any) -> int:
     best = placed[0]
     work = ApartWork(best.candidate, placing.sides(space, placing.adapters(allocation)))
     shared = search.search(space, 1).best[0]
-    seconds = listed.simulated_seconds(shared.candidate, machines)
-    found = placed_report.Comparison(placed, shared, seconds, demand, allocation, placing.apart_seconds(work))
+    found = placed_report.Comparison(placed, shared, demand, allocation, placing.apart_seconds(work))
     if given.picture:
         write_picture(given.picture, lambda path: _roofline_picture(found, space, path))
     say(json.dumps(placed_report.placements_document(found)) if given.json else placed_report.placements_table(found, machines))

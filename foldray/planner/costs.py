@@ -37,7 +37,7 @@ from foldray.planner.memo import BlockKey, BlockTables, FoldTables, Memo, OpKey,
 from foldray.planner.mixing import MixtureParts
 from foldray.planner.network import Network
 from foldray.planner.shares import Price, Work
-from foldray.schedule import COMPUTE, Chunk, LaneSeconds, Op
+from foldray.schedule import COMPUTE, Chunk, Issue, LaneSeconds, Op
 
 
 class OpWork:
@@ -59,6 +59,22 @@ class OpWork:
         """Return the lanes and seconds of an op, for the clock."""
         return self._price(op).lanes
 
+    @property
+    def issue(self) -> Issue | None:
+        """What hosts need to issue ops, for the clock; None if they need no time."""
+        if not self.rank.device.share["issue"]:
+            return None
+        return Issue(lambda op: self.rank.issue(self._price(op)), lambda op: self.rank.waits(op.kind, op.direction == "B"))
+
+    def longest(self, op: Op) -> LaneSeconds:
+        """Return the cost of an op that lasts at least as long as its host needs to issue it.
+
+        A search for a list, whose order is not known yet, cannot know either where the host is ahead.
+        """
+        price = self._price(op)
+        lacking = self.rank.lacking(price)
+        return Price.of([*price.works, Work(COMPUTE, "launch", lacking)]).lanes if lacking else price.lanes
+
     def work(self, op: Op) -> tuple[Work, ...]:
         return self._price(op).works
 
@@ -74,7 +90,7 @@ class OpWork:
     def _computed(self, rank: RankCosts, op: Op) -> Price:
         """Return the price of an op on a rank with these costs. Gradients of weights may be an op of their own (W)."""
         graph = self.candidate.graph
-        price = rank.issued(op.kind, op.direction in ("B", "W"), graph.tokens(op), block_of(graph, op))
+        price = rank.price(op.kind, op.direction in ("B", "W"), graph.tokens(op), block_of(graph, op))
         if op.direction in ("B", "W") and op.kind in graph.later:
             return Price.of(work for work in price.works if work.weights == (op.direction == "W"))
         return price
@@ -127,18 +143,17 @@ class RankCosts(AttentionParts, MixtureParts):
             found = prices[key] = Price.of(PRICES[kind](self, block, tokens, back))
         return found
 
-    def issued(self, kind: str, back: bool, tokens: range, block: BlockSpec | None) -> Price:
-        """Return the price of an op that lasts at least as long as the host takes to issue it.
+    def issue(self, price: Price) -> float:
+        """Return how many seconds the host needs to issue an op."""
+        return price.calls * self.device.share["issue"]
 
-        This is for ops in a list that is not known (`issuing.py` has both clocks). It lasts too long if the host is ahead.
-        """
-        price = self.price(kind, back, tokens, block)
-        lacking = self.lacking(price)
-        return Price.of([*price.works, Work(COMPUTE, "launch", lacking)]) if lacking else price
+    def waits(self, kind: str, back: bool) -> bool:
+        """Whether the host must know how many rows a dispatch has before it can issue it."""
+        return kind == DISPATCH and not back and not self.model.router.pad
 
     def lacking(self, price: Price) -> float:
         """Return how many seconds longer the host takes to issue an op than the GPU takes to run it."""
-        return max(0.0, price.calls * self.device.share["issue"] - price.seconds)
+        return max(0.0, self.issue(price) - price.seconds)
 
     def totals(self, kind: str, cut: tuple[int, ...], block: BlockSpec | None) -> tuple[Totals, Totals]:
         """Return the seconds of all pieces of a kind of op in the forward and in the backward of a block.

@@ -1,9 +1,7 @@
 """What planned candidates would take with kinds that the search itself does not try, found lists above all.
 
-The search predicts a step from passes of its stages (`prediction.py`). Steps with these kinds are simulated whole (`whole.py`).
-The two have different prices: in a whole step on a GPU, every op lasts at least as long as the host takes to issue it. So nothing
-compares one with the other. A simulation says how many times as fast a kind is as the same candidate in passes, which is
-simulated, too.
+The search predicts a step from passes of its stages (`prediction.py`). Steps with these kinds are simulated whole (`whole.py`),
+at the same prices and on the same clock.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from foldray.planner.nodes import Planned
 from foldray.planner.prediction import Step, straggling
 from foldray.planner.space import RECOMPUTE
 from foldray.planner.whole import whole_seconds
-from foldray.schedule import LIST, ONE_A_ONE_M, SEQUENTIAL, Overlap, Sequences, SliceCost, make_ordering
+from foldray.schedule import LIST, Sequences, SliceCost, make_ordering
 
 DEGREES = (1, 2)
 AHEADS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0)
@@ -38,7 +36,7 @@ class Listed(NamedTuple):
 
     Args:
         candidate: the candidate.
-        seconds: predicted seconds of a step: simulated ones, or from `with_list` those that compare with the search's.
+        seconds: predicted seconds of a step.
         over_bound: seconds of its passes over those that no list of its ops can beat.
         memory_gib: memory at the fullest position, with all that the list may keep.
         fits: whether the memory is there.
@@ -54,52 +52,31 @@ class Listed(NamedTuple):
 def with_list(planned: Planned, hardware: Hardware, imbalance: float = 1.0) -> Listed:
     """Return the same fold and micro-batch with a found list, at the fastest degree that fits into memory, if any fits.
 
-    Its seconds are the planned ones, divided by how many times as fast the list is in a simulation of both.
-
     Args:
         planned: the candidate.
         hardware: the cluster.
         imbalance: rows of the fullest rank over the mean, for the memory.
     """
     found = [with_kind(planned.candidate, LIST.name, degree, hardware, imbalance) for degree in DEGREES]
-    best = min(found, key=lambda each: (not each.fits, each.seconds))
-    return best._replace(seconds=planned.prediction.seconds * best.seconds / simulated_seconds(planned.candidate, hardware))
+    return min(found, key=lambda each: (not each.fits, each.seconds))
 
 
-def simulated_seconds(candidate: Candidate, hardware: Hardware) -> float:
-    """Return the predicted seconds of a step whose every op is simulated, with the wait for the slowest node."""
-    device = Device.of(candidate.job, hardware)
-    return _simulated(candidate, device, _ROUNDS).seconds * (1 + straggling(candidate.fold.world_size, device))
+def step_seconds(candidate: Candidate, device: Device, memo: Memo | None = None, whole: bool = False) -> float:
+    """Return the predicted seconds of a step of any kind.
 
-
-def comparable_seconds(candidate: Candidate, device: Device, memo: Memo | None = None) -> float:
-    """Return the predicted seconds of a step of any kind, which compare with those of `Step.prediction`.
-
-    If the step does not consist of passes of stages, these are the seconds of the same pieces in passes, divided by how many
-    times as fast the kind is in a simulation of both.
+    A step that consists of passes of stages is predicted from these. Others are simulated; a list is found quickly
+    (`first_list`), and of many micro-batches, fewer are simulated than for `with_kind`.
 
     Args:
         candidate: the candidate, whose workers have attention and experts.
         device: its devices.
         memo: tables of known results.
+        whole: whether all steps are simulated, which takes longer.
     """
-    passes = _in_passes(candidate)
-    seconds = Step(passes, OpWork(passes, device, memo=memo)).prediction().seconds
-    if passes == candidate:
-        return seconds
-    own, theirs = (_simulated(each, device, FEWER_ROUNDS, memo, quick=True).seconds for each in (candidate, passes))
-    return seconds * own / theirs
-
-
-def _in_passes(candidate: Candidate) -> Candidate:
-    """Return a candidate with the same pieces, in passes of stages; the same one if it has such passes already."""
-    ordering = candidate.ordering
-    if ordering.of_stages:
-        return candidate
-    whole = ordering.degree * ordering.batch_degree == 1
-    kind = Overlap(SEQUENTIAL.name) if whole else Overlap(ONE_A_ONE_M.name)
-    passes = ordering._replace(forward=kind, backward=kind, weights_apart=False, costs=None, found=None)
-    return replace(candidate, ordering=passes)
+    if candidate.ordering.of_stages and not whole:
+        return Step(candidate, OpWork(candidate, device, memo=memo)).prediction().seconds
+    simulated = _simulated(candidate, device, FEWER_ROUNDS, memo, quick=True).seconds
+    return simulated * (1 + straggling(candidate.fold.world_size, device))
 
 
 def with_kind(candidate: Candidate, kind: str, degree: int, hardware: Hardware, imbalance: float = 1.0) -> Listed:
@@ -136,19 +113,6 @@ def _less_and_less(candidate: Candidate, kind: str, degree: int) -> Iterator[Can
     for again in (old.recompute, *(each for each in RECOMPUTE if set(each) > set(old.recompute))):
         for ahead in AHEADS if ordering.forward.row.found else AHEADS[:1]:
             yield replace(candidate, ordering=ordering._replace(recompute=again, ahead=ahead))
-
-
-def list_seconds(candidate: Candidate, device: Device, memo: Memo | None = None) -> float:
-    """Return the predicted seconds of a step with a list that is found quickly (`first_list`), for a table with many of them.
-
-    Of many micro-batches, fewer are simulated than for `with_list`. The wait for the slowest node (`straggling`) is left out.
-
-    Args:
-        candidate: a candidate with `kind: list`.
-        device: its devices.
-        memo: tables of known results.
-    """
-    return _simulated(candidate, device, FEWER_ROUNDS, memo, quick=True).seconds
 
 
 class _Simulated(NamedTuple):

@@ -13,12 +13,11 @@ from foldray.blueprint import BlockSpec
 from foldray.planner.bounds import ends_of, stage_work
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import RankCosts, pieces_of
-from foldray.planner.issuing import two_clocks
 from foldray.planner.layout import Content, StageForm
 from foldray.planner.lists import StageList, stage_list
 from foldray.planner.memo import Moment, Pass
 from foldray.planner.shares import Price, Stretch
-from foldray.schedule import Direction, Ordering, Overlap, Reduction, gathers
+from foldray.schedule import Direction, Host, Ordering, Overlap, Reduction, gathers
 
 BOTH: tuple[Direction, ...] = ("F", "B")
 LAGS = (1, 2, 3)
@@ -159,7 +158,7 @@ class Passes:
         )  # fmt: skip
         prices = [self.rank.price(*piece) for piece in order.compiled.classes]
         count = len(order.compiled.ops) if head else order.before_head
-        starts, ends = (each[:count] for each in order.compiled.run([price.lanes for price in prices]))
+        starts, ends = (each[:count] for each in order.compiled.run([price.lanes for price in prices])[:2])
         seconds = max(ends)
         # At least one op runs at any time. If two run, one of them travels while the other computes.
         lost, waiting = self._crowding * (sum(ends) - sum(starts) - seconds) if self._crowding else 0.0, 0.0
@@ -176,11 +175,11 @@ class Passes:
 
     def _issued(self, order: StageList, prices: Sequence[Price], count: int) -> tuple[list[float], list[float]]:
         """Return starts and ends of a pass that follows one like it, with the host and the GPU on clocks of their own."""
-        waits, ahead, found = not self.rank.model.router.pad, 0.0, None
+        costs, seconds = [price.lanes for price in prices], [*map(self.rank.issue, prices)]
+        host = Host(seconds, [self.rank.waits(piece.kind, piece.back) for piece in order.compiled.classes])
         for _ in range(2):
-            found = two_clocks(order.compiled, prices, self.rank.device.share["issue"], waits, ahead)
-            ahead = min(0.0, found.host - max(found.ends[:count]))
-        assert found is not None
+            found = order.compiled.run(costs, host)
+            host = host._replace(begin=min(0.0, max(found.hosts) - max(found.ends[:count])))
         return found.starts[:count], found.ends[:count]
 
 

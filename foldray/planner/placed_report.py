@@ -19,7 +19,6 @@ class Comparison(NamedTuple):
     Args:
         placed: the placements, the best first.
         shared: the best such plan.
-        shared_seconds: seconds of its step, simulated whole as those of the placements.
         demand: FLOPs and bytes of a layer.
         allocation: GPUs and adapters by the roofline alone.
         more_adapters: seconds of the best placement with the allocation's adapters.
@@ -27,7 +26,6 @@ class Comparison(NamedTuple):
 
     placed: Sequence[Placed]
     shared: Planned
-    shared_seconds: float
     demand: Demand
     allocation: Allocation
     more_adapters: float
@@ -35,7 +33,7 @@ class Comparison(NamedTuple):
     @property
     def speed(self) -> float:
         """Speed of the best placement relative to that of the best plan with shared workers."""
-        return self.shared_seconds / self.placed[0].seconds
+        return self.shared.prediction.seconds / self.placed[0].seconds
 
 
 def placement(placed: Placed) -> dict[str, Any]:
@@ -70,7 +68,7 @@ def placements_document(found: Comparison) -> dict[str, Any]:
             }
             for each in found.placed
         ],
-        "shared": {"fold": str(found.shared.candidate.fold), "step_time_s": found.shared_seconds},
+        "shared": {"fold": str(found.shared.candidate.fold), "step_time_s": found.shared.prediction.seconds},
         "speed": found.speed,
         "roofline": {
             "attention": {"gpus": [allocation.attention], "nics": allocation.attention_nics, "seconds": allocation.sides[0]},
@@ -95,7 +93,7 @@ def placements_table(found: Comparison, hardware: Hardware) -> str:
     a, f = allocation.attention, allocation.experts
     lines += [
         "",
-        f"with shared workers: {shared.candidate.fold}, {schedule(shared)}, {found.shared_seconds:.2f} s",
+        f"with shared workers: {shared.candidate.fold}, {schedule(shared)}, {found.shared.prediction.seconds:.2f} s",
         f"by FLOPs and bytes alone: {a}:{f} GPUs and {allocation.attention_nics}:{allocation.expert_nics} network adapters",
         f"the first placement with so many adapters per GPU: {found.more_adapters:.2f} s",
         "",

@@ -27,7 +27,7 @@ from foldray.planner.apart import ApartWork, Sides
 from foldray.planner.candidate import Candidate
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
-from foldray.planner.listed import AHEADS, FEWER_ROUNDS, comparable_seconds
+from foldray.planner.listed import AHEADS, FEWER_ROUNDS, step_seconds
 from foldray.planner.memo import Memo
 from foldray.planner.memory import GIB, Memory
 from foldray.planner.prediction import straggling
@@ -178,7 +178,7 @@ def predicted_seconds(candidate: Candidate, hardware: Hardware) -> float:
     device = Device.of(candidate.job, hardware)
     if candidate.fold.disjoint:
         return apart_seconds(ApartWork(candidate, Sides(device, device)))
-    return comparable_seconds(candidate, device)
+    return step_seconds(candidate, device)
 
 
 def least_seconds(work: ApartWork) -> float:

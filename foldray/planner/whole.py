@@ -28,10 +28,12 @@ def simulate_step(candidate: Candidate, work: OpWork, quick: bool = False) -> Si
     """
     graph, ordering = candidate.reducing, candidate.ordering
     if ordering.forward.row.found:
-        given = graph, work.cost, ordering.ahead
-        return simulate(graph, first_list(*given) if quick else find(*given, moves=False).schedule, work.cost)
-    costs = _op_costs(graph, work) if ordering.goes_by_costs else None
-    return simulate(graph, ordered_schedule(graph, ordering._replace(costs=costs)), work.cost)
+        given = graph, work.longest, ordering.ahead
+        schedule = first_list(*given) if quick else find(*given, moves=False).schedule
+    else:
+        costs = _op_costs(graph, work) if ordering.goes_by_costs else None
+        schedule = ordered_schedule(graph, ordering._replace(costs=costs))
+    return simulate(graph, schedule, work.cost, work.issue)
 
 
 def whole_seconds(candidate: Candidate, work: OpWork, quick: bool = False) -> float:

@@ -2,8 +2,8 @@
 
 from foldray.schedule.check import check, peak
 from foldray.schedule.chunks import REDUCTIONS, Chunk, Reduction, cut_buffer
-from foldray.schedule.clock import Cost, Span, times, unit_times
-from foldray.schedule.compiled import COMPUTE, CompiledSchedule, LaneSeconds, ScheduleError
+from foldray.schedule.clock import Cost, Issue, Span, times, unit_times
+from foldray.schedule.compiled import COMPUTE, CompiledSchedule, Host, LaneSeconds, ScheduleError
 from foldray.schedule.generators import Run
 from foldray.schedule.graph import Channel, Graph, PipelineGraph
 from foldray.schedule.handovers import place_handovers, with_handovers

@@ -5,12 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from foldray.schedule.compiled import COMPUTE, CompiledSchedule, LaneSeconds
+from foldray.schedule.compiled import COMPUTE, CompiledSchedule, Host, LaneSeconds
 from foldray.schedule.graph import Graph
 from foldray.schedule.op import Op, Schedule
 
 Cost = Callable[[Op], LaneSeconds]
 """Op → its cost."""
+
+
+class Issue(NamedTuple):
+    """The hosts of a schedule's positions, op by op (`Host`).
+
+    Args:
+        seconds: op → the time that a host needs to issue it.
+        waits: op → whether the host waits for what the op needs.
+    """
+
+    seconds: Callable[[Op], float]
+    waits: Callable[[Op], bool]
+
 
 UNITS = {"F": 1, "R": 1, "B": 2, "W": 1}
 
@@ -31,12 +44,16 @@ def unit_times(graph: Graph, schedule: Schedule) -> dict[Op, Span]:
     return times(graph, schedule, lambda op: ((COMPUTE, 0 if graph.channel(op) else UNITS[op.direction]),))
 
 
-def times(graph: Graph, schedule: Schedule, cost: Cost) -> dict[Op, Span]:
+def times(graph: Graph, schedule: Schedule, cost: Cost, issue: Issue | None = None) -> dict[Op, Span]:
     """Return the span of each op at given costs.
+
+    Args:
+        issue: what the hosts need; None is no time.
 
     Raises:
         ScheduleError: the positions wait for each other.
     """
     compiled = CompiledSchedule(graph, schedule, lambda op: op)
-    found = compiled.run_once([cost(op) for op in compiled.classes])
-    return dict(zip(compiled.ops, map(Span, *found), strict=True))
+    host = issue and Host([*map(issue.seconds, compiled.classes)], [*map(issue.waits, compiled.classes)])
+    starts, ends, _ = compiled.run_once([cost(op) for op in compiled.classes], host)
+    return dict(zip(compiled.ops, map(Span, starts, ends), strict=True))

@@ -7,6 +7,8 @@ The clock follows the same rules as the executor:
 - A position posts an op that travels, and goes on. The op travels once all ops that it needs have ended.
 - A channel is a queue: its ops travel one after another, in order.
 - The cost of an op is a sequence of (lane, seconds). An op waits while another op uses the lane that it needs.
+- A host may need time to issue an op (`Host`). It goes through the list without waiting for its GPU, so it gets ahead in ops
+  for which the GPU takes longer. Where it is not ahead, the GPU waits for it.
 
 There are two ways to run. If every lane belongs to one queue (a position or a channel), an op starts at the latest end of
 its predecessors, and one pass in topological order finds all times (longest paths in a DAG). If queues share a lane, the
@@ -19,6 +21,7 @@ import heapq
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise, takewhile
+from math import inf
 from typing import Generic, NamedTuple, TypeVar
 
 from foldray.schedule.graph import Graph
@@ -34,11 +37,32 @@ class ScheduleError(ValueError):
     """A schedule breaks a rule of its graph. The message is one line."""
 
 
+class Host(NamedTuple):
+    """The hosts, which issue the ops of the positions to their GPUs.
+
+    Args:
+        seconds: for every class, the time that the host needs to issue one of its ops.
+        waits: for every class, whether the host waits for what one of its ops needs, because it must read the row counts of a
+            dispatch. It does so once it has given its GPU something else to compute, or if there is nothing that it can give.
+        begin: when the hosts begin; a negative moment if they are ahead.
+    """
+
+    seconds: Sequence[float]
+    waits: Sequence[bool]
+    begin: float = 0.0
+
+
 class Times(NamedTuple):
-    """Start and end of each op, by its number, in the unit of the costs."""
+    """When ops start and end, in the unit of the costs.
+
+    Args:
+        starts, ends: start and end of each op on its GPU or link, by its number.
+        hosts: for every position, when its host has issued the last op; empty without hosts.
+    """
 
     starts: list[float]
     ends: list[float]
+    hosts: Sequence[float] = ()
 
 
 Class = TypeVar("Class", bound=Hashable)
@@ -160,26 +184,27 @@ class CompiledSchedule(Generic[Class]):
                 found[self.class_of[i], *key] = None
         return list(found)
 
-    def run(self, costs: Sequence[LaneSeconds]) -> Times:
+    def run(self, costs: Sequence[LaneSeconds], host: Host | None = None) -> Times:
         """Return start and end of each op.
 
         Args:
             costs: the cost of every class, in the order of `classes`; each has at least one lane.
+            host: what the hosts need; None is no time.
 
         Raises:
             ScheduleError: the positions wait for each other.
         """
-        if self.contended(costs) or self._order is None:
-            return self.run_once(costs)
+        if host is not None or self.contended(costs) or self._order is None:
+            return self.run_once(costs, host)
         return self.one_pass([sum(seconds for _, seconds in each) for each in costs])
 
-    def run_once(self, costs: Sequence[LaneSeconds]) -> Times:
+    def run_once(self, costs: Sequence[LaneSeconds], host: Host | None = None) -> Times:
         """Do the same as `run`, event by event. For a single run, this is faster than to find the topological order first.
 
         Raises:
             ScheduleError: the positions wait for each other.
         """
-        return _EventRun(self, costs).times()
+        return _EventRun(self, costs, host).times()
 
     def contended(self, costs: Sequence[LaneSeconds]) -> bool:
         """Whether more than one queue uses the same lane of a position."""
@@ -219,8 +244,8 @@ class _EventRun:
     a new one, and an op that travels has one since it was posted. So a link takes first what was posted first.
     """
 
-    def __init__(self, compiled: CompiledSchedule, costs: Sequence[LaneSeconds]):
-        self.schedule = compiled
+    def __init__(self, compiled: CompiledSchedule, costs: Sequence[LaneSeconds], host: Host | None):
+        self.schedule, self.host = compiled, host
         self.costs = [costs[cost_class] for cost_class in compiled.class_of]
         self.positions, channels, count = len(compiled.lists), len(compiled.queues), len(compiled.ops)
         self.starts = [0.0] * count
@@ -228,6 +253,9 @@ class _EventRun:
         self.started = [0] * self.positions  # by position: number of ops that it has started
         self.free = [0.0] * self.positions  # by position: when the computation that it has started ends
         self.lanes: list[dict[str, float]] = [{} for _ in range(self.positions)]  # by position: lane → when it is free
+        self.issued = [-inf if host is None else host.begin] * self.positions  # by position: when its host issued the last op
+        # By position: ops that its host must wait for before it posts them, and when the position has reached them in its list.
+        self.in_line: list[list[tuple[int, float]]] = [[] for _ in range(self.positions)]
         self.posted = [0.0] * count  # by op: when the last position posted it
         self.number = [0] * count  # by op: the running number of its posting
         self.missing = [len(places) for places in compiled.places]  # by op: number of positions that must still post it
@@ -250,7 +278,7 @@ class _EventRun:
         ends = [end for end in self.ends[:-1] if end is not None]
         if len(ends) < len(self.starts) or any(map(int.__lt__, self.started, map(len, self.schedule.lists))):
             raise ScheduleError(f"the positions wait for each other: {'; '.join(self._stuck())}")
-        return Times(self.starts, ends)
+        return Times(self.starts, ends, () if self.host is None else self.issued)
 
     def _stuck(self) -> list[str]:
         """Return a clause for every position that cannot finish. If there are none, name every posted op without an end."""
@@ -282,24 +310,47 @@ class _EventRun:
     def _plan_start(self, position: int) -> None:
         """Plan when a position starts its next op, if this op does not wait for others."""
         ops, count = self.schedule.lists[position], self.started[position]
+        at = None
         if count < len(ops):
-            at = self._ready(self.schedule.waits[ops[count]], self.free[position], position)
-            if at is not None:
-                heapq.heappush(self.events, (at, self._next_number(), position))
+            begin = max(self.free[position], self.issued[position])
+            at = self._ready(self.schedule.waits[ops[count]], begin, position)
+        if at is not None:
+            heapq.heappush(self.events, (at, self._next_number(), position))
+        elif self.in_line[position]:
+            self._wait(position)
 
     def _start(self, position: int, at: float) -> None:
         i = self.schedule.lists[position][self.started[position]]
         self.started[position] += 1
-        channel = self.schedule.channel_of[i]
-        if channel < 0:
-            self.free[position] = self._use(i, (position,), at)
-            self._finish(i, at, self.free[position])
+        if self.schedule.channel_of[i] < 0:
+            self._compute(i, position, at)
         else:
             self.free[position] = at
-            self.posted[i], self.number[i] = max(self.posted[i], at), self._next_number()
-            self.missing[i] -= 1
-            self._plan_travel(channel)
+            if self.host is not None and self.host.waits[self.schedule.class_of[i]]:
+                self.in_line[position].append((i, at))
+            else:
+                self._post(i, at)
         self._plan_start(position)
+
+    def _compute(self, i: int, position: int, at: float) -> None:
+        if self.host is not None:
+            self.issued[position] += self.host.seconds[self.schedule.class_of[i]]
+        self.free[position] = max(self._use(i, (position,), at), self.issued[position])
+        self._finish(i, at, self.free[position])
+        self._wait(position)
+
+    def _wait(self, position: int) -> None:
+        """Let the host wait for all that the ops in its line need, as far as it is known when that ends, and post them."""
+        in_line, self.in_line[position] = self.in_line[position], []
+        for i, at in in_line:
+            needs = (self.schedule.number.get(op, -1) for op in self.schedule.graph.needs(self.schedule.ops[i]))
+            self.issued[position] = max([self.issued[position], *(end for need in needs if (end := self.ends[need]) is not None)])
+            self._post(i, max(at, self.issued[position]))
+
+    def _post(self, i: int, at: float) -> None:
+        self.posted[i], self.number[i] = max(self.posted[i], at), self._next_number()
+        self.missing[i] -= 1
+        self._plan_travel(self.schedule.channel_of[i])
 
     def _plan_travel(self, channel: int) -> None:
         """Plan when the head of a channel travels, if all its positions have posted it and it does not wait for others."""

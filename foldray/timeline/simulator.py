@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from foldray.schedule import Cost, Graph, Op, Schedule, Span, times
+from foldray.schedule import Cost, Graph, Issue, Op, Schedule, Span, times
 from foldray.timeline.usage import Usage, usage
 
 
@@ -22,12 +22,12 @@ class Simulation(NamedTuple):
     usage: tuple[Usage, ...]
 
 
-def simulate(graph: Graph, schedule: Schedule, cost: Cost) -> Simulation:
-    """Run a schedule at given costs.
+def simulate(graph: Graph, schedule: Schedule, cost: Cost, issue: Issue | None = None) -> Simulation:
+    """Run a schedule at given costs, with hosts that need time to issue ops if `issue` says so.
 
     Raises:
         ScheduleError: the schedule cannot finish.
     """
-    spans = times(graph, schedule, cost)
+    spans = times(graph, schedule, cost, issue)
     own = tuple(usage(graph, {op: spans[op] for op in ops}) for ops in schedule)
     return Simulation(spans, max(span.end for span in spans.values()), own)

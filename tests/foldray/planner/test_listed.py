@@ -13,13 +13,10 @@ from foldray.kinds import EXPERT
 from foldray.planner.candidate import Candidate, Job
 from foldray.planner.device import Device
 from foldray.planner.hardware import load_hardware
-from foldray.planner.listed import list_seconds, simulated_seconds, with_kind, with_list
-from foldray.planner.memory import Memory, blocks_in_flight, fullest
-from foldray.planner.nodes import Planned
-from foldray.planner.placing import predicted_seconds
-from foldray.planner.prediction import predict
+from foldray.planner.listed import step_seconds, with_kind
+from foldray.planner.memory import blocks_in_flight, fullest
 from foldray.planner.space import RECOMPUTE
-from foldray.schedule import COMPUTE, Overlap, step_schedule
+from foldray.schedule import COMPUTE, Ordering, Overlap, Slicing, step_schedule
 
 MACHINES = load_hardware("eos-h100")
 MODEL = ModelSpec(
@@ -34,20 +31,28 @@ def test_a_quick_prediction_is_near_that_of_a_longer_search(axes: dict[str, int]
     fold = Fold(8, **axes)
     candidate = Candidate(Job(MODEL, 4096, 16 * fold.dp), fold)
     listed = with_kind(candidate, "list", degree, MACHINES)
-    assert list_seconds(listed.candidate, Device.of(candidate.job, MACHINES)) == pytest.approx(listed.seconds, rel=0.02)
+    assert step_seconds(listed.candidate, Device.of(candidate.job, MACHINES)) == pytest.approx(listed.seconds, rel=0.02)
     assert listed.over_bound >= 1
 
 
-def test_a_list_is_compared_with_its_like() -> None:
-    """On one GPU nothing travels, so a list takes as long as passes. But both prices of these passes differ by a tenth."""
-    machines, model = load_hardware("h200"), MODEL.model_copy(update={"layers": 2, "expert_hidden": 4096, "kv_heads": 2})
-    candidate = Candidate(Job(model, 16384, 2), Fold(1))
-    planned = Planned(candidate, predict(candidate, machines), Memory(*[0.0] * 8), True)
-    listed = with_list(planned, machines)
-    assert simulated_seconds(candidate, machines) > 1.1 * planned.prediction.seconds
-    assert listed.seconds == pytest.approx(planned.prediction.seconds, rel=1e-9)
-    assert predicted_seconds(listed.candidate, machines) == pytest.approx(planned.prediction.seconds, rel=1e-9)
-    assert predicted_seconds(candidate, machines) == planned.prediction.seconds
+@pytest.mark.parametrize("issue", [0.0, 4e-5])
+@pytest.mark.parametrize("kind", ["sequential", "stream"])
+@pytest.mark.parametrize(
+    ("preset", "axes"),
+    [("mixtral-8x22b", {"ep": 8}), ("qwen3-30b-a3b", {"ep": 8}), ("mixtral-8x22b", {"tp": 2, "ep": 4, "etp": 2}),
+     ("deepseek-v2-lite", {"ep": 8}), ("qwen3-30b-a3b", {"pp": 2, "ep": 4}), ("mixtral-8x22b", {"pp": 2, "ep": 4})],
+    ids=str,
+)  # fmt: skip
+def test_a_step_has_one_price(preset: str, axes: dict[str, int], kind: str, issue: float) -> None:
+    """Passes of stages and all ops of a step, on the same clocks of GPU and host, take equally long."""
+    model = ModelSpec.model_validate({"preset": preset, "layers": 8})
+    job, fold, machines = Job(model, 4096, 32), Fold(8, **axes), load_hardware("h200")
+    cut = (4096 // fold.tp // 2,) * 2
+    ordering = Ordering(Overlap(kind, 1), Overlap(kind, 1), Slicing(cut, cut)) if kind == "stream" else Ordering()
+    candidate, device = Candidate(job, fold, ordering), Device.of(job, machines, {"issue": issue})
+    passes, whole = (step_seconds(candidate, device, whole=whole) for whole in (False, True))
+    # At the beginning of every pass, an approximation lets the host be as far ahead as at its end.
+    assert passes == pytest.approx(whole, rel=0.02 if issue else 0.006)
 
 
 @pytest.mark.gate(1 / 2)

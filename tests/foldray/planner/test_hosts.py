@@ -1,4 +1,4 @@
-"""Two clocks: the host issues the kernels of a list, and the GPU runs them."""
+"""A clock with hosts: they issue the kernels of a list, and the GPU runs them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from foldray.planner.candidate import Candidate, Job
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.hardware import load_hardware
-from foldray.planner.issuing import two_clocks
 from foldray.planner.lists import StageList, stage_list
 from foldray.planner.prediction import Step, predict
 from foldray.planner.shares import Price, Work
-from foldray.schedule import COMPUTE, Direction, Ordering, Overlap, Slicing
+from foldray.schedule import COMPUTE, Direction, Host, Ordering, Overlap, Slicing
 
 MODEL = ModelSpec.model_validate({"preset": "mixtral-8x22b", "layers": 4})
 SECONDS = {ATTENTION: 4.0, ROUTE: 1.0, DISPATCH: 2.0, EXPERT: 4.0, COMBINE: 2.0, MERGE: 1.0}
@@ -37,12 +36,28 @@ def prices(order: StageList) -> list[Price]:
     return [Price.of([Work(lane, "ep", SECONDS[kind], calls=lane == COMPUTE)]) for kind, lane in zip(kinds, lanes, strict=True)]
 
 
+def issued(order: StageList, issue: float, waits: bool, host: float) -> tuple[list[float], list[float], float]:
+    """Return starts and ends of ops, and when the host has issued the last one.
+
+    Args:
+        issue: seconds of the host for each of its calls.
+        waits: whether it waits for the row counts of dispatches.
+        host: when it begins.
+    """
+    own = prices(order)
+    begins = [waits and each.kind == DISPATCH and not each.back for each in order.compiled.classes]
+    starts, ends, hosts = order.compiled.run(
+        [price.lanes for price in own], Host([issue * price.calls for price in own], begins, host)
+    )
+    return starts, ends, max(hosts)
+
+
 @pytest.mark.parametrize("direction", ["F", "B"])
 @pytest.mark.parametrize(("kind", "degree"), [("sequential", 1), ("stream", 2), ("aaam", 4), ("one_a_one_m", 4)])
 def test_a_host_that_is_ahead_changes_nothing(kind: str, degree: int, direction: Direction) -> None:
     order = a_list(kind, degree, direction)
-    found = two_clocks(order.compiled, prices(order), 1e-9, waits=False, host=-1.0)
-    assert (found.starts, found.ends) == tuple(order.compiled.run([price.lanes for price in prices(order)]))
+    starts, ends, _ = issued(order, 1e-9, waits=False, host=-1.0)
+    assert (starts, ends, ()) == order.compiled.run([price.lanes for price in prices(order)])
 
 
 @pytest.mark.parametrize(
@@ -53,26 +68,24 @@ def test_a_host_that_is_ahead_changes_nothing(kind: str, degree: int, direction:
     ],
 )
 def test_the_slower_clock_counts(issue: float, end: float, host: float) -> None:
-    order = a_list()
-    found = two_clocks(order.compiled, prices(order), issue, waits=True, host=0.0)
-    assert (max(found.ends), found.host) == (end, host)
+    _, ends, last = issued(a_list(), issue, waits=True, host=0.0)
+    assert (max(ends), last) == (end, host)
 
 
 def test_the_host_gives_the_gpu_the_next_piece_before_it_waits_for_row_counts() -> None:
     """With two pieces, the second attention starts at the end of the first routing, as if there was no wait."""
     order = a_list("stream", 2)
-    found = two_clocks(order.compiled, prices(order), 0.5, waits=True, host=-10.0)
-    starts = {(order.compiled.classes[k].kind, i): found.starts[i] for i, k in enumerate(order.compiled.class_of)}
-    attention = sorted(start for (kind, _), start in starts.items() if kind == ATTENTION)
-    assert attention == [0.0, 5.0]
+    starts, _, _ = issued(order, 0.5, waits=True, host=-10.0)
+    kinds = [order.compiled.classes[number].kind for number in order.compiled.class_of]
+    assert [start for start, kind in zip(starts, kinds, strict=True) if kind == ATTENTION] == [0.0, 5.0]
 
 
 @pytest.mark.parametrize(("kind", "degree"), [("stream", 2), ("aaam", 4)])
 def test_a_slow_host_takes_as_long_as_its_calls(kind: str, degree: int) -> None:
     order = a_list(kind, degree)
-    found = two_clocks(order.compiled, prices(order), 1e6, waits=False, host=0.0)
-    assert found.host == 4 * degree * 1e6
-    assert max(found.ends) == pytest.approx(found.host, rel=1e-4)
+    _, ends, host = issued(order, 1e6, waits=False, host=0.0)
+    assert host == 4 * degree * 1e6
+    assert max(ends) == pytest.approx(host, rel=1e-4)
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])
