@@ -51,8 +51,9 @@ def test_a_step_has_one_price(preset: str, axes: dict[str, int], kind: str, issu
     ordering = Ordering(Overlap(kind, 1), Overlap(kind, 1), Slicing(cut, cut)) if kind == "stream" else Ordering()
     candidate, device = Candidate(job, fold, ordering), Device.of(job, machines, {"issue": issue})
     passes, whole = (step_seconds(candidate, device, whole=whole) for whole in (False, True))
-    # At the beginning of every pass, an approximation lets the host be as far ahead as at its end.
-    assert passes == pytest.approx(whole, rel=0.02 if issue else 0.006)
+    # Of passes, each begins with a host that is as far ahead as at the end of a pass like it. In a bubble it gets further ahead.
+    assert passes == pytest.approx(whole, rel=(0.04 if "pp" in axes else 0.02) if issue else 0.006)
+    assert passes >= whole * (1 - 0.006)
 
 
 @pytest.mark.gate(1 / 2)
