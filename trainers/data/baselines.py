@@ -41,8 +41,7 @@ def count_pairs(pairs: np.ndarray) -> np.ndarray:
 def fit(counts: np.ndarray) -> np.ndarray:
     """Return the bits that each pair costs under the unigram and the bigram model, float64 [2, PAIRS].
 
-    Args:
-        counts: the counts of pairs in the training text, int64 [PAIRS].
+    Both models know the counts of pairs in the training text, int64 [PAIRS].
     """
     bigrams = counts.reshape(257, 256) + SMOOTHING
     unigrams = counts.reshape(257, 256).sum(axis=0) + SMOOTHING

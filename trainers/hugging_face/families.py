@@ -32,11 +32,7 @@ _BIAS = Tensor("gate.e_score_correction_bias", "")
 
 
 def family_of(model: ModelSpec) -> Family:
-    """Return the family that a model belongs to.
-
-    Raises:
-        UserError: it belongs to none. The message names the key of the model in which it differs from the nearest family.
-    """
+    """Return the family that a model belongs to."""
     missing, family = min(((family.misses(model), family) for family in FAMILIES), key=lambda each: len(each[0]))
     if missing:
         key, legal = missing[0]

@@ -40,11 +40,6 @@ def import_hf(
 
     Args:
         tokenizer: "byte" or the tokenizer's folder; None is the model's folder.
-
-    Raises:
-        UserError: the folder is missing, damaged or holds a model that foldray does not have, its tokenizer cannot be loaded,
-            or the file exists or cannot be written.
-        MissingPackage: a package is missing.
     """
     if os.path.lexists(path):
         raise UserError("RECIPE", str(path), "exists already; give the name of a new file")
@@ -108,11 +103,7 @@ def _tokenizer(folder: Path, named: str | None) -> str:
 
 
 def _check_tokenizer(name: str, named: bool) -> None:
-    """Check that a tokenizer can prepare data. To the weights, the tokens of another one mean nothing.
-
-    Raises:
-        UserError: it cannot be loaded. The message says how to name another one, unless that was done.
-    """
+    """Check that a tokenizer can prepare data. To the weights, the tokens of another one mean nothing."""
     try:
         load_tokenizer(name)
     except MissingPackage:

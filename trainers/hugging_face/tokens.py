@@ -19,11 +19,7 @@ _OF_MODELS = ("config.json", "generation_config.json")  # files beside a tokeniz
 
 
 def write_tokenizer(name: str, folder: Path) -> Tokenizer:
-    """Write the files of a recipe's tokenizer (`data.tokenizer`), and return the tokenizer.
-
-    Raises:
-        UserError: the tokenizer's folder is gone, or cannot be read.
-    """
+    """Write the files of a recipe's tokenizer (`data.tokenizer`), and return the tokenizer."""
     tokenizer = load_tokenizer(name)
     if isinstance(tokenizer, ByteTokenizer):
         (folder / "tokenizer.json").write_text(json.dumps(_bytes(tokenizer.separator)))

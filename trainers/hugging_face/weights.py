@@ -53,10 +53,6 @@ class Weights:
     def at(cls, folder: str, field: str) -> Weights:
         """Find the tensors of a folder, in the files that transformers would load: those that `config.json` names, or else the
         one file, or else those of the index. Other files of tensors may lie beside them, such as those of an earlier save.
-
-        Raises:
-            UserError: the folder is missing, or holds no such file in the format of safetensors.
-            MissingPackage: the package safetensors is missing.
         """
         path = Path(os.path.expanduser(folder)).absolute()
         if not os.path.isdir(path):
@@ -79,12 +75,7 @@ class Weights:
         return cls(path, field, {name: path / file for name, file in placed.items()})
 
     def config(self) -> dict[str, Any]:
-        """Return `config.json`, with all defaults of transformers.
-
-        Raises:
-            UserError: the file is missing or damaged, or the model is in no family that foldray reads.
-            MissingPackage: transformers is missing.
-        """
+        """Return `config.json`, with all defaults of transformers."""
         kind = self._json(_CONFIG).get("model_type")
         if (family := _family(kind)) is None:
             known = [name for family in (*FAMILIES, *DENSE) for name in (family.model_type, *family.others)]
@@ -101,11 +92,7 @@ class Weights:
         return found | {other: found[name] for other, name in config.attribute_map.items() if name in found}
 
     def model(self) -> dict[str, Any]:
-        """Return the keys of a recipe's `model`. Those of a dense model have no experts.
-
-        Raises:
-            UserError: the model has something that foldray has not.
-        """
+        """Return the keys of a recipe's `model`. Those of a dense model have no experts."""
         config = self.config()
         family = _family(config["model_type"])
         assert family
@@ -132,9 +119,6 @@ class Weights:
         """Return the section `export` of a recipe: what the folder says of its model beside the weights.
 
         Ids outside of the vocabulary name no token. They are transformers' defaults, which are those of a larger model.
-
-        Raises:
-            UserError: `generation_config.json` is damaged.
         """
         config, generation = self.config(), self._json(_GENERATION) if (self.folder / _GENERATION).exists() else {}
         bos, eos, pad = (_within(config["vocab_size"], config.get(f"{role}_token_id")) for role in ("bos", "eos", "pad"))
@@ -144,11 +128,7 @@ class Weights:
         return {"max_positions": config.get("max_position_embeddings"), "tokens": tokens, "generation": generation}
 
     def check(self, model: ModelSpec) -> None:
-        """Check that the folder has this model: what `config.json` says, and the name and shape of every tensor.
-
-        Raises:
-            UserError: it has another model.
-        """
+        """Check that the folder has this model: what `config.json` says, and the name and shape of every tensor."""
         family, read = self._owner(model), self.model()
         if family.dense:
             if (rule := preserves(model)) is not None:
@@ -169,9 +149,6 @@ class Weights:
         Args:
             shards: the shards. Those of the optimizer, and weights that the folder has not, stay as they are.
             drawn: the parameters of the rank's model so far, by name. It has its routers whole.
-
-        Raises:
-            UserError: a file is damaged, a weight is not a finite number, or two tensors of one parameter differ.
         """
         family, form = self._owner(model), self.format()
         held: dict[str, list[Shard]] = {}
@@ -203,9 +180,6 @@ class Weights:
 
         Args:
             held: what the rank owns of each parameter.
-
-        Raises:
-            UserError: one has other values.
         """
         copies = {each.name: each for each in family.repeats(model) if each.name in self.files and each.ours in held}
         for paths, names in self._by_files(form, copies).items():
@@ -217,11 +191,7 @@ class Weights:
                             raise self.refused(f"{tensor.name} differs from {tensor.ours}, and the model has one for both")
 
     def format(self) -> Format:
-        """Return how the folder has its tensors.
-
-        Raises:
-            UserError: they are quantized in a way that foldray does not read.
-        """
+        """Return how the folder has its tensors."""
         try:
             return format_of(self._json(_CONFIG))
         except ValueError as error:
@@ -251,11 +221,7 @@ class Weights:
         return UserError(self.field, str(self.folder), rule, legal)
 
     def _owner(self, model: ModelSpec) -> Family:
-        """Return the family that has both the folder's model and this one.
-
-        Raises:
-            UserError: there is none.
-        """
+        """Return the family that has both the folder's model and this one."""
         own = _family(self._json(_CONFIG).get("model_type"))
         if own and own.dense:
             return own
@@ -294,11 +260,7 @@ class Weights:
 
     @contextmanager
     def _reading(self, form: Format, paths: Iterable[Path]) -> Iterator[Callable[[str], Stored]]:
-        """Open files, and yield what finds a tensor in them by its name.
-
-        Raises:
-            UserError: a file is missing or damaged, or lacks the tensor, or a part of the tensor has a wrong type or shape.
-        """
+        """Open files, and yield what finds a tensor in them by its name."""
         with ExitStack() as stack:
             files = {path: stack.enter_context(self._opened(path)) for path in paths}
             held = {path: set(file.keys()) for path, file in files.items()}
@@ -324,12 +286,7 @@ class Weights:
 
     @contextmanager
     def _opened(self, path: Path) -> Iterator[Any]:
-        """Open a file of tensors.
-
-        Raises:
-            UserError: it is missing or damaged.
-            MissingPackage: the package safetensors is missing.
-        """
+        """Open a file of tensors."""
         try:
             from safetensors import SafetensorError, safe_open
         except ModuleNotFoundError:

@@ -44,10 +44,6 @@ def generate(
         chat: answer the prompt in the chat template of the tokenizer.
         system: with `chat`, the message of the system before the prompt.
         trust: whether to import the modules that the run's recipe names.
-
-    Raises:
-        UserError: as `Model.generate` and `Model.chat`; or there is no undamaged checkpoint. Values are checked before weights
-            are read.
     """
     Sampling(**sampling)
     check_count("tokens", tokens)
@@ -76,10 +72,6 @@ def evaluate(run: str, files: Sequence[str], seq_len: int | None = None, as_json
         seq_len: tokens of a window; None is that of the training.
         as_json: print one document instead of a table.
         trust: whether to import the modules that the run's recipe names.
-
-    Raises:
-        UserError: as `Model.evaluate`; a file cannot be read or is empty; or there is no undamaged checkpoint. All files are
-            read before weights are.
     """
     texts = [_text(file) for file in files]
     if seq_len is not None:
@@ -103,11 +95,7 @@ def evaluate(run: str, files: Sequence[str], seq_len: int | None = None, as_json
 
 
 def _text(file: str) -> str:
-    """Return the text of a file, without a mark of the byte order, as training reads it.
-
-    Raises:
-        UserError: `read_text` refuses it, or it is empty.
-    """
+    """Return the text of a file, without a mark of the byte order, as training reads it."""
     if not (text := read_text("FILE", file, _MOST_TEXT).removeprefix("\ufeff")):
         raise UserError("FILE", file, "is empty, so there is nothing to predict")
     return text

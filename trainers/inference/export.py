@@ -66,10 +66,6 @@ def export(run: str, folder: Path, dtype: str | None = None, as_json: bool = Fal
         folder: the folder to write; it must not exist.
         dtype: type of the weights; None is that of the training.
         trust: whether to import the modules that the run's recipe names.
-
-    Raises:
-        UserError: there is no undamaged checkpoint or no recipe, the model is in no known family, or the folder exists or
-            cannot be written. Nothing is left of the folder.
     """
     if os.path.lexists(folder):
         raise UserError("DIR", str(folder), "exists already; give the name of a new folder")

@@ -44,9 +44,6 @@ class Trained:
             run: path or URI of a run, for its newest checkpoint, or of a checkpoint; or Ray's handle of a checkpoint.
             recipe: the recipe of the training; None reads `recipe.yaml` beside the checkpoint.
             trust: whether to import the modules that `recipe.yaml` names (`Recipe.stored`).
-
-        Raises:
-            UserError: there is no undamaged checkpoint, or no recipe, or the checkpoint has another model.
         """
         begin = _beginning(run)
         stored = begin.look()
@@ -56,11 +53,7 @@ class Trained:
 
     @contextmanager
     def opened(self) -> Iterator[Stored]:
-        """Open the checkpoint, for `fill`.
-
-        Raises:
-            UserError: the checkpoint is damaged; the message names an earlier one.
-        """
+        """Open the checkpoint, for `fill`."""
         try:
             with opened(self.begin.folder.checkpoint, None) as stored:
                 yield stored

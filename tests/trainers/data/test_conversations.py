@@ -42,7 +42,7 @@ def files(folder: Path, name: str = "a.jsonl") -> list:
 
 
 def encoded(folder: Path, reader: Reader, seq_len: int, name: str = "a.jsonl") -> Piece:
-    (piece,) = encode(Work(list(cut(files(folder, name))), validation=False), Unfit("refuse"), reader, seq_len)
+    (piece,) = encode(Work(list(cut(files(folder, name))), "train"), Unfit("refuse"), reader, seq_len)
     return piece
 
 
@@ -247,7 +247,7 @@ def test_conversations_that_cannot_be_used_are_left_out(tmp_path: Path, chatml: 
     skip = Unfit("skip")
     with pytest.raises(UserError, match=r"^data.messages_field=messages: is not a list of messages but dict in line 2 of "):
         encoded(tmp_path, Reader(chatml, "messages"), 64)
-    work = Work(list(cut(files(tmp_path))), validation=False)
+    work = Work(list(cut(files(tmp_path))), "train")
     (piece,) = encode(work, skip, Reader(chatml, "messages", rule="skip"), 64)
     assert piece.counts is not None
     assert piece.counts["conversations"] == 2
@@ -255,7 +255,7 @@ def test_conversations_that_cannot_be_used_are_left_out(tmp_path: Path, chatml: 
     assert skip.found == {str(path): (5, 3, f"is not a list of messages but dict in the line at byte {where}")}
     write(path, [call("add", {})], good)  # the template fails, because there is no content
     skip = Unfit("skip")
-    assert len(list(encode(Work(list(cut(files(tmp_path))), validation=False), skip, Reader(chatml, "messages"), 64))) == 1
+    assert len(list(encode(Work(list(cut(files(tmp_path))), "train"), skip, Reader(chatml, "messages"), 64))) == 1
     ((count, _, first),) = skip.found.values()
     assert count == 1
     assert first.startswith("has a chat template that fails with the line at byte 0 (UndefinedError: ")

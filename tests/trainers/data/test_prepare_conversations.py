@@ -59,7 +59,7 @@ def expected(data: DataSpec, names: list[str]) -> list[list[int]]:
 
 @pytest.mark.parametrize("least", [1, 1 << 20])
 def test_what_is_read_is_what_the_assistant_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int):
-    monkeypatch.setitem(prepare.__globals__, "deal", lambda parts, validation, **_: deal(parts, validation, least=least))
+    monkeypatch.setitem(prepare.__globals__, "deal", lambda parts, split, **_: deal(parts, split, least=least))
     data = corpus(tmp_path)
     packed = prepare(data, 300, tmp_path / "cache")
     assert trained_tokens(packed.train) == expected(data, ["0.jsonl", "1.jsonl"])
