@@ -206,12 +206,10 @@ def _in_time() -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval)
 
 
-def covered(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return which tokens have a character in a span, bool [n].
+def covered(offsets: Spans, spans: Spans) -> np.ndarray:
+    """Return which tokens with these offsets have a character in a span, bool [n].
 
-    Args:
-        offsets: the characters [start, stop) of n tokens. A token without characters counts as one at its start.
-        spans: characters [start, stop).
+    A token without characters counts as one at its start.
     """
     starts, stops = np.asarray(offsets, np.int64).reshape(-1, 2).T
     stops, inside = np.maximum(stops, starts + 1), np.zeros(len(starts), bool)

@@ -127,10 +127,9 @@ def end(tokenizer: Tokenizer) -> Piece:
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack items of some lengths into bins, by best-fit decreasing. Return the numbers of the items in each bin.
+    """Pack items, none longer than `capacity`, into bins by best-fit decreasing. Return the items' numbers in each bin.
 
-    The longest item comes first. Each goes into the fullest bin that has room for it, or into a new one. No item may be longer
-    than the capacity of a bin.
+    The longest item comes first. Each goes into the fullest bin that has room for it, or into a new one.
     """
     bins, room = list[list[int]](), list[tuple[int, int]]()  # (free, index of the bin), the least free first
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
@@ -144,10 +143,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def told(meta: Mapping[str, Any]) -> str:
-    """Return a line about packed conversations, from the content of `meta.json`.
-
-    It says how many there are, what became of those that do not fit, and whether the model learns to end its answers.
-    """
+    """Return a line about packed conversations, by the content of `meta.json`."""
     counts = [meta[split]["counts"] for split in ("train", "validation")]
     both = Counter[str](counts[0])
     both.update(counts[1])  # unlike +, this keeps counts of 0

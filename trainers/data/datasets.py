@@ -202,7 +202,6 @@ class _Write:
 
     Args:
         name: what errors call the dataset.
-        text_field: key or column of the text.
         rule: what becomes of documents that cannot be used. Halves of surrogate pairs have no UTF-8.
     """
 

@@ -36,8 +36,7 @@ _LEAST = 4096  # samples in a table: ties are broken at random, so that sources 
 class Shares:
     """Which source gives the sample at each global position, and how many samples it gave before.
 
-    Args:
-        seed: decides between samples whose windows end together.
+    The seed decides between samples whose windows end together.
     """
 
     def __init__(self, weights: Sequence[int], seed: int):
@@ -58,8 +57,7 @@ class Shares:
 def deal(weights: Sequence[int], rounds: int, seed: int) -> np.ndarray:
     """Return the source of each of `rounds` · sum(weights) samples: int64. Every prefix keeps to the weights.
 
-    Args:
-        seed: decides between samples whose windows end together.
+    The seed decides between samples whose windows end together.
     """
     total = sum(weights)
     numbers = [np.arange(weight * rounds, dtype=np.int64) for weight in weights]
@@ -82,12 +80,8 @@ def deal(weights: Sequence[int], rounds: int, seed: int) -> np.ndarray:
 class MixedOrder:
     """The sequence at each global sample position of a mixture.
 
-    A source whose sequences are used up begins a new epoch, in a new order. The other sources go on.
-
-    Args:
-        counts: sequences of each source.
-        weights: whole numbers, one for each source.
-        version: version of the sources' orders (`order.py`).
+    A source whose sequences are used up begins a new epoch, in a new order. The other sources go on. `counts` are the sequences
+    of each source.
     """
 
     def __init__(self, seed: int, counts: Sequence[int], weights: Sequence[int], version: int = NEWEST):
@@ -216,11 +210,8 @@ def is_whole(folder: Path, content: dict[str, Any]) -> bool:
 def baselines(data: PackedData | Mixture, sequences: int | None) -> tuple[Baselines | None, float | None]:
     """Return the byte models' bits per byte, and the mean bytes of a token, on the validation sequences that training measures.
 
-    In a mixture, each source has byte models of its own. Their bits and bytes are averaged by weight, as losses are. Nothing is
-    returned if a source has no byte models.
-
-    Args:
-        sequences: number of sequences of each source; None takes all.
+    These are `sequences` sequences of each source; None takes all. In a mixture, each source has byte models of its own. Their
+    bits and bytes are averaged by weight, as losses are. Nothing is returned if a source has no byte models.
     """
     lengths, bits = list[float](), list[tuple[float, float]]()
     for part in data.parts.values():

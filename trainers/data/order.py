@@ -57,12 +57,9 @@ class SampleOrder:
 
 
 def permuted(places: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
-    """Return what a permutation of [0, count) has at some places, int64 [n].
+    """Return what a permutation of [0, count), with count ≤ 2⁶², has at some places, int64 [n].
 
-    Args:
-        places: int64 [n].
-        count: at most 2**62.
-        keys: the key of each round, uint64.
+    Each round of the Feistel network has a key, uint64.
     """
     rows = math.isqrt(count - 1) + 1
     columns = -(-count // rows)

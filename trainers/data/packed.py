@@ -90,12 +90,7 @@ class PackedData:
 
 
 class Split:
-    """The sequences of one split, train or validation. `len()` returns their number.
-
-    Args:
-        folder: the packed data's folder.
-        meta: content of `meta.json`.
-    """
+    """The sequences of one split, train or validation, by the content of `meta.json`. `len()` returns their number."""
 
     def __init__(self, folder: Path, name: str, meta: dict[str, Any]):
         self.name = name

@@ -44,7 +44,6 @@ class Place(NamedTuple):
     Args:
         path: absolute path, or URI.
         name: name below the fixed folder of the pattern.
-        size: in bytes.
         mtime_ns: time of the last change; 0 if the store does not tell it.
     """
 
@@ -60,10 +59,7 @@ def is_uri(path: str) -> bool:
 
 
 def find(field: str, pattern: str) -> list[Place]:
-    """Return the files that a path, a URI or a glob of either matches, in the order of their names.
-
-    Errors name the recipe's key `field`.
-    """
+    """Return the files that a path, a URI or a glob of either matches, in the order of their names."""
     return _in_store(field, pattern) if is_uri(pattern) else _on_disk(field, pattern)
 
 

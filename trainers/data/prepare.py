@@ -54,10 +54,6 @@ def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | 
 
     Args:
         vocab: number of ids that the model knows.
-        cache: folder of all packed data.
-
-    Raises:
-        RuntimeError: the data have to be prepared, and Ray is not initialised.
     """
     if data.sources is None:
         return _prepare(data, vocab, cache, progress)
@@ -98,8 +94,10 @@ def _prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress |
         encoding.check(content[0])
     inputs = _inputs(data, tokenizer, files)
     folder = cache_folder(cache) / digest(inputs)[:_DIGITS]
-    if not is_intact(folder) and is_intact(earlier := _earlier(folder, data, inputs)):
-        folder = earlier
+    if not is_intact(folder) and data.tokenizer != "byte":
+        # An earlier version knew a tokenizer by all files in its folder.
+        earlier = folder.with_name(digest({**inputs, "tokenizer": content_of(data.tokenizer)})[:_DIGITS])
+        folder = earlier if is_intact(earlier) else folder
     if not is_intact(folder):
         if not ray.is_initialized():
             raise RuntimeError("prepare() needs an initialised Ray: call ray.init() first")
@@ -109,13 +107,6 @@ def _prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress |
     if data.invalid == "refuse" and (unfit := packed.meta["unfit"]["first"]):  # prepared under another rule
         raise refused(unfit[0]["file"], unfit[0]["at"])
     return packed
-
-
-def _earlier(folder: Path, data: DataSpec, inputs: dict[str, Any]) -> Path:
-    """Return the folder in which an earlier version has put the same data. It knew a tokenizer by all files in its folder."""
-    if data.tokenizer == "byte":
-        return folder
-    return folder.with_name(digest({**inputs, "tokenizer": content_of(data.tokenizer)})[:_DIGITS])
 
 
 def cache_folder(cache: str | Path) -> Path:
@@ -130,7 +121,6 @@ class _Encoding(NamedTuple):
     """How documents of one kind become tokens.
 
     Args:
-        check: checks the beginning of a file.
         end: what follows the last token of a split, or nothing.
         least: bytes of text of the smallest work.
     """

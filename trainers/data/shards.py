@@ -73,7 +73,6 @@ class Written(Checked):
         unfit: documents that cannot be used as they are (`unfit.Unfit`).
         content: hash of its documents (`identity.Chain`).
         sizes: sizes of the files that stay or are read once more, by the ending of their names.
-        mark: `Work.mark`.
     """
 
     tokens: Count
@@ -93,13 +92,7 @@ def file_of(folder: Path, split: str, work: int, ending: str) -> Path:
 
 
 def write(folder: Path, split: str, work: int, pieces: Iterable[Piece], unfit: Found, mark: str = "") -> Written:
-    """Write the files of a work, piece by piece, and return what the driver gathers.
-
-    Args:
-        work: number of the work in its split.
-        unfit: what the reading of the pieces fills.
-        mark: stands for the work.
-    """
+    """Write the files of a work, piece by piece, and return what the driver gathers. Reading the pieces fills `unfit`."""
     tokens, documents, bytes_, has_pairs = 0, 0, 0, False
     counts, pair_counts, content, sizes = Counter[str](), np.zeros(PAIRS, np.int64), Chain(), dict[str, int]()
     with _appending(folder, split, work, sizes) as append:
@@ -224,11 +217,7 @@ def passing(folder: Path) -> Iterator[Path]:
 
 
 class Index:
-    """What the driver gathers of a split: counts of its works, in order.
-
-    Args:
-        seq_len: number of targets of a sequence.
-    """
+    """What the driver gathers of a split: counts of its works, in order."""
 
     def __init__(self, seq_len: int):
         self.seq_len = seq_len

@@ -28,7 +28,7 @@ class SourceFile:
         kind: stdlib, text, jsonl or parquet.
         name: name below the glob's fixed folder (or the library's root). It decides the split and the order.
         path: absolute path, or URI; empty for stdlib, because every node finds its own library.
-        size: in bytes, as it is stored.
+        size: in bytes, as the file is stored.
         mtime_ns: time of the last change; 0 if nobody knows it.
     """
 

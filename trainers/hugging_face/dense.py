@@ -26,12 +26,8 @@ def granularity(model: ModelSpec) -> int:
 def upcycled(dense: Values, experts: int, topk: int, parts: int) -> Values:
     """Return the keys of `model` for a dense model's, with experts in all blocks.
 
-    Args:
-        experts, topk: copies of each network, and how many of them each token takes.
-        parts: G, into how many experts each copy is cut.
-
-    Raises:
-        ValueError: the inner width cannot be cut in this way.
+    Each network has `experts` copies, of which each token takes `topk`. Each copy is cut into `parts` (G) experts. A ValueError
+    says if the inner width cannot be cut in this way.
     """
     if dense["ffn_hidden"] % parts:
         raise ValueError(f"must divide the inner width {dense['ffn_hidden']} of the networks")

@@ -63,8 +63,7 @@ class Family(NamedTuple):
     def model(self, config: Values) -> Values:
         """Return the keys of `model` for a `config.json` with all defaults of transformers in it.
 
-        Raises:
-            ValueError: a key has a value that foldray does not read.
+        If a key has a value that foldray does not read, raise a ValueError whose message goes on from the file's name.
         """
         for key, value in {**_FIXED, **self.fixed}.items():
             if key not in _OF_TRAINING and config.get(key, value) != value:

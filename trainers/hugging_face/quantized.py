@@ -116,21 +116,15 @@ class Format:
     """How a folder has its tensors. This one is of folders that are not quantized."""
 
     method: str = ""
-
-    def told(self) -> str:
-        """Return the format for people."""
-        return "plain"
+    told: str = ""
+    """The format for people."""
 
     def parts(self, name: str, names: Collection[str]) -> tuple[str, ...]:
         """Return the names in the files, of which these are all, for a tensor that has this name if it is not quantized."""
         return (name,)
 
     def tensor(self, name: str, parts: Sequence[Part]) -> Stored:
-        """Return a tensor, whose shape is that of the values, of its parts in the order of `parts`.
-
-        Raises:
-            ValueError: a part has a wrong type or shape.
-        """
+        """Return the tensor of its parts in the order of `parts`, or raise a ValueError for a wrong type or shape."""
         (values,) = parts
         _check_type(name, values, _PLAIN)
         return Plain(values)
@@ -142,7 +136,7 @@ class Fp8(Format):
     method = "fp8"
 
     def __init__(self, block: tuple[int, int]):
-        self.block = block
+        self.block, self.told = block, f"fp8 in blocks of {block[0]} × {block[1]}"
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Fp8:
@@ -151,9 +145,6 @@ class Fp8(Format):
         if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
             raise ValueError(f"says weight_block_size={block}, and foldray reads fp8 in blocks of two sizes only; {_SAVE}")
         return cls((block[0], block[1]))
-
-    def told(self) -> str:
-        return f"fp8 in blocks of {self.block[0]} × {self.block[1]}"
 
     def parts(self, name: str, names: Collection[str]) -> tuple[str, ...]:
         scales = f"{name}_scale_inv"
@@ -180,9 +171,7 @@ class Mxfp4(Format):
     """MXFP4, as GPT-OSS has it: the experts' matrices are quantized, and other tensors are not."""
 
     method = "mxfp4"
-
-    def told(self) -> str:
-        return f"mxfp4 in blocks of {_BLOCK}"
+    told = f"mxfp4 in blocks of {_BLOCK}"
 
     def parts(self, name: str, names: Collection[str]) -> tuple[str, ...]:
         packed = (f"{name}_blocks", f"{name}_scales")
@@ -208,8 +197,7 @@ _FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {"fp8": Fp8.of, 
 def format_of(config: Mapping[str, Any]) -> Format:
     """Return the format of a folder's tensors by its `config.json`.
 
-    Raises:
-        ValueError: foldray does not read the format. The message goes on from the file's name.
+    If foldray does not read the format, raise a ValueError whose message goes on from the file's name.
     """
     given = config.get("quantization_config")
     if given is None:

@@ -67,7 +67,8 @@ class Weights:
         if main is None:
             raise empty.refused(f"must hold the weights in {named or f'{_WHOLE}, or in files with {_INDEX}'}, and has none")
         if not main.endswith(".json"):
-            return cls(path, field, dict.fromkeys(empty._names(path / main), path / main))
+            with empty._opened(path / main) as file:
+                return cls(path, field, dict.fromkeys(file.keys(), path / main))
         placed = empty._json(main).get("weight_map")
         if not isinstance(placed, dict):
             raise empty.refused(f"its {main} has no weight_map")
@@ -278,10 +279,6 @@ class Weights:
                     raise self.refused(str(error)) from None
 
             yield read
-
-    def _names(self, path: Path) -> list[str]:
-        with self._opened(path) as file:
-            return list(file.keys())
 
     @contextmanager
     def _opened(self, path: Path) -> Iterator[Any]:
