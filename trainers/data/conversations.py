@@ -127,7 +127,7 @@ def end(tokenizer: Tokenizer) -> Piece:
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack items, none longer than `capacity`, into bins by best-fit decreasing. Return the items' numbers in each bin.
+    """Pack items into bins by best-fit decreasing. Return the items' numbers in each bin.
 
     The longest item comes first. Each goes into the fullest bin that has room for it, or into a new one.
     """
@@ -142,7 +142,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def told(meta: Mapping[str, Any]) -> str:
+def summary(meta: Mapping[str, Any]) -> str:
     """Return a line about packed conversations, by the content of `meta.json`."""
     counts = [meta[split]["counts"] for split in ("train", "validation")]
     both = Counter[str](counts[0])

@@ -35,7 +35,7 @@ from trainers.data.encode import grouped, quiet_console
 from trainers.data.identity import Chain
 from trainers.data.prepare import cache_folder
 from trainers.data.sources import STORED
-from trainers.data.unfit import as_utf8, halves_in, refused, told_unfit
+from trainers.data.unfit import as_utf8, halves_in, refused, unfit_summary
 
 Documents = Any
 """A dataset of Ray, a function that makes one, or rows in memory: mappings with the text field, or texts."""
@@ -95,7 +95,7 @@ def _stored(name: str, dataset: Documents, data: DataSpec, folder: Path) -> str:
             whole.add(part)
         if not whole.documents:
             raise UserError(name, "no rows", "has no documents")
-        if line := whole.told(name, data.invalid):
+        if line := whole.unfit_summary(name, data.invalid):
             _log.warning(line)
         stored = folder / f"hash-{content.value:064x}"
         with writing(folder):
@@ -169,11 +169,11 @@ class _Part:
         self.first_unfit = self.first_unfit if self.unfit else row
         self.unfit, self.unfit_bytes = self.unfit + 1, self.unfit_bytes + bytes_
 
-    def told(self, field: str, rule: Invalid) -> str | None:
+    def unfit_summary(self, field: str, rule: Invalid) -> str | None:
         """Return a line about the rows that cannot be used as they are; None if there are none."""
         first = {"file": field, "documents": self.unfit, "at": f"row {self.first_unfit}"}
         unfit = {"rule": rule, "documents": self.unfit, "bytes": self.unfit_bytes, "files": 1, "first": [first]}
-        return told_unfit({"unfit": unfit})
+        return unfit_summary({"unfit": unfit})
 
     def add(self, following: _Part) -> None:
         """Add the numbers of the next part."""

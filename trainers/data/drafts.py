@@ -23,8 +23,8 @@ _LOOKS, _LOOK_S = 11, 1.0
 def draft(folder: Path, is_done: Callable[[], bool]) -> Iterator[Path]:
     """Make a hidden folder beside `folder`. It becomes `folder` at the end, or is deleted after a UserError.
 
-    If this process is killed, the draft stays, and the next process that prepares the same data goes on with its files. The
-    process that has locked the draft works on it. Another process meanwhile has a draft of its own.
+    If this process is killed, the draft stays, and the next process that prepares the same data goes on with it. A process locks
+    the draft that it works on. Another process meanwhile has a draft of its own.
 
     Args:
         is_done: whether `folder` is whole already.

@@ -80,8 +80,7 @@ def deal(weights: Sequence[int], rounds: int, seed: int) -> np.ndarray:
 class MixedOrder:
     """The sequence at each global sample position of a mixture.
 
-    A source whose sequences are used up begins a new epoch, in a new order. The other sources go on. `counts` are the sequences
-    of each source.
+    A source whose sequences (`counts`) are used up begins a new epoch, in a new order. The other sources go on.
     """
 
     def __init__(self, seed: int, counts: Sequence[int], weights: Sequence[int], version: int = NEWEST):
@@ -210,8 +209,8 @@ def is_whole(folder: Path, content: dict[str, Any]) -> bool:
 def baselines(data: PackedData | Mixture, sequences: int | None) -> tuple[Baselines | None, float | None]:
     """Return the byte models' bits per byte, and the mean bytes of a token, on the validation sequences that training measures.
 
-    These are `sequences` sequences of each source; None takes all. In a mixture, each source has byte models of its own. Their
-    bits and bytes are averaged by weight, as losses are. Nothing is returned if a source has no byte models.
+    These are the first `sequences` of each source; None takes all. Each source has byte models of its own. Their bits and bytes
+    are averaged by weight, as losses are. If a source has no byte models, both values are None.
     """
     lengths, bits = list[float](), list[tuple[float, float]]()
     for part in data.parts.values():
@@ -227,7 +226,7 @@ def baselines(data: PackedData | Mixture, sequences: int | None) -> tuple[Baseli
     return Baselines(unigram / mean_length, bigram / mean_length), mean_length
 
 
-def told_data(data: PackedData | Mixture) -> dict[str, Any]:
+def counts_by_source(data: PackedData | Mixture) -> dict[str, Any]:
     """Return counts of the data of each source, for `run.json`."""
     keys = ("documents", "bytes", "tokens", "sequences")
     counts = dict[str, Any]()

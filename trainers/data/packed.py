@@ -90,21 +90,21 @@ class PackedData:
 
 
 class Split:
-    """The sequences of one split, train or validation, by the content of `meta.json`. `len()` returns their number."""
+    """The sequences of one split. `len()` returns their number."""
 
     def __init__(self, folder: Path, name: str, meta: dict[str, Any]):
         self.name = name
         self.seq_len: int = meta["seq_len"]
-        own = meta[name]
-        self._count: int = own["sequences"]
-        self.masked: bool = own["masked"]
-        index = _mapped(folder, f"{name}-index", "i", (2, own["works"]))
+        counts = meta[name]
+        self._count: int = counts["sequences"]
+        self.masked: bool = counts["masked"]
+        index = _mapped(folder, f"{name}-index", "i", (2, counts["works"]))
         token_ends, document_ends = (np.cumsum([0, *row]) for row in np.asarray(index))
-        if token_ends[-1] != own["tokens"] or document_ends[-1] != own["documents"] or index.min(initial=0) < 0:
+        if token_ends[-1] != counts["tokens"] or document_ends[-1] != counts["documents"] or index.min(initial=0) < 0:
             raise ValueError(f"{name}-index.npy has other counts than meta.json")
         self._works = _Works(folder, name, token_ends, document_ends, np.dtype(meta["dtype"]))
-        self._order = _mapped(folder, f"{name}-order", "i", (self._count,)) if own["shuffled"] else None
-        has_bytes = own["shuffled"] and not self.masked
+        self._order = _mapped(folder, f"{name}-order", "i", (self._count,)) if counts["shuffled"] else None
+        has_bytes = counts["shuffled"] and not self.masked
         self._bytes = _mapped(folder, f"{name}-bytes", "i", (self._count + 1,)) if has_bytes else None
 
     def __len__(self) -> int:
@@ -116,7 +116,8 @@ class Split:
 
     def tokens(self, indices: ArrayLike) -> torch.Tensor:
         """Return the tokens of n sequences: int64 [n, seq_len + 1]. The targets are the inputs, shifted by one."""
-        return torch.from_numpy(self._read(indices, partial(self._works.values, "tokens"), self.seq_len + 1).astype(np.int64))
+        read = partial(self._works.values, "tokens")
+        return torch.from_numpy(self._read(indices, read, self.seq_len + 1).astype(np.int64))
 
     def trained(self, indices: ArrayLike) -> torch.Tensor:
         """Return whether each target of n sequences counts in the loss: bool [n, seq_len]."""

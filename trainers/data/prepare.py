@@ -31,7 +31,7 @@ from trainers.data.rows import check_field, cut
 from trainers.data.shards import Index, Piece, Written
 from trainers.data.sources import STORED, SourceFile, split_files
 from trainers.data.tokenizers import Tokenizer, content_of, load_tokenizer
-from trainers.data.unfit import Tally, Unfit, refused, told_unfit
+from trainers.data.unfit import Tally, Unfit, refused, unfit_summary
 
 _PACKING = 2
 """Version of the rules by which documents become sequences. Files that both versions read alike have version 1, because another
@@ -210,7 +210,7 @@ def _write(
             if encoding.end is not None:
                 index.add(shards.write(folder, split, len(works[split]), [encoding.end], {}))
             if not index.sequences:
-                raise _too_short(data, name, index.tokens, told_unfit({"unfit": unfit}))
+                raise _too_short(data, name, index.tokens, unfit_summary({"unfit": unfit}))
         if not masked:
             _add_costs(folder, len(works["train"]), indices["validation"])
         counts = {split: index.finish(folder, split, masked) for split, index in indices.items()}
@@ -237,7 +237,7 @@ def _write(
 def _written(
     folder: Path, calls: list[tuple[Work, int]], task: Callable[[tuple[Work, int]], Written]
 ) -> Generator[Written, None, None]:
-    """Yield what the works have written, in order. Those that an earlier preparation has written are not encoded again."""
+    """Yield what the works have written, in order. What an earlier preparation has written stays."""
     earlier = [shards.written(folder, work.split, number, work.mark) for work, number in calls]
     missing = [call for call, result in zip(calls, earlier, strict=True) if result is None]
     new = run_all(missing, task) if missing else iter(())
@@ -252,8 +252,8 @@ def _add_costs(folder: Path, train_works: int, index: Index) -> None:
     pairs = np.zeros(PAIRS, np.int64)
     for number in range(train_works):
         pairs += shards.read(shards.file_of(folder, "train", number, "counts"), pairs.dtype)
-    seq_len, table = index.seq_len, fit(pairs)
-    index.add_costs(run_all(list(enumerate(index.offsets)), lambda call: shards.costs(folder, *call, seq_len, table)))
+    calls, seq_len, table = list(enumerate(index.offsets)), index.seq_len, fit(pairs)
+    index.add_costs(run_all(calls, lambda call: shards.costs(folder, call[0], call[1], seq_len, table)))
 
 
 def _too_short(data: DataSpec, name: str, tokens: int, unfit: str | None) -> UserError:

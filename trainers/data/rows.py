@@ -216,7 +216,7 @@ def _row_of(line: bytes, file: SourceFile, offset: int, field: str, key: str, un
 
 
 def _object_of(line: str) -> dict[str, Any]:
-    """Return the object of a line of JSON, or raise a ValueError with the rest of a sentence that says what the line is."""
+    """Return the object of a line of JSON, or raise a ValueError that says what the line is."""
     try:
         value = json.loads(line, parse_int=_integer)
     except (ValueError, RecursionError) as error:

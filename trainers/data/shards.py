@@ -92,7 +92,7 @@ def file_of(folder: Path, split: str, work: int, ending: str) -> Path:
 
 
 def write(folder: Path, split: str, work: int, pieces: Iterable[Piece], unfit: Found, mark: str = "") -> Written:
-    """Write the files of a work, piece by piece, and return what the driver gathers. Reading the pieces fills `unfit`."""
+    """Write the files of a work, and return what the driver gathers. Reading the pieces fills `unfit`."""
     tokens, documents, bytes_, has_pairs = 0, 0, 0, False
     counts, pair_counts, content, sizes = Counter[str](), np.zeros(PAIRS, np.int64), Chain(), dict[str, int]()
     with _appending(folder, split, work, sizes) as append:

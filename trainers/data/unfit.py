@@ -1,4 +1,4 @@
-"""Documents that are not UTF-8, or no documents at all, are counted and reported. `data.invalid` says what becomes of them."""
+"""Documents that cannot be used as they are. `data.invalid` says what becomes of them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Unfit:
     found: Found = field(default_factory=dict)
 
     def keeps(self, file: str, bad: int, where: str) -> bool:
-        """Count a document with bad bytes, which are not UTF-8 and the first of which is somewhere in a file.
+        """Count a document with bad bytes, the first of which is `where`. They are not UTF-8.
 
-        Return whether the document is kept, with U+FFFD in place of these bytes. Raise a UserError if the recipe refuses it.
+        Return whether the document is kept, with U+FFFD in place of them. Raise a UserError if the recipe refuses it.
         """
         if self.rule == "refuse":
             raise refused(file, where)
@@ -64,7 +64,7 @@ def decode(content: bytes) -> tuple[str, int, int]:
 
 
 class Tally:
-    """Sums of what is unfit in parts of the data, in the order of the data. It has the names of the first few files alone."""
+    """Sums over parts of the data, in order. It has the names of the first few files alone."""
 
     def __init__(self) -> None:
         self._documents = self._bytes = self._files = 0
@@ -87,8 +87,8 @@ class Tally:
         return {"documents": self._documents, "bytes": self._bytes, "files": self._files, "first": [*self._first.values()]}
 
 
-def told_unfit(meta: Mapping[str, Any]) -> str | None:
-    """Return a line about the documents that cannot be used, by the content of `meta.json`; None if there are none."""
+def unfit_summary(meta: Mapping[str, Any]) -> str | None:
+    """Return a line about unfit documents, by the content of `meta.json`; None if there are none."""
     unfit = meta["unfit"]
     if not unfit["documents"]:
         return None

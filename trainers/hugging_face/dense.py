@@ -26,8 +26,8 @@ def granularity(model: ModelSpec) -> int:
 def upcycled(dense: Values, experts: int, topk: int, parts: int) -> Values:
     """Return the keys of `model` for a dense model's, with experts in all blocks.
 
-    Each network has `experts` copies, of which each token takes `topk`. Each copy is cut into `parts` (G) experts. A ValueError
-    says if the inner width cannot be cut in this way.
+    A token takes `topk` of the `experts` copies of a network. Each copy is cut into `parts` (G) experts. A ValueError says if its
+    inner width cannot be cut in this way.
     """
     if dense["ffn_hidden"] % parts:
         raise ValueError(f"must divide the inner width {dense['ffn_hidden']} of the networks")

@@ -63,7 +63,7 @@ class Family(NamedTuple):
     def model(self, config: Values) -> Values:
         """Return the keys of `model` for a `config.json` with all defaults of transformers in it.
 
-        If a key has a value that foldray does not read, raise a ValueError whose message goes on from the file's name.
+        Raise a ValueError if a key has a value that foldray does not read. It goes on from the file's name.
         """
         for key, value in {**_FIXED, **self.fixed}.items():
             if key not in _OF_TRAINING and config.get(key, value) != value:
@@ -107,14 +107,14 @@ class Family(NamedTuple):
             yield Tensor("lm_head.weight", "head.weight")
 
     def copies(self, model: ModelSpec) -> Iterator[Tensor]:
-        """Yield tensors that repeat a parameter: every block of multi-token prediction has the embedding and the head again."""
+        """Yield copies of parameters: blocks of multi-token prediction have the embedding and the head again."""
         head = "embedding.weight" if model.tied_embeddings else "head.weight"
         for layer in model.all_layers[model.layers :]:
             yield Tensor(f"model.layers.{layer}.embed_tokens.weight", "embedding.weight")
             yield Tensor(f"model.layers.{layer}.shared_head.head.weight", head)
 
     def repeats(self, model: ModelSpec) -> Iterator[Tensor]:
-        """Yield the tensors that a folder may have beside its parameters: copies, and the head if it is the embedding."""
+        """Yield tensors that a folder may have again: copies, and the head if it is the embedding."""
         yield from self.copies(model)
         if model.tied_embeddings:
             yield Tensor("lm_head.weight", "embedding.weight")
@@ -193,7 +193,7 @@ def turns_whole_heads(model: ModelSpec) -> Need:
 
 
 def rope_config(model: ModelSpec) -> Values:
-    """Return the keys of `config.json` for rotary positions: `rope_parameters`, and what transformers read before version 5."""
+    """Return the keys of `config.json` for rotary positions, of transformers 5 and before."""
     rope: Values = {"rope_type": "default", "rope_theta": model.rope_theta}
     if scaling := model.rope_scaling:
         values = {theirs: getattr(scaling, ours) for ours, theirs in _SCALED[scaling.kind].items()}

@@ -20,7 +20,7 @@ _LENGTH = 2048  # tokens of a sequence, if the model takes so many
 
 
 class Upcycling(NamedTuple):
-    """Copies of each network of a dense model, how many each token takes, and the experts that each becomes (`dense.py`)."""
+    """How many copies a dense network gets, a token takes, and how many experts a copy becomes (`dense.py`)."""
 
     copies: int
     topk: int
@@ -30,7 +30,7 @@ class Upcycling(NamedTuple):
 def import_hf(
     folder: str, path: Path, as_json: bool = False, upcycling: Upcycling | None = None, tokenizer: str | None = None
 ) -> int:
-    """Write a recipe whose training starts from the weights of a folder, and return 0. The weights stay where they are."""
+    """Write a recipe whose training starts from the weights of a folder, and return 0."""
     if os.path.lexists(path):
         raise UserError("RECIPE", str(path), "exists already; give the name of a new file")
     if path.suffix not in (".yaml", ".yml"):
@@ -93,7 +93,7 @@ def _tokenizer(folder: Path, named: str | None) -> str:
 
 
 def _check_tokenizer(name: str, named: bool) -> None:
-    """Check that a tokenizer can prepare data. The tokens of another tokenizer than the model's mean nothing to the weights."""
+    """Check that a tokenizer can prepare data. The weights know only the model's own tokens."""
     try:
         load_tokenizer(name)
     except MissingPackage:
@@ -109,7 +109,7 @@ def _told(recipe: Recipe, weights: Weights, path: Path, count: int, left_out: in
     if depth := recipe.model.mtp_depth:
         further.append(f"  mtp_depth   {depth}: training predicts further tokens, as the folder's model does; 0 leaves this out")
     if quantized := weights.quantized(recipe.model):
-        values = f"{weights.format().told}; training starts from the values that they stand for"
+        values = f"{weights.format().title}; training starts from the values that they stand for"
         further.append(f"  quantized   {quantized:,} tensors, {values}")
     return "\n".join([
         f"{path} trains the model in {weights.folder} further",

@@ -116,27 +116,27 @@ class Format:
     """How a folder has its tensors. This one is of folders that are not quantized."""
 
     method: str = ""
-    told: str = ""
+    title: str = ""
     """The format for people."""
 
     def parts(self, name: str, names: Collection[str]) -> tuple[str, ...]:
-        """Return the names in the files, of which these are all, for a tensor that has this name if it is not quantized."""
+        """Return the names, among those in the files, of a tensor whose plain name this is."""
         return (name,)
 
     def tensor(self, name: str, parts: Sequence[Part]) -> Stored:
-        """Return the tensor of its parts in the order of `parts`, or raise a ValueError for a wrong type or shape."""
+        """Return the tensor of these parts, or raise a ValueError for a wrong type or shape."""
         (values,) = parts
         _check_type(name, values, _PLAIN)
         return Plain(values)
 
 
 class Fp8(Format):
-    """FP8 in blocks of a height and a width. A folder may have tensors that are not quantized beside those that are."""
+    """FP8 in blocks of a height and a width. A folder may also have tensors that are not quantized."""
 
     method = "fp8"
 
     def __init__(self, block: tuple[int, int]):
-        self.block, self.told = block, f"fp8 in blocks of {block[0]} × {block[1]}"
+        self.block, self.title = block, f"fp8 in blocks of {block[0]} × {block[1]}"
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Fp8:
@@ -171,7 +171,7 @@ class Mxfp4(Format):
     """MXFP4, as GPT-OSS has it: the experts' matrices are quantized, and other tensors are not."""
 
     method = "mxfp4"
-    told = f"mxfp4 in blocks of {_BLOCK}"
+    title = f"mxfp4 in blocks of {_BLOCK}"
 
     def parts(self, name: str, names: Collection[str]) -> tuple[str, ...]:
         packed = (f"{name}_blocks", f"{name}_scales")

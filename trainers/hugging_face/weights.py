@@ -53,8 +53,8 @@ class Weights:
     def at(cls, folder: str, field: str) -> Weights:
         """Find the tensors of a folder, in the files that transformers would load.
 
-        These are the file that `config.json` names, or else the one file, or else the files of the index. Other files of tensors
-        may lie beside them, such as those of an earlier save.
+        `config.json` may name them. Otherwise, they are the one file, or those of the index. Other files, such as those of an
+        earlier save, may lie beside them.
         """
         path = Path(os.path.expanduser(folder)).absolute()
         if not os.path.isdir(path):

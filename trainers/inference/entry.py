@@ -46,12 +46,12 @@ def generate(
     check_count("tokens", tokens)
     if system is not None and not chat:
         raise UserError("system", system, "is a message of a conversation, so it needs --chat")
-    model, told = Model.of(Trained.at(run, trust=trust)), None if as_json else _write
+    model, write = Model.of(Trained.at(run, trust=trust)), None if as_json else _write
     if chat:
         opening = [] if system is None else [{"role": "system", "content": system}]
-        generated = model.chat([*opening, {"role": "user", "content": prompt}], tokens, **sampling, told=told)
+        generated = model.chat([*opening, {"role": "user", "content": prompt}], tokens, **sampling, told=write)
     else:
-        generated = model.generate(prompt, tokens, **sampling, told=told)
+        generated = model.generate(prompt, tokens, **sampling, told=write)
     if as_json:
         print(to_json({"run": run, "step": model.step, "prompt": prompt, **generated._asdict()}))
     elif not generated.text.endswith("\n"):

@@ -37,12 +37,7 @@ _FILE = 4 << 30  # bytes of a file, if no tensor is larger
 
 
 class Exported(NamedTuple):
-    """What was written: a class of transformers, and how much of it.
-
-    Args:
-        step: finished steps of the training.
-        files: number of files of tensors.
-    """
+    """What was written, after how many steps of the training, and how much of it."""
 
     folder: str
     architecture: str
@@ -177,6 +172,7 @@ def _read(stored: Stored, parts: Sequence[Tensor], form: Form) -> torch.Tensor:
         fill(stored, {f"model/{part.ours}": whole})
         narrow, dtype = whole.to(form.dtype), str(form.dtype).removeprefix("torch.")
         if not bool(narrow.isfinite().all()):
-            raise UserError("dtype", dtype, f"{part.ours} has a number that {dtype} cannot hold, or none at all", DTYPES)
+            rule = f"{part.ours} has a number that {dtype} cannot hold, or none at all"
+            raise UserError("dtype", dtype, rule, DTYPES)
         part.put(tensor, narrow)
     return tensor

@@ -12,7 +12,7 @@ class TextStream:
     """Turns tokens into pieces of text. A piece has only whole characters, and the pieces make up the text of all tokens.
 
     Args:
-        decode: `Tokenizer.decode`, also of a tokenizer that the library tokenizers does not have, which has such a stream, too.
+        decode: `Tokenizer.decode`. The stream of the library tokenizers takes only tokenizers of its own.
         before: the tokens before the first one.
     """
 

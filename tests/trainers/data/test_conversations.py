@@ -15,7 +15,7 @@ from foldray.recipe import DataSpec
 from tests.trainers.data.chats import CHATML, CHATS, NARROW_TAGGED, chat, make_tokenizer
 from trainers.data import conversations
 from trainers.data.chat import Chat
-from trainers.data.conversations import Reader, encode, pack, told
+from trainers.data.conversations import Reader, encode, pack, summary
 from trainers.data.encode import Work
 from trainers.data.rows import cut
 from trainers.data.shards import Piece
@@ -274,7 +274,7 @@ def test_check_reads_only_the_first_conversation(tmp_path: Path, chatml: Chat):
 def test_what_is_told():
     counts = {"conversations": 7, "cut": 1, "left_out": 2, "trained": 60, "filled": 10}
     meta = {"seq_len": 50, "train": {"sequences": 3, "counts": counts}, "validation": {"sequences": 1, "counts": counts}}
-    assert told(meta) == (
+    assert summary(meta) == (
         "conversations: 7 for training, 7 for validation; 2 longer than 50 tokens, cut at their end; 4 without a token to "
         "train on, left out; 60.0% of all tokens count in the loss, and 10.0% only fill sequences up"
     )
@@ -285,5 +285,5 @@ def test_a_model_that_does_not_learn_to_stop_is_told():
     lines = []
     for ended in ({"ended": 0}, {"ended": 1}, {}):  # data of an earlier version do not say it
         split = {"sequences": 3, "counts": {**counts, **ended}}
-        lines.append(told({"seq_len": 50, "train": split, "validation": split}))
+        lines.append(summary({"seq_len": 50, "train": split, "validation": split}))
     assert ["no answer ends with a token that stops generation" in line for line in lines] == [True, False, False]
