@@ -39,11 +39,7 @@ def count_pairs(pairs: np.ndarray) -> np.ndarray:
 
 
 def fit(counts: np.ndarray) -> np.ndarray:
-    """Return the bits that each pair costs under the unigram and the bigram model, float64 [2, PAIRS].
-
-    Args:
-        counts: the counts of pairs in the training text, int64 [PAIRS].
-    """
+    """Return the bits of each pair under the unigram and the bigram model of these counts, float64 [2, PAIRS]."""
     bigrams = counts.reshape(257, 256) + SMOOTHING
     unigrams = counts.reshape(257, 256).sum(axis=0) + SMOOTHING
     tables = np.broadcast_to(unigrams / unigrams.sum(), (257, 256)), bigrams / bigrams.sum(axis=1, keepdims=True)

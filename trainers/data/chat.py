@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -35,33 +35,16 @@ from foldray.errors import UserError
 from trainers.data.tokenizers import FolderTokenizer, Tokenizer
 
 Messages = Sequence[dict[str, Any]]
+Spans = list[tuple[int, int]]
+"""Characters [start, stop) of a text."""
 _MOST_TEXT = 1 << 24  # characters of a conversation; tokenizers need about 250 bytes of memory for each
 _LONGEST_S = 10.0  # seconds in which a template makes the text of a conversation; most need less than a millisecond
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 _ANSWER = "zyxwvutsrq"  # of a conversation whose text shows what follows an answer; no template has this word
 
 
-class Rendered(NamedTuple):
-    """The text of a conversation.
-
-    Args:
-        text: the text.
-        spans: the characters [start, stop) that the assistant wrote.
-    """
-
-    text: str
-    spans: list[tuple[int, int]]
-
-
 class Chat:
-    """The chat template of a tokenizer.
-
-    Args:
-        tokenizer: the tokenizer (`load_tokenizer`).
-
-    Raises:
-        UserError: the tokenizer has no chat template.
-    """
+    """The chat template of a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer):
         if not isinstance(tokenizer, FolderTokenizer):
@@ -79,8 +62,9 @@ class Chat:
     @property
     def ends(self) -> list[int]:
         """The tokens that end an answer: those of the template, and the tokenizer's eos token."""
-        own = self._ends[0] or list(self._ends[1])
-        return list(dict.fromkeys([*own, *([] if self.tokenizer.eos is None else [self.tokenizer.eos])]))
+        behind, beginnings = self._ends
+        eos = [] if self.tokenizer.eos is None else [self.tokenizer.eos]
+        return list(dict.fromkeys([*(behind or beginnings), *eos]))
 
     @cached_property
     def _ends(self) -> tuple[list[int], dict[int, str]]:
@@ -90,8 +74,10 @@ class Chat:
         return [], {**self._behind([{"role": "user", "content": "a"}]), **self._behind([{"role": "tool", "content": "a"}])}
 
     def _behind(self, following: Messages) -> dict[int, str]:
-        """Return the first added token behind an answer that other messages follow, with its text; nothing if there is none, or
-        if the template takes no such conversation."""
+        """Return the first added token behind an answer that other messages follow, with its text.
+
+        Nothing is returned if there is no such token, or if the template takes no such conversation.
+        """
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}, *following]
         try:
             text = self._render(messages, "an answer")
@@ -104,11 +90,6 @@ class Chat:
         return {} if first is None else {first: added[first].content}
 
     def check_offsets(self) -> None:
-        """Check that the tokenizer can tell which characters a token stands for.
-
-        Raises:
-            UserError: it cannot.
-        """
         if not self._inner.is_fast:
             raise self._refused("is not a fast tokenizer (tokenizer.json), so nobody knows which characters a token stands for")
 
@@ -118,37 +99,29 @@ class Chat:
         The tokens are those of `apply_chat_template` in transformers.
 
         Args:
-            messages: the conversation.
-            place: where it is, for messages; its `str` is taken only then.
+            place: where the conversation is, for messages; its `str` is taken only then.
             masked: False takes all tokens for the assistant's. This needs less of a template.
-
-        Raises:
-            UserError: the template refuses the conversation or is at fault, or its text does not show what the assistant wrote.
         """
-        rendered = self.render(messages, place) if masked else Rendered(self._render(messages, place), [])
-        text = rendered.text
+        text, spans = self._written(messages, place) if masked else (self._render(messages, place), [])
         if len(text) > _MOST_TEXT:
             raise self._refused(f"makes a text of {len(text)} characters of {place}; at most {_MOST_TEXT} are allowed")
-        found = self._inner(text, add_special_tokens=False, verbose=False, return_offsets_mapping=masked)
-        ids = np.asarray(found["input_ids"], np.uint32)
+        encoded = self._inner(text, add_special_tokens=False, verbose=False, return_offsets_mapping=masked)
+        ids = np.asarray(encoded["input_ids"], np.uint32)
         if not masked:
             return ids, np.ones(len(ids), bool)
-        spans = rendered.spans if self.has_tags else [(start, stop + self._end_at(text, stop)) for start, stop in rendered.spans]
-        return ids, covered(found["offset_mapping"], spans)
+        if not self.has_tags:
+            spans = [(start, stop + self._end_at(text, stop)) for start, stop in spans]
+        return ids, covered(encoded["offset_mapping"], spans)
 
     def _end_at(self, text: str, place: int) -> int:
         """Return the length of the token at a place of a text that ends an answer and begins the next message; 0 without one."""
         return next((len(end) for end in self._ends[1].values() if text.startswith(end, place)), 0)
 
-    def render(self, messages: Messages, place: object) -> Rendered:
-        """Return the text of a conversation, and what the assistant wrote of it.
-
-        Raises:
-            UserError: as `encode`.
-        """
+    def _written(self, messages: Messages, place: object) -> tuple[str, Spans]:
+        """Return the text of a conversation, and what the assistant wrote of it."""
         if self.has_tags:
             return self._tagged(messages, place)
-        text, spans = self._render(messages, place), list[tuple[int, int]]()
+        text, spans = self._render(messages, place), Spans()
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 through = self._render(messages[: number + 1], place)
@@ -158,7 +131,7 @@ class Chat:
                 if not through.startswith(before):
                     raise self._unclear(f"begins message {number + 1} of {place} in another way than its generation prompt")
                 spans.append((len(before), len(through)))
-        return Rendered(text, spans)
+        return text, spans
 
     def _opening(self, text: str, place: object) -> str:
         """Return what is in front of the assistant's message that begins a text.
@@ -172,11 +145,7 @@ class Chat:
         return text[: text.index(prompt) + len(prompt)]
 
     def prompt(self, messages: Messages) -> list[int]:
-        """Return the tokens of a conversation with the generation prompt, after which the assistant writes.
-
-        Raises:
-            UserError: the template refuses the conversation, or is at fault.
-        """
+        """Return the tokens of a conversation with the generation prompt behind it."""
         text = self._render(messages, "the prompt", prompt=True)
         return list(self._inner(text, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -187,7 +156,7 @@ class Chat:
         except Exception as error:  # a template may raise anything that Python raises
             raise self._at_fault(place, error) from None
 
-    def _tagged(self, messages: Messages, place: object) -> Rendered:
+    def _tagged(self, messages: Messages, place: object) -> tuple[str, Spans]:
         # `apply_chat_template` returns a mask instead of spans. In its mask, the last character of a span is one token, even
         # if it is several, and a span whose last character is in no token goes to the end of the conversation.
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -195,11 +164,11 @@ class Chat:
         options: dict[str, Any] = {"chat_template": self._template, "return_assistant_tokens_mask": True}
         try:
             with _in_time():
-                found: Any = render_jinja_template([list(messages)], **options, **self._inner.special_tokens_map)
+                rendered: Any = render_jinja_template([list(messages)], **options, **self._inner.special_tokens_map)
         except Exception as error:
             raise self._at_fault(place, error) from None
-        (text,), (spans,) = found
-        return Rendered(text, spans)
+        (text,), (spans,) = rendered
+        return text, spans
 
     def _at_fault(self, place: object, error: Exception) -> UserError:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
@@ -218,9 +187,6 @@ def _in_time() -> Iterator[None]:
     """Interrupt a template that takes longer than `_LONGEST_S`. Its loops may have any number of turns.
 
     Only the main thread can be interrupted; data are prepared there.
-
-    Raises:
-        TimeoutError: the time is over.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -229,26 +195,24 @@ def _in_time() -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TimeoutError(f"it takes longer than {_LONGEST_S:.0f} s")
 
-    began, before = time.monotonic(), signal.signal(signal.SIGALRM, stop)
-    left, every = signal.setitimer(signal.ITIMER_REAL, _LONGEST_S)
+    began, handler = time.monotonic(), signal.signal(signal.SIGALRM, stop)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, _LONGEST_S)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
         if left:  # of a timer that somebody else had set
-            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), every)
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval)
 
 
-def covered(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return which tokens have a character in a span, bool [n].
+def covered(offsets: Spans, spans: Spans) -> np.ndarray:
+    """Return which tokens with these offsets have a character in a span, bool [n].
 
-    Args:
-        offsets: the characters [start, stop) of n tokens. A token without characters counts as one at its start.
-        spans: characters [start, stop).
+    A token without characters counts as one at its start.
     """
     starts, stops = np.asarray(offsets, np.int64).reshape(-1, 2).T
-    stops, found = np.maximum(stops, starts + 1), np.zeros(len(starts), bool)
+    stops, inside = np.maximum(stops, starts + 1), np.zeros(len(starts), bool)
     for start, stop in spans:
-        found |= (starts < stop) & (stops > start)
-    return found
+        inside |= (starts < stop) & (stops > start)
+    return inside

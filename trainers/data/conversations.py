@@ -31,12 +31,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Conversation(NamedTuple):
-    """A conversation in tokens.
-
-    Args:
-        tokens: ids, uint32 [n].
-        trained: whether each counts in the loss, bool [n].
-    """
+    """The ids of a conversation, uint32 [n], and whether each counts in the loss, bool [n]."""
 
     tokens: np.ndarray
     trained: np.ndarray
@@ -47,13 +42,9 @@ class Reader:
     """Reads conversations from files.
 
     Args:
-        chat: the chat template.
         messages_field: the key or column of the messages.
         masked: whether only the assistant's tokens count; False counts all.
         rule: what becomes of conversations that cannot be used.
-
-    Raises:
-        UserError: the tokenizer cannot tell the assistant's tokens.
     """
 
     chat: Chat
@@ -66,20 +57,11 @@ class Reader:
             self.chat.check_offsets()
 
     def check(self, file: SourceFile) -> None:
-        """Check the first conversation of a file.
-
-        Raises:
-            UserError: as `read`.
-        """
+        """Check the first conversation of a file."""
         next(self.read(next(cut([file])), Unfit(self.rule)), None)
 
     def read(self, part: Part, unfit: Unfit) -> Iterator[Conversation]:
-        """Yield the conversations of a part of a file, in order. The first token of each does not count.
-
-        Raises:
-            UserError: the file cannot be read; or it has something else than conversations, or the chat template cannot take one
-                of them, and the recipe does not skip these.
-        """
+        """Yield the conversations of a part of a file, in order. The first token of each does not count."""
         field = "data.messages_field"
         for row in read_rows(part, field, self.messages_field, unfit):
             place = row.place(unfit)
@@ -97,22 +79,16 @@ def encode(work: Work, unfit: Unfit, reader: Reader, seq_len: int) -> Iterator[P
     """Read, tokenize and pack the conversations of a work. The tokens of each piece are a multiple of `seq_len`.
 
     A conversation without a token that counts is left out.
-
-    Args:
-        unfit: takes the conversations that cannot be used.
-
-    Raises:
-        UserError: as `Reader.read`.
     """
     kept, tokens, counts, ends = list[Conversation](), 0, Counter[str](), reader.chat.ends
     for part in work.parts:
         for whole in reader.read(part, unfit):
-            found = Conversation(whole.tokens[:seq_len], whole.trained[:seq_len])
-            if found.trained.any():
-                kept.append(found)
-                tokens += len(found.tokens)
+            head = Conversation(whole.tokens[:seq_len], whole.trained[:seq_len])
+            if head.trained.any():
+                kept.append(head)
+                tokens += len(head.tokens)
                 counts["cut"] += len(whole.tokens) > seq_len
-                counts["ended"] += bool(np.isin(found.tokens[found.trained], ends).any())
+                counts["ended"] += bool(np.isin(head.tokens[head.trained], ends).any())
             else:
                 counts["left_out"] += 1
             if tokens >= _MOST_PACKED:
@@ -122,25 +98,25 @@ def encode(work: Work, unfit: Unfit, reader: Reader, seq_len: int) -> Iterator[P
 
 
 def _packed(kept: list[Conversation], counts: Counter[str], tokenizer: Tokenizer, seq_len: int) -> Piece:
-    sequences = pack([len(each.tokens) for each in kept], seq_len)
+    sequences = pack([len(conversation.tokens) for conversation in kept], seq_len)
     tokens = np.full((len(sequences), seq_len), tokenizer.separator, token_dtype(tokenizer.vocab_size))
     trained, starts, filled = np.zeros(tokens.shape, np.uint8), list[int](), 0
     for row, numbers in enumerate(sequences):
-        at = 0
-        for each in (kept[number] for number in numbers):
-            stop = at + len(each.tokens)
-            tokens[row, at:stop], trained[row, at:stop] = each.tokens, each.trained
-            starts.append(row * seq_len + at)
-            at = stop
-        filled += seq_len - at
-    found = {"conversations": len(kept), **{name: counts[name] for name in ("cut", "left_out", "ended")}}
+        start = 0
+        for conversation in (kept[number] for number in numbers):
+            stop = start + len(conversation.tokens)
+            tokens[row, start:stop], trained[row, start:stop] = conversation
+            starts.append(row * seq_len + start)
+            start = stop
+        filled += seq_len - start
+    counted = {"conversations": len(kept), **{name: counts[name] for name in ("cut", "left_out", "ended")}}
     return Piece(
         tokens=tokens.reshape(-1),
         lengths=np.zeros(tokens.size, np.uint32),
         starts=np.asarray(starts, np.int64),
         pairs=None,
         trained=trained.reshape(-1),
-        counts={**found, "trained": int(trained.sum()), "filled": filled},
+        counts={**counted, "trained": int(trained.sum()), "filled": filled},
     )
 
 
@@ -151,35 +127,26 @@ def end(tokenizer: Tokenizer) -> Piece:
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack items of some lengths into bins, by best-fit decreasing. Return the numbers of the items in each bin.
+    """Pack items into bins by best-fit decreasing. Return the items' numbers in each bin.
 
     The longest item comes first. Each goes into the fullest bin that has room for it, or into a new one.
-
-    Args:
-        lengths: lengths of the items, each at most `capacity`.
-        capacity: size of a bin.
     """
-    bins, room = list[list[int]](), list[tuple[int, int]]()  # (free, number of the bin), the least free first
+    bins, room = list[list[int]](), list[tuple[int, int]]()  # (free, index of the bin), the least free first
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        at = bisect_left(room, (lengths[number], -1))
-        free, into = room.pop(at) if at < len(room) else (capacity, len(bins))
-        if into == len(bins):
+        fullest = bisect_left(room, (lengths[number], -1))
+        free, index = room.pop(fullest) if fullest < len(room) else (capacity, len(bins))
+        if index == len(bins):
             bins.append([])
-        bins[into].append(number)
-        insort(room, (free - lengths[number], into))
+        bins[index].append(number)
+        insort(room, (free - lengths[number], index))
     return bins
 
 
-def told(meta: Mapping[str, Any]) -> str:
-    """Return a line about packed conversations: how many there are, what became of those that do not fit, and whether the model
-    learns to end its answers.
-
-    Args:
-        meta: content of `meta.json`.
-    """
-    counts, both = [meta[split]["counts"] for split in ("train", "validation")], Counter[str]()
-    for each in counts:
-        both.update(each)
+def summary(meta: Mapping[str, Any]) -> str:
+    """Return a line about packed conversations, by the content of `meta.json`."""
+    counts = [meta[split]["counts"] for split in ("train", "validation")]
+    both = Counter[str](counts[0])
+    both.update(counts[1])  # unlike +, this keeps counts of 0
     tokens = meta["seq_len"] * sum(meta[split]["sequences"] for split in ("train", "validation"))
     parts = [f"conversations: {counts[0]['conversations']} for training, {counts[1]['conversations']} for validation"]
     if both["cut"]:
@@ -194,24 +161,20 @@ def told(meta: Mapping[str, Any]) -> str:
 
 
 def messages_of(given: Any, place: object, field: str, value: object) -> list[dict[str, Any]]:
-    """Return the messages of a conversation, without keys that are null.
+    """Return the messages of a conversation, a value of JSON, without keys that are null.
 
     Args:
-        given: a value of JSON.
-        place: where it is, for messages; its `str` is taken only then.
-        field, value: what the user calls it, for messages.
-
-    Raises:
-        UserError: the value is something else than messages.
+        place: where the conversation is, for errors; its `str` is taken only then.
+        field, value: what the user calls it, for errors.
     """
     if not isinstance(given, list) or not given:
-        found = "an empty list" if given == [] else f"{type(given).__name__}"
-        raise UserError(field, value, f"is not a list of messages but {found} in {place}")
+        kind = "an empty list" if given == [] else type(given).__name__
+        raise UserError(field, value, f"is not a list of messages but {kind} in {place}")
 
     def refused(number: int, rule: str, legal: Sequence[str] | None) -> UserError:
         return UserError(field, value, f"message {number} in {place} {rule}", legal)
 
-    return [_message(each, partial(refused, number)) for number, each in enumerate(given, 1)]
+    return [_message(message, partial(refused, number)) for number, message in enumerate(given, 1)]
 
 
 def _message(given: Any, refused: Callable[[str, Sequence[str] | None], UserError]) -> dict[str, Any]:

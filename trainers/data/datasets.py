@@ -14,7 +14,7 @@ import pickle
 import platform
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,11 +31,11 @@ from foldray.errors import UserError
 from foldray.recipe import DataSpec
 from foldray.recipe.data import Invalid
 from trainers.data.drafts import check_seen, publish, writing
-from trainers.data.encode import quiet_console
+from trainers.data.encode import grouped, quiet_console
 from trainers.data.identity import Chain
 from trainers.data.prepare import cache_folder
 from trainers.data.sources import STORED
-from trainers.data.unfit import as_utf8, halves_in, refused, told_unfit
+from trainers.data.unfit import as_utf8, halves_in, refused, unfit_summary
 
 Documents = Any
 """A dataset of Ray, a function that makes one, or rows in memory: mappings with the text field, or texts."""
@@ -45,11 +45,7 @@ _GROUP = 8 << 20  # bytes of text in a row group, which one task reads
 
 
 def check_datasets(datasets: Mapping[str, Any], data: DataSpec) -> None:
-    """Refuse datasets that cannot become the training and validation text of a recipe. Nothing is read.
-
-    Raises:
-        UserError: a name is unknown or missing, a value is no dataset, or the recipe has a mixture of sources.
-    """
+    """Refuse datasets that cannot become the training and validation text of a recipe. Nothing is read."""
     if data.sources is not None:
         raise UserError("datasets", ", ".join(datasets), "cannot be combined with data.sources; give one of both")
     for name, dataset in datasets.items():
@@ -73,14 +69,11 @@ def store(datasets: Mapping[str, Documents], data: DataSpec, cache: str | Path) 
 
     Args:
         datasets: "train", and perhaps "validation"; otherwise `data.validation.path` names Parquet files.
-        data: section `data` of the recipe. Its `text_field` is the column of the text.
+        data: its `text_field` is the column of the text.
         cache: folder of packed data. The files go into its folder `documents`.
-
-    Raises:
-        UserError: a dataset cannot be read, has no documents, or lacks the text field; or a file cannot be written.
     """
     folder = cache_folder(cache) / "documents"
-    paths = {name: _stored(name, dataset, data, folder) for name, dataset in datasets.items()}
+    paths = {name: _stored(f"datasets.{name}", dataset, data, folder) for name, dataset in datasets.items()}
     if paths.get("validation") == paths["train"]:
         raise UserError("datasets.validation", "the same documents", "must differ from those of datasets.train")
     validation = data.validation.model_copy(update={"path": paths.get("validation", data.validation.path)})
@@ -89,31 +82,34 @@ def store(datasets: Mapping[str, Documents], data: DataSpec, cache: str | Path) 
 
 def _stored(name: str, dataset: Documents, data: DataSpec, folder: Path) -> str:
     """Write the documents of one dataset, unless they are there already, and return the glob of their files."""
-    made, whole, content = folder / f".{uuid.uuid4().hex[:8]}", _Part(), Chain()
+    draft, whole, content = folder / f".{uuid.uuid4().hex[:8]}", _Part(), Chain()
     with writing(folder):
-        made.mkdir(parents=True)
+        draft.mkdir(parents=True)
     try:
-        for part in _parts(name, dataset, _Write(made, f"datasets.{name}", data.text_field, data.invalid)):
+        for part in _parts(dataset, _Write(draft, name, data.text_field, data.invalid)):
             if part.documents:
-                check_seen(partial(_has_size, made / part.file, part.size), folder.parent, part.node)
+                check_seen(partial(_has_size, draft / part.file, part.size), folder.parent, part.node)
                 with writing(folder):
-                    os.replace(made / part.file, made / f"part-{whole.documents:012d}.parquet")
+                    os.replace(draft / part.file, draft / f"part-{whole.documents:012d}.parquet")
             content.extend(Chain.parse(part.content))
             whole.add(part)
         if not whole.documents:
-            raise UserError(f"datasets.{name}", "no rows", "has no documents")
-        if told := whole.told(f"datasets.{name}", data.invalid):
-            _log.warning(told)
-        found = folder / f"hash-{content.value:064x}"
+            raise UserError(name, "no rows", "has no documents")
+        if line := whole.unfit_summary(name, data.invalid):
+            _log.warning(line)
+        stored = folder / f"hash-{content.value:064x}"
         with writing(folder):
-            for path in made.glob(".*"):  # without documents, or of tasks that ran twice
+            for path in draft.glob(".*"):  # without documents, or of tasks that ran twice
                 path.unlink()
-            publish(made, found, found.exists)
+            publish(draft, stored, stored.exists)
     except _Mistake as mistake:
-        raise mistake.make(whole.rows + mistake.row) from None
+        row = f"row {whole.rows + mistake.row}"
+        if mistake.kind is None:
+            raise refused(name, row) from None
+        raise UserError("data.text_field", data.text_field, f"is not text but {mistake.kind} in {row} of {name}") from None
     finally:
-        shutil.rmtree(made, ignore_errors=True)
-    paths = os.path.join(glob.escape(str(found)), "*.parquet")
+        shutil.rmtree(draft, ignore_errors=True)
+    paths = os.path.join(glob.escape(str(stored)), "*.parquet")
     assert STORED.search(paths), "the preparation knows stored documents by their path"
     return paths
 
@@ -122,13 +118,8 @@ def _has_size(path: Path, size: int) -> bool:
     return path.exists() and path.stat().st_size == size
 
 
-def _parts(name: str, dataset: Documents, write: _Write) -> Iterator[_Part]:
-    """Write the documents of a dataset, and yield what was written, in order.
-
-    Raises:
-        UserError: the dataset cannot be read, or lacks the text field.
-        _Mistake: a row is no document. Its part was not yielded.
-    """
+def _parts(dataset: Documents, write: _Write) -> Iterator[_Part]:
+    """Write the documents of a dataset, and yield what was written, in order."""
     if callable(dataset) and not isinstance(dataset, ray.data.Dataset):
         dataset = dataset()
     if not isinstance(dataset, ray.data.Dataset):
@@ -140,14 +131,14 @@ def _parts(name: str, dataset: Documents, write: _Write) -> Iterator[_Part]:
     try:
         with _in_order(written.context), quiet_console():
             for row in written.iter_rows():
-                found = pickle.loads(row["found"])
-                if isinstance(found, Exception):
-                    raise found
-                yield found
+                result = pickle.loads(row["result"])
+                if isinstance(result, Exception):
+                    raise result
+                yield result
     except RayError as error:
         first = str(error).partition("\n\nThe above exception was")[0]  # the exception of a user's function comes first
         reason = (first.strip().splitlines() or [type(error).__name__])[-1]
-        raise UserError(f"datasets.{name}", "a dataset", f"cannot be read ({reason})") from None
+        raise UserError(write.name, "a dataset", f"cannot be read ({reason})") from None
 
 
 @dataclass
@@ -155,14 +146,13 @@ class _Part:
     """A file of documents, or several.
 
     Args:
-        file: its name.
-        size: in bytes.
         node: name of the node that has written it.
         content: hash of the documents (`identity.Chain`).
         rows: rows of the dataset that were read for it.
         documents: how many it has. A file without any is not kept.
-        unfit, unfit_bytes, first_unfit: rows that cannot be used as they are, bytes of them that are not UTF-8, and the number of
-            the first one.
+        unfit: number of rows that cannot be used as they are.
+        unfit_bytes: bytes of these rows that are not UTF-8.
+        first_unfit: number of the first of these rows.
     """
 
     file: str = field(default_factory=lambda: f".{uuid.uuid4().hex}")
@@ -176,23 +166,21 @@ class _Part:
     first_unfit: int = 0
 
     def count_unfit(self, row: int, bytes_: int) -> None:
-        """Count a row that cannot be used as it is."""
         self.first_unfit = self.first_unfit if self.unfit else row
         self.unfit, self.unfit_bytes = self.unfit + 1, self.unfit_bytes + bytes_
 
-    def told(self, field: str, rule: Invalid) -> str | None:
-        """Return a line about these rows; None if there are none."""
+    def unfit_summary(self, field: str, rule: Invalid) -> str | None:
+        """Return a line about the rows that cannot be used as they are; None if there are none."""
         first = {"file": field, "documents": self.unfit, "at": f"row {self.first_unfit}"}
-        return told_unfit(
-            {"unfit": {"rule": rule, "documents": self.unfit, "bytes": self.unfit_bytes, "files": 1, "first": [first]}}
-        )
+        unfit = {"rule": rule, "documents": self.unfit, "bytes": self.unfit_bytes, "files": 1, "first": [first]}
+        return unfit_summary({"unfit": unfit})
 
-    def add(self, other: _Part) -> None:
+    def add(self, following: _Part) -> None:
         """Add the numbers of the next part."""
         if not self.unfit:
-            self.first_unfit = self.rows + other.first_unfit
-        self.unfit, self.unfit_bytes = self.unfit + other.unfit, self.unfit_bytes + other.unfit_bytes
-        self.rows, self.documents = self.rows + other.rows, self.documents + other.documents
+            self.first_unfit = self.rows + following.first_unfit
+        self.unfit, self.unfit_bytes = self.unfit + following.unfit, self.unfit_bytes + following.unfit_bytes
+        self.rows, self.documents = self.rows + following.rows, self.documents + following.documents
 
 
 class _Mistake(Exception):
@@ -200,20 +188,12 @@ class _Mistake(Exception):
 
     Args:
         row: its number in its part.
-        make: makes the error of its number in the dataset.
+        kind: the type of what it has instead of a text; None if it has a text that is not UTF-8.
     """
 
-    def __init__(self, row: int, make: Callable[[int], UserError]):
-        super().__init__(row, make)
-        self.row, self.make = row, make
-
-
-def _not_text(text_field: str, name: str, kind: str, row: int) -> UserError:
-    return UserError("data.text_field", text_field, f"is not text but {kind} in row {row} of {name}")
-
-
-def _not_utf8(name: str, row: int) -> UserError:
-    return refused(name, f"row {row}")
+    def __init__(self, row: int, kind: str | None):
+        super().__init__(row, kind)
+        self.row, self.kind = row, kind
 
 
 @dataclass(frozen=True)
@@ -221,9 +201,7 @@ class _Write:
     """Writes documents into a file of its own.
 
     Args:
-        folder: folder of the file.
-        name: what messages call the dataset.
-        text_field: key or column of the text.
+        name: what errors call the dataset.
         rule: what becomes of documents that cannot be used. Halves of surrogate pairs have no UTF-8.
     """
 
@@ -234,28 +212,23 @@ class _Write:
 
     def of_block(self, block: pyarrow.Table) -> pyarrow.Table:
         """Write a block of a dataset of Ray, and return one row. An error travels as a result, so Ray does not wrap it."""
-        found: _Part | Exception
+        result: _Part | Exception
         try:
             if block.num_rows and self.text_field not in block.column_names:
                 raise UserError("data.text_field", self.text_field, "is not a column of the dataset", block.column_names)
             batches = block.select([self.text_field]).to_batches(max_chunksize=1024) if block.num_rows else ()
-            found = self(text for batch in batches for text in batch.column(0).to_pylist())
+            result = self(text for batch in batches for text in batch.column(0).to_pylist())
         except (UserError, _Mistake) as error:
-            found = error
-        return pyarrow.table({"found": [pickle.dumps(found)]})
+            result = error
+        return pyarrow.table({"result": [pickle.dumps(result)]})
 
     def __call__(self, rows: Iterable[Any]) -> _Part:
-        """Write rows: texts, or mappings with the text.
-
-        Raises:
-            UserError: a mapping has no text, or the file cannot be written.
-            _Mistake: a row is no document.
-        """
+        """Write rows: texts, or mappings with the text."""
         part, content = _Part(), Chain()
         schema = pyarrow.schema([(self.text_field, pyarrow.large_string())])
         try:
             with pyarrow.parquet.ParquetWriter(self.folder / part.file, schema) as writer:
-                for texts in _groups(self._texts(rows, part)):
+                for texts in grouped(self._texts(rows, part), len, _GROUP):
                     writer.write_table(pyarrow.table([pyarrow.array(texts, pyarrow.large_string())], schema=schema))
                     part.documents += len(texts)
                     for text in texts:
@@ -275,27 +248,15 @@ class _Write:
             text = row[self.text_field] if isinstance(row, Mapping) else row
             if not isinstance(text, str):
                 if self.rule != "skip":
-                    raise _Mistake(number, partial(_not_text, self.text_field, self.name, type(text).__name__))
+                    raise _Mistake(number, type(text).__name__)
                 part.count_unfit(number, 0)
                 continue
             if halves := halves_in(text):
                 if self.rule == "refuse":
-                    raise _Mistake(number, partial(_not_utf8, self.name))
+                    raise _Mistake(number, None)
                 part.count_unfit(number, 3 * halves)
             if not halves or self.rule == "replace":
                 yield as_utf8(text)
-
-
-def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
-    group, size = list[str](), 0
-    for text in texts:
-        group.append(text)
-        size += len(text)
-        if size >= _GROUP:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 @contextmanager

@@ -23,31 +23,31 @@ _LOOKS, _LOOK_S = 11, 1.0
 def draft(folder: Path, is_done: Callable[[], bool]) -> Iterator[Path]:
     """Make a hidden folder beside `folder`. It becomes `folder` at the end, or is deleted after a UserError.
 
-    If this process is killed, the draft stays, and the next one that prepares the same data goes on with its files. Whoever
-    has locked the draft works on it; another process meanwhile has a draft of its own.
+    If this process is killed, the draft stays, and the next process that prepares the same data goes on with it. A process locks
+    the draft that it works on. Another process meanwhile has a draft of its own.
 
     Args:
         is_done: whether `folder` is whole already.
     """
-    made, handle = folder.with_name(f".{folder.name}"), None
+    hidden, lock = folder.with_name(f".{folder.name}"), None
     with writing(folder):
-        made.mkdir(parents=True, exist_ok=True)
+        hidden.mkdir(parents=True, exist_ok=True)
         _sweep(folder.parent)
-        if (handle := _locked(made)) is None:
-            made = made.with_name(f"{made.name}.{uuid.uuid4().hex[:8]}")
-            handle = _locked(made)
+        if (lock := _locked(hidden)) is None:
+            hidden = hidden.with_name(f"{hidden.name}.{uuid.uuid4().hex[:8]}")
+            lock = _locked(hidden)
     try:
-        yield made
+        yield hidden
         with writing(folder):
-            publish(made, folder, is_done)
+            publish(hidden, folder, is_done)
             (folder / _LOCK).unlink(missing_ok=True)
-        shutil.rmtree(made, ignore_errors=True)  # if another was first
+        shutil.rmtree(hidden, ignore_errors=True)  # if another process was first
     except UserError:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(hidden, ignore_errors=True)
         raise
     finally:
-        if handle is not None:
-            os.close(handle)
+        if lock is not None:
+            os.close(lock)
 
 
 def _locked(draft: Path) -> int | None:
@@ -75,18 +75,13 @@ def _sweep(cache: Path) -> None:
 
 
 def publish(draft: Path, folder: Path, is_done: Callable[[], bool]) -> None:
-    """Give a draft its name, unless another process has prepared the same data meanwhile.
-
-    Raises:
-        OSError: the draft cannot be moved.
-    """
+    """Give a draft its name, unless another process has prepared the same data meanwhile."""
     if folder.exists() and not is_done():
         shutil.rmtree(folder)
     try:
         os.replace(draft, folder)
     except OSError:
-        # Another driver has prepared the same data meanwhile. Its folder is as good as this one.
-        if not is_done():
+        if not is_done():  # the folder of another process is as good as this one
             raise
 
 
@@ -100,11 +95,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def check_seen(is_seen: Callable[[], bool], cache: Path, node: str) -> None:
-    """Check that this machine sees what a task on a node has written into the cache.
-
-    Raises:
-        UserError: it does not, also not after some seconds.
-    """
+    """Check that this machine sees what a task on a node has written into the cache. Wait some seconds for it."""
     for _ in range(_LOOKS):  # the files of other nodes may come late
         if is_seen():
             return

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import ray.data
@@ -21,17 +21,16 @@ from trainers.data.shards import Piece
 from trainers.data.tokenizers import Tokenizer
 from trainers.data.unfit import Unfit
 
+_PIECE = 4 << 20  # characters of text that are encoded before they are written
+_Item = TypeVar("_Item")
+
 
 @dataclass(frozen=True)
 class Work:
     """Consecutive parts of one split. One task encodes them, and writes their files."""
 
     parts: list[Part]
-    validation: bool
-
-    @property
-    def split(self) -> str:
-        return "validation" if self.validation else "train"
+    split: str
 
     @property
     def files(self) -> int:
@@ -45,56 +44,53 @@ class Work:
         return hashlib.sha256(repr(spans).encode()).hexdigest()[:16]
 
 
-_PIECE = 4 << 20  # characters of text that are encoded before they are written
-
-
-def deal(parts: Iterable[Part], validation: bool, least: int = 1 << 20, most: int = 32 << 20) -> list[Work]:
+def deal(parts: Iterable[Part], split: str, least: int = 1 << 20, most: int = 32 << 20) -> list[Work]:
     """Group parts into works of about 1/256 of the text, of `least` to `most` bytes. The works depend only on the parts."""
     parts = list(parts)
     target = min(max(sum(part.size for part in parts) // 256, least), most)
-    works, group, size = [], [], 0
-    for part in parts:
-        group.append(part)
-        size += part.size
-        if size >= target:
-            works.append(Work(group, validation))
-            group, size = [], 0
-    return works + ([Work(group, validation)] if group else [])
+    return [Work(group, split) for group in grouped(parts, lambda part: part.size, target)]
+
+
+def grouped(items: Iterable[_Item], size: Callable[[_Item], int], least: int) -> Iterator[list[_Item]]:
+    """Yield consecutive items in groups. The sizes of a group sum to at least `least`, except for the last group."""
+    group, total = list[_Item](), 0
+    for item in items:
+        group.append(item)
+        total += size(item)
+        if total >= least:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
 
 
 def encode(work: Work, unfit: Unfit, tokenizer: Tokenizer, text_field: str) -> Iterator[Piece]:
     """Read and tokenize the documents of a work, and yield them piece by piece.
 
     A document without tokens is left out, also from the byte pairs.
-
-    Args:
-        unfit: takes the documents that cannot be used.
-
-    Raises:
-        UserError: as `read_documents`.
     """
-    found, size = list[tuple[np.ndarray, np.ndarray, bytes]](), 0
+    documents, size = list[tuple[np.ndarray, np.ndarray, bytes]](), 0
     for part in work.parts:
         for text in read_documents(part, text_field, unfit):
             ids, id_bytes = tokenizer.measure(text)
             if len(ids):
-                found.append((ids, id_bytes, text.encode()))
+                documents.append((ids, id_bytes, text.encode()))
                 size += len(text)
             if size >= _PIECE:
-                yield _piece(found, tokenizer)
-                found, size = [], 0
-    yield _piece(found, tokenizer)
+                yield _piece(documents, tokenizer)
+                documents, size = [], 0
+    yield _piece(documents, tokenizer)  # it may be empty: every work has files
 
 
-def _piece(found: list[tuple[np.ndarray, np.ndarray, bytes]], tokenizer: Tokenizer) -> Piece:
+def _piece(documents: list[tuple[np.ndarray, np.ndarray, bytes]], tokenizer: Tokenizer) -> Piece:
     dtype = token_dtype(tokenizer.vocab_size)
     separator, no_bytes = np.asarray([tokenizer.separator], dtype), np.zeros(1, np.uint32)
     tokens, lengths, sizes = [np.zeros(0, dtype)], [np.zeros(0, np.uint32)], [0]
-    for ids, id_bytes, _ in found:
+    for ids, id_bytes, _ in documents:
         tokens += [separator, ids.astype(dtype)]
         lengths += [no_bytes, id_bytes]
         sizes.append(len(ids) + 1)
-    pairs = byte_pairs([text for *_, text in found])
+    pairs = byte_pairs([text for *_, text in documents])
     return Piece(np.concatenate(tokens), np.concatenate(lengths), np.cumsum(sizes)[:-1], pairs)
 
 
@@ -106,38 +102,28 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def run_all(calls: list[Any], task: Callable[[Any], Any]) -> Generator[Any, None, None]:
     """Call a function with each of some values, in parallel with Ray Data, and yield the results in the order of the values.
 
-    Args:
-        calls: the values. Each is pickled and sent to a worker.
-        task: the function. It is pickled as well.
-
-    Raises:
-        UserError: a worker raised it; the first such error in the order of the values. The error travels as a result, so Ray
-            does not wrap it into an error of its own.
+    A UserError travels as a result, so Ray does not wrap it. The first one in the order of the values is raised.
     """
+
+    def call(row: dict[str, bytes]) -> dict[str, bytes]:
+        try:
+            result = task(pickle.loads(row["call"]))
+        except UserError as error:
+            result = error
+        return {"result": pickle.dumps(result)}
+
     context = DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True
-    rows = [{"call": pickle.dumps(call)} for call in calls]
+    rows = [{"call": pickle.dumps(value)} for value in calls]
     with quiet_console(), DataContext.current(context):
         # With one block per value, Ray Data runs one task per value for any number of CPUs.
-        dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map(_Call(task))
+        dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map(call)
         for row in dataset.iter_rows():
             result = pickle.loads(row["result"])
             if isinstance(result, UserError):
                 raise result
             yield result
-
-
-@dataclass(frozen=True)
-class _Call:
-    task: Callable[[Any], Any]
-
-    def __call__(self, row: dict[str, bytes]) -> dict[str, bytes]:
-        try:
-            result = self.task(pickle.loads(row["call"]))
-        except UserError as error:
-            result = error
-        return {"result": pickle.dumps(result)}
 
 
 @contextmanager

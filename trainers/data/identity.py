@@ -16,16 +16,16 @@ LINK = r"^\d{1,18}-[0-9a-f]{64}$"
 """What `str` makes of a chain."""
 
 
-def digest(of: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a value of JSON, in hexadecimal digits."""
-    return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
+def digest(document: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a JSON document, in hexadecimal digits."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 class Chain:
     """The hash of items in their order. The chain of a whole follows from those of its parts, wherever it is cut.
 
     It is Σ SHA-256(item i) · B^(n − i) modulo a prime, for n items. So tasks hash parts, and the driver puts them together. It
-    tells apart what differs by accident. Whoever wants two wholes with one hash may find them.
+    tells apart what differs by accident. It does not withstand somebody who looks for two wholes with one hash.
     """
 
     def __init__(self, count: int = 0, value: int = 0):
@@ -42,10 +42,10 @@ class Chain:
 
     def add(self, *item: Any) -> None:
         """Add an item: some buffers of bytes, one after another."""
-        found = hashlib.sha256()
-        for each in item:
-            found.update(each)
-        self.value = (self.value * _BASE + int.from_bytes(found.digest())) % _PRIME
+        hashed = hashlib.sha256()
+        for buffer in item:
+            hashed.update(buffer)
+        self.value = (self.value * _BASE + int.from_bytes(hashed.digest())) % _PRIME
         self.count += 1
 
     def extend(self, part: Chain) -> None:
@@ -63,5 +63,5 @@ class Chain:
         """
         for start, stop in pairwise([0, *starts.tolist(), len(tokens)]):
             if stop > start:
-                masks = () if trained is None else (trained[start:stop],)
-                self.add(*(np.ascontiguousarray(each).data for each in (tokens[start:stop], *masks)))
+                arrays = [tokens] if trained is None else [tokens, trained]
+                self.add(*(np.ascontiguousarray(array[start:stop]).data for array in arrays))

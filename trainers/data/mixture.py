@@ -36,9 +36,7 @@ _LEAST = 4096  # samples in a table: ties are broken at random, so that sources 
 class Shares:
     """Which source gives the sample at each global position, and how many samples it gave before.
 
-    Args:
-        weights: whole numbers.
-        seed: decides between samples whose windows end together.
+    The seed decides between samples whose windows end together.
     """
 
     def __init__(self, weights: Sequence[int], seed: int):
@@ -59,19 +57,16 @@ class Shares:
 def deal(weights: Sequence[int], rounds: int, seed: int) -> np.ndarray:
     """Return the source of each of `rounds` · sum(weights) samples: int64. Every prefix keeps to the weights.
 
-    Args:
-        weights: whole numbers.
-        rounds: how often the sum of the weights is dealt.
-        seed: decides between samples whose windows end together.
+    The seed decides between samples whose windows end together.
     """
     total = sum(weights)
-    samples = [np.arange(weight * rounds, dtype=np.int64) for weight in weights]
-    begins = np.concatenate([each * total // weight for each, weight in zip(samples, weights, strict=True)])
-    ends = np.concatenate([-(-(each + 1) * total // weight) for each, weight in zip(samples, weights, strict=True)])
-    sources = np.repeat(np.arange(len(weights)), [len(each) for each in samples])
+    numbers = [np.arange(weight * rounds, dtype=np.int64) for weight in weights]
+    begins = np.concatenate([number * total // weight for number, weight in zip(numbers, weights, strict=True)])
+    ends = np.concatenate([-(-(number + 1) * total // weight) for number, weight in zip(numbers, weights, strict=True)])
+    sources = np.repeat(np.arange(len(weights)), [len(number) for number in numbers])
     ties = np.random.Philox([seed, len(begins)]).random_raw(len(begins))
     order = np.argsort(begins, kind="stable")
-    waiting = zip(*(each[order].tolist() for each in (begins, ends, ties, sources)), strict=True)
+    waiting = zip(*(column[order].tolist() for column in (begins, ends, ties, sources)), strict=True)
     dealt, open_windows = np.empty(len(begins), np.int64), list[tuple[int, int, int]]()
     following = next(waiting, None)
     for position in range(len(dealt)):
@@ -83,14 +78,9 @@ def deal(weights: Sequence[int], rounds: int, seed: int) -> np.ndarray:
 
 
 class MixedOrder:
-    """The sequence at each global sample position of a mixture. A source whose sequences are used up begins a new epoch, in a
-    new order, while the others go on.
+    """The sequence at each global sample position of a mixture.
 
-    Args:
-        seed: seed of the training.
-        counts: sequences of each source.
-        weights: whole numbers, one for each source.
-        version: version of the sources' orders (`order.py`).
+    A source whose sequences (`counts`) are used up begins a new epoch, in a new order. The other sources go on.
     """
 
     def __init__(self, seed: int, counts: Sequence[int], weights: Sequence[int], version: int = NEWEST):
@@ -101,21 +91,16 @@ class MixedOrder:
     def __call__(self, start: int, stop: int) -> np.ndarray:
         """Return the sequences at positions [start, stop): int64 [stop - start], as indices of `MixedSplit`."""
         sources, numbers = self._shares(start, stop)
-        found = np.empty(len(sources), np.int64)
+        indices = np.empty(len(sources), np.int64)
         for source in np.unique(sources):
-            own = sources == source
-            first, last = numbers[own][[0, -1]]  # the samples of a source come in order, and without gaps
-            found[own] = self._first[source] + self._orders[source](int(first), int(last) + 1)
-        return found
+            places = sources == source
+            first, last = numbers[places][[0, -1]]  # the samples of a source come in order, and without gaps
+            indices[places] = self._first[source] + self._orders[source](int(first), int(last) + 1)
+        return indices
 
 
 class MixedSplit:
-    """The training sequences of all sources, those of the first source first. It has the methods of `Split`.
-
-    Args:
-        splits: the sequences of each source.
-        weights: whole numbers, one for each source.
-    """
+    """The training sequences of all sources, those of the first source first. It has the methods of `Split`."""
 
     def __init__(self, splits: Sequence[Split], weights: Sequence[int]):
         self._splits, self._weights = list(splits), tuple(weights)
@@ -149,9 +134,9 @@ class MixedSplit:
         rows = torch.cat([
             read(split, places[sources == source] - self._first[source]) for source, split in enumerate(self._splits)
         ])  # fmt: skip
-        found = torch.empty_like(rows)
-        found[torch.from_numpy(np.argsort(sources, kind="stable"))] = rows
-        return found
+        gathered = torch.empty_like(rows)
+        gathered[torch.from_numpy(np.argsort(sources, kind="stable"))] = rows
+        return gathered
 
 
 class Mixture:
@@ -200,26 +185,17 @@ class _Document(Checked):
 
 
 def opened(folder: str | Path, names: Sequence[str]) -> PackedData | Mixture:
-    """Open packed data, or a mixture with the packed data of its sources beside it.
-
-    Args:
-        folder: what `prepare` wrote.
-        names: names of the sources, in order.
-
-    Raises:
-        UserError: the folder holds neither, or a file is missing or damaged.
-    """
+    """Open packed data, or a mixture with the packed data of its sources, whose names these are, beside it."""
     folder = Path(folder)
     if not (folder / FILE).exists():
         return PackedData.open(folder)
     try:
-        found = read_json(Folder(str(folder)), FILE, TypeAdapter(_Document))
+        content = read_json(Folder(str(folder)), FILE, TypeAdapter(_Document))
     except DamagedFile as error:
-        raise UserError(
-            "data.cache", folder, f"holds a mixture whose {error}; delete it, and the next run writes it again"
-        ) from None
-    parts = [PackedData.open(folder.parent / part.data) for part in found.parts]
-    return Mixture(folder, dict(zip(names, parts, strict=True)), [part.weight for part in found.parts])
+        rule = f"holds a mixture whose {error}; delete it, and the next run writes it again"
+        raise UserError("data.cache", folder, rule) from None
+    parts = [PackedData.open(folder.parent / part.data) for part in content.parts]
+    return Mixture(folder, dict(zip(names, parts, strict=True)), [part.weight for part in content.parts])
 
 
 def is_whole(folder: Path, content: dict[str, Any]) -> bool:
@@ -230,43 +206,31 @@ def is_whole(folder: Path, content: dict[str, Any]) -> bool:
         return False
 
 
-def mean(values: Iterable[float | None], weights: Sequence[int]) -> float | None:
-    """Return the weighted mean; None if a value is missing."""
-    known = [value for value in values if value is not None]
-    return float(np.average(known, weights=weights)) if len(known) == len(weights) else None
-
-
 def baselines(data: PackedData | Mixture, sequences: int | None) -> tuple[Baselines | None, float | None]:
     """Return the byte models' bits per byte, and the mean bytes of a token, on the validation sequences that training measures.
 
-    In a mixture, each source has byte models of its own. Their bits and bytes are averaged by weight, as losses are.
-
-    Args:
-        data: the data.
-        sequences: number of sequences of each source; None takes all.
+    These are the first `sequences` of each source; None takes all. Each source has byte models of its own. Their bits and bytes
+    are averaged by weight, as losses are. If a source has no byte models, both values are None.
     """
-    lengths, bits = list[float | None](), list[tuple[float, float] | None]()
+    lengths, bits = list[float](), list[tuple[float, float]]()
     for part in data.parts.values():
         split = part.validation
         count = min(len(split), sequences or len(split))
-        found = part.baselines(count)
-        length = None if found is None else split.bytes(count) / (count * split.seq_len)
+        if (models := part.baselines(count)) is None:
+            return None, None
+        length = split.bytes(count) / (count * split.seq_len)
         lengths.append(length)
-        bits.append(None if found is None or length is None else (found.unigram * length, found.bigram * length))
-    length = mean(lengths, data.weights)
-    if length is None:
-        return None, None
-    unigram, bigram = (mean([each and each[model] for each in bits], data.weights) or 0.0 for model in (0, 1))
-    return Baselines(unigram / length, bigram / length), length
+        bits.append((models.unigram * length, models.bigram * length))
+    mean_length = float(np.average(lengths, weights=data.weights))
+    unigram, bigram = (float(np.average(column, weights=data.weights)) for column in zip(*bits, strict=True))
+    return Baselines(unigram / mean_length, bigram / mean_length), mean_length
 
 
-def told_data(data: PackedData | Mixture) -> dict[str, Any]:
+def counts_by_source(data: PackedData | Mixture) -> dict[str, Any]:
     """Return counts of the data of each source, for `run.json`."""
     keys = ("documents", "bytes", "tokens", "sequences")
-    return {
-        name: {
-            **{split: {key: part.meta[split][key] for key in keys} for split in ("train", "validation")},
-            "unfit": part.meta["unfit"],
-        }
-        for name, part in data.parts.items()
-    }
+    counts = dict[str, Any]()
+    for name, part in data.parts.items():
+        splits = {split: {key: part.meta[split][key] for key in keys} for split in ("train", "validation")}
+        counts[name] = {**splits, "unfit": part.meta["unfit"]}
+    return counts

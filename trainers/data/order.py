@@ -21,14 +21,12 @@ _ROUNDS = 12
 
 
 class SampleOrder:
-    """The order of sequences: which sequence is at each global sample position. Every epoch is a new permutation of all
-    sequences.
+    """The sequence at each global sample position. Every epoch is a new permutation of all sequences.
 
     The sequence at a position depends only on (seed, position, source, version). Random numbers are raw Philox numbers, because
     NumPy promises the same raw numbers in every version, but not the same shuffles.
 
     Args:
-        seed: seed of the training.
         count: sequences in an epoch.
         source: number of the source in a mixture. Sources have orders of their own, also if they have equally many sequences.
         version: 1 or `NEWEST`.
@@ -59,28 +57,25 @@ class SampleOrder:
 
 
 def permuted(places: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
-    """Return what a permutation of [0, count) has at some places.
+    """Return what a permutation of [0, count), with count ≤ 2⁶², has at some places, int64 [n].
 
-    Args:
-        places: the places, int64 [n].
-        count: how many there are, at most 2**62.
-        keys: the key of each round, uint64.
+    Each round of the Feistel network has a key, uint64.
     """
     rows = math.isqrt(count - 1) + 1
     columns = -(-count // rows)
-    found = places.astype(np.uint64)
-    left = np.arange(len(found))
-    while len(left):
-        found[left] = _through(found[left], rows, columns, keys)
-        left = left[found[left] >= count]
-    return found.astype(np.int64)
+    cells = places.astype(np.uint64)
+    outside = np.arange(len(cells))
+    while len(outside):
+        cells[outside] = _through(cells[outside], rows, columns, keys)
+        outside = outside[cells[outside] >= count]
+    return cells.astype(np.int64)
 
 
 def _through(cells: np.ndarray, rows: int, columns: int, keys: np.ndarray) -> np.ndarray:
     """Take cells through all rounds. A cell is row · columns + column."""
     row, column = np.divmod(cells, np.uint64(columns))
-    for number, key in enumerate(keys):
-        if number % 2:
+    for index, key in enumerate(keys):
+        if index % 2:
             column = (column + _hashed(row, key) % columns) % columns
         else:
             row = (row + _hashed(column, key) % rows) % rows

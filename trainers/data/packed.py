@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -25,6 +26,7 @@ from foldray.errors import UserError
 from trainers.data.baselines import Baselines
 from trainers.data.identity import Chain, digest
 from trainers.data.order import NEWEST, SampleOrder
+from trainers.data.shards import file_of
 from trainers.folders import Checked, Count, DamagedFile, Folder, read_json
 
 FORMAT = 2
@@ -36,7 +38,6 @@ class PackedData:
     """The packed data in a folder that `prepare` wrote.
 
     Attributes:
-        folder: the folder.
         meta: counts, tokenizer and inputs, as in `meta.json`.
         train: sequences in the order of the files.
         validation: sequences in a fixed random order, so the first n are a sample of all files.
@@ -49,21 +50,17 @@ class PackedData:
         self.folder, self.meta = folder, meta
         self.train = Split(folder, "train", meta)
         self.validation = Split(folder, "validation", meta)
-        masked = self.validation.masked
         self.parts = {"": self}
-        self._bits = None if masked else _mapped(folder, "validation-bits", "f", (2, len(self.validation) + 1))
+        self._bits = None if self.validation.masked else _mapped(folder, "validation-bits", "f", (2, len(self.validation) + 1))
 
     @classmethod
     def open(cls, folder: str | Path) -> PackedData:
-        """Map the folder's files into memory.
-
-        Raises:
-            UserError: the folder holds no packed data, or a file is missing or damaged.
-        """
-        if not is_intact(Path(folder)):
+        """Map the folder's files into memory."""
+        path = Path(folder)
+        if not is_intact(path):
             raise UserError("data.cache", folder, "holds no complete packed data; prepare it again")
         try:
-            return cls(Path(folder), json.loads((Path(folder) / "meta.json").read_text()))
+            return cls(path, json.loads((path / "meta.json").read_text()))
         except (OSError, ValueError) as error:
             rule = f"holds packed data that cannot be read ({error}); delete it, and the next run prepares it again"
             raise UserError("data.cache", folder, rule) from None
@@ -93,26 +90,21 @@ class PackedData:
 
 
 class Split:
-    """The sequences of one split. `len()` returns their number.
-
-    Args:
-        folder: the packed data's folder.
-        name: train or validation.
-        meta: content of `meta.json`.
-    """
+    """The sequences of one split. `len()` returns their number."""
 
     def __init__(self, folder: Path, name: str, meta: dict[str, Any]):
         self.name = name
         self.seq_len: int = meta["seq_len"]
-        self._count: int = meta[name]["sequences"]
-        self.masked: bool = meta[name]["masked"]
-        index = _mapped(folder, f"{name}-index", "i", (2, meta[name]["works"]))
+        counts = meta[name]
+        self._count: int = counts["sequences"]
+        self.masked: bool = counts["masked"]
+        index = _mapped(folder, f"{name}-index", "i", (2, counts["works"]))
         token_ends, document_ends = (np.cumsum([0, *row]) for row in np.asarray(index))
-        if token_ends[-1] != meta[name]["tokens"] or document_ends[-1] != meta[name]["documents"] or index.min(initial=0) < 0:
+        if token_ends[-1] != counts["tokens"] or document_ends[-1] != counts["documents"] or index.min(initial=0) < 0:
             raise ValueError(f"{name}-index.npy has other counts than meta.json")
         self._works = _Works(folder, name, token_ends, document_ends, np.dtype(meta["dtype"]))
-        self._order = _mapped(folder, f"{name}-order", "i", (self._count,)) if meta[name]["shuffled"] else None
-        has_bytes = meta[name]["shuffled"] and not self.masked
+        self._order = _mapped(folder, f"{name}-order", "i", (self._count,)) if counts["shuffled"] else None
+        has_bytes = counts["shuffled"] and not self.masked
         self._bytes = _mapped(folder, f"{name}-bytes", "i", (self._count + 1,)) if has_bytes else None
 
     def __len__(self) -> int:
@@ -124,13 +116,15 @@ class Split:
 
     def tokens(self, indices: ArrayLike) -> torch.Tensor:
         """Return the tokens of n sequences: int64 [n, seq_len + 1]. The targets are the inputs, shifted by one."""
-        return torch.from_numpy(self._read(indices, self._works.tokens, self.seq_len + 1).astype(np.int64))
+        read = partial(self._works.values, "tokens")
+        return torch.from_numpy(self._read(indices, read, self.seq_len + 1).astype(np.int64))
 
     def trained(self, indices: ArrayLike) -> torch.Tensor:
         """Return whether each target of n sequences counts in the loss: bool [n, seq_len]."""
         if not self.masked:
             return torch.ones((len(self._places(indices)), self.seq_len), dtype=torch.bool)
-        return torch.from_numpy(self._read(indices, self._works.trained, self.seq_len + 1)[:, 1:].astype(bool))
+        read = partial(self._works.values, "trained")
+        return torch.from_numpy(self._read(indices, read, self.seq_len + 1)[:, 1:].astype(bool))
 
     def segments(self, indices: ArrayLike) -> torch.Tensor:
         """Return the document's number at each input position: int64 [n, seq_len]. The separator belongs to its document."""
@@ -164,11 +158,8 @@ class _Works:
     """The files of a split's works, read as one stream. Few of them are mapped into memory at a time.
 
     Args:
-        folder: the packed data's folder.
-        name: train or validation.
         token_ends: tokens before each work and before the end, int64 [works + 1].
         document_ends: the same for documents.
-        dtype: type of the tokens.
     """
 
     def __init__(self, folder: Path, name: str, token_ends: np.ndarray, document_ends: np.ndarray, dtype: np.dtype):
@@ -176,32 +167,24 @@ class _Works:
         self._dtypes = {"tokens": dtype, "starts": np.dtype(np.int64), "trained": np.dtype(np.uint8)}
         self._open: OrderedDict[tuple[str, int], np.ndarray] = OrderedDict()
 
-    def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Return the tokens at positions [start, stop) of the stream."""
-        return self._pieces("tokens", start, stop)
-
-    def trained(self, start: int, stop: int) -> np.ndarray:
-        """Return whether the tokens at positions [start, stop) count."""
-        return self._pieces("trained", start, stop)
+    def values(self, ending: str, start: int, stop: int) -> np.ndarray:
+        """Return the tokens at positions [start, stop) of the stream, or whether they count (`trained`)."""
+        return np.concatenate([self._of(ending, work)[first:last] for work, first, last in self._inside(start, stop)])
 
     def documents(self, start: int, stop: int) -> np.ndarray:
         """Return the numbers of the documents at positions [start, stop)."""
-        found = [
+        return np.concatenate([
             self._documents[work] + np.searchsorted(self._of("starts", work), np.arange(first, last), side="right") - 1
             for work, first, last in self._inside(start, stop)
-        ]
-        return np.concatenate(found)
+        ])  # fmt: skip
 
     def chain(self, masked: bool) -> Chain:
         """Return the hash of all documents."""
-        found = Chain()
+        documents = Chain()
         for work in range(len(self._tokens) - 1):
             trained = self._of("trained", work) if masked else None
-            found.add_documents(self._of("tokens", work), self._of("starts", work), trained)
-        return found
-
-    def _pieces(self, ending: str, start: int, stop: int) -> np.ndarray:
-        return np.concatenate([self._of(ending, work)[first:last] for work, first, last in self._inside(start, stop)])
+            documents.add_documents(self._of("tokens", work), self._of("starts", work), trained)
+        return documents
 
     def _inside(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield the works that have positions [start, stop), with the positions inside each."""
@@ -216,7 +199,7 @@ class _Works:
         key = ending, work
         if key not in self._open:
             count = np.diff((self._documents if ending == "starts" else self._tokens)[work : work + 2])
-            path = self._folder / f"{self._name}-{work:06d}.{ending}"
+            path = file_of(self._folder, self._name, work, ending)
             self._open[key] = np.memmap(path, self._dtypes[ending], mode="r", shape=(int(count[0]),))
             if len(self._open) > _MOST_OPEN:
                 self._open.popitem(last=False)
@@ -242,13 +225,7 @@ class Sequences(Protocol):
 
 
 class Batches:
-    """The sequences that each data-parallel place trains on, in the seeded order.
-
-    Args:
-        split: usually `PackedData.train`.
-        seed: seed of the order.
-        version: version of the order (`order.py`).
-    """
+    """The sequences that each data-parallel place trains on, in the seeded order of a version (`order.py`)."""
 
     def __init__(self, split: Sequences, seed: int, version: int = NEWEST):
         self.version, self._order = version, split.order(seed, version)
@@ -263,7 +240,7 @@ class Batches:
         sequences on some places, or none.
         """
         first = (accumulation_index * dp + dp_rank) * micro_batch
-        start, stop = (step * global_batch + min(each, global_batch) for each in (first, first + micro_batch))
+        start, stop = (step * global_batch + min(place, global_batch) for place in (first, first + micro_batch))
         return self._order(start, stop)
 
 
@@ -321,7 +298,7 @@ def _has_works(files: Folder, folder: Path, name: str, split: _SplitMeta, dtype:
     endings = {"tokens": np.dtype(dtype).itemsize, **({"trained": 1} if split.masked else {})}
     for work, (tokens, documents) in enumerate(index.T.tolist()):
         expected = {ending: tokens * size for ending, size in endings.items()} | {"starts": documents * 8}
-        if any(files.size(f"{name}-{work:06d}.{ending}") != size for ending, size in expected.items()):
+        if any(files.size(file_of(folder, name, work, ending).name) != size for ending, size in expected.items()):
             return False
     return True
 

@@ -44,7 +44,6 @@ class Place(NamedTuple):
     Args:
         path: absolute path, or URI.
         name: name below the fixed folder of the pattern.
-        size: in bytes.
         mtime_ns: time of the last change; 0 if the store does not tell it.
     """
 
@@ -60,14 +59,7 @@ def is_uri(path: str) -> bool:
 
 
 def find(field: str, pattern: str) -> list[Place]:
-    """Return the files that a path, a URI or a glob of either matches, in the order of their names.
-
-    Args:
-        field: name of the recipe key, for messages.
-
-    Raises:
-        UserError: there is no such file, or the store does not answer in time, or refuses to list its files.
-    """
+    """Return the files that a path, a URI or a glob of either matches, in the order of their names."""
     return _in_store(field, pattern) if is_uri(pattern) else _on_disk(field, pattern)
 
 
@@ -82,12 +74,8 @@ def _on_disk(field: str, pattern: str) -> list[Place]:
     if not paths:
         raise UserError(field, pattern, f"matches no file (looked for {expanded})")
     root = os.path.dirname(expanded if exists else re.split(r"[*?\[]", expanded, maxsplit=1)[0])
-    return [Place(path, os.path.relpath(path, root), *_stat(path)) for path in paths]
-
-
-def _stat(path: str) -> tuple[int, int]:
-    stat = os.stat(path)
-    return stat.st_size, stat.st_mtime_ns
+    stats = ((path, os.stat(path)) for path in paths)
+    return [Place(path, os.path.relpath(path, root), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
 def _in_store(field: str, pattern: str) -> list[Place]:
@@ -96,13 +84,13 @@ def _in_store(field: str, pattern: str) -> list[Place]:
     command = [sys.executable, "-P", store_listing.__file__, pattern]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
-            told, _ = process.communicate(timeout=_REACHED_S)
+            output, _ = process.communicate(timeout=_REACHED_S)
         except subprocess.TimeoutExpired as error:
             if not (error.stdout or b"").startswith(store_listing.REACHED.encode()):
                 process.kill()
                 raise UserError(field, pattern, f"is in a store that gives no answer in {_REACHED_S:.0f} s") from None
-            told = _rest(field, pattern, process)
-    last = told.strip().splitlines()[-1] if told.strip() else ""
+            output = _rest(field, pattern, process)
+    last = output.strip().splitlines()[-1] if output.strip() else ""
     if process.returncode != 0:
         reason = last[:300] or f"its client ended with {process.returncode}"
         raise UserError(field, pattern, f"cannot be listed ({reason})")
@@ -121,11 +109,7 @@ def _rest(field: str, pattern: str, process: subprocess.Popen[str]) -> str:
 
 
 def size_of(path: str) -> int:
-    """Return the size of a file in bytes.
-
-    Raises:
-        OSError: there is no such file, or its store cannot be reached.
-    """
+    """Return the size of a file in bytes, or raise an OSError."""
     if not is_uri(path):
         return os.stat(path).st_size
     files, inside = store_listing.store(path)
@@ -136,11 +120,7 @@ def size_of(path: str) -> int:
 
 
 def open_plain(path: str) -> IO[bytes]:
-    """Open a file as it is. It can seek.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Open a file as it is. It can seek."""
     if not is_uri(path):
         return open(path, "rb")
     files, inside = store_listing.store(path)
@@ -148,11 +128,7 @@ def open_plain(path: str) -> IO[bytes]:
 
 
 def open_text(path: str) -> IO[bytes]:
-    """Open a file, and decompress it by the ending of its name. Only a file that is not compressed can seek.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Open a file, and decompress it by the ending of its name. Only a file that is not compressed can seek."""
     file, packed = open_plain(path), suffix(path)
     if packed == ".gz":
         return cast(IO[bytes], gzip.GzipFile(fileobj=file))
@@ -167,8 +143,8 @@ def open_text(path: str) -> IO[bytes]:
 
 def suffix(path: str) -> str:
     """Return the ending of a compressed file's name, or an empty text."""
-    found = ending(path)
-    return found if found in COMPRESSED else ""
+    last = ending(path)
+    return last if last in COMPRESSED else ""
 
 
 def ending(path: str) -> str:
@@ -186,7 +162,6 @@ class _Streams(io.RawIOBase):
     Python's own readers take damage at the beginning of a later stream for the end of the file.
 
     Args:
-        file: the file.
         begin: makes the decompressor of a stream.
         pads: whether zero bytes, a multiple of four, may follow a stream, as in the format xz.
     """
@@ -197,28 +172,28 @@ class _Streams(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, into: Any) -> int:
-        found = b""
-        while not found:
-            given = b""
+    def readinto(self, buffer: Any) -> int:
+        content = b""
+        while not content:
+            packed = b""
             if self._stream.eof:
-                if not (given := self._behind()):
+                if not (packed := self._behind()):
                     return 0
                 self._stream = self._begin()
-            elif self._stream.needs_input and not (given := self._file.read(_CHUNK)):
+            elif self._stream.needs_input and not (packed := self._file.read(_CHUNK)):
                 raise EOFError("it ends within a stream")
-            found = self._stream.decompress(given, len(into))
-        into[: len(found)] = found
-        return len(found)
+            content = self._stream.decompress(packed, len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
 
     def _behind(self) -> bytes:
         """Return what follows a stream and its padding; nothing at the end of the file."""
-        found, zeros = self._stream.unused_data, 0
-        while found or (found := self._file.read(_CHUNK)):
-            rest = found.lstrip(b"\0") if self._pads else found
-            zeros, found = zeros + len(found) - len(rest), rest
-            if found:
+        packed, zeros = self._stream.unused_data, 0
+        while packed or (packed := self._file.read(_CHUNK)):
+            rest = packed.lstrip(b"\0") if self._pads else packed
+            zeros, packed = zeros + len(packed) - len(rest), rest
+            if packed:
                 break
         if zeros % 4:
             raise OSError(f"{zeros} zero bytes are behind a stream, which is no multiple of four")
-        return found
+        return packed

@@ -6,9 +6,8 @@ import json
 import platform
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import ray
 from foldray.errors import UserError
 from foldray.recipe import DataSpec, SourceSpec
 from foldray.recipe.data import Invalid
-from trainers.data import conversations
+from trainers.data import conversations, shards
 from trainers.data.baselines import PAIRS, SMOOTHING, fit
 from trainers.data.chat import Chat
 from trainers.data.conversations import Reader
@@ -29,27 +28,16 @@ from trainers.data.mixture import FILE, Mixture, document, is_whole, opened
 from trainers.data.packed import FORMAT, PackedData, is_intact
 from trainers.data.places import suffix
 from trainers.data.rows import check_field, cut
-from trainers.data.shards import (
-    Costs,
-    Index,
-    Piece,
-    Written,
-    costs,
-    file_of,
-    is_seen,
-    passing,
-    read,
-    write,
-    written,
-)
-from trainers.data.sources import STORED, SourceFile, python_version, split_files
+from trainers.data.shards import Index, Piece, Written
+from trainers.data.sources import STORED, SourceFile, split_files
 from trainers.data.tokenizers import Tokenizer, content_of, load_tokenizer
-from trainers.data.unfit import Tally, Unfit, refused, told_unfit
+from trainers.data.unfit import Tally, Unfit, refused, unfit_summary
 
 _PACKING = 2
-"""Version of the rules by which documents become sequences. Other rules would change the data of runs that go on, so files that
-both versions read alike have version 1."""
+"""Version of the rules by which documents become sequences. Files that both versions read alike have version 1, because another
+version would change the data of runs that go on."""
 _DIGITS = 16  # in the name of a folder
+_Files = dict[str, list[SourceFile]]
 Progress = Callable[[int, int, str], None]
 """A function that is called with the number of finished files, the number of all files, and the name of the work."""
 
@@ -65,14 +53,7 @@ def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | 
     appears only when it is complete.
 
     Args:
-        data: section `data` of the recipe.
         vocab: number of ids that the model knows.
-        cache: folder of all packed data.
-        progress: called with the number of finished files.
-
-    Raises:
-        UserError: the data cannot be found, read, split or stored, or the tokenizer has more ids than the model.
-        RuntimeError: the data have to be prepared, and Ray is not initialised.
     """
     if data.sources is None:
         return _prepare(data, vocab, cache, progress)
@@ -83,8 +64,8 @@ def prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress | 
     content = document(parts.values(), data.weights)
     folder = cache_folder(cache) / digest(content)[:_DIGITS]
     if not is_whole(folder, content):
-        with draft(folder, lambda: is_whole(folder, content)) as made, writing(folder):
-            (made / FILE).write_text(json.dumps(content, indent=1))
+        with draft(folder, lambda: is_whole(folder, content)) as hidden, writing(folder):
+            (hidden / FILE).write_text(json.dumps(content, indent=1))
     return opened(folder, list(parts))
 
 
@@ -108,37 +89,28 @@ def _prepare(data: DataSpec, vocab: int, cache: str | Path, progress: Progress |
         rule = f"must be at least {tokenizer.vocab_size}, the ids of data.tokenizer={data.tokenizer}"
         raise UserError("model.vocab", vocab, rule)
     encoding = _encoding(data, tokenizer)
-    train, validation = split_files(data)
-    for files in (train, validation):
-        encoding.check(files[0])
-    inputs = _inputs(data, tokenizer, train, validation)
+    files = dict(zip(("train", "validation"), split_files(data), strict=True))
+    for content in files.values():
+        encoding.check(content[0])
+    inputs = _inputs(data, tokenizer, files)
     folder = cache_folder(cache) / digest(inputs)[:_DIGITS]
-    if not is_intact(folder) and is_intact(earlier := _earlier(folder, data, inputs)):
-        folder = earlier
+    if not is_intact(folder) and data.tokenizer != "byte":
+        # An earlier version knew a tokenizer by all files in its folder.
+        earlier = folder.with_name(digest({**inputs, "tokenizer": content_of(data.tokenizer)})[:_DIGITS])
+        folder = earlier if is_intact(earlier) else folder
     if not is_intact(folder):
         if not ray.is_initialized():
             raise RuntimeError("prepare() needs an initialised Ray: call ray.init() first")
-        with draft(folder, lambda: is_intact(folder)) as made:
-            _write(made, data, tokenizer, encoding, inputs, train, validation, progress)
+        with draft(folder, lambda: is_intact(folder)) as hidden:
+            _write(hidden, data, tokenizer, encoding, inputs, files, progress)
     packed = PackedData.open(folder)
-    if data.invalid == "refuse" and (first := packed.meta["unfit"]["first"]):  # prepared under another rule
-        raise refused(first[0]["file"], first[0]["at"])
+    if data.invalid == "refuse" and (unfit := packed.meta["unfit"]["first"]):  # prepared under another rule
+        raise refused(unfit[0]["file"], unfit[0]["at"])
     return packed
 
 
-def _earlier(folder: Path, data: DataSpec, inputs: dict[str, Any]) -> Path:
-    """Return the folder in which an earlier version has put the same data. It knew a tokenizer by all files in its folder."""
-    if data.tokenizer == "byte":
-        return folder
-    return folder.with_name(digest({**inputs, "tokenizer": content_of(data.tokenizer)})[:_DIGITS])
-
-
 def cache_folder(cache: str | Path) -> Path:
-    """Return the absolute path of the folder of all packed data.
-
-    Raises:
-        UserError: the path begins with the home of an unknown user.
-    """
+    """Return the absolute path of the folder of all packed data."""
     try:
         return Path(cache).expanduser().absolute()
     except RuntimeError:
@@ -149,8 +121,6 @@ class _Encoding(NamedTuple):
     """How documents of one kind become tokens.
 
     Args:
-        check: checks the beginning of a file.
-        encode: encodes a work, and fills an `Unfit`.
         end: what follows the last token of a split, or nothing.
         least: bytes of text of the smallest work.
     """
@@ -171,9 +141,8 @@ def _encoding(data: DataSpec, tokenizer: Tokenizer) -> _Encoding:
     return _Encoding(reader.check, pack, conversations.end(tokenizer), least=max(1 << 20, 256 * data.seq_len))
 
 
-def _inputs(data: DataSpec, tokenizer: Tokenizer, train: list[SourceFile], validation: list[SourceFile]) -> dict[str, Any]:
+def _inputs(data: DataSpec, tokenizer: Tokenizer, files: _Files) -> dict[str, Any]:
     """Return all inputs that the packed data depends on."""
-
     split = data.validation.model_dump()
     if split["path"] is not None and STORED.search(split["path"]):
         split["path"] = None  # the file's hash is below
@@ -188,9 +157,9 @@ def _inputs(data: DataSpec, tokenizer: Tokenizer, train: list[SourceFile], valid
         return suffix(file.path) in (".bz2", ".xz") or (data.masked and file.kind == "parquet")
 
     return {
-        "format": _PACKING if any(map(is_new, (*train, *validation))) else 1,
+        "format": _PACKING if any(map(is_new, chain(*files.values()))) else 1,
         "source": data.source,
-        "python": python_version() if data.source == "stdlib" else None,
+        "python": platform.python_version() if data.source == "stdlib" else None,
         "text_field": data.text_field if data.source in ("jsonl", "parquet") else None,
         **({"messages_field": data.messages_field, "train_on": data.train_on} if data.masked else {}),
         # What other rules accept does not depend on the rule.
@@ -199,33 +168,19 @@ def _inputs(data: DataSpec, tokenizer: Tokenizer, train: list[SourceFile], valid
         "tokenizer": content_of(data.tokenizer) if data.masked else tokenizer.fingerprint,
         "seq_len": data.seq_len,
         "split": split,
-        "train": [each for each, _ in groupby(map(listed, train))],  # stored documents may be in several files
-        "validation": [each for each, _ in groupby(map(listed, validation))],
+        # Stored documents may be in several files, which are one input.
+        **{side: [document for document, _ in groupby(map(listed, content))] for side, content in files.items()},
     }
 
 
-@dataclass(frozen=True)
-class _Task:
-    """A task that encodes a work and writes its files. It returns what the driver gathers.
-
-    Args:
-        folder: folder of the files.
-        encode: encodes a work.
-        rule: what becomes of documents that cannot be used.
-    """
-
-    folder: Path
-    encode: Callable[[Work, Unfit], Iterator[Piece]]
-    rule: Invalid
-
-    def __call__(self, call: tuple[Work, int]) -> Written:
-        work, number = call
-        unfit = Unfit(self.rule)
-        try:
-            return write(self.folder, work.split, number, self.encode(work, unfit), unfit.found, work.mark)
-        except OSError as error:  # those of reading are UserErrors
-            rule = f"cannot be written on node {platform.node()} ({error.strerror or error}); every node must see it"
-            raise UserError("data.cache", self.folder.parent, rule) from None
+def _encode(call: tuple[Work, int], folder: Path, encode: Callable[[Work, Unfit], Iterator[Piece]], invalid: Invalid) -> Written:
+    """Encode a work, and write its files. A task does this, and returns what the driver gathers."""
+    (work, number), unfit = call, Unfit(invalid)
+    try:
+        return shards.write(folder, work.split, number, encode(work, unfit), unfit.found, work.mark)
+    except OSError as error:  # those of reading are UserErrors
+        rule = f"cannot be written on node {platform.node()} ({error.strerror or error}); every node must see it"
+        raise UserError("data.cache", folder.parent, rule) from None
 
 
 def _write(
@@ -234,63 +189,71 @@ def _write(
     tokenizer: Tokenizer,
     encoding: _Encoding,
     inputs: dict[str, Any],
-    train: list[SourceFile],
-    validation: list[SourceFile],
+    files: _Files,
     progress: Progress | None,
 ) -> None:
-    works = {
-        split: deal(cut(files), validation=split == "validation", least=encoding.least)
-        for split, files in (("train", train), ("validation", validation))
-    }
-    index, tally = {split: Index(data.seq_len) for split in works}, Tally()
-    calls = [(work, number) for each in works.values() for number, work in enumerate(each)]
-    done, total = 0, len(train) + len(validation)
-    with closing(_written(folder, calls, _Task(folder, encoding.encode, data.invalid))) as results:
+    works = {split: deal(cut(content), split, least=encoding.least) for split, content in files.items()}
+    indices, tally = {split: Index(data.seq_len) for split in works}, Tally()
+    calls = [(work, number) for group in works.values() for number, work in enumerate(group)]
+    done, total = 0, sum(map(len, files.values()))
+    task = partial(_encode, folder=folder, encode=encoding.encode, invalid=data.invalid)
+    with closing(_written(folder, calls, task)) as results:
         for (work, _), result in zip(calls, results, strict=True):
-            index[work.split].add(result)
+            indices[work.split].add(result)
             tally.add(result.unfit)
             done += work.files
             if progress is not None:
                 progress(done, total, "tokenizing")
-    unfit = {"rule": data.invalid, **tally.as_dict()}
+    unfit, masked = {"rule": data.invalid, **tally.as_dict()}, encoding.end is not None
     with writing(folder):
-        for (split, each), name in zip(index.items(), ("training", "validation"), strict=True):
+        for (split, index), name in zip(indices.items(), ("training", "validation"), strict=True):
             if encoding.end is not None:
-                each.add(write(folder, split, len(works[split]), [encoding.end], {}))
-            if not each.sequences:
-                raise _too_short(data, name, each.tokens, told_unfit({"unfit": unfit}))
-        masked = encoding.end is not None
+                index.add(shards.write(folder, split, len(works[split]), [encoding.end], {}))
+            if not index.sequences:
+                raise _too_short(data, name, index.tokens, unfit_summary({"unfit": unfit}))
         if not masked:
-            index["validation"].add_costs(_costs(folder, len(works["train"]), index["validation"]))
-        counts = {split: each.finish(folder, split, masked) for split, each in index.items()}
-        for path in passing(folder):
+            _add_costs(folder, len(works["train"]), indices["validation"])
+        counts = {split: index.finish(folder, split, masked) for split, index in indices.items()}
+        for path in shards.passing(folder):
             path.unlink()
-        _write_meta(folder, data, tokenizer, inputs, counts, unfit)
+        (folder / "inputs.json").write_text(json.dumps(inputs, indent=1))
+        meta = {
+            "format": FORMAT,
+            "source": data.source,
+            "tokenizer": data.tokenizer,
+            "fingerprint": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "separator": tokenizer.separator,
+            "dtype": token_dtype(tokenizer.vocab_size).name,
+            "seq_len": data.seq_len,
+            "baseline_smoothing": SMOOTHING,
+            "unfit": unfit,
+            **{split: {"files": len(inputs[split]), **count} for split, count in counts.items()},
+            "sizes": {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.suffix in (".npy", ".json")},
+        }
+        (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
-def _written(folder: Path, calls: list[tuple[Work, int]], task: _Task) -> Generator[Written, None, None]:
-    """Yield what the works have written, in order. Those that an earlier preparation has written are not encoded again.
-
-    Raises:
-        UserError: as `run_all`; or the files of a work are not seen here.
-    """
-    known = [written(folder, work.split, number, work.mark) for work, number in calls]
-    missing = [call for call, result in zip(calls, known, strict=True) if result is None]
+def _written(
+    folder: Path, calls: list[tuple[Work, int]], task: Callable[[tuple[Work, int]], Written]
+) -> Generator[Written, None, None]:
+    """Yield what the works have written, in order. What an earlier preparation has written stays."""
+    earlier = [shards.written(folder, work.split, number, work.mark) for work, number in calls]
+    missing = [call for call, result in zip(calls, earlier, strict=True) if result is None]
     new = run_all(missing, task) if missing else iter(())
-    for (work, number), result in zip(calls, known, strict=True):
-        found = next(new) if result is None else result
-        check_seen(partial(is_seen, folder, work.split, number, found), folder.parent, found.node)
-        yield found
+    for (work, number), known in zip(calls, earlier, strict=True):
+        result = next(new) if known is None else known
+        check_seen(partial(shards.is_seen, folder, work.split, number, result), folder.parent, result.node)
+        yield result
 
 
-def _costs(folder: Path, train_works: int, index: Index) -> Iterator[Costs]:
-    """Yield what validation text costs under the byte models of the training text."""
+def _add_costs(folder: Path, train_works: int, index: Index) -> None:
+    """Add what validation text costs under the byte models of the training text."""
     pairs = np.zeros(PAIRS, np.int64)
     for number in range(train_works):
-        pairs += read(file_of(folder, "train", number, "counts"), pairs.dtype)
-    table = fit(pairs)
-    seq_len = index.seq_len
-    yield from run_all(list(enumerate(index.offsets)), lambda call: costs(folder, call[0], call[1], seq_len, table))
+        pairs += shards.read(shards.file_of(folder, "train", number, "counts"), pairs.dtype)
+    calls, seq_len, table = list(enumerate(index.offsets)), index.seq_len, fit(pairs)
+    index.add_costs(run_all(calls, lambda call: shards.costs(folder, call[0], call[1], seq_len, table)))
 
 
 def _too_short(data: DataSpec, name: str, tokens: int, unfit: str | None) -> UserError:
@@ -298,29 +261,3 @@ def _too_short(data: DataSpec, name: str, tokens: int, unfit: str | None) -> Use
     if data.masked:
         rule = f"no conversation for {name} has a token to train on among its first {data.seq_len}"
     return UserError("data.seq_len", data.seq_len, "; ".join(filter(None, (rule, unfit))))
-
-
-def _write_meta(
-    folder: Path,
-    data: DataSpec,
-    tokenizer: Tokenizer,
-    inputs: dict[str, Any],
-    counts: dict[str, dict[str, Any]],
-    unfit: dict[str, Any],
-) -> None:
-    (folder / "inputs.json").write_text(json.dumps(inputs, indent=1))
-    meta = {
-        "format": FORMAT,
-        "source": data.source,
-        "tokenizer": data.tokenizer,
-        "fingerprint": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        "separator": tokenizer.separator,
-        "dtype": token_dtype(tokenizer.vocab_size).name,
-        "seq_len": data.seq_len,
-        "baseline_smoothing": SMOOTHING,
-        "unfit": unfit,
-        **{split: {"files": len(inputs[split]), **each} for split, each in counts.items()},
-        "sizes": {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.suffix in (".npy", ".json")},
-    }
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1))

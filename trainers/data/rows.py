@@ -46,11 +46,7 @@ class Part:
 
 
 def cut(files: Iterable[SourceFile]) -> Iterator[Part]:
-    """Yield the parts of files, in order. The parts do not depend on the number of workers.
-
-    Raises:
-        UserError: a Parquet file cannot be read.
-    """
+    """Yield the parts of files, in order. The parts do not depend on the number of workers."""
     for file in files:
         if file.kind == "parquet":
             with _reading(file), _open_parquet(file) as table:
@@ -70,29 +66,20 @@ def cut(files: Iterable[SourceFile]) -> Iterator[Part]:
 
 
 def check_field(file: SourceFile, text_field: str, rule: Invalid) -> None:
-    """Check the beginning of a file: the text field in the schema or the first line, or zero bytes in a text file.
-
-    Raises:
-        UserError: the text field is missing (the error lists the fields), or the file is not of its kind.
-    """
-    if file.kind in ("parquet", "jsonl"):
-        if file.kind == "parquet":
-            with _reading(file), _open_parquet(file) as table:
-                _check_schema(file, table.schema_arrow, "data.text_field", text_field)
-        else:
-            next(read_documents(Part(file, 0, _END, file.size, last=True), text_field, Unfit(rule)), None)
-        return
-    with _reading(file), open_text(file.locate()) as content:
-        if rule != "skip":
-            _refuse_zeros(content.read(_HEAD_BYTES), file)
+    """Check the beginning of a file: the text field in the schema or the first line, or zero bytes in a text file."""
+    if file.kind == "parquet":
+        with _reading(file), _open_parquet(file) as table:
+            _check_schema(file, table.schema_arrow, "data.text_field", text_field)
+    elif file.kind == "jsonl":
+        next(read_documents(Part(file, 0, _END, file.size, last=True), text_field, Unfit(rule)), None)
+    else:
+        with _reading(file), open_text(file.locate()) as content:
+            if rule != "skip":
+                _refuse_zeros(content.read(_HEAD_BYTES), file)
 
 
 def read_documents(part: Part, text_field: str, unfit: Unfit) -> Iterator[str]:
-    """Yield the documents of a part, in order.
-
-    Raises:
-        UserError: as `read_rows`; or a document is not text, and the recipe does not skip it.
-    """
+    """Yield the documents of a part, in order."""
     if part.file.kind in ("jsonl", "parquet"):
         for row in read_rows(part, "data.text_field", text_field, unfit):
             if isinstance(row.value, str):
@@ -101,17 +88,18 @@ def read_documents(part: Part, text_field: str, unfit: Unfit) -> Iterator[str]:
                 rule = f"is not text but {type(row.value).__name__} in {row.place(unfit)}"
                 unfit.leaves(part.file.locate(), UserError("data.text_field", text_field, rule))
         return
-    with _reading(part.file), open_text(part.file.locate()) as content:
-        found = content.read(_MOST_DOCUMENT + 1) if suffix(part.file.path) else content.read()
-    if suffix(part.file.path) and len(found) > _MOST_DOCUMENT:
+    path, packed = part.file.locate(), suffix(part.file.path)
+    with _reading(part.file), open_text(path) as file:
+        content = file.read(_MOST_DOCUMENT + 1) if packed else file.read()
+    if packed and len(content) > _MOST_DOCUMENT:
         rule = f"holds more than {_MOST_DOCUMENT} bytes of text, one document; use lines of JSON for many documents in a file"
-        raise UserError("data.path", part.file.locate(), rule)
-    if unfit.rule == "skip" and (zero := found.find(b"\0", 0, _HEAD_BYTES)) >= 0:
-        unfit.keeps(part.file.locate(), len(found), f"byte {zero}")
+        raise UserError("data.path", path, rule)
+    if unfit.rule == "skip" and (zero := content.find(b"\0", 0, _HEAD_BYTES)) >= 0:
+        unfit.keeps(path, len(content), f"byte {zero}")
         return
-    _refuse_zeros(found, part.file)
-    text, many, first = decode(found)
-    if not many or unfit.keeps(part.file.locate(), many, f"byte {first}"):
+    _refuse_zeros(content, part.file)
+    text, bad, first = decode(content)
+    if not bad or unfit.keeps(path, bad, f"byte {first}"):
         yield text.removeprefix(_BOM)
 
 
@@ -120,7 +108,6 @@ class Row(NamedTuple):
 
     Args:
         value: the value of the field that is read.
-        file: the file.
         at: for jsonl the offset of its line in bytes, for parquet its row group.
         number: for parquet its number in the row group.
     """
@@ -131,7 +118,6 @@ class Row(NamedTuple):
     number: int = 0
 
     def __str__(self) -> str:
-        """Return where the row is, for messages. This counts the lines before it."""
         return f"{self.counted} of {self.file.locate()}"
 
     @property
@@ -153,14 +139,9 @@ def read_rows(part: Part, field: str, key: str, unfit: Unfit) -> Iterator[Row]:
     """Yield the rows of a part of a jsonl or parquet file, in order.
 
     Args:
-        part: the part.
-        field: name of the recipe key that says which field to read, for messages.
+        field: name of the recipe key that says which field to read, for errors.
         key: its value: the field of every row that is read.
         unfit: takes the rows that are not UTF-8, and the lines that are no JSON objects.
-
-    Raises:
-        UserError: the file cannot be read on this machine, has another size than when it was listed, is damaged, or lacks the
-            field; or the recipe refuses what `unfit` takes.
     """
     with _reading(part.file):
         yield from (_parquet_rows if part.file.kind == "parquet" else _jsonl_rows)(part, field, key, unfit)
@@ -215,38 +196,34 @@ def _jsonl_rows(part: Part, field: str, key: str, unfit: Unfit) -> Iterator[Row]
 
 
 def _row_of(line: bytes, file: SourceFile, offset: int, field: str, key: str, unfit: Unfit) -> Iterator[Row]:
-    row, (text, many, first) = Row(None, file, offset), decode(line)
+    row, (text, bad, first) = Row(None, file, offset), decode(line)
     where = f"byte {offset + first}"
-    if many and unfit.rule != "replace":
-        unfit.keeps(file.locate(), many, where)
+    if bad and unfit.rule != "replace":
+        unfit.keeps(file.locate(), bad, where)
         return
     try:
-        found = _object_of(text.removeprefix(_BOM))
+        fields = _object_of(text.removeprefix(_BOM))
     except ValueError as error:
         rule = f"{row.where if unfit.rule == 'skip' else row.counted} {error}"
         unfit.leaves(file.locate(), UserError("data.path", file.locate(), rule))
         return
-    if key not in found:
-        raise UserError(field, key, f"is not a field of {row}", found)
-    value = found[key]
+    if key not in fields:
+        raise UserError(field, key, f"is not a field of {row}", fields)
+    value = fields[key]
     halves = halves_in(value) if b"\\ud" in line or b"\\uD" in line else 0
-    if not many + halves or unfit.keeps(file.locate(), many + 3 * halves, where):
+    if not bad + halves or unfit.keeps(file.locate(), bad + 3 * halves, where):
         yield row._replace(value=mended(value) if halves else value)
 
 
 def _object_of(line: str) -> dict[str, Any]:
-    """Return the object of a line of JSON.
-
-    Raises:
-        ValueError: it is none; what it is, as the rest of a sentence.
-    """
+    """Return the object of a line of JSON, or raise a ValueError that says what the line is."""
     try:
-        found = json.loads(line, parse_int=_integer)
+        value = json.loads(line, parse_int=_integer)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError("is not a JSON object")
-    return found
+    return value
 
 
 def _integer(digits: str) -> int | Decimal:
@@ -270,12 +247,12 @@ def _parquet_rows(part: Part, field: str, key: str, unfit: Unfit) -> Iterator[Ro
         _check_schema(part.file, table.schema_arrow, field, key)
         groups = range(part.start, part.stop)
         rows = sum(table.metadata.row_group(group).num_rows for group in groups)
-        few = min(_MOST_ROWS, _BATCH_BYTES * rows // max(part.size, 1)) or 1
-        batches = table.iter_batches(batch_size=few, row_groups=[*groups], columns=[key]) if groups else ()
+        size = min(_MOST_ROWS, _BATCH_BYTES * rows // max(part.size, 1)) or 1
+        batches = table.iter_batches(batch_size=size, row_groups=[*groups], columns=[key]) if groups else ()
         for number, cell in enumerate(cell for batch in batches for cell in batch.column(0)):
-            value, many = _value_of(cell)
+            value, bad = _value_of(cell)
             row = Row(value, part.file, part.start, number)
-            if not many or unfit.keeps(part.file.locate(), many, row.where):
+            if not bad or unfit.keeps(part.file.locate(), bad, row.where):
                 yield row
 
 
@@ -293,14 +270,14 @@ def _value_of(cell: Any) -> tuple[Any, int]:
     if isinstance(cell, pyarrow.DictionaryScalar):
         return _value_of(cell.value)
     if isinstance(cell, pyarrow.StructScalar):
-        found = {field.name: _value_of(cell[at]) for at, field in enumerate(cell.type)}
-        return {name: value for name, (value, _) in found.items() if value is not None}, sum(many for _, many in found.values())
+        fields = {field.name: _value_of(cell[index]) for index, field in enumerate(cell.type)}
+        return {name: value for name, (value, _) in fields.items() if value is not None}, sum(bad for _, bad in fields.values())
     if isinstance(cell, pyarrow.MapScalar):
         pairs = [(_value_of(pair[0]), _value_of(pair[1])) for pair in cell.values]
         return {str(key): value for (key, _), (value, _) in pairs}, sum(key[1] + value[1] for key, value in pairs)
     if isinstance(cell, pyarrow.ListScalar):
-        several = [_value_of(each) for each in cell.values]
-        return [value for value, _ in several], sum(many for _, many in several)
+        items = [_value_of(item) for item in cell.values]
+        return [value for value, _ in items], sum(bad for _, bad in items)
     return cell.as_py(), 0
 
 

@@ -21,8 +21,8 @@ import platform
 import uuid
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -69,13 +69,10 @@ class Written(Checked):
     """What a work has written.
 
     Args:
-        tokens, documents, bytes: how many.
         counts: sums of the pieces' counts.
         unfit: documents that cannot be used as they are (`unfit.Unfit`).
         content: hash of its documents (`identity.Chain`).
         sizes: sizes of the files that stay or are read once more, by the ending of their names.
-        node: name of the node.
-        mark: of the work that they belong to (`Work.mark`).
     """
 
     tokens: Count
@@ -95,48 +92,33 @@ def file_of(folder: Path, split: str, work: int, ending: str) -> Path:
 
 
 def write(folder: Path, split: str, work: int, pieces: Iterable[Piece], unfit: Found, mark: str = "") -> Written:
-    """Write the files of a work, piece by piece, and return what the driver gathers.
-
-    Args:
-        folder: folder of the files.
-        split: train or validation.
-        work: number of the work in its split.
-        pieces: the pieces, in order.
-        unfit: what the reading of the pieces fills.
-        mark: stands for the work.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write the files of a work, and return what the driver gathers. Reading the pieces fills `unfit`."""
     tokens, documents, bytes_, has_pairs = 0, 0, 0, False
-    counts, pair_counts, content = dict[str, int](), np.zeros(PAIRS, np.int64), Chain()
-    with _Files(folder, split, work) as files:
+    counts, pair_counts, content, sizes = Counter[str](), np.zeros(PAIRS, np.int64), Chain(), dict[str, int]()
+    with _appending(folder, split, work, sizes) as append:
         for piece in pieces:
-            files.add("tokens", piece.tokens)
-            files.add("starts", piece.starts + tokens)
+            append("tokens", piece.tokens)
+            append("starts", piece.starts + tokens)
             if piece.trained is not None:
-                files.add("trained", piece.trained)
+                append("trained", piece.trained)
             content.add_documents(piece.tokens, piece.starts, piece.trained)
             has_pairs |= piece.pairs is not None
             if piece.pairs is not None and split == "validation":
-                files.add("lengths", piece.lengths)
-                files.add("pairs", piece.pairs)
+                append("lengths", piece.lengths)
+                append("pairs", piece.pairs)
             elif piece.pairs is not None:
                 pair_counts += count_pairs(piece.pairs)
             tokens, documents = tokens + len(piece.tokens), documents + len(piece.starts)
             bytes_ += int(piece.lengths.sum(dtype=np.int64))
-            for key, value in (piece.counts or {}).items():
-                counts[key] = counts.get(key, 0) + value
+            counts.update(piece.counts or {})
         if has_pairs and split == "train":
-            files.add("counts", pair_counts)
-        files.close()
+            append("counts", pair_counts)
     done = Written(
-        tokens=tokens, documents=documents, bytes=bytes_, counts=counts, unfit=unfit, content=str(content), sizes=files.sizes,
+        tokens=tokens, documents=documents, bytes=bytes_, counts=counts, unfit=unfit, content=str(content), sizes=sizes,
         node=platform.node(), mark=mark,
     )  # fmt: skip
-    with _Files(folder, split, work) as record:
-        record.add("done", np.frombuffer(done.model_dump_json().encode(), np.uint8))
-        record.close()
+    with _appending(folder, split, work, {}) as append:
+        append("done", np.frombuffer(done.model_dump_json().encode(), np.uint8))
     return done
 
 
@@ -157,37 +139,27 @@ def is_seen(folder: Path, split: str, work: int, done: Written) -> bool:
         return False
 
 
-class _Files:
-    """Files that appear at once, when they are closed. Other processes may write the same ones meanwhile."""
+@contextmanager
+def _appending(folder: Path, split: str, work: int, sizes: dict[str, int]) -> Iterator[Callable[[str, np.ndarray], None]]:
+    """Yield a function that appends values to the file of a work with an ending.
 
-    def __init__(self, folder: Path, split: str, work: int):
-        self._folder, self._split, self._work = folder, split, work
-        self._mark, self._open = uuid.uuid4().hex[:8], dict[str, IO[bytes]]()
-        self.sizes = dict[str, int]()
-        self._stack = ExitStack()
+    The files appear at the end, and `sizes` gets their sizes. Other processes may write the same files meanwhile.
+    """
+    files, mark = dict[str, IO[bytes]](), uuid.uuid4().hex[:8]
+    with ExitStack() as stack:
 
-    def __enter__(self) -> _Files:
-        return self
+        def append(ending: str, values: np.ndarray) -> None:
+            if ending not in files:
+                draft = folder / f".{split}-{work:06d}.{ending}.{mark}"
+                stack.callback(draft.unlink, missing_ok=True)
+                files[ending] = stack.enter_context(draft.open("wb"))
+            files[ending].write(np.ascontiguousarray(values).data)
 
-    def add(self, ending: str, values: np.ndarray) -> None:
-        """Append values to a file."""
-        if ending not in self._open:
-            draft = self._draft(ending)
-            self._stack.callback(draft.unlink, missing_ok=True)
-            self._open[ending] = self._stack.enter_context(draft.open("wb"))
-        self._open[ending].write(np.ascontiguousarray(values).data)
-
-    def close(self) -> None:
-        for ending, file in self._open.items():
+        yield append
+        for ending, file in files.items():
             file.close()
-            self.sizes[ending] = self._draft(ending).stat().st_size
-            os.replace(self._draft(ending), file_of(self._folder, self._split, self._work, ending))
-
-    def _draft(self, ending: str) -> Path:
-        return self._folder / f".{self._split}-{self._work:06d}.{ending}.{self._mark}"
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+            sizes[ending] = os.stat(file.name).st_size
+            os.replace(file.name, file_of(folder, split, work, ending))
 
 
 @dataclass(frozen=True)
@@ -195,7 +167,6 @@ class Costs:
     """What the bytes of some sequences cost: those from `first` on.
 
     Args:
-        first: number of the first sequence.
         bytes: bytes in the targets of each, int64 [n].
         units: cost under both byte models, in units of 2⁻³⁰ bits, int64 [2, n].
     """
@@ -211,9 +182,7 @@ def costs(folder: Path, work: int, offset: int, seq_len: int, table: np.ndarray)
     Token p of the stream is a target of sequence (p − 1) // S. Token 0 is a separator, which has no bytes.
 
     Args:
-        folder: folder of the files.
-        work: number of the work.
-        offset: position of its first token in the stream.
+        offset: position of the work's first token in the stream.
         seq_len: S, number of targets of a sequence.
         table: bits that each pair costs, float64 [2, PAIRS] (`baselines.fit`).
     """
@@ -248,11 +217,7 @@ def passing(folder: Path) -> Iterator[Path]:
 
 
 class Index:
-    """What the driver gathers of a split: counts of its works, in order.
-
-    Args:
-        seq_len: number of targets of a sequence.
-    """
+    """What the driver gathers of a split: counts of its works, in order."""
 
     def __init__(self, seq_len: int):
         self.seq_len = seq_len

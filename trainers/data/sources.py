@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import re
 import sysconfig
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ class SourceFile:
         kind: stdlib, text, jsonl or parquet.
         name: name below the glob's fixed folder (or the library's root). It decides the split and the order.
         path: absolute path, or URI; empty for stdlib, because every node finds its own library.
-        size: in bytes, as it is stored.
+        size: in bytes, as the file is stored.
         mtime_ns: time of the last change; 0 if nobody knows it.
     """
 
@@ -50,9 +49,6 @@ def split_files(data: DataSpec) -> tuple[list[SourceFile], list[SourceFile]]:
     A file belongs to one side only. If `validation.path` is set, its files are held back, even if `path` matches them, too.
     Otherwise the files whose names have the lowest hashes are held back: the share `fraction` of all files, with at least
     one file on each side.
-
-    Raises:
-        UserError: a pattern matches no file, or one side would be empty.
     """
     files = _list_library() if data.source == "stdlib" else _list_files(data.source, str(data.path), "data.path")
     if data.validation.path is not None:
@@ -70,11 +66,6 @@ def split_files(data: DataSpec) -> tuple[list[SourceFile], list[SourceFile]]:
     count = min(max(round(data.validation.fraction * len(files)), 1), len(files) - 1)
     chosen = {file.name for file in sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())[:count]}
     return [file for file in files if file.name not in chosen], [file for file in files if file.name in chosen]
-
-
-def python_version() -> str:
-    """Return the version of Python whose library is read."""
-    return platform.python_version()
 
 
 def _real(file: SourceFile) -> str:

@@ -11,7 +11,6 @@ import posixpath
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
 from urllib.parse import quote, unquote
 
 from pyarrow.fs import FileInfo, FileSystem, FileType, FSSpecHandler, PyFileSystem
@@ -22,12 +21,7 @@ _OF_ARROW = (*_WITH_BUCKETS, "hdfs://", "viewfs://")
 
 
 def store(uri: str) -> tuple[FileSystem, str]:
-    """Return the filesystem of a URI, and the path in it.
-
-    Raises:
-        OSError: the store cannot be reached.
-        ValueError: nobody knows such a store, or a package for it is missing.
-    """
+    """Return the filesystem of a URI, and the path in it."""
     if uri.startswith(_OF_ARROW):
         return FileSystem.from_uri(uri)
     import fsspec
@@ -66,24 +60,24 @@ def _matched(plain: str, options: str, quoted: Callable[[str], str]) -> list[tup
     files, root = store(quoted(folder) + options)
     wanted = root + plain[len(folder) :]
     bucket = root.split("/")[0] or root
-    there = files.get_file_info(bucket).type != FileType.NotFound  # raises if the store does not answer
+    exists = files.get_file_info(bucket).type != FileType.NotFound  # raises if the store does not answer
     print(REACHED, flush=True)
-    if not there and plain.startswith(_WITH_BUCKETS):
+    if not exists and plain.startswith(_WITH_BUCKETS):
         raise FileNotFoundError(f"there is no bucket {bucket}, or it is not shown to you")
 
-    def there_are(paths: list[str]) -> list[FileInfo]:
+    def existing(paths: list[str]) -> list[FileInfo]:
         return [info for info in files.get_file_info(paths) if info.type == FileType.File]
 
     # The name of an existing file is not a glob, even if it has brackets in it.
-    found = [] if "*" in plain else there_are([wanted])
-    if fixed != plain and not found:
-        found = there_are(sorted(ArrowFSWrapper(files).glob(wanted)))
-    for info in found:
+    infos = [] if "*" in plain else existing([wanted])
+    if fixed != plain and not infos:
+        infos = existing(sorted(ArrowFSWrapper(files).glob(wanted)))
+    for info in infos:
         if info.size is None:
             raise OSError(f"the store does not tell the size of {info.path}")
     return [
         (quoted(folder + info.path[len(root) :]) + options, posixpath.relpath(info.path, root), info.size, info.mtime_ns or 0)
-        for info in found
+        for info in infos
     ]
 
 
@@ -97,13 +91,9 @@ def _unescaped(plain: str) -> str:
     return unquote(re.sub("%(2A|3F|5B)", r"[\g<0>]", plain, flags=re.IGNORECASE))
 
 
-def _reason(error: Any) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 if __name__ == "__main__":
     try:
         print(json.dumps(listed(sys.argv[1])))
     except Exception as error:  # clients of stores document no types
-        print(_reason(error))
+        print(" ".join(str(error).split()) or type(error).__name__)
         raise SystemExit(1) from None

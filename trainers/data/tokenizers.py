@@ -52,12 +52,7 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer "byte", or the Hugging Face tokenizer in a local folder.
-
-    Raises:
-        UserError: the folder is missing, holds no tokenizer, or its tokenizer has no token to separate documents with.
-        MissingPackage: the name is a folder, and `transformers` is not installed.
-    """
+    """Return the tokenizer "byte", or the Hugging Face tokenizer in a local folder."""
     if name == "byte":
         return ByteTokenizer()
     folder = _folder_of(name)
@@ -95,7 +90,7 @@ class FolderTokenizer:
     """A Hugging Face tokenizer. It treats special tokens in a text as ordinary text, and takes long text in pieces.
 
     Args:
-        name: the folder's name in the recipe, for messages.
+        name: the folder's name in the recipe, for errors.
         inner: the tokenizer of `transformers`.
         fingerprint: hash of what makes tokens.
     """
@@ -148,8 +143,7 @@ def _bytes_of_offsets(text: str, offsets: list[tuple[int, int]]) -> np.ndarray:
     """Return the bytes of n tokens from their character spans, uint32 [n].
 
     A token stands for the text between the end of the earlier tokens and its own end. So text that the tokenizer skips, such
-    as spaces, counts for the next token. A character that became several tokens counts for the first one. No byte counts
-    twice.
+    as spaces, counts for the next token. A character that became several tokens counts for the first one.
     """
     if not offsets:
         return np.zeros(0, np.uint32)
@@ -174,7 +168,7 @@ def _from_folder(name: str, folder: Path) -> Any:
     if not any(path for sign in _SIGNS for path in folder.glob(sign)):
         raise UserError("data.tokenizer", name, "holds no Hugging Face tokenizer; it lacks tokenizer.json or a similar file")
     _check_files(name, folder)
-    before = logging.get_verbosity()
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # transformers would warn of other mistakes than the one that it then raises
     try:
         # Without trust_remote_code=False, transformers would ask on the terminal whether to run code in the folder.
@@ -184,7 +178,7 @@ def _from_folder(name: str, folder: Path) -> Any:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError("data.tokenizer", name, f"holds no Hugging Face tokenizer that can be loaded ({reason})") from None
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)
     if ours != theirs:
         rule = f"has a tokenizer.json of which transformers {transformers.__version__} makes a {type(inner).__name__} with other"
         remedy = "set tokenizer_class to PreTrainedTokenizerFast in its tokenizer_config.json, or install another version"
@@ -212,11 +206,7 @@ def _sampled(file: Path, inner: Any) -> tuple[list[int], list[int]]:
 
 
 def _check_files(name: str, folder: Path) -> None:
-    """Refuse files that transformers might never have read: pipes, devices, and files of more than `_MOST_BYTES`.
-
-    Raises:
-        UserError: there is such a file.
-    """
+    """Refuse files that transformers might never have read: pipes, devices, and files of more than `_MOST_BYTES`."""
     for path in sorted(folder.iterdir()):
         if path.suffix not in DEFINING or not path.exists():
             continue
@@ -228,14 +218,14 @@ def _check_files(name: str, folder: Path) -> None:
 
 def _fingerprint(inner: Any) -> str:
     """Return a hash of a fast tokenizer as it was loaded, with the tokens between documents and behind answers."""
-    made = inner.backend_tokenizer.to_str(), inner.bos_token_id, inner.eos_token_id
-    return hashlib.sha256(repr(made).encode()).hexdigest()
+    parts = inner.backend_tokenizer.to_str(), inner.bos_token_id, inner.eos_token_id
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def content_of(name: str) -> str:
     """Return a hash of all files of a tokenizer, also of those that only chats need."""
-    digest, folder = hashlib.sha256(), _folder_of(name)
-    for path in sorted(path for path in folder.iterdir() if path.suffix in DEFINING and path.is_file()):
+    digest = hashlib.sha256()
+    for path in sorted(path for path in _folder_of(name).iterdir() if path.suffix in DEFINING and path.is_file()):
         content = path.read_bytes()
         digest.update(f"{path.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()

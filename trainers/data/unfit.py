@@ -1,5 +1,4 @@
-"""Documents that are not UTF-8, or no documents at all: they are found, counted and told, and the recipe decides what becomes of
-them (`data.invalid`)."""
+"""Documents that cannot be used as they are. `data.invalid` says what becomes of them."""
 
 from __future__ import annotations
 
@@ -18,49 +17,30 @@ Found = dict[str, tuple[int, int, str]]
 
 @dataclass
 class Unfit:
-    """Documents that cannot be used as they are, and what becomes of them.
-
-    Args:
-        rule: what the recipe wants (`data.invalid`).
-        found: the documents so far.
-    """
+    """Documents that cannot be used as they are so far, and what becomes of them (`data.invalid`)."""
 
     rule: Invalid
     found: Found = field(default_factory=dict)
 
-    def keeps(self, file: str, many: int, where: str) -> bool:
-        """Count a document that is not UTF-8. Return whether it is kept, with U+FFFD in place of what is not UTF-8.
+    def keeps(self, file: str, bad: int, where: str) -> bool:
+        """Count a document with bad bytes, the first of which is `where`. They are not UTF-8.
 
-        Args:
-            file: path of its file.
-            many: bytes that are not UTF-8.
-            where: the first of them.
-
-        Raises:
-            UserError: the recipe refuses such documents.
+        Return whether the document is kept, with U+FFFD in place of them. Raise a UserError if the recipe refuses it.
         """
         if self.rule == "refuse":
             raise refused(file, where)
-        self._add(file, many, where)
+        self._add(file, bad, where)
         return self.rule == "replace"
 
     def leaves(self, file: str, error: UserError) -> None:
-        """Count a document that is left out, whatever its bytes are.
-
-        Args:
-            file: path of its file.
-            error: what is wrong with it.
-
-        Raises:
-            UserError: the error, because the recipe does not skip such documents.
-        """
+        """Count a document that is left out, whatever its bytes are. Raise its error unless the recipe skips it."""
         if self.rule != "skip":
             raise error
         self._add(file, 0, printable(error.rule))
 
-    def _add(self, file: str, many: int, what: str) -> None:
+    def _add(self, file: str, bad: int, what: str) -> None:
         documents, bytes_, first = self.found.get(file, (0, 0, what))
-        self.found[file] = documents + 1, bytes_ + many, first
+        self.found[file] = documents + 1, bytes_ + bad, first
 
 
 def refused(file: str, where: str) -> UserError:
@@ -72,8 +52,7 @@ def refused(file: str, where: str) -> UserError:
 def decode(content: bytes) -> tuple[str, int, int]:
     """Decode UTF-8 with U+FFFD in place of what is none.
 
-    Returns:
-        The text, the number of bytes that are not UTF-8, and the position of the first of them.
+    Return the text, the number of bytes that are not UTF-8, and the position of the first of them.
     """
     try:
         return content.decode(), 0, 0
@@ -85,7 +64,7 @@ def decode(content: bytes) -> tuple[str, int, int]:
 
 
 class Tally:
-    """Sums up what parts of the data have found, in the order of the data. It holds the names of the first few files alone."""
+    """Sums over parts of the data, in order. It has the names of the first few files alone."""
 
     def __init__(self) -> None:
         self._documents = self._bytes = self._files = 0
@@ -93,7 +72,7 @@ class Tally:
         self._first: dict[str, dict[str, Any]] = {}
 
     def add(self, found: Found) -> None:
-        """Add what the next part has found. Parts of one file follow each other."""
+        """Add what is unfit in the next part. Parts of one file follow each other."""
         for file, (documents, bytes_, at) in found.items():
             self._documents, self._bytes = self._documents + documents, self._bytes + bytes_
             self._files += file != self._last
@@ -108,23 +87,20 @@ class Tally:
         return {"documents": self._documents, "bytes": self._bytes, "files": self._files, "first": [*self._first.values()]}
 
 
-def told_unfit(meta: Mapping[str, Any]) -> str | None:
-    """Return a line about the documents that cannot be used as they are; None if there are none.
-
-    Args:
-        meta: content of `meta.json`.
-    """
-    found = meta["unfit"]
-    if not found["documents"]:
+def unfit_summary(meta: Mapping[str, Any]) -> str | None:
+    """Return a line about unfit documents, by the content of `meta.json`; None if there are none."""
+    unfit = meta["unfit"]
+    if not unfit["documents"]:
         return None
-    named = [f"{each['file']} ({each['documents']}, the first: {each['at']})" for each in found["first"][:3]]
-    more = [f"and {found['files'] - 3} more files"] if found["files"] > 3 else []
-    count, bytes_ = f"{found['documents']} documents in {found['files']} files", found["bytes"]
-    if found["rule"] == "replace":
-        told = f"{count} are not UTF-8, {bytes_} bytes of them; their bad bytes are U+FFFD"
+    files = [f"{file['file']} ({file['documents']}, the first: {file['at']})" for file in unfit["first"][:3]]
+    if unfit["files"] > 3:
+        files.append(f"and {unfit['files'] - 3} more files")
+    count, bytes_ = f"{unfit['documents']} documents in {unfit['files']} files", unfit["bytes"]
+    if unfit["rule"] == "replace":
+        line = f"{count} are not UTF-8, {bytes_} bytes of them; their bad bytes are U+FFFD"
     else:
-        told = f"{count} cannot be used{f' ({bytes_} bytes are not UTF-8)' if bytes_ else ''}; they are left out"
-    return f"{told}: {', '.join([*named, *more])}"
+        line = f"{count} cannot be used{f' ({bytes_} bytes are not UTF-8)' if bytes_ else ''}; they are left out"
+    return f"{line}: {', '.join(files)}"
 
 
 def as_utf8(text: str) -> str:
@@ -142,7 +118,7 @@ def halves_in(value: Any) -> int:
 
 def _halves(text: str) -> int:
     try:
-        text.encode()
+        text.encode()  # much faster than a search
         return 0
     except UnicodeEncodeError:
         return sum("\ud800" <= letter <= "\udfff" for letter in text)
@@ -152,8 +128,8 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):
-        for each in value if isinstance(value, list) else (*value, *value.values()):
-            yield from _texts(each)
+        for item in value if isinstance(value, list) else (*value, *value.values()):
+            yield from _texts(item)
 
 
 def mended(value: Any) -> Any:
@@ -161,5 +137,5 @@ def mended(value: Any) -> Any:
     if isinstance(value, str):
         return as_utf8(value)
     if isinstance(value, list):
-        return [mended(each) for each in value]
-    return {mended(key): mended(each) for key, each in value.items()} if isinstance(value, dict) else value
+        return [mended(item) for item in value]
+    return {mended(key): mended(item) for key, item in value.items()} if isinstance(value, dict) else value

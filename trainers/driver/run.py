@@ -13,7 +13,7 @@ from typing import Any
 
 from foldray.recipe import Recipe
 from trainers.cluster.elastic import larger_world
-from trainers.data.mixture import Mixture, baselines, told_data
+from trainers.data.mixture import Mixture, baselines, counts_by_source
 from trainers.data.packed import PackedData
 from trainers.faults.attempts import Failure
 from trainers.faults.failures import failure_of
@@ -77,7 +77,7 @@ class Run:
         self.tracker = Tracker(recipe, name, root, (read_run(root / name) or {}).get("mlflow_run_id"))
         bits = {} if found is None else found._asdict()
         try:
-            self.folder = RunFolder(root / name, recipe, bits, length, history, start, told_data(data))
+            self.folder = RunFolder(root / name, recipe, bits, length, history, start, counts_by_source(data))
             self.folder.tracked_by(self.tracker.uri, self.tracker.run_id, self.tracker.view_command())
         except BaseException:
             self.tracker.close("FAILED")

@@ -26,12 +26,12 @@ from trainers.checkpoints.stored import DamagedCheckpoint, Stored
 from trainers.cluster import joining, workers
 from trainers.cluster.elastic import LegalWorlds
 from trainers.cluster.run_storage import refuse_secret
-from trainers.data.conversations import told
+from trainers.data.conversations import summary
 from trainers.data.datasets import Documents, check_datasets, store
 from trainers.data.mixture import Mixture
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
-from trainers.data.unfit import told_unfit
+from trainers.data.unfit import unfit_summary
 from trainers.driver.continuing import check_resumable
 from trainers.driver.ray_configs import (
     check_backend,
@@ -394,8 +394,8 @@ class FoldTrainer(TorchTrainer):
         if self.console is None:
             return data
         for name, part in data.parts.items():
-            about = told(part.meta) if part.train.masked else None
-            for line in filter(None, (about, told_unfit(part.meta))):
+            about = summary(part.meta) if part.train.masked else None
+            for line in filter(None, (about, unfit_summary(part.meta))):
                 self.console.say(f"{name and f'{name}: '}{line}")
         return data
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from foldray.blueprint import ModelSpec
-from trainers.hugging_face.family import Family, Values, layer_windows, nothing, weighs_to_one
+from trainers.hugging_face.family import Family, Values, layer_windows, model_window, nothing, weighs_to_one
 from trainers.hugging_face.names import Tensor, network
 
 
@@ -26,13 +26,8 @@ def granularity(model: ModelSpec) -> int:
 def upcycled(dense: Values, experts: int, topk: int, parts: int) -> Values:
     """Return the keys of `model` for a dense model's, with experts in all blocks.
 
-    Args:
-        dense: the keys of the dense model.
-        experts, topk: copies of each network, and how many of them each token takes.
-        parts: G, into how many experts each copy is cut.
-
-    Raises:
-        ValueError: the inner width cannot be cut in this way.
+    A token takes `topk` of the `experts` copies of a network. Each copy is cut into `parts` (G) experts. A ValueError says if its
+    inner width cannot be cut in this way.
     """
     if dense["ffn_hidden"] % parts:
         raise ValueError(f"must divide the inner width {dense['ffn_hidden']} of the networks")
@@ -70,15 +65,13 @@ def _block(model: ModelSpec, layer: int) -> Iterator[Tensor]:
         return
     width, parts, hidden, inner = model.expert_hidden, granularity(model), model.hidden, model.ffn_hidden
     for expert in range(model.experts):
-        share, own = slice(expert % parts * width, (expert % parts + 1) * width), f"{ours}.moe.experts.{expert}"
+        name, first = f"{ours}.moe.experts.{expert}", expert % parts * width
+        share = slice(first, first + width)
         for part in ("gate", "up"):
-            yield Tensor(f"{theirs}.{part}_proj.weight", f"{own}.{part}", True, place=(share, slice(None)), shape=(inner, hidden))
-        yield Tensor(f"{theirs}.down_proj.weight", f"{own}.down", True, place=(slice(None), share), shape=(hidden, inner))
-
-
-def _sliding(config: Values) -> Values:
-    window = config.get("sliding_window")
-    return {"windows": [f"sliding:{window}" if window else "full"]}
+            yield Tensor(
+                f"{theirs}.{part}_proj.weight", f"{name}.{part}", True, place=(share, slice(None)), shape=(inner, hidden)
+            )
+        yield Tensor(f"{theirs}.down_proj.weight", f"{name}.down", True, place=(slice(None), share), shape=(hidden, inner))
 
 
 def _qwen2(config: Values) -> Values:
@@ -96,7 +89,7 @@ def _family(model_type: str, architecture: str, fixed: Values, model_more: Any) 
 
 DENSE = (
     _family("llama", "LlamaForCausalLM", {"attention_bias": False, "mlp_bias": False}, nothing),
-    _family("mistral", "MistralForCausalLM", {}, _sliding),
+    _family("mistral", "MistralForCausalLM", {}, model_window),
     _family("qwen2", "Qwen2ForCausalLM", {}, _qwen2),
     _family("qwen3", "Qwen3ForCausalLM", {}, _qwen3),
 )

@@ -14,6 +14,7 @@ from trainers.hugging_face.family import (
     dense_layers,
     layer_types,
     layer_windows,
+    model_window,
     one_sliding_width,
     one_window,
     rope_config,
@@ -32,18 +33,14 @@ _BIAS = Tensor("gate.e_score_correction_bias", "")
 
 
 def family_of(model: ModelSpec) -> Family:
-    """Return the family that a model belongs to.
-
-    Raises:
-        UserError: it belongs to none. The message names the key of the model in which it differs from the nearest family.
-    """
-    missing, family = min(((family.misses(model), family) for family in FAMILIES), key=lambda each: len(each[0]))
-    if missing:
+    """Return the family that a model belongs to."""
+    nearest = min(FAMILIES, key=lambda family: len(family.misses(model)))
+    if missing := nearest.misses(model):
         key, legal = missing[0]
-        known = ", ".join(each.architecture for each in FAMILIES)
+        known = ", ".join(family.architecture for family in FAMILIES)
         rule = f"is in no model that transformers knows and foldray exports ({known})"
         raise UserError(f"model.{key}", value_at(model, key), rule, list(legal))
-    return family
+    return nearest
 
 
 def tensors_of(family: Family, model: ModelSpec) -> list[Tensor]:
@@ -51,11 +48,11 @@ def tensors_of(family: Family, model: ModelSpec) -> list[Tensor]:
 
     The routers of a dense family's models are in none.
     """
-    found = list(family.tensors(model))
-    ours = sorted(each.ours for each in found if not each.ours.endswith(".router.bias"))
+    tensors = list(family.tensors(model))
+    ours = sorted(tensor.ours for tensor in tensors if not tensor.ours.endswith(".router.bias"))
     wanted = (row.name for row in parameter_table(model) if not (family.dense and row.name.endswith(".router.weight")))
     assert ours == sorted(wanted), f"{family.model_type} leaves out a parameter"
-    return found
+    return tensors
 
 
 def _normalized(model: ModelSpec) -> Values:
@@ -82,8 +79,7 @@ def _whole_window(model: ModelSpec) -> Values:
 
 
 def _mixtral_model(config: Values) -> Values:
-    window = config["sliding_window"]
-    return {"windows": [f"sliding:{window}" if window else "full"], "ffn_hidden": config["intermediate_size"]}
+    return {**model_window(config), "ffn_hidden": config["intermediate_size"]}
 
 
 # Qwen2-MoE: biases of queries, keys and values, and a shared expert that tokens weigh.
@@ -131,10 +127,9 @@ def _qwen3_config(model: ModelSpec) -> Values:
 
 
 def _qwen3_model(config: Values) -> Values:
-    window = config["sliding_window"]
     return {
         "attention_bias": "all" if config["attention_bias"] else "none", "qk_norm": "head",
-        "windows": [f"sliding:{window}" if window else "full"], **_qwen_blocks(config), **_before(config),
+        **model_window(config), **_qwen_blocks(config), **_before(config),
     }  # fmt: skip
 
 
@@ -161,8 +156,12 @@ def _olmoe_model(config: Values) -> Values:
 
 def _glm_needs(model: ModelSpec) -> Iterator[Need]:
     yield sees_everything(model)
+    yield _shares_experts(model)
+
+
+def _shares_experts(model: ModelSpec) -> Need:
     several = model.shared_hidden > 0 and model.shared_hidden % model.expert_hidden == 0
-    yield "shared_hidden", several, [f"a multiple of expert_hidden={model.expert_hidden}"]
+    return "shared_hidden", several, [f"a multiple of expert_hidden={model.expert_hidden}"]
 
 
 def _glm_config(model: ModelSpec) -> Values:
@@ -218,7 +217,7 @@ def _ernie_config(model: ModelSpec) -> Values:
 
 
 def _ernie_model(config: Values) -> Values:
-    start, end, step = (config[f"moe_layer_{each}"] for each in ("start_index", "end_index", "interval"))
+    start, end, step = (config[f"moe_layer_{key}"] for key in ("start_index", "end_index", "interval"))
     return {
         "rope_pairs": "interleaved", "shared_hidden": config["moe_num_shared_experts"] * config["moe_intermediate_size"],
         "router.softmax": "before_topk", "router.normalize": True, "router.selection_bias": True,
@@ -250,9 +249,8 @@ def _gpt_oss_model(config: Values) -> Values:
 
 
 def _deepseek_needs(model: ModelSpec) -> Iterator[Need]:
-    several = model.shared_hidden > 0 and model.shared_hidden % model.expert_hidden == 0
     yield "latent_rank", model.latent_rank > 0, ["at least 1"]
-    yield "shared_hidden", several, [f"a multiple of expert_hidden={model.expert_hidden}"]
+    yield _shares_experts(model)
     yield sees_everything(model)
     yield "norm_eps", model.norm_eps == 1e-6, [1e-6]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -62,8 +63,7 @@ class Family(NamedTuple):
     def model(self, config: Values) -> Values:
         """Return the keys of `model` for a `config.json` with all defaults of transformers in it.
 
-        Raises:
-            ValueError: a key has a value that foldray does not read.
+        Raise a ValueError if a key has a value that foldray does not read. It goes on from the file's name.
         """
         for key, value in {**_FIXED, **self.fixed}.items():
             if key not in _OF_TRAINING and config.get(key, value) != value:
@@ -71,18 +71,13 @@ class Family(NamedTuple):
         keys = {ours: theirs for ours, theirs in {**_KEYS, **self.keys}.items() if ours != _BALANCE}
         equal = {ours: config[theirs] for ours, theirs in keys.items() if theirs in config}
         width = {"head_dim": head_dim(config)}
-        found = {**equal, **width, **_rope_model({**config, **width}), **self.model_more(config)}
+        model = {**equal, **width, **_rope_model({**config, **width}), **self.model_more(config)}
         if "latent_rank" not in self.keys:
-            _drop_scale(found["rope_scaling"])
-        return _nested(found)
+            _drop_scale(model["rope_scaling"])
+        return _nested(model)
 
     def balance(self, config: Values, model: ModelSpec) -> tuple[Any, str]:
-        """Return the weight of the balance loss with which a folder's model is trained, and where it comes from.
-
-        Args:
-            config: `config.json`, with all defaults of transformers in it.
-            model: the model that it means.
-        """
+        """Return the weight of the balance loss with which a folder's model is trained, and where it comes from."""
         key = self.keys.get(_BALANCE)
         if self.dense:
             return RouterSpec().balance_loss, "foldray's own: a dense model has none"
@@ -98,7 +93,6 @@ class Family(NamedTuple):
         return given * _shares(model), f"{key}={given} in config.json · {share}, as transformers sums"
 
     def tensors(self, model: ModelSpec) -> Iterator[Tensor]:
-        """Yield all tensors of a model."""
         yield Tensor("model.embed_tokens.weight", "embedding.weight")
         for layer in model.all_layers:
             theirs, ours = f"model.layers.{layer}", f"blocks.{layer}"
@@ -113,16 +107,14 @@ class Family(NamedTuple):
             yield Tensor("lm_head.weight", "head.weight")
 
     def copies(self, model: ModelSpec) -> Iterator[Tensor]:
-        """Yield tensors that repeat a parameter which is in another tensor: every block of multi-token prediction has the
-        embedding and the head once more."""
+        """Yield copies of parameters: blocks of multi-token prediction have the embedding and the head again."""
         head = "embedding.weight" if model.tied_embeddings else "head.weight"
         for layer in model.all_layers[model.layers :]:
             yield Tensor(f"model.layers.{layer}.embed_tokens.weight", "embedding.weight")
             yield Tensor(f"model.layers.{layer}.shared_head.head.weight", head)
 
     def repeats(self, model: ModelSpec) -> Iterator[Tensor]:
-        """Yield the tensors that a folder may have beside its parameters, with the same values: copies, and the head of a model
-        whose embedding is its head."""
+        """Yield tensors that a folder may have again: copies, and the head if it is the embedding."""
         yield from self.copies(model)
         if model.tied_embeddings:
             yield Tensor("lm_head.weight", "embedding.weight")
@@ -159,10 +151,7 @@ _ONLY: dict[str, Sequence[Any]] = {
 
 def value_at(model: ModelSpec, key: str) -> Any:
     """Return the value of a key of `model`, which may be one of `model.router`."""
-    found: Any = model
-    for part in key.split("."):
-        found = getattr(found, part)
-    return found
+    return operator.attrgetter(key)(model)
 
 
 def head_dim(config: Values) -> int:
@@ -180,8 +169,10 @@ def _moe_blocks(model: ModelSpec) -> int:
 
 
 def _shares(model: ModelSpec) -> float:
-    """Return what the balance loss of transformers is, over foldray's: it is a mean over blocks, and not their sum, and if
-    all experts are used evenly, it is the number of a token's experts, and not 1."""
+    """Return the balance loss of transformers divided by foldray's.
+
+    It is a mean over blocks, and not their sum. If all experts are used evenly, it is the number of a token's experts, and not 1.
+    """
     return model.topk / max(_moe_blocks(model), 1)
 
 
@@ -202,18 +193,17 @@ def turns_whole_heads(model: ModelSpec) -> Need:
 
 
 def rope_config(model: ModelSpec) -> Values:
-    """Return the keys of `config.json` for rotary positions: `rope_parameters`, and beside it what transformers read before
-    version 5."""
-    found: Values = {"rope_type": "default", "rope_theta": model.rope_theta}
+    """Return the keys of `config.json` for rotary positions, of transformers 5 and before."""
+    rope: Values = {"rope_type": "default", "rope_theta": model.rope_theta}
     if scaling := model.rope_scaling:
         values = {theirs: getattr(scaling, ours) for ours, theirs in _SCALED[scaling.kind].items()}
-        found |= {"rope_type": scaling.kind, **{key: value for key, value in values.items() if value is not None}}
+        rope |= {"rope_type": scaling.kind, **{key: value for key, value in values.items() if value is not None}}
     if model.rope_dim not in (None, model.head_dim) and not model.latent_rank:
-        found["partial_rotary_factor"] = (model.rope_dim or 0) / model.head_dim
-    older = {key: value for key, value in found.items() if key not in ("rope_theta", "partial_rotary_factor")}
+        rope["partial_rotary_factor"] = (model.rope_dim or 0) / model.head_dim
+    older = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
     return {
-        "rope_parameters": found, "rope_theta": model.rope_theta, "rope_scaling": older if scaling else None,
-        **{key: value for key, value in found.items() if key == "partial_rotary_factor"},
+        "rope_parameters": rope, "rope_theta": model.rope_theta, "rope_scaling": older if scaling else None,
+        **{key: value for key, value in rope.items() if key == "partial_rotary_factor"},
     }  # fmt: skip
 
 
@@ -245,11 +235,7 @@ def _drop_scale(scaling: Values | None) -> None:
 
 
 def dense_blocks(config: Values, is_moe: Callable[[int], bool]) -> Values:
-    """Return the keys of `model` that say which blocks are dense.
-
-    Raises:
-        ValueError: foldray has no such order of blocks.
-    """
+    """Return the keys of `model` that say which blocks are dense, or raise a ValueError."""
     layers = config["num_hidden_layers"]
     wanted = [is_moe(layer) for layer in range(layers)]
     for every in range(1, layers + 1):
@@ -299,23 +285,22 @@ def layer_windows(config: Values) -> Values:
     types = config["layer_types"]
     if unknown := set(types) - {"full_attention", "sliding_attention"}:
         raise ValueError(f"says layer_types={sorted(unknown)}, and foldray reads full_attention and sliding_attention only")
-    windows = ["full" if each == "full_attention" else f"sliding:{config['sliding_window']}" for each in types]
+    windows = ["full" if kind == "full_attention" else f"sliding:{config['sliding_window']}" for kind in types]
     return {"windows": windows[:1] if len(set(windows)) == 1 else windows}
+
+
+def model_window(config: Values) -> Values:
+    """Return the key of `model` for the window that all blocks have."""
+    window = config.get("sliding_window")
+    return {"windows": [f"sliding:{window}" if window else "full"]}
 
 
 def computed(model: ModelSpec) -> Values:
     """Return what a model computes by keys of `model`, the same for all ways to write it in a recipe."""
-    of_training = {
-        "preset",
-        "init_std",
-        "router",
-        "moe_every",
-        "max_positions",
-        "mtp_depth",
-        "mtp_weight",
-        *(("ffn_hidden",) if not dense_layers(model) else ()),
-    }
-    return model.model_dump(exclude=of_training) | {
+    unused = {"preset", "init_std", "router", "moe_every", "max_positions", "mtp_depth", "mtp_weight"}
+    if not dense_layers(model):
+        unused.add("ffn_hidden")
+    return model.model_dump(exclude=unused) | {
         "router.score": model.router.score, "router.scale": model.router.scale, "router.groups": model.router.groups,
         "router.topk_groups": model.router.topk_groups,
         "value_dim": model.value_dim or model.head_dim, "rope_dim": model.rope_dim or model.head_dim,

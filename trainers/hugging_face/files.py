@@ -20,7 +20,7 @@ _ALIGNMENT = 8
 
 
 class Form(NamedTuple):
-    """A tensor that is to be written: its name, shape and type."""
+    """A tensor that is to be written."""
 
     name: str
     shape: Sequence[int]
@@ -32,19 +32,12 @@ class Form(NamedTuple):
 
 
 def write_file(path: Path, forms: Sequence[Form], tensors: Iterable[torch.Tensor]) -> None:
-    """Write a file.
-
-    Args:
-        path: the file.
-        forms: all tensors, in the order in which they come.
-        tensors: the tensors. Each is freed before the next one is taken.
-    """
-    header, place = dict[str, Any](__metadata__={"format": "pt"}), 0
+    """Write the tensors of these forms, in the same order. Each tensor is freed before the next one is taken."""
+    header, offset = dict[str, Any](__metadata__={"format": "pt"}), 0
     for form in forms:
-        header[form.name] = {
-            "dtype": _NAMES[form.dtype], "shape": list(form.shape), "data_offsets": [place, place + form.bytes],
-        }  # fmt: skip
-        place += form.bytes
+        offsets = [offset, offset + form.bytes]
+        header[form.name] = {"dtype": _NAMES[form.dtype], "shape": list(form.shape), "data_offsets": offsets}
+        offset += form.bytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     with path.open("wb") as file:

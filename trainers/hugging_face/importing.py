@@ -20,13 +20,7 @@ _LENGTH = 2048  # tokens of a sequence, if the model takes so many
 
 
 class Upcycling(NamedTuple):
-    """How the networks of a dense model become experts (`dense.py`).
-
-    Args:
-        copies: copies of each network.
-        topk: copies that each token takes.
-        parts: experts that each copy is cut into.
-    """
+    """How many copies a dense network gets, a token takes, and how many experts a copy becomes (`dense.py`)."""
 
     copies: int
     topk: int
@@ -36,16 +30,7 @@ class Upcycling(NamedTuple):
 def import_hf(
     folder: str, path: Path, as_json: bool = False, upcycling: Upcycling | None = None, tokenizer: str | None = None
 ) -> int:
-    """Write a recipe whose training starts from the weights of a folder, and return 0. The weights stay where they are.
-
-    Args:
-        tokenizer: "byte" or the tokenizer's folder; None is the model's folder.
-
-    Raises:
-        UserError: the folder is missing, damaged or holds a model that foldray does not have, its tokenizer cannot be loaded,
-            or the file exists or cannot be written.
-        MissingPackage: a package is missing.
-    """
+    """Write a recipe whose training starts from the weights of a folder, and return 0."""
     if os.path.lexists(path):
         raise UserError("RECIPE", str(path), "exists already; give the name of a new file")
     if path.suffix not in (".yaml", ".yml"):
@@ -72,13 +57,13 @@ def import_hf(
         path.write_text(yaml.safe_dump(given, sort_keys=False))
     except OSError as error:
         raise UserError("RECIPE", str(path), f"cannot be written ({error.strerror or error})") from None
-    count = count_parameters(recipe.model)
-    found = {"recipe": str(path), "folder": str(weights.folder), "parameters": count}
-    found["mtp_depth"] = recipe.model.mtp_depth
-    found["left_out"] = left_out = len(weights.left_out(recipe.model))
-    found["quantized"] = weights.format().method if weights.quantized(recipe.model) else None
-    found |= {"tokenizer": recipe.data.tokenizer, "balance_loss": weight, "balance_loss_from": origin}
-    print(json.dumps(found) if as_json else _told(recipe, weights, path, count, left_out, origin))
+    count, left_out = count_parameters(recipe.model), len(weights.left_out(recipe.model))
+    document = {
+        "recipe": str(path), "folder": str(weights.folder), "parameters": count, "mtp_depth": recipe.model.mtp_depth,
+        "left_out": left_out, "quantized": weights.format().method if weights.quantized(recipe.model) else None,
+        "tokenizer": recipe.data.tokenizer, "balance_loss": weight, "balance_loss_from": origin,
+    }  # fmt: skip
+    print(json.dumps(document) if as_json else _told(recipe, weights, path, count, left_out, origin))
     return 0
 
 
@@ -108,11 +93,7 @@ def _tokenizer(folder: Path, named: str | None) -> str:
 
 
 def _check_tokenizer(name: str, named: bool) -> None:
-    """Check that a tokenizer can prepare data. To the weights, the tokens of another one mean nothing.
-
-    Raises:
-        UserError: it cannot be loaded. The message says how to name another one, unless that was done.
-    """
+    """Check that a tokenizer can prepare data. The weights know only the model's own tokens."""
     try:
         load_tokenizer(name)
     except MissingPackage:
@@ -123,19 +104,19 @@ def _check_tokenizer(name: str, named: bool) -> None:
 
 
 def _told(recipe: Recipe, weights: Weights, path: Path, count: int, left_out: int, origin: str) -> str:
-    own = recipe.data.tokenizer == str(weights.folder)
+    is_own = recipe.data.tokenizer == str(weights.folder)
     further = [f"  left out    {left_out} tensors of blocks that predict further tokens"] if left_out else []
     if depth := recipe.model.mtp_depth:
         further.append(f"  mtp_depth   {depth}: training predicts further tokens, as the folder's model does; 0 leaves this out")
     if quantized := weights.quantized(recipe.model):
-        told = f"{quantized:,} tensors, {weights.format().told()}; training starts from the values that they stand for"
-        further.append(f"  quantized   {told}")
+        values = f"{weights.format().title}; training starts from the values that they stand for"
+        further.append(f"  quantized   {quantized:,} tensors, {values}")
     return "\n".join([
         f"{path} trains the model in {weights.folder} further",
         "",
         f"  parameters  {count:,} in {len(set(weights.files.values()))} files",
         *further,
         f"  balance     model.router.balance_loss is {recipe.model.router.balance_loss:g} ({origin})",
-        f"  tokenizer   {'that of the folder' if own else recipe.data.tokenizer}",
+        f"  tokenizer   {'that of the folder' if is_own else recipe.data.tokenizer}",
         f"  next        set data.source, data.path and optimizer.lr in it, then: foldray train {path}",
     ])  # fmt: skip

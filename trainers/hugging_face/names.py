@@ -5,7 +5,7 @@ transformers keeps matrices as [out, in], foldray as [in, out].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,24 +39,23 @@ class Tensor(NamedTuple):
         return self.shape or (*[1] * self.axes, *(shape[::-1] if self.turned else shape))
 
     def taken(self, tensor: Any, box: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Return the parameter, or a box of it.
+        """Return a box of the parameter; an empty box is all of it.
 
-        Args:
-            tensor: the tensor, or one in files that can be sliced like it (`trainers.hugging_face.quantized`).
-            box: the box; empty is all of the parameter.
+        The tensor may also be one in files that can be sliced like it (`trainers.hugging_face.quantized`).
         """
         if self.place:
-            found = tensor[self.place]
-            found = found.T if self.turned else found
-            return found[box] if box else found
-        found = tensor[(*[0] * self.axes, *box[::-1]) if self.turned else (*[0] * self.axes, *(box or (...,)))]
-        return found.T if self.turned else found
+            whole = tensor[self.place]
+            whole = whole.T if self.turned else whole
+            return whole[box] if box else whole
+        part = tensor[(*[0] * self.axes, *(box[::-1] if self.turned else box or (...,)))]
+        return part.T if self.turned else part
 
     def put(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
         """Write the parameter into the tensor."""
         tensor[self.place or (0,) * self.axes or ...] = parameter.T if self.turned else parameter
 
 
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
 Block = Callable[[ModelSpec, int], Iterator[Tensor]]
 """The tensors of a block's feed-forward part."""
 
@@ -96,27 +95,24 @@ def further(theirs: str, ours: str) -> Iterator[Tensor]:
     yield Tensor(f"{theirs}.shared_head.norm.weight", f"{ours}.final_norm.weight")
 
 
-def network(theirs: str, ours: str, names: Iterable[str] = ("gate_proj", "up_proj", "down_proj")) -> Iterator[Tensor]:
-    """Yield the tensors of a gated feed-forward network.
-
-    Args:
-        theirs, ours: names of the network.
-        names: names of its gate, its values and the product behind them.
-    """
-    for name, part in zip(names, ("gate", "up", "down"), strict=True):
-        yield Tensor(f"{theirs}.{name}.weight", f"{ours}.{part}", True)
+def network(theirs: str, ours: str, matrices: Sequence[str] = _MATRICES) -> Iterator[Tensor]:
+    """Yield the tensors of a gated feed-forward network: its gate, its values, and the product behind them."""
+    for matrix, part in zip(matrices, ("gate", "up", "down"), strict=True):
+        yield Tensor(f"{theirs}.{matrix}.weight", f"{ours}.{part}", True)
 
 
-def mlp(shared: str | None = None, bias: Tensor | None = None) -> Block:
+def mlp(shared: str | None = None, bias: Tensor | None = None, part: str = "mlp", matrices: Sequence[str] = _MATRICES) -> Block:
     """Return the tensors of a block as most families have them.
 
     Args:
         shared: name of the shared expert in the block's network.
         bias: the selection bias; its names are relative to the block's network.
+        part: name of the block's network.
+        matrices: names of an expert's matrices.
     """
 
     def tensors(model: ModelSpec, layer: int) -> Iterator[Tensor]:
-        theirs, ours = f"model.layers.{layer}.mlp", f"blocks.{layer}"
+        theirs, ours = f"model.layers.{layer}.{part}", f"blocks.{layer}"
         if not model.is_moe(layer):
             yield from network(theirs, f"{ours}.ffn")
             return
@@ -128,23 +124,14 @@ def mlp(shared: str | None = None, bias: Tensor | None = None) -> Block:
         if model.shared_gate:
             yield Tensor(f"{theirs}.{shared}_gate.weight", f"{ours}.moe.shared.output_gate", True)
         for expert in range(model.experts):
-            yield from network(f"{theirs}.experts.{expert}", f"{ours}.moe.experts.{expert}")
+            yield from network(f"{theirs}.experts.{expert}", f"{ours}.moe.experts.{expert}", matrices)
 
     return tensors
 
 
 def sparse_moe(bias: Tensor | None = None) -> Block:
-    """Return the tensors of a block as Mixtral has them, whose blocks all have experts."""
-
-    def tensors(model: ModelSpec, layer: int) -> Iterator[Tensor]:
-        theirs, ours = f"model.layers.{layer}.block_sparse_moe", f"blocks.{layer}.moe"
-        yield Tensor(f"{theirs}.gate.weight", f"{ours}.router.weight", True)
-        if bias:
-            yield bias._replace(name=f"{theirs}.{bias.name}", ours=f"{ours}.router.bias", keeps=True)
-        for expert in range(model.experts):
-            yield from network(f"{theirs}.experts.{expert}", f"{ours}.experts.{expert}", ("w1", "w3", "w2"))
-
-    return tensors
+    """Return the tensors of a block as Mixtral has them."""
+    return mlp(bias=bias, part="block_sparse_moe", matrices=("w1", "w3", "w2"))
 
 
 def stacked(model: ModelSpec, layer: int) -> Iterator[Tensor]:
@@ -154,11 +141,11 @@ def stacked(model: ModelSpec, layer: int) -> Iterator[Tensor]:
     yield Tensor(f"{theirs}.router.weight", f"{ours}.router.weight", True)
     yield Tensor(f"{theirs}.router.bias", f"{ours}.router.logit_bias")
     for expert in range(count):
-        own = f"{ours}.experts.{expert}"
+        name = f"{ours}.experts.{expert}"
         for first, part in enumerate(("gate", "up")):
             columns, both = slice(first, None, 2), f"{theirs}.experts.gate_up_proj"
-            yield Tensor(both, f"{own}.{part}", place=(expert, slice(None), columns), shape=(count, hidden, 2 * inner))
-            yield Tensor(f"{both}_bias", f"{own}.{part}_bias", place=(expert, columns), shape=(count, 2 * inner))
+            yield Tensor(both, f"{name}.{part}", place=(expert, slice(None), columns), shape=(count, hidden, 2 * inner))
+            yield Tensor(f"{both}_bias", f"{name}.{part}_bias", place=(expert, columns), shape=(count, 2 * inner))
         down = f"{theirs}.experts.down_proj"
-        yield Tensor(down, f"{own}.down", place=(expert,), shape=(count, inner, hidden))
-        yield Tensor(f"{down}_bias", f"{own}.down_bias", place=(expert,), shape=(count, hidden))
+        yield Tensor(down, f"{name}.down", place=(expert,), shape=(count, inner, hidden))
+        yield Tensor(f"{down}_bias", f"{name}.down_bias", place=(expert,), shape=(count, hidden))

@@ -45,11 +45,7 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class Plain:
-    """A tensor that is not quantized.
-
-    Args:
-        values: the tensor in its file.
-    """
+    """A tensor that is not quantized."""
 
     values: Part
 
@@ -66,8 +62,7 @@ class Scaled:
     """A tensor of FP8: each value stands for itself, times the scale of its block. Its axes are [..., rows, columns].
 
     Args:
-        values: the values.
-        scales: the scales, [..., rows / height, columns / width], rounded up. Blocks at the edges may be smaller.
+        scales: [..., rows / height, columns / width], rounded up. Blocks at the edges may be smaller.
         block: height and width of a block.
     """
 
@@ -81,13 +76,13 @@ class Scaled:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         *before, rows, columns = _places(index, self.shape)
-        found = self.values[_slices(*before, rows, columns)].float()
-        (down, heights), (across, widths) = (_blocks(*each) for each in zip((rows, columns), self.block, strict=True))
+        values = self.values[_slices(*before, rows, columns)].float()
+        (down, heights), (across, widths) = map(_blocks, (rows, columns), self.block)
         scales = self.scales[(*_slices(*before), ...)].float().index_select(-2, down).index_select(-1, across)
         # One row of blocks after another, so scales as large as the tensor never exist.
-        for part, scale in zip(found.split(heights.tolist(), -2), scales.unbind(-2), strict=True):
+        for part, scale in zip(values.split(heights.tolist(), -2), scales.unbind(-2), strict=True):
             part.mul_(scale.repeat_interleave(widths, -1).unsqueeze(-2))
-        return found
+        return values
 
 
 @dataclass(frozen=True)
@@ -110,72 +105,46 @@ class Packed:
     def __getitem__(self, index: Any) -> torch.Tensor:
         experts, inputs, outputs = _places(index, self.shape)
         first, last = inputs.start // _BLOCK, -(-inputs.stop // _BLOCK)
-        where = _slices(experts, outputs, range(first, last))
-        found = torch.nn.functional.embedding(self.blocks[where].int(), _pairs()).flatten(-2)  # twice as fast as an index
-        found *= self.scales[where].view(torch.float8_e8m0fnu).float().unsqueeze(-1)
+        box = _slices(experts, outputs, range(first, last))
+        values = torch.nn.functional.embedding(self.blocks[box].int(), _pairs()).flatten(-2)  # twice as fast as an index
+        values *= self.scales[box].view(torch.float8_e8m0fnu).float().unsqueeze(-1)
         start = first * _BLOCK
-        return found.flatten(-2)[..., inputs.start - start : inputs.stop - start : inputs.step].transpose(-1, -2)
+        return values.flatten(-2)[..., inputs.start - start : inputs.stop - start : inputs.step].transpose(-1, -2)
 
 
 class Format:
     """How a folder has its tensors. This one is of folders that are not quantized."""
 
     method: str = ""
-
-    def told(self) -> str:
-        """Return the format for people."""
-        return "plain"
+    title: str = ""
+    """The format for people."""
 
     def parts(self, name: str, names: Collection[str]) -> tuple[str, ...]:
-        """Return the names that a tensor has in the files.
-
-        Args:
-            name: the tensor's name if it is not quantized.
-            names: all names in the files.
-        """
+        """Return the names, among those in the files, of a tensor whose plain name this is."""
         return (name,)
 
     def tensor(self, name: str, parts: Sequence[Part]) -> Stored:
-        """Return a tensor, whose shape is that of the values.
-
-        Args:
-            name: its name if it is not quantized.
-            parts: its parts, in the order of `parts`.
-
-        Raises:
-            ValueError: a part has a wrong type or shape.
-        """
+        """Return the tensor of these parts, or raise a ValueError for a wrong type or shape."""
         (values,) = parts
         _check_type(name, values, _PLAIN)
         return Plain(values)
 
 
 class Fp8(Format):
-    """FP8 with blocks. A folder may have tensors that are not quantized beside those that are.
-
-    Args:
-        block: height and width of a block.
-    """
+    """FP8 in blocks of a height and a width. A folder may also have tensors that are not quantized."""
 
     method = "fp8"
 
     def __init__(self, block: tuple[int, int]):
-        self.block = block
+        self.block, self.title = block, f"fp8 in blocks of {block[0]} × {block[1]}"
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Fp8:
-        """Read `quantization_config`.
-
-        Raises:
-            ValueError: it has no size of blocks.
-        """
+        """Read `quantization_config`, or raise a ValueError as `format_of`."""
         block = config.get("weight_block_size")
         if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
             raise ValueError(f"says weight_block_size={block}, and foldray reads fp8 in blocks of two sizes only; {_SAVE}")
         return cls((block[0], block[1]))
-
-    def told(self) -> str:
-        return f"fp8 in blocks of {self.block[0]} × {self.block[1]}"
 
     def parts(self, name: str, names: Collection[str]) -> tuple[str, ...]:
         scales = f"{name}_scale_inv"
@@ -202,18 +171,11 @@ class Mxfp4(Format):
     """MXFP4, as GPT-OSS has it: the experts' matrices are quantized, and other tensors are not."""
 
     method = "mxfp4"
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Mxfp4:
-        """Read `quantization_config`, which has nothing that matters here."""
-        return cls()
-
-    def told(self) -> str:
-        return f"mxfp4 in blocks of {_BLOCK}"
+    title = f"mxfp4 in blocks of {_BLOCK}"
 
     def parts(self, name: str, names: Collection[str]) -> tuple[str, ...]:
         packed = (f"{name}_blocks", f"{name}_scales")
-        return packed if name not in names and any(each in names for each in packed) else (name,)
+        return packed if name not in names and any(part in names for part in packed) else (name,)
 
     def tensor(self, name: str, parts: Sequence[Part]) -> Stored:
         if len(parts) == 1:
@@ -229,17 +191,13 @@ class Mxfp4(Format):
         return Packed(blocks, scales)
 
 
-_FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {"fp8": Fp8.of, "mxfp4": Mxfp4.of}
+_FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {"fp8": Fp8.of, "mxfp4": lambda config: Mxfp4()}
 
 
 def format_of(config: Mapping[str, Any]) -> Format:
-    """Return the format of a folder's tensors.
+    """Return the format of a folder's tensors by its `config.json`.
 
-    Args:
-        config: its `config.json`.
-
-    Raises:
-        ValueError: foldray does not read the format. The message goes on from the file's name.
+    If foldray does not read the format, raise a ValueError whose message goes on from the file's name.
     """
     given = config.get("quantization_config")
     if given is None:
@@ -254,31 +212,29 @@ def format_of(config: Mapping[str, Any]) -> Format:
 
 
 def _check_type(name: str, part: Part, legal: Sequence[str]) -> None:
-    if (found := part.get_dtype()) not in legal:
-        raise ValueError(f"has the tensor {name} of type {found}, and foldray reads it as {' or '.join(legal)} only")
+    if (dtype := part.get_dtype()) not in legal:
+        raise ValueError(f"has the tensor {name} of type {dtype}, and foldray reads it as {' or '.join(legal)} only")
 
 
 def _check_shape(name: str, part: Part, wanted: list[int]) -> None:
-    if (found := part.get_shape()) != wanted:
-        raise ValueError(f"has {name} in shape {found}; the tensor that it scales needs {wanted}")
+    if (shape := part.get_shape()) != wanted:
+        raise ValueError(f"has {name} in shape {shape}; the tensor that it scales needs {wanted}")
 
 
 def _places(index: Any, shape: Sequence[int]) -> tuple[Any, ...]:
     """Return the place of an index on each axis, a number or a range."""
-    given = [each for each in (index if isinstance(index, tuple) else (index,)) if each is not ...]
+    given = [axis for axis in (index if isinstance(index, tuple) else (index,)) if axis is not ...]
     given += [slice(None)] * (len(shape) - len(given))
-    return tuple(range(size)[each] for size, each in zip(shape, given, strict=True))
+    return tuple(range(size)[axis] for size, axis in zip(shape, given, strict=True))
 
 
 def _slices(*places: Any) -> tuple[int | slice, ...]:
-    return tuple(slice(each.start, each.stop, each.step) if isinstance(each, range) else each for each in places)
+    return tuple(slice(place.start, place.stop, place.step) if isinstance(place, range) else place for place in places)
 
 
 def _blocks(places: range, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the blocks of this size in which places lie, and how many places lie in each."""
-    numbers = torch.arange(places.start, places.stop, places.step) // size
-    found, count = torch.unique_consecutive(numbers, return_counts=True)
-    return found, count
+    return torch.unique_consecutive(torch.arange(places.start, places.stop, places.step) // size, return_counts=True)
 
 
 def _pairs() -> torch.Tensor:

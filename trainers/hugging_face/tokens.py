@@ -19,27 +19,18 @@ _OF_MODELS = ("config.json", "generation_config.json")  # files beside a tokeniz
 
 
 def write_tokenizer(name: str, folder: Path) -> Tokenizer:
-    """Write the files of a recipe's tokenizer (`data.tokenizer`), and return the tokenizer.
-
-    Raises:
-        UserError: the tokenizer's folder is gone, or cannot be read.
-    """
+    """Write the files of a recipe's tokenizer (`data.tokenizer`), and return the tokenizer."""
     tokenizer = load_tokenizer(name)
     if isinstance(tokenizer, ByteTokenizer):
         (folder / "tokenizer.json").write_text(json.dumps(_bytes(tokenizer.separator)))
-        (folder / "tokenizer_config.json").write_text(
-            json.dumps({
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": _SEPARATOR,
-                "eos_token": _SEPARATOR,
-                "clean_up_tokenization_spaces": False,
-            })
-        )  # fmt: skip
+        roles = {"bos_token": _SEPARATOR, "eos_token": _SEPARATOR}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **roles, "clean_up_tokenization_spaces": False}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
         return tokenizer
     try:
         for path in sorted(Path(os.path.expanduser(name)).iterdir()):
-            told = path.name in _OF_MODELS or path.name.endswith(".index.json")
-            if path.suffix in DEFINING and path.is_file() and not told:
+            describes_model = path.name in _OF_MODELS or path.name.endswith(".index.json")
+            if path.suffix in DEFINING and path.is_file() and not describes_model:
                 shutil.copyfile(path, folder / path.name)
     except OSError as error:
         raise UserError("data.tokenizer", name, f"cannot be copied ({error.strerror or error})") from None
@@ -61,13 +52,13 @@ def roles(recipe: Recipe, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[st
 
 def _ends(recipe: Recipe, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens that end what a model writes, each once: first those that it came with."""
-    found = [*recipe.export.ends]
-    talks = {part.source == "conversations" for part in recipe.data.parts.values()}
-    if True in talks:
-        found += Chat(tokenizer).ends
-    if False in talks:
-        found.append(tokenizer.separator)  # a text ends where the next one would begin
-    return list(dict.fromkeys(found))
+    ends = [*recipe.export.ends]
+    sources = {part.source for part in recipe.data.parts.values()}
+    if "conversations" in sources:
+        ends += Chat(tokenizer).ends
+    if sources - {"conversations"}:
+        ends.append(tokenizer.separator)  # a text ends where the next one would begin
+    return list(dict.fromkeys(ends))
 
 
 def _plain(ids: Sequence[int]) -> Any:
@@ -80,21 +71,13 @@ def _bytes(separator: int) -> dict[str, Any]:
     special = {"id": _SEPARATOR, "ids": [separator], "tokens": [_SEPARATOR]}
     first, text = {"SpecialToken": {"id": _SEPARATOR, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     second = {"Sequence": {"id": "B", "type_id": 0}}
+    no_rules = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    no_parts = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [
-            {
-                "id": separator,
-                "content": _SEPARATOR,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-        ],
+        "added_tokens": [{"id": separator, "content": _SEPARATOR, **no_rules, "special": True}],
         "normalizer": None,
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
         "post_processor": {
@@ -106,13 +89,8 @@ def _bytes(separator: int) -> dict[str, Any]:
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {
             "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
+            **no_parts,
+            **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
             "vocab": {character: byte for byte, character in enumerate(_characters())},
             "merges": [],
         },

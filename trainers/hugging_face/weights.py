@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,6 @@ class Weights:
     """The tensors of a folder.
 
     Args:
-        folder: the folder.
         field: what a user calls the folder.
         files: by the name of a tensor, the file that holds it.
     """
@@ -51,42 +51,40 @@ class Weights:
 
     @classmethod
     def at(cls, folder: str, field: str) -> Weights:
-        """Find the tensors of a folder, in the files that transformers would load: those that `config.json` names, or else the
-        one file, or else those of the index. Other files of tensors may lie beside them, such as those of an earlier save.
+        """Find the tensors of a folder, in the files that transformers would load.
 
-        Raises:
-            UserError: the folder is missing, or holds no such file in the format of safetensors.
-            MissingPackage: the package safetensors is missing.
+        `config.json` may name them. Otherwise, they are the one file, or those of the index. Other files, such as those of an
+        earlier save, may lie beside them.
         """
         path = Path(os.path.expanduser(folder)).absolute()
         if not os.path.isdir(path):
             raise UserError(field, folder, "must be a folder with a model of transformers; it does not exist on this node")
-        found = cls(path, field, {})
-        named = found._json(_CONFIG).get("transformers_weights")
+        empty = cls(path, field, {})
+        named = empty._json(_CONFIG).get("transformers_weights")
         if named is not None and not _is_name(named):
-            raise found.refused(f"its {_CONFIG} says transformers_weights={named!r}, which is no name of a file in the folder")
+            raise empty.refused(f"its {_CONFIG} says transformers_weights={named!r}, which is no name of a file in the folder")
         main = next((name for name in ([named] if named else [_WHOLE, _INDEX]) if (path / name).exists()), None)
         if main is None:
-            raise found.refused(f"must hold the weights in {named or f'{_WHOLE}, or in files with {_INDEX}'}, and has none")
+            raise empty.refused(f"must hold the weights in {named or f'{_WHOLE}, or in files with {_INDEX}'}, and has none")
         if not main.endswith(".json"):
-            return cls(path, field, dict.fromkeys(found._names(path / main), path / main))
-        placed = found._json(main).get("weight_map")
+            with empty._opened(path / main) as file:
+                return cls(path, field, dict.fromkeys(file.keys(), path / main))
+        placed = empty._json(main).get("weight_map")
         if not isinstance(placed, dict):
-            raise found.refused(f"its {main} has no weight_map")
+            raise empty.refused(f"its {main} has no weight_map")
         for name, file in placed.items():
             if not _is_name(file):
-                raise found.refused(f"its {main} places {name} in {file!r}, which is no name of a file in the folder")
+                raise empty.refused(f"its {main} places {name} in {file!r}, which is no name of a file in the folder")
         return cls(path, field, {name: path / file for name, file in placed.items()})
 
     def config(self) -> dict[str, Any]:
-        """Return `config.json`, with all defaults of transformers.
+        """Return `config.json`, with all defaults of transformers."""
+        return self._described()[1]
 
-        Raises:
-            UserError: the file is missing or damaged, or the model is in no family that foldray reads.
-            MissingPackage: transformers is missing.
-        """
-        kind = self._json(_CONFIG).get("model_type")
-        if (family := _family(kind)) is None:
+    def _described(self) -> tuple[Family, dict[str, Any]]:
+        """Return the family of the folder's model, and `config`."""
+        if (family := self._family) is None:
+            kind = self._json(_CONFIG).get("model_type")
             known = [name for family in (*FAMILIES, *DENSE) for name in (family.model_type, *family.others)]
             raise self.refused(f"has a model of type {kind!r}, which foldray does not read", known)
         try:
@@ -97,44 +95,36 @@ class Weights:
             config = type(AutoConfig.for_model(family.model_type)).from_pretrained(str(self.folder), local_files_only=True)
         except Exception as error:  # transformers raises exceptions of many types
             raise self.refused(f"its {_CONFIG} cannot be read ({' '.join(str(error).split())[:160]})") from None
-        found = config.to_dict()
-        return found | {other: found[name] for other, name in config.attribute_map.items() if name in found}
+        values = config.to_dict()
+        return family, values | {alias: values[name] for alias, name in config.attribute_map.items() if name in values}
 
     def model(self) -> dict[str, Any]:
-        """Return the keys of a recipe's `model`. Those of a dense model have no experts.
-
-        Raises:
-            UserError: the model has something that foldray has not.
-        """
-        config = self.config()
-        family = _family(config["model_type"])
-        assert family
+        """Return the keys of a recipe's `model`. Those of a dense model have no experts."""
+        family, config = self._described()
         try:
-            found = family.model(config)
+            model = family.model(config)
         except ValueError as error:
             raise self.refused(f"its {_CONFIG} {error}") from None
-        depth = self._depth(config)
-        return found | ({"mtp_depth": depth} if depth else {})
-
-    def _depth(self, config: Mapping[str, Any]) -> int:
-        """Return the number of blocks of multi-token prediction that the folder has. transformers writes none of them, whatever
-        it says."""
-        layers, told = config["num_hidden_layers"], config.get("num_nextn_predict_layers") or 0
-        return sum(f"model.layers.{layers + number}.eh_proj.weight" in self.files for number in range(told))
+        # transformers writes no blocks of multi-token prediction, whatever the configuration says.
+        layers, configured = config["num_hidden_layers"], config.get("num_nextn_predict_layers") or 0
+        depth = sum(f"model.layers.{layers + block}.eh_proj.weight" in self.files for block in range(configured))
+        return model | ({"mtp_depth": depth} if depth else {})
 
     @property
     def dense(self) -> str | None:
         """The name of the dense model's family; None if the model has experts."""
-        family = _family(self._json(_CONFIG).get("model_type"))
+        family = self._family
         return family.model_type if family and family.dense else None
+
+    @property
+    def _family(self) -> Family | None:
+        kind = self._json(_CONFIG).get("model_type")
+        return next((family for family in (*FAMILIES, *DENSE) if kind in (family.model_type, *family.others)), None)
 
     def kept(self) -> dict[str, Any]:
         """Return the section `export` of a recipe: what the folder says of its model beside the weights.
 
         Ids outside of the vocabulary name no token. They are transformers' defaults, which are those of a larger model.
-
-        Raises:
-            UserError: `generation_config.json` is damaged.
         """
         config, generation = self.config(), self._json(_GENERATION) if (self.folder / _GENERATION).exists() else {}
         bos, eos, pad = (_within(config["vocab_size"], config.get(f"{role}_token_id")) for role in ("bos", "eos", "pad"))
@@ -144,17 +134,13 @@ class Weights:
         return {"max_positions": config.get("max_position_embeddings"), "tokens": tokens, "generation": generation}
 
     def check(self, model: ModelSpec) -> None:
-        """Check that the folder has this model: what `config.json` says, and the name and shape of every tensor.
-
-        Raises:
-            UserError: it has another model.
-        """
+        """Check that the folder has this model: what `config.json` says, and the name and shape of every tensor."""
         family, read = self._owner(model), self.model()
         if family.dense:
             if (rule := preserves(model)) is not None:
                 raise self.refused(f"has a dense model, whose networks cannot become these experts: {rule}")
-            own = {key: getattr(model, key) for key in ("experts", "topk", "expert_hidden", "dense_first", "moe_every", "router")}
-            read |= own
+            upcycled = ("experts", "topk", "expert_hidden", "dense_first", "moe_every", "router")
+            read |= {key: getattr(model, key) for key in upcycled}
         if model.mtp_depth > (depth := read.get("mtp_depth", 0)):
             raise self.refused(f"has a model of mtp_depth={depth}, and the recipe's model has {model.mtp_depth}")
         ours, theirs = computed(model), computed(ModelSpec.model_validate(read))
@@ -167,11 +153,8 @@ class Weights:
         """Copy the weights into an engine's shards. A rank reads no more than it owns, one box after another.
 
         Args:
-            shards: the shards. Those of the optimizer, and weights that the folder has not, stay as they are.
+            shards: shards of the optimizer, and of weights that the folder has not, stay as they are.
             drawn: the parameters of the rank's model so far, by name. It has its routers whole.
-
-        Raises:
-            UserError: a file is damaged, a weight is not a finite number, or two tensors of one parameter differ.
         """
         family, form = self._owner(model), self.format()
         held: dict[str, list[Shard]] = {}
@@ -180,12 +163,12 @@ class Weights:
                 held.setdefault(shard.key.removeprefix("model/"), []).append(shard)
         # Routers of some families have no bias, which stays at zero.
         wanted: dict[str, list[Tensor]] = {}
-        for each in tensors_of(family, model):
-            if each.ours in held:
-                wanted.setdefault(each.name, []).append(each)
+        for tensor in tensors_of(family, model):
+            if tensor.ours in held:
+                wanted.setdefault(tensor.name, []).append(tensor)
         for paths, names in self._by_files(form, wanted).items():
             with self._reading(form, paths) as read:
-                for tensor in (each for name in names for each in wanted[name]):
+                for tensor in chain.from_iterable(wanted[name] for name in names):
                     for shard in held[tensor.ours]:
                         shard.tensor.copy_(tensor.taken(read(tensor.name), shard.box))
                         if not bool(shard.tensor.isfinite().all()):
@@ -199,15 +182,8 @@ class Weights:
                     shard.tensor.copy_(grouped[shard.box])
 
     def _check_copies(self, family: Family, form: Format, model: ModelSpec, held: Mapping[str, Sequence[Shard]]) -> None:
-        """Check that tensors which repeat a parameter have its values.
-
-        Args:
-            held: what the rank owns of each parameter.
-
-        Raises:
-            UserError: one has other values.
-        """
-        copies = {each.name: each for each in family.repeats(model) if each.name in self.files and each.ours in held}
+        """Check that tensors which repeat a parameter have the values that the rank holds of it."""
+        copies = {copy.name: copy for copy in family.repeats(model) if copy.name in self.files and copy.ours in held}
         for paths, names in self._by_files(form, copies).items():
             with self._reading(form, paths) as read:
                 for tensor in (copies[name] for name in names):
@@ -217,11 +193,7 @@ class Weights:
                             raise self.refused(f"{tensor.name} differs from {tensor.ours}, and the model has one for both")
 
     def format(self) -> Format:
-        """Return how the folder has its tensors.
-
-        Raises:
-            UserError: they are quantized in a way that foldray does not read.
-        """
+        """Return how the folder has its tensors."""
         try:
             return format_of(self._json(_CONFIG))
         except ValueError as error:
@@ -230,44 +202,38 @@ class Weights:
     def quantized(self, model: ModelSpec) -> int:
         """Return how many tensors of the model are quantized."""
         form = self.format()
-        names = {each.name for each in tensors_of(self._owner(model), model)}
+        names = {tensor.name for tensor in tensors_of(self._owner(model), model)}
         return sum(form.parts(name, self.files) != (name,) for name in names)
 
     def left_out(self, model: ModelSpec) -> list[str]:
         """Return the tensors that predict further tokens, and that the model has not."""
-        config = self.config()
-        family, further = _family(config["model_type"]), config.get("num_nextn_predict_layers") or 0
-        blocks = tuple(f"model.layers.{model.layers + number}." for number in range(model.mtp_depth, further))
-        return [name for name in self.files if name.startswith((*blocks, *(family.ahead if family else ())))]
+        family, config = self._described()
+        depth = config.get("num_nextn_predict_layers") or 0
+        blocks = [f"model.layers.{model.layers + block}." for block in range(model.mtp_depth, depth)]
+        return [name for name in self.files if name.startswith((*blocks, *family.ahead))]
 
     def balance(self, model: ModelSpec) -> tuple[Any, str]:
         """Return the weight of the balance loss that the folder asks for, and where it comes from."""
-        config = self.config()
-        family = _family(config["model_type"])
-        assert family
+        family, config = self._described()
         return family.balance(config, model)
 
     def refused(self, rule: str, legal: Any = None) -> UserError:
         return UserError(self.field, str(self.folder), rule, legal)
 
     def _owner(self, model: ModelSpec) -> Family:
-        """Return the family that has both the folder's model and this one.
-
-        Raises:
-            UserError: there is none.
-        """
-        own = _family(self._json(_CONFIG).get("model_type"))
-        if own and own.dense:
-            return own
+        """Return the family that has both the folder's model and this one."""
+        theirs = self._family
+        if theirs and theirs.dense:
+            return theirs
         family = family_of(model)
-        if own is not family:
-            raise self.refused(f"has a {own and own.architecture}, and the recipe's model is a {family.architecture}")
+        if theirs is not family:
+            raise self.refused(f"has a {theirs and theirs.architecture}, and the recipe's model is a {family.architecture}")
         return family
 
     def _check_tensors(self, family: Family, model: ModelSpec) -> None:
         shapes = {row.name: tuple(row.shape) for row in parameter_table(model)}
-        tensors = {each.name: each for each in tensors_of(family, model)}  # one for each tensor in the files
-        tensors |= {each.name: each for each in family.repeats(model) if each.name in self.files}
+        tensors = {tensor.name: tensor for tensor in tensors_of(family, model)}  # one for each tensor in the files
+        tensors |= {copy.name: copy for copy in family.repeats(model) if copy.name in self.files}
         form = self.format()
         known = {part for name in tensors for part in form.parts(name, self.files)} | {*self.left_out(model)}
         if unknown := sorted(name for name in self.files if name not in known and not name.endswith(_NOT_LEARNT)):
@@ -276,16 +242,16 @@ class Weights:
             with self._reading(form, paths) as read:
                 for tensor in (tensors[name] for name in names):
                     wanted = list(tensor.shape_for(shapes.get(tensor.ours, (model.experts,))))
-                    if (found := list(read(tensor.name).shape)) != wanted:
-                        raise self.refused(f"{tensor.name} has shape {found}; the recipe's model needs {wanted}")
+                    if (shape := list(read(tensor.name).shape)) != wanted:
+                        raise self.refused(f"{tensor.name} has shape {shape}; the recipe's model needs {wanted}")
 
     def _by_files(self, form: Format, names: Iterable[str]) -> dict[tuple[Path, ...], list[str]]:
         """Return the tensors by the files that hold them. A tensor and its scales may be in two."""
-        found: dict[tuple[Path, ...], list[str]] = {}
+        groups: dict[tuple[Path, ...], list[str]] = {}
         for name in names:
             paths = (self._file(part) for part in form.parts(name, self.files))
-            found.setdefault(tuple(dict.fromkeys(paths)), []).append(name)
-        return found
+            groups.setdefault(tuple(dict.fromkeys(paths)), []).append(name)
+        return groups
 
     def _file(self, name: str) -> Path:
         if name not in self.files:
@@ -294,23 +260,19 @@ class Weights:
 
     @contextmanager
     def _reading(self, form: Format, paths: Iterable[Path]) -> Iterator[Callable[[str], Stored]]:
-        """Open files, and yield what finds a tensor in them by its name.
-
-        Raises:
-            UserError: a file is missing or damaged, or lacks the tensor, or a part of the tensor has a wrong type or shape.
-        """
+        """Open files, and yield a function that finds a tensor in them by its name."""
         with ExitStack() as stack:
             files = {path: stack.enter_context(self._opened(path)) for path in paths}
-            held = {path: set(file.keys()) for path, file in files.items()}
+            names = {path: set(file.keys()) for path, file in files.items()}
 
             def part(name: str) -> Any:
                 path = self._file(name)
-                if name not in held[path]:
+                if name not in names[path]:
                     raise self.refused(f"its {path.name} lacks the tensor {name}")
                 return files[path].get_slice(name)
 
             def read(name: str) -> Stored:
-                parts = [part(each) for each in form.parts(name, self.files)]
+                parts = list(map(part, form.parts(name, self.files)))
                 try:
                     return form.tensor(name, parts)
                 except ValueError as error:
@@ -318,18 +280,8 @@ class Weights:
 
             yield read
 
-    def _names(self, path: Path) -> list[str]:
-        with self._opened(path) as file:
-            return list(file.keys())
-
     @contextmanager
     def _opened(self, path: Path) -> Iterator[Any]:
-        """Open a file of tensors.
-
-        Raises:
-            UserError: it is missing or damaged.
-            MissingPackage: the package safetensors is missing.
-        """
         try:
             from safetensors import SafetensorError, safe_open
         except ModuleNotFoundError:
@@ -354,11 +306,6 @@ class Weights:
             raise self.refused(f"its {name} cannot be read ({error.strerror or error})") from None
 
 
-def _family(kind: Any) -> Family | None:
-    """Return the family with this name in `config.json`."""
-    return next((family for family in (*FAMILIES, *DENSE) if kind in (family.model_type, *family.others)), None)
-
-
 def _is_name(given: Any) -> bool:
     """Whether a value names a file in a folder."""
     return isinstance(given, str) and given not in ("", "..") and os.path.basename(given) == given
@@ -367,4 +314,4 @@ def _is_name(given: Any) -> bool:
 def _within(vocab: int, given: Any) -> list[int]:
     """Return one id or several as a list, without those outside of the vocabulary. The recipe refuses what is no id."""
     listed = given if isinstance(given, list) else [] if given is None else [given]
-    return [each for each in listed if type(each) is not int or 0 <= each < vocab]
+    return [index for index in listed if type(index) is not int or 0 <= index < vocab]

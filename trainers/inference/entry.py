@@ -35,34 +35,26 @@ def generate(
 ) -> int:
     """Print a continuation of a prompt, or an answer, as its tokens come, and return 0.
 
-    Args:
-        run: path or URI of a run, or of a checkpoint.
-        prompt: the text to continue, or with `chat` the message of a user.
-        tokens: most tokens of the continuation.
-        sampling: the fields of `Sampling`.
-        as_json: print one document at the end instead.
-        chat: answer the prompt in the chat template of the tokenizer.
-        system: with `chat`, the message of the system before the prompt.
-        trust: whether to import the modules that the run's recipe names.
+    Values are checked before weights are read, because that takes long.
 
-    Raises:
-        UserError: as `Model.generate` and `Model.chat`; or there is no undamaged checkpoint. Values are checked before weights
-            are read.
+    Args:
+        prompt: the text to continue, or with `chat` the message of a user.
+        sampling: the fields of `Sampling`.
+        system: with `chat`, the message of the system before the prompt.
     """
     Sampling(**sampling)
     check_count("tokens", tokens)
     if system is not None and not chat:
         raise UserError("system", system, "is a message of a conversation, so it needs --chat")
-    trained = Trained.at(run, trust=trust)
-    model, told = Model.of(trained), None if as_json else _write
+    model, write = Model.of(Trained.at(run, trust=trust)), None if as_json else _write
     if chat:
-        before = [] if system is None else [{"role": "system", "content": system}]
-        found = model.chat([*before, {"role": "user", "content": prompt}], tokens, **sampling, told=told)
+        opening = [] if system is None else [{"role": "system", "content": system}]
+        generated = model.chat([*opening, {"role": "user", "content": prompt}], tokens, **sampling, told=write)
     else:
-        found = model.generate(prompt, tokens, **sampling, told=told)
+        generated = model.generate(prompt, tokens, **sampling, told=write)
     if as_json:
-        print(to_json({"run": run, "step": model.step, "prompt": prompt, **found._asdict()}))
-    elif not found.text.endswith("\n"):
+        print(to_json({"run": run, "step": model.step, "prompt": prompt, **generated._asdict()}))
+    elif not generated.text.endswith("\n"):
         print(flush=True)
     return 0
 
@@ -70,16 +62,10 @@ def generate(
 def evaluate(run: str, files: Sequence[str], seq_len: int | None = None, as_json: bool = False, trust: bool = False) -> int:
     """Print how well a model predicts text files, each on its own and all together, and return 0.
 
-    Args:
-        run: path or URI of a run, or of a checkpoint.
-        files: UTF-8 text; each file is one document.
-        seq_len: tokens of a window; None is that of the training.
-        as_json: print one document instead of a table.
-        trust: whether to import the modules that the run's recipe names.
+    Each file is one document. All files are read before weights are, because that takes long.
 
-    Raises:
-        UserError: as `Model.evaluate`; a file cannot be read or is empty; or there is no undamaged checkpoint. All files are
-            read before weights are.
+    Args:
+        seq_len: tokens of a window; None is that of the training.
     """
     texts = [_text(file) for file in files]
     if seq_len is not None:
@@ -89,12 +75,12 @@ def evaluate(run: str, files: Sequence[str], seq_len: int | None = None, as_json
     scores, errors = list[Score](), Console(stderr=True)
     with Progress(console=errors, disable=not errors.is_terminal, transient=True) as progress:
         for file, text in zip(files, texts, strict=True):
-            told = partial(_advance, progress, progress.add_task(escape(file), total=None))
-            scores.append(model.evaluate(text, length, told))
+            advance = partial(_advance, progress, progress.add_task(escape(file), total=None))
+            scores.append(model.evaluate(text, length, advance))
     together = sum(scores, Score())
     if as_json:
-        each = [{"file": file, **score.as_dict()} for file, score in zip(files, scores, strict=True)]
-        print(to_json({"run": run, "step": model.step, "seq_len": length, "files": each, "together": together.as_dict()}))
+        rows = [{"file": file, **score.as_dict()} for file, score in zip(files, scores, strict=True)]
+        print(to_json({"run": run, "step": model.step, "seq_len": length, "files": rows, "together": together.as_dict()}))
         return 0
     out = Console()
     out.print(f"{run}, after {model.step} steps, in windows of {length} tokens\n", markup=False, highlight=False, soft_wrap=True)
@@ -103,11 +89,7 @@ def evaluate(run: str, files: Sequence[str], seq_len: int | None = None, as_json
 
 
 def _text(file: str) -> str:
-    """Return the text of a file, without a mark of the byte order, as training reads it.
-
-    Raises:
-        UserError: `read_text` refuses it, or it is empty.
-    """
+    """Return the text of a file, without a mark of the byte order, as training reads it."""
     if not (text := read_text("FILE", file, _MOST_TEXT).removeprefix("\ufeff")):
         raise UserError("FILE", file, "is empty, so there is nothing to predict")
     return text

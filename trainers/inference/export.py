@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,17 +37,7 @@ _FILE = 4 << 30  # bytes of a file, if no tensor is larger
 
 
 class Exported(NamedTuple):
-    """What was written.
-
-    Args:
-        folder: the folder.
-        architecture: the class in transformers.
-        step: finished steps of the training.
-        parameters: number of elements.
-        dtype: their type.
-        files: number of files of tensors.
-        bytes: bytes of all tensors.
-    """
+    """What was written, after how many steps of the training, and how much of it."""
 
     folder: str
     architecture: str
@@ -62,14 +52,7 @@ def export(run: str, folder: Path, dtype: str | None = None, as_json: bool = Fal
     """Write the model of a run, or of one of its checkpoints, for transformers. Say what was written, and return 0.
 
     Args:
-        run: folder or URI of a run, or of a checkpoint in it.
-        folder: the folder to write; it must not exist.
         dtype: type of the weights; None is that of the training.
-        trust: whether to import the modules that the run's recipe names.
-
-    Raises:
-        UserError: there is no undamaged checkpoint or no recipe, the model is in no known family, or the folder exists or
-            cannot be written. Nothing is left of the folder.
     """
     if os.path.lexists(folder):
         raise UserError("DIR", str(folder), "exists already; give the name of a new folder")
@@ -78,56 +61,46 @@ def export(run: str, folder: Path, dtype: str | None = None, as_json: bool = Fal
     wanted = getattr(torch, dtype or trained.recipe.precision)
     try:
         with _new_folder(folder) as written, trained.opened() as stored:
-            found = _write(stored, trained.recipe, family, wanted, written, console)
+            exported = _write(stored, trained.recipe, family, wanted, written, console)
     except OSError as error:
         raise UserError("DIR", str(folder), f"cannot be written ({error.strerror or error})") from None
-    found = found._replace(folder=str(folder))
-    print(json.dumps(found._asdict()) if as_json else _told(found, run))
+    exported = exported._replace(folder=str(folder))
+    print(json.dumps(exported._asdict()) if as_json else _told(exported, run))
     return 0
 
 
-def _told(found: Exported, run: str) -> str:
-    files = f"{found.files} file{'s' if found.files > 1 else ''}"
+def _told(exported: Exported, run: str) -> str:
+    files = f"{exported.files} file{'s' if exported.files > 1 else ''}"
     return "\n".join([
-        f"{run}, after {found.step} steps, is now a model for transformers in {found.folder}",
+        f"{run}, after {exported.step} steps, is now a model for transformers in {exported.folder}",
         "",
-        f"  class       {found.architecture}",
-        f"  parameters  {found.parameters:,} in {found.dtype}, {found.bytes / 2**20:,.1f} MiB in {files}",
-        f'  load it     transformers.AutoModelForCausalLM.from_pretrained("{found.folder}")',
+        f"  class       {exported.architecture}",
+        f"  parameters  {exported.parameters:,} in {exported.dtype}, {exported.bytes / 2**20:,.1f} MiB in {files}",
+        f'  load it     transformers.AutoModelForCausalLM.from_pretrained("{exported.folder}")',
     ])  # fmt: skip
 
 
-class _new_folder:
-    """A folder that gets its name once all of it is written. If that fails, nothing is left of it."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder.absolute()
-
-    def __enter__(self) -> Path:
-        self.made = [parent for parent in self.folder.parents if not parent.exists()]
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self.written = Path(tempfile.mkdtemp(dir=self.folder.parent, prefix=f".{self.folder.name}-"))
-        return self.written
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is None:
-                mask = _umask()
-                for path in self.written.iterdir():
-                    path.chmod(0o666 & ~mask)  # safetensors lets only the owner read its files
-                self.written.chmod(0o777 & ~mask)
-                self.written.rename(self.folder)
-        finally:
-            shutil.rmtree(self.written, ignore_errors=True)
-            for parent in self.made if kind is not None else ():
-                with suppress(OSError):
-                    parent.rmdir()
-
-
-def _umask() -> int:
-    now = os.umask(0)
-    os.umask(now)
-    return now
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder that gets its name once all of it is written. If that fails, nothing is left of it."""
+    folder = folder.absolute()
+    parents = [parent for parent in folder.parents if not parent.exists()]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    try:
+        yield draft
+        mask = os.umask(0)
+        os.umask(mask)
+        for path in draft.iterdir():
+            path.chmod(0o666 & ~mask)  # safetensors lets only the owner read its files
+        draft.chmod(0o777 & ~mask)
+        draft.rename(folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        for parent in parents:
+            with suppress(OSError):
+                parent.rmdir()
+        raise
 
 
 def _write(stored: Stored, recipe: Recipe, family: Family, dtype: torch.dtype, folder: Path, console: Console) -> Exported:
@@ -139,9 +112,9 @@ def _write(stored: Stored, recipe: Recipe, family: Family, dtype: torch.dtype, f
     files, placed = list(_files(forms)), dict[str, str]()
     for number, content in enumerate(track(files, "writing", console=console, disable=not sys.stderr.isatty()), 1):
         name = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-        write_file(folder / name, content, (_read(stored, tensors[each.name], each) for each in content))
-        placed |= {each.name: name for each in content}
-    size = sum(each.bytes for each in forms)
+        write_file(folder / name, content, (_read(stored, tensors[form.name], form) for form in content))
+        placed |= {form.name: name for form in content}
+    size = sum(form.bytes for form in forms)
     if len(files) > 1:
         index = {"metadata": {"total_size": size}, "weight_map": placed}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
@@ -151,10 +124,10 @@ def _write(stored: Stored, recipe: Recipe, family: Family, dtype: torch.dtype, f
         "architectures": [family.architecture], "model_type": family.model_type, **family.config(recipe.model),
         "max_position_embeddings": _positions(recipe), **tokens, "dtype": kind,
     }  # fmt: skip
-    for name, found in (("config.json", config), ("generation_config.json", generation)):
-        (folder / name).write_text(json.dumps(found, indent=1) + "\n")
-    twice = {each.name for each in copies}
-    count = sum(math.prod(each.shape) for each in forms if not tensors[each.name][0].keeps and each.name not in twice)
+    for name, document in (("config.json", config), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(document, indent=1) + "\n")
+    repeated = {copy.name for copy in copies}
+    count = sum(math.prod(form.shape) for form in forms if not tensors[form.name][0].keeps and form.name not in repeated)
     return Exported("", family.architecture, stored.progress.step, count, kind, len(files), size)
 
 
@@ -171,12 +144,12 @@ def _positions(recipe: Recipe) -> int:
 def _files(forms: Sequence[Form]) -> Iterator[list[Form]]:
     """Yield the tensors of every file, in order. Only a single tensor makes a file larger than `_FILE`."""
     content, total = list[Form](), 0
-    for each in forms:
-        if content and total + each.bytes > _FILE:
+    for form in forms:
+        if content and total + form.bytes > _FILE:
             yield content
             content, total = [], 0
-        content.append(each)
-        total += each.bytes
+        content.append(form)
+        total += form.bytes
     yield content
 
 
@@ -192,14 +165,14 @@ def _form(stored: Stored, tensor: Tensor, wanted: torch.dtype) -> Form:
 
 
 def _read(stored: Stored, parts: Sequence[Tensor], form: Form) -> torch.Tensor:
-    found = torch.empty(tuple(form.shape), dtype=form.dtype)
-    for tensor in parts:
-        known = _stored(stored, tensor)
+    tensor = torch.empty(tuple(form.shape), dtype=form.dtype)
+    for part in parts:
+        known = _stored(stored, part)
         whole = torch.empty(known.size, dtype=known.properties.dtype)
-        fill(stored, {f"model/{tensor.ours}": whole})
-        narrow, kind = whole.to(form.dtype), str(form.dtype).removeprefix("torch.")
+        fill(stored, {f"model/{part.ours}": whole})
+        narrow, dtype = whole.to(form.dtype), str(form.dtype).removeprefix("torch.")
         if not bool(narrow.isfinite().all()):
-            where = f"{tensor.ours} has a number that {kind} cannot hold, or none at all"
-            raise UserError("dtype", kind, where, DTYPES)
-        tensor.put(found, narrow)
-    return found
+            rule = f"{part.ours} has a number that {dtype} cannot hold, or none at all"
+            raise UserError("dtype", dtype, rule, DTYPES)
+        part.put(tensor, narrow)
+    return tensor

@@ -92,20 +92,16 @@ class Model:
 
     @classmethod
     def of(cls, trained: Trained, device: torch.device | str | None = None) -> Model:
-        """Load a model that `Trained.at` has found.
-
-        Raises:
-            UserError: the checkpoint is damaged.
-        """
+        """Load a model that `Trained.at` has found."""
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         recipe, fold = trained.recipe, Fold(1)
-        made = Transformer(
+        transformer = Transformer(
             Ownership(dropless(recipe.model), fold), Groups.create(fold), MoeBackend(experts=recipe.moe.experts), seed=None,
             device=device, dtype=DTYPES[recipe.precision],
         )  # fmt: skip
         with trained.opened() as stored:
-            fill(stored, _state(made))
-        return cls(recipe, made, trained.name, trained.step)
+            fill(stored, _state(transformer))
+        return cls(recipe, transformer, trained.name, trained.step)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -116,10 +112,10 @@ class Model:
             MissingPackage: it needs `transformers`, which is not installed.
         """
         name, vocab = self.recipe.data.tokenizer, self.recipe.model.vocab
-        found = load_tokenizer(name)
-        if found.vocab_size > vocab:
-            raise UserError("data.tokenizer", name, f"has {found.vocab_size} ids, and the model only {vocab}")
-        return found
+        tokenizer = load_tokenizer(name)
+        if tokenizer.vocab_size > vocab:
+            raise UserError("data.tokenizer", name, f"has {tokenizer.vocab_size} ids, and the model only {vocab}")
+        return tokenizer
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor | Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
@@ -131,12 +127,12 @@ class Model:
         Raises:
             UserError: there is no token, an id is not in the vocabulary, or sequences are longer than the learned positions.
         """
-        found = self._ids(tokens)
-        if found.dim() not in (1, 2):
-            raise UserError("tokens", list(found.shape), "must be one sequence [L] or several of the same length [B, L]")
-        self.check_positions("tokens", found.shape[-1])
-        logits = self.transformer.logits(found.view(-1, found.shape[-1]))
-        return logits.view(*found.shape, -1)
+        ids = self._ids(tokens)
+        if ids.dim() not in (1, 2):
+            raise UserError("tokens", list(ids.shape), "must be one sequence [L] or several of the same length [B, L]")
+        self._check_positions("tokens", ids.shape[-1])
+        logits = self.transformer.logits(ids.view(-1, ids.shape[-1]))
+        return logits.view(*ids.shape, -1)
 
     def generate(
         self,
@@ -193,8 +189,9 @@ class Model:
         """
         sampler = Sampling(temperature, top_p, top_k, seed).sampler()
         checked = messages_of(list(messages), "the conversation", "messages", len(messages))
-        given = self._ids((chat := Chat(self.tokenizer)).prompt(checked), "messages")
-        return self._generate(given, tokens, sampler, self._stops.union(chat.ends), told)
+        chat = Chat(self.tokenizer)
+        prompt_L = self._ids(chat.prompt(checked), "messages")
+        return self._generate(prompt_L, tokens, sampler, self._stops.union(chat.ends), told)
 
     @property
     def _stops(self) -> frozenset[int]:
@@ -202,22 +199,22 @@ class Model:
         return frozenset([self.tokenizer.separator, *self.recipe.export.ends])
 
     def _generate(
-        self, given: torch.Tensor, tokens: int, sampler: Sampler, stops: Container[int], told: Callable[[str], None] | None
+        self, prompt_L: torch.Tensor, tokens: int, sampler: Sampler, stops: Container[int], told: Callable[[str], None] | None
     ) -> Generated:
-        self._check_room(len(given), tokens)
-        made, pieces = list[int](), list[str]()
+        self._check_room(len(prompt_L), tokens)
+        ids, pieces = list[int](), list[str]()
 
         def tell(piece: str) -> None:
             pieces.append(piece)
             if piece and told:
                 told(piece)
 
-        stream = TextStream(self.tokenizer.decode, given.tolist())
-        for token in self._continued(given, tokens, sampler, stops):
-            made.append(token)
+        stream = TextStream(self.tokenizer.decode, prompt_L.tolist())
+        for token in self._continued(prompt_L, tokens, sampler, stops):
+            ids.append(token)
             tell(stream.add(token))
         tell(stream.rest())
-        return Generated("".join(pieces), made, "length" if len(made) == tokens else "separator", sampler.seed)
+        return Generated("".join(pieces), ids, "length" if len(ids) == tokens else "separator", sampler.seed)
 
     @torch.no_grad()
     def evaluate(self, text: str, seq_len: int | None = None, told: Callable[[int, int], None] | None = None) -> Score:
@@ -233,7 +230,7 @@ class Model:
         """
         length = self.recipe.data.seq_len if seq_len is None else seq_len
         check_count("seq_len", length)
-        self.check_positions("seq_len", length)
+        self._check_positions("seq_len", length)
         ids = self.tokenizer.encode(_utf8("text", text))
         if not len(ids):
             raise UserError("text", text, "has no tokens, so there is nothing to predict")
@@ -245,12 +242,8 @@ class Model:
                 told(done, len(ids))
         return Score(len(ids), len(text.encode()), nats)
 
-    def check_positions(self, field: str, positions: int) -> None:
-        """Raise a UserError if sequences are longer than the learned positions.
-
-        Args:
-            field: what the user calls the length.
-        """
+    def _check_positions(self, field: str, positions: int) -> None:
+        """Raise a UserError about a field if sequences are longer than the learned positions."""
         spec = self.recipe.model
         if spec.positions == "learned" and positions > spec.max_positions:
             rule = f"is more than the {spec.max_positions} positions that the model has learned (model.max_positions)"
@@ -260,10 +253,10 @@ class Model:
     def device(self) -> torch.device:
         return next(self.transformer.parameters()).device
 
-    def _continued(self, given_L: torch.Tensor, tokens: int, sampler: Sampler, stops: Container[int]) -> Iterator[int]:
+    def _continued(self, prompt_L: torch.Tensor, tokens: int, sampler: Sampler, stops: Container[int]) -> Iterator[int]:
         """Yield the tokens of a continuation, without the one of `stops` that ends it."""
         cache = Cache(self.transformer)
-        for part_S in given_L.to(self.device).split(_TOGETHER):
+        for part_S in prompt_L.to(self.device).split(_TOGETHER):
             x_1SH = cache.extend(part_S.unsqueeze(0))
         for left in reversed(range(tokens)):
             token = sampler.draw(self._next_logits(x_1SH))
@@ -294,37 +287,36 @@ class Model:
     def _prompt(self, prompt: str | Sequence[int] | torch.Tensor) -> torch.Tensor:
         if isinstance(prompt, str):
             return self._ids([self.tokenizer.separator, *self.tokenizer.encode(_utf8("prompt", prompt)).tolist()])
-        found = self._ids(prompt, "prompt")
-        if found.dim() != 1:
-            raise UserError("prompt", list(found.shape), "must be a text, or the ids of one sequence [L]")
-        return found
+        ids = self._ids(prompt, "prompt")
+        if ids.dim() != 1:
+            raise UserError("prompt", list(ids.shape), "must be a text, or the ids of one sequence [L]")
+        return ids
 
-    def _check_room(self, given: int, tokens: int) -> None:
-        """Refuse a continuation that would be too long. Nobody sees the last token, so it needs no position."""
+    def _check_room(self, length: int, tokens: int) -> None:
+        """Refuse a continuation that would be too long. No token attends to the last one, so it needs no position."""
         check_count("tokens", tokens)
         spec = self.recipe.model
-        if spec.positions == "learned" and given + tokens - 1 > spec.max_positions:
-            room = spec.max_positions - given + 1
-            rule = f"is too many behind a prompt of {given}: the model has learned {spec.max_positions} positions"
+        if spec.positions == "learned" and length + tokens - 1 > spec.max_positions:
+            room = spec.max_positions - length + 1
+            rule = f"is too many behind a prompt of {length}: the model has learned {spec.max_positions} positions"
             raise UserError("tokens", tokens, rule, [f"1…{room}"] if room > 0 else None)
 
     def _ids(self, tokens: torch.Tensor | Sequence[int] | Sequence[Sequence[int]], field: str = "tokens") -> torch.Tensor:
         vocab = self.recipe.model.vocab
         try:  # by way of NumPy, because a tokenizer's ids are uint16 or uint32, which torch does not mix with others
-            found = tokens if isinstance(tokens, torch.Tensor) else torch.as_tensor(np.asarray(tokens))
+            ids = tokens if isinstance(tokens, torch.Tensor) else torch.as_tensor(np.asarray(tokens))
         except (TypeError, ValueError):
-            raise UserError(
-                field, type(tokens).__name__, "must be ids of one sequence, or of several of the same length"
-            ) from None
-        if not found.numel():
+            rule = "must be ids of one sequence, or of several of the same length"
+            raise UserError(field, type(tokens).__name__, rule) from None
+        if not ids.numel():
             raise UserError(field, "nothing", "must have at least one token")
-        if found.is_floating_point() or found.dtype == torch.bool:
-            raise UserError(field, str(found.dtype), "must be whole numbers, the ids of tokens")
-        found = found.to(self.device, torch.int64)
-        low, high = (int(end) for end in found.aminmax())
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            raise UserError(field, str(ids.dtype), "must be whole numbers, the ids of tokens")
+        ids = ids.to(self.device, torch.int64)
+        low, high = (int(end) for end in ids.aminmax())
         if low < 0 or high >= vocab:
             raise UserError(field, low if low < 0 else high, "is not in the vocabulary", [f"0…{vocab - 1}"])
-        return found
+        return ids
 
 
 def dropless(model: ModelSpec) -> ModelSpec:

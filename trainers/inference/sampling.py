@@ -51,11 +51,7 @@ class Sampling:
 
 
 class Sampler:
-    """Draws tokens, one after another. It computes on the CPU in float64, so a seed means the same draws on every device.
-
-    Attributes:
-        seed: the seed of its draws.
-    """
+    """Draws tokens, one after another. It computes on the CPU in float64, so a seed means the same draws on every device."""
 
     def __init__(self, sampling: Sampling, seed: int):
         self.sampling, self.seed = sampling, seed
@@ -76,9 +72,9 @@ def probabilities(logit_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if sampling.top_k is not None:
         best, ids = logit_V.topk(min(sampling.top_k, len(logit_V)))
         logit_V = torch.full_like(logit_V, -math.inf).scatter(0, ids, best)
-    found_V = logit_V.softmax(0)
+    share_V = logit_V.softmax(0)
     if sampling.top_p < 1:
-        sorted_V, order_V = found_V.sort(descending=True, stable=True)
+        sorted_V, order_V = share_V.sort(descending=True, stable=True)
         before_V = sorted_V.cumsum(0) - sorted_V
-        found_V = torch.zeros_like(found_V).scatter(0, order_V, sorted_V.where(before_V < sampling.top_p, 0.0))
-    return found_V / found_V.sum()
+        share_V = torch.zeros_like(share_V).scatter(0, order_V, sorted_V.where(before_V < sampling.top_p, 0.0))
+    return share_V / share_V.sum()

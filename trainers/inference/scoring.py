@@ -70,8 +70,6 @@ def windows(ids: np.ndarray, separator: int, length: int, together: int) -> Iter
     The last window is filled up with separators behind the text, whose targets are `IGNORED`. No token of the text sees them.
 
     Args:
-        ids: tokens of the text.
-        separator: id in front of the text.
         length: S.
         together: the largest W.
     """
@@ -81,4 +79,4 @@ def windows(ids: np.ndarray, separator: int, length: int, together: int) -> Iter
         token_T, target_T = np.full(count * length, separator), np.full(count * length, IGNORED)
         token_T[0] = separator if start == 0 else ids[start - 1]
         token_T[1 : len(part)], target_T[: len(part)] = part[:-1], part
-        yield Batch(*(torch.from_numpy(each.reshape(count, length)) for each in (token_T, target_T)))
+        yield Batch(*(torch.from_numpy(stream_T.reshape(count, length)) for stream_T in (token_T, target_T)))

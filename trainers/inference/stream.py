@@ -12,7 +12,7 @@ class TextStream:
     """Turns tokens into pieces of text. A piece has only whole characters, and the pieces make up the text of all tokens.
 
     Args:
-        decode: text of ids (`Tokenizer.decode`).
+        decode: `Tokenizer.decode`. The stream of the library tokenizers takes only tokenizers of its own.
         before: the tokens before the first one.
     """
 
@@ -20,7 +20,7 @@ class TextStream:
         self._decode = decode
         self._tokens = list(before[-_BEFORE:])
         self._first = 0  # from here on, tokens are decoded
-        self._told = len(self._tokens)  # the text of the tokens before this one is out
+        self._finished = len(self._tokens)  # the text of the tokens before this one is out
 
     def add(self, token: int) -> str:
         """Return the text that is complete with this token; it may be empty."""
@@ -28,7 +28,7 @@ class TextStream:
         before, text = self._texts()
         if len(text) <= len(before) or text.endswith(_UNFINISHED):
             return ""
-        self._first, self._told = self._told, len(self._tokens)
+        self._first, self._finished = self._finished, len(self._tokens)
         return text[len(before) :]
 
     def rest(self) -> str:
@@ -38,4 +38,4 @@ class TextStream:
 
     def _texts(self) -> tuple[str, str]:
         # The text of a token depends on the tokens before it, so the text of new tokens alone would be another.
-        return self._decode(self._tokens[self._first : self._told]), self._decode(self._tokens[self._first :])
+        return self._decode(self._tokens[self._first : self._finished]), self._decode(self._tokens[self._first :])

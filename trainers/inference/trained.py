@@ -22,14 +22,7 @@ _FIELD = "RUN"
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint that has passed all checks of `Beginning.look`, and its recipe.
-
-    Args:
-        name: the run or checkpoint, as the user named it.
-        begin: the checkpoint.
-        step: number of finished steps.
-        recipe: how the model was made.
-    """
+    """A checkpoint that has passed all checks of `Beginning.look`, as the user named it, and its recipe."""
 
     name: str
     begin: Beginning
@@ -38,16 +31,7 @@ class Trained:
 
     @classmethod
     def at(cls, run: str | Path | Checkpoint, recipe: Recipe | None = None, trust: bool = False) -> Trained:
-        """Find a trained model.
-
-        Args:
-            run: path or URI of a run, for its newest checkpoint, or of a checkpoint; or Ray's handle of a checkpoint.
-            recipe: the recipe of the training; None reads `recipe.yaml` beside the checkpoint.
-            trust: whether to import the modules that `recipe.yaml` names (`Recipe.stored`).
-
-        Raises:
-            UserError: there is no undamaged checkpoint, or no recipe, or the checkpoint has another model.
-        """
+        """Find a trained model, as `Model.load`."""
         begin = _beginning(run)
         stored = begin.look()
         recipe = recipe or recipe_of(begin.folder.parent, _FIELD, begin.value, trust)
@@ -56,11 +40,7 @@ class Trained:
 
     @contextmanager
     def opened(self) -> Iterator[Stored]:
-        """Open the checkpoint, for `fill`.
-
-        Raises:
-            UserError: the checkpoint is damaged; the message names an earlier one.
-        """
+        """Open the checkpoint, for `fill`. If it is damaged, a UserError names an earlier one."""
         try:
             with opened(self.begin.folder.checkpoint, None) as stored:
                 yield stored
@@ -69,11 +49,7 @@ class Trained:
 
 
 def fill(stored: Stored, state: State) -> None:
-    """Fill whole tensors by their global names, in this process alone.
-
-    Raises:
-        DamagedFile: as `checkpoints.tensors.load`.
-    """
+    """Fill whole tensors by their global names, in this process alone."""
     load(stored, [Shard.whole(key, tensor) for key, tensor in state.items()], None)
 
 

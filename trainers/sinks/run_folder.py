@@ -91,7 +91,7 @@ class RunFolder:
         bytes_per_token: mean length of a token; 1 for the byte tokenizer. None for conversations, whose losses are per token.
         history: records of the run so far; None reads them from the folder.
         start: the checkpoint that the run starts from; None keeps the one in `run.json`.
-        data: what is told about the data of each source, by its name (`mixture.told_data`).
+        data: what is told about the data of each source, by its name (`mixture.counts_by_source`).
 
     Raises:
         UserError: a file of the earlier run cannot be read.

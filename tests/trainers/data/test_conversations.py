@@ -15,7 +15,7 @@ from foldray.recipe import DataSpec
 from tests.trainers.data.chats import CHATML, CHATS, NARROW_TAGGED, chat, make_tokenizer
 from trainers.data import conversations
 from trainers.data.chat import Chat
-from trainers.data.conversations import Reader, encode, pack, told
+from trainers.data.conversations import Reader, encode, pack, summary
 from trainers.data.encode import Work
 from trainers.data.rows import cut
 from trainers.data.shards import Piece
@@ -42,7 +42,7 @@ def files(folder: Path, name: str = "a.jsonl") -> list:
 
 
 def encoded(folder: Path, reader: Reader, seq_len: int, name: str = "a.jsonl") -> Piece:
-    (piece,) = encode(Work(list(cut(files(folder, name))), validation=False), Unfit("refuse"), reader, seq_len)
+    (piece,) = encode(Work(list(cut(files(folder, name))), "train"), Unfit("refuse"), reader, seq_len)
     return piece
 
 
@@ -247,7 +247,7 @@ def test_conversations_that_cannot_be_used_are_left_out(tmp_path: Path, chatml: 
     skip = Unfit("skip")
     with pytest.raises(UserError, match=r"^data.messages_field=messages: is not a list of messages but dict in line 2 of "):
         encoded(tmp_path, Reader(chatml, "messages"), 64)
-    work = Work(list(cut(files(tmp_path))), validation=False)
+    work = Work(list(cut(files(tmp_path))), "train")
     (piece,) = encode(work, skip, Reader(chatml, "messages", rule="skip"), 64)
     assert piece.counts is not None
     assert piece.counts["conversations"] == 2
@@ -255,7 +255,7 @@ def test_conversations_that_cannot_be_used_are_left_out(tmp_path: Path, chatml: 
     assert skip.found == {str(path): (5, 3, f"is not a list of messages but dict in the line at byte {where}")}
     write(path, [call("add", {})], good)  # the template fails, because there is no content
     skip = Unfit("skip")
-    assert len(list(encode(Work(list(cut(files(tmp_path))), validation=False), skip, Reader(chatml, "messages"), 64))) == 1
+    assert len(list(encode(Work(list(cut(files(tmp_path))), "train"), skip, Reader(chatml, "messages"), 64))) == 1
     ((count, _, first),) = skip.found.values()
     assert count == 1
     assert first.startswith("has a chat template that fails with the line at byte 0 (UndefinedError: ")
@@ -274,7 +274,7 @@ def test_check_reads_only_the_first_conversation(tmp_path: Path, chatml: Chat):
 def test_what_is_told():
     counts = {"conversations": 7, "cut": 1, "left_out": 2, "trained": 60, "filled": 10}
     meta = {"seq_len": 50, "train": {"sequences": 3, "counts": counts}, "validation": {"sequences": 1, "counts": counts}}
-    assert told(meta) == (
+    assert summary(meta) == (
         "conversations: 7 for training, 7 for validation; 2 longer than 50 tokens, cut at their end; 4 without a token to "
         "train on, left out; 60.0% of all tokens count in the loss, and 10.0% only fill sequences up"
     )
@@ -285,5 +285,5 @@ def test_a_model_that_does_not_learn_to_stop_is_told():
     lines = []
     for ended in ({"ended": 0}, {"ended": 1}, {}):  # data of an earlier version do not say it
         split = {"sequences": 3, "counts": {**counts, **ended}}
-        lines.append(told({"seq_len": 50, "train": split, "validation": split}))
+        lines.append(summary({"seq_len": 50, "train": split, "validation": split}))
     assert ["no answer ends with a token that stops generation" in line for line in lines] == [True, False, False]

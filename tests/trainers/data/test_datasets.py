@@ -75,7 +75,7 @@ def test_another_order_is_other_data(plain: DataSpec, tmp_path: Path) -> None:
 
 def test_blocks_are_written_by_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver writes no document of a dataset of Ray. A task that has run twice leaves nothing."""
-    monkeypatch.setattr(datasets, "_groups", lambda texts: pytest.fail("the driver reads documents"))  # not in other processes
+    monkeypatch.setattr(datasets, "grouped", lambda *_: pytest.fail("the driver reads documents"))  # not in other processes
     spec = store({"train": of_ray(ROWS)}, SPEC, tmp_path)
     assert [pyarrow.parquet.read_metadata(file).num_rows for file in files(spec)] == [10] * 6
     assert documents(spec) == TEXTS

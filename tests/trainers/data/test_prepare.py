@@ -69,7 +69,7 @@ def test_order_of_results_is_that_of_the_works(tmp_path: Path):
             return super().measure(text)
 
     # The first work is the slowest, so its result would come last if the order were not kept.
-    works = [Work([part], validation=True) for part in cut(split_files(corpus(tmp_path / "text", [9] * 10))[0])]
+    works = [Work([part], "validation") for part in cut(split_files(corpus(tmp_path / "text", [9] * 10))[0])]
 
     def task(work: Work) -> int:
         (piece,) = encode(work, Unfit("refuse"), SlowFirst(), "text")
@@ -83,8 +83,8 @@ def test_result_does_not_depend_on_how_work_is_dealt(tmp_path: Path, monkeypatch
     sizes = range(8, 20)
     data, dealt = corpus(tmp_path / "text", list(sizes), held="0[0-2]"), []
 
-    def recorded(parts, validation, **_):
-        dealt.append(deal(parts, validation, least=least))
+    def recorded(parts, split, **_):
+        dealt.append(deal(parts, split, least=least))
         return dealt[-1]
 
     monkeypatch.setitem(prepare.__globals__, "deal", recorded)
@@ -136,7 +136,7 @@ def test_equal_text_is_the_same_data_wherever_it_lies(tmp_path: Path, monkeypatc
     touched = prepare(data, 257, tmp_path / "cache")
     shutil.copytree(tmp_path / "text", tmp_path / "moved")
     there = {"path": str(tmp_path / "moved" / "*.txt"), "validation": {"path": str(tmp_path / "moved" / "00.txt")}}
-    monkeypatch.setitem(prepare.__globals__, "deal", lambda parts, validation, **_: deal(parts, validation, least=1))
+    monkeypatch.setitem(prepare.__globals__, "deal", lambda parts, split, **_: deal(parts, split, least=1))
     moved = prepare(DataSpec(**{**data.model_dump(), **there}), 257, tmp_path / "cache")
     assert len({each.folder for each in (first, touched, moved)}) == 3
     assert moved.meta["train"]["works"] > first.meta["train"]["works"]
@@ -156,7 +156,7 @@ def test_broken_cache_is_made_anew(tmp_path: Path):
 
 
 def test_what_an_interruption_leaves_is_not_whole_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(prepare.__globals__, "deal", lambda parts, validation, **_: deal(parts, validation, least=1))
+    monkeypatch.setitem(prepare.__globals__, "deal", lambda parts, split, **_: deal(parts, split, least=1))
     data = corpus(tmp_path / "text", [30, 30, 40, 50, 60])
     expected_folder = prepare(data, 257, tmp_path / "other").folder
 
@@ -213,7 +213,8 @@ def test_a_cache_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: pytest
     """A task that writes to a disk of its own node leaves nothing where the driver looks."""
     data, other = corpus(tmp_path / "text", [30, 30]), tmp_path / "elsewhere"
     other.mkdir()
-    task = prepare.__globals__["_Task"](other, partial(encode, tokenizer=ByteTokenizer(), text_field="text"), "refuse")
+    encoding = partial(encode, tokenizer=ByteTokenizer(), text_field="text")
+    task = partial(prepare.__globals__["_encode"], folder=other, encode=encoding, invalid="refuse")
     monkeypatch.setattr(drafts, "_LOOKS", 1)
     monkeypatch.setattr(drafts, "_LOOK_S", 0.0)
     monkeypatch.setitem(prepare.__globals__, "run_all", lambda calls, _: (task(call) for call in calls))

@@ -19,7 +19,7 @@ from trainers.data.encode import deal
 from trainers.data.packed import PackedData, Split
 from trainers.data.prepare import prepare
 from trainers.data.tokenizers import load_tokenizer
-from trainers.data.unfit import told_unfit
+from trainers.data.unfit import unfit_summary
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 SEQ_LEN = 96
@@ -59,7 +59,7 @@ def expected(data: DataSpec, names: list[str]) -> list[list[int]]:
 
 @pytest.mark.parametrize("least", [1, 1 << 20])
 def test_what_is_read_is_what_the_assistant_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int):
-    monkeypatch.setitem(prepare.__globals__, "deal", lambda parts, validation, **_: deal(parts, validation, least=least))
+    monkeypatch.setitem(prepare.__globals__, "deal", lambda parts, split, **_: deal(parts, split, least=least))
     data = corpus(tmp_path)
     packed = prepare(data, 300, tmp_path / "cache")
     assert trained_tokens(packed.train) == expected(data, ["0.jsonl", "1.jsonl"])
@@ -100,7 +100,7 @@ def test_a_mistake_beyond_the_first_line_comes_from_a_worker(tmp_path: Path):
         prepare(data, 300, tmp_path / "cache")
     assert os.listdir(tmp_path / "cache") == []
     packed = prepare(corpus(tmp_path, invalid="skip"), 300, tmp_path / "cache")
-    line = told_unfit(packed.meta)
+    line = unfit_summary(packed.meta)
     assert re.fullmatch(
         r"1 documents in 1 files cannot be used; .*1.jsonl \(1, the first: message 1 in the line .*'robot'\)", str(line)
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 from foldray.errors import UserError
 from trainers.data.rows import _value_of, cut, read_documents, read_rows
 from trainers.data.sources import _list_files
-from trainers.data.unfit import Tally, Unfit, decode, told_unfit
+from trainers.data.unfit import Tally, Unfit, decode, unfit_summary
 
 BYTES = some.one_of(
     some.binary(max_size=60),
@@ -108,7 +108,7 @@ def test_rows_without_text_and_lines_that_are_no_json(tmp_path: Path) -> None:
     assert skip.found == {path: (4, 0, f"is not text but NoneType in the line at byte {starts[1]}")}
     tally = Tally()
     tally.add(skip.found)
-    assert told_unfit({"unfit": {"rule": "skip", **tally.as_dict()}}) == (
+    assert unfit_summary({"unfit": {"rule": "skip", **tally.as_dict()}}) == (
         f"4 documents in 1 files cannot be used; they are left out: {path} (4, the first: {skip.found[path][2]})"
     )
 
@@ -163,11 +163,11 @@ def test_the_tally_names_few_files_and_counts_all() -> None:
     assert {key: found[key] for key in ("documents", "bytes", "files")} == {"documents": 60, "bytes": 180, "files": 30}
     assert found["first"][0] == {"file": "f0", "documents": 2, "bytes": 6, "at": "byte 7"}
     assert len(found["first"]) == 10
-    line = told_unfit({"unfit": {"rule": "skip", **found}})
+    line = unfit_summary({"unfit": {"rule": "skip", **found}})
     assert line == (
         "60 documents in 30 files cannot be used (180 bytes are not UTF-8); they are left out: f0 (2, the first: byte 7), "
         "f1 (2, the first: byte 7), f2 (2, the first: byte 7), and 27 more files"
     )
-    kept = told_unfit({"unfit": {"rule": "replace", **found}})
+    kept = unfit_summary({"unfit": {"rule": "replace", **found}})
     assert str(kept).startswith("60 documents in 30 files are not UTF-8, 180 bytes of them; their bad bytes are U+FFFD: f0 (2,")
-    assert told_unfit({"unfit": {"rule": "skip", **Tally().as_dict()}}) is None
+    assert unfit_summary({"unfit": {"rule": "skip", **Tally().as_dict()}}) is None

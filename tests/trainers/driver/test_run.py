@@ -48,7 +48,7 @@ def test_a_start_that_fails_ends_the_run_in_mlflow(monkeypatch: pytest.MonkeyPat
     )
     monkeypatch.setattr(module, "Tracker", lambda *_: tracker)
     monkeypatch.setattr(module, "baselines", lambda *_: (None, None))
-    monkeypatch.setattr(module, "told_data", lambda data: {})
+    monkeypatch.setattr(module, "counts_by_source", lambda data: {})
     monkeypatch.setattr(module, fails, full)
     recipe = Recipe.parse({"name": "r", "model": {"preset": "tiny"}})
     with pytest.raises(OSError, match="No space left"), Run(recipe, "r-1", tmp_path, None, None):  # type: ignore[arg-type]

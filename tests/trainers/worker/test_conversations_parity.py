@@ -45,7 +45,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     held = {"path": str(folder / "held.jsonl")}
     train, _ = split_files(DataSpec(source="conversations", path=str(folder / "a.jsonl"), tokenizer="x", validation=held))
     unfit, index = Unfit("refuse"), Index(SEQ_LEN)
-    pieces = encode(Work(list(cut(train)), validation=False), unfit, Reader(Chat(tokenizer), "messages"), SEQ_LEN)
+    pieces = encode(Work(list(cut(train)), "train"), unfit, Reader(Chat(tokenizer), "messages"), SEQ_LEN)
     for number, each in enumerate((pieces, [end(tokenizer)])):
         index.add(write(folder, "train", number, each, unfit.found))
     dtype = token_dtype(tokenizer.vocab_size).name
