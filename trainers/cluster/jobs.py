@@ -55,10 +55,6 @@ def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = Tru
     Returns:
         The exit code of the training; 0 if the job was accepted and nobody waits for it, 1 for a job without an exit code, and
         130 after Ctrl-C.
-
-    Raises:
-        UserError: the recipe is for measurements alone or holds a secret that the job would need, the cluster does not answer or
-            refuses the token, or foldray's packages are too large.
     """
     check_trains(recipe)
     _check_address(address)
@@ -134,11 +130,7 @@ def token_file() -> Path:
 
 
 def _pack(folder: Path, recipe: Recipe, root: Path = _ROOT) -> None:
-    """Put what a job carries into a folder: foldray's packages, without what else lies beside their files, and the recipe.
-
-    Raises:
-        UserError: the packages are too large.
-    """
+    """Put what a job carries into a folder: foldray's packages, without what else lies beside their files, and the recipe."""
     for package in _PACKAGES:
         shutil.copytree(root / package, folder / package, ignore=_left_out)
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}

@@ -48,10 +48,6 @@ def connect(recipe: Recipe, crowded: bool = False) -> None:
 
     Args:
         crowded: a Ray on this machine takes all workers of the recipe, even if it has fewer cores.
-
-    Raises:
-        UserError: no cluster answers at the address, or the cluster refuses the token, or the model is too large for this
-            machine, or Ray does not start on it.
     """
     prompt = _PROMPT if recipe.cluster.workers <= _PROMPT_WORKERS else {}
     for key, value in (_FOR_RAY | prompt).items():
@@ -76,9 +72,6 @@ def join(address: str | None, field: str = "cluster.address") -> None:
     """Join the cluster at an address; None is the one that the environment names.
 
     If this process has already joined a cluster, nothing happens.
-
-    Raises:
-        UserError: no cluster answers at the address, or the cluster refuses the token.
     """
     if ray.is_initialized():
         return
@@ -131,11 +124,7 @@ def _knock(address: str) -> None:
 
 
 def check_room(recipe: Recipe) -> None:
-    """Refuse a recipe whose workers can never be placed.
-
-    Raises:
-        UserError: the recipe needs more workers, CPUs or GPUs than the cluster's nodes have, or more memory.
-    """
+    """Refuse a recipe whose workers can never be placed."""
     cluster = recipe.cluster
     alive = [node for node in ray.nodes() if node["Alive"]]
     nodes = [node["Resources"] for node in alive]

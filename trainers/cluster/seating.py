@@ -53,9 +53,6 @@ def joined_hosts(address: str, recipe: Recipe | None) -> list[Host]:
     Args:
         address: its address, or "auto" for one that runs on this machine.
         recipe: says what a worker needs; None is a GPU if any node has one, or else a CPU.
-
-    Raises:
-        UserError: no cluster answers there, or it has no room for a worker.
     """
     join(address, "cluster")
     if recipe is not None:

@@ -76,9 +76,6 @@ def on_workers(
         name: name of the task, for the folder that Ray uses meanwhile.
         told: what to say on standard error when the workers start.
         by_node: whether ranks are numbered node by node, instead of by the traffic of the recipe.
-
-    Raises:
-        UserError: the recipe cannot run here.
     """
     storage, folder = storage_folder(recipe), f"{name}-{secrets.token_hex(4)}"
     connect(recipe, crowded=True)

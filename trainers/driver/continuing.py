@@ -55,10 +55,6 @@ def check_resumable(begin: Beginning, stored: Stored, recipe: Recipe, data: Pack
     """Refuse a checkpoint that workers cannot continue from with this recipe, and tell what has changed.
 
     A new run may have other data (`Beginning.anew`).
-
-    Raises:
-        UserError: the checkpoint has another model, or no state for this optimizer; or it is to go on with its own data in
-            another order; or a run is to go on with other data, or with other values of what it has to keep.
     """
     before, anew = _recipe_before(begin), not _has_data(begin, stored.progress, data)
     if anew and begin.field == "resume":

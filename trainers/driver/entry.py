@@ -36,9 +36,6 @@ def train(
         start: folder of a checkpoint to start a new run from.
         as_json: print a JSON document on standard output instead of the closing table.
         search: makes the search for `schedule.sp_bytes: auto` and `schedule.degrees`.
-
-    Raises:
-        UserError: the recipe cannot run here. No file has been written.
     """
     console = Console(as_json)
     if resume == NEWEST:

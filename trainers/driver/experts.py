@@ -48,10 +48,6 @@ class RunHealth:
 
         Args:
             trust: whether to import the modules that its recipe names (`Recipe.stored`).
-
-        Raises:
-            UserError: the folder is not that of a run, a file of it cannot be read, its files do not belong to each other, or
-                the run has no loads of experts.
         """
         path = Path(run).expanduser().absolute()
         if not (path / "metrics.jsonl").exists():

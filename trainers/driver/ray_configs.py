@@ -55,11 +55,7 @@ def refuse_arguments(given: Mapping[str, Any]) -> None:
 
 
 def scaled(recipe: Recipe, scaling: ScalingConfig) -> Recipe:
-    """Return the recipe with the workers of Ray's configuration.
-
-    Raises:
-        UserError: the recipe cannot have these workers.
-    """
+    """Return the recipe with the workers of Ray's configuration."""
     if scaling.use_tpu:
         raise UserError("scaling_config.use_tpu", True, "foldray trains on CPUs and GPUs", [False])
     fewest = None if isinstance(scaling.num_workers, int) else scaling.min_workers
@@ -110,9 +106,6 @@ def check_places(scaling: ScalingConfig, count: int) -> None:
 
     Args:
         count: the fewest workers that training goes on with.
-
-    Raises:
-        UserError: too few workers would find a place.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     needs = scaling.additional_resources_per_worker
@@ -158,10 +151,6 @@ def merged_run(recipe: Recipe, base: RunConfig | None, resume: str | None, world
     """Return Ray's configuration of a run, with what the user leaves open as in the recipe.
 
     Ray fills what a `RunConfig` does not name. So a value that equals Ray's default counts as not given.
-
-    Raises:
-        UserError: the storage cannot be written to, there is no run to resume, or checkpoints would be scored by an unknown
-            metric.
     """
     base = base or RunConfig()
     files = _files(base)
@@ -205,11 +194,7 @@ def _failures(recipe: Recipe, given: FailureConfig) -> FailureConfig:
 
 
 def _checkpoints(recipe: Recipe, given: CheckpointConfig) -> CheckpointConfig:
-    """Return how checkpoints are kept.
-
-    Raises:
-        UserError: the metric that scores checkpoints is not reported with each of them.
-    """
+    """Return how checkpoints are kept."""
     field, metric = "run_config.checkpoint_config.checkpoint_score_attribute", given.checkpoint_score_attribute
     if metric is not None and metric not in (names := reported_names(recipe)):
         raise UserError(field, metric, "is not a metric of a checkpoint", names)

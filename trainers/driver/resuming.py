@@ -48,11 +48,7 @@ class Beginning:
 
     @classmethod
     def at(cls, path: str, filesystem: FileSystem | None = None) -> Beginning:
-        """Return the checkpoint in a folder, by the folder's path or URI, or by its path in a filesystem.
-
-        Raises:
-            UserError: the storage of the URI cannot be reached.
-        """
+        """Return the checkpoint in a folder, by the folder's path or URI, or by its path in a filesystem."""
         try:
             named = path if filesystem or "://" in path else str(Path(path).expanduser().absolute())
             return cls("from", path, Folder(named, filesystem))
@@ -67,9 +63,6 @@ class Beginning:
 
         Args:
             without: names of checkpoints that are known to be damaged.
-
-        Raises:
-            UserError: all checkpoints of the run are damaged, or they cannot be reached.
         """
         skipped, known = list[str](), set[str]()
         try:
@@ -95,11 +88,7 @@ class Beginning:
         return None
 
     def look(self) -> Stored:
-        """Return the checkpoint after all checks that take at most a second.
-
-        Raises:
-            UserError: the folder holds no checkpoint, or a damaged one. The message names an earlier checkpoint of the run.
-        """
+        """Return the checkpoint after all checks that take at most a second."""
         if self.stored:
             return self.stored
         try:
@@ -133,11 +122,7 @@ class Beginning:
 
 
 def list_checkpoints(run: Folder, begin: Beginning | None) -> None:
-    """Make Ray's list of a run's checkpoints end with the one that the next attempt begins with.
-
-    Raises:
-        UserError: the storage does not take the list.
-    """
+    """Make Ray's list of a run's checkpoints end with the one that the next attempt begins with."""
     try:
         names = [name for name in reported.steps(run) if begin and reported.step_of(name) <= reported.step_of(begin.folder.last)]
         if names or reported.LIST in (run.names() or ()):
@@ -164,11 +149,7 @@ def offer(run: Folder, damaged: str | None = None) -> str:
 
 
 def check_model(begin: Beginning, stored: Stored, recipe: Recipe) -> None:
-    """Refuse a checkpoint of another model than the recipe's. No tensor is made, which might take all memory.
-
-    Raises:
-        UserError: a parameter is missing, there is one too many, or one has another shape.
-    """
+    """Refuse a checkpoint of another model than the recipe's. No tensor is made, which might take all memory."""
     tensors = stored.contents.tensors
     theirs = {name.removeprefix("model/"): tuple(tensor.size) for name, tensor in tensors.items() if name.startswith("model/")}
     ours = {row.name: row.shape for row in parameter_table(recipe.model)}
@@ -205,11 +186,7 @@ def _size(shape: tuple[int, ...] | None) -> str:
 
 
 def newest_run(recipe: Recipe) -> str | None:
-    """Return the id of the recipe's newest run in its storage; None if it has none.
-
-    Raises:
-        UserError: the storage cannot be written to or read.
-    """
+    """Return the id of the recipe's newest run in its storage; None if it has none."""
     storage = storage_folder(recipe)
     try:
         place = Folder(storage)

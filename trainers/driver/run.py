@@ -54,9 +54,6 @@ class Run:
         worlds: numbers of workers that training may take.
         need: the resources of each; only several numbers of workers need them.
         end: ends the attempt.
-
-    Raises:
-        UserError: a file of the earlier run cannot be read, or the tracking server does not answer or refuses a request.
     """
 
     def __init__(

@@ -74,9 +74,6 @@ class RunStatus:
 
         Args:
             trust: whether to import the modules that its recipe names (`Recipe.stored`).
-
-        Raises:
-            UserError: the folder is not that of a run, or a file of it cannot be read.
         """
         path = Path(run).expanduser().absolute()
         if not (path / "run.json").exists():

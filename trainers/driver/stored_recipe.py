@@ -15,9 +15,6 @@ def recipe_of(run: Folder, field: str, value: str, trust: bool = False) -> Recip
     Args:
         field, value: what the user calls the run.
         trust: whether to import the modules that the recipe names (`Recipe.stored`).
-
-    Raises:
-        UserError: there is no recipe that can be read.
     """
     try:
         text = run.read(RECIPE, MOST_RECIPE).decode()

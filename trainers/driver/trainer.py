@@ -359,9 +359,6 @@ class FoldTrainer(TorchTrainer):
         Returns:
             None if the run has no checkpoint yet, and so begins anew; the end if it had some, and all are damaged, or if the
             storage takes no files any more.
-
-        Raises:
-            UserError: the checkpoint that the user named is damaged, and the run has no other.
         """
         if isinstance(error, DamagedCheckpoint):
             damaged.add(Path(error.path).name)

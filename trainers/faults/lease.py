@@ -73,11 +73,7 @@ class Lease:
                     self._run.delete()
 
     def take(self) -> None:
-        """Take the lease, unless this driver has it. If another one has it, wait until it is gone, for a minute.
-
-        Raises:
-            UserError: another driver has the run and shows signs of life, or the storage does not take the file.
-        """
+        """Take the lease, unless this driver has it. If another one has it, wait until it is gone, for a minute."""
         if self._thread is not None:
             return
         try:

@@ -41,9 +41,6 @@ class Tracker:
         storage: local folder for the database if the recipe names none, and for artifacts if no server stores them.
         mlflow_run_id: the MLflow run to continue. If the server does not know it, or if it is deleted, a new run is created, and
             a warning says so.
-
-    Raises:
-        UserError: the tracking server does not answer, or refuses a request.
     """
 
     def __init__(self, recipe: Recipe, name: str, storage: Path, mlflow_run_id: str | None = None):

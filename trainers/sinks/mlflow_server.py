@@ -41,9 +41,6 @@ class TrackingServer:
 
     Attributes:
         uri: the address without secrets, for messages and files.
-
-    Raises:
-        UserError: the server does not answer, refuses a request, or its address has lost its secret.
     """
 
     def __init__(self, recipe: Recipe, storage: Path):
@@ -101,11 +98,7 @@ def begin_import(recipe: Recipe) -> None:
 
 
 def check_reachable(recipe: Recipe) -> None:
-    """Refuse a server or database that nobody answers for. This takes seconds at most, and starts and writes nothing.
-
-    Raises:
-        UserError: nobody answers at `tracking.uri`, or it has lost its secret.
-    """
+    """Refuse a server or database that nobody answers for. This takes seconds at most, and starts and writes nothing."""
     if recipe.tracking.uri is None:
         return
     uri = _absolute(recipe.tracking.uri)

@@ -92,9 +92,6 @@ class RunFolder:
         history: records of the run so far; None reads them from the folder.
         start: the checkpoint that the run starts from; None keeps the one in `run.json`.
         data: what is told about the data of each source, by its name (`mixture.told_data`).
-
-    Raises:
-        UserError: a file of the earlier run cannot be read.
     """
 
     def __init__(
@@ -301,9 +298,6 @@ def read_run(path: Path, field: str = "resume") -> dict[str, Any] | None:
 
     Args:
         field: what the user calls the run.
-
-    Raises:
-        UserError: the file cannot be read.
     """
     if not (path / "run.json").exists():
         return None
@@ -320,9 +314,6 @@ def read_history(path: Path, field: str = "resume", metrics: Sequence[Metric] = 
         path: the run folder.
         field: what the user calls the run.
         metrics: the metrics of its steps that are kept.
-
-    Raises:
-        UserError: the file cannot be read.
     """
     file = path / "metrics.jsonl"
     try:

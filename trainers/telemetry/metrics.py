@@ -158,11 +158,7 @@ METRICS = (
 
 
 def metrics_of(recipe: Recipe) -> tuple[Metric, ...]:
-    """Return foldray's metrics, and those of a recipe.
-
-    Raises:
-        UserError: `tracking.metrics` names an object that cannot be imported or is no metric, or two metrics have one name.
-    """
+    """Return foldray's metrics, and those of a recipe."""
     own: list[Metric] = []
     for name in recipe.tracking.metrics:
         if not isinstance(row := imported("tracking.metrics", name), Metric):
