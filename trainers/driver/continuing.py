@@ -19,8 +19,8 @@ from trainers.checkpoints.stored import Progress, Stored
 from trainers.data.mixture import Mixture, opened
 from trainers.data.packed import PackedData
 from trainers.driver.resuming import Beginning, check_model
-from trainers.driver.stored_recipe import MOST_RECIPE, RECIPE
 from trainers.folders import DamagedFile
+from trainers.sinks.run_folder import MOST_RECIPE, RECIPE
 
 _RULES: dict[str, Literal["kept", "told", "free"]] = {
     "model": "kept", "model.preset": "free", "model.init_std": "free", "model.mtp_weight": "told",

@@ -44,7 +44,6 @@ from trainers.driver.ray_configs import (
 )
 from trainers.driver.resuming import Beginning, list_checkpoints
 from trainers.driver.run import Run
-from trainers.driver.stored_recipe import recipe_of
 from trainers.faults import guardian
 from trainers.faults.attempts import Attempt, Failure, GiveUp, GoOn, decide
 from trainers.faults.causes import told_first
@@ -53,7 +52,7 @@ from trainers.faults.stopping import Stopping
 from trainers.folders import Folder
 from trainers.hugging_face.weights import Weights
 from trainers.sinks.mlflow_server import begin_import, check_reachable
-from trainers.sinks.run_folder import as_yaml, read_run
+from trainers.sinks.run_folder import RECIPE, as_yaml, read_run, recipe_of
 from trainers.sinks.terminal import Console
 from trainers.telemetry.metrics import metrics_of
 from trainers.worker.engines import check_packages
@@ -418,4 +417,4 @@ class FoldTrainer(TorchTrainer):
     def _send_recipe(self) -> None:
         """Write the recipe to a storage elsewhere, where whoever loads a checkpoint finds it."""
         if self._is_elsewhere:
-            self._folder.write("recipe.yaml", as_yaml(self.recipe).encode())
+            self._folder.write(RECIPE, as_yaml(self.recipe).encode())

@@ -19,8 +19,7 @@ from ray.train.v2.api.exceptions import PreemptionError
 
 from foldray.errors import UserError
 from trainers.faults.attempts import Failure
-from trainers.faults.causes import LOST, follows, identity, reason, root_cause, steps_before
-from trainers.faults.ending import Preempted
+from trainers.faults.causes import LOST, Preempted, follows, identity, reason, root_cause, steps_before
 from trainers.faults.watch import Standstill, Watch, named
 from trainers.telemetry.records import Place
 

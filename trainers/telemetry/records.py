@@ -199,7 +199,7 @@ class Slow(TypedDict):
 
 
 class Spiked(TypedDict):
-    """The loss of a step is far above the losses before it (`faults/spikes.py`). Training goes on."""
+    """The loss of a step is far above the losses before it (`faults/guard.py`). Training goes on."""
 
     kind: Literal["spiked"]
     step: int
@@ -260,9 +260,9 @@ def number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def as_json(record: Mapping[str, Any]) -> str:
-    """Return a record as one line of strict JSON. Infinite numbers and NaN become null."""
-    return json.dumps(_finite(record), allow_nan=False)
+def as_json(record: Mapping[str, Any], indent: int | None = None) -> str:
+    """Return a record as strict JSON, on one line without `indent`. Infinite numbers and NaN become null."""
+    return json.dumps(_finite(record), allow_nan=False, indent=indent)
 
 
 def _finite(value: Any) -> Any:

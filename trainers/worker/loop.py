@@ -32,11 +32,10 @@ from trainers.checkpoints.saver import Saver
 from trainers.checkpoints.stored import Found
 from trainers.data.mixture import Mixture, opened
 from trainers.data.packed import Batches, PackedData, Sequences, Split
-from trainers.faults.ending import AFTER, Preempted
-from trainers.faults.guard import Guard
+from trainers.faults.causes import AFTER, Preempted
+from trainers.faults.guard import Guard, Spikes
 from trainers.faults.lease import check_holder
 from trainers.faults.pulse import Pulse
-from trainers.faults.spikes import Spikes
 from trainers.folders import Folder
 from trainers.telemetry.expert_health import Health
 from trainers.telemetry.mailbox import Outbox
