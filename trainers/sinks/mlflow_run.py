@@ -36,8 +36,7 @@ class Tracker:
     first values stay.
 
     Args:
-        recipe: the recipe of the training. Its keys become the run's parameters.
-        name: the run's name.
+        recipe: its keys become the run's parameters.
         storage: local folder for the database if the recipe names none, and for artifacts if no server stores them.
         mlflow_run_id: the MLflow run to continue. If the server does not know it, or if it is deleted, a new run is created, and
             a warning says so.
@@ -45,6 +44,7 @@ class Tracker:
 
     def __init__(self, recipe: Recipe, name: str, storage: Path, mlflow_run_id: str | None = None):
         self._server = TrackingServer(recipe, storage)
+        self.uri = self._server.uri  # without secrets
         self._layers, self._metrics = recipe.model.moe_layers, metrics_of(recipe)
         self._logged: dict[str, int] = {}
         self._fails, self._tried = False, 0
@@ -90,17 +90,12 @@ class Tracker:
             self._warn(error)
 
     @property
-    def uri(self) -> str:
-        """The URI of the tracking server or database, without secrets."""
-        return self._server.uri
-
-    @property
     def view_url(self) -> str:
         """The URL of the run's page."""
         return self._server.view_url(self.run_id)
 
     def view_command(self) -> str | None:
-        """Return a command that starts a server for the run; None if a server runs already."""
+        """The command of `TrackingServer.view_command`."""
         return self._server.view_command()
 
     def _create(self, recipe: Recipe, name: str) -> str:
@@ -141,11 +136,10 @@ class Tracker:
         measures = record.get("by_layer")
         if measures is None:
             return {}
-        lists = {"max_over_mean": measures["max_over_mean"], "entropy": measures["entropy"]}
         return {
             f"expert_load/layer_{layer}/{name}": value
-            for name, each in lists.items()
-            for layer, value in zip(self._layers, each, strict=True)
+            for name, values in (("max_over_mean", measures["max_over_mean"]), ("entropy", measures["entropy"]))
+            for layer, value in zip(self._layers, values, strict=True)
         }
 
     def _send(self, name: str, step: int, values: Mapping[str, float | None]) -> None:
@@ -169,11 +163,8 @@ class Tracker:
     def _warn(self, error: Exception) -> None:
         if not self._fails:
             self._fails = True
-            _log.warning(
-                "MLflow at %s fails (%s); training continues, and metrics.jsonl has all metrics",
-                self.uri,
-                self._server.reason(error),
-            )
+            reason = self._server.reason(error)
+            _log.warning("MLflow at %s fails (%s); training continues, and metrics.jsonl has all metrics", self.uri, reason)
 
 
 class _Sender(threading.Thread):
@@ -215,6 +206,5 @@ class _Sender(threading.Thread):
 
 
 def _traffic(record: Step) -> dict[str, int]:
-    """Return the bytes that a step sent inside nodes and between nodes, by class of traffic."""
     sides = ("inside_bytes", "across_bytes")
     return {f"traffic/{name}/{side}": count[side] for name, count in record.get("traffic", {}).items() for side in sides}

@@ -209,11 +209,7 @@ def _scheme(uri: str) -> str:
 
 
 def _check_database(path: Path) -> None:
-    """Refuse a file that is no database of SQLite, or a place where none can be written.
-
-    Raises:
-        sqlite3.Error, ValueError: so it is.
-    """
+    """Raise sqlite3.Error or ValueError for a file that is no database of SQLite, or a place where none can be written."""
     if path.exists():
         if not path.is_file():
             raise ValueError("it is not a regular file")
@@ -239,10 +235,10 @@ def _is_http(uri: str) -> bool:
 
 
 def _mlflow() -> list[str]:
-    beside = Path(sys.executable).parent / "mlflow"
-    if shutil.which("mlflow") == str(beside):
+    program = Path(sys.executable).parent / "mlflow"
+    if shutil.which("mlflow") == str(program):
         return ["mlflow"]
-    return [str(beside)] if beside.exists() else [sys.executable, "-m", "mlflow"]
+    return [str(program)] if program.exists() else [sys.executable, "-m", "mlflow"]
 
 
 def line(error: BaseException, limit: int = 160) -> str:

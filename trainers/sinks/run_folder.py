@@ -20,10 +20,9 @@ from foldray.recipe import Recipe
 from foldray.urls import without_secrets
 from trainers.faults.watch import Pace
 from trainers.folders import DamagedFile, Folder, read_json, with_path
-from trainers.telemetry.history import LOAD_WINDOW, History
+from trainers.telemetry.history import LOAD_WINDOW, History, Steps
 from trainers.telemetry.metrics import METRICS, Metric, metrics_of
 from trainers.telemetry.records import Beat, Record, Step, as_json
-from trainers.telemetry.steps import Steps
 
 RANKS, RECIPE, MOST_RECIPE = "ranks.json", "recipe.yaml", 1 << 20
 _PICTURES = _LOSS, _SPEED, _LOAD, _HEALTH = "loss.png", "speed.png", "expert_load.png", "expert_health.png"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+from array import array
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter
@@ -28,12 +31,65 @@ from trainers.telemetry.records import (
     Validation,
 )
 from trainers.telemetry.speed import Speed
-from trainers.telemetry.steps import ALWAYS, Steps
 
 LOAD_WINDOW = 20  # steps to sum expert loads over, because the load of one step depends mostly on its batch
 _RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")], config=ConfigDict(strict=True))
 _LONGEST_LINE = 1 << 28
 _POINTS = 1024  # of a line in a picture
+_ALWAYS = tuple(metric.name for metric in METRICS if metric.always)  # always numbers, even if they are not finite
+_WHOLE = {"step", *(metric.name for metric in METRICS if metric.whole)}
+
+
+class Steps(Mapping[int, Step]):
+    """Step → its record without load, measures by layer and traffic, which `metrics.jsonl` has.
+
+    It has the given metrics, in columns, and ignores other numbers of records. Every number takes 8 bytes. A week may have a
+    million steps, and a million dicts would fill the memory of the driver.
+    """
+
+    def __init__(self, metrics: Sequence[Metric] = METRICS) -> None:
+        self._columns = {name: array("d") for name in ("step", "time", *(metric.name for metric in metrics))}
+
+    def take(self, record: Step) -> None:
+        """Add a step that comes after all others."""
+        for name, column in self._columns.items():
+            value = record.get(name)
+            column.append(math.nan if value is None else cast(float, value))
+
+    def rewind(self, step: int) -> None:
+        """Forget the steps after `step`."""
+        keep = bisect_left(self._columns["step"], step + 1)
+        for column in self._columns.values():
+            del column[keep:]
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a number of all steps, in their order. It is NaN where a step has none."""
+        return np.array(self._columns[name])
+
+    @property
+    def last(self) -> int:
+        """The newest step; 0 without steps."""
+        column = self._columns["step"]
+        return int(column[-1]) if column else 0
+
+    def __getitem__(self, step: int) -> Step:
+        column = self._columns["step"]
+        at = bisect_left(column, step)
+        if at == len(column) or column[at] != step:
+            raise KeyError(step)
+        numbers = {name: self._number(name, column[at]) for name, column in self._columns.items()}
+        return cast(Step, {"kind": "step", **numbers, "load": None})
+
+    def __iter__(self) -> Iterator[int]:
+        return map(int, self._columns["step"])
+
+    def __len__(self) -> int:
+        return len(self._columns["step"])
+
+    def _number(self, name: str, value: float) -> Any:
+        if math.isnan(value) and name not in _ALWAYS:
+            return None
+        return int(value) if name in _WHOLE else value
 
 
 class History:
@@ -75,10 +131,7 @@ class History:
 
     @classmethod
     def read(cls, path: Path, metrics: Sequence[Metric] = METRICS) -> History:
-        """Read the history in a `metrics.jsonl`, and skip lines that a crash cut off.
-
-        Args:
-            metrics: the metrics of its steps that are kept.
+        """Read the history in a `metrics.jsonl`, with these metrics of its steps, and skip lines that a crash cut off.
 
         Raises:
             ValueError: a line is JSON, but not a record.
@@ -101,7 +154,7 @@ class History:
             raise ValueError(f"line {number} is not a record") from None
         try:
             # Infinite numbers and NaN are written as null.
-            known = {key: 0.0 if value is None and key in ALWAYS else value for key, value in record.items()}
+            known = {key: 0.0 if value is None and key in _ALWAYS else value for key, value in record.items()}
             _RECORD.validate_python(known)
             self.receive(record)
         except (AttributeError, ArithmeticError, LookupError, TypeError, ValueError):
@@ -181,7 +234,7 @@ class History:
         self._loads.append((step, load))
         self.imbalance.add(step, max_over_mean(load))
         self.entropy.add(step, entropy(load))
-        self.unused.add(step, np.sum(unused(np.sum([each for _, each in self._loads], axis=0)), axis=1))
+        self.unused.add(step, np.sum(unused(np.sum([recent for _, recent in self._loads], axis=0)), axis=1))
         self.course.add(step, load)
 
     def _rewind(self, step: int) -> None:
@@ -192,5 +245,5 @@ class History:
         earlier = [(at, load) for at, load in self._loads if at <= step]
         self._loads.clear()
         self._loads.extend(earlier)
-        for each in (self.steps, self.imbalance, self.entropy, self.unused, self.course):
-            each.rewind(step)
+        for columns in (self.steps, self.imbalance, self.entropy, self.unused, self.course):
+            columns.rewind(step)
