@@ -35,7 +35,7 @@ from trainers.data.packed import Batches, PackedData, Sequences, Split
 from trainers.faults.causes import AFTER, Preempted
 from trainers.faults.guard import Guard, Spikes
 from trainers.faults.lease import check_holder
-from trainers.faults.pulse import Pulse
+from trainers.faults.watch import Pulse
 from trainers.folders import Folder
 from trainers.telemetry.expert_health import Health
 from trainers.telemetry.mailbox import Outbox
