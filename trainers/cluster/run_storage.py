@@ -31,9 +31,7 @@ def storage_folder(recipe: Recipe) -> str:
 def checked_storage(field: str, storage: str | None) -> str:
     """Return a storage as an absolute folder or as a URI, after a small file has been written to it.
 
-    Args:
-        field: what the user calls the storage.
-        storage: a folder, which may be relative or begin with `~`, or a URI; None is the default folder.
+    It is a folder, which may be relative or begin with `~`, or a URI; None is the default folder.
     """
     if storage is not None and "://" in storage:
         refuse_secret(field, storage)
@@ -43,8 +41,7 @@ def checked_storage(field: str, storage: str | None) -> str:
     except RuntimeError:
         raise UserError(field, storage, "names the home of an unknown user") from None
     if in_job() and storage is not None and not folder.is_absolute():
-        rule = "a Ray job's working folder is deleted with the job; give an absolute folder or a URI"
-        raise UserError(field, storage, rule)
+        raise UserError(field, storage, "a Ray job's working folder is deleted with the job; give an absolute folder or a URI")
     return _written(field, folder.absolute())
 
 
