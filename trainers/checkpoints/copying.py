@@ -25,15 +25,9 @@ PAUSES_S = (1.0, 4.0, 16.0)  # after an error of a storage, which may be busy
 
 @contextmanager
 def written_to(storage: StorageContext, place: Folder, rank: int) -> Iterator[Path]:
-    """Open a folder whose files will be in a storage at the end of the context: on a disk, the place itself.
+    """Open a folder for a rank's files, which will be in `place`, the checkpoint's folder in Ray's storage, at the end.
 
-    Args:
-        storage: Ray's storage of the run.
-        place: the checkpoint's folder in it.
-        rank: the rank whose files these are.
-
-    Raises:
-        OSError: the storage has not taken the files, however often they were copied.
+    On a disk, it is the place itself. The end raises OSError if a storage has not taken the files, however often it was tried.
     """
     if isinstance(place.filesystem, LocalFileSystem):
         yield Path(place.path)
@@ -47,10 +41,8 @@ def written_to(storage: StorageContext, place: Folder, rank: int) -> Iterator[Pa
 def called_once() -> Iterator[None]:
     """Change errors of which Ray thinks that another call may succeed. Ray would call again on the rank that has failed.
 
-    That rank alone would then wait for the others, or meet them in the next checkpoint, and delete what they have written.
-
-    Raises:
-        OSError: in place of such an error, with its text. Ray looks for words in capitals, which are in small letters here.
+    That rank alone would then wait for the others, or meet them in the next checkpoint, and delete what they have written. Ray
+    looks for words in capitals. An OSError in place of such an error has them in small letters.
     """
     try:
         yield

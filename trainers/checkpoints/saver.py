@@ -60,12 +60,11 @@ class Saver:
             self._staged = None
 
     def save(self, shards: Sequence[Shard], progress: dict[str, Any], metrics: dict[str, Any], last: bool = False) -> None:
-        """Report a checkpoint to Ray. Once it is written, `written` has it.
+        """Report a checkpoint to Ray, which stores metrics with it. Once it is written, `written` has it.
 
         Args:
             shards: this rank's share of the state. Call `settle` before their tensors change.
             progress: the other state (`stored.Progress`); `progress["step"]` names the checkpoint.
-            metrics: metrics that Ray stores with the checkpoint.
             last: wait until the checkpoint is written.
         """
         if not self._idle.wait(self.limit.total_seconds()):
@@ -95,7 +94,6 @@ class Saver:
         )
 
     def _write(self, storage: StorageContext, place: Folder, staged: Staged, progress: dict[str, Any]) -> None:
-        """Write this rank's share, together with the other ranks."""
         # PyTorch's checkpoints take most of a second to import. So only a process that needs them does so.
         from trainers.checkpoints.tensors import write
 

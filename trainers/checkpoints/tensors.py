@@ -45,10 +45,7 @@ Plan = dict[Place, list[tuple[ReadItem, torch.Tensor]]]
 def write(folder: Path, staged: Staged, progress: dict[str, Any], group: dist.ProcessGroup | None) -> list[str]:
     """Write this rank's share of a checkpoint into a folder, and return the names of its files.
 
-    Every rank of the group must call this. The folder may be one for all of them.
-
-    Raises:
-        OSError: (on all ranks) some rank cannot write its files.
+    Every rank of the group must call this. The folder may be one for all of them. If one cannot write, all raise OSError.
     """
     writer, planner = _WriteBoxes(folder), _SaveBoxes(staged)
     try:
@@ -71,8 +68,7 @@ def write(folder: Path, staged: Staged, progress: dict[str, Any], group: dist.Pr
 def opened(checkpoint: Checkpoint, group: dist.ProcessGroup | None) -> Iterator[Stored]:
     """Open a checkpoint for `load`, which reads what a rank needs from where the checkpoint is. Every rank must call this.
 
-    Raises:
-        DamagedCheckpoint: on some rank, here or in `load`, a file is missing or differs from what was written.
+    If a file is missing on some rank, here or in `load`, or differs from what was written, all raise DamagedCheckpoint.
     """
     try:
         yield _look(Folder(checkpoint.path, checkpoint.filesystem), group)
