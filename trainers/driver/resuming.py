@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +35,7 @@ class Beginning:
     Args:
         field: the command-line option or argument that names the checkpoint: resume names its run, all others the checkpoint.
         value: the value of this option.
-        folder: the folder of the checkpoint.
-        stored: what is in it, if it has passed the checks of `look`.
+        stored: what is in the folder, if it has passed the checks of `look`.
         anew: whether only weights and optimizer are taken from it. Steps and data then begin at their start.
     """
 
@@ -59,10 +58,7 @@ class Beginning:
     def newest(cls, run: Folder, without: Collection[str] = ()) -> Beginning | None:
         """Return the newest undamaged checkpoint of a run; None if no checkpoint of the run was ever complete.
 
-        A checkpoint that is skipped is told of in a warning.
-
-        Args:
-            without: names of checkpoints that are known to be damaged.
+        Those in `without` are known to be damaged. A checkpoint that is skipped is told of in a warning.
         """
         skipped, known = list[str](), set[str]()
         try:
@@ -117,7 +113,7 @@ class Beginning:
     def refused(self, file: str, what: str) -> UserError:
         """Return an error that names the damage of this checkpoint, and an earlier undamaged checkpoint of the run."""
         subject = f"its checkpoint {self.folder.last} " if self.field == "resume" else ""
-        rule = f"{subject}is damaged: {file} {what}; {offer(self.folder.parent, self.folder.last)}"
+        rule = f"{subject}is damaged: {file} {what}; {_earlier(self.folder.parent, self.folder.last)}"
         return UserError(self.field, self.value, rule)
 
 
@@ -131,21 +127,20 @@ def list_checkpoints(run: Folder, begin: Beginning | None) -> None:
         raise UserError("cluster.storage", run.name, f"does not take the list of checkpoints ({error})") from None
 
 
-def offer(run: Folder, damaged: str | None = None) -> str:
-    """Name the newest undamaged checkpoint of a run, with the command that continues from it.
-
-    Args:
-        damaged: name of a damaged checkpoint; only earlier ones are checked. None checks all.
-    """
-    for folder in _earlier(run, damaged):
+def _earlier(run: Folder, damaged: str) -> str:
+    """Name the newest undamaged checkpoint of a run before a damaged one, with the command that continues from it."""
+    try:
+        names = [name for name in reported.steps(run) if reported.step_of(name) < reported.step_of(damaged)]
+    except _UNREACHED:
+        names = []
+    for name in names:
         try:
-            _, hashes_match = _check(folder)
+            _, hashes_match = _check(run / name)
         except (DamagedFile, *_UNREACHED):
             continue
-        before = " before it" if damaged else ""
-        name = f"the newest undamaged one{before}" if hashes_match else f"the newest one{before} with all its files"
-        return f"{name}: foldray train RECIPE --from {shlex.quote(folder.name)}"
-    return f"the run has no {'earlier ' if damaged else ''}undamaged checkpoint"
+        which = "the newest undamaged one before it" if hashes_match else "the newest one before it with all its files"
+        return f"{which}: foldray train RECIPE --from {shlex.quote((run / name).name)}"
+    return "the run has no earlier undamaged checkpoint"
 
 
 def check_model(begin: Beginning, stored: Stored, recipe: Recipe) -> None:
@@ -168,17 +163,6 @@ def _check(folder: Folder) -> tuple[Stored, bool]:
     if is_small:
         stored.check()
     return stored, is_small and stored.hashed
-
-
-def _earlier(run: Folder, damaged: str | None) -> Iterator[Folder]:
-    """Yield the checkpoints of a run before a damaged one, or all of them; the newest comes first."""
-    try:
-        names = reported.steps(run)
-    except _UNREACHED:
-        return
-    for name in names:
-        if damaged is None or reported.step_of(name) < reported.step_of(damaged):
-            yield run / name
 
 
 def _size(shape: tuple[int, ...] | None) -> str:

@@ -39,18 +39,15 @@ class Run:
     """A context around the training. Workers send records to `queue`. At the end of the context, `summary` has the results.
 
     Attributes:
-        watch: the signs of life of the ranks.
         stopped: whether the workers have stopped because they were asked to.
         grows: whether they were asked to because the cluster has room for more of them.
         asked: whether they were asked to because the user has asked for it. This holds for all further attempts.
 
     Args:
-        recipe: the recipe of the training.
         name: the run's id, which is also the name of its folder.
         root: local folder of runs.
         data: data for the baselines; conversations have none.
-        console: shows the progress; None shows nothing.
-        start: the checkpoint that the run starts from; None for a run without one.
+        start: the checkpoint that the run starts from.
         worlds: numbers of workers that training may take.
         need: the resources of each; only several numbers of workers need them.
         end: ends the attempt.
@@ -68,11 +65,11 @@ class Run:
         need: Mapping[str, float] | None = None,
         end: Callable[[], None] = lambda: None,
     ):
-        found, length = baselines(data, recipe.training.eval_sequences)
+        bits_per_byte, length = baselines(data, recipe.training.eval_sequences)
         # These two may raise a UserError. They come first, so that an error leaves no folder behind.
         history = read_history(root / name, metrics=metrics_of(recipe))
         self.tracker = Tracker(recipe, name, root, (read_run(root / name) or {}).get("mlflow_run_id"))
-        bits = {} if found is None else found._asdict()
+        bits = {} if bits_per_byte is None else bits_per_byte._asdict()
         try:
             self.folder = RunFolder(root / name, recipe, bits, length, history, start, told_data(data))
             self.folder.tracked_by(self.tracker.uri, self.tracker.run_id, self.tracker.view_command())
@@ -157,7 +154,6 @@ class Run:
         self.grows, self.stopped, self._sees_room, self._ended = False, False, 0, None
 
     def failure(self, error: Exception) -> Failure:
-        """Return why an attempt failed."""
         with self._inbox.delivering:
             return failure_of(error, self.folder.history.places, self.watch, self._recipe.cluster.timeout, self._ended)
 
