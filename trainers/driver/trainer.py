@@ -192,14 +192,13 @@ class FoldTrainer(TorchTrainer):
         if slow := slow_on_gpu(self.recipe):
             _log.warning(slow)
         field = "run" if self.resume is None else "resume"
-        say = self.console.say if self.console else logging.getLogger(__name__).warning
+        say = self.console.say if self.console else _log.warning
         with Lease(self._folder, field, guardian.holder(), say, self._give_way) as self._lease:
             if self.resume is not None:  # a run that is there already has something to lose
                 self._lease.take()
             return self._begin_and_fit()
 
     def _begin_and_fit(self) -> Result:
-        """Look at what training starts from, join or start Ray, and train."""
         begin = self._begin()
         stored = begin.look() if begin else None
         if begin is None and self.recipe.training.weights is not None:
@@ -244,14 +243,9 @@ class FoldTrainer(TorchTrainer):
         return True
 
     def _register_sigint_handler(self, controller: Any) -> None:
-        """Keep Ray's handle of its controller. Ray would end the training at the first Ctrl-C.
-
-        Raises:
-            GetTimeoutError: Ray does not start the controller's process, for which Ray itself would wait for ever.
-            UserError: another driver has taken the run over meanwhile.
-        """
+        """Keep Ray's handle of its controller. Ray would end the training at the first Ctrl-C."""
         self._controller = controller
-        ray.get(controller.__ray_ready__.remote(), timeout=_START_S)
+        ray.get(controller.__ray_ready__.remote(), timeout=_START_S)  # Ray would wait for ever for its process to start
         self._lease.check()
 
     def _persist(self, run: Run, begin: Beginning | None) -> Result:
@@ -270,13 +264,13 @@ class FoldTrainer(TorchTrainer):
                     continue
                 return outcome
             error, failure = outcome
-            found = self._after(error, begin, damaged)
-            begin = None if isinstance(found, GiveUp) else found
+            next_begin = self._after(error, begin, damaged)
+            begin = None if isinstance(next_begin, GiveUp) else next_begin
             saved = begin.step if begin else 0
             reached = run.folder.history.last_step if failure.after is None else failure.after
             self.attempts.append(Attempt(reached, saved, failure))
             most = self.run_config.failure_config.max_failures
-            decision = found if isinstance(found, GiveUp) else decide(self.attempts, None if most < 0 else most)
+            decision = next_begin if isinstance(next_begin, GiveUp) else decide(self.attempts, None if most < 0 else most)
             if run.asked and isinstance(decision, GoOn):
                 decision = GiveUp("it was asked to stop")
             reason = decision.reason if isinstance(decision, GiveUp) else ""
@@ -304,8 +298,8 @@ class FoldTrainer(TorchTrainer):
                 workers.release(self._controller)  # nobody else would
             return error, run.failure(error)
         if damaged := result.return_value.get("damaged"):
-            found = DamagedCheckpoint(*damaged)
-            return found, Failure("damaged", str(found))
+            damage = DamagedCheckpoint(*damaged)
+            return damage, Failure("damaged", str(damage))
         run.stopped = bool(result.return_value.get("stopped"))
         return result
 
@@ -334,7 +328,8 @@ class FoldTrainer(TorchTrainer):
 
         It would stay for ever. Its thread notices that the controller is lost, but only its main thread could end it.
         """
-        return [each for each in super()._create_default_callbacks() if not isinstance(each, PlacementGroupCleanerCallback)]
+        callbacks = super()._create_default_callbacks()
+        return [callback for callback in callbacks if not isinstance(callback, PlacementGroupCleanerCallback)]
 
     def _begin(self) -> Beginning | None:
         """Return the checkpoint to start from; None for a run that starts at step 0."""
@@ -355,9 +350,8 @@ class FoldTrainer(TorchTrainer):
     def _after(self, error: Exception, begun: Beginning | None, damaged: set[str]) -> Beginning | GiveUp | None:
         """Return the checkpoint for the next attempt, and add the one that the workers found damaged to `damaged`.
 
-        Returns:
-            None if the run has no checkpoint yet, and so begins anew; the end if it had some, and all are damaged, or if the
-            storage takes no files any more.
+        It is None if the run has no checkpoint yet, and so begins anew. It is the end if the run had some, and all are damaged,
+        or if the storage takes no files any more.
         """
         if isinstance(error, DamagedCheckpoint):
             damaged.add(Path(error.path).name)
