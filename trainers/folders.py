@@ -36,14 +36,9 @@ class DamagedFile(Exception):
 
 
 class Folder:
-    """A folder on any filesystem, with the name that the user gave it.
+    """A folder on any filesystem, with the name that the user gave it: a path, or a URI that pyarrow understands.
 
-    Args:
-        name: a path, or a URI that pyarrow understands.
-        filesystem: the filesystem of the path; None takes it from the URI, or the local one.
-
-    Raises:
-        OSError, ValueError: pyarrow cannot reach the storage that the URI names.
+    Without a filesystem, it is that of the URI, or the local one. If pyarrow cannot reach it, this raises OSError or ValueError.
     """
 
     def __init__(self, name: str, filesystem: FileSystem | None = None):
@@ -63,7 +58,6 @@ class Folder:
 
     @property
     def last(self) -> str:
-        """The last part of the folder's path."""
         return os.path.basename(self.path)
 
     @property
@@ -102,7 +96,6 @@ class Folder:
         return self.filesystem.open_input_file(self._at(name))
 
     def sha256(self, name: str) -> str:
-        """Return the SHA-256 of a file's content."""
         left, digest = self.size(name), hashlib.sha256()
         with self._stream(name) as stream:
             while left and (chunk := stream.read(min(left, _CHUNK))):

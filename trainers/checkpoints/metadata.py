@@ -53,8 +53,7 @@ class _Object:
 def read_metadata(content: bytes) -> Contents:
     """Return the contents that `torch.distributed.checkpoint` wrote, and check that the boxes of every tensor cover it.
 
-    Raises:
-        ValueError: the content is not such a pickle, or names an object that a checkpoint does not need.
+    Any other pickle, or one that names an object that a checkpoint does not need, raises ValueError.
     """
     try:
         return _contents(_Reader().read(content))

@@ -46,7 +46,6 @@ class Staged:
                 self._copies[index] = _copy(tensor)
 
     def drop(self) -> None:
-        """Forget everything."""
         self.keep(())
 
 

@@ -79,11 +79,8 @@ class Entry(Checked):
 class Found(Checked):
     """The choice of a search during training, and the ground that it holds for (`worker/ground.py`).
 
-    Attributes:
-        on: settings and machines.
-        chosen: degree, and bytes of a chunk of gradients.
-        speeds: measured speeds by name. Old checkpoints have none.
-        seconds: seconds of a step with the choice, if they were measured.
+    `on` are settings and machines, `chosen` the degree and the bytes of a chunk of gradients. `speeds` are measured ones by name;
+    old checkpoints have none. `seconds` are those of a step with the choice, if they were measured.
     """
 
     on: dict[str, Any]
@@ -96,7 +93,6 @@ class Progress(Checked):
     """The state beside the tensors that training needs to continue: `progress.json` of a checkpoint.
 
     Attributes:
-        step: number of finished steps.
         data: name of the folder of the packed data.
         content: what these data are, wherever they lie (`PackedData.content`). Old checkpoints do not have it.
         seed, global_batch: of the training. They decide the order of its text. Old checkpoints do not have them.

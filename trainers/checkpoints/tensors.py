@@ -84,12 +84,8 @@ def load(
 ) -> None:
     """Fill the tensors of shards from a checkpoint of any fold. Every rank of the group must call this.
 
-    Args:
-        during: opens a context for the reading, given the seconds that it may take.
-
-    Raises:
-        DamagedFile: (on all ranks) a tensor is missing, has another shape, or lies in a damaged file.
-        RuntimeError: (on all ranks) a file cannot be read.
+    `during` opens a context for the reading, given the seconds that it may take. Damage raises DamagedFile on all ranks, and a
+    file that cannot be read RuntimeError.
     """
     plan: Plan = {}
 
@@ -102,8 +98,7 @@ def load(
 def _together(do: Callable[[], None], stored: Stored, group: dist.ProcessGroup | None, limit: timedelta | None = None) -> None:
     """Call a function on every rank. If it fails on one, raise an error on all.
 
-    Args:
-        limit: how long the ranks wait for each other; None is the group's own timeout.
+    Ranks wait for each other for `limit`; None is the group's own timeout.
     """
     failure: DamagedFile | str | None = None
     try:
@@ -122,7 +117,6 @@ def _together(do: Callable[[], None], stored: Stored, group: dist.ProcessGroup |
 
 
 def _of_all(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the values of all ranks."""
     if group is None:
         return [value]
     values = [None] * dist.get_world_size(group)

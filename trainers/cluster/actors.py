@@ -43,7 +43,7 @@ class RankFailure(Exception):
 
 
 class Ranks:
-    """A world of ranks.
+    """A world of ranks. If they do not start, or do not find each other, nothing of them is left.
 
     Args:
         recipe: its section `cluster` says how many ranks to start, and with which resources.
@@ -51,10 +51,6 @@ class Ranks:
 
     Attributes:
         hosts: addresses of the nodes that the ranks run on, in the order of ranks.
-
-    Raises:
-        UserError: the cluster has no room for the ranks.
-        RankFailure: the ranks do not start, or do not find each other. Nothing of them is left.
     """
 
     def __init__(self, recipe: Recipe, nodes: Sequence[str] | None = None):
@@ -125,8 +121,6 @@ class Ranks:
 
 
 class _Rank:
-    """The actor of one rank."""
-
     def __init__(self, threads: int):
         torch.set_num_threads(threads)
         self._state: dict[str, Any] = {}

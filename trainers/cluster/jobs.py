@@ -113,13 +113,11 @@ def _check_address(address: str) -> None:
 
 
 def has_token() -> bool:
-    """Whether this user has a token for Ray clusters."""
     named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     return bool(named) or token_file().exists()
 
 
 def token_file() -> Path:
-    """Return the file of the user's token for Ray clusters."""
     return Path.home() / ".ray" / "auth_token"
 
 

@@ -52,12 +52,7 @@ def joined_hosts(address: str, recipe: Recipe | None) -> list[Host]:
 
 
 def hosts(needs: Mapping[str, float], free: bool = False) -> list[Host]:
-    """Return the nodes of the cluster.
-
-    Args:
-        needs: what a worker needs, such as {"CPU": 1, "GPU": 1}.
-        free: whether only resources count that nobody has reserved.
-    """
+    """Return the nodes of the cluster, for workers with these needs. With `free`, reserved resources do not count."""
     left = ray._private.state.available_resources_per_node() if free else {}
     return [
         Host(
@@ -76,8 +71,7 @@ def traffic_of(recipe: Recipe) -> Edges:
 def chosen_nodes(edges: Edges, needs: Mapping[str, float]) -> list[str] | None:
     """Return the id of a node for every rank, among nodes with free room.
 
-    Returns:
-        None if Ray may choose: a node has room for all ranks, or the cluster has no room beyond them.
+    Ray may choose (None) if a node has room for all ranks, or if the cluster has no room beyond them.
     """
     world, end = edges.fold.world_size, time.monotonic() + _RELEASED_S
     nodes = hosts(needs, free=True)

@@ -32,7 +32,6 @@ _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": 
 
 
 def environment(recipe: Recipe) -> dict[str, str]:
-    """Return the environment of a recipe's workers."""
     # With GPUs, large blocks of the host are copies for checkpoints, which should go back to the kernel.
     return dict(nccl.ENVIRONMENT if recipe.cluster.gpu else _ALLOCATOR)
 
@@ -73,7 +72,7 @@ def on_workers(
 
     Args:
         loop: the function. It gets a dict with `config` and the recipe, which `worker` reads.
-        name: name of the task, for the folder that Ray uses meanwhile.
+        name: of the folder that Ray uses meanwhile.
         told: what to say on standard error when the workers start.
         by_node: whether ranks are numbered node by node, instead of by the traffic of the recipe.
     """

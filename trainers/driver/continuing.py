@@ -88,9 +88,14 @@ def changes(recipe: Recipe, before: Mapping[str, Any]) -> Iterator[Change]:
     The recipe of before is as it was written. No module that it names is imported. A key that it lacks, because an earlier
     version wrote it, has its default.
     """
-    recipe_defaults, model_defaults = (kind.model_construct().model_dump(mode="json") for kind in (Recipe, ModelSpec))
-    differing = _differing(recipe.model_dump(mode="json"), before, {**recipe_defaults, "model": model_defaults}, "")
+    defaults = {**_defaults(Recipe), "model": _defaults(ModelSpec)}
+    differing = _differing(recipe.model_dump(mode="json"), before, defaults, "")
     return (change for change in differing if _rule(change.key) != "free")
+
+
+def _defaults(section: Any) -> dict[str, Any]:
+    """Return the keys of a section that have defaults, with these."""
+    return section.model_construct().model_dump(mode="json")
 
 
 def _has_data(begin: Beginning, progress: Progress, data: PackedData | Mixture) -> bool:

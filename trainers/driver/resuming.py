@@ -33,8 +33,7 @@ class Beginning:
     """The checkpoint that a training starts from.
 
     Args:
-        field: the command-line option or argument that names the checkpoint: resume names its run, all others the checkpoint.
-        value: the value of this option.
+        field, value: the command-line option or argument that names it: resume names its run, all others the checkpoint.
         stored: what is in the folder, if it has passed the checks of `look`.
         anew: whether only weights and optimizer are taken from it. Steps and data then begin at their start.
     """

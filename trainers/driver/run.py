@@ -44,8 +44,7 @@ class Run:
         asked: whether they were asked to because the user has asked for it. This holds for all further attempts.
 
     Args:
-        name: the run's id, which is also the name of its folder.
-        root: local folder of runs.
+        name: the run's id, which is also the name of its folder in `root`.
         data: data for the baselines; conversations have none.
         start: the checkpoint that the run starts from.
         worlds: numbers of workers that training may take.
@@ -188,7 +187,6 @@ class Run:
             self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        """Write how the run has ended."""
         if self._abandoned:
             return
         killed = self.stopped or isinstance(error, KeyboardInterrupt)

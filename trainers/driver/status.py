@@ -60,13 +60,9 @@ class _Ranks(Checked):
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How a run is doing.
+    """How run `name` is doing: the status in its `run.json`, and what its ranks were doing when they last told.
 
-    Args:
-        name: the run's id.
-        told: the status in its `run.json`.
-        ranks: what its ranks were doing when they last told; None without a sign of life.
-        now: the present time, in seconds since 1970.
+    `now` is the present time, in seconds since 1970.
     """
 
     name: str

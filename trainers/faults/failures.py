@@ -36,11 +36,8 @@ def failure_of(
     One fault makes other ranks fail as well. So a lost node counts first, then errors of the workers' own code, then ranks that
     stand still, then processes that ended, and broken connections last.
 
-    Args:
-        error: the exception of Ray Train.
-        places: the place of every rank in this attempt, as far as known.
-        timeout: seconds after which a wait for other ranks fails.
-        ended: why the driver has ended the attempt itself; None if it has not.
+    Places of ranks are known as far as they have told. After `timeout` seconds, a wait for other ranks fails. `ended` is why the
+    driver has ended the attempt itself, if it has.
     """
     if ended is not None:
         return _of_nodes(places) or Failure("stalled", ended.what, ended.ranks)

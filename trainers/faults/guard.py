@@ -31,12 +31,8 @@ class NothingTrained(RuntimeError):
 class Guard:
     """Checks the updates of an engine. Every rank has a guard, and all guards raise together.
 
-    Args:
-        most: how many steps in a row may be skipped because their gradient is not finite.
-
-    Attributes:
-        skipped: how many steps have been skipped.
-        in_a_row: how many of them are the newest ones.
+    At most `most` steps in a row may be skipped because their gradient is not finite. `skipped` counts all that were skipped, and
+    `in_a_row` those of them that are the newest steps.
     """
 
     def __init__(self, engine: Engine, groups: Groups, model: ModelSpec, most: int = 0):
@@ -48,9 +44,7 @@ class Guard:
     def update(self, step: int, lr: float) -> Norms:
         """Call `Engine.update` for step number `step`, counted from 1. A skipped step changes nothing.
 
-        Raises:
-            NothingTrained: a gradient is zero, infinite or NaN, or a class of weights has not changed. Weights are compared
-                only in the first step with a learning rate above zero.
+        Weights are compared only in the first step with a learning rate above zero.
         """
         compares = lr > 0 and not self._moved
         before = self._bits() if compares else {}

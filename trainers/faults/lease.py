@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pyarrow
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from foldray.errors import UserError
 from trainers.folders import Checked, DamagedFile, Folder, printable
@@ -41,7 +41,6 @@ class Lease:
     Args:
         field: what the user calls the run.
         holder: the driver. One that starts with the name of a lost one has its lease at once.
-        say: tells that this driver waits for another one.
         lose: called in a thread if another driver has taken the lease over, as it may if this one stood still for a minute. Then
             `lost` is set.
     """
@@ -145,7 +144,7 @@ def _others(run: Folder, holder: str) -> bytes | None:
 
 def _read(content: bytes) -> _Held | None:
     with suppress(ValidationError):
-        return TypeAdapter(_Held).validate_json(content, strict=True)
+        return _Held.model_validate_json(content, strict=True)
     return None
 
 

@@ -26,12 +26,7 @@ _UNSEEN_S = 15.0  # more time between two looks does not count, because the driv
 
 @dataclass(frozen=True)
 class Standstill:
-    """What the ranks were doing when training did not get on.
-
-    Args:
-        ranks: the ranks that the others wait for; empty if this is not known.
-        what: the same in one line, with what the others wait for.
-    """
+    """The ranks that the others wait for, if they are known, when training does not get on; the same in one line."""
 
     ranks: tuple[int, ...]
     what: str
@@ -76,7 +71,6 @@ class Watch:
         self._arrived[beat["rank"]] = time.monotonic() if now is None else now
 
     def clear(self) -> None:
-        """Forget the ranks of an attempt."""
         for by_rank in (self.beats, self._first, self._recent, self._arrived, self._silent_s):
             by_rank.clear()
 
@@ -98,10 +92,9 @@ class Watch:
         return any(self._silent_s[rank] > limit for rank, limit in limits.items())
 
     def paces(self, positions: Mapping[int, int] | None = None) -> dict[int, Pace]:
-        """Return the pace of every rank that has shown enough signs of life.
+        """Return the pace of every rank that has shown enough signs of life, among those of its pipeline position, or all.
 
-        Args:
-            positions: the pipeline position of every rank, because positions may have different work; None compares all.
+        Positions may have different work.
         """
         alike: dict[int | None, list[tuple[float, int]]] = {}
         for rank, beats in self._recent.items():
@@ -183,11 +176,8 @@ class Pulse:
     still, such as a storage that does not answer. It waits longer, so the ranks that only wait for this one end first, with
     an error that names what they waited for.
 
-    Use it as a context manager around the training. Nothing else may use its outbox.
-
-    Args:
-        patience: seconds without any change after which the process ends.
-        period: seconds between two signs of life.
+    Use it as a context manager around the training. Nothing else may use its outbox. After `patience` seconds without any change,
+    the process ends.
     """
 
     def __init__(self, rank: int, activity: Activity, outbox: Outbox, patience: float, period: float = 2.0):
@@ -209,7 +199,6 @@ class Pulse:
 
     @property
     def stops(self) -> bool:
-        """Whether the driver has asked to stop."""
         return self._outbox.stops
 
     def trains(self) -> None:

@@ -35,11 +35,8 @@ class Tracker:
     says so and sends the missed metrics. MLflow's histories cannot be rewritten: if a step runs again after a restart, its
     first values stay.
 
-    Args:
-        recipe: its keys become the run's parameters.
-        storage: local folder for the database if the recipe names none, and for artifacts if no server stores them.
-        mlflow_run_id: the MLflow run to continue. If the server does not know it, or if it is deleted, a new run is created, and
-            a warning says so.
+    It continues the run `mlflow_run_id`. If the server does not know it, or if it is deleted, a new run is created, and a warning
+    says so. The recipe's keys become the run's parameters.
     """
 
     def __init__(self, recipe: Recipe, name: str, storage: Path, mlflow_run_id: str | None = None):
@@ -55,7 +52,6 @@ class Tracker:
         self._sender.start()
 
     def receive(self, record: Record) -> None:
-        """Log the metrics of a record."""
         if record["kind"] == "step":
             step = cast(Mapping[str, float | None], record)
             values: dict[str, float | None] = {metric.outside: step.get(metric.name) for metric in self._metrics}

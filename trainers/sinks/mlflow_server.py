@@ -34,13 +34,9 @@ _URI_EXAMPLES = ["sqlite:////folder/mlflow.db", "http://host:5000", "null"]
 
 
 class TrackingServer:
-    """The MLflow server or database that tracks a recipe.
+    """The MLflow server or database that tracks a recipe. `uri` is its address without secrets, for messages and files.
 
-    Args:
-        storage: local folder for the database if the recipe names none, and for artifacts if no server stores them.
-
-    Attributes:
-        uri: the address without secrets, for messages and files.
+    The storage is a local folder for the database if the recipe names none, and for artifacts if no server stores them.
     """
 
     def __init__(self, recipe: Recipe, storage: Path):

@@ -29,7 +29,6 @@ class Gauges:
         self._gauges = {name: Gauge(name, text, ("run", "rank")) for name, text in texts.items()}
 
     def receive(self, record: Record) -> None:
-        """Set the gauges to the figures of a record."""
         if record["kind"] == "step":
             self._set("foldray_step", record["step"])
             for name, metric in self._of_steps.items():

@@ -291,11 +291,9 @@ def read_history(path: Path, field: str = "resume", metrics: Sequence[Metric] = 
 
 
 def recipe_of(run: Folder, field: str, value: str, trust: bool = False) -> Recipe:
-    """Return the recipe in the folder of a run, which is read without trust.
+    """Return the recipe in the folder of a run, whose `value` in `field` is what the user calls it.
 
-    Args:
-        field, value: what the user calls the run.
-        trust: whether to import the modules that the recipe names (`Recipe.stored`).
+    With `trust`, import the modules that the recipe names (`Recipe.stored`).
     """
     try:
         text = run.read(RECIPE, MOST_RECIPE).decode()

@@ -95,7 +95,6 @@ class Progress:
             self._bar.stop()
 
     def receive(self, record: Record) -> None:
-        """Show a record."""
         if record["kind"] == "validation":
             bits = record["bits_per_byte"]
             self._validation = f"{record['loss']:.3f} nats/token" if bits is None else f"{bits:.3f} bits/byte"

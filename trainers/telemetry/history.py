@@ -133,8 +133,7 @@ class History:
     def read(cls, path: Path, metrics: Sequence[Metric] = METRICS) -> History:
         """Read the history in a `metrics.jsonl`, with these metrics of its steps, and skip lines that a crash cut off.
 
-        Raises:
-            ValueError: a line is JSON, but not a record.
+        A line that is JSON, but not a record, raises ValueError.
         """
         history = cls(metrics)
         if path.exists():
@@ -161,7 +160,6 @@ class History:
             raise ValueError(f"line {number} is not a record of a run") from None
 
     def receive(self, record: Record) -> None:
-        """Add a record to the history."""
         self.speed.receive(record)
         if record["kind"] == "place":
             self.places[record["rank"]] = record
@@ -198,7 +196,6 @@ class History:
             self._rewind(record["step"])
 
     def forget_places(self) -> None:
-        """Forget where ranks are, and which of them are slow."""
         self.places.clear()
         self.slow.clear()
 

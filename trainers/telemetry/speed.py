@@ -9,14 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Event(NamedTuple):
-    """Something that happened at a time.
-
-    Args:
-        time: seconds since the epoch.
-        step: the last step before it.
-        what: what happened, in one line.
-        stops: whether the workers stopped for it.
-    """
+    """Something that happened after a step, at a time in seconds since the epoch. Workers may stop for it."""
 
     time: float
     step: int
@@ -28,10 +21,7 @@ class Event(NamedTuple):
 class Speed:
     """The speed of all steps in the order in which they ran, those that ran again as well.
 
-    Attributes:
-        times, tokens_per_s: the time of every step, in seconds since the epoch, and its tokens per second.
-        workers: for every attempt the time of its start, and its number of workers.
-        events: what happened.
+    Times are in seconds since the epoch. `workers` has the time of its start and its number of workers for every attempt.
     """
 
     times: array[float] = field(default_factory=lambda: array("d"))

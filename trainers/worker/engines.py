@@ -19,7 +19,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 def make_engine(recipe: Recipe, groups: Groups, device: torch.device) -> Engine:
-    """Make the engine of one rank: its model, backend and optimizer."""
     seed, dtype, context = recipe.training.seed, DTYPES[recipe.precision], recipe.schedule.context
     model = Transformer(recipe.ownership, groups, make_backend(recipe), context, seed, device, dtype)
     if recipe.engine.kind == "torch":
@@ -39,7 +38,6 @@ def read_weights(engine: Engine, recipe: Recipe) -> None:
 
 
 def make_backend(recipe: Recipe) -> MoeBackend:
-    """Make the backend of the MoE layers."""
     kind, kernels = recipe.moe.backend, recipe.moe.model_dump(include={"experts", "dispatch", "wire"})
     if kind == "tutel":
         from foldray.moe.tutel import TutelPermutation, tutel_gate

@@ -79,9 +79,7 @@ class Online:
     def steps(self, search: MakeSearch | None, tell: Tell) -> Steps:
         """Measure the first steps, then watch all others. The caller sends the seconds of each step.
 
-        Args:
-            search: makes the search; None changes no setting. A setting that was chosen before is kept until steps drift.
-            tell: takes a record of every trial, of the choice, and of steps that drift.
+        Without a search, no setting changes. A setting that was chosen before is kept until steps drift.
         """
         changes = search is not None or self.execution.lacks_costs
         yield from self._learn(tell)
