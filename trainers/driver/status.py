@@ -16,6 +16,7 @@ from rich.text import Text
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
+from trainers.faults.watch import Pace
 from trainers.folders import Checked, DamagedFile, Folder, printable, read_json
 from trainers.sinks.run_folder import FAILURE, RANKS, read_history, read_run, recipe_of
 from trainers.telemetry.expert_health import STARVED, Health
@@ -35,12 +36,6 @@ entropy: of the load, over ln(experts); 1 is even, 0 is one expert for all (mean
 dead: experts without a token in these steps; starved: those with less than {STARVED:.0%} of the even share, dead ones included"""
 
 
-class _Pace(Checked):
-    busy: float
-    over_others: float | None
-    over_before: float | None
-
-
 class _Rank(Checked):
     rank: int
     doing: str
@@ -48,7 +43,7 @@ class _Rank(Checked):
     still_s: float
     node_ip: str
     pid: int
-    pace: _Pace | None
+    pace: Pace | None
 
 
 class _Ranks(Checked):

@@ -32,16 +32,8 @@ from trainers.data.mixture import Mixture
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
 from trainers.data.unfit import told_unfit
+from trainers.driver import ray_configs
 from trainers.driver.continuing import check_resumable
-from trainers.driver.ray_configs import (
-    check_backend,
-    check_places,
-    merged_run,
-    merged_scaling,
-    refuse_arguments,
-    scaled,
-    with_storage,
-)
 from trainers.driver.resuming import Beginning, list_checkpoints
 from trainers.driver.run import Run
 from trainers.faults import guardian
@@ -112,10 +104,12 @@ class FoldTrainer(TorchTrainer):
         console: Console | None = None,
         **others: Any,
     ):
-        refuse_arguments(others)
+        ray_configs.refuse_arguments(others)
         check_trains(recipe)
         metrics_of(recipe)  # refuses what is no metric
-        self.recipe = with_storage(recipe if scaling_config is None else scaled(recipe, scaling_config), run_config)
+        self.recipe = ray_configs.with_storage(
+            recipe if scaling_config is None else ray_configs.scaled(recipe, scaling_config), run_config
+        )
         self.worlds = worlds(self.recipe)
         if resume is not None and start is not None:
             raise UserError("from", start, f"starts a new run, but resume={resume} continues an old one; give only one")
@@ -131,7 +125,7 @@ class FoldTrainer(TorchTrainer):
         self.stopped: int | None = None
         self._controller: Any = None
         self._lease: Lease
-        check_backend(self.recipe, torch_config)
+        ray_configs.check_backend(self.recipe, torch_config)
         if datasets:
             check_datasets(datasets, self.recipe.data)
         self._documents = dict(datasets or {})  # not `datasets`, which Ray would split over the workers
@@ -139,8 +133,8 @@ class FoldTrainer(TorchTrainer):
             train_on_worker,
             train_loop_config={},
             torch_config=torch_config or TorchConfig(timeout_s=math.ceil(self.recipe.cluster.timeout)),
-            scaling_config=merged_scaling(self.recipe, scaling_config),
-            run_config=merged_run(self.recipe, run_config, resume, self.worlds),
+            scaling_config=ray_configs.merged_scaling(self.recipe, scaling_config),
+            run_config=ray_configs.merged_run(self.recipe, run_config, resume, self.worlds),
         )
 
     @classmethod
@@ -215,7 +209,7 @@ class FoldTrainer(TorchTrainer):
 
     def _fit(self, begin: Beginning | None, stored: Stored | None) -> Result:
         joining.check_room(self.worlds[min(self.worlds)])
-        check_places(self.scaling_config, min(self.worlds))
+        ray_configs.check_places(self.scaling_config, min(self.worlds))
         data = self._prepare()
         if begin and stored:
             begin = check_resumable(begin, stored, self.recipe, data)
@@ -229,7 +223,8 @@ class FoldTrainer(TorchTrainer):
             config = {"recipes": recipes, "data": str(data.folder), "queue": self.run.queue, "holder": guardian.holder()}
             anew = begin is not None and begin.anew
             self.train_loop_config = config | {"search": self.search, "start": start and start.checkpoint, "anew": anew}
-            self._send_recipe()
+            if self._is_elsewhere:  # whoever loads a checkpoint finds the recipe beside it
+                self._folder.write(RECIPE, as_yaml(self.recipe).encode())
             return self._persist(self.run, begin)
 
     def _ask_to_stop(self) -> bool:
@@ -407,8 +402,3 @@ class FoldTrainer(TorchTrainer):
     @property
     def _is_elsewhere(self) -> bool:
         return "://" in str(self.run_config.storage_path) or self.run_config.storage_filesystem is not None
-
-    def _send_recipe(self) -> None:
-        """Write the recipe to a storage elsewhere, where whoever loads a checkpoint finds it."""
-        if self._is_elsewhere:
-            self._folder.write(RECIPE, as_yaml(self.recipe).encode())

@@ -67,9 +67,9 @@ class Summary:
     starved_experts: int | None = None
     checkpoint: str | None
     pictures: tuple[str, ...]
-    mlflow_uri: str | None
-    mlflow_run_id: str | None
-    mlflow_command: str | None
+    mlflow_uri: str | None = None
+    mlflow_run_id: str | None = None
+    mlflow_command: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return one mapping of all results, the metrics among them."""
@@ -109,7 +109,7 @@ class RunFolder:
         self.history = read_history(path, metrics=self._of_steps) if history is None else history
         self._start = start or (self.previous or {}).get("started_from")
         self._recipe, self._baselines, self._bytes_per_token = recipe, dict(baselines), bytes_per_token
-        self._mlflow: tuple[str | None, str | None, str | None] = (None, None, None)
+        self._mlflow: dict[str, str | None] = {}
         self._drawn = self._page_drawn = time.monotonic()
         self.path.mkdir(parents=True, exist_ok=True)
         self._metrics = self.path / "metrics.jsonl"
@@ -119,7 +119,7 @@ class RunFolder:
 
     def tracked_by(self, uri: str, run_id: str, command: str | None) -> None:
         """Write MLflow's address and id of this run into `run.json`."""
-        self._mlflow = (uri, run_id, command)
+        self._mlflow = {"mlflow_uri": uri, "mlflow_run_id": run_id, "mlflow_command": command}
         self._write_run("running")
 
     def receive(self, record: Record) -> None:
@@ -196,9 +196,7 @@ class RunFolder:
             **self._balance(),
             checkpoint=self._checkpoint(),
             pictures=tuple(str(self.path / name) for name in (*_PICTURES, _SEARCH) if (self.path / name).exists()),
-            mlflow_uri=self._mlflow[0],
-            mlflow_run_id=self._mlflow[1],
-            mlflow_command=self._mlflow[2],
+            **self._mlflow,
         )
 
     def _checkpoint(self) -> str | None:

@@ -1,4 +1,4 @@
-"""The history of a run: what its records make up."""
+"""The history of a run: what its records make up, with its speed over time and what happened meanwhile."""
 
 from __future__ import annotations
 
@@ -8,29 +8,17 @@ from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter
 
+from trainers.telemetry import records
 from trainers.telemetry.expert_health import Course, Health, entropy, max_over_mean, unused
 from trainers.telemetry.metrics import METRICS, Metric
-from trainers.telemetry.records import (
-    Drifted,
-    Failed,
-    Listed,
-    Place,
-    Record,
-    Saved,
-    Settled,
-    Slow,
-    Spiked,
-    Step,
-    Tried,
-    Validation,
-)
-from trainers.telemetry.speed import Speed
+from trainers.telemetry.records import Record, Step
 
 LOAD_WINDOW = 20  # steps to sum expert loads over, because the load of one step depends mostly on its batch
 _RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")], config=ConfigDict(strict=True))
@@ -92,6 +80,68 @@ class Steps(Mapping[int, Step]):
         return int(value) if name in _WHOLE else value
 
 
+class Event(NamedTuple):
+    """Something that happened after a step, at a time in seconds since the epoch. Workers may stop for it."""
+
+    time: float
+    step: int
+    what: str
+    stops: bool
+
+
+@dataclass
+class Speed:
+    """The speed of all steps in the order in which they ran, those that ran again as well.
+
+    Times are in seconds since the epoch. `workers` has the time of its start and its number of workers for every attempt.
+    """
+
+    times: array[float] = field(default_factory=lambda: array("d"))
+    tokens_per_s: array[float] = field(default_factory=lambda: array("d"))
+    workers: list[tuple[float, int]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    _ranks: set[int] = field(default_factory=set)
+    _step: int = 0
+
+    def receive(self, record: Mapping[str, Any]) -> None:
+        """Add a record of the run."""
+        time, kind = record.get("time"), record["kind"]
+        if time is None:
+            return
+        if kind == "step":
+            self._step = record["step"]
+            self.times.append(time)
+            self.tokens_per_s.append(record["tokens_per_s"])
+        elif kind == "place":
+            self._place(time, record["rank"])
+        elif kind in ("failed", "grows", "slow", "spiked"):
+            self._happen(time, kind, record)
+
+    def _place(self, time: float, rank: int) -> None:
+        if rank in self._ranks:  # nobody told why the attempt before has ended
+            self.events.append(Event(time, self._step, "the run was started again", True))
+            self._ranks.clear()
+        if not self._ranks:
+            self.workers.append((time, 0))
+        self._ranks.add(rank)
+        self.workers[-1] = (self.workers[-1][0], len(self._ranks))
+
+    def _happen(self, time: float, kind: str, record: Mapping[str, Any]) -> None:
+        if kind == "failed":
+            then = f"; goes on from step {record['saved']}" if record["goes_on"] else "; the end"
+            self.events.append(Event(time, record["step"], f"{record['what']}{then}", True))
+        elif kind == "grows":
+            self.events.append(Event(time, record["step"], "the cluster has room for more workers", True))
+        elif kind == "spiked":
+            what = f"the loss is {record['loss']:.3g}, after a median of {record['median']:.3g}"
+            self.events.append(Event(time, record["step"], what, False))
+        elif record["goes_on"]:
+            self.events.append(Event(time, self._step, f"rank {record['rank']} on {record['node_ip']} is slow", False))
+        if kind in ("failed", "grows"):
+            self._ranks.clear()
+            self.workers.append((time, 0))
+
+
 class History:
     """The records of a run by step. Records of steps that ran again replace the earlier ones.
 
@@ -100,25 +150,25 @@ class History:
     """
 
     def __init__(self, metrics: Sequence[Metric] = METRICS) -> None:
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, records.Place] = {}
         self.steps = Steps(metrics)
-        self.validations: dict[int, Validation] = {}
-        self.checkpoints: dict[int, Saved] = {}
+        self.validations: dict[int, records.Validation] = {}
+        self.checkpoints: dict[int, records.Saved] = {}
         self.resumes: list[int] = []
-        self.tried: list[Tried] = []
+        self.tried: list[records.Tried] = []
         """Trials in order; a new search clears the trials of an earlier one."""
-        self.settled: dict[int, Settled] = {}
+        self.settled: dict[int, records.Settled] = {}
         """The chosen order by degree; the newest counts."""
-        self.listed: dict[int, Listed] = {}
+        self.listed: dict[int, records.Listed] = {}
         """The found lists by degree; the newest count."""
-        self.drifts: list[Drifted] = []
-        self.failures: list[Failed] = []
+        self.drifts: list[records.Drifted] = []
+        self.failures: list[records.Failed] = []
         """The failed attempts, in order."""
         self.grown: list[int] = []
         """The steps after which training went on with more workers."""
-        self.spikes: dict[int, Spiked] = {}
+        self.spikes: dict[int, records.Spiked] = {}
         """Losses that stood out, by step."""
-        self.slow: dict[int, Slow] = {}
+        self.slow: dict[int, records.Slow] = {}
         """Ranks that the others wait for."""
         self.imbalance = Course(_POINTS)
         """The load of the busiest expert over the mean load, for every MoE layer."""
