@@ -155,8 +155,8 @@ def called_once() -> Iterator[None]:
 def _temporary(run: str, rank: int) -> Iterator[Path]:
     """Make a temporary folder, and delete those that killed workers of this run and rank have left on this machine."""
     prefix = f"foldray-checkpoint-{hashlib.sha256(run.encode()).hexdigest()[:16]}-{rank}-"
-    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        shutil.rmtree(left, ignore_errors=True)  # of another user, perhaps
+    for leftover in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        shutil.rmtree(leftover, ignore_errors=True)  # of another user, perhaps
     with tempfile.TemporaryDirectory(prefix=prefix) as folder:
         yield Path(folder)
 

@@ -120,14 +120,14 @@ class Stored:
     """A checkpoint with all its files.
 
     Args:
-        known: the files whose sizes, and hashes of the whole file, were compared already. Readers add different files.
+        checked: the files whose sizes, and hashes of the whole file, were compared already. Readers add different files.
     """
 
     folder: Folder
     entries: dict[str, Entry]
     contents: Contents
     progress: Progress
-    known: set[str] = field(default_factory=set)
+    checked: set[str] = field(default_factory=set)
 
     @property
     def hashed(self) -> bool:
@@ -161,10 +161,10 @@ class Stored:
 
     def _check(self, name: str) -> None:
         """Compare a file's size and the hash of the whole file, once. The size may have been checked on another machine."""
-        if name not in self.known:
+        if name not in self.checked:
             _check_size(self.folder, name, self.entries[name])
             _check_hash(self.folder, name, self.entries[name])
-            self.known.add(name)
+            self.checked.add(name)
 
 
 def look(folder: Folder) -> Stored:

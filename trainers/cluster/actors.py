@@ -108,10 +108,10 @@ class Ranks:
     @staticmethod
     def _wait(calls: list[Any], timeout: float) -> list[Any]:
         """Return all results. The first failure raises, even if other ranks are still running."""
-        end, left = time.monotonic() + timeout, list(calls)
+        end, running = time.monotonic() + timeout, list(calls)
         try:
-            while left:
-                done, left = ray.wait(left, num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            while running:
+                done, running = ray.wait(running, num_returns=1, timeout=max(0.0, end - time.monotonic()))
                 if not done:
                     raise RankFailure(f"took more than {timeout:.0f} s")
                 ray.get(done)

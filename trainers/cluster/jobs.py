@@ -105,10 +105,10 @@ def _check_address(address: str) -> None:
     """Refuse an address that is not a dashboard's. Ray's client would try some of these addresses for minutes."""
     try:
         parts = urlsplit(address)
-        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
-        known = False
-    if not known:
+        is_url = False
+    if not is_url:
         raise UserError("address", address, "must be the address of the cluster's dashboard, such as http://HOST:8265")
 
 
@@ -128,8 +128,8 @@ def _pack(folder: Path, recipe: Recipe, root: Path = _ROOT) -> None:
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     if (total := sum(sizes.values())) > _MOST:
         largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
-        told = ", ".join(f"{name} ({sizes[name] / 2**20:.1f} MiB)" for name in largest)
-        rule = f"a job carries at most {_MOST / 2**20:.0f} MiB of the packages in {root}; move away what is not theirs: {told}"
+        names = ", ".join(f"{name} ({sizes[name] / 2**20:.1f} MiB)" for name in largest)
+        rule = f"a job carries at most {_MOST / 2**20:.0f} MiB of the packages in {root}; move away what is not theirs: {names}"
         raise UserError("packages", f"{total / 2**20:.1f} MiB", rule)
     plain = recipe.model_dump(mode="json")
     plain["cluster"]["address"] = None  # the job runs on the cluster that it is sent to

@@ -53,14 +53,11 @@ def joined_hosts(address: str, recipe: Recipe | None) -> list[Host]:
 
 def hosts(needs: Mapping[str, float], free: bool = False) -> list[Host]:
     """Return the nodes of the cluster, for workers with these needs. With `free`, reserved resources do not count."""
-    left = ray._private.state.available_resources_per_node() if free else {}
-    return [
-        Host(
-            node["NodeID"], node["NodeManagerAddress"], seats(left.get(node["NodeID"], {}) if free else node["Resources"], needs)
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    room = {node["NodeID"]: node["Resources"] for node in nodes}
+    if free:
+        room = ray._private.state.available_resources_per_node()
+    return [Host(node["NodeID"], node["NodeManagerAddress"], seats(room.get(node["NodeID"], {}), needs)) for node in nodes]
 
 
 def traffic_of(recipe: Recipe) -> Edges:

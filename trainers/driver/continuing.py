@@ -152,11 +152,11 @@ def _check_order(begin: Beginning, stored: Stored, recipe: Recipe, before: Mappi
     """
     training = (before or {}).get("training")
     for key in ("seed", "global_batch"):
-        known = getattr(stored.progress, key)
-        if known is None and isinstance(training, dict):
-            known = training.get(key)
-        if known is not None and known != (now := getattr(recipe.training, key)):
-            raise UserError(f"training.{key}", now, f"{begin.named} takes its text in another order; keep its value", [known])
+        earlier = getattr(stored.progress, key)
+        if earlier is None and isinstance(training, dict):
+            earlier = training.get(key)
+        if earlier is not None and earlier != (now := getattr(recipe.training, key)):
+            raise UserError(f"training.{key}", now, f"{begin.named} takes its text in another order; keep its value", [earlier])
 
 
 def _check_optimizer(begin: Beginning, stored: Stored, recipe: Recipe) -> None:

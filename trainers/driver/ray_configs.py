@@ -116,17 +116,17 @@ def check_places(scaling: ScalingConfig, count: int) -> None:
         able = [node for node in nodes if all(_matches(node.get("Labels", {}).get(key), rule) for key, rule in chosen)]
         room = sum(int(node["Resources"].get("CPU", 0) // scaling.num_cpus_per_worker) for node in able)
         if room < wanted:
-            told = ", ".join(f"{key}={rule}" for key, rule in chosen)
+            selector = ", ".join(f"{key}={rule}" for key, rule in chosen)
             rule = f"{len(able)} node(s) have these labels, with room for {room} of {wanted} workers"
-            raise UserError("scaling_config.label_selector", told, rule)
+            raise UserError("scaling_config.label_selector", selector, rule)
 
 
 def _matches(label: str | None, rule: str) -> bool:
     """Whether a node's label is as one of Ray's selectors wants it: `a`, `!a`, `in(a, b)` or `!in(a, b)`."""
     wanted, refuses = rule.removeprefix("!"), rule.startswith("!")
     among = _ONE_OF.fullmatch(wanted)
-    known = {word.strip() for word in among.group(1).split(",")} if among else {wanted}
-    return (label in known) != refuses
+    labels = {word.strip() for word in among.group(1).split(",")} if among else {wanted}
+    return (label in labels) != refuses
 
 
 def check_backend(recipe: Recipe, config: TorchConfig | None) -> None:

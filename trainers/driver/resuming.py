@@ -59,14 +59,14 @@ class Beginning:
 
         Those in `without` are known to be damaged. A checkpoint that is skipped is told of in a warning.
         """
-        skipped, known = list[str](), set[str]()
+        skipped, listed = list[str](), set[str]()
         try:
             try:
-                known = reported.listed(run)
+                listed = reported.listed(run)
             except DamagedFile as error:
                 skipped.append(str(error))
-            was_complete = bool(known or skipped)  # a damaged list had entries
-            for name in sorted({*known, *reported.steps(run)} - {*without}, key=reported.step_of, reverse=True):
+            was_complete = bool(listed or skipped)  # a damaged list had entries
+            for name in sorted({*listed, *reported.steps(run)} - {*without}, key=reported.step_of, reverse=True):
                 try:
                     stored, _ = _check(run / name)
                 except DamagedFile as error:

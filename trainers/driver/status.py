@@ -55,7 +55,7 @@ class _Ranks(Checked):
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How run `name` is doing: the status in its `run.json`, and what its ranks were doing when they last told.
+    """How run `name` is doing: the status that its `run.json` tells, and what its ranks did when they last showed a sign of life.
 
     `now` is the present time, in seconds since 1970.
     """
@@ -63,7 +63,7 @@ class RunStatus:
     name: str
     recipe: Recipe
     history: History
-    told: str
+    status: str
     ranks: _Ranks | None
     now: float
 
@@ -75,9 +75,9 @@ class RunStatus:
             ranks = read_json(Folder(str(path)), RANKS, TypeAdapter(_Ranks)) if (path / RANKS).exists() else None
         except DamagedFile as error:
             raise UserError(_FIELD, run, f"its {error}") from None
-        told = (read_run(path, _FIELD) or {}).get("status", "unknown")
+        status = (read_run(path, _FIELD) or {}).get("status", "unknown")
         recipe = recipe_of(Folder(str(path)), _FIELD, run, trust)
-        return cls(path.name, recipe, read_history(path, _FIELD), told, ranks, time.time())
+        return cls(path.name, recipe, read_history(path, _FIELD), status, ranks, time.time())
 
     def document(self) -> dict[str, Any]:
         """Return the status as a JSON document. Times are in seconds."""
@@ -91,7 +91,7 @@ class RunStatus:
         validation = history.validations[max(history.validations)] if history.validations else None
         return {
             "run": self.name,
-            "status": "silent" if self.told == "running" and is_quiet else self.told,
+            "status": "silent" if self.status == "running" and is_quiet else self.status,
             "silent_s": quiet,
             "step": history.last_step,
             "steps": total,

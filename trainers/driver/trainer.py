@@ -190,22 +190,19 @@ class FoldTrainer(TorchTrainer):
         with Lease(self._folder, field, guardian.holder(), say, self._give_way) as self._lease:
             if self.resume is not None:  # a run that is there already has something to lose
                 self._lease.take()
-            return self._begin_and_fit()
-
-    def _begin_and_fit(self) -> Result:
-        begin = self._begin()
-        stored = begin.look() if begin else None
-        if begin is None and self.recipe.training.weights is not None:
-            Weights.at(self.recipe.training.weights, "training.weights").check(self.recipe.model)
-        check_reachable(self.recipe)  # before the data are prepared, which may take hours
-        begin_import(self.recipe)
-        self.run = None
-        joining.connect(self.recipe)
-        with Stopping(self._ask_to_stop) as stopping:  # Ray has replaced the handlers of before
-            try:
-                return self._fit(begin, stored)
-            finally:
-                self.stopped = stopping.signal
+            begin = self._begin()
+            stored = begin.look() if begin else None
+            if begin is None and self.recipe.training.weights is not None:
+                Weights.at(self.recipe.training.weights, "training.weights").check(self.recipe.model)
+            check_reachable(self.recipe)  # before the data are prepared, which may take hours
+            begin_import(self.recipe)
+            self.run = None
+            joining.connect(self.recipe)
+            with Stopping(self._ask_to_stop) as stopping:  # Ray has replaced the handlers of before
+                try:
+                    return self._fit(begin, stored)
+                finally:
+                    self.stopped = stopping.signal
 
     def _fit(self, begin: Beginning | None, stored: Stored | None) -> Result:
         joining.check_room(self.worlds[min(self.worlds)])

@@ -110,8 +110,8 @@ class Tracker:
         if run_id is None:
             return None
         try:
-            known = self._client.get_run(run_id)
-            deleted = known.info.lifecycle_stage == "deleted"
+            run = self._client.get_run(run_id)
+            deleted = run.info.lifecycle_stage == "deleted"
             lost = deleted and f"is deleted (mlflow runs restore --run-id {run_id} brings it back)"
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
@@ -120,10 +120,10 @@ class Tracker:
         if lost:
             _log.warning("MLflow's run %s %s; training goes on with a new one", run_id, lost)
             return None
-        self.experiment_id = known.info.experiment_id
+        self.experiment_id = run.info.experiment_id
         self._client.update_run(run_id, status="RUNNING")
         # MLflow keeps the metric of the last step apart. A history has all steps, and takes minutes to read.
-        self._logged = {metric.key: metric.step for metric in known.data.to_proto().metrics}
+        self._logged = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         self._tried = self._logged.get("online/step_time_s", 0)
         return run_id
 
@@ -146,8 +146,8 @@ class Tracker:
         self._logged[name] = step
         now = int(time.time() * 1000)
         # MLflow would store infinity as 1.8e308, which flattens every chart.
-        known = {key: float(value) for key, value in values.items() if value is not None}
-        finite = {key: value if math.isfinite(value) else math.nan for key, value in known.items()}
+        numbers = {key: float(value) for key, value in values.items() if value is not None}
+        finite = {key: value if math.isfinite(value) else math.nan for key, value in numbers.items()}
         self._sender.put([Metric(key, value, now, step) for key, value in finite.items()])
 
     def _log_batch(self, metrics: list[Metric]) -> None:

@@ -70,21 +70,21 @@ class TrackingServer:
         return _told(self._secret_uri)
 
     def _find_experiment(self) -> str:
-        known = self.client.get_experiment_by_name(self.experiment)
-        if known is not None and known.lifecycle_stage == "deleted":
+        experiment = self.client.get_experiment_by_name(self.experiment)
+        if experiment is not None and experiment.lifecycle_stage == "deleted":
             rule = "is deleted in MLflow; restore it (mlflow experiments restore) or choose another name"
             raise UserError("tracking.experiment", self.experiment, rule)
-        if known is not None:
-            return known.experiment_id
+        if experiment is not None:
+            return experiment.experiment_id
         try:
             # A server has its own place for artifacts. Without a server, artifacts lie beside the runs.
             location = None if _is_http(self.uri) else self._artifacts.as_uri()
             return self.client.create_experiment(self.experiment, artifact_location=location, tags=_KIND)
         except Exception:
-            known = self.client.get_experiment_by_name(self.experiment)  # another driver may have created it meanwhile
-            if known is None:
+            experiment = self.client.get_experiment_by_name(self.experiment)  # another driver may have created it meanwhile
+            if experiment is None:
                 raise
-            return known.experiment_id
+            return experiment.experiment_id
 
 
 def begin_import(recipe: Recipe) -> None:

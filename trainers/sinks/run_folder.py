@@ -335,8 +335,8 @@ def _over(metric: Metric, steps: Steps) -> float | None:
         values = values[-1:]
     elif metric.over == "newest":
         values = values[-LOAD_WINDOW:]
-    known = values[~np.isnan(values)]
-    if not known.size:
+    finite = values[~np.isnan(values)]
+    if not finite.size:
         return None
-    value = float(np.median(known) if metric.over == "median" else np.mean(known))
+    value = float(np.median(finite) if metric.over == "median" else np.mean(finite))
     return int(value) if metric.whole else value

@@ -203,8 +203,8 @@ class History:
             raise ValueError(f"line {number} is not a record") from None
         try:
             # Infinite numbers and NaN are written as null.
-            known = {key: 0.0 if value is None and key in _ALWAYS else value for key, value in record.items()}
-            _RECORD.validate_python(known)
+            finite = {key: 0.0 if value is None and key in _ALWAYS else value for key, value in record.items()}
+            _RECORD.validate_python(finite)
             self.receive(record)
         except (AttributeError, ArithmeticError, LookupError, TypeError, ValueError):
             raise ValueError(f"line {number} is not a record of a run") from None

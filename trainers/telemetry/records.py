@@ -237,9 +237,9 @@ def averaged(parts: Sequence[Measured], weights: Sequence[int]) -> Measured:
     losses, bits = ([number(part[key]) for part in parts] for key in ("loss", "bits_per_byte"))  # type: ignore[literal-required]
     loss = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
     lengths = sum(loss / per_byte * weight for loss, per_byte, weight in zip(losses, bits, weights, strict=True))
-    known = all(part["bits_per_byte"] is not None for part in parts)
+    has_bits = all(part["bits_per_byte"] is not None for part in parts)
     sequences = sum(part["sequences"] for part in parts)
-    return {"loss": loss / sum(weights), "bits_per_byte": loss / lengths if known else None, "sequences": sequences}
+    return {"loss": loss / sum(weights), "bits_per_byte": loss / lengths if has_bits else None, "sequences": sequences}
 
 
 def number(value: float | None) -> float:
