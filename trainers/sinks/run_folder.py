@@ -109,7 +109,7 @@ class RunFolder:
         self.history = read_history(path, metrics=self._of_steps) if history is None else history
         self._start = start or (self.previous or {}).get("started_from")
         self._recipe, self._baselines, self._bytes_per_token = recipe, dict(baselines), bytes_per_token
-        self._mlflow: dict[str, str | None] = {}
+        self._mlflow: dict[str, Any] = {}
         self._drawn = self._page_drawn = time.monotonic()
         self.path.mkdir(parents=True, exist_ok=True)
         self._metrics = self.path / "metrics.jsonl"
