@@ -63,7 +63,7 @@ class Saver:
             dist.barrier(group=self.group)
 
     def settle(self) -> None:
-        """Copy what the checkpoint under way has not written yet. The engine must not change a tensor before."""
+        """Copy the tensors that the running save has not written yet. The engine must not change a tensor before this."""
         if self._staged is not None:
             self._staged.settle()
             self._staged = None

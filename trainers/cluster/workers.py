@@ -72,7 +72,7 @@ def on_workers(
 
     Args:
         loop: the function. It gets a dict with `config` and the recipe, which `worker` reads.
-        name: of the folder that Ray uses meanwhile.
+        name: the name of the folder that Ray uses meanwhile.
         told: what to say on standard error when the workers start.
         by_node: whether ranks are numbered node by node, instead of by the traffic of the recipe.
     """

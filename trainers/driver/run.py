@@ -32,7 +32,7 @@ _SURE = 2  # looks at a cluster that has room
 _LOOK_S = 10.0  # between two looks at what all ranks do
 _VAIN_S = 600.0  # between two tries to grow, if no more workers have started
 _SILENT_S, _SILENT_STEPS = 60.0, 30.0
-"""For so many seconds, or times the longest of the newest steps, a rank may show no sign of life while others do."""
+"""A rank may show no sign of life for so many seconds, or for so many times the longest of the newest steps."""
 
 
 class Run:

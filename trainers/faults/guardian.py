@@ -122,7 +122,7 @@ def _run(arguments: Sequence[str], file: Path, resume: str | None, holds: str) -
 
 
 def _adopt(wanted: bool) -> None:
-    """Become the parent of processes whose parent ends, or no longer. Only Linux can do so."""
+    """Become the parent of processes whose parent ends, or stop being so. Only Linux has this."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_ADOPT, int(wanted), 0, 0, 0)
 

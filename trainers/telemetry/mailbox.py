@@ -160,7 +160,7 @@ class Inbox:
                 self._look(self._looks, [record for record in records if record["kind"] == "beat"])
 
     def tell(self, record: Record) -> None:
-        """Pass a record to the subscribers, out of one that takes signs of life."""
+        """Pass a record to the subscribers. A function that takes signs of life may call this."""
         for subscriber in self._subscribers:
             try:
                 subscriber(record)
